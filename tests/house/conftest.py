@@ -1,4 +1,4 @@
-"""The source of the house, read once."""
+"""Reads the source of the house once, for its tests."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The floors of the house: who may import whom, and which packages of other people.
+"""Lists the floors of the house: who may import whom, and which foreign packages.
 
-docs/architecture.md says the same in prose; test_floors.py holds the source against this table. A module is judged by the longest row
-that is a prefix of its name, so `headrace.engine.loop` has stricter rules than `headrace.engine`.
+docs/architecture.md says the same in prose; test_floors.py holds the source against this table. A module is judged by the longest row that
+is a prefix of its name, so `headrace.engine.loop` has stricter rules than `headrace.engine`.
 """
 
 from __future__ import annotations

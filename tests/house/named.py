@@ -1,4 +1,4 @@
-"""Names between backticks in pages and docstrings, and whether the code still has them. Nothing is imported or run.
+"""Finds names between backticks in pages and docstrings, and whether the code still has them. Nothing is imported or run.
 
 A file (`planner.py`, `gateway/app.py`) must end a path of this repository; a dotted name (`gateway.app`, `launch.threading_layer`,
 `Plan.drafts`) must be a module of ours, or something that a module or class of ours defines; a single word must occur in the code outside

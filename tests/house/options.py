@@ -1,4 +1,4 @@
-"""Every option there is: keys of the configuration file with type and default, and flags of every command.
+"""Lists every option: keys of the configuration file with type and default, and flags of every command.
 
 `python -m tests.house.options > tests/house/options.txt` freezes the list; test_options.py holds the code against it, so that a new
 option is always a decision somebody made and wrote down.

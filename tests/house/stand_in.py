@@ -1,4 +1,4 @@
-"""A model for tests that need any: the bundled one, or, in a checkout from before it was made, random weights of the same kind."""
+"""Provides a model for tests that need any: the bundled one, or random weights of the same kind in a checkout from before it was made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Docs stay true: Python blocks compile, those of the README run, links lead somewhere, text is ASCII."""
+"""Tests that docs stay true: Python blocks compile, those of the README run, links lead somewhere, text is ASCII."""
 
 from __future__ import annotations
 

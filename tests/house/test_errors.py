@@ -1,4 +1,4 @@
-"""The tree in `core.errors` is the tree of the source: every exception class, its parent, and the HTTP status of its row."""
+"""Tests that the tree in `core.errors` is the tree of the source: every exception class, its parent, and the HTTP status of its row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imports point downwards only. Every import of every file is read, function bodies included."""
+"""Tests that imports point downwards only. Every import of every file is read, function bodies included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that turn data into code, nowhere in shipped source: a hard gate of zero.
+"""Tests that no shipped source calls what turns data into code: a hard gate of zero.
 
 The one pickle in the house is Numba's own kernel cache, in a 0700 folder of the user; no line of ours touches it.
 """

@@ -1,4 +1,4 @@
-"""Backticked names in docs and docstrings exist, and every page and experiment is listed."""
+"""Tests that backticked names in docs and docstrings exist, and that every page and experiment is listed."""
 
 from __future__ import annotations
 

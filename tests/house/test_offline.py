@@ -1,6 +1,6 @@
-"""The offline path runs with torch, numpy, tokenizers and numba alone; a child process blocks everything else.
+"""Tests that the offline path runs with torch, numpy, tokenizers and numba alone, and that `import headrace` imports nothing else.
 
-Also: `import headrace` pulls nothing in.
+A child process blocks every other package.
 """
 
 from __future__ import annotations

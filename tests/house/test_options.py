@@ -1,4 +1,4 @@
-"""The list of options is frozen: adding one is a decision, made here in plain sight, and every one is documented."""
+"""Tests that the list of options is frozen, and that every option is documented. Adding one is a decision, made here in plain sight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for the tests themselves: seconds of a real clock are measured by timing tests alone, and the quarantine stays short."""
+"""Tests the tests themselves: only timing tests measure seconds of a real clock, and the quarantine stays short."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One public class per name, short functions, and field words only, in the source and in the docs. There are no exceptions."""
+"""Tests for one public class per name, short functions, and field words only, in the source and in the docs. There are no exceptions."""
 
 from __future__ import annotations
 

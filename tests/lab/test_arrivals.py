@@ -1,4 +1,4 @@
-"""Arrival processes and data sets: right rate, right shape, same for the same seed."""
+"""Tests arrival processes and data sets: right rate, right shape, same for the same seed."""
 
 from __future__ import annotations
 

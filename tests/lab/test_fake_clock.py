@@ -1,4 +1,4 @@
-"""The real loop on virtual time: nothing sleeps, and every time it reports is the virtual clock's."""
+"""Tests the real loop on virtual time: nothing sleeps, and every time it reports is the virtual clock's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Rows that give 0..k tokens: whatever is drafted, withheld, preempted or cancelled, the answers are the reference implementation's."""
+"""Tests rows that give 0..k tokens: whatever is drafted, withheld, preempted or cancelled, the answers are the reference
+implementation's.
+"""
 
 from __future__ import annotations
 

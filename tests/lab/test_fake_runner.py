@@ -1,4 +1,4 @@
-"""The fake runner keeps the contract of plans: its answers are the oracle's under preemption, chunks, forks and overlap, or it says no."""
+"""Tests that the fake runner keeps the contract of plans: its answers are the oracle's under preemption, chunks, forks and overlap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The load generator against small servers that answer, refuse, stall and break: on virtual time, but for one test."""
+"""Tests the load generator against small servers that answer, refuse, stall and break: on virtual time, but for one test."""
 
 from __future__ import annotations
 

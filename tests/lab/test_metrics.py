@@ -1,4 +1,4 @@
-"""Formulas on hand-made traces, worked out on paper."""
+"""Tests the formulas on traces made by hand, with results worked out on paper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The proxy that makes links bad: each fault does what it says, to bytes and to ends of connections, and goes when it is healed.
+"""Tests the proxy that makes links bad: each fault does what it says, to bytes and to ends of connections, and goes when it is healed.
 
 On virtual time, but for what the kernel does to ends of connections.
 """

@@ -1,4 +1,4 @@
-"""The offline harness on the real scheduler and loop with a fake model: exact counts, and speeds worked out by hand."""
+"""Tests the offline harness on the real scheduler and loop with a fake model: exact counts, and speeds worked out by hand."""
 
 from __future__ import annotations
 

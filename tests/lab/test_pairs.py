@@ -1,4 +1,4 @@
-"""Paired ratios: right on paper, unmoved by drift, honest about few rounds."""
+"""Tests paired ratios: right on paper, unmoved by drift, honest about few rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dumped ring runs again to the same tokens, and a ring that begins in mid-life says what it leaves out."""
+"""Tests that a dumped ring runs again to the same tokens, and that a ring that begins in mid-life says what it leaves out."""
 
 from __future__ import annotations
 

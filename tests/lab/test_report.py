@@ -1,4 +1,4 @@
-"""Reports: strict JSON whatever happened, and facts about where a figure came from."""
+"""Tests reports: strict JSON whatever happened, and facts about where a figure came from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An LLM around the real scheduler and loop with a runner that needs no weights."""
+"""Provides an `LLM` around the real scheduler and loop, with a runner that needs no weights."""
 
 from __future__ import annotations
 

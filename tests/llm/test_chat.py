@@ -1,4 +1,4 @@
-"""Conversations offline."""
+"""Tests conversations offline (`LLM.chat`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fine-tune whose end of turn stands in its tokenizer alone: whatever ends answers knows it."""
+"""Tests a fine-tune whose end of turn stands in its tokenizer alone: answers end at it everywhere."""
 
 from __future__ import annotations
 

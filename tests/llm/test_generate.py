@@ -1,4 +1,4 @@
-"""`LLM` over the real scheduler and loop: what comes back, in which order, and what is left behind."""
+"""Tests `LLM` over the real scheduler and loop: what comes back, in which order, and what is left behind."""
 
 from __future__ import annotations
 

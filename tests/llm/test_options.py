@@ -1,4 +1,4 @@
-"""The keywords of `LLM`: honoured, refused by name, or corrected."""
+"""Tests the keywords of `LLM`: honoured, refused by name, or corrected."""
 
 from __future__ import annotations
 

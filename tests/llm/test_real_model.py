@@ -1,4 +1,4 @@
-"""`LLM` on the real engine: random weights in every run, and a slow one held against transformers' own greedy loop."""
+"""Tests `LLM` on the real engine: random weights in every run, and a slow test against transformers' own greedy loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers of the bundled model that have to match: each form of `StructuredOutputsParams`, alone and beside other parameters."""
+"""Tests answers of the bundled model that have to match: each form of `StructuredOutputsParams`, alone and beside other parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`SamplingParams(structured_outputs=...)`: how it reaches the engine, and how a refusal comes back."""
+"""Tests `SamplingParams(structured_outputs=...)`: how it reaches the engine, and how a refusal comes back."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Plants known bugs, one at a time, and demands that a named test turns red.  usage: run.py [NAME ...]
+"""Plants known bugs, one at a time, and demands that a named test fails.
 
-A suite whose zeros mean something must catch these. Each mutant is a one-place change of a copy of the source; the test it names is run
-against the copy. The results of those that ran are written to tests/mutants/results.json, each with the commit it is of. A mutant whose
+    python tests/mutants/run.py [NAME ...]
+
+A suite whose zeros mean something must catch these bugs. Each mutant is a one-place change of a copy of the source, and the test it names
+runs against the copy. The results of the mutants that ran are written to tests/mutants/results.json, each with its commit. A mutant whose
 text no longer occurs in the source is an error: it must follow the code.
 """
 

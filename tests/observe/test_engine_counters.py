@@ -1,4 +1,6 @@
-"""A counter of the engine is one row of EngineCounters: it crosses the wire, and is on the page under both names, without another line."""
+"""Tests that one row of EngineCounters is all that a counter of the engine needs: it crosses the wire, and is on the page under
+both names.
+"""
 
 from __future__ import annotations
 

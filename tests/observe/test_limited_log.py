@@ -1,4 +1,4 @@
-"""A log line that every request may cause is written once an interval, and no event goes uncounted."""
+"""Tests that a log line that every request may cause is written once an interval, and that no event goes uncounted."""
 
 from __future__ import annotations
 

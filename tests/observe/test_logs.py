@@ -1,4 +1,4 @@
-"""Lines for people and for machines: one per event whatever is in it, with its time, and a child's events under its name."""
+"""Tests log lines for people and for machines: one per event whatever is in it, with its time, and a child's events under its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The metrics page: names, labels, and engine numbers that are read, never added up twice."""
+"""Tests the metrics page: names, labels, and engine numbers that are read, never added up twice."""
 
 from __future__ import annotations
 

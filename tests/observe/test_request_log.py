@@ -1,4 +1,4 @@
-"""One line per request, whatever a client puts into it; lines are lost before requests are held up."""
+"""Tests the request log: one line per request, whatever a client puts into it; lines are lost before requests are held up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts and tallies show what the library's own counters and histograms show."""
+"""Tests that counts and tallies show what the library's own counters and histograms show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics by tier and tenant: bounded labels whatever tenants there are, sums that only grow, and vLLM's names."""
+"""Tests metrics by tier and tenant: bounded labels whatever tenants there are, sums that only grow, and vLLM's names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several workers on one metrics page: own series by worker, engines' series once."""
+"""Tests several workers on one metrics page: own series by worker, engines' series once."""
 
 from __future__ import annotations
 

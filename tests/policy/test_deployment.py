@@ -1,4 +1,4 @@
-"""Replicas that a deployment starts and retires: each command, and random commands and faults that must end as desired."""
+"""Tests which replicas a deployment starts and retires: each command, and random commands and faults that must end as desired."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""A pytest plugin: choices are made as another CPU would have them; instructions stay this machine's.
+"""Makes choices as another CPU would have them, as a pytest plugin. Instructions stay this machine's.
 
-`HEADRACE_TEST_CPU="sse4_2 avx2" python -m pytest -p tests.support.another_cpu ...`: the instruction sets it has, of an x86_64.
+    HEADRACE_TEST_CPU="sse4_2 avx2" python -m pytest -p tests.support.another_cpu ...
+
+The variable lists the instruction sets of that CPU, an x86_64.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tables of docs/api.md, made from the tables of the source. `python -m tests.support.api_tables` writes them into the page."""
+"""Writes the tables of docs/api.md from the tables of the source: `python -m tests.support.api_tables`."""
 
 from __future__ import annotations
 

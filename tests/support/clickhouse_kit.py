@@ -1,4 +1,4 @@
-"""A ClickHouse server of the tests' own: on a loopback port, in a temporary folder, with one user that has a password."""
+"""Runs a ClickHouse server of the tests' own: on a loopback port, in a temporary folder, with one user that has a password."""
 
 from __future__ import annotations
 

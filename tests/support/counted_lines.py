@@ -1,4 +1,4 @@
-"""How much a call does, counted in lines of Python: the same on every machine, however busy it is.
+"""Counts how much a call does, in lines of Python: the same on every machine, however busy it is.
 
 What a library does in C is not counted; a quadratic step there shows in the figures of `make test-timing`.
 """

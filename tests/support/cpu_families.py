@@ -1,4 +1,4 @@
-"""One CPU of each kind that choices are made by, whichever this machine has."""
+"""Lists one CPU of each kind that choices are made by, whichever this machine has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A `DeviceRunner` where there is no device: the plain choice on the host's tensors, and captures that call what they captured."""
+"""Builds a `DeviceRunner` where there is no device: the plain choice on the host's tensors, and captures that call what they captured."""
 
 from __future__ import annotations
 

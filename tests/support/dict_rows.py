@@ -1,4 +1,4 @@
-"""Rows of the book of limits in a dict: the plain model that the rows of stores are compared with."""
+"""Keeps rows of the book of limits in a dict: the plain model that the rows of stores are compared with."""
 
 from __future__ import annotations
 

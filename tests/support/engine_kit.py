@@ -1,4 +1,4 @@
-"""Small builders for policy and loop tests: groups, schedulers, requests, a driven engine."""
+"""Builds small things for policy and loop tests: groups, schedulers, requests, a driven engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans that raise half made, beside the steps that fail: for machines that let both happen in one life."""
+"""Makes plans raise while they are half made, beside the steps that fail, so that state machines let both happen in one life."""
 
 from __future__ import annotations
 

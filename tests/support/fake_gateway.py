@@ -1,4 +1,4 @@
-"""A gateway process of tests: the supervisor's file, leash and signals, and one long request instead of HTTP.
+"""Plays a gateway process: it has the supervisor's file, leash and signals, and one long request instead of HTTP.
 
 Asked over its leash it says that a replica is ready when its socket can be connected to, and has no request open there.
 

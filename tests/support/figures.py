@@ -1,4 +1,4 @@
-"""What a test of the marker `timing` measures: printed, and failed only far beyond its bound.
+"""Prints what a test of the marker `timing` measures, and fails the test only far beyond its bound.
 
 Such a test reads the wall clock or the memory of its process. It runs alone, by `make test-timing`, and a machine may still be three times
 as slow as the one that the bound was written on.

@@ -1,4 +1,4 @@
-"""An engine process of tests: what the supervisor wrote, plus the fake's options. Arguments: OPTIONS --config FILE --parent-fd N.
+"""Runs an engine process of tests: what the supervisor wrote, plus the fake's options. Arguments: OPTIONS --config FILE --parent-fd N.
 
 "die" among the options: it ends at once.
 """

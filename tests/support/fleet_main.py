@@ -1,4 +1,4 @@
-"""A supervisor process of tests: fake engines and a fake gateway under the real one. Arguments: a JSON file; events go to stdout.
+"""Runs a supervisor process of tests: fake engines and a fake gateway under the real one. Arguments: a JSON file; events go to stdout.
 
 {"replicas": 2, "run_dir": "/tmp/x", "drain_timeout_s": 5, "gateway": {"work": "idle"}, "fake": {"step_seconds": 0.01}}
 

@@ -1,4 +1,4 @@
-"""A JSON file as the configuration of a deployment of tests, read again at a reload."""
+"""Reads a JSON file as the configuration of a deployment of tests, and again at a reload."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripted OpenAI-compatible servers, which send what a test says, and gateways over them."""
+"""Provides scripted OpenAI-compatible servers, which send what a test says, and gateways over them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A gateway with in-process replicas: the real application, wire streams and text package; only the socket to the engine is missing."""
+"""Builds a gateway with in-process replicas: the real application, wire streams and text package; only the socket to the engine
+is missing.
+"""
 
 from __future__ import annotations
 

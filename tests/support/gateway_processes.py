@@ -1,4 +1,4 @@
-"""Real processes: fake engines on the real wire, and a gateway in front of them, started as the supervisor starts them."""
+"""Starts real processes as the supervisor does: fake engines on the real wire, and a gateway in front of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GGML's blocks made dense one value at a time, in Python's own numbers, from the published layouts: the oracle of tests.
+"""Makes GGML's blocks dense one value at a time, in Python's own numbers, from the published layouts: the oracle of tests.
 
 Floats are doubles here, rounded once at the end: the tested code may differ by the roundings of float32.
 """

@@ -1,4 +1,4 @@
-"""A small writer of GGUF files, from the published layout, and GGUF files of model folders. No code of ours that reads them is used.
+"""Writes small GGUF files from the published layout, and GGUF files of model folders. No code of ours that reads them is used.
 
 `quantize` rounds in the plainest way: the files must be read right, not be good.
 """

@@ -1,4 +1,4 @@
-"""The bundled model's vocabulary as grammars see it, and a source of matchers without vetting or cache."""
+"""Provides the bundled model's vocabulary as grammars see it, and a source of matchers without vetting or cache."""
 
 from __future__ import annotations
 

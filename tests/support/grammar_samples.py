@@ -1,4 +1,4 @@
-"""Schemas, regular expressions and Lark grammars drawn at random, each with a check that shares no code with the matcher under test.
+"""Draws schemas, regular expressions and Lark grammars at random, each with a check that shares no code with the matcher under test.
 
 A model that draws at random comes to the end of each: they are bounded, or recur only with brackets that have to be closed. A schema is
 checked by the `jsonschema` package, an expression by `re`, and a Lark grammar by `Pattern.ends`: it is rendered from a tree of patterns,

@@ -1,4 +1,4 @@
-"""Two hundred grammars that are hostile or odd: each is refused by name, or compiled and matched within its limits.
+"""Lists two hundred grammars that are hostile or odd: each is refused by name, or compiled and matched within its limits.
 
 They are built for the ways in which compiling or matching could take long, take memory, overflow a stack or read what it must not.
 """

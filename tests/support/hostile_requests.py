@@ -1,4 +1,4 @@
-"""Hostile bodies for the generating endpoints: each a distinct field and class of defect, with the refusal it must get.
+"""Lists hostile bodies for the generating endpoints: each a distinct field and class of defect, with the refusal it must get.
 
 Used against the application in-process and against whole servers: after all of them nothing may have reached an engine, nothing may have
 restarted, and neighbours go on.

@@ -1,4 +1,4 @@
-"""Functions whose schemas are made to cost a server time or memory. Each is well-formed: only what binds the model can refuse it."""
+"""Lists functions whose schemas are made to cost a server time or memory. Each is well-formed: only what binds the model can refuse it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTTP/1.1 by hand: exact bytes out, answers and event streams in, and leaving whenever a test wants to leave."""
+"""Speaks HTTP/1.1 by hand: sends exact bytes, reads answers and event streams, and leaves whenever a test wants to leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator does to keys and tenants of a state folder, for tests."""
+"""Does what an operator does to keys and tenants of a state folder, for tests."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A Kafka cluster of the tests' own: librdkafka's mock brokers, as threads of this process (`MockBrokers`), or in a process of its own, so
-that they can be stopped and go on (`mock_cluster`).
+"""Runs a Kafka cluster of the tests' own, of librdkafka's mock brokers.
+
+`MockBrokers` are threads of this process. `mock_cluster` is a process of its own, so that the brokers can be stopped and go on.
 
 python kafka_kit.py TOPIC NUM_PARTITIONS    prints the brokers' addresses, and serves until its standard input closes
 """

@@ -1,4 +1,4 @@
-"""The four kinds of test, and the guard that holds each test to what its kind may do.
+"""Defines the four kinds of test, and holds each test to what its kind may do.
 
 pure     no socket, no process, no sleep; files of its own folder alone. A loop that it runs by itself is on virtual time
 loop     asyncio on virtual time (`virtual_time`): nothing of the above either, and time passes only while everything waits

@@ -1,8 +1,8 @@
-"""A runner without tensors that really has paged memory, so that a wrong slot, a block freed too early or a stale table shows.
+"""Runs plans without tensors over real paged memory, so that a wrong slot, a block freed too early or a stale table shows.
 
 Its cache stores, per block and offset, the token whose KV would be there. A row reads its whole context back through the block table and
-raises `Corruption` unless it finds exactly its own tokens. The next token is a function of what was read, so any mistake also changes
-the output. `next_token` is the reference implementation: it looks at the tokens alone.
+raises `Corruption` unless it finds exactly its own tokens. The next token is a function of what was read, so any mistake also changes the
+output. `next_token` is the reference implementation: it looks at the tokens alone.
 """
 
 from __future__ import annotations

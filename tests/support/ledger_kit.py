@@ -1,4 +1,4 @@
-"""Usage records, and sinks that fail when a test says so."""
+"""Makes usage records, and sinks that fail when a test says so."""
 
 from __future__ import annotations
 

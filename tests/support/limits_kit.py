@@ -1,4 +1,4 @@
-"""What a gateway has counted of its limits, for tests."""
+"""Reads what a gateway has counted of its limits, for tests."""
 
 from __future__ import annotations
 

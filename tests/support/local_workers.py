@@ -1,4 +1,4 @@
-"""The reference implementation of the worker processes, for tests: the same jobs and frames, done in this process."""
+"""Does the jobs and frames of the worker processes in the process of a test: their reference implementation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probabilities as objects, encoded whole: the reference implementation of the columns in `surfaces.dialect.logprobs`."""
+"""Encodes log-probabilities whole, from objects: the reference implementation of the columns in `surfaces.dialect.logprobs`."""
 
 from __future__ import annotations
 

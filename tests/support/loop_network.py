@@ -1,4 +1,5 @@
-"""Loopback inside one event loop on virtual time: ports are entries of a table, and a connection is a pair of connected sockets.
+"""Provides loopback inside one event loop on virtual time: ports are entries of a table, and a connection is a pair of connected
+sockets.
 
 What one end writes can be read at the other end at once, by the kernel's word, so that nothing of it depends on the machine's speed: the
 loop's clock goes on only when no end has anything to read. The code under test sees sockets with addresses, and an asyncio transport at

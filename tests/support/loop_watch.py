@@ -1,4 +1,4 @@
-"""How much an event loop's callbacks do: the longest slice, in CPU time of the loop's thread or in lines of Python, and what ran in it.
+"""Measures the longest slice of an event loop's callbacks, in CPU time of the loop's thread or in lines of Python, and what ran in it.
 
 Works with asyncio's own loop, whose handles are Python. CPU time, so that a busy machine does not change it; what it leaves out is waiting
 for the GIL, of which there is little where no thread computes. Lines are the same on every machine; what C does within one is not seen.

@@ -1,4 +1,4 @@
-"""Tests once more in a process of their own, whose kernels take the paths of another CPU.
+"""Runs tests once more in a process of their own, whose kernels take the paths of another CPU.
 
 Compiling those paths takes most of the time, so their code stays on disk between runs, apart from this CPU's own: found by source and CPU,
 as the user's kernel cache is, in a folder for the plugins that plant the paths, as these are written now.

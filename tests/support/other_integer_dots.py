@@ -1,4 +1,4 @@
-"""A pytest plugin: integer kernels take the path of the other CPUs, those without `vpdpbusd` if this one has it, else those with it.
+"""Switches integer kernels to the path of other CPUs, as a pytest plugin: without `vpdpbusd` if this CPU has it, else with it.
 
 `python -m pytest -p tests.support.other_integer_dots ...`, with a kernel cache of its own: compiled code is found by source and CPU.
 Where this CPU lacks the instruction, plain words stand in for it.

@@ -1,4 +1,4 @@
-"""Texts that models write: examples of every format, and random ones made of the parts that the parsers look for."""
+"""Makes texts that models write: examples of every format, and random ones made of the parts that the parsers look for."""
 
 from __future__ import annotations
 

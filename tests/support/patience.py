@@ -1,4 +1,4 @@
-"""How long tests wait for what is sure to come, and how: a condition is looked at again and again, and nothing is said of seconds."""
+"""Waits for what is sure to come: a condition is looked at again and again, and nothing is said of seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The truth about tokens: one plain greedy loop in transformers, every choice confirmed by a forward over the whole context.
+"""Computes the right tokens: one plain greedy loop in transformers, every choice confirmed by a forward over the whole context.
 
 No cache, batch, scheduler or sampler of ours. Also the checkpoint most end-to-end tests use: a random Llama saved by transformers
 beside a real byte-level tokenizer, with weights wide enough that its answers differ from prompt to prompt.

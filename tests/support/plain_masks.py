@@ -1,4 +1,6 @@
-"""`engine.runner_masks.MaskSource` without a thread or a library: a grammar is a function from output ids to the ids that may follow."""
+"""Implements `engine.runner_masks.MaskSource` without a thread or a library: a grammar is a function from output ids to the next allowed
+ids.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON schemas as the installed pydantic writes them, of models with the types that people use."""
+"""Makes JSON schemas with the installed pydantic, of models with the types that people use."""
 
 from __future__ import annotations
 

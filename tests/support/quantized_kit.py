@@ -1,5 +1,7 @@
-"""Tiny checkpoints whose linears are stored as integers, beside the same models stored plainly. Packed bit by bit, as the formats' authors
-describe their files, and sharing no code with the product."""
+"""Makes tiny checkpoints whose linears are stored as integers, beside the same models stored plainly.
+
+They are packed bit by bit, as the formats' authors describe their files, and share no code with the product.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tests/quarantine.txt: tests that may fail for a while. And the reasons for which a test may be skipped.
+"""Reads tests/quarantine.txt, the tests that may fail for a while, and holds the reasons for which a test may be skipped.
 
 A line is `TEST DATE REASON`: the test's id, the day on which it was put there, and why. Such a test runs and is reported; its failure does
 not fail `make test`. After MAX_DAYS the line has no effect any more, and the test fails a run again.

@@ -1,4 +1,4 @@
-"""Requests drawn at random over the tiny Llama, with all that a client may ask for, and what is done to them while they run.
+"""Draws requests at random over the tiny Llama, with all that a client may ask for, and what is done to them while they run.
 
 Each sequence must be answered as by the plain runner, or as the part before it was cut off.
 """

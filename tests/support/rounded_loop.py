@@ -1,7 +1,7 @@
-"""The truth about tokens where weights or the cache are small integers: transformers' model with that arithmetic put in its place.
+"""Computes the right tokens where weights or the cache are small integers: transformers' model with that arithmetic put in its place.
 
-Written from what docs/kernels.md promises and sharing no code with the product. Products are summed in float64; what is rounded is
-divided in float32, as promised: among bfloat16 weights many are half as large as the largest of their row, so 63.5 steps exactly.
+Written from what docs/kernels.md promises, and sharing no code with the product. Products are summed in float64; what is rounded is divided
+in float32, as promised. Among bfloat16 weights many are half as large as the largest of their row, so 63.5 steps exactly.
 """
 
 from __future__ import annotations

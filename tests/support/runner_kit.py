@@ -1,4 +1,4 @@
-"""A tiny Llama checkpoint, a dense forward of it that shares no code with the product, and plans written by hand."""
+"""Provides a tiny Llama checkpoint, a dense forward of it that shares no code with the product, and plans written by hand."""
 
 from __future__ import annotations
 

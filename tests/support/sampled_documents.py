@@ -1,4 +1,4 @@
-"""Documents drawn byte by byte from a compiled grammar: whatever its masks allow may be written."""
+"""Draws documents byte by byte from a compiled grammar: whatever its masks allow may be written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text host in the process of a test: it says what `text_host.host` says, when a script lets it, and forks nothing.
+"""Plays the text host in the process of a test: it says what `text_host.host` says, when a script lets it, and forks nothing.
 
 Its workers do their jobs on the event loop, bounded by nothing. What a process of its own adds to that is in tests of the kind process.
 """

@@ -1,4 +1,4 @@
-"""A whole deployment in the process of a test: the real supervisor and commands over processes that are objects.
+"""Runs a whole deployment in the process of a test: the real supervisor and commands over processes that are objects.
 
 On virtual time there is no socket: the port is only said, and a command goes to the admin requests as the one that came over HTTP does. In
 real time the admin socket is the real one. Real processes under the same supervisor are in `fleet_main.py`.

@@ -1,4 +1,4 @@
-"""A store that is slow, hangs or fails when a test says so: of entries, limits or keys, around one that works."""
+"""Wraps a store so that it is slow, hangs or fails when a test says so: a store of entries, limits or keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A deployment as `headrace serve` starts it, except that its engines compute nothing: real supervisor, gateway, wire and scheduler.
+"""Starts a deployment as `headrace serve` does, except that its engines compute nothing: real supervisor, gateway, wire and scheduler.
 
     python serve_fake.py FILE     {"folder": text model, "replicas": 1, "run_dir": "/tmp/x", "gateway": {}, "engine": {}, "fake": {}}
 

@@ -1,4 +1,6 @@
-"""Servers as people start them: `headrace serve` in processes of its own, asked over sockets, counted from outside, stopped by SIGTERM."""
+"""Runs servers as people start them: `headrace serve` in processes of its own, asked over sockets, counted from outside, stopped by
+SIGTERM.
+"""
 
 from __future__ import annotations
 

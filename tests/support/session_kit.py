@@ -1,4 +1,4 @@
-"""Gateways that share a store of sessions, and turns of a session as a client makes them."""
+"""Builds gateways that share a store of sessions, and asks for turns of a session as a client does."""
 
 from __future__ import annotations
 

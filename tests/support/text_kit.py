@@ -1,4 +1,4 @@
-"""Small real tokenizers written as model folders: one byte-level (Llama 3's kind), one metaspace with byte fallback (Llama 2's kind)."""
+"""Writes small real tokenizers as model folders: one byte-level (Llama 3's kind), one metaspace with byte fallback (Llama 2's kind)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real scheduler and loop with a host tier, over a fake runner that has host memory and may fail steps when told to."""
+"""Builds a real scheduler and loop with a host tier, over a fake runner that has host memory and may fail steps when told to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small configuration of every architecture, for engines over random weights (`load_format="dummy"`): no weights, no tokenizer.
+"""Makes a small configuration of every architecture, for engines over random weights (`load_format="dummy"`): no weights, no tokenizer.
 
 All have 8 heads of 16 and linears whose widths every kernel takes. The linears of "llama-wide" are so wide that a library splits their sums
 by the number of rows, and its vocabulary is so large that threads share the rows of a draw. Oracles in transformers have configurations of

@@ -1,4 +1,4 @@
-"""Certificates of small authorities for tests, with whatever is wrong with them."""
+"""Makes certificates of small authorities for tests, with whatever is wrong with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A frame's updates as a list, by the decoder that a session reads them with."""
+"""Decodes a frame's updates into a list, by the decoder that a session reads them with."""
 
 from __future__ import annotations
 

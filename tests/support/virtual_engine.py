@@ -1,4 +1,4 @@
-"""One replica of the simulator over the fake runner, which verifies paged memory: arrivals are given, times of tokens come out."""
+"""Runs one replica of the simulator over the fake runner, which verifies paged memory: arrivals are given, times of tokens come out."""
 
 from __future__ import annotations
 

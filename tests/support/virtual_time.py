@@ -1,7 +1,7 @@
-"""An event loop on virtual time: when nothing is ready, its clock jumps to the next timer instead of waiting for it.
+"""Runs an event loop on virtual time: when nothing is ready, its clock jumps to the next timer instead of waiting for it.
 
 Every test of the kind `loop` runs on one. A promise in seconds is exact there, whatever the machine does meanwhile: time passes only while
-everything waits. Threads and sockets cannot be waited for, since nothing says when they will be done: what the code gives to a thread
+everything waits. Threads and sockets cannot be waited for, since nothing says when they will be done. What the code gives to a thread
 (`asyncio.to_thread`, a SQLite file) is done at once, on the loop, and the guard of the kinds refuses the rest. TCP servers and connections
 of the loop are those of its own network (`loop_network`).
 """

@@ -1,4 +1,4 @@
-"""The wire on virtual time: the real service, engine and client, and a link in memory where gRPC would be.
+"""Runs the wire on virtual time: the real service, engine and client, and a link in memory where gRPC would be.
 
 What is sent waits while its direction of the link is cut, as the kernels at both ends would keep it. For promises in seconds; that gRPC
 carries the same frames is shown by tests over sockets (`wire_kit`).

@@ -1,4 +1,6 @@
-"""A fake engine behind the real service on a Unix socket of this process, and small helpers for tests of whatever is above the engine."""
+"""Runs a fake engine behind the real service on a Unix socket of this process, with small helpers for tests of whatever is above the
+engine.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pytest plugin: products of bfloat16 pairs are fused multiply-adds, as on CPUs that have no instruction for them.
+"""Computes products of bfloat16 pairs by fused multiply-adds, as a pytest plugin: like CPUs that have no instruction for them.
 
 `python -m pytest -p tests.support.without_bf16_dots ...`, with a kernel cache of its own: compiled code on disk is found by source and CPU.
 """

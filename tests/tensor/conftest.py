@@ -1,4 +1,4 @@
-"""Memory that was made and not written holds NaN."""
+"""Fills memory that was made and not written with NaN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of a device: a CPU's answers on any machine, a GPU's as far as no GPU is needed."""
+"""Tests what is asked of a device: a CPU's answers on any machine, a GPU's as far as no GPU is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two tokenizers of the kinds that exist, loaded once."""
+"""Loads two tokenizers of the kinds that exist, once."""
 
 from __future__ import annotations
 

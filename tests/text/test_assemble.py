@@ -1,4 +1,4 @@
-"""Engine updates to what a client sees."""
+"""Tests how engine updates become what a client sees."""
 
 from __future__ import annotations
 

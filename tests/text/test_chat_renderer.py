@@ -1,4 +1,4 @@
-"""Chat templates are rendered as transformers renders them, and cannot leave their sandbox."""
+"""Tests that chat templates are rendered as transformers renders them, and cannot leave their sandbox."""
 
 from __future__ import annotations
 

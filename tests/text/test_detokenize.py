@@ -1,4 +1,4 @@
-"""Streams of tokens as text: whole characters, no leaked stop strings, nothing lost or repeated."""
+"""Tests streams of tokens as text: whole characters, no leaked stop strings, nothing lost or repeated."""
 
 from __future__ import annotations
 

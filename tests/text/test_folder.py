@@ -1,4 +1,4 @@
-"""A folder's digests: the same content gives the same digests, in whatever process."""
+"""Tests a folder's digests: the same content gives the same digests, in whatever process."""
 
 from __future__ import annotations
 

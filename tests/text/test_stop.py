@@ -1,4 +1,4 @@
-"""Stop strings on characters alone."""
+"""Tests stop strings on characters alone."""
 
 from __future__ import annotations
 

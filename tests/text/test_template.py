@@ -1,4 +1,4 @@
-"""Conversations through the model's own template; users' words cannot become control tokens."""
+"""Tests conversations through the model's own template: users' words cannot become control tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A text never has fewer tokens than its bytes say, and tokenizers that let text vanish have no bound."""
+"""Tests that a text never has fewer tokens than its bytes say, and that tokenizers that drop text have no bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text to ids and back; what user text may and may not become."""
+"""Tests turning text into ids and back, and what user text may and may not become."""
 
 from __future__ import annotations
 

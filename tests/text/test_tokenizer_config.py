@@ -1,4 +1,4 @@
-"""tokenizer_config.json beside tokenizer.json means what transformers reads into the two."""
+"""Tests that tokenizer_config.json beside tokenizer.json means what transformers reads into the two."""
 
 from __future__ import annotations
 

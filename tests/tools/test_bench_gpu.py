@@ -1,4 +1,4 @@
-"""`make gpu` where there is no GPU: its parts run on the CPU with small shapes, and a part that fails fails the whole."""
+"""Tests `make gpu` where there is no GPU: its parts run on the CPU with small shapes, and a part that fails fails the whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The long prompt's bench on a fake model: streams get a token with every chunk of it."""
+"""Tests the long prompt's bench on a fake model: streams get a token with every chunk of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host overhead and quality: what they count, on things small enough to know the answer."""
+"""Tests host overhead and quality: what they count, on things small enough to know the answer."""
 
 from __future__ import annotations
 

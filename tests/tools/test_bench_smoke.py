@@ -1,4 +1,4 @@
-"""The guard against quiet slow-downs: what it calls an alarm, how it compares two processes, and that it leaves nothing behind.
+"""Tests the guard against slow-downs: what it calls an alarm, how it compares two processes, and that it leaves nothing behind.
 
 Nothing is timed: stubs say how long they took.
 """

@@ -1,4 +1,4 @@
-"""What a step's parts are said to take: arithmetic over known times, and a model whose steps are taken apart."""
+"""Tests what a step's parts are said to take: arithmetic over known times, and a model whose steps are taken apart."""
 
 from __future__ import annotations
 

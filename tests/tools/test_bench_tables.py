@@ -1,4 +1,4 @@
-"""The benchmark tables of `make bench`, each run once on a fake model; and the page made from made-up rounds."""
+"""Tests the benchmark tables of `make bench`, each run once on a fake model, and the page made from made-up rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commits that documents and results name are in the history."""
+"""Tests that commits that documents and results name are in the history."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A command that is disturbed is stopped with all it started, goes on, and exits as it would have; nothing is left behind."""
+"""Tests that a disturbed command is stopped with all it started, goes on, and exits as it would have; nothing is left behind."""
 
 from __future__ import annotations
 

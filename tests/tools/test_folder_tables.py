@@ -1,4 +1,4 @@
-"""The tables of folders in the pages are those of the source."""
+"""Tests that the tables of folders in the pages are those of the source."""
 
 from __future__ import annotations
 

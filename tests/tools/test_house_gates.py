@@ -1,4 +1,4 @@
-"""The gates of tests/house find what they are for: planted imports, calls, words and names, one of each kind."""
+"""Tests that the gates of tests/house find what they are for: planted imports, calls, words and names, one of each kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What breaks its kind fails, and so do a test without a kind, a skip that is not on the list, and a quarantine that is over."""
+"""Tests that a test that breaks its kind fails, and so do a test without a kind, a skip that is not on the list, and a quarantine that is
+over.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The list of planted bugs follows the code, and its committed result covers all of it."""
+"""Tests that the list of planted bugs follows the code, and that its committed result covers all of it."""
 
 from __future__ import annotations
 

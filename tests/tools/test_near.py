@@ -1,4 +1,4 @@
-"""Choosing the tests that are near a change."""
+"""Tests choosing the tests that are near a change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of keys in docs/config.md are made from the options, and every key says what people must know of it."""
+"""Tests that the tables of keys in docs/config.md are made from the options, and that every key says what people must know of it."""
 
 from __future__ import annotations
 

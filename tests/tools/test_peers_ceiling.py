@@ -1,4 +1,6 @@
-"""The ceiling: which products are counted, that looking for the fastest kind is not timed, and that every kind computes the product."""
+"""Tests the ceiling: which products are counted, that looking for the fastest kind is not timed, and that every kind computes the
+product.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP comparison: servers that are waited for and ended whatever happens, equal loads for all, cells, and their table."""
+"""Tests the HTTP comparison: servers that are waited for and ended whatever happens, equal loads for all, cells, and their table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The peers' page: who is compared with whom, in which direction, and what is said about cells that are missing or failed."""
+"""Tests the peers' page: who is compared with whom, in which direction, and what is said about cells that are missing or failed."""
 
 from __future__ import annotations
 

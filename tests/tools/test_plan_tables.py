@@ -1,4 +1,4 @@
-"""The tables of the planning pages are those that the planner computes."""
+"""Tests that the tables of the planning pages are those that the planner computes."""
 
 from __future__ import annotations
 

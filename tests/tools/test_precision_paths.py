@@ -1,4 +1,4 @@
-"""The table of docs/kernels.md that says which arithmetic each precision takes is what the code does."""
+"""Tests that the code takes the arithmetic that the table of docs/kernels.md states for each precision."""
 
 from __future__ import annotations
 

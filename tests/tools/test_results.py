@@ -1,4 +1,4 @@
-"""The folders in which measuring tests write their figures."""
+"""Tests the folders in which measuring tests write their figures."""
 
 from __future__ import annotations
 

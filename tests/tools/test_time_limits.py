@@ -1,4 +1,4 @@
-"""A test that hangs ends red and shows where it stood, and so do the processes that it started."""
+"""Tests that a test that hangs fails and shows where it stood, and so do the processes that it started."""
 
 from __future__ import annotations
 

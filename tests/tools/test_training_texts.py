@@ -1,4 +1,4 @@
-"""What training shows the model is what the shipped chat template renders and what the product's parser reads."""
+"""Tests that training texts are what the shipped chat template renders and what the product's parser reads."""
 
 from __future__ import annotations
 

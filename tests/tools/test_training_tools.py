@@ -1,4 +1,4 @@
-"""What the training tools promise: growth keeps the function, words keep their pieces, the lean model is the exported one."""
+"""Tests the training tools: growth keeps the function, words keep their pieces, the lean model is the exported one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gateway's connection survives exceptions of gRPC and of ours, and reports them."""
+"""Tests that a gateway's connection survives exceptions of gRPC and of ours, and reports them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Core values survive the wire, and frames that break the format end in one clean error."""
+"""Tests that core values survive the wire, and that frames that break the format end in one clean error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of a gateway's commands: cancels before submits, frames bounded, deadlines as they are when they leave."""
+"""Tests the order of a gateway's commands: cancels before submits, frames bounded, deadlines as they are when they leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SIGHUP reloads where there is a file to read again, else drains, and does nothing where it was ignored from the start."""
+"""Tests that SIGHUP reloads where there is a file to read again, else drains, and does nothing where it was ignored from the start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The leash: what each end says, and that a child leaves with its supervisor."""
+"""Tests the leash: what each end says, and that a child leaves with its supervisor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A link that is cut from the gateway to the engine alone: the engine is heard, and what is sent to it is lost. Pings find it."""
+"""Tests that pings find a link that is cut from the gateway to the engine alone: the engine is heard, and what is sent to it is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of secrets: closed to other users, unless root has opened them to a group of ours."""
+"""Tests files of secrets: closed to other users, unless root has opened them to a group of ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The generated module fits its source and the protobuf releases the project promises to run with."""
+"""Tests that the generated module fits its source and the protobuf releases that the project promises to run with."""
 
 from __future__ import annotations
 

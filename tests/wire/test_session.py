@@ -1,4 +1,4 @@
-"""A connection counts its own submits: a load may be older than they are."""
+"""Tests that a connection counts its own submits, since a load may be older than they are."""
 
 from __future__ import annotations
 

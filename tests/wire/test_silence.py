@@ -1,4 +1,4 @@
-"""A replica without heartbeats gets no new work, and is given up after a lease; what held up the gateway itself is no silence."""
+"""Tests that a replica without heartbeats gets no new work and is given up after a lease, but not while the gateway itself was held up."""
 
 from __future__ import annotations
 

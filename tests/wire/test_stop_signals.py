@@ -1,4 +1,4 @@
-"""The first signal drains, a later one means now, and one that comes while the process ends changes nothing."""
+"""Tests that the first signal drains, a later one ends at once, and one that comes while the process ends changes nothing."""
 
 from __future__ import annotations
 

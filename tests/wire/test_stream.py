@@ -1,4 +1,4 @@
-"""A request's stream as its consumer sees it, with and without a plain row handler: the same tokens in the same order."""
+"""Tests a request's stream as its consumer sees it, with and without a plain row handler: the same tokens in the same order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The addresses at which an engine may listen, and the gateways that may call it."""
+"""Tests the addresses at which an engine may listen, and the gateways that may call it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The catalogue's files, those of users, and shapes read from config.json."""
+"""Tests the catalogue's files, those of users, and shapes read from config.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures of a plan: their formulas add up, and the picture shows what the plan says."""
+"""Tests figures of a plan: their formulas add up, and the picture shows what the plan says."""
 
 from __future__ import annotations
 

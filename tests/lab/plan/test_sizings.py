@@ -1,4 +1,4 @@
-"""The sizings that most texts quote come out of shapes and devices, and change with them."""
+"""Tests that the sizings that most texts quote come out of shapes and devices, and change with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces: shared beginnings, one line at a time, and what is wrong with a line."""
+"""Tests traces: shared beginnings, one line at a time, and what is wrong with a line."""
 
 from __future__ import annotations
 

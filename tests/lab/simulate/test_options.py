@@ -1,4 +1,4 @@
-"""Options of an engine that decide a simulated replica's memory and speed: each changes what comes out, or is refused by name."""
+"""Tests options of an engine that decide a simulated replica's memory and speed: each changes what comes out, or is refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Shares of replicas of different speed and memory by predicted time, on virtual time; docs/experiments.md has an earlier comparison."""
+"""Tests the shares of replicas of different speed and memory by predicted time, on virtual time.
+
+docs/experiments.md has an earlier comparison.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A simulated site: times that can be counted by hand, deaths, overload, and what must hold for any load."""
+"""Tests a simulated site: times that can be counted by hand, deaths, overload, and what must hold for any load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times of steps: fitted to measurements, kept in a file, and taken from any latency."""
+"""Tests times of steps: fitted to measurements, kept in a file, and taken from any latency."""
 
 from __future__ import annotations
 

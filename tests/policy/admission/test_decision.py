@@ -1,4 +1,4 @@
-"""Admission decisions: each outcome holds where it should, and the first that holds is taken."""
+"""Tests admission decisions: each outcome holds where it should, and the first that holds is taken."""
 
 from __future__ import annotations
 

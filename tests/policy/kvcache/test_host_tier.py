@@ -1,4 +1,4 @@
-"""Blocks leave for host slots and come back under load; answers are those of an engine without a tier, whatever fails meanwhile."""
+"""Tests that blocks move to host slots and back under load, and that answers are those of an engine without a tier, whatever fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leases own blocks beside sequences: nothing is handed out that a plan still names or a move still reads or writes."""
+"""Tests leases, which own blocks beside sequences: no block is handed out that a plan still names or a move still reads or writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequences that share blocks, and a model that has no KV at all."""
+"""Tests sequences that share blocks, and a model that has no KV at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The block pool alone: every block has one place, whatever the order of operations."""
+"""Tests the block pool alone: every block has one place, whatever the order of operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The book of limits: nothing is taken beyond a limit, and what was taken is charged exactly once, whatever dies."""
+"""Tests the book of limits: nothing is taken beyond a limit, and what was taken is charged exactly once, whatever dies."""
 
 from __future__ import annotations
 

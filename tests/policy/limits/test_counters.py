@@ -1,4 +1,4 @@
-"""Windows: buckets of days and months are the calendar's, and the minute slides."""
+"""Tests windows: buckets of days and months are the calendar's, and the minute slides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Costs are exact: a price's decimals never add to what a request costs, and a budget never buys a token more than it pays for."""
+"""Tests that costs are exact: a price's decimals never add to a request's cost, and a budget never buys a token more than it pays for."""
 
 from __future__ import annotations
 

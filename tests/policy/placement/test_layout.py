@@ -1,4 +1,4 @@
-"""Layouts and roofline: what must hold for every model and device, and what is known of one."""
+"""Tests layouts and roofline: what must hold for every model and device, and what is known of one."""
 
 from __future__ import annotations
 

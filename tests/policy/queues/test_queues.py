@@ -1,4 +1,4 @@
-"""The queues that share between tiers and tenants: their heaps against a look at all that wait, and the order between classes."""
+"""Tests the queues that share between tiers and tenants: their heaps against a search of all that wait, and the order between classes."""
 
 from __future__ import annotations
 

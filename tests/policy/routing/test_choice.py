@@ -1,4 +1,4 @@
-"""The router's choice: cheaper of two, nothing that is not a candidate, fair among equals."""
+"""Tests the choice of a replica: the cheaper of two, no replica that is not a candidate, fair among equals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The circuit breaker against a plain model of it, under random requests, outcomes and times; and its story once in order."""
+"""Tests the circuit breaker against a plain model of it, under random requests, outcomes and times; and its states once in order."""
 
 from __future__ import annotations
 

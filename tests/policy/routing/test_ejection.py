@@ -1,4 +1,4 @@
-"""Replicas that are left out after failures, and the growing share of a new one."""
+"""Tests replicas that are left out after failures, and the growing share of a new one."""
 
 from __future__ import annotations
 

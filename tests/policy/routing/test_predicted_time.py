@@ -1,4 +1,4 @@
-"""Predicted times: each part of the sum, and which replicas are drawn by them."""
+"""Tests predicted times: each part of the sum, and which replicas are drawn by them."""
 
 from __future__ import annotations
 

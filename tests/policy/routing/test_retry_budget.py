@@ -1,4 +1,4 @@
-"""The retry budget: a share of the requests, and a bounded burst."""
+"""Tests the retry budget: a share of the requests, and a bounded burst."""
 
 from __future__ import annotations
 

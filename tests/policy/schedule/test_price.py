@@ -1,4 +1,6 @@
-"""The price of chunks: a granted chunk fits its budget, the next larger one does not, and no step gets longer than one at the start."""
+"""Tests the price of chunks: a granted chunk fits its budget, the next larger one does not, and no step gets longer than one at
+the start.
+"""
 
 from __future__ import annotations
 

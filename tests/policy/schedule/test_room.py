@@ -1,4 +1,4 @@
-"""Room for other tenants and classes: sequences that are preempted for them get on all the same, and lose little work."""
+"""Tests room for other tenants and classes: sequences that are preempted for them still make progress, and lose little work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passing rows in bulk decides nothing: plans and updates equal those of a scheduler that looks at every row."""
+"""Tests that passing rows in bulk decides nothing: plans and updates equal those of a scheduler that looks at every row."""
 
 from __future__ import annotations
 

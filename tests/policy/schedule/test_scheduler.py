@@ -1,4 +1,4 @@
-"""The scheduler against a runner with real paged memory: what is produced must be what the plain loop produces."""
+"""Tests the scheduler against a runner with real paged memory: what is produced must be what the plain loop produces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Random lives of an engine: submit, cancel, finish, wait, steps and plans that fail, at any moment; invariants hold after every turn."""
+"""Tests random lives of an engine: submit, cancel, finish, wait, steps and plans that fail, at any moment; invariants hold after every
+turn.
+"""
 
 from __future__ import annotations
 

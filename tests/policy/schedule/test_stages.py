@@ -1,4 +1,4 @@
-"""Every moment of a sequence, from arrival to end, is in one stage."""
+"""Tests that every moment of a sequence, from arrival to end, is in one stage."""
 
 from __future__ import annotations
 

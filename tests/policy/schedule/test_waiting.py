@@ -1,4 +1,4 @@
-"""The bounds of the waiting queue, and what they count."""
+"""Tests the bounds of the waiting queue, and what they count."""
 
 from __future__ import annotations
 

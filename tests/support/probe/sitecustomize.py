@@ -1,10 +1,10 @@
-"""Looks into server processes of tests, which are otherwise started exactly as people start them: on PYTHONPATH, read by Python's `site`.
+"""Reports on server processes of tests from inside. Python's `site` reads it from PYTHONPATH; the processes start as people start them.
 
 REPORT   write <pid>.json into HEADRACE_TEST_PROBE: asyncio tasks, Python threads, and the event loop's lag if it is measured
 MEASURE  measure the event loop's lag from now on
 
-Real-time signals, because the ordinary ones mean something to the processes themselves. Python runs signal handlers between two
-bytecodes of the main thread, where the processes' event loops run.
+Real-time signals, because the ordinary ones mean something to the processes themselves. Python runs signal handlers between two bytecodes
+of the main thread, where the processes' event loops run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The paged cache's memory: zero, aligned, reserved rather than written; blocks copied within their group only."""
+"""Tests the paged cache's memory: zero, aligned, reserved rather than written; blocks copied within their group only."""
 
 from __future__ import annotations
 

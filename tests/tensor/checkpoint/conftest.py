@@ -1,4 +1,4 @@
-"""Small checkpoints written by hand, so that every byte can be wrong on purpose."""
+"""Writes small checkpoints by hand, so that every byte can be wrong on purpose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""config.json and generation_config.json: what is honoured, what is refused, and by which name."""
+"""Tests config.json and generation_config.json: what is honoured, what is refused, and by which name."""
 
 from __future__ import annotations
 

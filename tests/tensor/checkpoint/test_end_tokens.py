@@ -1,4 +1,4 @@
-"""End tokens: whatever file of the folder names one, it ends the answer."""
+"""Tests that an end token ends the answer, whichever file of the folder names it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layouts a checkpoint may come in, all of them the same model in the end; and slices of a rank."""
+"""Tests the layouts a checkpoint may come in, which all give the same model, and slices of a rank."""
 
 from __future__ import annotations
 

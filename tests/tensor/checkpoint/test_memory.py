@@ -1,4 +1,4 @@
-"""Loading holds the weights, one unpacked weight, and little else."""
+"""Tests that loading holds the weights, one unpacked weight, and little else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of packed weights: what is read ahead is what is used or is dropped, and tables stay in the file."""
+"""Tests files of packed weights: what is read ahead is used or dropped, and tables stay in the file."""
 
 from __future__ import annotations
 

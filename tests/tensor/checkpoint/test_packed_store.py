@@ -1,4 +1,4 @@
-"""Packed weights on disk: the second start gives the same model without reading the weights, and nothing stale is ever used."""
+"""Tests packed weights on disk: the second start gives the same model without reading the weights, and nothing stale is ever used."""
 
 from __future__ import annotations
 

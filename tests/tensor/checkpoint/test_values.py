@@ -1,4 +1,4 @@
-"""Weights whose bytes say otherwise than their header: NaN and infinities, 16-bit dtypes called by the other's name."""
+"""Tests weights whose bytes contradict their header: NaN and infinities, 16-bit dtypes called by the other's name."""
 
 from __future__ import annotations
 

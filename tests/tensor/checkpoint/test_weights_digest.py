@@ -1,4 +1,4 @@
-"""The digest of all weight bytes: what it depends on, when it is known, and what a changed file does to it."""
+"""Tests the digest of all weight bytes: what it depends on, when it is known, and how a changed file changes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damaged, lying and hostile weight files: refused with file and reason."""
+"""Tests damaged, lying and hostile weight files: refused with file and reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choices that follow from the CPU: pure functions over what /proc/cpuinfo says."""
+"""Tests choices that follow from the CPU: pure functions of what /proc/cpuinfo says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads from cores and cgroups, read from made-up proc and sys folders."""
+"""Tests the number of threads from cores and cgroups, read from made-up proc and sys folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Made-up paged caches, the same for every kernel test."""
+"""Makes up paged caches, the same for every kernel test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A backend that brings the operations alone computes whole models: packing, steps and draw have plain ones."""
+"""Tests that a backend with the operations alone computes whole models: packing, steps and draw have plain implementations."""
 
 from __future__ import annotations
 

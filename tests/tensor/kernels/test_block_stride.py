@@ -1,4 +1,4 @@
-"""Kernels over a layer whose blocks lie among those of the other layers: the bits of a layer with memory of its own."""
+"""Tests kernels over a layer whose blocks lie among those of the other layers: the bits of a layer with memory of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels are chosen aloud, and everything works without Numba."""
+"""Tests that the choice of kernels is logged, and that everything works without Numba."""
 
 from __future__ import annotations
 

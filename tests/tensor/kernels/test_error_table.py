@@ -1,4 +1,6 @@
-"""The error table of docs/kernels.md is made here again, held to stated bounds; and the bandwidth script keeps its promises."""
+"""Tests that the error table of docs/kernels.md stays within its bounds when made again, and that the bandwidth script keeps its
+promises.
+"""
 
 from __future__ import annotations
 

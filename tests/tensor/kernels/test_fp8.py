@@ -1,4 +1,4 @@
-"""FP8 as `rounding` and the reference define it; the GPU's kernels are compared with both (tests/tensor/kernels/gpu)."""
+"""Tests FP8 as `rounding` and the reference define it; the GPU's kernels are compared with both (tests/tensor/kernels/gpu)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The truth itself, held against `scaled_dot_product_attention` and hand-worked numbers."""
+"""Tests the reference kernels against `scaled_dot_product_attention` and numbers worked out by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What torch computes of a mixture of experts: a token's experts and their sum have the same bits alone, in a batch, on any threads.
+"""Tests what torch computes of a mixture of experts: a token's experts and their sum have the same bits alone, in a batch, on any
+threads.
 
 Sizes are those of real models, for which torch splits its work over threads and vectors otherwise than for tiny ones.
 """

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints written by transformers, and a driver that feeds our models ragged, paged batches."""
+"""Makes tiny random checkpoints by transformers, and feeds our models ragged, paged batches."""
 
 from __future__ import annotations
 

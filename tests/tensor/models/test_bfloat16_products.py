@@ -1,5 +1,7 @@
-"""A model whose strips multiply bfloat16 and whose activations stay float32, on whichever CPU this is: near transformers, near its plain
-twin, and with the same bits however a prompt is cut."""
+"""Tests a model whose strips multiply bfloat16 and whose activations stay float32, on whichever CPU this is.
+
+The results are near those of transformers and of the plain implementation, and have the same bits however a prompt is cut.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Who may be called while operations are put off: layers that say that they run nothing but package kernels, and all they are made of."""
+"""Tests which layers may be called while operations are put off: those that say that they run nothing but package kernels, and
+their parts.
+"""
 
 from __future__ import annotations
 

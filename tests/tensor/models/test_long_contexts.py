@@ -1,4 +1,6 @@
-"""Contexts that rotary scaling adds to a model, against transformers, up to their last position and in both spellings of config.json."""
+"""Tests contexts that rotary scaling adds to a model, against transformers, up to their last position and in both spellings of
+config.json.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every architecture against transformers on the same random weights in float32, over every path a sequence can take."""
+"""Tests every architecture against transformers on the same random weights in float32, over every path a sequence can take."""
 
 from __future__ import annotations
 

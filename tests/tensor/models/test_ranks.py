@@ -1,4 +1,6 @@
-"""Each rank's slice of a whole decoder: blocks of all ranks, summed, are the unsliced block, and ranks that sum answer as the whole."""
+"""Tests each rank's slice of a whole decoder: blocks of all ranks, summed, are the unsliced block, and ranks that sum answer as
+the whole.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What transformers and the hub's older exporters write: shards, half precision, older spellings of config.json."""
+"""Tests what transformers and the hub's older exporters write: shards, half precision, older spellings of config.json."""
 
 from __future__ import annotations
 

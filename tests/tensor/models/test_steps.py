@@ -1,4 +1,4 @@
-"""Recorded decode steps against the layers called one by one, on a whole model: the same bits, whatever came before."""
+"""Tests recorded decode steps against the layers called one by one, on a whole model: the same bits, whatever came before."""
 
 from __future__ import annotations
 

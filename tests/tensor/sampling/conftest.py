@@ -1,4 +1,4 @@
-"""A sampler with sequences in its slots, and the slow per-row choice it is compared with."""
+"""Provides a sampler with sequences in its slots, and the slow per-row choice it is compared with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In the long run the sampler's frequencies are the filtered distribution's: chi-square with fixed seeds."""
+"""Tests that in the long run the sampler's frequencies are the filtered distribution's: chi-square with fixed seeds."""
 
 from __future__ import annotations
 

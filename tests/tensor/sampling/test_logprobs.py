@@ -1,4 +1,4 @@
-"""Log-probabilities: of the raw distribution, ranked, and the same whoever sits beside."""
+"""Tests log-probabilities: of the raw distribution, ranked, and the same whatever other rows are in the batch."""
 
 from __future__ import annotations
 

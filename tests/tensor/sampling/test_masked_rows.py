@@ -1,4 +1,4 @@
-"""Rows with a grammar: what their masks do to the choice, and what they leave alone."""
+"""Tests rows with a grammar: what their masks do to the choice, and what they leave alone."""
 
 from __future__ import annotations
 

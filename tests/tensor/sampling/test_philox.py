@@ -1,4 +1,4 @@
-"""Random numbers: the published test vectors, uniformity, and that a number depends on its key alone."""
+"""Tests random numbers: the published test vectors, uniformity, and that a number depends on its key alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sampler against a slow per-row choice, against itself alone, and at its edges."""
+"""Tests the sampler against a slow per-row choice, against itself alone, and at its edges."""
 
 from __future__ import annotations
 

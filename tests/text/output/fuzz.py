@@ -1,8 +1,9 @@
-"""Random outputs in random pieces: every split gives the parse of the whole, nothing raises, and text without calls comes back whole.
+"""Parses random outputs in random pieces: every split gives the parse of the whole, nothing raises, and text without calls comes back
+whole.
 
     PYTHONPATH=src:tests/support nice -n 19 .venv/bin/python tests/text/output/fuzz.py --cpu-s 600 --output-json FILE
 
-A run over: the number of texts and of their splits, and the CPU seconds they took. The suite runs the same check on fewer texts.
+Writes the number of texts and of their splits, and the CPU seconds they took. The suite runs the same check on fewer texts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Grammars of forced calls, compiled by llguidance for a vocabulary of bytes and the format's markers."""
+"""Tests grammars of forced calls, compiled by llguidance for a vocabulary of bytes and the format's markers."""
 
 from __future__ import annotations
 

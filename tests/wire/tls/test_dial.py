@@ -1,4 +1,4 @@
-"""Why a connection to an engine failed, where gRPC does not say."""
+"""Tests why a connection to an engine failed, where gRPC does not say."""
 
 from __future__ import annotations
 

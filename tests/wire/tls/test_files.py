@@ -1,4 +1,4 @@
-"""An end's certificate files: what is refused at start, what is read again, and what a change must not break."""
+"""Tests an end's certificate files: what is refused at start, what is read again, and what a change must not break."""
 
 from __future__ import annotations
 

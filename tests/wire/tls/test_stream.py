@@ -1,4 +1,4 @@
-"""TLS over a socket at the engine's end: what one direction waits for does not stop the other."""
+"""Tests TLS over a socket at the engine's end: what one direction waits for does not stop the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One thread for tiny models."""
+"""Runs the tiny models of these tests on one thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AWQ checkpoints: the model is that of the weights that the stored parts stand for, and what does not fit is refused by name."""
+"""Tests AWQ checkpoints: the model is that of the weights that the stored parts stand for, and what does not fit is refused by name."""
 
 from __future__ import annotations
 

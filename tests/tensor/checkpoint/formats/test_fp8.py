@@ -1,4 +1,4 @@
-"""Float8 checkpoints: the model is that of the weights that the stored parts stand for, and what does not fit is refused by name."""
+"""Tests float8 checkpoints: the model is that of the weights that the stored parts stand for, and what does not fit is refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""ModelOpt's checkpoints: the model is that of the weights that the stored parts stand for, and what does not fit is refused by name."""
+"""Tests ModelOpt's checkpoints: the model is that of the weights that the stored parts stand for, and what does not fit is
+refused by name.
+"""
 
 from __future__ import annotations
 

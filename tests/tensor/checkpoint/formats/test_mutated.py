@@ -1,4 +1,4 @@
-"""Damaged quantized files, three hundred of them: each is refused by a CheckpointError, or was damaged where any value is a weight.
+"""Tests three hundred damaged quantized files: each is refused by a CheckpointError, or was damaged where any value is a weight.
 
 They are read in turn by a backend that makes weights dense and by one that multiplies them as they are stored.
 """

@@ -1,4 +1,4 @@
-"""Every code of the small floats stands for the value that its bits say."""
+"""Tests that every code of the small floats stands for the value that its bits say."""
 
 from __future__ import annotations
 

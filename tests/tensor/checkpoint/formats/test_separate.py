@@ -1,4 +1,4 @@
-"""Configurations beside config.json: files of AutoGPTQ, AutoAWQ and ModelOpt give the model that config.json's section would."""
+"""Tests configurations beside config.json: files of AutoGPTQ, AutoAWQ and ModelOpt give the model that config.json's section would."""
 
 from __future__ import annotations
 

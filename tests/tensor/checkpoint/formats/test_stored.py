@@ -1,4 +1,4 @@
-"""Weights in the few bits in which they are stored: the values are the checkpoint's, and what has no such form goes to int8 or dense."""
+"""Tests weights kept in their stored bits: the values are the checkpoint's, and a weight without such a form becomes int8 or dense."""
 
 from __future__ import annotations
 

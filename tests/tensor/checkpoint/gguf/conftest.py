@@ -1,4 +1,4 @@
-"""Every test has folders of GGUF files of its own. Compiled kernels stay in the common cache: compiling them takes ten seconds."""
+"""Gives every test folders of GGUF files of its own. Compiled kernels stay in the common cache: compiling them takes ten seconds."""
 
 from __future__ import annotations
 

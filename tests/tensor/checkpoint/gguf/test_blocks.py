@@ -1,4 +1,4 @@
-"""Every type's blocks, against a dequantizer that computes one value at a time."""
+"""Tests every type's blocks against a dequantizer that computes one value at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Headers that lie: refused by name, in bounded memory, without a crash."""
+"""Tests headers with wrong contents: refused by name, in bounded memory, without a crash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every architecture's GGUF file against the same weights in the Hugging Face layout: configuration, names, order of rows."""
+"""Tests every architecture's GGUF file against the same weights in the Hugging Face layout: configuration, names, order of rows."""
 
 from __future__ import annotations
 

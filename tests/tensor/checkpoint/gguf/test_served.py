@@ -1,4 +1,4 @@
-"""A GGUF file of the bundled model, from its path to tokens."""
+"""Tests a GGUF file of the bundled model, from its path to tokens."""
 
 from __future__ import annotations
 

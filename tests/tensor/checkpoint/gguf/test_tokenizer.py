@@ -1,4 +1,4 @@
-"""Tokenizers made from a file's keys give the ids of the tokenizers that the keys were made from."""
+"""Tests that tokenizers made from a file's keys give the ids of the tokenizers that the keys were made from."""
 
 from __future__ import annotations
 

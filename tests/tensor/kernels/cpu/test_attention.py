@@ -1,4 +1,4 @@
-"""Numba's paged attention against the reference, and its two promises: rows are independent, unseen slots are never read."""
+"""Tests Numba's paged attention against the reference, and its two promises: rows are independent, unseen slots are never read."""
 
 from __future__ import annotations
 

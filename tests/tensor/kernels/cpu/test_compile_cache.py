@@ -1,4 +1,4 @@
-"""Compiled kernels are pickled machine code: their folder is ours alone, or there is none."""
+"""Tests that compiled kernels, which are pickled machine code, are kept in a folder that is ours alone, or not at all."""
 
 from __future__ import annotations
 

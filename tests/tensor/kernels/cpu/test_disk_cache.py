@@ -1,4 +1,4 @@
-"""A disk that refuses compiled kernels costs the time to compile them again, and never the start."""
+"""Tests that a disk that refuses compiled kernels costs the time to compile them again, and never the start."""
 
 from __future__ import annotations
 

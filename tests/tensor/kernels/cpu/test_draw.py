@@ -1,4 +1,4 @@
-"""Tokens drawn by the kernel against the reference implementation's: the same, wherever u does not fall on a border."""
+"""Tests tokens drawn by the kernel against the reference implementation's: the same, wherever u does not fall on a border."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The small fused operations of the CPU against the reference."""
+"""Tests the small fused operations of the CPU against the reference."""
 
 from __future__ import annotations
 

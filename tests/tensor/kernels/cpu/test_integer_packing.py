@@ -1,4 +1,4 @@
-"""Compiled rounding and packing equal their reference implementations to the bit, whatever the shape, dtype and number of threads."""
+"""Tests that compiled rounding and packing equal their reference to the bit, whatever the shape, dtype and number of threads."""
 
 from __future__ import annotations
 

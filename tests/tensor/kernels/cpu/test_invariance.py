@@ -1,4 +1,4 @@
-"""A whole model on the CPU kernels: a row's logits have the same bits alone, in company, and however its prompt is cut."""
+"""Tests a whole model on the CPU kernels: a row's logits have the same bits alone, in company, and however its prompt is cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Regions: entered from many threads at once, of a bounded size, and loaded from the disk cache in any order."""
+"""Tests parallel regions: entered from many threads at once, of a bounded size, and loaded from the disk cache in any order."""
 
 from __future__ import annotations
 

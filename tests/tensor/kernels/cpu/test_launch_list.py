@@ -1,4 +1,4 @@
-"""Many kernels in one region, and steps that are recorded and replayed: always the bits of kernels run one by one."""
+"""Tests many kernels in one region, and steps that are recorded and replayed: always the bits of kernels run one by one."""
 
 from __future__ import annotations
 

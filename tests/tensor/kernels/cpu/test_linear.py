@@ -1,4 +1,4 @@
-"""Packed linears of the CPU: equal to F.linear up to float32 rounding, and strips independent of the batch."""
+"""Tests packed linears of the CPU: equal to F.linear up to float32 rounding, and strips independent of the batch."""
 
 from __future__ import annotations
 

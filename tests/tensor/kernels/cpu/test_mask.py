@@ -1,4 +1,4 @@
-"""Masks applied by the kernel against the plain implementation: the same bits, and the same best tokens."""
+"""Tests masks applied by the kernel against the plain implementation: the same bits, and the same best tokens."""
 
 from __future__ import annotations
 

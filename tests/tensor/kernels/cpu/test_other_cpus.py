@@ -1,4 +1,4 @@
-"""Kernels of the CPUs that this one is not: those with `vpdpbusd` or those without it, and those without products of bfloat16 pairs."""
+"""Tests the kernels of other CPUs: with `vpdpbusd` if this CPU lacks it, else without, and without products of bfloat16 pairs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strips equal their reference implementation to the bit, whatever the shape, dtype and number of threads."""
+"""Tests that strips equal their reference implementation to the bit, whatever the shape, dtype and number of threads."""
 
 from __future__ import annotations
 

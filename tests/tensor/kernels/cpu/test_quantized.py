@@ -1,4 +1,4 @@
-"""Linears of small integers: the compiled one against the plain one, and both against what rounding promises."""
+"""Tests linears of small integers: the compiled one against the plain one, and both against what rounding promises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choosing tokens in Triton against the plain choice, which is the host's own: the same tokens, log-probabilities within rounding.
+"""Tests choosing tokens in Triton against the plain choice, which is the host's own: the same tokens, log-probabilities within rounding.
 
 As `test_equivalence.py`, these run on a GPU by themselves, and without one in the process of `test_interpreter.py`.
 """

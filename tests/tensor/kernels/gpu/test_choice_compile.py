@@ -1,4 +1,4 @@
-"""Choosing tokens, compiled ahead of time for A100 and H100 in every kind of choice; nothing waits for the device."""
+"""Tests choosing tokens, compiled ahead of time for A100 and H100 in every kind of choice; nothing waits for the device."""
 
 from __future__ import annotations
 

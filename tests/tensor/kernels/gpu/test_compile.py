@@ -1,4 +1,5 @@
-"""Every variant that captured and warmed-up steps launch, compiled ahead of time for A100 and H100; and they launch all there are.
+"""Tests that every variant that captured and warmed-up steps launch compiles ahead of time for A100 and H100, and that every variant is
+launched.
 
 Models are read onto the meta device, so nothing here reads a value of a tensor: an operation that waits for the device fails.
 """

@@ -1,4 +1,4 @@
-"""Every Triton kernel against the reference.
+"""Tests every Triton kernel against the reference.
 
 On a GPU these tests run by themselves (`make test-gpu`). Without one, `test_interpreter.py` runs all of them in one process under Triton's
 interpreter, which knows neither bfloat16 products nor FP8 products: what needs those is skipped there. Memory that a kernel should have

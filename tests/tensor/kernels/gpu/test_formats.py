@@ -1,4 +1,7 @@
-"""The assembly that widens stored bits, run one instruction after another: the interpreter has none, and computes the same otherwise."""
+"""Tests the assembly that widens stored bits by running one instruction after another in Python.
+
+Triton's interpreter has no assembly, and computes the same in another way.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The first kernel runs on a GPU and in the interpreter, compiles for the oldest GPU, and says in one line what stands in its way."""
+"""Tests the first kernel: it runs on a GPU and in the interpreter, compiles for the oldest GPU, and one line says what stands in
+its way.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole steps of a device's runner over Triton's kernels and choice: the plain runner's tokens, prompts and decoding rows mixed.
+"""Tests whole steps of a device's runner over Triton's kernels and choice: the plain runner's tokens, prompts and decoding rows mixed.
 
 As `test_equivalence.py`, these run on a GPU by themselves, with graphs, and without one in the process of `test_interpreter.py`.
 """
