@@ -1,4 +1,5 @@
-"""Loads the configuration of `headrace serve` from one YAML file, then the environment, then flags. No other module reads these.
+"""Loads the configuration of `headrace serve` from one YAML file, then the environment, then flags. It is put together here and nowhere
+else.
 
 `cli.serve_config` has the types of the values, and docs/config.md lists every key. `cli.config_variables` turns variables into values.
 

@@ -1,4 +1,4 @@
-"""`headrace plan` says whether a model fits, for how many users, in which layout, how fast and at what cost, before any hardware is there."""
+"""`headrace plan` says whether a model fits, for how many users, in which layout, how fast and at what cost, before hardware is there."""
 
 from __future__ import annotations
 

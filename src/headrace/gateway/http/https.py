@@ -1,4 +1,4 @@
-"""Loads the certificate and key of the HTTP server, again when the files change. Connections that are open keep what they have."""
+"""Loads the certificate and key of the HTTP server, and loads them again when their files change. Open connections keep what they have."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Applies the limits at one gateway: reserves for new requests, renews the gateway's heartbeat in the book each second, and charges ended
-requests.
+"""Applies the limits at one gateway: reserves for new requests, renews the gateway's heartbeat each second, and charges ended requests.
 
 The gateway also charges what the requests of dead gateways used. A request waits for `take` alone. `take` carries charges of the same
 tenant's earlier requests (`limits.ended`); all other charges are made in the background. A charge that the store does not take is tried

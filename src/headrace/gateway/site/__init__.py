@@ -1,1 +1,1 @@
-"""Coordinates the gateway workers of one port: which one this is, and what they ask one another."""
+"""Coordinates the gateway workers of one port: which worker this process is, and what the workers ask one another."""

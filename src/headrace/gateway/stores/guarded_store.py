@@ -1,4 +1,4 @@
-"""Puts a `Store` behind a guard: bounds the time that requests wait for reads (`stores.guard`), and writes in the background."""
+"""Puts a `Store` behind a guard (`stores.guard`): bounds the calls that requests wait for, and writes in the background."""
 
 from __future__ import annotations
 
