@@ -2,10 +2,10 @@
 
     python -m bench.gpu_tuning [--formats fp8,int4,int8,plain] [--rows 1,32,128] [--seconds 80] [--output FILE]
 
-For each format, number of rows and product of Llama-3-8B, variants are tried that differ from the table's in one field, halved or doubled;
-then those that differ so from the fastest, and so on until the seconds are spent. Other processes compile them. A time is that of a launch
-in a replayed graph, over copies of the weight that the cache does not hold from one use to the next. A table's row is chosen by hand from
-what is printed: one that is fast for all products of its number of rows.
+For each format, number of rows and product of Llama-3-8B, the search begins at the table's variant. It tries the variants that differ from
+it in one field, halved or doubled. It goes on from the fastest in the same way, until the seconds are spent. Other processes compile the
+variants. A time is that of a launch in a replayed graph. Each launch reads a copy of the weight that the cache does not hold any more. A
+table's row is chosen by hand from what is printed: one that is fast for all products of its number of rows.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python -m bench.scheduler [--only decode] [--steps 3000] [--rounds 5] -> bench/results/MACHINE/scheduler.json
 
 The result of a step is made up (random ids, outside the timed part). Python's collector runs as it does in the engine, whose libraries are
-imported. Times are those of the thread, so that what other programs take of its core is not counted; what they take of caches and of
-a shared core's units is. Nothing here waits, so on a quiet machine it is the time by the clock. For two versions, run them in turn
-(PYTHONPATH=OTHER/src, --no-file).
+imported. Times are those of the thread: the time in which other programs have its core is not counted, but they slow it through shared
+caches and units of the core. Nothing here waits, so on a quiet machine it is the time by the clock. To compare two versions, run them in
+turn (PYTHONPATH=OTHER/src, --no-file).
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Compares a simulation with a live run: `headrace serve` under load, and `headrace simulate` of the same requests over steps measured
-before.
+"""Compares a simulation with a live run of the same requests: `headrace simulate` beside `headrace serve` under load.
 
     python -m bench.simulated [--seconds 40] [--no-file] -> bench/results/simulated.json
 
-Two models on this machine: the bundled one, and one of the shape of TinyLlama (1.1 billion random weights, int8). Three loads each, shares
-of what the simulation says can be served. For each model the steps are measured, then every load is run live and simulated in turn.
+Two models run on this machine: the bundled one, and one of the shape of TinyLlama (1.1 billion random weights, int8). Each has three loads,
+shares of what the simulation can serve. For each model the steps are measured first; then every load is run live and simulated in turn.
 """
 
 from __future__ import annotations

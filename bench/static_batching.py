@@ -2,8 +2,9 @@
 
     python -m bench.static_batching -> bench/results/static-batching.json
 
-The scheduler is the product's own, on virtual time. Two ratios are taken, continuous to static: of tokens per second when all requests are
-there at once, and of the highest request rate at which the median answer takes no longer than twice a mean answer in a full batch.
+The scheduler is the product's own, on virtual time. Two ratios of continuous to static batching are computed. One is of tokens per second
+when all requests are there at once. The other is of the highest request rate at which the median answer takes no longer than twice a mean
+answer in a full batch.
 """
 
 from __future__ import annotations

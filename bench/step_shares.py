@@ -1,11 +1,13 @@
-"""Measures what the products, the other kernels and everything around them take of a decode step, in one process.
+"""Measures the shares of a decode step: its products, its other kernels, and everything around them, in one process.
 
     python -m bench.step_shares MODEL [--quantization int8] [--streams 1,8] [--steps 60] -> bench/results/MACHINE/step-shares-*.json
 
-Two processes in turns are compared over seconds, in which a shared machine changes by more than what is looked for. Here every other step
-is followed by each kernel of its list alone, and the steps in between by nothing, so that the same moments meet both. Medians of steps:
+To compare two processes in turns takes seconds, in which a shared machine changes by more than the difference that is looked for. Here,
+after every other step, each kernel of the step's list runs once more, alone. So whole steps and single kernels meet the same moments. The
+figures are medians over the steps:
 
-period  of a step in between: from where the one before left the layers, its parts included, until this one does. What a token takes
+period  of a step that no single kernels follow, which is what a token takes: from the moment the step before left the layers, after its
+        kernels ran alone, until this one does
 list    the recorded kernels of its layers
 head    the last product, which is not among them
 parts   each kernel alone, of the steps taken apart. They sum to more than their list, since a region is begun for each, though what the

@@ -1,9 +1,8 @@
-"""Provides loopback inside one event loop on virtual time: ports are entries of a table, and a connection is a pair of connected
-sockets.
+"""Provides loopback inside one event loop on virtual time: ports are entries of a table, and a connection is a pair of connected sockets.
 
-What one end writes can be read at the other end at once, by the kernel's word, so that nothing of it depends on the machine's speed: the
+The other end of a connection can read at once what one end writes: the kernel guarantees it. So nothing depends on the machine's speed: the
 loop's clock goes on only when no end has anything to read. The code under test sees sockets with addresses, and an asyncio transport at
-each: the gateway's own listener and protocol, aiohttp's sessions, and servers and clients of asyncio's streams run on it unchanged.
+each. The gateway's own listener and protocol, aiohttp's sessions, and servers and clients of asyncio's streams run on it unchanged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Measures the longest slice of an event loop's callbacks, in CPU time of the loop's thread or in lines of Python, and what ran in it.
 
-Works with asyncio's own loop, whose handles are Python. CPU time, so that a busy machine does not change it; what it leaves out is waiting
-for the GIL, of which there is little where no thread computes. Lines are the same on every machine; what C does within one is not seen.
+Works with asyncio's own loop, whose handles are Python. A busy machine does not change the CPU time. CPU time leaves out waiting for the
+GIL, of which there is little where no thread computes. The number of lines is the same on every machine, but what C does within a line is
+not seen.
 """
 
 from __future__ import annotations

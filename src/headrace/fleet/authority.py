@@ -6,8 +6,8 @@
     DIR/gateway/             for each machine with a gateway: ca.crt, tls.crt, tls.key, token
     DIR/engine-HOST/         for the machine HOST: the same four names
 
-Nothing is ever overwritten: what is there is kept if it is what would be made, and refused otherwise. Certificates are read and verified
-in `wire.tls.files`, without this package's dependency.
+Nothing is ever overwritten. An existing file is kept if it is what would be made; otherwise the command is refused. `wire.tls.files` reads
+and verifies certificates, without the package that this module needs to make them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Refuses changes of a running deployment's configuration that take a restart. Pure.
 
-`fleet.reconciler` applies the change. Gateways refuse others by themselves (`gateway.control.reload`).
+`fleet.reconciler` applies the other changes. Gateways refuse further ones by themselves (`gateway.control.reload`).
 """
 
 from __future__ import annotations

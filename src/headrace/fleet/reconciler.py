@@ -1,7 +1,8 @@
 """Reconciles this machine's processes with the desired state: starts and ends engines, and has gateways read their changed file.
 
-`policy.deployment` decides; this module acts and reports the result. One round: ask the gateways what they see, have the deployment
-plan, write the gateways' file and have every gateway read it, and only then start and end processes. docs/control.md has the rules.
+`policy.deployment` decides; this module acts and reports the result. A round asks the gateways what they see and has the deployment plan.
+It then writes the gateways' file and has every gateway read it. Only after that it starts and ends processes. docs/control.md has the
+rules.
 """
 
 from __future__ import annotations

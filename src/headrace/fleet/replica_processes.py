@@ -1,6 +1,6 @@
 """Holds the engine processes of one deployment by replica name: makes them from the configuration, starts, forgets and closes them.
 
-`fleet.reconciler` decides when; `fleet.replica_process` is one of them.
+`fleet.reconciler` decides when. `fleet.replica_process` is one such process.
 """
 
 from __future__ import annotations

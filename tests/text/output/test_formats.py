@@ -1,3 +1,5 @@
+"""Tests the table of output formats: which row a template or a name chooses, and that no marker begins within another."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""Tests the parser of outputs on every format: examples, random texts in every split, limits, linear work, bounded memory."""
+
 from __future__ import annotations
 
 import json

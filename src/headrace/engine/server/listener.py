@@ -1,7 +1,7 @@
 """Listens on the engine's TCP port: accepts gateways with the right certificate, and relays their bytes to the gRPC server.
 
-The gRPC server listens at a Unix socket behind it. gRPC's own TLS port would tell neither end why a handshake failed (docs/wire.md).
-Tokens are not looked at here: they are in the calls.
+The gRPC server listens at a Unix socket behind this port. gRPC's own TLS port would tell neither end why a handshake failed (docs/wire.md).
+Tokens are not checked here: they are in the gRPC calls.
 """
 
 from __future__ import annotations

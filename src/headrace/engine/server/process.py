@@ -1,8 +1,8 @@
 """Runs one engine as one process: the loop in its thread, the wire on the main thread, the leash to the supervisor, and signals.
 
-SIGTERM drains and exits 0; a second one, or the end of the drain time, does not wait. A loop that dies takes the process with it: its
-exit status says so and the supervisor starts a new one. A process that cannot start says why through the leash. SIGUSR1 dumps the plan
-ring; before there is one it does nothing.
+SIGTERM drains, and the process exits with 0. After a second SIGTERM, or at the end of the drain time, it does not wait any longer. If the
+loop dies, the process ends too: its exit status says so, and the supervisor starts a new one. A process that cannot start says why through
+the leash. SIGUSR1 dumps the plan ring; before there is a ring it does nothing.
 """
 
 from __future__ import annotations

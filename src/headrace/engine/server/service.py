@@ -1,8 +1,8 @@
 """Serves the engine's end of the wire: gateways' streams from hello to hang-up, heartbeats, drain, and operators' calls.
 
-grpc.aio on the main thread. The loop's thread hands its updates over once per step (`outbox`); everything here runs on the asyncio loop.
-`dispatcher` handles a stream's commands and the engine's updates. Heartbeats are sent from here and not from the engine's loop, so that
-they go on, and carry the step's age, while a step runs or hangs.
+The gRPC server (grpc.aio) and everything else here run on the asyncio loop of the main thread. The engine loop's thread hands its updates
+over once per step (`outbox`). `dispatcher` handles a stream's commands and the engine's updates. Heartbeats are sent from here and not from
+the engine's loop, so that they go on, and carry the step's age, while a step runs or hangs.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     cached block, idle for idle_s --HOST_OUT under a lease--> stored in a host slot; the block stays cached until it is needed
     prompt that begins with stored blocks --HOST_IN under a lease--> cached blocks; the sequence waits meanwhile, as for a prerequisite
 
-A sequence never depends on its transfer: when blocks are short, the transfer's time is over or its slots were needed, the sequence
-computes its prompt. No engine is composed with a tier, since no runner but the simulator's has memory to move blocks to; the tests show
-that plans, leases and results carry such moves. Limit: the search for idle blocks reads past all blocks that are stored already.
+A sequence never depends on its transfer. It computes its prompt when blocks are short, when the transfer's time is over, or when its slots
+were needed. No engine is composed with a tier, since no runner but the simulator's has memory to move blocks to. The tests show that plans,
+leases and results carry such moves. Limit: the search for idle blocks reads past all blocks that are stored already.
 """
 
 from __future__ import annotations

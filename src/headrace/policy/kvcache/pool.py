@@ -7,8 +7,9 @@ Life of a block:
                     `----------------------- hold (prefix hit), lend (transfer) ---------'
 
 A registered block is immutable: it holds the KV of one identity of the hash chain. The chain makes a dict a tree: a block's identity
-contains its parent's, so a hit on block i implies hits on all before it. Cached blocks are forgotten least recently used first, those of
-a tenant above its share before all others (`cached_shares.py`), and `drop` is called tail first, so leaves go before their parents.
+contains its parent's, so a hit on block i implies hits on all before it. The least recently used cached block is evicted first, but the
+blocks of a tenant above its share go before all others (`cached_shares.py`). `drop` is called tail first, so leaves go before their
+parents.
 
 `free + cached + used == total`, where used = owned by sequences or leases (`leases.py`) + pending free + the pad block.
 """

@@ -3,9 +3,9 @@
     take -> (save, every second) -> charge          the gateway lives
     take -> (save, every second) -> expire -> (charge, if the gateway was only slow)
 
-A pure state machine over `BookRows`, which the gateway keeps in SQLite; the gateway's Redis scripts do the same. A reservation belongs to
-one gateway. A gateway lives while it raises its beat, a number that `renew` raises; no clock of another machine is trusted
-(`policy.limits.peers`). `now` is an argument.
+A pure state machine over `BookRows`, which the gateway keeps in SQLite; `now` is an argument. The gateway's Redis scripts do the same. A
+reservation belongs to one gateway. Each gateway has a beat, a number that `renew` raises; a gateway whose beat stands still is dead
+(`policy.limits.peers`). No clock of another machine is trusted.
 """
 
 from __future__ import annotations

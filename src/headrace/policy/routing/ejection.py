@@ -1,7 +1,8 @@
 """Leaves out, for a while, ready replicas that failed requests. Few are left out at a time, and never the last one.
 
 A replica that fails its requests looks idle, so it would get more and more of them. Its circuit (`circuit_breaker`) decides when it is left
-out. A cause that all replicas share, such as a request that ends every engine, must not leave out all of them: hence the bounds.
+out. Some causes, such as a request that ends every engine, make all replicas fail. The bounds keep such a cause from leaving out all of
+them.
 """
 
 from __future__ import annotations

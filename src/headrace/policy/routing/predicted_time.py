@@ -1,12 +1,12 @@
 """Predicts the seconds that a replica takes for a request, from its load, so that replicas of different speed can be compared.
 
     what the running step still takes
-    + prefill: tokens queued ahead of the request, and its own prompt
-    + the steps without their prompt tokens: those that the queued prompts are spread over, or those until a slot or KV blocks are free,
-      for which sequences that run now have to end first; the longest of the three
+    + prefill of the tokens queued ahead of the request, and of its own prompt
+    + the longest of three waits: for the other work of the steps that compute the queued prompts, for a free slot, for free KV blocks
     + OUTPUT_SHARE of the time that its output takes
 
-Tokens that the prefix cache holds are not known here, and count in full. Which replicas are compared is decided in `choice`.
+Slots and blocks become free as running sequences end. Tokens that the prefix cache holds are not known here, and count in full. Which
+replicas are compared is decided in `choice`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     add -> BLOCKED (prerequisites missing) -> WAITING (in the queue) -> RUNNING (slot and blocks) -> DONE
                                                   ^---- preempt ----'
 
-There is one way in (`add`) and one way out (`_end`, from every state; the public methods that end sequences lead to it; only a failed `add`
-is undone without it). What a step contains is the planner's business.
+There is one way in (`add`) and one way out (`_end`, from every state). The public methods that end sequences all lead to `_end`. Only a
+failed `add` is undone without it. The planner decides what a step contains.
 """
 
 from __future__ import annotations
