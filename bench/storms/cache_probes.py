@@ -2,11 +2,11 @@
 
     python -m bench.storms.cache_probes [--pairs 2000] [--caches prefix,session]     -> bench/results/storms/cache-probes.json
 
-One tenant leaves an entry. Then another tenant asks for that entry and for one that nothing left, in a random order: a pair. AUC is the
-probability that the probe whose entry is there took less time than the one whose entry is not: 0.5 is a guess. A cache holds where AUC is
-within `auc_bound` of that, the 99 % interval of a guess by as many pairs, and where both kinds of probe see the same facts: status,
-headers, token counts, the fields of the answer. `own` are pairs of one tenant alone, which finds its entries; `hits` is the share of the
-entries whose answer says so. Ends with status 1 where a cache does not hold, or where a tenant does not find its own entries.
+One tenant leaves an entry. Then another tenant sends a pair of probes in a random order: one for that entry, one for an entry that nothing
+left. AUC is the probability that the probe whose entry is there took less time; 0.5 is a guess. A cache holds if AUC is within `auc_bound`
+of 0.5, and both kinds of probe see the same facts: status, headers, token counts, the fields of the answer. `auc_bound` is the 99 %
+interval of a guess by as many pairs. `own` are pairs of one tenant alone, which finds its entries; `hits` is the share of the entries whose
+answer says so. Exit status 1: a cache does not hold, or a tenant does not find its own entries.
 
 Each cache is probed by itself, with the others off. Times depend on what else the machine does, which widens both sides alike.
 """

@@ -1,9 +1,9 @@
 """Plays a gateway process: it has the supervisor's file, leash and signals, and one long request instead of HTTP.
 
-Asked over its leash it says that a replica is ready when its socket can be connected to, and has no request open there.
+When it is asked over its leash, it says that a replica is ready if the replica's socket can be connected to, and has no request open there.
 
-`work` in its file says what to do: "idle", or "stream", which sends one request of `num_tokens` tokens to the
-first replica, says so in `gateway.out` beside its file, finishes it before it leaves on SIGTERM, and writes the tokens there.
+`work` in its file is "idle" or "stream". With "stream" it sends one request of `num_tokens` tokens to the first replica, and says so in
+`gateway.out` beside its file. It finishes the request before it leaves on SIGTERM, and writes the tokens to that file.
 """
 
 from __future__ import annotations

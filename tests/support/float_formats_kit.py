@@ -1,9 +1,7 @@
 """Makes weights of random codes and scales, stored as float8, ModelOpt and compressed-tensors files have them.
 
-`quantized_kit.save_pair` makes checkpoints of them.
-
-What a weight stands for is worked out here one value at a time, from the bits of its codes, in double precision: a product of the numbers
-that are stored is exact in that, so that float32 is rounded to once.
+`quantized_kit.save_pair` makes checkpoints of them. What a weight stands for is computed one value at a time, from the bits of its codes,
+in double precision. A product of stored numbers is exact there, so the only rounding is the one to float32.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Records random lives of an engine as one digest each: every plan's bytes and every update, in order.
 
 `record(seed)` depends on the scheduler's decisions only, so a change that is meant to cost less and decide the same leaves all digests as
-they are. Updates of one turn are compared sequence by sequence: in which order the sequences of a step are told means nothing.
+they are. Updates of one turn are compared sequence by sequence, since the order of the sequences within a step has no meaning.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Computes the right tokens where weights or the cache are small integers: transformers' model with that arithmetic put in its place.
 
-Written from what docs/kernels.md promises, and sharing no code with the product. Products are summed in float64; what is rounded is divided
-in float32, as promised. Among bfloat16 weights many are half as large as the largest of their row, so 63.5 steps exactly.
+The arithmetic is written from what docs/kernels.md promises, and shares no code with the product. Products are summed in float64. What is
+rounded is divided in float32, as promised: many bfloat16 weights are half as large as the largest of their row, so the quotient is exactly
+63.5, where another precision could round to the other side.
 """
 
 from __future__ import annotations

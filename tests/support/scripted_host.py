@@ -1,6 +1,6 @@
-"""Plays the text host in the process of a test: it says what `text_host.host` says, when a script lets it, and forks nothing.
+"""Plays the text host in the process of a test: it sends the messages of `text_host.host` when a script lets it, and forks nothing.
 
-Its workers do their jobs on the event loop, bounded by nothing. What a process of its own adds to that is in tests of the kind process.
+Its workers do their jobs on the event loop, without bounds. Tests of the kind process cover what real processes add.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs a whole deployment in the process of a test: the real supervisor and commands over processes that are objects.
 
-On virtual time there is no socket: the port is only said, and a command goes to the admin requests as the one that came over HTTP does. In
+On virtual time there is no socket. The port is only named, and a command goes to the admin requests as one that came over HTTP does. In
 real time the admin socket is the real one. Real processes under the same supervisor are in `fleet_main.py`.
 """
 

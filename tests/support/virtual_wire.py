@@ -1,7 +1,7 @@
 """Runs the wire on virtual time: the real service, engine and client, and a link in memory where gRPC would be.
 
-What is sent waits while its direction of the link is cut, as the kernels at both ends would keep it. For promises in seconds; that gRPC
-carries the same frames is shown by tests over sockets (`wire_kit`).
+While a direction of the link is cut, what is sent waits, as the kernels at both ends would keep it. Tests of promises in seconds use this
+wire. Tests over sockets show that gRPC carries the same frames (`wire_kit`).
 """
 
 from __future__ import annotations
