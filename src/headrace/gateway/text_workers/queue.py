@@ -156,7 +156,7 @@ class RoundRobinQueue(Generic[T]):
 
     def _to_shed(self, job: QueuedJob[T]) -> list[QueuedJob[T]]:
         """The newest jobs of the tenant with the largest dominant share, as few as needed for `job`. Raises Overloaded; changes nothing."""
-        excess_jobs = self._num_jobs + 1 - max(self._max_jobs, self._num_jobs)  # above a lowered bound: 1, for `job` alone
+        excess_jobs = int(self._num_jobs >= self._max_jobs)  # also above a lowered bound: for `job` alone
         excess_bytes = self.num_bytes + job.num_bytes - self._max_bytes
         if excess_jobs <= 0 and excess_bytes <= 0:
             return []
