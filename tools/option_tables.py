@@ -1,7 +1,8 @@
 """Writes the tables of keys into docs/config.md, from the options of the source: `python -m tools.option_tables`.
 
 A place is `<!-- keys: PATH -->` ... `<!-- end -->`; its table has the keys below PATH that stand below no longer PATH of the page, and
-those below no PATH stand at `<!-- keys: rest -->`. tests/tools/test_option_tables.py fails where the page has another table.
+those below no PATH stand at `<!-- keys: rest -->`. At `<!-- keys: engine -->` are those of an
+engine's own file. tests/tools/test_option_tables.py fails where the page has another table.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from pathlib import Path
 from headrace.cli.config_variables import ELSEWHERE
 from headrace.cli.engine_flags import ENGINE_FLAGS
 from headrace.cli.serve_config import ServeConfig
-from headrace.core.option import Leaf, Option, leaves, written
+from headrace.core.option import Leaf, Option, Role, leaves, written
+from headrace.engine.server.config import ProcessConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "config.md"
 PLACE = re.compile(r"(<!-- keys: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
-REST = "rest"
+REST, ENGINE_FILE = "rest", "engine"
 ENGINE = "models[N].engine."
 MIB = 1 << 20
 
@@ -36,6 +38,7 @@ def filled(text: str) -> str:
     """The page with every table as the source gives it."""
     places = sorted((place[2] for place in PLACE.finditer(text)), key=len, reverse=True)
     rows: dict[str, list[Leaf]] = {place: [] for place in places}
+    rows[ENGINE_FILE] = [leaf for leaf in leaves(ProcessConfig, role=Role.OPERATOR) if leaf.option.help]
     for leaf in keys():
         rows[next((place for place in places if _is_below(leaf.path, place)), REST)].append(leaf)
     return PLACE.sub(lambda place: place[1] + table(rows[place[2]]) + place[3], text)

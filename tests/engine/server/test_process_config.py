@@ -36,6 +36,7 @@ def test_a_good_file_gives_both_configurations(tmp_path: Path) -> None:
         ("[" * 100000, "cannot be read as JSON"),
         ({**GOOD, "adress": "x"}, "Did you mean address"),
         ({**GOOD, "drain_timeout_s": "long"}, "drain_timeout_s"),
+        ({**GOOD, "drain_timeout_s": -1}, "drain_timeout_s: -1.0 is negative"),
         ({**GOOD, "token": 5}, "token"),
         ({"replica": "r", "engine": {"model": "/m"}}, "address: is missing"),
         ({"replica": "r", "address": "unix:/x"}, "engine: is missing"),

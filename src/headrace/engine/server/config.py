@@ -14,6 +14,7 @@ from pathlib import Path
 from headrace.core.errors import ConfigError
 from headrace.core.gpus import VISIBLE
 from headrace.core.hashing import BLOCKS, check_secret, site_secret
+from headrace.core.option import Role, check_options, option, required
 from headrace.core.strict_decode import decode, read_json_object
 from headrace.engine.config import EngineConfig
 from headrace.wire.target import GrpcTarget, check_target, target_of
@@ -22,31 +23,30 @@ from headrace.wire.tls.files import TlsRole, load_certificates
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessConfig:
-    """The options of an engine process beside its engine's.
+    """The options of an engine process beside its engine's. Fields that are no options are those of the supervisor's file.
 
-    replica          the replica's name in logs, hellos and metrics
-    address          address to listen on: "unix:/path", or "host:port" with a token, and beyond loopback with tls_dir
-    token            the token that gateways must send; None on Unix sockets, which their directory protects
-    token_file       file with the token, closed to other users; an alternative to `token`
-    tls_dir          folder with this engine's certificates, and with the token where none is named
-    drain_timeout_s  seconds that running requests may take after SIGTERM
-    cpus             CPUs this engine keeps to, "0,1"; empty = all it may use
-    gpu              the GPU this engine keeps to, as in CUDA_VISIBLE_DEVICES; empty = the first that torch finds
-    num_neighbours   other engines on the same GPU, or on this machine if the engine has none: each takes an equal part of the memory
-    site_key         secret (hex) of the site; empty: this process draws the secrets that are derived from it
-    block_key        secret (hex) of block hashes, derived from `site_key`; a supervisor passes only this one
+    token      the token that gateways must send; None on Unix sockets, which their directory protects
+    gpu        the GPU this engine keeps to, as in CUDA_VISIBLE_DEVICES; empty = the first that torch finds
+    block_key  secret (hex) of block hashes, derived from `site_key`; a supervisor passes only this one
     """
 
-    replica: str
-    address: str
+    replica: str = required("The replica's name in logs and metrics; the flag's default is the model folder's name.", "--name")
+    address: str = required(
+        "Address to listen on: `HOST:PORT` with a token, beyond loopback with `tls_dir` too; or `unix:/path` in a directory of mode 0700.",
+        "--listen",
+    )
     token: str | None = field(default=None, repr=False)
-    token_file: str = ""
-    tls_dir: str = ""
-    drain_timeout_s: float = 30.0
-    cpus: str = ""
+    token_file: str = option(
+        "", "File with the token that gateways must send, closed to other users.", "--token-file", shown="`token` of `tls_dir`"
+    )
+    tls_dir: str = option("", "Folder with this machine's certificates, as for `remote`.", "--tls-dir")
+    drain_timeout_s: float = option(30.0, "Seconds that running streams may take after SIGTERM.", "--drain-timeout", low=0.0)
+    cpus: str = option("", "CPUs that the engine keeps to, `0,1,2`.", shown="all")
     gpu: str = ""
-    num_neighbours: int = 0
-    site_key: str = field(default="", repr=False)
+    num_neighbours: int = option(0, "Other engines on this machine, or on its GPU: each takes an equal part of its memory.", low=0)
+    site_key: str = option(
+        "", "Hex secret of the site, as in the file of its gateways.", shown="drawn at start", role=Role.SECURITY, repr=False
+    )
     block_key: str = field(default="", repr=False)
 
     def target(self) -> GrpcTarget:
@@ -74,6 +74,7 @@ def process_config_from(data: dict[str, object]) -> tuple[ProcessConfig, EngineC
     """The checked values of plain data. Raises ConfigError naming the key."""
     engine = decode(EngineConfig, section(data, "engine"), "engine").checked()
     process = decode(ProcessConfig, data)
+    check_options(process)
     check_secret("site_key", process.site_key)
     check_secret("block_key", process.block_key)
     if process.site_key and process.block_key:
