@@ -104,7 +104,7 @@ def test_parameters_are_checked_before_they_are_sent() -> None:
         assert (sent["temperature"], sent["stop"]) == (0.5, "END")
         assert not {"seed", "top_p", "colour", "max_tokens"} & set(sent)
         printed = out.getvalue()
-        assert "0 < top_p <= 1" in printed
+        assert "0 <= top_p <= 1" in printed
         assert "colour cannot be set" in printed
         assert "'many' is not a number" in printed
 

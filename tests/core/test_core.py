@@ -49,7 +49,7 @@ def test_everything_that_should_separate_blocks_does() -> None:
 BROKEN = [
     ("n", 0), ("n", 65), ("n", True), ("n", 1.0), ("n", 10**18),
     ("temperature", -0.1), ("temperature", 2.01), ("temperature", math.nan), ("temperature", math.inf), ("temperature", "1"),
-    ("top_p", 0.0), ("top_p", 1.1), ("top_p", math.nan), ("top_k", -2), ("top_k", 1.5), ("top_k", 2**31),
+    ("top_p", -0.1), ("top_p", 1.1), ("top_p", math.nan), ("top_k", -2), ("top_k", 1.5), ("top_k", 2**31),
     ("min_p", -0.1), ("min_p", 1.1), ("presence_penalty", 2.1), ("frequency_penalty", -2.1), ("frequency_penalty", math.nan),
     ("repetition_penalty", 0.0), ("repetition_penalty", 11), ("seed", 2**63), ("seed", "1"), ("seed", 1.5),
     ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 10**18), ("max_tokens", True), ("min_tokens", -1), ("min_tokens", 17),

@@ -441,3 +441,54 @@ async def test_names_that_are_no_plain_variables_are_refused(bench: TestBench, n
 async def test_many_variables_are_named_together(bench: TestBench) -> None:
     response, _ = await ask(bench, CHAT, chat_template_kwargs={f"x{number}": None for number in range(1000)})
     assert (response.status_code, response.headers["x-headrace-ignored"]) == (200, "chat_template_kwargs")
+
+
+def integers(surface: str) -> list[str]:
+    """The fields of a body that hold an integer."""
+    integral = [name for name, value in EXAMPLES[surface].items() if type(value) is int]
+    floats = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+    return [name for name in (*integral, "priority") if name not in floats]
+
+
+@pytest.mark.parametrize(("surface", "name"), [(surface, name) for surface in BOTH for name in integers(surface)])
+async def test_an_integer_written_with_a_point_is_that_integer(bench: TestBench, surface: str, name: str) -> None:
+    value = 1 if name == "priority" else EXAMPLES[surface][name]
+    beside = WITH.get(name, {})
+    plain, plain_sent = await ask(bench, surface, **beside, **{name: value})
+    pointed, sent = await ask(bench, surface, **beside, **{name: float(value)})
+    assert (pointed.status_code, sent, steady(pointed)) == (200, plain_sent, steady(plain))
+    odd, _ = await ask(bench, surface, **beside, **{name: value + 0.5})
+    assert (odd.status_code, odd.json()["error"]["param"]) == (400, name)
+
+
+async def test_ids_may_be_written_with_a_point_wherever_they_stand(bench: TestBench) -> None:
+    for prompt in ([5.0, 6, 7.0], [[5.0, 6], [7]]):
+        _, plain = await ask(
+            bench, COMPLETIONS, prompt=[[int(each) for each in ids] if isinstance(ids, list) else int(ids) for ids in prompt]
+        )
+        response, sent = await ask(bench, COMPLETIONS, prompt=prompt)
+        assert (response.status_code, sent) == (200, plain)
+    _, sent = await ask(bench, CHAT, stop_token_ids=[5.0], logit_bias={"5": 1.0})
+    assert sent is not None
+    assert sent.params.stop_token_ids == (5,)
+    tokens = await bench.client.post("/detokenize", json={"model": MODEL, "tokens": [5.0, 6]})
+    assert tokens.json() == (await bench.client.post("/detokenize", json={"model": MODEL, "tokens": [5, 6]})).json()
+    for path, body, param in (
+        (COMPLETIONS, {"prompt": [5.0, 6.5]}, "prompt[1]"),
+        (CHAT, {**BASE[CHAT], "stop_token_ids": [5.0, 6.5]}, "stop_token_ids[1]"),
+        (COMPLETIONS, {"prompt": "x", "seed": 1e300}, "seed"),
+        (COMPLETIONS, {"prompt": "x", "seed": 2.0**60 + 512}, "seed"),
+        ("/detokenize", {"tokens": [0.1]}, "tokens[0]"),
+    ):
+        error = (await bench.client.post(path, json={**body, "model": MODEL})).json()["error"]
+        assert error["param"] == param
+
+
+@pytest.mark.parametrize("fields", [{"top_p": 0}, {"top_p": 0.0, "temperature": 1}, {"top_p": -0.0, "temperature": 0}])
+async def test_a_top_p_of_zero_is_greedy(bench: TestBench, fields: dict[str, Any]) -> None:
+    _, sent = await ask(bench, CHAT, **fields)
+    assert sent is not None
+    assert sent.params.is_greedy
+    for outside in (-0.1, 1.01):
+        response, _ = await ask(bench, CHAT, top_p=outside)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "top_p")

@@ -40,7 +40,7 @@ _CHAT_FIELDS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("temperature-text", "temperature", {"temperature": "0.5"}),
     ("temperature-bool", "temperature", {"temperature": True}),
     ("temperature-huge", "temperature", {"temperature": 10**18}),
-    ("top_p-zero", "top_p", {"top_p": 0}),
+    ("top_p-negative", "top_p", {"top_p": -0.1}),
     ("top_p-above", "top_p", {"top_p": 1.5}),
     ("top_p-list", "top_p", {"top_p": [0.5]}),
     ("top_k-below", "top_k", {"top_k": -2}),

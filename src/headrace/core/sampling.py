@@ -35,7 +35,7 @@ class SamplingParams:
 
     n                    sequences per prompt
     temperature          0 means greedy
-    top_k, top_p, min_p  filters, applied in this order after temperature; top_k 0 or -1 = off
+    top_k, top_p, min_p  filters, applied in this order after temperature; top_k 0 or -1 = off; top_p 0 means greedy
     presence_penalty     subtracted once from logits of tokens already generated
     frequency_penalty    subtracted times their count among the generated tokens
     repetition_penalty   divides positive, multiplies negative logits of tokens in prompt or output (1 = off)
@@ -84,7 +84,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature < GREEDY_EPSILON
+        return self.temperature < GREEDY_EPSILON or self.top_p == 0.0
 
     @property
     def has_penalties(self) -> bool:
@@ -161,7 +161,7 @@ def _numbers(low: float, high: float, *, is_low_outside: bool = False) -> Bound:
 BOUNDS: Mapping[str, Bound] = {
     "n": _integers(1, MAX_N, "Send several requests for more."),
     "temperature": _numbers(0.0, 2.0),
-    "top_p": _numbers(0.0, 1.0, is_low_outside=True),
+    "top_p": _numbers(0.0, 1.0),
     "top_k": _integers(-1, 2**31 - 1, "0 or -1 switches it off."),
     "min_p": _numbers(0.0, 1.0),
     "presence_penalty": _numbers(-2.0, 2.0),

@@ -67,7 +67,7 @@ class Question:
     @property
     def is_deterministic(self) -> bool:
         """Whether each computation should give the same answer: sampling is greedy, or the client gave a seed."""
-        return self.sampling.get("temperature") == 0 or self.sampling.get("seed") is not None
+        return 0 in (self.sampling.get("temperature"), self.sampling.get("top_p")) or self.sampling.get("seed") is not None
 
     @property
     def has_prompt_logprobs(self) -> bool:

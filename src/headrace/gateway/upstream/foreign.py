@@ -238,6 +238,8 @@ def _sampling_fields(request: GenerationRequest) -> dict[str, Any]:
         for name, value in request.sampling.items()
         if value != _NAME_TO_DEFAULT[name] or name in FROM_MODEL
     }
+    if fields.get("top_p") == 0:  # greedy, in the words that every server knows
+        fields["temperature"] = fields.pop("top_p")
     num_top = fields.pop("logprobs", None)
     if num_top is not None:
         fields |= {"logprobs": True, "top_logprobs": num_top}

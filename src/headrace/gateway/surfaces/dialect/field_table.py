@@ -137,7 +137,7 @@ _SERVED = (
     _honoured("max_completion_tokens", CHAT, "OpenAI's newer name of max_tokens; if both are given they must agree."),
     _honoured("min_tokens", BOTH, "End tokens, stop_token_ids and stop strings do nothing before this many."),
     _honoured("temperature", BOTH, "0..2; 0 is greedy. Default: the model's generation_config.json, else 1."),
-    _honoured("top_p", BOTH, "Above 0, at most 1. Default as temperature."),
+    _honoured("top_p", BOTH, "0..1; 0 is greedy. Default as temperature."),
     _honoured("top_k", BOTH, "0 or -1 is off. Default as temperature."),
     _honoured("min_p", BOTH, "0..1. Default as temperature."),
     _honoured("presence_penalty", BOTH, "-2..2."),

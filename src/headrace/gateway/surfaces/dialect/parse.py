@@ -10,10 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from functools import cache
 from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import inspect
 
 from headrace.core.errors import InvalidRequest
 from headrace.core.request import PriorityClass
@@ -33,6 +35,10 @@ Parsed = tuple[FieldsT, RequestedGrammar | None]
 """A body's fields, and what its answer must match."""
 
 MAX_CACHE_SALT_CHARS = 256
+
+MAX_WHOLE = 2.0**53
+"""A larger number with a point is no integer: a float may not hold what was written."""
+
 REQUIRED = "a value (it is required)"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -206,13 +212,37 @@ def shared_request(parsed: Parsed[SamplingFields], principal: Principal, prompt:
 
 
 def convert(data: object, kind: type[T], prefix: str = "") -> T:
-    """msgspec's strict conversion with our errors."""
+    """msgspec's strict conversion with our errors. Integers may be written with a point, as 16.0 is."""
     try:
-        return msgspec.convert(data, kind, strict=True, str_keys=True)
+        try:
+            return msgspec.convert(data, kind, strict=True, str_keys=True)
+        except msgspec.ValidationError as error:
+            if "got `float`" not in str(error):
+                raise
+            data = _with_integers(data, _type_info(kind))
+            return msgspec.convert(data, kind, strict=True, str_keys=True)
     except msgspec.ValidationError as error:
         raise _translated(str(error), data, kind, prefix) from None
     except OverflowError:
         raise InvalidRequest(prefix or "body", "numbers of reasonable size") from None
+
+
+_type_info = cache(inspect.type_info)
+
+
+def _with_integers(data: object, kind: inspect.Type) -> object:
+    """The data with whole numbers as integers where `kind` has integers: JSON knows no difference between 16 and 16.0."""
+    kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+    if isinstance(data, float):
+        is_whole = data.is_integer() and abs(data) <= MAX_WHOLE
+        return int(data) if is_whole and any(isinstance(each, inspect.IntType) for each in kinds) else data
+    for each in kinds:
+        if isinstance(data, list) and isinstance(each, inspect.ListType):
+            return [_with_integers(item, each.item_type) for item in data]
+        if isinstance(data, dict) and isinstance(each, inspect.StructType):
+            inner = {field.encode_name: field.type for field in each.fields}
+            return {name: _with_integers(value, inner[name]) if name in inner else value for name, value in data.items()}
+    return data
 
 
 def _translated(message: str, data: object, kind: type[msgspec.Struct], prefix: str) -> InvalidRequest:
