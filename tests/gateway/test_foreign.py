@@ -29,7 +29,7 @@ from headrace.gateway.generation.run import DEADLINE_GRACE_S
 from headrace.gateway.http.content_encoding import SLICE_BYTES
 from headrace.gateway.upstream import foreign_events, foreign_server, foreign_stream
 from headrace.gateway.upstream.foreign_errors import BrokenStream
-from headrace.gateway.upstream.foreign_events import EventReader, EventSink
+from headrace.gateway.upstream.foreign_events import EventReader, EventSink, SilenceLimit
 from headrace.gateway.upstream.foreign_session import read_key
 from headrace.gateway.upstream.foreign_stream import MAX_ATTEMPTS, HttpStream
 from headrace.gateway.upstream.generation_request import GenerationRequest, PlainPrompts, PrincipalFacts
@@ -794,7 +794,7 @@ async def read_events(reader: EventReader, pieces: list[bytes], headers: dict[st
     """Everything a reader makes of the pieces, by sequence."""
     sink = FoundEvents()
     async with asyncio.timeout(None) as deadline:
-        await reader.read(cast(aiohttp.ClientResponse, Pieces(pieces, headers or {})), sink, deadline=deadline)
+        await reader.read(cast(aiohttp.ClientResponse, Pieces(pieces, headers or {})), sink, silence=SilenceLimit(deadline, 60.0))
     return sink.found
 
 

@@ -128,13 +128,34 @@ async def test_a_server_that_is_silent_before_its_first_token_is_left_for_the_ne
                 assert metric(near.gateway, "headrace_upstream_attempts_total", model=FAR, replica="foreign-0", result="lost") == 1
 
 
-async def test_comments_do_not_keep_a_stream_alive_that_sends_no_tokens(text: TextModel) -> None:
-    server = ScriptedServer(head() + said("one "), repeat=b": ping\n\n", pause_s=0.02)
-    async with scripted(text, server) as near:
+LIFE = {
+    "nothing": b"",
+    "comments": b": ping\n\n",
+    "pings": b"event: ping\ndata: {}\n\n",
+    "empty chunks": said(""),
+    "half an event": b" ",
+}
+
+
+@pytest.mark.parametrize("name", LIFE)
+@pytest.mark.parametrize(("silence", "limit_s"), [({}, 120.0), ({"silence_s": 7.0}, 7.0)])
+async def test_a_server_may_be_silent_as_long_as_its_entry_says_and_five_times_as_long_with_signs_of_life(
+    text: TextModel, name: str, silence: dict[str, float], limit_s: float
+) -> None:
+    server = ScriptedServer(head() + said("one "), repeat=LIFE[name], pause_s=limit_s / 10, hangs=True)
+    async with scripted(text, server, **silence) as near:
         began = virtual_loop().time()
         *_, last = events_of((await ask(near, stream=True)).text)
         assert last["error"]["code"] == "unavailable"
-        assert virtual_loop().time() - began == pytest.approx(60.0)
+        assert virtual_loop().time() - began == pytest.approx(limit_s * (5 if LIFE[name] else 1), rel=0.01)
+
+
+async def test_a_pause_within_the_limit_breaks_no_answer_and_every_token_begins_it_anew(text: TextModel) -> None:
+    quiet = ScriptedServer(head() + said("one "), *[said("and ")] * 3, said("two", "stop") + DONE, pause_s=110.0)
+    alive = ScriptedServer(head() + said("one "), *[b": still here\n\n"] * 50, said("two", "stop") + DONE, pause_s=10.0)
+    for server, words in ((quiet, "one and and and two"), (alive, "one two")):
+        async with scripted(text, server) as near:
+            assert await said_by(near) == words
 
 
 async def test_no_other_server_is_asked_after_the_first_token(text: TextModel) -> None:

@@ -31,9 +31,8 @@ PIECE_BYTES = 64 << 10
 
 MAX_ANSWER_BYTES = 64 << 20
 
-EVENT_S = 60.0
-"""Seconds between two events of an answer that has begun. A server that computes sends a token in less, whatever its queue does; what
-`sink` takes is not counted."""
+MAX_SIGNS_OF_LIFE = 5
+"""Most times `silence_s` between two tokens of a server that sends something else meanwhile: comments, pings, empty chunks, half an event."""
 
 END_OF_STREAM_S = 5.0
 """Seconds a server may take for usage and [DONE] together after every sequence has ended."""
@@ -47,6 +46,27 @@ class EventSink(EventListener, Protocol):
     """Takes an answer's events as they come."""
 
     async def wait_for_room(self) -> None: ...
+
+
+class SilenceLimit:
+    """The deadline of an answer's next bytes, once it has begun. Before that the deadline of the first token holds unchanged."""
+
+    def __init__(self, deadline: asyncio.Timeout, silence_s: float) -> None:
+        self._deadline, self._silence_s = deadline, silence_s
+        self._silent_since: float | None = None
+
+    def heard(self, *, is_output: bool) -> None:
+        """Note that bytes came. is_output: they held output of the answer"""
+        now = asyncio.get_running_loop().time()
+        if is_output:
+            self._silent_since = now
+        if self._silent_since is not None:
+            last_at = self._silent_since + MAX_SIGNS_OF_LIFE * self._silence_s
+            self._deadline.reschedule(min(now + self._silence_s, last_at))
+
+    def suspend(self) -> None:
+        """Wait for as long as it takes, for something else than the server."""
+        self._deadline.reschedule(None)
 
 
 class EventReader:
@@ -64,19 +84,19 @@ class EventReader:
         response: aiohttp.ClientResponse,
         sink: EventSink,
         *,
-        deadline: asyncio.Timeout,
+        silence: SilenceLimit,
         on_begun: Callable[[], None] = lambda: None,
     ) -> None:
         """Give `sink` the answer's events as they come.
 
-        deadline  timeout of the next event, moved with each event except comments and empty ones
+        silence   limit of the time between two pieces of the answer; the time in which `sink` takes nothing is not counted
         on_begun  called before the first event is given
 
         Raises BrokenStream for an incomplete or malformed answer, and aiohttp.ClientError or OSError when the server is lost.
         """
         kind = response.headers.get("content-type", "").split(";")[0].strip().lower()
         framing, decoder = EventFraming(is_event_stream=kind == "text/event-stream"), decoder_for(response, MAX_ANSWER_BYTES)
-        answer, now = self.answer, asyncio.get_running_loop().time
+        answer = self.answer
         while piece := await self._next_piece(response):
             for part in (piece,) if decoder is None else unpacked(decoder, piece):
                 self._num_bytes += len(part)
@@ -88,13 +108,15 @@ class EventReader:
                 finally:  # events before a broken part count
                     self._give(events, sink, on_begun)
                 if events and not sink.has_room:
-                    deadline.reschedule(None)
+                    silence.suspend()
                     await sink.wait_for_room()
-                if events or not answer.num_running:
-                    deadline.reschedule(now() + EVENT_S if answer.num_running else None)
+                if answer.num_running:
+                    silence.heard(is_output=bool(events))
+                else:
+                    silence.suspend()  # `_next_piece` has a limit of its own
                 if is_done:
                     if not response.content.is_eof():  # whatever comes instead of the end, the answer is complete
-                        await _read_until(now() + END_OF_BODY_S, response)
+                        await _read_until(asyncio.get_running_loop().time() + END_OF_BODY_S, response)
                     return
                 if decoder is not None:
                     await asyncio.sleep(0)  # a packed piece may have a thousand parts

@@ -24,7 +24,7 @@ from headrace.gateway.http.descriptors import MAX_FOREIGN_CONNECTIONS
 from headrace.gateway.http.errors import foreign_overflow
 from headrace.gateway.upstream.foreign_chunk import SideField
 from headrace.gateway.upstream.foreign_errors import MAX_ERROR_BYTES, BrokenStream, sent_error
-from headrace.gateway.upstream.foreign_events import EventReader, EventSink, decoder_for, unpacked
+from headrace.gateway.upstream.foreign_events import EventReader, EventSink, SilenceLimit, decoder_for, unpacked
 from headrace.gateway.upstream.foreign_facts import ListedModel, ReportedLoad
 from headrace.gateway.upstream.foreign_rate_limits import exhausted_s, retry_after_s
 from headrace.gateway.upstream.foreign_session import NOT_CONNECTED, ForeignSession
@@ -212,7 +212,7 @@ class ForeignServer:
                 if not 200 <= response.status < 300:  # some frameworks answer a POST with 201
                     deadline.reschedule(None)  # the body of an error has a time of its own
                     raise await self._refusal(response, request.request_id)
-                await reader.read(response, sink, deadline=deadline, on_begun=begin)
+                await reader.read(response, sink, silence=SilenceLimit(deadline, self.config.silence_s), on_begun=begin)
             result = AttemptResult.OK
         except AttemptFailed as failure:
             result = failure.result

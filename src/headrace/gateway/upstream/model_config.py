@@ -90,6 +90,13 @@ class ForeignConfig:
         above=0.0,
         high=MAX_SECONDS,
     )
+    silence_s: float = option(
+        120.0,
+        "Seconds that an answer may be silent once it has begun: shorter notices a dead server sooner, and breaks off models that think "
+        "between two parts of an answer. While comments, pings or empty chunks come, five times as long.",
+        above=0.0,
+        high=MAX_SECONDS,
+    )
 
     def checked(self) -> ForeignConfig:
         """This value if its rules hold. Raises ConfigError."""
