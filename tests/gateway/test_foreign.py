@@ -800,11 +800,11 @@ async def read_events(reader: EventReader, pieces: list[bytes], headers: dict[st
 
 async def test_an_unknown_word_ends_a_whole_document_but_not_the_first_of_several_lines() -> None:
     whole = json.dumps(WHOLE).replace('"stop"', '"no-such-word"').encode()
-    (found,) = (await read_events(EventReader(1, "key"), [whole], {"content-type": PLAIN})).values()
+    (found,) = (await read_events(EventReader(range(1), "key"), [whole], {"content-type": PLAIN})).values()
     assert (found.text, found.finish, found.stop_reason) == ("one two", FinishReason.STOP, "no-such-word")
     for body in (event(**json.loads(whole) | {"usage": None}), BOTH.replace(b'"stop"', b'"no-such-word"').replace(b"data: ", b"")):
         with pytest.raises(BrokenStream):
-            await read_events(EventReader(1, "key"), [body], {"content-type": PLAIN})
+            await read_events(EventReader(range(1), "key"), [body], {"content-type": PLAIN})
 
 
 async def test_other_tasks_run_between_the_parts_of_a_packed_piece() -> None:
@@ -818,7 +818,7 @@ async def test_other_tasks_run_between_the_parts_of_a_packed_piece() -> None:
 
     counting = asyncio.create_task(count_turns())
     with pytest.raises(BrokenStream):
-        await read_events(EventReader(1, "key"), [gzip.compress(b"\n" * (32 * SLICE_BYTES))], {"content-encoding": "gzip"})
+        await read_events(EventReader(range(1), "key"), [gzip.compress(b"\n" * (32 * SLICE_BYTES))], {"content-encoding": "gzip"})
     counting.cancel()
     assert num_turns > 30
 
@@ -841,7 +841,7 @@ ANSWER = b"".join(
 @pytest.mark.pure
 def test_an_answer_reads_the_same_wherever_it_is_cut(cuts: list[int]) -> None:
     places = [0, *sorted(cuts), len(ANSWER)]
-    whole, cut = EventReader(2, "key"), EventReader(2, "key")
+    whole, cut = EventReader(range(2), "key"), EventReader(range(2), "key")
     expected = asyncio.run(read_events(whole, [ANSWER]))
     assert asyncio.run(read_events(cut, [ANSWER[a:b] for a, b in pairwise(places)])) == expected
     assert cut.answer.usage == whole.answer.usage == TokenUsage(3, 5, 0)
@@ -856,7 +856,7 @@ def test_an_answer_reads_the_same_wherever_it_is_cut(cuts: list[int]) -> None:
 @pytest.mark.pure
 def test_a_damaged_answer_is_an_answer_or_a_broken_stream(noise: bytes, place: int, is_inserted: bool) -> None:
     damaged = ANSWER[:place] + noise + ANSWER[place if is_inserted else place + len(noise) :]
-    reader = EventReader(2, "key")
+    reader = EventReader(range(2), "key")
     try:
         found = asyncio.run(read_events(reader, [damaged]))
     except BrokenStream:

@@ -53,7 +53,7 @@ class Read(NamedTuple):
 
 def read(*chunks: Chunk | bytes | None, num_sequences: int = 1, is_document: bool = False) -> Read:
     """is_document: the body was one JSON text. Raises BrokenStream."""
-    answer, events = ForeignAnswer(num_sequences, "key"), list[OutputEvent]()
+    answer, events = ForeignAnswer(range(num_sequences), "key"), list[OutputEvent]()
     for chunk in chunks:
         if chunk is None:
             answer.end(events, is_marked=True)

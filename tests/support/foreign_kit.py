@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ def far_models(*ports: int, **fields: Any) -> list[dict[str, Any]]:
 class ScriptedServer:
     """Answers every request with the same bytes.
 
+    answer   the body of a request -> the bytes of its whole answer, instead of `pieces`
     before   whole answers to the first requests, one each
     pages    path -> bytes of the whole answer to a GET; a GET of any other path gets 404
     gets     paths that were asked for by GET; polls: the heads of these requests
@@ -43,7 +44,9 @@ class ScriptedServer:
         pages: dict[str, bytes] | None = None,
         before: tuple[bytes, ...] = (),
         pause_get_s: float = 0.0,
+        answer: Callable[[dict[str, Any]], bytes] | None = None,
     ) -> None:
+        self.answer = answer
         self.before = list(before)
         self.pages = pages or {}
         self.gets: list[str] = []
@@ -74,7 +77,7 @@ class ScriptedServer:
                 writer.write(self.before.pop(0))
                 await writer.drain()
                 return
-            for piece in self.pieces:
+            for piece in self.pieces if self.answer is None else (self.answer(self.bodies[-1]),):
                 writer.write(piece)
                 await writer.drain()
                 await asyncio.sleep(self.pause_s)

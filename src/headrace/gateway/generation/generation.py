@@ -152,6 +152,7 @@ class Generation:
             earlier=self.earlier,
             preferred_replica=self.preferred_replica,
             unsent=self.unsent,
+            foreign_fields=parsed.foreign_fields,
         )
 
     def facts(self) -> PrincipalFacts:

@@ -35,6 +35,7 @@ class ParsedRequest(Struct, frozen=True, kw_only=True):
     num_kept_encodings  JSON forms of the prompt's log-probabilities that stay in memory until the answer is written
     fitting      how a conversation that does not fit the context is shortened
     metadata     the client's `metadata` of a conversation
+    foreign_fields  as in `GenerationRequest`
     """
 
     model: str | None
@@ -51,6 +52,7 @@ class ParsedRequest(Struct, frozen=True, kw_only=True):
     num_kept_encodings: int = 0
     fitting: ContextFitting = ContextFitting.REFUSE
     metadata: Mapping[str, str] = field(default_factory=dict)
+    foreign_fields: Mapping[str, Any] = field(default_factory=dict)
 
     def with_prompt(self, prompt: Conversation | PlainPrompts) -> ParsedRequest:
         return structs.replace(self, prompt=prompt)

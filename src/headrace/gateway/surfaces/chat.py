@@ -149,6 +149,7 @@ def _common(parsed: ParsedChat, principal: Principal) -> ParsedRequest:
         sampling={**shared.sampling, "max_tokens": request.max_tokens, "logprobs": num_top},
         fitting=_fitting(request, principal),
         metadata=request.metadata,
+        foreign_fields={} if request.max_completion_tokens is None else {"max_completion_tokens": request.max_completion_tokens},
     )
 
 

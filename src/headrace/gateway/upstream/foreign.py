@@ -29,7 +29,8 @@ from headrace.core.sampling import FROM_MODEL, SamplingParams
 from headrace.core.tools import CallMode
 from headrace.gateway.http.errors import context_overflow
 from headrace.gateway.upstream.foreign_chunk import SideField
-from headrace.gateway.upstream.foreign_server import AttemptResult, ForeignRequest, ForeignServer
+from headrace.gateway.upstream.foreign_request import ForeignRequest
+from headrace.gateway.upstream.foreign_server import AttemptResult, ForeignServer
 from headrace.gateway.upstream.foreign_session import open_session
 from headrace.gateway.upstream.foreign_stream import ForeignRoute, HttpStream
 from headrace.gateway.upstream.foreign_watch import watch
@@ -106,6 +107,7 @@ class HttpUpstream(Upstream):
             path="chat/completions" if isinstance(request.prompt, Conversation) else "completions",
             fields=foreign_body(request, params),
             salt=principal.salt,
+            num_prompts=len(prompts),
             num_sequences=num_sequences,
         )
         return Prepared(
@@ -120,8 +122,8 @@ class HttpUpstream(Upstream):
         )
 
     def _stream(self, request: ForeignRequest, max_tokens: int | None) -> HttpStream:
-        route = ForeignRoute(self.servers, max_tokens=max_tokens, budget=self._budget, clock=self._clock, random=self._random)
-        return HttpStream(self.name, request, route)
+        new_route = partial(ForeignRoute, self.servers, max_tokens=max_tokens, budget=self._budget, clock=self._clock, random=self._random)
+        return HttpStream(self.name, request, new_route)
 
     async def tokenize(self, prompt: Conversation | PlainPrompts, *, needs_texts: bool, tenant: str) -> Tokenization:
         raise InvalidRequest("model", _TOKENIZER, self.name, "The server behind this model keeps its tokenizer.")
@@ -188,7 +190,10 @@ def foreign_body(request: GenerationRequest, params: SamplingParams) -> dict[str
     """The request's body without `model`. Raises InvalidRequest naming a parameter that a foreign server cannot take."""
     _check_logprobs(request, params)
     begin: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
-    return begin | _prompt_fields(request.prompt) | _sampling_fields(request) | _grammar_field(request)
+    fields = begin | _prompt_fields(request.prompt) | _sampling_fields(request) | _grammar_field(request) | dict(request.foreign_fields)
+    if "max_completion_tokens" in fields:
+        fields.pop("max_tokens", None)
+    return fields
 
 
 def _grammar_field(request: GenerationRequest) -> dict[str, Any]:

@@ -107,13 +107,18 @@ class ForeignAnswer:
     """Converts one answer of a foreign server to events.
 
     num_running  sequences without a sure end
+    left         valid at the end: sequences for which the server sent nothing, as one that ignores `n` does
     left_out     counts of malformed fields that the answer does not need and that were ignored
     """
 
-    def __init__(self, num_sequences: int, call_key: str) -> None:
-        """call_key: text unique to the answer, see `CallPieces`"""
-        self.num_running = num_sequences
-        self._outputs = [_Output(index, f"{call_key}/{index}") for index in range(num_sequences)]
+    def __init__(self, indices: Sequence[int], call_key: str) -> None:
+        """
+        indices   sequences that the server was asked for, in its order
+        call_key  text unique to the request, see `CallPieces`
+        """
+        self.num_running = len(indices)
+        self.left: list[int] = []
+        self._outputs = [_Output(index, f"{call_key}/{index}") for index in indices]
         self._pieces = PieceReader()
         self.left_out = self._pieces.left_out
         self._names = NamedTexts()
@@ -148,14 +153,16 @@ class ForeignAnswer:
                 self._give_ends(events)
 
     def end(self, events: list[OutputEvent], *, is_marked: bool, is_document: bool = False) -> None:
-        """Append the ends of all sequences. Raises BrokenStream if one has not ended.
+        """Append the ends of all sequences. Raises BrokenStream if one began and has not ended, or if none began.
 
         is_marked    the server marked the end of the answer ([DONE])
         is_document  the body was one JSON text, whose end is the end of a whole answer
         """
-        for output in self._outputs:
+        begun = [output for output in self._outputs if output.has_tokens or output.ending is not None]
+        for output in begun or self._outputs:
             if output.ending is None or not (output.is_sure or is_marked or (is_document and output.is_whole)):
                 raise BrokenStream("it ended before it was complete")
+        self.left = [output.index for output in self._outputs if output not in begun]
         self._give_ends(events)
 
     def _give_ends(self, events: list[OutputEvent]) -> None:

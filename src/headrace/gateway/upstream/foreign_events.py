@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -32,7 +32,7 @@ PIECE_BYTES = 64 << 10
 MAX_ANSWER_BYTES = 64 << 20
 
 MAX_SIGNS_OF_LIFE = 5
-"""Most times `silence_s` between two tokens of a server that sends something else meanwhile: comments, pings, empty chunks, half an event."""
+"""Most times `silence_s` between two tokens of a server that sends something else meanwhile: comments, pings, empty chunks, halves."""
 
 END_OF_STREAM_S = 5.0
 """Seconds a server may take for usage and [DONE] together after every sequence has ended."""
@@ -72,9 +72,9 @@ class SilenceLimit:
 class EventReader:
     """The reader of one answer. has_begun: an event was given"""
 
-    def __init__(self, num_sequences: int, call_key: str) -> None:
-        """call_key: as in `ForeignAnswer`"""
-        self.answer = ForeignAnswer(num_sequences, call_key)
+    def __init__(self, indices: Sequence[int], call_key: str) -> None:
+        """indices, call_key: as in `ForeignAnswer`"""
+        self.answer = ForeignAnswer(indices, call_key)
         self._num_bytes = 0
         self.has_begun = False
         self._deadline_at: float | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
 from enum import StrEnum
 from functools import partial
 from typing import Any
@@ -22,11 +22,22 @@ from headrace.core.errors import HeadraceError, InvalidRequest, Overloaded, Unav
 from headrace.core.ids import RequestId
 from headrace.gateway.http.descriptors import MAX_FOREIGN_CONNECTIONS
 from headrace.gateway.http.errors import foreign_overflow
+from headrace.gateway.upstream.foreign_answer import ForeignAnswer
 from headrace.gateway.upstream.foreign_chunk import SideField
 from headrace.gateway.upstream.foreign_errors import MAX_ERROR_BYTES, BrokenStream, sent_error
 from headrace.gateway.upstream.foreign_events import EventReader, EventSink, SilenceLimit, decoder_for, unpacked
 from headrace.gateway.upstream.foreign_facts import ListedModel, ReportedLoad
 from headrace.gateway.upstream.foreign_rate_limits import exhausted_s, retry_after_s
+from headrace.gateway.upstream.foreign_request import (
+    LIMITS,
+    SEVERAL_PROMPTS,
+    ForeignRequest,
+    is_adaptable,
+    names_in,
+    refuse,
+    refused_field,
+    written,
+)
 from headrace.gateway.upstream.foreign_session import NOT_CONNECTED, ForeignSession
 from headrace.gateway.upstream.model_config import ForeignConfig
 from headrace.policy.routing.circuit_breaker import CircuitBreaker, CircuitState
@@ -45,6 +56,8 @@ LOAD_VALID_S = 5.0
 
 CLIENT_FAULTS = (400, 413, 422)
 """Statuses of a request that its server refuses for what it asks."""
+
+SALT = "cache_salt"
 
 RATE_LIMIT_S = 1.0
 """Seconds without new requests after a 429 that does not say how long."""
@@ -80,29 +93,12 @@ class AttemptFailed(HeadraceError):
     """One attempt of a request at a foreign server failed. The client gets `error` if no other attempt follows.
 
     has_begun  the client was given tokens of the attempt's answer
+    field      the field that the server refused; None: it named none
     """
 
-    def __init__(self, result: AttemptResult, error: HeadraceError, *, has_begun: bool = False) -> None:
-        self.result, self.error, self.has_begun = result, error, has_begun
+    def __init__(self, result: AttemptResult, error: HeadraceError, *, has_begun: bool = False, field: str | None = None) -> None:
+        self.result, self.error, self.has_begun, self.field = result, error, has_begun, field
         super().__init__(str(error))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForeignRequest:
-    """A request in OpenAI's form, for any of the model's servers.
-
-    fields  the body without the fields that differ between servers
-    salt    the tenant's salt
-    """
-
-    request_id: RequestId
-    path: str
-    fields: dict[str, Any]
-    salt: bytes
-    num_sequences: int
-
-    def body(self, model: str, *, with_salt: bool) -> bytes:
-        return msgspec.json.encode(self.fields | {"model": model} | ({"cache_salt": self.salt.hex()} if with_salt else {}))
 
 
 class ForeignServer:
@@ -115,6 +111,7 @@ class ForeignServer:
     listed          the model in the server's list of models; None: the list was not read yet
     results         attempts by result
     left_out        counts of malformed fields in answers that were ignored
+    refused         names of fields that the server does not take, see `foreign_request`
     """
 
     def __init__(self, model: str, name: str, config: ForeignConfig, session: ForeignSession, *, clock: Clock, unix_time: Clock) -> None:
@@ -131,6 +128,7 @@ class ForeignServer:
         self.listed: ListedModel | None = None
         self.results: Counter[AttemptResult] = Counter()
         self.left_out: Counter[SideField] = Counter()
+        self.refused: set[str] = set()
         self._model = model
         self._clock = clock
         self._unix_time = unix_time
@@ -195,9 +193,10 @@ class ForeignServer:
 
     # ------------------------------------------------------------------------------------------------------------------ one attempt
 
-    async def attempt(self, request: ForeignRequest, reader: EventReader, sink: EventSink, *, counts: bool) -> None:
+    async def attempt(self, request: ForeignRequest, asked: Sequence[int], reader: EventReader, sink: EventSink, *, counts: bool) -> None:
         """Give `sink` the answer's events as they come. Raises AttemptFailed.
 
+        asked   sequences that are asked for
         counts  whether a failure counts for the circuit breaker. It counts once per request and server, so that one request that always
                 fails does not open the circuit
         """
@@ -207,13 +206,12 @@ class ForeignServer:
         self.num_sent += 1
 
         begin = partial(self.breaker.begin, ticket)
+        fields, found = request.fields_of(asked), dict[str, None]()
         try:
-            async with asyncio.timeout(self.config.first_token_s) as deadline, await self._respond(request) as response:
-                if not 200 <= response.status < 300:  # some frameworks answer a POST with 201
-                    deadline.reschedule(None)  # the body of an error has a time of its own
-                    raise await self._refusal(response, request.request_id)
+            async with asyncio.timeout(None) as deadline, await self._accepted(request, fields, found, deadline) as response:
                 await reader.read(response, sink, silence=SilenceLimit(deadline, self.config.silence_s), on_begun=begin)
             result = AttemptResult.OK
+            self._learn(written(fields, self.refused | found.keys()), len(asked), found, reader.answer)
         except AttemptFailed as failure:
             result = failure.result
             raise
@@ -236,9 +234,46 @@ class ForeignServer:
             else:
                 self.breaker.fail(ticket, self._clock())
 
-    async def _respond(self, request: ForeignRequest) -> aiohttp.ClientResponse:
+    async def _accepted(
+        self, request: ForeignRequest, fields: dict[str, Any], found: dict[str, None], deadline: asyncio.Timeout
+    ) -> aiohttp.ClientResponse:
+        """The response to the request, in a form that the server takes. Raises AttemptFailed.
+
+        found     receives the names of fields that the server refused and that were then left out or written otherwise
+        deadline  set anew whenever the request is sent, and not in force while the body of an error is read, which has a time of its own
+        """
+        refused = set(self.refused)
+        while True:
+            sent = written(fields, refused)
+            deadline.reschedule(asyncio.get_running_loop().time() + self.config.first_token_s)
+            response = await self._respond(request, sent)
+            if 200 <= response.status < 300:  # some frameworks answer a POST with 201
+                return response
+            deadline.reschedule(None)
+            async with response:
+                failure = await self._refusal(response, request.request_id, sent)
+            name = failure.field
+            if name is None or not is_adaptable(name, found):
+                raise failure
+            found[name] = None
+            refuse(refused, name)
+
+    def _learn(self, sent: dict[str, Any], num_asked: int, found: dict[str, None], answer: ForeignAnswer) -> None:
+        """Keep the form in which a request for some sequences was answered. found: names that were refused before"""
+        if answer.left:
+            found[SEVERAL_PROMPTS if isinstance(sent.get("prompt"), list) and "n" not in sent else "n"] = None
+        limit = sent.get("max_completion_tokens")
+        if limit is not None and answer.usage.completion_tokens > limit * num_asked:
+            found["max_completion_tokens"] = None  # it knows the other name alone
+        for name in found:
+            if name not in self.refused:
+                self.log_fact(f"does not take the field {name} as it was sent")
+                refuse(self.refused, name)
+
+    async def _respond(self, request: ForeignRequest, fields: dict[str, Any]) -> aiohttp.ClientResponse:
         """The response, once its headers have arrived. Raises AttemptFailed if none comes."""
-        body = request.body(self.far_name, with_salt=self.config.cache_salt)
+        salt = {"cache_salt": request.salt.hex()} if self.config.cache_salt else {}
+        body = msgspec.json.encode(fields | {"model": self.far_name} | salt)
         try:
             response = await self.session.post(request.path, body, request.request_id)
         except (*NOT_CONNECTED, aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
@@ -263,13 +298,20 @@ class ForeignServer:
         self._is_held_by_outage = by_outage
         self._held_until = max(self._held_until, self._clock() + wait_s)
 
-    async def _refusal(self, response: aiohttp.ClientResponse, request_id: RequestId) -> AttemptFailed:
+    async def _refusal(self, response: aiohttp.ClientResponse, request_id: RequestId, sent: dict[str, Any]) -> AttemptFailed:
+        """sent: fields of the request"""
         status = response.status
-        is_overflow = status in CLIENT_FAULTS and sent_error(await _error_body(response)).is_overflow
-        if (refusal := self._known_refusal(status, is_overflow=is_overflow)) is not None:
+        is_about_n = "n" in sent and status in (500, 501)  # of llama.cpp for example
+        body = await _error_body(response) if status in CLIENT_FAULTS or is_about_n else b""
+        is_overflow = status in CLIENT_FAULTS and sent_error(body).is_overflow
+        names = names_in(sent) | ({SALT} if self.config.cache_salt else set())
+        field = refused_field(body, {"n"} if is_about_n else names) if body and not is_overflow else None
+        if field == SALT:
+            self.log_fault("refuses the field cache_salt: with cache_salt: false it is left out, and tenants share the server's cache")
+        if (refusal := self._known_refusal(status, is_overflow=is_overflow, field=field)) is not None:
             return refusal
         self.log_fault(f"answered with status {status} (request {request_id})")
-        return AttemptFailed(_result_of(status), Unavailable(NOT_NOW, retry_after_s=self._retry_after_s()))
+        return AttemptFailed(_result_of(status), Unavailable(NOT_NOW, retry_after_s=self._retry_after_s()), field=field)
 
     def _refusal_in_stream(self, error: BrokenStream) -> AttemptFailed | None:
         """The failure of an error event before the first token, as for the same HTTP status; None: treat it as a broken stream."""
@@ -277,13 +319,19 @@ class ForeignServer:
             self._hold_for(RATE_LIMIT_S, by_outage=False)
         return self._known_refusal(error.code, is_overflow=error.is_overflow)
 
-    def _known_refusal(self, status: int | None, *, is_overflow: bool) -> AttemptFailed | None:
-        """The failure for a request that is too long, refused as invalid, or over a rate limit; None: another failure."""
+    def _known_refusal(self, status: int | None, *, is_overflow: bool, field: str | None = None) -> AttemptFailed | None:
+        """The failure for a request that is too long, refused as invalid, or over a rate limit; None: another failure.
+
+        field  field that the server named
+        """
         if is_overflow:
             return AttemptFailed(AttemptResult.OVERFLOW, foreign_overflow())
         if status in CLIENT_FAULTS:
             limit = f"what the server behind this model accepts (it said {status})"
-            return AttemptFailed(AttemptResult.INVALID, InvalidRequest("body", limit, None, "Leave out rare fields."))
+            shown, remedy = "body", "Leave out rare fields."
+            if field is not None and field != SALT:
+                shown, remedy = LIMITS[0] if field in LIMITS else field, "Leave it out, or change it."
+            return AttemptFailed(AttemptResult.INVALID, InvalidRequest(shown, limit, None, remedy), field=field)
         if status == 429:
             return AttemptFailed(AttemptResult.RATE_LIMITED, Overloaded(BUSY, retry_after_s=self._retry_after_s()))
         return None

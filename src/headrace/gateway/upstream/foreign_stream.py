@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError, Overloaded, Unavailable
 from headrace.gateway.upstream.foreign_events import EventReader
-from headrace.gateway.upstream.foreign_server import BROKE, BUSY, NOT_NOW, AttemptFailed, AttemptResult, ForeignRequest, ForeignServer
-from headrace.gateway.upstream.seam import NO_USAGE, EventListener, EventStream, OutputEvent, SequenceFacts, TokenUsage, merged
+from headrace.gateway.upstream.foreign_request import ForeignRequest
+from headrace.gateway.upstream.foreign_server import BROKE, BUSY, NOT_NOW, AttemptFailed, AttemptResult, ForeignServer
+from headrace.gateway.upstream.seam import NO_USAGE, EventListener, EventStream, OutputEvent, SequenceFacts, TokenUsage, added, merged
 from headrace.policy.routing.choice import Random, cheaper_of_two
 from headrace.policy.routing.retry_budget import RetryBudget
 
@@ -43,7 +44,7 @@ CAN_PASS = (AttemptResult.CONNECT, AttemptResult.SERVER_ERROR, AttemptResult.RAT
 
 
 class ForeignRoute:
-    """The attempts of one request. tried: server -> how its last attempt ended"""
+    """The attempts to have a server answer for some sequences of a request. tried: server -> how its last attempt ended"""
 
     def __init__(
         self, servers: Sequence[ForeignServer], *, max_tokens: int | None, budget: RetryBudget, clock: Clock, random: Random
@@ -104,15 +105,19 @@ class ForeignRoute:
 
 
 class HttpStream(EventStream):
-    """The event stream of one request at foreign servers. A task of its own reads, so that `cancel` ends it wherever it waits."""
+    """The event stream of one request at foreign servers. A task of its own reads, so that `cancel` ends it wherever it waits.
+
+    A server that answers for one sequence at a time is asked for one after the other.
+    """
 
     unread_bytes = 0
 
-    def __init__(self, model: str, request: ForeignRequest, route: ForeignRoute) -> None:
+    def __init__(self, model: str, request: ForeignRequest, new_route: Callable[[], ForeignRoute]) -> None:
         """model: its name here, for the log"""
         self._model = model
         self._request = request
-        self._route = route
+        self._new_route = new_route
+        self._used = NO_USAGE
         self._reader: EventReader | None = None
         self._server: ForeignServer | None = None
         self._task: asyncio.Task[None] | None = None
@@ -138,7 +143,7 @@ class HttpStream(EventStream):
         self._listener = listener
 
     def usage(self) -> TokenUsage:
-        return NO_USAGE if self._reader is None else self._reader.answer.usage
+        return self._used if self._reader is None else added(self._used, self._reader.answer.usage)
 
     def facts(self, index: int) -> SequenceFacts:
         return SequenceFacts(None if self._server is None else self._server.name)
@@ -157,16 +162,11 @@ class HttpStream(EventStream):
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _read(self) -> None:
-        """Make attempts until one answers. After the last failed attempt the stream fails with its error."""
+        """Have servers answer for all sequences. After the last failed attempt the stream fails with its error."""
         try:
-            while True:
-                server = self._server = self._route.pick()
-                self._reader = EventReader(self._request.num_sequences, self._request.request_id)
-                try:
-                    await server.attempt(self._request, self._reader, self, counts=server not in self._route.tried)
-                    return
-                except AttemptFailed as failure:
-                    await asyncio.sleep(self._route.pause_s(server, failure))
+            for left in self._request.parts():
+                while left:
+                    left = await self._answer(left)
         except HeadraceError as error:
             self._error = error
         except Exception as error:  # the outermost: whatever went wrong, an answer that broke off must not look complete
@@ -176,6 +176,21 @@ class HttpStream(EventStream):
         finally:
             self._is_ended = True
             _wake(self._wants_more)
+
+    async def _answer(self, left: Sequence[int]) -> Sequence[int]:
+        """Make attempts until one answers for at least one of these sequences. Returns the other ones."""
+        route = self._new_route()
+        while True:
+            server = self._server = route.pick()
+            asked = self._request.share(left, server.refused)
+            reader = self._reader = EventReader(asked, self._request.request_id)
+            try:
+                await server.attempt(self._request, asked, reader, self, counts=server not in route.tried)
+            except AttemptFailed as failure:
+                await asyncio.sleep(route.pause_s(server, failure))
+                continue
+            self._used, self._reader = self.usage(), None
+            return [*reader.answer.left, *left[len(asked) :]]
 
     # -- what the reader gives its events to (`foreign_events.EventSink`) --------------------------------------------------------
 

@@ -87,6 +87,7 @@ class GenerationRequest:
     preferred_replica  name of a replica whose prefix cache has the prompt's beginning; empty: none is known
     unsent       counts the request until it is sent to a replica; None: it was not counted by admission
     has_fallback  another upstream can answer as long as no output was read, so the request does not wait for a replica
+    foreign_fields  fields for a foreign server as the client wrote them, beside or instead of those of `sampling`
     """
 
     request_id: RequestId
@@ -99,6 +100,7 @@ class GenerationRequest:
     preferred_replica: str = ""
     unsent: UnsentRequest | None = None
     has_fallback: bool = False
+    foreign_fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

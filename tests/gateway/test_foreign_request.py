@@ -1,0 +1,315 @@
+"""Tests what foreign servers are asked: in the form that each takes, learned from its refusals, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx2
+import pytest
+from foreign_kit import DONE, FAR, HELLO, ScriptedServer, event, head, said, scripted
+from gateway_kit import TestBench, events_of, metric
+
+from headrace.core.ids import RequestId
+from headrace.core.sampling import MAX_SEED
+from headrace.gateway.upstream.foreign_request import ForeignRequest, refuse, refused_field, written
+from headrace.text.folder import TextModel
+
+pytestmark = pytest.mark.loop
+
+Body = dict[str, Any]
+USAGE = {"prompt_tokens": 7, "completion_tokens": 3}
+
+
+def counted() -> bytes:
+    return event(choices=[], usage=USAGE)
+
+
+def good(_: Body) -> bytes:
+    return head() + said("Hello", "stop") + counted() + DONE
+
+
+def refused(message: object, *, status: str = "400 Bad Request", **fields: Any) -> bytes:
+    return head(status, "application/json") + json.dumps({"error": {"message": message, **fields}}).encode()
+
+
+def without(name: str, answer: bytes) -> Callable[[Body], bytes]:
+    """A server that gives `answer` to a body with the field, however deep inside, and a good one to any other."""
+    return lambda body: answer if f'"{name}"' in json.dumps(body) else good(body)
+
+
+async def chat(bench: TestBench, **fields: Any) -> httpx2.Response:
+    return await bench.client.post("/v1/chat/completions", json={"model": FAR, "messages": HELLO, **fields})
+
+
+def results(bench: TestBench) -> dict[str, float]:
+    words = ("ok", "invalid", "lost", "server_error", "refused")
+    found = {word: metric(bench.gateway, "headrace_upstream_attempts_total", model=FAR, replica="foreign-0", result=word) for word in words}
+    return {word: count for word, count in found.items() if count}
+
+
+# ------------------------------------------------------------------------------------------------------------------ fields left out
+
+REFUSALS = {
+    "OpenAI": refused("Unknown parameter: 'NAME'.", param="NAME", code="unknown_parameter"),
+    "older Azure": refused("Unrecognized request argument supplied: NAME", param=None),
+    "Mistral": head("422 Unprocessable Entity", "application/json")
+    + json.dumps(
+        {"object": "error", "message": {"detail": [{"type": "extra_forbidden", "loc": ["body", "NAME", "x"], "msg": "Extra inputs"}]}}
+    ).encode(),
+    "FastAPI": head("422 Unprocessable Entity", "application/json")
+    + json.dumps({"detail": [{"type": "extra_forbidden", "loc": ["body", "NAME"], "msg": "Extra inputs", "input": "seed"}]}).encode(),
+    "Gemini": head("400 Bad Request", "application/json")
+    + json.dumps([{"error": {"code": 400, "message": 'Invalid JSON payload received. Unknown name "NAME": Cannot find field.'}}]).encode(),
+    "TGI": refused("Failed to deserialize: unknown field `NAME`, expected one of `messages`, `seed`, `stop`"),
+    "Groq": refused("property 'NAME' is unsupported", type="invalid_request_error"),
+    "vLLM": head("400 Bad Request", "application/json")
+    + json.dumps({"object": "error", "message": "[{'type': 'extra_forbidden', 'loc': ('body', 'NAME'), 'input': 1}]"}).encode(),
+    "a text": head("422 Unprocessable Entity", "application/json") + json.dumps({"detail": "NAME is not permitted"}).encode(),
+}
+
+
+@pytest.mark.parametrize("server_name", REFUSALS)
+async def test_a_field_without_meaning_is_left_out_for_a_server_that_refuses_it_by_name(text: TextModel, server_name: str) -> None:
+    server = ScriptedServer(answer=without("stream_options", REFUSALS[server_name].replace(b"NAME", b"stream_options")))
+    async with scripted(text, server) as near:
+        answers = [await chat(near), await chat(near)]
+        assert [each.status_code for each in answers] == [200, 200]
+        assert [("stream_options" in body) for body in server.bodies] == [True, False, False], "it is learned once"
+        assert results(near) == {"ok": 2}
+
+
+@pytest.mark.parametrize("status", ["400 Bad Request", "422 Unprocessable Entity"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"seed": 5},
+        {"stop": ["a", "b", "c", "d", "e"]},
+        {"response_format": {"type": "json_object"}},
+        {"logprobs": True},
+        {"temperature": 0.5},
+    ],
+)
+async def test_a_field_with_a_meaning_is_refused_by_its_name_and_sent_once(text: TextModel, fields: Body, status: str) -> None:
+    (name,) = fields
+    for refusal in (refused("no", status=status, param=name), refused(f"'{name}' is not supported with this model", status=status)):
+        server = ScriptedServer(answer=without(name, refusal))
+        async with scripted(text, server) as near:
+            error = (await chat(near, **fields)).json()["error"]
+            assert (error["param"], error["code"], len(server.bodies)) == (name, "invalid_value", 1)
+            assert (await chat(near)).status_code == 200
+
+
+async def test_calls_one_by_one_are_not_silently_made_several_at_once(text: TextModel) -> None:
+    server = ScriptedServer(answer=without("parallel_tool_calls", refused("Unknown parameter: 'parallel_tool_calls'.")))
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    async with scripted(text, server) as near:
+        response = await chat(near, tools=tools, parallel_tool_calls=False)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "parallel_tool_calls")
+        assert (await chat(near, tools=tools)).status_code == 200
+
+
+async def test_a_refusal_that_stays_is_given_up_and_nothing_is_learned_from_it(text: TextModel) -> None:
+    server = ScriptedServer(answer=lambda _: refused("stream_options and max_tokens and everything else"))
+    async with scripted(text, server) as near:
+        for _ in range(6):
+            assert (await chat(near, max_tokens=5)).status_code == 400
+        server.answer = good
+        assert (await chat(near, max_tokens=5)).status_code == 200, "the circuit is closed"
+        assert server.bodies[-1]["max_tokens"] == 5
+        assert "stream_options" in server.bodies[-1]
+
+
+async def test_a_servers_text_is_searched_and_never_shown(text: TextModel) -> None:
+    server = ScriptedServer(answer=lambda _: refused("secret 'temperature' at 10.0.0.7", param="temperature"))
+    async with scripted(text, server) as near:
+        response = await chat(near, temperature=0.5)
+        assert response.json()["error"]["param"] == "temperature"
+        assert "secret" not in response.text
+
+
+# ------------------------------------------------------------------------------------------------------------------ names of the limit
+
+UNSUPPORTED = "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
+
+
+def limits(server: ScriptedServer) -> list[Body]:
+    return [{name: value for name, value in body.items() if name.startswith("max_")} for body in server.bodies]
+
+
+async def test_the_limit_has_the_name_that_the_client_wrote_or_the_one_that_the_server_knows(text: TextModel) -> None:
+    reasoning = ScriptedServer(answer=without("max_tokens", refused(UNSUPPORTED, param="max_tokens")))
+    older = ScriptedServer(
+        answer=without("max_completion_tokens", refused("Unrecognized request argument supplied: max_completion_tokens"))
+    )
+    for server, own, other in ((reasoning, "max_completion_tokens", "max_tokens"), (older, "max_tokens", "max_completion_tokens")):
+        async with scripted(text, server) as near:
+            assert (await chat(near, **{own: 50})).status_code == 200
+            assert limits(server) == [{own: 50}]
+            for _ in range(2):
+                assert (await chat(near, **{other: 50})).status_code == 200
+            assert limits(server)[1:] == [{other: 50}, {own: 50}, {own: 50}]
+            assert (await chat(near, max_tokens=50, max_completion_tokens=50)).status_code == 200
+            assert limits(server)[-1] == {own: 50}
+
+
+async def test_a_server_that_ignores_the_newer_name_is_sent_the_older_one_from_then_on(text: TextModel) -> None:
+    server = ScriptedServer(answer=lambda _: head() + said("Hello", "stop") + event(choices=[], usage={"completion_tokens": 900}) + DONE)
+    async with scripted(text, server) as near:
+        for _ in range(2):
+            await chat(near, max_completion_tokens=50)
+        assert limits(server) == [{"max_completion_tokens": 50}, {"max_tokens": 50}]
+
+
+async def test_a_limit_that_is_refused_under_both_names_is_refused_by_the_clients_name(text: TextModel) -> None:
+    server = ScriptedServer(answer=lambda body: refused("too large", param=next(name for name in body if name.startswith("max_"))))
+    async with scripted(text, server) as near:
+        for name in ("max_completion_tokens", "max_tokens"):
+            response = await chat(near, **{name: 50})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+        assert len(server.bodies) == 4
+
+
+# ------------------------------------------------------------------------------------------------------------------------- choices
+
+
+def numbered(bodies: list[Body]) -> Callable[[Body], bytes]:
+    """A server that ignores `n`: one choice, with a text of its own."""
+
+    def answer(body: Body) -> bytes:
+        bodies.append(body)
+        return head() + said(f"answer {len(bodies)}", "stop") + counted() + DONE
+
+    return answer
+
+
+def texts_of(response: httpx2.Response, *, is_streaming: bool) -> dict[int, str]:
+    found: dict[int, str] = {}
+    chunks = events_of(response.text) if is_streaming else [response.json()]
+    for choice in [choice for chunk in chunks for choice in chunk["choices"]]:
+        piece = choice.get("delta") or choice.get("message") or choice
+        found[choice["index"]] = found.get(choice["index"], "") + (piece.get("content") or piece.get("text") or "")
+    return found
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+async def test_a_server_that_ignores_n_is_asked_for_each_choice(text: TextModel, is_streaming: bool) -> None:
+    bodies: list[Body] = []
+    more = {"stream": True, "stream_options": {"include_usage": True}} if is_streaming else {}
+    async with scripted(text, ScriptedServer(answer=numbered(bodies))) as near:
+        response = await chat(near, n=3, seed=40, **more)
+        assert texts_of(response, is_streaming=is_streaming) == {0: "answer 1", 1: "answer 2", 2: "answer 3"}
+        usage = events_of(response.text)[-1]["usage"] if is_streaming else response.json()["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (21, 9), "what the server was paid for"
+        assert [(body.get("n"), body["seed"]) for body in bodies] == [(3, 40), (None, 41), (None, 42)]
+        assert texts_of(await chat(near, n=2), is_streaming=False) == {0: "answer 4", 1: "answer 5"}
+        assert [body.get("n") for body in bodies[3:]] == [None, None], "it is known from then on"
+        assert results(near) == {"ok": 5}
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        refused("n must be 1", param="n"),
+        refused("'n' : number must be at most 1"),
+        refused("Only one completion choice is allowed", status="500 Internal Server Error"),
+    ],
+)
+async def test_a_server_that_refuses_n_is_asked_for_each_choice(text: TextModel, refusal: bytes) -> None:
+    server = ScriptedServer(answer=lambda body: refusal if body.get("n", 1) > 1 else good(body))
+    async with scripted(text, server) as near:
+        for _ in range(2):
+            assert len((await chat(near, n=2)).json()["choices"]) == 2
+        assert [body.get("n") for body in server.bodies] == [2, None, None, None, None]
+        assert results(near) == {"ok": 4}
+
+
+async def test_the_choices_that_came_are_kept_where_a_server_gives_some_of_them(text: TextModel) -> None:
+    first = head() + said("a", "stop", 0) + said("c", "stop", 2) + counted() + DONE
+    server = ScriptedServer(answer=lambda body: first if body.get("n") == 4 else head() + said("x", "stop") + counted() + DONE)
+    async with scripted(text, server) as near:
+        assert texts_of(await chat(near, n=4), is_streaming=False) == {0: "a", 1: "x", 2: "c", 3: "x"}
+        assert len(server.bodies) == 3
+
+
+async def test_a_choice_that_began_and_broke_off_is_a_failure_and_no_missing_choice(text: TextModel) -> None:
+    server = ScriptedServer(answer=lambda _: head() + said("a", "stop", 0) + said("b", None, 1) + DONE)
+    async with scripted(text, server) as near:
+        assert (await chat(near, n=2)).status_code == 503
+        assert [body.get("n") for body in server.bodies] == [2]
+
+
+async def test_several_prompts_with_several_choices_are_asked_one_by_one(text: TextModel) -> None:
+    def answer(body: Body) -> bytes:
+        choice = {"index": 0, "text": f"of {body['prompt']}", "finish_reason": "stop"}
+        return head() + event(choices=[choice]) + counted() + DONE
+
+    server = ScriptedServer(answer=answer)
+    async with scripted(text, server) as near:
+        body = {"model": FAR, "prompt": ["one", "two"], "n": 2}
+        response = await near.client.post("/v1/completions", json=body)
+        assert texts_of(response, is_streaming=False) == {0: "of one", 1: "of one", 2: "of two", 3: "of two"}
+        assert response.json()["usage"]["prompt_tokens"] == 28
+        response = await near.client.post("/v1/completions", json={"model": FAR, "prompt": ["one", "two", "six"]})
+        assert texts_of(response, is_streaming=False)[2] == "of six"
+        assert [body["prompt"] for body in server.bodies[-3:]] == [["one", "two", "six"], "two", "six"]
+
+
+async def test_a_choice_that_fails_for_the_moment_is_asked_again_and_the_others_are_not(text: TextModel) -> None:
+    busy = head("503 Service Unavailable", "text/plain")
+    server = ScriptedServer(answer=good, before=(good({}), busy))
+    async with scripted(text, server) as near:
+        assert len((await chat(near, n=2)).json()["choices"]) == 2
+        assert results(near) == {"ok": 2, "server_error": 1}
+
+
+# ---------------------------------------------------------------------------------------------------------------------------- parts
+
+
+def request(num_prompts: int = 1, n: int = 1, **fields: Any) -> ForeignRequest:
+    sizes = {"num_prompts": num_prompts, "num_sequences": num_prompts * n}
+    return ForeignRequest(request_id=RequestId("r"), path="x", fields=fields | ({"n": n} if n > 1 else {}), salt=b"", **sizes)
+
+
+@pytest.mark.pure
+def test_a_request_is_written_for_any_of_its_sequences() -> None:
+    lists = request(3, prompt=[[1], [2], [3]])
+    assert [list(part) for part in lists.parts()] == [[0, 1, 2]]
+    assert lists.fields_of([1, 2]) == {"prompt": [[2], [3]]}
+    assert lists.fields_of([2]) == {"prompt": [3]}
+    several = request(2, n=3, prompt=["a", "b"], seed=MAX_SEED)
+    assert [list(part) for part in several.parts()] == [[0, 1, 2], [3, 4, 5]]
+    assert several.fields_of(range(3, 6)) == {"prompt": "b", "n": 3, "seed": MAX_SEED}
+    assert several.fields_of([5]) == {"prompt": "b", "n": 1, "seed": MAX_SEED - 2}
+    assert several.share([3, 4], {"n"}) == [3]
+    assert several.share([3, 4], {"prompt"}) == [3, 4]
+
+
+@pytest.mark.pure
+def test_one_name_of_the_limit_is_always_left() -> None:
+    taken: set[str] = set()
+    for name in ("max_tokens", "max_completion_tokens", "max_tokens"):
+        refuse(taken, name)
+        assert taken == {name}
+    assert written({"max_tokens": 5}, taken) == {"max_completion_tokens": 5}
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("error", "found"),
+    [
+        ({"error": {"message": "use max_tokens or user", "param": "messages[0].name"}}, "max_tokens"),
+        ({"error": {"message": "messages with the role user must follow"}}, None),
+        ({"error": {"message": "unknown field `foo`, expected one of `seed`, `user`"}}, None),
+        ({"error": {"message": "does not support parameter maxTokens"}}, "max_tokens"),
+        ({"error": {"param": "tools[0].function.parameters.properties.seed", "message": "wrong"}}, None),
+        ({"detail": [{"loc": ["body", "messages", 0, "content", 0, "cache_control"], "msg": "no"}]}, "cache_control"),
+        ({"detail": [{"msg": "no", "input": {"seed": "'seed'"}}]}, None),
+        ({"message": ["'seed' is not known"]}, None),
+        ([[["deep"]]], None),
+        ("seed", None),
+    ],
+)
+def test_the_field_that_an_error_names(error: object, found: str | None) -> None:
+    assert refused_field(json.dumps(error).encode(), {"seed", "user", "max_tokens", "cache_control", "messages"}) == found
