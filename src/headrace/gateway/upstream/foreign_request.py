@@ -86,7 +86,7 @@ class ForeignRequest:
         return fields
 
     def share(self, indices: Sequence[int], refused: Collection[str]) -> Sequence[int]:
-        """Those of the sequences that a server is asked for at once."""
+        """The part of the sequences that a server is asked for at once."""
         return indices[:1] if (SEVERAL_PROMPTS if self._n == 1 else "n") in refused else indices
 
 
