@@ -16,6 +16,7 @@ from typing import Any
 
 from fleet_source import FileSource
 
+from headrace.core.standard_streams import prepare_standard_streams
 from headrace.fleet.config import FleetConfig, ModelSpec
 from headrace.fleet.supervisor import FleetReady, run_fleet
 from headrace.observe.logs import set_up_logging
@@ -51,6 +52,7 @@ def config_of(given: dict[str, Any]) -> FleetConfig:
 
 
 def main() -> None:
+    prepare_standard_streams()
     set_up_logging()
     source = FileSource(Path(sys.argv[1]), config_of)
     sys.exit(int(run_fleet(source.config(), source=source, on_ready=announce)))

@@ -15,6 +15,7 @@ import sys
 from enum import IntEnum
 
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, InvalidRequest
+from headrace.core.standard_streams import OutputLost
 
 
 class CommandExitCode(IntEnum):
@@ -48,6 +49,7 @@ def exit_code_of(error: HeadraceError) -> CommandExitCode:
 
 
 def report(error: HeadraceError) -> CommandExitCode:
-    """Print the error as one line on stderr. Returns the exit code for it."""
-    print(f"headrace: {error}", file=sys.stderr)
+    """Print the error as one line on stderr, but for a reader of stdout that has left, as `head` does. Returns the exit code for it."""
+    if not (isinstance(error, OutputLost) and error.reader_left):
+        print(f"headrace: {error}", file=sys.stderr)
     return exit_code_of(error)

@@ -36,6 +36,7 @@ from headrace.cli.usage import usage
 from headrace.cli.values_of_flags import refuse_missing_values
 from headrace.cli.vllm_flags import translated
 from headrace.core.errors import HeadraceError
+from headrace.core.standard_streams import OutputLost, prepare_standard_streams
 
 app = typer.Typer(
     name="headrace",
@@ -95,6 +96,17 @@ def _root(
 
 def main() -> None:
     """Entry point of the installed script."""
+    prepare_standard_streams()
+    try:
+        try:
+            _run()
+        finally:
+            sys.stdout.flush()
+    except OutputLost as error:
+        sys.exit(report(error))
+
+
+def _run() -> None:
     try:
         command = get_command(app)
         refuse_missing_values(command, sys.argv[1:])

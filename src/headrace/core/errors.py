@@ -39,6 +39,7 @@
     |  `- ReplicaLost              the replica of a running stream is gone -> 503
     |- DeadlineExceeded            the deadline passed while the answer was being made -> 504
     |  `- DeadlineBeforeStart      the deadline passed before any token was computed -> 504
+    |- ForkedProcess               `LLM`: this process was forked from one that has made an engine; it is a RuntimeError too
     |- EngineFatal                 the device or the engine's own state is lost: the process ends and is started anew
     |  `- LeaseError               leases of KV blocks were used wrongly
     |- StoreFailed                 a store cannot be reached, is full or broken
@@ -66,6 +67,7 @@
     |- FleetFailed                 a process of the fleet cannot be kept running
     |- ControlBusy                 fleet: another command changes the deployment
     |- UsageRefused                command line: a flag or a pair of flags that is not supported
+    |- OutputLost                  standard output cannot be written
     |- ServerFailed                command line: a server could not be reached, or answered with an error
     `- BandwidthUnknown            benchmarks: the read bandwidth could not be measured
 
@@ -78,6 +80,7 @@ of ours: no paths outside the operator's own, no addresses, no tracebacks. tests
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from itertools import islice
 
 MAX_FIELD_CHARS = 160
@@ -85,6 +88,17 @@ MAX_FIELD_CHARS = 160
 
 class HeadraceError(Exception):
     """Root of every error that this code raises on purpose."""
+
+    def __reduce__(self) -> tuple[Callable[..., HeadraceError], tuple[object, ...]]:
+        """Pickled for a parent process (multiprocessing, executors) without the constructor, whose arguments are not those of Exception."""
+        return _restored, (type(self), self.args, vars(self))
+
+
+def _restored(kind: type[HeadraceError], args: tuple[object, ...], attributes: dict[str, object]) -> HeadraceError:
+    error = kind.__new__(kind)
+    error.args = args
+    vars(error).update(attributes)
+    return error
 
 
 class InvalidRequest(HeadraceError):

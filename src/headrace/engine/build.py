@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator
 from dataclasses import replace
 
 from headrace.core.clock import Clock
+from headrace.core.forks import FORKS
 from headrace.core.model_info import ModelInfo
 from headrace.engine.config import EngineConfig
 from headrace.engine.idle_work import do_while_idle
@@ -92,7 +93,7 @@ def build_engine(config: EngineConfig, outbox: Outbox) -> Engine:
 
     A thread writes packed weights for the next start while the engine is idle. The program does not end before the thread has written all.
 
-    Raises: ConfigError, CheckpointError.
+    Raises: ConfigError, CheckpointError, and ForkedProcess in a fork of a process that has made an engine.
     """
     engine, _, unwritten = _build(config, outbox)
     if unwritten is not None:
@@ -134,6 +135,7 @@ def _end_start(engine: Engine, weights: Callable[[], str] | None, unwritten: Pie
 def _build(config: EngineConfig, outbox: Outbox, block_key: str = "") -> tuple[Engine, Callable[[], str] | None, Pieces | None]:
     """The engine, a function that hashes its weights (None: the digest is known), and the packed weights to write (None: none)."""
     config = config.checked()
+    FORKS.begin_engine()
     with reading_ahead(config) as packed:
         from headrace.engine.runner_build import build
 

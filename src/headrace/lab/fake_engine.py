@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from headrace.core.errors import ConfigError
+from headrace.core.standard_streams import prepare_standard_streams
 from headrace.core.strict_decode import decode, read_json_object
 from headrace.engine.config import EngineConfig
 from headrace.engine.server.config import ProcessConfig, section
@@ -29,6 +30,7 @@ def load_fake_config(path: str | Path) -> tuple[ProcessConfig, EngineConfig, Fak
 
 
 def main(arguments: list[str] | None = None) -> None:
+    prepare_standard_streams()
     parser = argparse.ArgumentParser(prog="python -m headrace.lab.fake_engine", description=__doc__)
     parser.add_argument("--config", required=True, type=Path)
     parser.add_argument("--parent-fd", type=int)

@@ -15,10 +15,12 @@ from typing import Self
 
 from headrace.bundled import DEFAULT_MODEL, bundled_path
 from headrace.core.errors import ConfigError, EngineFatal, InvalidRequest, Unavailable
+from headrace.core.forks import FORKS, ForkedProcess
 from headrace.core.grammar import Grammar
 from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import MAX_SEED, SamplingParams, params_from_mapping, with_default_max_tokens
+from headrace.core.standard_streams import open_standard_descriptors
 from headrace.core.structured import StructuredOutputsParams
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.config import EngineConfig
@@ -48,7 +50,9 @@ class LLM:
 
     Any other keyword is refused by name, unless its value asks for what happens anyway (`tensor_parallel_size=1`).
 
-    Raises: ConfigError, CheckpointError.
+    In a fork of this process the LLM cannot be used, nor another one made: start such processes with "spawn".
+
+    Raises: ConfigError, CheckpointError, ForkedProcess.
     """
 
     def __init__(
@@ -98,6 +102,7 @@ class LLM:
         self._numbers = count()
         self._lock = Lock()
         self._is_open = True
+        self._num_forks = FORKS.count
         self._engine = build(config, self._inbox.extend)
 
     # -- generating --------------------------------------------------------------------------------------------------------------
@@ -117,8 +122,9 @@ class LLM:
         use_tqdm         show progress when standard error is a terminal
 
         Raises: InvalidRequest before anything runs, but for structured outputs that cannot be compiled, which end the call when the engine
-        refuses them; GenerationFailed when a sequence failed, once the rest is done; `.outputs` has all.
+        refuses them; GenerationFailed when a sequence failed, once the rest is done; `.outputs` has all. ForkedProcess in a fork.
         """
+        self._refuse_in_fork()
         return self._run(parse_prompts(prompts, self._text.tokenizer), sampling_params, use_tqdm=use_tqdm)
 
     def chat(
@@ -141,6 +147,7 @@ class LLM:
 
         Control tokens in messages are ordinary text. Raises: as `generate`.
         """
+        self._refuse_in_fork()
         if chat_template is not None:
             raise InvalidRequest("chat_template", "None", chat_template, "Put a chat_template.jinja into a copy of the model's folder.")
         parsed = []
@@ -178,7 +185,9 @@ class LLM:
     # -- ending ------------------------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Free the model. Safe to call twice."""
+        """Free the model. Safe to call twice. In a fork it does nothing: the engine is the other process's."""
+        if FORKS.count != self._num_forks:
+            return
         with self._lock:
             if self._is_open:
                 self._is_open = False
@@ -192,6 +201,10 @@ class LLM:
         self.shutdown()
 
     # -- inside ------------------------------------------------------------------------------------------------------------------
+
+    def _refuse_in_fork(self) -> None:
+        if FORKS.count != self._num_forks:
+            raise ForkedProcess
 
     def _run(
         self, prompts: list[ParsedPrompt], given: SamplingParams | Sequence[SamplingParams] | None, *, use_tqdm: bool
@@ -269,5 +282,6 @@ def _build_engine(config: EngineConfig, outbox: Outbox) -> Engine:
     from headrace.engine.build import build_engine
     from headrace.tensor.host.openmp import prepare_openmp
 
+    open_standard_descriptors()  # else a socket of the engine may be what a print of this program goes to
     prepare_openmp(os.environ)
     return build_engine(config, outbox)

@@ -175,7 +175,7 @@ class ProgressLine:
 
     def __init__(self, total: int, *, is_on: bool) -> None:
         self._total = total
-        self._is_on = is_on and sys.stderr.isatty()
+        self._is_on = is_on and sys.stderr is not None and sys.stderr.isatty()
         self._began = self._shown = time.monotonic()
         self._done = self._tokens = 0
 

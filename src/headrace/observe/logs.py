@@ -1,5 +1,8 @@
 """Writes the process log to stderr: short lines on a terminal, one JSON object per event elsewhere.
 
+A stderr that takes no more, such as a pipe without a reader, holds up no process: lines are dropped, and later counted in a line of their
+own (`observe.line_writer`).
+
 An event is always one line, whatever is in it: a traceback or a client's text cannot forge lines or colour a terminal. Every line has its
 time. All processes of a deployment log in one form: a child whose output is piped to its supervisor writes JSON, and the supervisor's
 `relay` logs it again under the child's name.
@@ -18,10 +21,16 @@ import sys
 import time
 from datetime import UTC, datetime
 from enum import StrEnum
+from io import FileIO
 from typing import TextIO
+
+from headrace.observe.line_writer import LineWriter
 
 ENVIRONMENT = "HEADRACE_LOG_FORMAT"
 """Environment variable that names the log format where nothing else does; `headrace serve` sets it for its children."""
+
+MAX_QUEUED = 1_000
+"""The most lines of the process log that wait to be written. A line relayed from a child may have 64 KiB."""
 
 
 class LogFormat(StrEnum):
@@ -37,9 +46,23 @@ class LogFormat(StrEnum):
         return LogFormat.TEXT if is_terminal else LogFormat.JSON
 
 
-class LogHandler(logging.StreamHandler[TextIO]):
+class LogHandler(logging.StreamHandler[TextIO | LineWriter]):
     """Writes lines to a stream. If that fails, one line on stderr names the error's type alone: the standard handler would print the whole
     chain of exceptions, whose texts may quote a prompt."""
+
+    _num_dropped = 0
+    """Dropped lines that a line of the log has counted."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if isinstance(self.stream, LineWriter) and not self.stream.is_full and (dropped := self.stream.num_dropped) > self._num_dropped:
+            lost, self._num_dropped = dropped - self._num_dropped, dropped
+            super().emit(logging.LogRecord(__name__, logging.WARNING, "", 0, "%d lines of the log were lost here", (lost,), None))
+        super().emit(record)
+
+    def close(self) -> None:
+        if isinstance(self.stream, LineWriter):
+            self.stream.close()
+        super().close()
 
     def handleError(self, record: logging.LogRecord) -> None:
         failure = sys.exc_info()[0]
@@ -53,12 +76,13 @@ def set_up_logging(
     """Set up the root logger of a process.
 
     log_format  None: the one that the environment names
-    stream      None: stderr
+    stream      None: stderr, written by a thread of its own unless a caller has put another stream in its place
     process     name of this process in its lines, where several write to one stream
     """
     stream = stream or sys.stderr
     chosen = (log_format or environment_format()).on(stream.isatty())
-    handler = LogHandler(stream)
+    is_own = stream is sys.__stderr__
+    handler = LogHandler(LineWriter(FileIO(2, "w", closefd=False), name="log", max_queued=MAX_QUEUED) if is_own else stream)
     handler.setFormatter(JsonLine(process) if chosen is LogFormat.JSON else TextLine(process, is_short=stream.isatty()))
     logging.basicConfig(handlers=[handler], level=level, force=True)
 

@@ -5,24 +5,23 @@ JSON in a file or a pipe, a short line on a terminal.
 
 Several gateways may write to one file or pipe: a line is one write, and short enough to stay whole.
 
-A thread of its own writes the lines from a bounded queue: a full disk or a stopped reader costs lines, which are counted, never a request.
+`LineWriter` writes the lines: a full disk or a stopped reader costs lines, which are counted, never a request.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import queue
-import threading
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from io import FileIO
 from operator import attrgetter
 
+from headrace.observe.line_writer import CLOSE_S, LineWriter
 from headrace.observe.logs import LogFormat, clock_time, printable, timestamp
 
 MAX_QUEUED = 10_000
-"""The most lines that wait for the writing thread. One more is dropped and counted."""
+"""The most lines that wait to be written. One more is dropped and counted."""
 
 MAX_DETAIL_CHARS = 200
 MAX_LINE_BYTES = 4096
@@ -158,58 +157,33 @@ class RequestLog:
     """
 
     def __init__(self, target: str, log_format: LogFormat = LogFormat.AUTO, *, worker: int | None = None) -> None:
-        self.num_dropped = 0
         self._worker = worker
         self._is_terminal = target in STREAMS and os.isatty(STREAMS[target])
         self._is_text = target in STREAMS and log_format.on(self._is_terminal) is LogFormat.TEXT
-        self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        if target != OFF:
-            self._thread = threading.Thread(target=self._run, args=(_open(target),), name="request-log", daemon=True)
-            self._thread.start()
+        self._lines = None if target == OFF else LineWriter(_open(target), name="request-log", max_queued=MAX_QUEUED)
+
+    @property
+    def num_dropped(self) -> int:
+        return 0 if self._lines is None else self._lines.num_dropped
 
     def write(self, record: RequestLogRecord) -> None:
         """Queue one line; never blocks. A full queue drops the line and counts it."""
-        if self._thread is None:
-            return
-        if self._queue.qsize() >= MAX_QUEUED:
-            self.num_dropped += 1
+        if self._lines is None:
             return
         record.worker = self._worker
-        self._queue.put(self._line(record))
+        self._lines.write(self._line(record))
 
-    def _line(self, record: RequestLogRecord) -> bytes:
+    def _line(self, record: RequestLogRecord) -> str:
         line = self._encoded(record)
-        return line if len(line) <= MAX_LINE_BYTES else self._encoded(record.shortened())
+        return line if len(line.encode("utf-8", "replace")) <= MAX_LINE_BYTES else self._encoded(record.shortened())
 
-    def _encoded(self, record: RequestLogRecord) -> bytes:
-        text = record.text(is_short=self._is_terminal) if self._is_text else record.line()
-        return text.encode("utf-8", "replace") + b"\n"
+    def _encoded(self, record: RequestLogRecord) -> str:
+        return (record.text(is_short=self._is_terminal) if self._is_text else record.line()) + "\n"
 
-    def close(self, timeout_s: float = 2.0) -> None:
+    def close(self, timeout_s: float = CLOSE_S) -> None:
         """Write the queued lines, for at most `timeout_s` seconds."""
-        if self._thread is None:
-            return
-        self._queue.put(None)
-        self._thread.join(timeout_s)
-
-    def _run(self, file: FileIO) -> None:
-        with file:
-            while (line := self._queue.get()) is not None:
-                self._write(file, line)
-
-    def _write(self, file: FileIO, line: bytes) -> None:
-        """Write one line, unbuffered. A line that cannot be written is dropped and counted, not tried again."""
-        data = memoryview(line)
-        try:
-            while data:
-                num_written = file.write(data)
-                if num_written is None:  # a non-blocking pipe whose reader has stopped
-                    self.num_dropped += 1
-                    return
-                data = data[num_written:]
-        except OSError:  # the disk is full, or the reader has closed
-            self.num_dropped += 1
+        if self._lines is not None:
+            self._lines.close(timeout_s)
 
 
 def _open(target: str) -> FileIO:

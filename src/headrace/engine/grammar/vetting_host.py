@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from headrace.core.errors import CheckpointError, InvalidRequest
 from headrace.core.grammar import Grammar
+from headrace.core.standard_streams import prepare_standard_streams
 from headrace.engine.grammar.compiling import NAMES, compile_grammar, one_line
 from headrace.engine.grammar.frames import OtherEndGone, receive_frame, send_frame
 from headrace.engine.grammar.limits import MAX_COMPILED_BYTES, NUM_VETTED_STEPS, VET_CPU_S, VET_MEMORY_BYTES, VET_STACK_BYTES, VET_WALL_S
@@ -43,6 +44,7 @@ NO_EXTENSION = "NoExtensionBias"
 
 
 def main() -> None:
+    prepare_standard_streams()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the library's threads would not survive a fork
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # Ctrl-C signals the whole process group; the engine decides when this process ends

@@ -39,6 +39,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from headrace.core.errors import CheckpointError, HeadraceError
+from headrace.core.standard_streams import open_standard_descriptors, prepare_standard_streams
 from headrace.gateway.text_host.work import TextContext
 from headrace.gateway.text_workers import frames
 from headrace.gateway.text_workers.limits import MIB, START_MEMORY_BYTES, JobLimits
@@ -127,6 +128,7 @@ MAX_FDS = 64
 
 
 def main() -> None:
+    prepare_standard_streams()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the library's threads would not survive a fork
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # Ctrl-C signals the whole process group; the gateway decides when this process ends
@@ -279,6 +281,7 @@ class Host:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._control.channel.close()
             os.close(sys.stdin.fileno())
+            open_standard_descriptors()
             work(channel, self._context, parent)
         except BaseException as error:  # the outermost border; messages of exceptions may quote a client's text
             where = "".join(traceback.format_tb(error.__traceback__))

@@ -1,0 +1,47 @@
+"""Tells whether this process is a fork of one that runs an engine.
+
+A fork has copies of its parent's objects, and none of its threads: whoever waits for one of them, as an engine and OpenMP do, waits for
+ever. Processes that are made by "spawn" or "forkserver" begin anew, and are no forks in this sense.
+"""
+
+from __future__ import annotations
+
+import os
+
+from headrace.core.errors import HeadraceError
+
+
+class ForkedProcess(HeadraceError, RuntimeError):
+    """An engine cannot be used or made in a fork of a process that has run one."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this process was forked from one that has made an LLM, and threads do not survive a fork. Start it with "
+            'multiprocessing.get_context("spawn"), or before the first LLM is made, and make its own LLM in it.'
+        )
+
+
+class Forks:
+    """
+    count       forks between the process that imported this module and this one
+    engines_at  the count where the first engine was made; None: there was none yet
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.engines_at: int | None = None
+        os.register_at_fork(after_in_child=self.add)
+
+    def add(self) -> None:
+        self.count += 1
+
+    def begin_engine(self) -> None:
+        """Raises ForkedProcess in a fork of a process that has made an engine, whether or not that engine still runs."""
+        if self.engines_at is None:
+            self.engines_at = self.count
+        elif self.engines_at != self.count:
+            raise ForkedProcess
+
+
+FORKS = Forks()
+"""The one of this process."""
