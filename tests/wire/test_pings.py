@@ -77,3 +77,23 @@ async def test_pings_wait_behind_a_large_prompt_for_as_long_as_it_may_take(monke
         await eventually(lambda: engine.service.num_open == 1)
         replica.abandon("the end of this test")
         await eventually(lambda: engine.is_idle)
+
+
+async def test_an_engine_that_reads_is_not_given_up_while_this_end_reads_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway that reads ten frames a second, of an engine that sends more than twice as many, soon reads what was sent seconds ago."""
+    next_frame = session.Session._next_frame
+
+    async def late_frame(self: session.Session, call: object) -> object:
+        await asyncio.sleep(0.1)
+        return await next_frame(self, call)
+
+    monkeypatch.setattr(session.Session, "_next_frame", late_frame)
+    async with linked_virtually(step_s=0.04) as (engine, replica):
+        reading = asyncio.create_task(read_all(replica.submit(request("long", max_tokens=500))))
+        await eventually(lambda: engine.engine.snapshot().num_running == 1)
+        states = set()
+        while not engine.is_idle:
+            await asyncio.sleep(0.05)
+            states.add(replica.state)
+        assert states == {ConnectionState.CONNECTED}
+        await reading

@@ -80,6 +80,7 @@ class Session:
         self._unseen: deque[tuple[Handle, int, PriorityClass]] = deque()  # with the number of tokens whose KV it has to compute
         self._num_submits_seen = 0
         self._num_pings = self._num_pings_written = self._num_pings_seen = 0
+        self._num_seen_at_beat = self._num_unread_beats = 0
         self.streams: dict[Handle, ReplicaStream] = {}
         self.deliveries = DeliveryQueue(clock)
         self.is_open = False
@@ -205,10 +206,12 @@ class Session:
 
     @property
     def unread_s(self) -> float:
-        """Seconds for which the engine has read nothing: HEARTBEAT_S for each heartbeat that was sent and not counted by the engine, less
-        the time that large prompts in transit may take. A delayed process sends no heartbeat, so its delays do not count."""
-        num_unread = self._num_pings - self._num_pings_seen
-        return max(0.0, num_unread * HEARTBEAT_S - self.num_unseen_tokens / READ_TOKENS_PER_S) if num_unread > 0 else 0.0
+        """Seconds for which the engine has read nothing: HEARTBEAT_S for each of this end's beats since the engine last counted another
+        one, less the time that large prompts in transit may take. A delayed process has no beats, so its delays do not count; nor does it
+        count that its reading lags behind, as long as the frames that it reads say that the engine has read on."""
+        if self._num_pings_seen >= self._num_pings:
+            return 0.0
+        return max(0.0, self._num_unread_beats * HEARTBEAT_S - self.num_unseen_tokens / READ_TOKENS_PER_S)
 
     async def _watch(self) -> None:
         while self.silent_s < LEASE_S:
@@ -218,6 +221,9 @@ class Session:
             self.last_frame_at = min(now, self.last_frame_at + max(0.0, now - self._watch_due_at))
             if self.unread_s > LEASE_S:
                 raise ConnectionLost(f"the engine has read nothing for {LEASE_S:g} s")
+            has_read = self._num_pings_seen == self._num_pings or self._num_pings_seen > self._num_seen_at_beat
+            self._num_unread_beats = 1 if has_read else self._num_unread_beats + 1
+            self._num_seen_at_beat = self._num_pings_seen
             self._num_pings += 1
             self._has_commands.set()
             self._on_beat()
