@@ -16,6 +16,7 @@ from headrace.core.load import ClassLoad
 from headrace.core.request import PriorityClass
 from headrace.gateway.config import config_from
 from headrace.text.folder import TextModel
+from headrace.wire.client import ConnectionState
 
 pytestmark = pytest.mark.loop
 
@@ -74,7 +75,7 @@ async def test_a_queue_longer_than_the_wait_is_refused_before_a_prompt_is_read(t
         response = await post(bench, "key-standard")
         assert response.status_code == 429
         assert response.json()["error"]["code"] == "overloaded"
-        assert response.headers["retry-after"] == "15"
+        assert response.headers["retry-after"] == "19", "a second's wait is left then"
         assert (response.headers["x-headrace-model"], response.headers["x-headrace-reason"]) == (MODEL, "refused")
         assert bench.gateway.service.text_pool.reading() == jobs, "nothing was tokenized"
         assert not bench.replicas["big"].requests
@@ -160,6 +161,23 @@ async def test_requests_that_no_replica_was_sent_yet_are_part_of_the_queue(text:
         assert (await asked(bench, "key-standard"))[0] == 200
         assert seen == [1], "it was counted until it was sent"
         assert unsent.num_requests(PriorityClass.BATCH) == 0
+
+
+async def test_the_queue_of_a_replica_that_is_not_ready_has_its_bound_too(text: TextModel) -> None:
+    """A replica that is silent for a moment is waited for. All that arrives in that moment would be let in."""
+    async with open_bench(text, models=two_models(smaller=""), api_keys=KEYS) as bench:
+        big = bench.replicas["big"]
+        load_of(big, num_queued_tokens=20_000, step_fixed_s=0.01, step_token_s=0.001)
+        big.state = ConnectionState.SILENT
+        assert (await asked(bench, "key-standard"))[0] == 429
+        load_of(big, step_fixed_s=0.01, step_token_s=0.001)
+        unsent = bench.gateway.service.models.get(MODEL).unsent
+        others = [unsent.add(PriorityClass.STANDARD) for _ in range(300)]
+        assert (await asked(bench, "key-standard"))[0] == 429, "those that wait for the replica count"
+        for other in others:
+            other.uncount()
+        big.state = ConnectionState.CONNECTED
+        assert (await asked(bench, "key-standard"))[0] == 200
 
 
 async def test_a_request_that_is_refused_later_joins_no_longer(text: TextModel) -> None:

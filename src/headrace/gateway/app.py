@@ -38,6 +38,7 @@ from headrace.gateway.http.errors import (
 )
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.origins import HostCheck, Origins, TrustedProxies, answer_preflight, is_preflight
+from headrace.gateway.http.turns import BeginTurns
 from headrace.gateway.ledger.record import UsageRecord, is_recorded, usage_record
 from headrace.gateway.stores.guard import StoreWait
 from headrace.gateway.surfaces.paths import AnsweredPath, find_path, logged_path, plain_path
@@ -79,6 +80,7 @@ class Gateway:
     def __init__(self, config: GatewayConfig, service: Service, request_log: RequestLog) -> None:
         self.active = ActiveConfig(config, service)
         self.request_log = request_log
+        self._turns = BeginTurns(service.clock)
 
     @property
     def config(self) -> GatewayConfig:
@@ -135,6 +137,7 @@ class Gateway:
         if not (endpoint.generates or endpoint.has_limits):
             await endpoint.handler(service, exchange)
             return
+        await self._turns.take()
         keys = service.stored_keys if endpoint.generates else None
         with keys.uses.use(exchange.principal.key_id, exchange.end) if keys is not None else nullcontext():
             async with service.limiter.admit(exchange, service.config.limits):

@@ -33,7 +33,11 @@ RULES = AdmissionRules(max_wait_s=8.0)
 PREMIUM, STANDARD, BATCH = PriorityClass.PREMIUM, PriorityClass.STANDARD, PriorityClass.BATCH
 IDLE, DEEP, LONG = QueueState(0, 0.0), QueueState(11, 1.0), QueueState(3, 100.0)
 
-states = st.none() | st.builds(QueueState, st.integers(0, 50), st.floats(0, 100))
+states = st.none() | st.builds(QueueState, st.integers(0, 50), st.floats(0, 100), st.just(0), st.floats(0, 20), st.booleans())
+
+
+def bound_s(queue: QueueState, goal_s: float | None = None) -> float:
+    return RULES.wait_bound_s(queue.answer_s, goal_s, is_overloaded=queue.is_overloaded)
 
 
 def outcome(
@@ -90,7 +94,15 @@ def test_a_goal_for_the_first_token_shortens_the_wait_and_never_lengthens_it() -
     assert with_goal(2.0) is AdmissionOutcome.REFUSED
     assert with_goal(4.0) is AdmissionOutcome.REFUSED, "its own prompt would take the rest of the goal"
     assert with_goal(6.0) is AdmissionOutcome.SERVED
-    assert RULES.wait_bound_s(100.0) == RULES.max_wait_s
+    assert RULES.wait_bound_s(100.0, 100.0, is_overloaded=True) == RULES.max_wait_s
+
+
+def test_a_lasting_overload_allows_a_short_wait_and_a_peak_a_longer_one() -> None:
+    """The times of quick answers, of slow ones, and of answers that take longer than anybody may wait."""
+    for answer_s, short_s, peak_s in ((0.3, 1.0, 8.0), (0.7, 1.0, 8.0), (6.0, 6.0, 8.0), (50.0, 8.0, 8.0)):
+        for is_overloaded, expected in ((True, short_s), (False, peak_s)):
+            assert bound_s(QueueState(0, 0.0, answer_s=answer_s, is_overloaded=is_overloaded)) == expected
+    assert AdmissionRules().wait_bound_s(0.3, None, is_overloaded=False) == 10.0
 
 
 @given(states, states, st.booleans(), st.sampled_from(PriorityClass), st.none() | st.floats(0.1, 100))
@@ -98,15 +110,16 @@ def test_a_refusal_is_the_last_resort_and_says_when_to_come_back(
     queue: QueueState | None, smaller: QueueState | None, has_smaller: bool, priority: PriorityClass, goal_s: float | None
 ) -> None:
     verdict = decide(queue, smaller, has_smaller=has_smaller, priority=priority, rules=RULES, ttft_goal_s=goal_s)
-    bound_s = RULES.wait_bound_s(goal_s)
     if verdict.outcome is AdmissionOutcome.REFUSED:
         assert queue is not None
-        assert queue.wait_s > bound_s
+        assert queue.wait_s > bound_s(queue, goal_s)
         assert MIN_RETRY_S <= verdict.retry_after_s <= MAX_RETRY_S
-        assert not has_smaller or (smaller is not None and (smaller.depth > BUSY_DEPTH or smaller.wait_s > bound_s))
+        assert not has_smaller or (smaller is not None and (smaller.depth > BUSY_DEPTH or smaller.wait_s > bound_s(smaller, goal_s)))
+        back = replace(queue, wait_s=max(0.0, queue.wait_s - verdict.retry_after_s - 1e-6), depth=0, is_overloaded=True)
+        assert verdict.retry_after_s == MAX_RETRY_S or outcome(back) is AdmissionOutcome.SERVED or goal_s, "it comes back in time"
     if verdict.outcome is AdmissionOutcome.QUEUED:
         assert queue is not None
-        assert queue.wait_s <= bound_s
+        assert queue.wait_s <= bound_s(queue, goal_s)
         assert queue.depth > BUSY_DEPTH
     if verdict.outcome is AdmissionOutcome.SMALLER_MODEL:
         assert has_smaller
@@ -146,8 +159,9 @@ def wait_of(priority: PriorityClass, classes: list[ClassLoad], **changes: float)
 
 def test_a_premium_request_waits_for_no_batch_request() -> None:
     idle, flood = ClassLoad(), ClassLoad(8, 500, 200_000)
-    assert wait_of(PREMIUM, [idle, idle, flood]) == QueueState(0, 0.0)
-    assert wait_of(STANDARD, [idle, idle, flood]) == QueueState(0, 0.0)
+    for priority in (PREMIUM, STANDARD):
+        found = wait_of(priority, [idle, idle, flood])
+        assert (found.depth, found.wait_s) == (0, 0.0)
     assert wait_of(BATCH, [idle, idle, flood]).wait_s > 200.0
     assert wait_of(PREMIUM, [flood, idle, idle]).wait_s == wait_of(BATCH, [flood, idle, idle]).wait_s > 200.0
 
@@ -175,7 +189,7 @@ def test_a_full_queue_and_the_ladder_make_one_retry_time_of_one_wait() -> None:
     assert full_queue_retry_s(seen, BATCH, block_size=16) == retry_after_s(queue, 0.0) == pytest.approx(queue.wait_s)
     assert MIN_RETRY_S < queue.wait_s < MAX_RETRY_S
     refused = decide(queue, None, has_smaller=False, priority=STANDARD, rules=RULES)
-    assert refused.retry_after_s == retry_after_s(queue, RULES.max_wait_s)
+    assert refused.retry_after_s == retry_after_s(queue, bound_s(replace(queue, is_overloaded=True)))
 
 
 def test_the_retry_time_of_a_full_queue_is_bounded() -> None:

@@ -206,16 +206,17 @@ class ReplicaPool:
         return self._choose(first or connected, size, preferred)
 
     def queue(self, priority: PriorityClass, unsent: UnsentRequests) -> QueueState | None:
-        """The shortest queue ahead of a request of this class at a ready replica; None: no ready replica has reported its load.
+        """The shortest queue ahead of a request of this class at a ready replica; None: no connected replica has reported its load.
 
-        With a queue policy without classes all waiting requests are ahead.
+        Where no replica is ready, the queues of the connected ones count: one may be ready again in a moment, and until then requests
+        would join without a bound. With a queue policy without classes all waiting requests are ahead.
 
         unsent  admitted requests not sent yet, which are counted in equal parts for all replicas
         """
-        info, size = self.info, RequestSize(0, self._expected_output_tokens(None))
+        info, size = self.info, RequestSize(self._mean_prompt_tokens(), self._expected_output_tokens(None))
         traits = traits_of(info.queue_policy if info else "")
         lowest = traits.lowest_before(priority)
-        seen = [replica.candidate(lowest) for replica in self.ready()]
+        seen = [replica.candidate(lowest) for replica in self.ready() or self.replicas]
         num_unsent = unsent.num_requests(lowest)
         joined = self._joined(num_unsent, len(seen)) if num_unsent and seen else NOTHING_SENT
         loads = [(served_before(each.snapshot, lowest), each.sent.plus(joined)) for each in seen if each.snapshot is not None]
@@ -274,10 +275,12 @@ class ReplicaPool:
 
     def _joined(self, num_requests: int, num_replicas: int) -> SentSince:
         """One replica's equal part of unsent requests, with prompts of mean length."""
-        num_finished, num_tokens, _ = self._counted()
-        mean = num_tokens // num_finished if num_finished else UNKNOWN_PROMPT_TOKENS
         num_each = -(-num_requests // num_replicas)
-        return SentSince(num_each, num_each * mean)
+        return SentSince(num_each, num_each * self._mean_prompt_tokens())
+
+    def _mean_prompt_tokens(self) -> int:
+        num_finished, num_tokens, _ = self._counted()
+        return num_tokens // num_finished if num_finished else UNKNOWN_PROMPT_TOKENS
 
     def why_not_resume(self, numerics: Numerics | None) -> str:
         """For each connected replica, the reason why it may not continue a stream; empty: one may.

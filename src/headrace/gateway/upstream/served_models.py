@@ -12,6 +12,7 @@ from headrace.gateway.access.principal import Principal
 from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PlainPrompts, PrincipalFacts
 from headrace.gateway.upstream.seam import ReplicaHealth, Upstream
 from headrace.observe.metrics import ReplicaReading
+from headrace.policy.admission.overload import OverloadWatch
 from headrace.policy.admission.unsent import UnsentRequests
 
 
@@ -23,6 +24,7 @@ class ServedModel:
     smaller  name of the model that answers while this one is busy; "" for none
     users    count of the requests that asked for this model and have not ended
     unsent   admitted requests that were not sent to a replica yet
+    overload  whether more requests come than the model answers
     """
 
     name: str
@@ -32,6 +34,7 @@ class ServedModel:
     users: UseCount = field(default_factory=UseCount)
     smaller: str = ""
     unsent: UnsentRequests = field(default_factory=UnsentRequests)
+    overload: OverloadWatch = field(default_factory=OverloadWatch)
 
     @property
     def names(self) -> tuple[str, ...]:

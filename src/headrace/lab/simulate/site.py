@@ -25,6 +25,7 @@ from headrace.lab.simulate.load import Arrival
 from headrace.lab.simulate.replica import SimulatedReplica, Update
 from headrace.policy.admission.config import AdmissionRules
 from headrace.policy.admission.decision import AdmissionOutcome, QueueState, decide, queue_state, served_before
+from headrace.policy.admission.overload import OverloadWatch
 from headrace.policy.routing.choice import Candidate, ReplicaId, choose
 from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince, mean_output_tokens
 
@@ -102,7 +103,8 @@ class SimulatedSite:
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = itertools.count()
         self._records: list[LoadRecord] = []
-        self._num_tokens = 0
+        self._overload = OverloadWatch()
+        self._num_tokens = self._num_arrived = self._num_prompt_tokens = 0
         self._waiting: list[_Open] = []
 
     @property
@@ -135,6 +137,8 @@ class SimulatedSite:
             limit = f"{MAX_REQUESTS:,} requests and {MAX_OUTPUT_TOKENS:,} output tokens"
             raise ConfigError("load", f"one simulation takes at most {limit}", "Simulate a shorter time, or a part of the trace.")
         self._num_tokens += arrival.output_tokens
+        self._num_arrived += 1
+        self._num_prompt_tokens += len(arrival.prompt_ids)
 
         def arrive(now: float) -> None:
             self._admit(_Open(number, arrival), now)
@@ -143,14 +147,18 @@ class SimulatedSite:
         self._at(arrival.at, arrive)
 
     def _admit(self, request: _Open, now: float) -> None:
-        verdict = decide(self._queue(), None, has_smaller=False, priority=PriorityClass.STANDARD, rules=self._rules)
-        if verdict.outcome is AdmissionOutcome.REFUSED:
+        queue, num_open = self._queue(), len(self._waiting) + sum(len(place.open) for place in self._places) + 1
+        if queue is not None:
+            queue = self._overload.arrive(queue, self._rules, num_open=num_open, now=now)
+        verdict = decide(queue, None, has_smaller=False, priority=PriorityClass.STANDARD, rules=self._rules)
+        if verdict.outcome is AdmissionOutcome.REFUSED and queue is not None:
+            self._overload.refuse(queue, self._rules, now=now)
             self._end(request, now, status=429, error="refused", retry_after_s=verdict.retry_after_s)
         else:
             self._send(request, now)
 
     def _queue(self) -> QueueState | None:
-        size = RequestSize(0, self._expected_output_tokens())
+        size = RequestSize(self._num_prompt_tokens // max(1, self._num_arrived), self._expected_output_tokens())
         states = [
             queue_state(served_before(place.replica.report, PriorityClass.STANDARD), place.sent, size, block_size=self._block_size)
             for place in self._places

@@ -10,6 +10,12 @@ GOAL_SHARE = 0.5
 """Part of a tier's `ttft_ms` that a request may be predicted to wait. The rest is for the request's own prompt and for errors of the
 prediction. With all of the goal, overload would keep waits at the goal, and most served requests would miss it."""
 
+SHORT_WAIT_S = 1.0
+"""The wait in seconds that is always allowed. Where an answer by itself takes longer, its time is allowed."""
+
+PEAK_WAITS = 10.0
+"""Allowed wait in a peak, as a multiple of the wait that is allowed in an overload."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionRules:
@@ -17,11 +23,17 @@ class AdmissionRules:
 
     max_wait_s: float = option(
         60.0,
-        "Longest predicted wait in seconds that a request joins; with a longer one it is refused with 429. "
-        "Half of a tier's `ttft_ms` counts instead where that is shorter.",
+        "Longest predicted wait in seconds that any request joins; with a longer one it is refused with 429. "
+        "The wait that load allows is shorter where answers are quick (docs/tenancy.md, Busy models).",
         above=0.0,
     )
 
-    def wait_bound_s(self, ttft_goal_s: float | None) -> float:
+    def short_wait_s(self, answer_s: float) -> float:
+        """The wait in seconds that is allowed in an overload. answer_s: predicted seconds of a mean answer by itself"""
+        return min(self.max_wait_s, max(SHORT_WAIT_S, answer_s))
+
+    def wait_bound_s(self, answer_s: float, ttft_goal_s: float | None, *, is_overloaded: bool) -> float:
         """Longest predicted wait in seconds that a request of any class may join. ttft_goal_s: the tier's TTFT goal, None: it has none"""
-        return self.max_wait_s if ttft_goal_s is None else min(self.max_wait_s, GOAL_SHARE * ttft_goal_s)
+        short_s = self.short_wait_s(answer_s)
+        bound_s = short_s if is_overloaded else min(self.max_wait_s, PEAK_WAITS * short_s)
+        return bound_s if ttft_goal_s is None else min(bound_s, GOAL_SHARE * ttft_goal_s)

@@ -47,11 +47,15 @@ class QueueState:
     depth      waiting sequences that are served before the request, at the replica with the shortest wait
     wait_s     predicted seconds until that replica begins a new request
     num_slots  sequences that the replica runs at once, where engines serve tenants in turns; 0: engines do not distinguish tenants
+    answer_s   predicted seconds of a mean answer of the model at that replica, if it ran alone; 0: not known
+    is_overloaded  whether more requests come than the model answers (`OverloadWatch`)
     """
 
     depth: int
     wait_s: float
     num_slots: int = 0
+    answer_s: float = 0.0
+    is_overloaded: bool = False
 
     def at_turn(self, turn: TenantTurn) -> QueueState:
         """The part of the queue that is served before a tenant's newest request, where engines serve tenants in turns.
@@ -108,17 +112,18 @@ def decide(
                     short
     has_smaller     whether there is a smaller model that the caller may use
     """
-    bound_s = rules.wait_bound_s(ttft_goal_s)
-    if not _is_busy(queue, bound_s):
+    if not _is_busy(queue, rules, ttft_goal_s):
         return AdmissionVerdict(AdmissionOutcome.SERVED)
     assert queue is not None
-    may_wait = queue.wait_s <= bound_s
-    takes_smaller = has_smaller and not _is_busy(smaller, bound_s)
+    may_wait = queue.wait_s <= _bound_s(queue, rules, ttft_goal_s)
+    takes_smaller = has_smaller and not _is_busy(smaller, rules, ttft_goal_s)
     if takes_smaller and (priority is not PriorityClass.PREMIUM or not may_wait):
         return AdmissionVerdict(AdmissionOutcome.SMALLER_MODEL)
     if may_wait:
         return AdmissionVerdict(AdmissionOutcome.QUEUED)
-    return AdmissionVerdict(AdmissionOutcome.REFUSED, retry_after_s(queue, bound_s))
+    # A refusal begins or continues an overload, so that the short wait will be asked of the request when it comes back.
+    back_s = _bound_s(replace(queue, is_overloaded=True), rules, ttft_goal_s)
+    return AdmissionVerdict(AdmissionOutcome.REFUSED, retry_after_s(queue, back_s))
 
 
 def retry_after_s(queue: QueueState, bound_s: float) -> float:
@@ -150,12 +155,22 @@ def served_before(load: LoadSnapshot, lowest: PriorityClass) -> LoadSnapshot:
 
 
 def queue_state(load: LoadSnapshot, sent: SentSince, size: RequestSize, *, block_size: int) -> QueueState:
-    """The queue of one replica as a request finds it. A replica of unknown speed has a wait of 0. size: of an average request"""
+    """The queue of one replica as a request finds it. A replica of unknown speed has a wait of 0.
+
+    size  of an average request. Its prompt is not part of the wait
+    """
     speed = speed_of(load)
     num_free_slots = max(0, load.max_num_seqs - load.num_running - load.num_waiting)
     depth = load.num_waiting + max(0, sent.num_requests - num_free_slots)
-    return QueueState(depth, 0.0 if speed is None else wait_s(load, sent, size, speed, block_size=block_size))
+    if speed is None:
+        return QueueState(depth, 0.0)
+    waiting_s = wait_s(load, sent, RequestSize(0, size.output_tokens), speed, block_size=block_size)
+    return QueueState(depth, waiting_s, answer_s=speed.idle_s(size))
 
 
-def _is_busy(queue: QueueState | None, bound_s: float) -> bool:
-    return queue is not None and (queue.depth > BUSY_DEPTH or queue.wait_s > bound_s)
+def _bound_s(queue: QueueState, rules: AdmissionRules, ttft_goal_s: float | None) -> float:
+    return rules.wait_bound_s(queue.answer_s, ttft_goal_s, is_overloaded=queue.is_overloaded)
+
+
+def _is_busy(queue: QueueState | None, rules: AdmissionRules, ttft_goal_s: float | None) -> bool:
+    return queue is not None and (queue.depth > BUSY_DEPTH or queue.wait_s > _bound_s(queue, rules, ttft_goal_s))

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.core.errors import HeadraceError, Overloaded
-from headrace.core.request import PriorityClass
 from headrace.gateway.generation.generation import CallNext, Generation
 from headrace.gateway.upstream.seam import Prepared
 from headrace.gateway.upstream.served_models import ModelTable, ServedModel
-from headrace.policy.admission.decision import AdmissionOutcome, QueueState, TenantTurn, decide
+from headrace.policy.admission.decision import AdmissionOutcome, decide
 
 MODEL_HEADER, REASON_HEADER = b"x-headrace-model", b"x-headrace-reason"
 """Headers of every generating answer, a refusal too: the model that answers, and the `AdmissionOutcome`."""
@@ -30,14 +29,18 @@ async def choose_model(generation: Generation, call_next: CallNext) -> Prepared:
 
 def _choose(generation: Generation) -> None:
     service, exchange, asked, priority = generation.service, generation.exchange, generation.asked, generation.parsed.priority
+    rules, now = service.config.admission, service.clock()
     smaller = _smaller(asked, service.models.usable_by(exchange.principal))
     turn, goal_ms = service.open_requests.turn_of(exchange.principal.tenant), exchange.principal.tier.ttft_ms
+    whole = asked.upstream.queue(priority, asked.unsent)
+    queue = None if whole is None else asked.overload.arrive(whole, rules, num_open=asked.users.num_users, now=now).at_turn(turn)
+    smaller_queue = None if smaller is None else smaller.upstream.queue(priority, smaller.unsent)
     verdict = decide(
-        _queue(asked, priority, turn),
-        None if smaller is None else _queue(smaller, priority, turn),
+        queue,
+        None if smaller is None or smaller_queue is None else smaller.overload.seen(smaller_queue, now).at_turn(turn),
         has_smaller=smaller is not None,
+        rules=rules,
         priority=priority,
-        rules=service.config.admission,
         ttft_goal_s=None if goal_ms is None else goal_ms / 1000,
     )
     if verdict.outcome is AdmissionOutcome.SMALLER_MODEL and smaller is not None:
@@ -45,16 +48,11 @@ def _choose(generation: Generation) -> None:
         exchange.use(smaller.users)
         exchange.record.model = smaller.name
     exchange.add_headers(*headers_of(generation.model, verdict.outcome))
-    if verdict.outcome is AdmissionOutcome.REFUSED:
+    if verdict.outcome is AdmissionOutcome.REFUSED and queue is not None:
+        asked.overload.refuse(queue, rules, now=now)
         raise ModelBusy(f"The queue of the model {asked.name} is full; try again later.", retry_after_s=verdict.retry_after_s)
     generation.unsent = generation.model.unsent.add(priority)
     exchange.count_unsent(generation.unsent)
-
-
-def _queue(model: ServedModel, priority: PriorityClass, turn: TenantTurn) -> QueueState | None:
-    """The queue ahead of a tenant's newest request; None: not known. turn: the tenant's turn among the tenants of this gateway"""
-    queue = model.upstream.queue(priority, model.unsent)
-    return None if queue is None else queue.at_turn(turn)
 
 
 def headers_of(model: ServedModel, outcome: AdmissionOutcome) -> AdmittedHeaders:

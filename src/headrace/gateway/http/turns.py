@@ -1,0 +1,58 @@
+"""Bounds how much of one round of the event loop beginning requests take.
+
+A thousand requests that arrive in one moment are parsed and refused in a second. Without turns that second is one round of the loop: every
+other socket is served once in it, so that running streams stall and what engines report is read late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from headrace.core.clock import Clock
+from headrace.core.errors import Overloaded
+
+BEGINS_PER_ROUND = 8
+"""Requests that begin in one round of the event loop. Each takes about a millisecond until it is refused or waits for its prompt."""
+
+MAX_WAIT_S = 1.0
+"""While the first in the line has waited longer than this, more requests arrive than this process can even refuse by their model's load.
+Further ones are refused as they come."""
+
+
+class BeginTurns:
+    """Lets BEGINS_PER_ROUND requests begin in each round, in the order of their arrival. Used on one event loop."""
+
+    __slots__ = ("_clock", "_is_scheduled", "_num_left", "_waiting")
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._num_left = BEGINS_PER_ROUND
+        self._waiting: deque[tuple[asyncio.Future[None], float]] = deque()
+        self._is_scheduled = False
+
+    async def take(self) -> None:
+        """Return in this round while turns are left, else in a later one. Raises Overloaded where the line is too slow."""
+        if self._num_left and not self._waiting:
+            self._use()
+            return
+        now = self._clock()
+        if self._waiting and now - self._waiting[0][1] > MAX_WAIT_S:
+            raise Overloaded("This server receives more requests than it can read; try again later.", retry_after_s=MAX_WAIT_S)
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((turn, now))
+        await turn
+
+    def _use(self) -> None:
+        self._num_left -= 1
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._next_round)
+
+    def _next_round(self) -> None:
+        self._is_scheduled, self._num_left = False, BEGINS_PER_ROUND
+        while self._waiting and self._num_left:
+            turn, _ = self._waiting.popleft()
+            if not turn.done():  # else its request was cancelled
+                turn.set_result(None)
+                self._use()
