@@ -511,7 +511,7 @@ async def test_prices_and_the_bounds_of_queues_hold_for_later_requests(bench: Te
     assert cost() == answer.json()["usage"]["completion_tokens"]
     assert replica.snapshot is not None
     queue = replace(snapshot(), max_num_seqs=4, kv_blocks_free=5000, kv_blocks_total=5001, num_queued_tokens=20_000)
-    replica.snapshot = replace(replica.snapshot, load=replace(queue, step_fixed_s=0.01, step_token_s=0.001))
+    replica.snapshot = replace(replica.snapshot, load=replace(queue, step_fixed_s=1.0, step_token_s=0.001))
     assert (await bench.chat()).status_code == 429
     await apply(bench, served, admission={"max_wait_s": 100.0})
     assert (await bench.chat()).status_code == 200
