@@ -1,9 +1,10 @@
 """Measures goodput under overload: a real deployment at once, twice and ten times the rate that saturates it, then at half of it.
 
-    python -m bench.storms.overload [--model headrace-tiny] [--seconds 30] [--ttft-ms 2000] [--tpot-ms 100]
+    python -m bench.storms.overload [--model headrace-tiny] [--seconds 30] [--ttft-ms 2000] [--tpot-ms 100] [--defaults]
         -> bench/results/storms/overload.json
 
-`headrace serve` with the bundled engine and a key whose tier has the goals. The saturating rate is what `--concurrency` clients that wait
+`headrace serve` with the bundled engine and a key whose tier has the goals; with --defaults the tier has none, and the goals are only
+measured. The saturating rate is what `--concurrency` clients that wait
 for their answers finish per second, with a key that has no goals. The loads after it are open: requests at random moments, whatever is
 still unanswered. The last one begins when the largest load ends. A full run takes about three minutes; each request has PATIENCE_S, and
 the rates are bounded by MAX_REQUESTS, so it ends by itself.
@@ -83,16 +84,17 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--ttft-ms", type=float, default=2000.0)
     parser.add_argument("--tpot-ms", type=float, default=100.0)
+    parser.add_argument("--defaults", action="store_true", help="serve without goals")
     parser.add_argument("--caption", default="", help="what else ran on the machine; stands in the result")
     parser.add_argument("--no-file", action="store_true")
     given = parser.parse_args()
     before = environment()
-    tiers = {GOALS: {"ttft_ms": given.ttft_ms, "tpot_ms": given.tpot_ms}, PATIENT: {}}
+    tiers = {GOALS: {} if given.defaults else {"ttft_ms": given.ttft_ms, "tpot_ms": given.tpot_ms}, PATIENT: {}}
     with tiered_server(given.model, tiers) as server:
         found = asyncio.run(run(server, given))
     print(json.dumps({"saturating_rate": found["saturating_rate"], "share": found["loads"]["10x"]["share_of_peak"]}), flush=True)
     if not given.no_file:
-        write_result("overload", {"environment": before, "settings": vars(given), **found})
+        write_result("overload-defaults" if given.defaults else "overload", {"environment": before, "settings": vars(given), **found})
 
 
 if __name__ == "__main__":
