@@ -11,6 +11,7 @@ from pathlib import Path
 
 from headrace.core.errors import CheckpointError
 from headrace.core.folders import inside
+from headrace.core.regular_files import check_regular
 
 MAX_FILE_BYTES = 256 * 2**20
 """No tokenizer.json, config or template is larger; a bigger file is a mistake or an attack."""
@@ -24,6 +25,7 @@ def read_bytes(path: Path, *, home: Path | None = None) -> bytes:
     folder = home or path.parent
     inside(folder, str(path.relative_to(folder)))
     try:
+        check_regular(path)
         size = path.stat().st_size
         if size > MAX_FILE_BYTES:
             raise CheckpointError(path.name, f"{size} bytes is over the limit of {MAX_FILE_BYTES}")

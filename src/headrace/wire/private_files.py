@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
-from pathlib import Path
 
 from headrace.core.errors import ConfigError
+from headrace.core.regular_files import MAX_SECRET_BYTES, in_time, read_file
 
 
 def check_private_file(where: str, path: str) -> None:
@@ -38,7 +38,7 @@ def is_open_to_others(info: os.stat_result) -> bool:
 def _stat(where: str, path: str) -> os.stat_result:
     """Raises ConfigError for a file that cannot be read."""
     try:
-        return os.stat(path)
+        return in_time(lambda: os.stat(path))
     except OSError as error:
         remedy = "The user that runs Headrace must be able to read it."
         raise ConfigError(where, f"{path} cannot be read ({error.strerror})", remedy) from error
@@ -48,8 +48,10 @@ def read_private_text(where: str, path: str, *, encoding: str = "UTF-8") -> str:
     """The text of a file that is closed to other users. Raises ConfigError; no message shows any of the text."""
     check_private_file(where, path)
     try:
-        return Path(path).read_text(encoding=encoding)
-    except (OSError, UnicodeError):
+        return read_file(path, MAX_SECRET_BYTES).decode(encoding)
+    except OSError as error:
+        raise ConfigError(where, f"{path} cannot be read ({error.strerror})") from error
+    except UnicodeError:
         raise ConfigError(where, f"{path} cannot be read as {encoding} text") from None
 
 

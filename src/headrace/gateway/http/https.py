@@ -9,6 +9,7 @@ import time
 
 from headrace.core.clock import Clock
 from headrace.core.errors import ConfigError
+from headrace.core.regular_files import MAX_SECRET_BYTES, read_file
 from headrace.gateway.http.config import HttpTls
 from headrace.wire.private_files import check_private_file
 from headrace.wire.tls.files import stamp_of
@@ -53,14 +54,16 @@ class ServerCertificate:
 def load_context(files: HttpTls) -> ssl.SSLContext:
     """Raises ConfigError for a file that cannot be read, and a key that other users can read or that does not match the certificate."""
     check_private_file("tls.key", files.key)
+    try:
+        read_file(files.certificate, MAX_SECRET_BYTES)  # OpenSSL opens it by its path, and waits for what is no regular file
+    except OSError as error:
+        raise ConfigError("tls.certificate", f"{files.certificate} cannot be read ({error.strerror})") from error
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols([ALPN])
     try:
         # An empty passphrase: OpenSSL would ask for one on the terminal.
         context.load_cert_chain(files.certificate, files.key, password="")
-    except FileNotFoundError as error:
-        raise ConfigError("tls.certificate", f"{files.certificate} cannot be read ({error.strerror})") from error
     except (ssl.SSLError, OSError) as error:
         what = "does not fit" if getattr(error, "reason", "") == "KEY_VALUES_MISMATCH" else "is no PEM file without passphrase beside"
         raise ConfigError("tls.key", f"{files.key} {what} {files.certificate}") from error

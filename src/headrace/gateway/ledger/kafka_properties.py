@@ -60,8 +60,13 @@ def read_properties(where: str, path: str) -> dict[str, str]:
             raise ConfigError(where, f"{path}: {name} has no effect without {layer} in security.protocol")
         if NEEDS.get(name, name) not in found:
             raise ConfigError(where, f"{path}: {name} has no effect without {NEEDS[name]}")
-        if name.endswith(".location") and not os.access(value, os.R_OK):
-            raise ConfigError(where, f"{path}: {name}: {value} cannot be read", "The user that runs Headrace must be able to read it.")
+        if name.endswith(".location") and not (os.access(value, os.R_OK) and _is_file(name, value)):
+            raise ConfigError(where, f"{path}: {name}: {value} cannot be read", "It is a file that the user of Headrace can read.")
     if "ssl.key.location" in found:
         check_private_file(where, found["ssl.key.location"])
     return found
+
+
+def _is_file(name: str, path: str) -> bool:
+    """Whether librdkafka can read the path without waiting. Authorities may also be in a folder."""
+    return os.path.isfile(path) or (name == "ssl.ca.location" and os.path.isdir(path))

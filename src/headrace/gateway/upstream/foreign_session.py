@@ -14,13 +14,13 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from headrace.core.errors import ConfigError
 from headrace.core.hosts import is_link_local
+from headrace.core.regular_files import MAX_SECRET_BYTES, read_file
 from headrace.gateway.upstream.model_config import ForeignConfig
 from headrace.wire.private_files import why_not_private
 
@@ -97,7 +97,7 @@ def read_key(config: ForeignConfig) -> str:
     """
     where = "api_key_env" if config.api_key_env else "api_key_file"
     try:
-        key = os.environ[config.api_key_env] if config.api_key_env else config.api_key_file and Path(config.api_key_file).read_text("ascii")
+        key = os.environ[config.api_key_env] if config.api_key_env else _text_of(config.api_key_file)
     except KeyError:
         raise ConfigError(where, f"the variable {config.api_key_env} is not set") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -108,6 +108,10 @@ def read_key(config: ForeignConfig) -> str:
     if (config.api_key_env or config.api_key_file) and (not key or not key.isascii() or not key.isprintable()):
         raise ConfigError(where, "does not hold a key", "One line of printable ASCII.")
     return key
+
+
+def _text_of(file: str) -> str:
+    return read_file(file, MAX_SECRET_BYTES).decode("ascii") if file else ""
 
 
 def _guarded_socket(model: str, name: str, address: tuple[Any, ...]) -> socket.socket:

@@ -14,6 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from headrace.core.errors import ConfigError
+from headrace.core.regular_files import MAX_SECRET_BYTES, read_file
 from headrace.wire.private_files import check_private_file
 from headrace.wire.tls.faults import EXPIRED, NOT_YET_VALID, certificate_fault
 
@@ -163,7 +164,7 @@ def _shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> None:
 
 def _read(path: str) -> bytes:
     try:
-        return Path(path).read_bytes()
+        return read_file(path, MAX_SECRET_BYTES)
     except OSError as error:
         raise ConfigError("tls_dir", f"{path} cannot be read ({error.strerror})") from error
 

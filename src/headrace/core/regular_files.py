@@ -1,0 +1,91 @@
+"""Reads a file that an operator names, so that no file can hold up the process or fill its memory.
+
+Only a regular file is read, up to a bound, by a thread of its own that is left behind after a time limit: a FIFO, a device, or a server of
+files that does not answer would block its reader for ever, and a thread of a pool would block the end of the process as well.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+Value = TypeVar("Value")
+
+MAX_FILE_BYTES = 16 << 20
+"""Bound of a configuration file: 100,000 API keys."""
+
+MAX_SECRET_BYTES = 1 << 20
+"""Bound of a file with a token, a password, properties or certificates."""
+
+READ_S = 5.0
+"""Seconds that reading one file may take."""
+
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def read_file(path: str | Path, max_bytes: int) -> bytes:
+    """The bytes of a regular file.
+
+    Raises OSError, with the reason in `strerror`, for a file that is no regular one, that has more bytes, that changes while it is read,
+    that takes more than READ_S seconds, or that cannot be opened.
+    """
+    return in_time(lambda: _read(path, max_bytes))
+
+
+def in_time(work: Callable[[], Value]) -> Value:
+    """The result of `work`, which asks the file system, done by a thread that ends with the process. Raises its OSError, or TimeoutError
+    after READ_S seconds."""
+    results: list[Value] = []
+    errors: list[OSError] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except OSError as error:
+            errors.append(error)
+        except ValueError as error:  # a NUL in the path
+            errors.append(OSError(errno.EINVAL, str(error)))
+
+    thread = threading.Thread(target=run, name="file", daemon=True)
+    thread.start()
+    thread.join(READ_S)
+    if results:
+        return results[0]
+    raise errors[0] if errors else TimeoutError(errno.ETIMEDOUT, f"no answer within {READ_S:g} s")
+
+
+def check_regular(path: str | Path) -> None:
+    """Raises OSError, with the reason in `strerror`, for what is no regular file. For a file that foreign code opens by its path."""
+    _check_kind(os.stat(path))
+
+
+def _read(path: str | Path, max_bytes: int) -> bytes:
+    check_regular(path)  # before it is opened, which alone has effects at some devices
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb", buffering=0) as file:
+        before = os.fstat(file.fileno())
+        _check_kind(before)
+        data = bytearray()
+        while len(data) <= max_bytes and (piece := file.read(max_bytes + 1 - len(data))):
+            data += piece
+        after = os.fstat(file.fileno())
+    if len(data) > max_bytes:
+        raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes")
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        raise OSError(errno.EBUSY, "it changed while it was read")
+    return bytes(data)
+
+
+def _check_kind(info: os.stat_result) -> None:
+    if not stat.S_ISREG(info.st_mode):
+        raise OSError(errno.EINVAL, f"{_KINDS.get(stat.S_IFMT(info.st_mode), 'something else')}, not a regular file")
