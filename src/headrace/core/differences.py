@@ -6,7 +6,7 @@ Configurations are dataclasses, mappings and sequences. Items of a sequence are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
 from typing import Any
@@ -75,14 +75,25 @@ def _of_items(before: Mapping[Any, object], after: Mapping[Any, object], path: A
 
 def _of_sequences(before: Sequence[object], after: Sequence[object], path: str, *, is_secret: bool) -> Iterator[Difference]:
     """The differences of two lists of items without names: items that only one list has, or another order."""
-    for item in before:
-        if item not in after:
+    old, new = [_hashable(item) for item in before], [_hashable(item) for item in after]
+    in_old, in_new = set(old), set(new)  # of 20,000 keys, each would be compared with each
+    for key, item in zip(old, before, strict=True):
+        if key not in in_new:
             yield Difference(DifferenceKind.REMOVED, path, _item(item, is_secret=is_secret))
-    for item in after:
-        if item not in before:
+    for key, item in zip(new, after, strict=True):
+        if key not in in_old:
             yield Difference(DifferenceKind.ADDED, path, _item(item, is_secret=is_secret))
-    if len(before) == len(after) and all(item in after for item in before):
+    if len(old) == len(new) and in_old <= in_new:
         yield Difference(DifferenceKind.CHANGED, path, "order")
+
+
+def _hashable(value: object) -> Hashable:
+    """A value that is equal to another one's where the two items are equal."""
+    if is_dataclass(value):
+        return type(value), tuple(_hashable(getattr(value, item.name)) for item in fields(value))
+    if isinstance(value, Mapping):
+        return Mapping, frozenset((key, _hashable(item)) for key, item in value.items())
+    return (Sequence, *map(_hashable, value)) if isinstance(value, list | tuple) else value
 
 
 def _item(item: object, *, is_secret: bool) -> str:

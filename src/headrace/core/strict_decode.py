@@ -17,12 +17,17 @@ import types
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from headrace.core.errors import ConfigError
+from headrace.core.regular_files import MAX_FILE_BYTES, read_file
 
 Value = TypeVar("Value")
+MAX_JSON_BYTES = 4 * MAX_FILE_BYTES
+"""A supervisor writes every key with its default, so that its file is larger than the one it has read."""
+
 _KINDS = {"list": "array", "tuple": "array", "dict": "object", "NoneType": "null"}
 _AS_DIGITS = "Write it in digits alone, without quotes."
 _REMEDIES: dict[tuple[object, object], str] = {
@@ -74,9 +79,10 @@ class NeedsExactlyOne(ConfigError):
 def read_json_object(path: str | Path) -> dict[str, object]:
     """The object in a JSON file. Raises ConfigError if the file cannot be read, or holds no JSON object."""
     try:
-        data = json.loads(Path(path).read_bytes())
+        data = json.loads(read_file(path, MAX_JSON_BYTES))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(str(path), f"cannot be read as JSON: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(str(path), f"cannot be read as JSON: {reason}") from None
     if not isinstance(data, dict):
         raise ConfigError(str(path), "is not a JSON object")
     return data
@@ -145,8 +151,7 @@ def _decoded(hint: object, data: object, where: str, elsewhere: Mapping[str, str
 
 
 def _object(kind: type, data: Mapping[object, object], where: str, elsewhere: Mapping[str, str]) -> object:
-    hints = get_type_hints(kind)
-    names = {key_of(name): name for name in hints}
+    hints, names = _fields_of(kind)
     for key in data:
         if key not in names:
             raise UnknownKey(joined(where, str(key)), names, elsewhere)
@@ -156,6 +161,13 @@ def _object(kind: type, data: Mapping[object, object], where: str, elsewhere: Ma
         if item.default is MISSING and item.default_factory is MISSING and item.name not in values:
             raise MissingKey(joined(where, key_of(item.name)))
     return kind(**values)
+
+
+@cache
+def _fields_of(kind: type) -> tuple[Mapping[str, object], Mapping[str, str]]:
+    """The type of each field of a dataclass, and the field of each key. Python evaluates the types anew each time it is asked for them."""
+    hints = get_type_hints(kind)
+    return hints, {key_of(name): name for name in hints}
 
 
 def _name(hint: object) -> str:
