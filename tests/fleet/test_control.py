@@ -197,6 +197,17 @@ async def test_what_a_gateway_refuses_changes_nothing() -> None:
         assert (site.written, engine_files(site), len(site.launcher.launched)) == before
 
 
+async def test_a_refused_reload_says_why_it_was_refused_and_not_what_going_back_met(caplog: pytest.LogCaptureFixture) -> None:
+    script = Script()
+    async with scripted_site(script) as site:
+        await site.all_serving()
+        script.refusals = ["limits.x: no", "tls.key: gone meanwhile"]
+        site.scale_file(other=1)
+        assert (await site.do("reload"))[-1] == {"event": "refused", "reason": "limits.x: no"}
+        assert "gone back to the configuration before: tls.key: gone meanwhile" in caplog.text
+        assert (await site.do("reload"))[-1] == {"event": "done"}
+
+
 async def test_an_engine_that_never_gets_ready_does_not_keep_back_what_serves() -> None:
     async with scripted_site(Script(loading={"late-0"}), models={"tiny": 1, "late": 1}, is_awaited=False) as site:
         await eventually(lambda: site.is_launched("tiny-0"))

@@ -28,10 +28,12 @@ from gateway_kit import (
     serving,
     snapshot,
 )
+from identity_kit import administration
 from local_workers import LocalWorker, LocalWorkers
 
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError
 from headrace.core.option import Reload, leaves
+from headrace.gateway.access.administration import NewKey
 from headrace.gateway.access.open_requests import Draining
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.control.reload import CHANGEABLE, check_change
@@ -374,6 +376,34 @@ async def test_keys_change_for_later_requests_and_no_running_one(bench: TestBenc
     assert (await asked("first-key-1"), await asked("other-key-2")) == (401, 200)
     await apply(bench, model(MODEL, "r0"))
     assert (await bench.chat()).status_code == 200
+
+
+async def test_a_gateways_own_file_does_not_lose_its_keys_by_a_hangup(text: TextModel, tmp_path: Path) -> None:
+    """What an operator writes is held against what is in force; a supervisor takes changes back, and is followed."""
+    keys: dict[str, Any] = {"api_keys": [{"key": "first-key-1"}, {"key": "other-key-2"}]}
+
+    def config(**changes: Any) -> GatewayConfig:
+        return gateway_config(models=[model(MODEL, "r0")], state=str(tmp_path), **changes)
+
+    async with open_bench(text, models=[model(MODEL, "r0")], state=str(tmp_path), **keys) as bench:
+        with pytest.raises(ConfigError, match=r"^gateway\.api_keys: would be gone, so that no request needs a key any more \(2 keys now\)"):
+            await bench.reloader.reload_file(config)
+        assert (await bench.chat()).status_code == 401
+        priced = {**keys, "prices": {MODEL: {"input": 1.0}}}
+        await bench.reloader.reload_file(partial(config, **priced, limits={"daily_budget": 5.0}))
+        with pytest.raises(ConfigError, match=r"^gateway\.limits\.daily_budget: protects"):
+            await bench.reloader.reload_file(partial(config, **priced))
+        await bench.reloader.reload(lambda: config(**keys))
+        await bench.reloader.reload_file(partial(config, api_keys=keys["api_keys"][1:]))
+        await bench.reloader.reload_file(partial(config, access="open"))
+        assert (await bench.chat()).status_code == 200
+        await bench.reloader.reload_file(partial(config, **keys))
+        with pytest.raises(ConfigError, match=r"^gateway\.api_keys: would be gone"):
+            await bench.reloader.reload_file(config)
+        await administration(tmp_path).create_key(NewKey(tenant="acme"))
+        await asyncio.sleep(1)  # the gateway reads of it
+        await bench.reloader.reload_file(config)
+        assert (await bench.chat()).status_code == 401, "a stored key is wanted"
 
 
 async def test_hosts_origins_and_open_metrics_change(bench: TestBench) -> None:

@@ -48,6 +48,7 @@ class Script:
     leaving_s     process -> seconds that it takes to leave once it is asked to; asked twice, it leaves at once and says that it cut
     holding       gateways that answer no reload
     refusal       why gateways refuse their file; empty: they take it
+    refusals      why they refuse it the first times
     num_open      replica -> requests that each gateway has open there, also while it is retired
     """
 
@@ -60,6 +61,7 @@ class Script:
     leaving_s: dict[str, float] = field(default_factory=dict)
     holding: set[str] = field(default_factory=set)
     refusal: str = ""
+    refusals: list[str] = field(default_factory=list)
     num_open: dict[str, int] = field(default_factory=dict)
 
 
@@ -150,8 +152,8 @@ class ScriptedProcess(Child):
             return
         if said["event"] == "status":
             self.asked.take({**said, "models": self._statuses()})
-        elif self._script.refusal:
-            self.asked.take({**said, "event": "refused", "reason": self._script.refusal})
+        elif reason := self._script.refusals.pop(0) if self._script.refusals else self._script.refusal:
+            self.asked.take({**said, "event": "refused", "reason": reason})
         else:
             for model, replicas in self._listed().items():
                 self._retired.setdefault(model, {}).update(dict.fromkeys(replicas))

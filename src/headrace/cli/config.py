@@ -25,6 +25,7 @@ from headrace.cli.stored_keys import has_stored_keys
 from headrace.core.errors import ConfigError
 from headrace.core.hosts import is_loopback
 from headrace.core.strict_decode import decode
+from headrace.gateway.access.principal import OPEN_ACCESS
 from headrace.gateway.config import GatewayConfig
 
 ENV_PREFIX = "HEADRACE_"
@@ -65,18 +66,27 @@ def load_settings(
     """As `load`, for a command that serves nothing: a server open without keys is not refused, and secrets of Kafka are not read."""
     names = flag_names or {}
     raw = {} if file is None else read_yaml(file)
+    is_empty = not raw
     default = None if "models" in raw else default_model
     with named_by_origin(environment, ENV_PREFIX, names):
         apply_environment(ServeConfig, raw, environment, ENV_PREFIX)
         _apply_flags(raw, {path: value for path, value in (flags or {}).items() if value is not None}, names)
         config = from_raw(raw, default)
+    if file is not None and is_empty:
+        raise ConfigError(str(file), "is empty", "`headrace config init` prints a file to begin with; the defaults need no file.")
     return replace(config, state=str(state_folder(config.state, environment)))
 
 
 def check_wants_keys(config: ServeConfig) -> None:
-    """Raise ConfigError if other machines could use the server without a key, unless `allow_open` is set."""
+    """Raise ConfigError if other machines could use the server without a key, unless `allow_open` or `gateway.access: open` is set.
+
+    Also where the latter is set although the store has keys, so that requests need one.
+    """
     gateway = config.gateway
-    if not (is_loopback(gateway.host) or gateway.api_keys or config.allow_open or has_stored_keys(config.state, gateway.store)):
+    is_open = gateway.access == OPEN_ACCESS
+    if is_open and has_stored_keys(config.state, gateway.store):
+        raise ConfigError("gateway.access", f"is {OPEN_ACCESS}, and the store has API keys", "Leave it out: requests need a key.")
+    if not (is_open or is_loopback(gateway.host) or gateway.api_keys or config.allow_open or has_stored_keys(config.state, gateway.store)):
         raise ConfigError(
             "gateway.host",
             f"{gateway.host} can be reached from other machines and there is no API key",

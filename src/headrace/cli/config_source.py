@@ -6,9 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from headrace.bundled import DEFAULT_MODEL
 from headrace.cli.serve_config import ServeConfig
+from headrace.cli.stored_keys import has_stored_keys
 from headrace.core.differences import differences
+from headrace.core.errors import ConfigError
 from headrace.fleet.config import FleetConfig
+from headrace.gateway.control.protections import check_keeps_protections, gives_up_keys
 
 
 class ServeSource:
@@ -30,9 +34,11 @@ class ServeSource:
         return self._held
 
     def read(self) -> FleetConfig:
-        """The whole configuration, checked. May fetch a model. Raises ConfigError."""
-        self._last = self._load()
-        return self._last.fleet(self._resolve).checked()
+        """The whole configuration, checked. May fetch a model. Raises ConfigError, also for one that loses what protects the server."""
+        last = self._load()
+        check_keeps(self._held, last)
+        self._last = last
+        return last.fleet(self._resolve).checked()
 
     def differences(self) -> list[str]:
         found = differences(_with_names(self._held), _with_names(self._last))
@@ -40,6 +46,17 @@ class ServeSource:
 
     def accept(self) -> None:
         self._held = self._last
+
+
+def check_keeps(held: ServeConfig, last: ServeConfig) -> None:
+    """Raise ConfigError for a configuration that lost its models or what protects the server (`gateway.control.protections`)."""
+    before, after = held.gateway_before_start(), last.gateway_before_start()
+    lost = {model.name for model in before.models} - {DEFAULT_MODEL}
+    if {model.name for model in after.models} == {DEFAULT_MODEL} and len(lost) == len(before.models):
+        reason = f"would be {DEFAULT_MODEL} alone, as in a file without models, and {', '.join(sorted(lost))} gone"
+        raise ConfigError("models", reason, "Write the models again.")
+    needs_stored = gives_up_keys(before, after)
+    check_keeps_protections(before, after, has_stored_keys=needs_stored and has_stored_keys(last.state, last.gateway.store))
 
 
 def _with_names(config: ServeConfig) -> ServeConfig:

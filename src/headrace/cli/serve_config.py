@@ -268,10 +268,9 @@ class ServeConfig:
         _check_folder(f"{where}.engine.model", engine.model)
 
     def _check_gateway(self) -> None:
-        models = [_as_gateway_model(model) for model in self.models]
         try:
             # Decoded as the gateway will decode it, so that what it would refuse at its start is refused here.
-            config_from(plain(replace(self.whole_gateway(), models=tuple(models))))
+            config_from(plain(self.gateway_before_start()))
         except ConfigError as error:
             # Replicas that this file does not name have made-up addresses, which are right.
             where = re.sub(r"^(models\[\d+\])\.replicas", r"\1.remote.replicas", error.where)
@@ -280,6 +279,10 @@ class ServeConfig:
     def whole_gateway(self) -> GatewayConfig:
         """The gateway's section, together with the keys of the top level that the gateway reads: state, tiers, prices, usage."""
         return replace(self.gateway, state=self.state, tiers=self.tiers, prices=self.prices, usage=self.usage)
+
+    def gateway_before_start(self) -> GatewayConfig:
+        """The gateway's whole configuration, in which engines that are not started yet have placeholders for addresses."""
+        return replace(self.whole_gateway(), models=tuple(_as_gateway_model(model) for model in self.models))
 
     def fleet(self, resolve: Callable[[str], Path]) -> FleetConfig:
         """The supervisor's configuration.

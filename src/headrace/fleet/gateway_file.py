@@ -54,12 +54,19 @@ class GatewayFile:
         except ReloadRefused:
             if self._is_final:
                 raise
-            write_gateway_file(self._content, self._folder)
-            await self._gateways.reload()
+            await self._restore()
             raise
         if self._is_final:
             raise ReloadRefused(ENDS)
         self._content = content
+
+    async def _restore(self) -> None:
+        """Have every gateway follow the content before. A refusal is logged: the operator hears why the change was refused."""
+        try:
+            write_gateway_file(self._content, self._folder)
+            await self._gateways.reload()
+        except (ReloadRefused, ConfigError) as error:
+            log.error("not every gateway has gone back to the configuration before: %s", error)
 
     async def limit_drain(self, drain_s: float, notice_s: float) -> None:
         """Have every gateway give running requests `drain_s` seconds once it is asked to end. Any other content, also one being offered

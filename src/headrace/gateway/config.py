@@ -16,7 +16,7 @@ from headrace.core.hashing import check_secret
 from headrace.core.option import Reload, Role, check_options, option, required, section
 from headrace.core.strict_decode import decode, read_json_object
 from headrace.gateway.access.metrics_access import MetricsAccess, OpenMetrics
-from headrace.gateway.access.principal import ApiKey, check_key, with_digest
+from headrace.gateway.access.principal import ANY_ACCESS, OPEN_ACCESS, ApiKey, check_key, with_digest
 from headrace.gateway.cache.config import CacheConfig, IdempotencyConfig
 from headrace.gateway.generation.config import RequestConfig
 from headrace.gateway.http.config import HttpTls, Limits, ServerConfig, Timeouts, check_names, check_networks
@@ -57,6 +57,14 @@ class GatewayConfig:
     )
     api_keys: tuple[ApiKey, ...] = option(
         (), "Without one every request is of the tenant `default`.", reload=Reload.LIVE, role=Role.TENANTS, repr=False
+    )
+    access: str = option(
+        ANY_ACCESS,
+        "`auto`: a request needs a key where there are keys. `open`: none needs one; refused where there are keys, and the word without "
+        "which no reload takes the last key away ([control.md](control.md#what-a-reload-keeps)).",
+        one_of=(ANY_ACCESS, OPEN_ACCESS),
+        reload=Reload.LIVE,
+        role=Role.SECURITY,
     )
     open_metrics: bool | str = option(
         OpenMetrics.NONE.value,
@@ -117,9 +125,12 @@ class GatewayConfig:
     def checked(self) -> GatewayConfig:
         """This value. Raises ConfigError for the first broken rule."""
         check_models(self.models)
+        tiers = all_tiers(self.tiers)
         for index, key in enumerate(self.api_keys):
-            check_key(f"api_keys[{index}]", key, all_tiers(self.tiers))
+            check_key(f"api_keys[{index}]", key, tiers)
         check_options(self)
+        if self.access == OPEN_ACCESS and self.api_keys:
+            raise ConfigError("access", f"is {OPEN_ACCESS} beside api_keys", "Leave out one of the two.")
         if self.request_log_target not in LOG_TARGETS and self.request_log_target.strip().lower() in LOG_WORDS:
             raise ConfigError("request_log", f"{self.request_log!r} is no target", "Write on (stdout), off, stderr or a file's path.")
         check_secret("salt_key", self.salt_key)

@@ -83,6 +83,9 @@ ANONYMOUS = Principal(tenant="default")
 """The caller of a public path, and of every request while there is no key and no configured tier of the default name."""
 
 
+ANY_ACCESS, OPEN_ACCESS = "auto", "open"
+"""Values of `gateway.access`."""
+
 SHA256_HEX = re.compile(r"[0-9a-f]{64}")
 MIN_KEY_CHARS = 8
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 
@@ -21,6 +21,7 @@ from headrace.core.option import live_paths
 from headrace.gateway.access.open_requests import Draining
 from headrace.gateway.app import ActiveConfig, Gateway
 from headrace.gateway.config import LOG_TARGETS, GatewayConfig
+from headrace.gateway.control.protections import check_keeps_protections, gives_up_keys
 from headrace.gateway.control.site_models import SiteModels
 from headrace.gateway.control.texts import LoadedTexts
 from headrace.gateway.upstream.served_models import ModelTable
@@ -109,6 +110,13 @@ class Reloader:
         if former_log is not request_log:
             await asyncio.to_thread(former_log.close)
 
+    async def reload_file(self, read: Read) -> None:
+        """As `reload`, for a file that an operator writes: refuses it too where it loses what protects the server."""
+        config = await asyncio.to_thread(read)
+        stored = self._app.service.stored_keys if gives_up_keys(self.config, config) else None
+        check_keeps_protections(self.config, config, has_stored_keys=stored is not None and await stored.has_keys())
+        await self.reload(lambda: config)
+
     def _request_log(self, config: GatewayConfig) -> RequestLog:
         """The request log of a configuration. A file is always opened again, in case it was moved by log rotation. Raises ConfigError."""
         target = config.request_log_target
@@ -149,7 +157,8 @@ async def answering(leash: Leash, reloader: Reloader, read: Read | None, stop: S
     async def reload_in_order() -> None:
         while True:
             request = await waiting.get()
-            reason = await _why_refused(reloader, read)
+            # A supervisor has checked its file, and takes a change back that another gateway refuses.
+            reason = await _why_refused(reloader.reload_file if request is None else reloader.reload, read)
             if reason:
                 log.error("the configuration stays as it is: %s", reason)
             if request is not None and reason:
@@ -168,12 +177,12 @@ async def answering(leash: Leash, reloader: Reloader, read: Read | None, stop: S
         await asyncio.gather(reloading, return_exceptions=True)
 
 
-async def _why_refused(reloader: Reloader, read: Read | None) -> str:
+async def _why_refused(reload: Callable[[Read], Awaitable[None]], read: Read | None) -> str:
     """Reload. Returns the reason why nothing was changed; empty: the change was applied."""
     if read is None:
         return "this gateway was started without a file"
     try:
-        await reloader.reload(read)
+        await reload(read)
     except HeadraceError as error:
         return str(error)
     except Exception:  # the outermost loop: a bug must not leave later requests unanswered
