@@ -188,6 +188,7 @@ def mixed(tmp_path: Path, attention: list[str], mlp: list[str]) -> tuple[Pair, P
     ("attention", "mlp"),
     [
         (["re:.*self_attn.*"], ["re:.*mlp.*"]),
+        (["re:.*self_attn.*"], ["re:^(?!.*self_attn)"]),
         (["Linear"], [r"re:.*\.(gate|up|down)_proj$"]),
         ([r"re:model\.layers\.[0-9]+\.self_attn\.(?:q|k|v|o)_proj"], ["Linear"]),
         (["Linear"], [f"{MLP}.{name}_proj" for name in ("gate", "up", "down")]),
@@ -209,10 +210,11 @@ def test_groups_with_schemes_of_their_own(attention: list[str], mlp: list[str], 
 @pytest.mark.parametrize(
     ("targets", "reason"),
     [
-        (["re:(a+)+$"], 'config_groups.targets: the pattern "re:(a+)+$" is not supported'),
-        (["re:.*.*.*.*"], 'the pattern "re:.*.*.*.*" is not supported'),
-        (["re:(mlp"], 'the pattern "re:(mlp" is not supported'),
-        (["re:.*(?!mlp).*"], 'the pattern "re:.*(?!mlp).*" is not supported'),
+        (["re:(mlp"], 'config.json: the pattern "(mlp" is no regular expression'),
+        (["re:(?i).*mlp"], """the pattern "(?i).*mlp" has '(?i)', which is not supported"""),
+        (["re:(a+)+$"], "mlp.gate_proj: is stored quantized, but no group"),
+        (["re:" + "(.|.)" * 30 + "Q"], "mlp.gate_proj: is stored quantized, but no group"),
+        (["re:" + "(?:(?!(?:.+){9}y).)*" * 30], "and those before it take more than 65536 steps"),
         (["re:.*up_proj"], "mlp.gate_proj: is stored quantized, but no group of config_groups has it among its targets"),
         ([7], "config_groups.mlp.targets = [7]: must be a list of strings"),
         (["re:.*self_attn.*"], "mlp.gate_proj: is stored quantized, but no group"),

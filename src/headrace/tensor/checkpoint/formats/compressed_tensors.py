@@ -27,18 +27,18 @@ their rounding is the choice of kernel and cache, and the scales of their roundi
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from headrace.core.errors import CheckpointError, shorten
+from headrace.core.errors import CheckpointError
 from headrace.tensor.checkpoint.config import ConfigFile
 from headrace.tensor.checkpoint.formats.format import StoredParts
 from headrace.tensor.checkpoint.formats.fp8 import read_block_size
+from headrace.tensor.checkpoint.formats.patterns import Name, Pattern, read_patterns
 from headrace.tensor.checkpoint.formats.scaled import (
     CHANNEL,
     E4M3,
@@ -62,9 +62,8 @@ MIXED = "mixed-precision"
 """`format` where each group has its own."""
 CLASS = "Linear"
 """The target that is every linear which no other target names."""
-PLAIN_PATTERN = re.compile(r"(?:[A-Za-z0-9_^$|()]|\(\?:|\\\.|\\d[+]?|\[[A-Za-z0-9-]+\][+]?|\.[*+]?)+")
-"""Regular expressions of targets that are matched: they repeat single characters alone, so that a match takes little time."""
-MAX_REPEATS = 3
+PATTERN = "re:"
+"""Before a target that is a regular expression."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,20 +99,18 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """targets: CLASS, names of linears, or "re:" and a pattern that matches from a name's start"""
+    """targets: CLASS, names of linears, or PATTERN and a pattern"""
 
     targets: tuple[str, ...]
     scheme: Scheme
 
-    def names(self, stem: str) -> bool:
-        return any(re.match(target[3:], stem) if target.startswith("re:") else target == stem for target in self.targets)
-
 
 @dataclass(frozen=True, slots=True)
 class CompressedTensorsFormat:
-    """Implements `WeightFormat`."""
+    """Implements `WeightFormat`. patterns: those of all targets by their texts; none where all groups are stored in the same way"""
 
     groups: tuple[Group, ...]
+    patterns: Mapping[str, Pattern]
     rounds_activations: bool
 
     method = "compressed-tensors"
@@ -143,11 +140,17 @@ class CompressedTensorsFormat:
         """The first group's that names the linear, or else that of all linears. Where all are the same, targets do not matter."""
         if len({group.scheme for group in self.groups}) == 1:
             return self.groups[0].scheme
-        named = [group.scheme for group in self.groups if group.names(stem)]
+        name = Name(stem)
+        named = [group.scheme for group in self.groups if any(self._is_named(name, target) for target in group.targets)]
         named += [group.scheme for group in self.groups if CLASS in group.targets]
         if not named:
             raise CheckpointError(stem, "is stored quantized, but no group of config_groups has it among its targets")
         return named[0]
+
+    def _is_named(self, name: Name, target: str) -> bool:
+        if target.startswith(PATTERN):
+            return self.patterns[target.removeprefix(PATTERN)].matches(name)
+        return target == name.text
 
 
 def _read_packed_integers(parts: StoredParts, stem: str, shape: tuple[int, int], scheme: Scheme) -> ScaledWeight:
@@ -262,6 +265,7 @@ def read_format(section: ConfigFile) -> CompressedTensorsFormat:
     _refuse_changed_results(section)
     shared = section.text("format", MIXED)
     groups: list[Group] = []
+    patterns: dict[str, Pattern] = {}
     rounds_activations = False
     sections = section.section("config_groups")
     for name in sections.values:
@@ -272,8 +276,9 @@ def read_format(section: ConfigFile) -> CompressedTensorsFormat:
     if not groups:
         section.refuse("config_groups", "no group says how weights are stored")
     if len({group.scheme for group in groups}) > 1:
-        _check_patterns(sections, groups)
-    return CompressedTensorsFormat(tuple(groups), rounds_activations)
+        texts = [target.removeprefix(PATTERN) for group in groups for target in group.targets if target.startswith(PATTERN)]
+        patterns = read_patterns(section.file, texts)
+    return CompressedTensorsFormat(tuple(groups), patterns, rounds_activations)
 
 
 def _refuse_changed_results(section: ConfigFile) -> None:
@@ -292,19 +297,6 @@ def _targets(group: ConfigFile) -> tuple[str, ...]:
     if len(targets) != len(group.items("targets")):
         group.refuse("targets", "must be a list of strings")
     return targets
-
-
-def _check_patterns(sections: ConfigFile, groups: list[Group]) -> None:
-    """Refuse patterns that are not plain, where patterns decide which group a linear is in."""
-    for target in (target for group in groups for target in group.targets if target.startswith("re:")):
-        pattern = target.removeprefix("re:")
-        is_plain = PLAIN_PATTERN.fullmatch(pattern) and len(re.findall(r"[*+]", pattern)) <= MAX_REPEATS
-        try:
-            re.compile(pattern)
-        except re.error:
-            is_plain = None
-        if not is_plain:
-            raise CheckpointError(sections.file, f"{sections.prefix}targets: the pattern {shorten(target)} is not supported")
 
 
 def _read_scheme(group: ConfigFile, shared: str) -> Scheme:
