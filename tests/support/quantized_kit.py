@@ -148,17 +148,18 @@ class Awq:
     """How a model is stored as AWQ."""
 
     group: int = 32
+    symmetric: bool = False
 
     @property
     def section(self) -> dict[str, Any]:
-        """As AutoAWQ writes it."""
+        """As AutoAWQ writes it, and AutoRound symmetric weights."""
         return {
-            "quant_method": "awq", "bits": 4, "group_size": self.group, "zero_point": True, "version": "gemm",
+            "quant_method": "awq", "bits": 4, "group_size": self.group, "zero_point": not self.symmetric, "version": "gemm",
             "modules_to_not_convert": None,
         }  # fmt: skip
 
     def store(self, shape: tuple[int, int], generator: torch.Generator) -> tuple[Parts, Tensor]:
-        drawn = _draw(shape, 4, self.group, generator)
+        drawn = _draw(shape, 4, self.group, generator, symmetric=self.symmetric)
         parts = {
             "qweight": pack_bits([_awq_order(row) for row in drawn.values.t().tolist()], 4),
             "qzeros": pack_bits([_awq_order(row) for row in drawn.zeros.tolist()], 4),

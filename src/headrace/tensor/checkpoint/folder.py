@@ -49,6 +49,8 @@ _SAMPLE_BYTES = 4096
 class Checkpoint:
     """All weight files of a folder. The object notes which tensors were read, so that `check_all_read` can refuse a folder with others."""
 
+    has_values = True
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._headers: dict[str, Header] = {}

@@ -49,6 +49,29 @@ def test_the_logits_are_those_of_the_same_weights_stored_plainly(architecture: s
     assert torch.equal(logits(loaded), logits(load(pair.plain)))
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_weights_without_zero_points_have_the_middle_of_the_range(architecture: str, is_stored: bool, tmp_path: Path) -> None:
+    pair = save_pair(tmp_path, architecture, Awq(symmetric=True), ffn=FFN)
+    pair.section["sym"] = True
+    pair.tensors = {name: tensor for name, tensor in pair.tensors.items() if is_stored or not name.endswith("qzeros")}
+    pair.write()
+    assert torch.equal(logits(load(pair.folder)), logits(load(pair.plain)))
+
+
+def test_zero_points_that_the_configuration_denies_are_refused(pair: Pair) -> None:
+    """With the word that says what is meant."""
+    expected = logits(load(pair.folder))
+    pair.section["zero_point"] = False
+    assert "q_proj.qzeros: its zero points are not the middle of the range, though config.json has zero_point = false" in refusal(pair)
+    pair.tensors = {name: torch.zeros_like(tensor) if name.endswith("qzeros") else tensor for name, tensor in pair.tensors.items()}
+    assert 'Write "zero_point": true into quantization_config if they are meant' in refusal(pair)
+    pair = pair.copied(pair.folder.with_name("again"))
+    pair.section["zero_point"] = True
+    pair.write()
+    assert not torch.equal(logits(load(pair.folder)), expected)
+
+
 @pytest.mark.parametrize("group", [32, -1])
 def test_any_region_is_that_of_the_weight(group: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As ranks and fused parts read it; made dense a few rows at a time, which begin and end within words."""
@@ -94,7 +117,7 @@ def test_the_words_of_other_exporters(tmp_path: Path) -> None:
         ("version", "gemv", 'version = "gemv": only gemm is supported'),
         ("version", "gemv_fast", 'version = "gemv_fast": only gemm is supported'),
         ("version", "marlin", 'version = "marlin": only gemm is supported'),
-        ("zero_point", False, "zero_point = false: weights without zero points are not supported"),
+        ("zero_point", "no", 'zero_point = "no": must be true or false'),
         ("backend", "llm-awq", 'backend = "llm-awq": only autoawq\'s layout is supported'),
     ],
 )

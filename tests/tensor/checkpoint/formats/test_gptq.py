@@ -112,11 +112,55 @@ def test_scales_of_other_dtypes(dtype: torch.dtype, pair: Pair) -> None:
     assert torch.equal(logits(load(pair.folder)), expected)
 
 
-def test_a_config_without_a_version_means_the_first(tmp_path: Path) -> None:
-    pair = save_pair(tmp_path, "Llama", Gptq())
-    del pair.section["checkpoint_format"], pair.section["sym"]
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("stored_in", [1, 2])
+@pytest.mark.parametrize("called", ["gptq", "gptq_v2", None])
+def test_symmetric_zero_points_are_the_middle_however_they_are_stored(
+    bits: int, stored_in: int, called: str | None, tmp_path: Path
+) -> None:
+    """Recent writers call what they store in version 2's way "gptq"."""
+    pair = save_pair(tmp_path, "Llama", Gptq(bits, symmetric=True, version=stored_in))
+    expected = logits(load(pair.plain))
+    pair.section["checkpoint_format"] = called
+    for is_symmetric in (True, None):
+        pair.section["sym"] = is_symmetric
+        pair.write()
+        assert torch.equal(logits(load(pair.folder)), expected)
+
+
+def test_symmetric_weights_need_no_zero_points(tmp_path: Path) -> None:
+    pair = save_pair(tmp_path, "Phi3", Gptq(symmetric=True, desc_act=True))
+    pair.tensors = {name: tensor for name, tensor in pair.tensors.items() if not name.endswith("qzeros")}
     pair.write()
     assert torch.equal(logits(load(pair.folder)), logits(load(pair.plain)))
+    pair.section["sym"] = False
+    assert ".qzeros is missing" in refusal(pair)
+
+
+def test_one_zero_point_that_is_not_the_middle_contradicts_a_symmetric_file(tmp_path: Path) -> None:
+    pair = save_pair(tmp_path, "Llama", Gptq(symmetric=True))
+    pair.tensors[f"{LINEAR}.qzeros"][1, 3] += 1
+    assert f"{LINEAR}.qzeros: its zero points are not the middle of the range, though config.json has sym = true" in refusal(pair)
+    pair.section["sym"] = False
+    pair.write()
+    assert not torch.equal(logits(load(pair.folder)), logits(load(pair.plain)))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("is_symmetric", [False, None])
+def test_a_word_decides_how_zero_points_are_stored_of_a_file_that_does_not_say(
+    version: int, is_symmetric: bool | None, tmp_path: Path
+) -> None:
+    pair = save_pair(tmp_path, "Llama", Gptq(version=version))
+    called = pair.section.pop("checkpoint_format")
+    pair.section["sym"] = is_symmetric
+    message = refusal(pair)
+    assert "q_proj.qzeros: nothing says how its zero points are stored" in message
+    assert '"checkpoint_format": "gptq" where zero points are stored less one' in message
+    for field in ("checkpoint_format", "format"):
+        pair.section[field] = called
+        pair.write()
+        assert torch.equal(logits(load(pair.folder)), logits(load(pair.plain)))
 
 
 @pytest.mark.parametrize("given", ["as stored", "absent", "zeros"])
@@ -136,6 +180,46 @@ def test_rules_that_exclude_modules_are_what_the_file_holds_anyway(tmp_path: Pat
     pair.section["dynamic"] = {r"-:.*\.down_proj": {}, "-:lm_head": {"bits": 8}, "+:.*q_proj": {}}
     pair.write()
     assert torch.equal(logits(load(pair.folder)), logits(load(pair.plain)))
+    pair.section["dynamic"] = {"-:.*": {}}
+    assert "q_proj: is stored quantized, though a rule of config.json's dynamic excludes it" in refusal(pair)
+
+
+MLP = LINEAR.removesuffix(".down_proj")
+OTHERS = [Gptq(8, 32), Gptq(4, 64), Gptq(2, -1, desc_act=True), Gptq(3, 32, symmetric=True)]
+
+
+def with_rules(path: Path, other: Gptq, rules: dict[str, object]) -> tuple[Pair, torch.Tensor]:
+    """A Llama of 4 bits whose feed-forward block is stored in another way, and its logits."""
+    pair, mlp = save_pair(path / "a", "Llama", Gptq()), save_pair(path / "b", "Llama", other)
+    for name in [name for name in pair.tensors if name.startswith(MLP)]:
+        del pair.tensors[name]
+    pair.tensors |= {name: tensor for name, tensor in mlp.tensors.items() if name.startswith(MLP)}
+    pair.section["dynamic"] = rules
+    pair.write()
+    plain = pair.copied(path / "plain")
+    dense = pair.dense | {name: weight for name, weight in mlp.dense.items() if name.startswith(MLP)}
+    plain.tensors = {name: tensor for name, tensor in plain.tensors.items() if f"{name.rpartition('.')[0]}.weight" not in dense} | dense
+    del plain.config["quantization_config"]
+    plain.write()
+    return pair, logits(load(plain.folder))
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=str)
+@pytest.mark.parametrize("pattern", [r"+:model\.layers\.0\.mlp\..*", r".*\.mlp\.(gate|up|down)_proj$", r"+:(?!.*self_attn)model"])
+def test_rules_change_how_modules_are_stored(other: Gptq, pattern: str, tmp_path: Path) -> None:
+    changes = {"bits": other.bits, "group_size": other.group, "desc_act": other.desc_act, "sym": other.symmetric}
+    pair, expected = with_rules(tmp_path, other, {"-:.*visual.*": {}, pattern: changes, "+:.*": {}, ".*mlp.*": {"bits": 2}})
+    loaded = load(pair.folder)
+    assert loaded.stored_as.startswith(f"gptq, 4 bits in groups of 32 or {other.bits} bits")
+    assert torch.equal(logits(loaded), expected)
+
+
+def test_the_first_rule_that_matches_counts(tmp_path: Path) -> None:
+    rules: dict[str, object] = {"+:.*mlp": {"bits": 8}, ".*": {"bits": 4}, "-:.*mlp": {}}
+    pair, expected = with_rules(tmp_path, Gptq(8, 32), rules)
+    assert torch.equal(logits(load(pair.folder)), expected)
+    pair.section["dynamic"] = dict(reversed(rules.items()))
+    assert "gate_proj: is stored quantized, though a rule of config.json's dynamic excludes it" in refusal(pair)
 
 
 @pytest.mark.parametrize(
@@ -152,15 +236,20 @@ def test_rules_that_exclude_modules_are_what_the_file_holds_anyway(tmp_path: Pat
         ("desc_act", 1, "desc_act = 1: must be true or false"),
         ("checkpoint_format", "marlin", 'checkpoint_format = "marlin": only gptq and gptq_v2 are supported'),
         ("is_marlin_format", True, "is_marlin_format = true: Marlin's layout is not supported"),
-        ("dynamic", {"-:a": {}, "+:b": {"bits": 8}}, 'rule "+:b" stores modules in another way'),
+        ("format", "gptq", 'format = "gptq": contradicts checkpoint_format'),
+        ("format", "gptq_pro", 'format = "gptq_pro": only gptq and gptq_v2 are supported'),
+        ("sym", 1, "sym = 1: must be true or false"),
+        ("dynamic", {"-:a": {}, "+:b": {"bits": 5}}, "dynamic.+:b.bits = 5: only 2, 3, 4, 8 are supported"),
+        ("dynamic", {"a": {"checkpoint_format": "marlin"}}, 'dynamic.a.checkpoint_format = "marlin": only gptq and gptq_v2'),
+        ("dynamic", {"+:b": 8}, "dynamic.+:b = 8: must be an object"),
+        ("dynamic", {"+:(b": {}}, 'the pattern "(b" is no regular expression'),
         ("quant_method", "bitsandbytes", 'quant_method = "bitsandbytes": checkpoints of this format are not supported'),
     ],
 )  # fmt: skip
 def test_a_field_that_is_refused(field: str, value: object, reason: str, pair: Pair) -> None:
     pair.section[field] = value
     message = refusal(pair)
-    assert f"config.json: quantization_config.{'' if field == 'dynamic' else reason}" in message
-    assert reason in message
+    assert f"config.json: {'' if 'pattern' in reason else 'quantization_config.'}{reason}" in message
 
 
 @pytest.mark.parametrize("part", ["qweight", "qzeros", "scales", "g_idx"])

@@ -8,7 +8,8 @@
 
 weight[n, k] = (integer - zero point) * scale. Groups are consecutive inputs. Source: AutoAWQ's file format, which GPTQModel writes too.
 
-AutoAWQ's other layouts (gemv, gemv_fast, marlin), those of other exporters (`backend`), and weights without zero points are refused.
+Weights without zero points (`zero_point` false, AutoRound's symmetric ones) are stored with the middle of the range as every zero point,
+or with none. AutoAWQ's other layouts (gemv, gemv_fast, marlin), and those of other exporters (`backend`), are refused.
 `modules_to_not_convert` is not needed: those modules are stored as plain weights.
 """
 
@@ -26,6 +27,7 @@ from headrace.tensor.checkpoint.formats.nibbles import decoded, nibbles
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight
 
 PER_WORD = 8
+MIDDLE = 8.0
 SHIFTS = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28], dtype=torch.int32)
 """Lowest bit of each of a word's eight outputs: the even ones are stored first."""
 SCALES = ("F16", "BF16", "F32")
@@ -59,9 +61,10 @@ class AwqWeight:
 
 @dataclass(frozen=True, slots=True)
 class AwqFormat:
-    """Implements `WeightFormat`. group: inputs of a group; -1: all."""
+    """Implements `WeightFormat`. group: inputs of a group; -1: all. is_symmetric: all zero points are the middle of the range"""
 
     group: int
+    is_symmetric: bool
 
     method = "awq"
 
@@ -89,9 +92,20 @@ class AwqFormat:
         if outputs % PER_WORD:
             raise CheckpointError(stem, f"{outputs} outputs cannot be packed in words of {PER_WORD}")
         words = parts.read_part(f"{stem}.qweight", (inputs, outputs // PER_WORD), ("I32",))
-        zeros = parts.read_part(f"{stem}.qzeros", (inputs // group, outputs // PER_WORD), ("I32",))
         scales = parts.read_part(f"{stem}.scales", (inputs // group, outputs), SCALES)
-        return AwqWeight(words, scales.float().t().contiguous(), _by_output(zeros).float())
+        zeros = self._zeros(parts, f"{stem}.qzeros", (inputs // group, outputs))
+        return AwqWeight(words, scales.float().t().contiguous(), zeros)
+
+    def _zeros(self, parts: StoredParts, name: str, shape: tuple[int, int]) -> Tensor:
+        """Zero points, float32 [N, G]. Raises CheckpointError for others than config.json says."""
+        middle = torch.full((shape[1], shape[0]), MIDDLE)
+        if self.is_symmetric and not parts.has(name):
+            return middle
+        zeros = _by_output(parts.read_part(name, (shape[0], shape[1] // PER_WORD), ("I32",))).float()
+        if self.is_symmetric and parts.has_values and not torch.equal(zeros, middle):
+            reason = "its zero points are not the middle of the range, though config.json has zero_point = false"
+            raise CheckpointError(name, reason, 'Write "zero_point": true into quantization_config if they are meant.')
+        return zeros
 
 
 def _by_output(words: Tensor) -> Tensor:
@@ -113,6 +127,4 @@ def read_format(section: ConfigFile) -> AwqFormat:
         section.refuse(layout, "only gemm is supported", "Convert the checkpoint to it.")
     if section.text("backend", "autoawq") != "autoawq":
         section.refuse("backend", "only autoawq's layout is supported", "Quantize the model with AutoAWQ.")
-    if not section.flag("zero_point", True):
-        section.refuse("zero_point", "weights without zero points are not supported", "Quantize the model with zero_point = true.")
-    return AwqFormat(size)
+    return AwqFormat(size, is_symmetric=not section.flag("zero_point", True))

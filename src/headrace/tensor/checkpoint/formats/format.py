@@ -13,7 +13,13 @@ from headrace.tensor.kernels.rounding import Precision, RoundedWeight
 
 
 class StoredParts(Protocol):
-    """The stored tensors of a checkpoint, read by name. `tensor.checkpoint.folder.Checkpoint` implements the protocol."""
+    """The stored tensors of a checkpoint, read by name. `tensor.checkpoint.folder.Checkpoint` implements the protocol.
+
+    has_values  false where tensors are checked to be there and `read_part` gives zeros instead, which contradict nothing
+    """
+
+    @property
+    def has_values(self) -> bool: ...
 
     def has(self, name: str) -> bool: ...
 

@@ -9,15 +9,17 @@
 
 weight[n, k] = (integer - zero point) * scale. Source: the file format of AutoGPTQ and GPTQModel.
 
-- The version is `checkpoint_format`: "gptq" is version 1, "gptq_v2" stores zero points as they are. Without the field it is version 1, as
-  it is for AutoGPTQ, GPTQModel and vLLM: files from before version 2 do not have it. `sym` changes nothing in the files: the zero points
-  of symmetric weights are stored too, and those that are stored are used.
+- The version is `checkpoint_format`, in newer files `format`: "gptq" is version 1, "gptq_v2" stores zero points as they are.
+- The zero points of symmetric weights (`sym`) are the middle of the range. Files store them too, under the name of either version in the
+  way of either, and kernels that know `sym` do not read them; so they may be stored in either way, or left out. Any others are refused.
+- Without `sym` and without a version, weights whose zero points are all the middle are taken for symmetric, and others are refused: files
+  from before version 2 do not name a version, and some of today's writers do not either.
 - Version 1 cannot store a zero point of 0. A stored one with all bits set is 0 to some of its readers (most kernels of AutoGPTQ) and
   2 ** bits to others (vLLM), and packers let it run over into its neighbours, so it is refused.
 - With `desc_act` (act-order) `g_idx` gives the groups, in any order. Without it groups are consecutive, and a `g_idx` that says otherwise
   is refused; zeros say nothing.
-- `dynamic`, GPTQModel's rules for single modules: modules that "-:" excludes are stored as plain weights. Rules that change how a module
-  is stored are refused.
+- `dynamic` has GPTQModel's rules for single modules. The first whose pattern matches counts: "-:" excludes modules, which are stored as
+  plain weights, "+:" or nothing gives them other `bits`, `group_size`, `desc_act` or `sym`.
 - A quantized head (`lm_head`) has the parts of any linear. Fields that say how the integers were found are ignored.
 """
 
@@ -28,10 +30,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.core.errors import CheckpointError, shorten
+from headrace.core.errors import CheckpointError
 from headrace.tensor.checkpoint.config import ConfigFile
 from headrace.tensor.checkpoint.formats.format import StoredParts
 from headrace.tensor.checkpoint.formats.nibbles import decoded, nibbles
+from headrace.tensor.checkpoint.formats.patterns import Name, Pattern, read_patterns
 from headrace.tensor.checkpoint.formats.unpacking import unpack
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight
 
@@ -39,6 +42,12 @@ BITS = (2, 3, 4, 8)
 SCALES = ("F16", "BF16", "F32")
 VERSIONS = {"gptq": 1, "gptq_v2": 0}
 """`checkpoint_format` -> what is added to a stored zero point."""
+EXCLUDES, CHANGES = "-:", "+:"
+"""What the rules of `dynamic` begin with; a rule without either changes too."""
+_ASYMMETRIC = (
+    'Write "sym": false into quantization_config, and "checkpoint_format": "gptq" where zero points are stored less one, as AutoGPTQ does, '
+    '"gptq_v2" where they are stored as they are.'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,32 +77,30 @@ class GptqWeight:
 
 
 @dataclass(frozen=True, slots=True)
-class GptqFormat:
-    """Implements `WeightFormat`. group: inputs of a group; -1: all. added: to a stored zero point. is_ordered: groups are consecutive."""
+class Scheme:
+    """How a linear is stored.
+
+    group         inputs of a group; -1: all
+    added         to a stored zero point; None: the file names no version
+    is_symmetric  None: the file does not say
+    is_ordered    groups are consecutive
+    """
 
     bits: int
     group: int
-    added: int
+    added: int | None
+    is_symmetric: bool | None
     is_ordered: bool
-
-    method = "gptq"
 
     @property
     def title(self) -> str:
-        return f"gptq, {self.bits} bits" + (f" in groups of {self.group}" if self.group > 0 else "")
+        return f"{self.bits} bits" + (f" in groups of {self.group}" if self.group > 0 else "")
 
     @property
     def precision(self) -> Precision:
         return Precision.INT4 if self.bits <= 4 and self.is_ordered else Precision.INT8
 
-    def precision_of(self, stem: str) -> Precision:
-        """See `WeightFormat.precision_of`."""
-        return self.precision
-
-    def is_quantized(self, parts: StoredParts, stem: str) -> bool:
-        return any(parts.has(f"{stem}.{part}") for part in ("qweight", "qzeros", "scales"))
-
-    def open(self, parts: StoredParts, stem: str, shape: tuple[int, int]) -> GptqWeight:
+    def read(self, parts: StoredParts, stem: str, shape: tuple[int, int]) -> GptqWeight:
         """See `WeightFormat.open`."""
         (outputs, inputs), bits = shape, self.bits
         if inputs * bits % 32 or outputs * bits % 32:
@@ -106,10 +113,22 @@ class GptqFormat:
         return GptqWeight(words, scales.float().t().contiguous(), zeros.t().contiguous(), groups, bits)
 
     def _zeros(self, parts: StoredParts, name: str, shape: tuple[int, int]) -> Tensor:
-        """Zero points, float32 [G, N]. Raises CheckpointError for one that is beyond the integers' range."""
+        """Zero points, float32 [G, N]. Raises CheckpointError for one that is beyond the integers' range, and for what is not decided."""
+        middle = torch.full(shape, float(1 << (self.bits - 1)))
+        if self.is_symmetric and not parts.has(name):
+            return middle
         words = parts.read_part(name, (shape[0], shape[1] * self.bits // 32), ("I32",))
-        zeros = unpack(words, self.bits).float() + self.added
-        highest = (1 << self.bits) - 1
+        if not parts.has_values:
+            return middle
+        stored = unpack(words, self.bits).float()
+        is_middle = any(torch.equal(stored, middle - less) for less in VERSIONS.values())
+        if is_middle and self.is_symmetric is not False:
+            return middle
+        if self.is_symmetric:
+            raise CheckpointError(name, "its zero points are not the middle of the range, though config.json has sym = true", _ASYMMETRIC)
+        if self.added is None:
+            raise CheckpointError(name, "nothing says how its zero points are stored", _ASYMMETRIC)
+        zeros, highest = stored + self.added, (1 << self.bits) - 1
         if (number := int((zeros > highest).sum())) > 0:
             reason = f"holds {number} zero points beyond {highest}, the highest integer of {self.bits} bits"
             raise CheckpointError(name, reason, "Quantize the model again, with checkpoint_format gptq_v2.")
@@ -131,20 +150,79 @@ class GptqFormat:
         return consecutive
 
 
+@dataclass(frozen=True, slots=True)
+class GptqFormat:
+    """Implements `WeightFormat`. rules: of single modules, the first that matches counts; None: they are stored as plain weights"""
+
+    scheme: Scheme
+    rules: tuple[tuple[Pattern, Scheme | None], ...]
+
+    method = "gptq"
+
+    @property
+    def title(self) -> str:
+        schemes = [self.scheme, *(scheme for _, scheme in self.rules if scheme is not None)]
+        return "gptq, " + " or ".join(dict.fromkeys(scheme.title for scheme in schemes))
+
+    @property
+    def precision(self) -> Precision:
+        return self.scheme.precision
+
+    def precision_of(self, stem: str) -> Precision:
+        """See `WeightFormat.precision_of`."""
+        scheme = self._scheme(stem)
+        return Precision.NONE if scheme is None else scheme.precision
+
+    def is_quantized(self, parts: StoredParts, stem: str) -> bool:
+        return any(parts.has(f"{stem}.{part}") for part in ("qweight", "qzeros", "scales"))
+
+    def open(self, parts: StoredParts, stem: str, shape: tuple[int, int]) -> GptqWeight:
+        """See `WeightFormat.open`."""
+        if (scheme := self._scheme(stem)) is None:
+            raise CheckpointError(stem, "is stored quantized, though a rule of config.json's dynamic excludes it")
+        return scheme.read(parts, stem, shape)
+
+    def _scheme(self, stem: str) -> Scheme | None:
+        name = Name(stem)
+        return next((scheme for pattern, scheme in self.rules if pattern.matches(name)), self.scheme)
+
+
 def read_format(section: ConfigFile) -> GptqFormat:
     """The format that `quantization_config` describes. Raises CheckpointError."""
+    rules = section.section("dynamic")
+    patterns = read_patterns(section.file, map(_pattern, rules.values))
+    found: list[tuple[Pattern, Scheme | None]] = []
+    for rule in rules.values:
+        changes = rules.section(rule)
+        changed = ConfigFile(section.file, {**section.values, **changes.values}, changes.prefix)
+        found.append((patterns[_pattern(rule)], None if rule.startswith(EXCLUDES) else _read_scheme(changed)))
+    return GptqFormat(_read_scheme(section), tuple(found))
+
+
+def _pattern(rule: str) -> str:
+    return rule[2:] if rule.startswith((EXCLUDES, CHANGES)) else rule
+
+
+def _read_scheme(section: ConfigFile) -> Scheme:
+    """How linears are stored by these fields. Raises CheckpointError."""
     bits = section.integer("bits", 2, 8)
     if bits not in BITS:
         section.refuse("bits", f"only {', '.join(map(str, BITS))} are supported")
     group = section.integer("group_size", -1, 1 << 20)
     if group == 0:
         section.refuse("group_size", "must be -1, for one group, or positive")
-    version = section.text("checkpoint_format", "gptq")
-    if version not in VERSIONS:
-        section.refuse("checkpoint_format", f"only {' and '.join(VERSIONS)} are supported", "Convert the checkpoint to one of them.")
+    versions = {section.text(name): name for name in ("checkpoint_format", "format") if section.has(name)}
+    for version, name in versions.items():
+        if version not in VERSIONS:
+            section.refuse(name, f"only {' and '.join(VERSIONS)} are supported", "Convert the checkpoint to one of them.")
+    if len(versions) > 1:
+        section.refuse("format", "contradicts checkpoint_format", "Leave the wrong one out.")
     if section.flag("is_marlin_format", False):
         section.refuse("is_marlin_format", "Marlin's layout is not supported", "Use the checkpoint that it was converted from.")
-    for rule, changes in section.section("dynamic").values.items():
-        if changes and not rule.startswith("-:"):
-            section.refuse("dynamic", f"rule {shorten(rule)} stores modules in another way, which is not supported")
-    return GptqFormat(bits, group, VERSIONS[version], is_ordered=not section.flag("desc_act", True))
+    return Scheme(
+        bits=bits,
+        group=group,
+        added=next((VERSIONS[version] for version in versions), None),
+        is_symmetric=section.flag("sym", False) if section.has("sym") else None,
+        is_ordered=not section.flag("desc_act", True),
+    )

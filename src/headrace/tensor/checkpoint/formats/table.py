@@ -43,7 +43,7 @@ UNUSED = (
 """Parts beside a linear, or beside the linears of its attention, that say how activations, keys or values may be rounded as they are
 computed. They change no weight; what is computed here is not rounded by them, whatever the format."""
 
-READER_VERSION = 2
+READER_VERSION = 3
 """Part of what names packed weights on disk: another one where a format's weights are read otherwise than before."""
 
 FEW = 16
@@ -82,6 +82,8 @@ def resolve_precision(quantization: str, stored: WeightFormat | GgufFormat | Non
 
 class _Expected:
     """Implements `StoredParts` with zeros, and reads nothing but the smallest parts: what a format asks for is checked to be there."""
+
+    has_values = False
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
