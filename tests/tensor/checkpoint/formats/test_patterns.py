@@ -70,8 +70,7 @@ def test_patterns_that_re_would_never_finish_take_few_steps(pattern: str) -> Non
 def test_all_patterns_share_the_steps_of_a_name() -> None:
     name, patterns = Name("a" * 64), read_patterns("config.json", [f"(.+){{{number}}}x" for number in range(2, 300)])
     with pytest.raises(CheckpointError, match=r'config.json: the pattern "\(\.\+\).*" and those before it take more than 65536 steps'):
-        for pattern in patterns.values():
-            pattern.matches(name)
+        any(pattern.matches(name) for pattern in patterns.values())
 
 
 @pytest.mark.parametrize(

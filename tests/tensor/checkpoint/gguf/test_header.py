@@ -13,7 +13,7 @@ import torch
 from gguf_files import Entry, entry, gguf_bytes
 
 from headrace.core.errors import CheckpointError
-from headrace.tensor.checkpoint.gguf.header import read_gguf_header
+from headrace.tensor.checkpoint.gguf.header import HeaderLimits, read_gguf_header
 from headrace.tensor.checkpoint.gguf.paths import is_gguf, model_name
 from headrace.tensor.checkpoint.gguf.shards import read_gguf
 
@@ -168,6 +168,25 @@ def test_shards_are_one_model(tmp_path: Path) -> None:
     (tmp_path / names[0]).rename(tmp_path / "renamed.gguf")
     with pytest.raises(CheckpointError, match=r"NAME-00001-of-00002.gguf"):
         read_gguf(tmp_path / "renamed.gguf")
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        (HeaderLimits(num_bytes=2000), r"claims 600 bytes of text, and \d+ bytes are left"),
+        (HeaderLimits(num_elements=29), "claims 10 elements, and 9 are allowed"),
+        (HeaderLimits(num_tensors=2), "claims 1 tensors, and 0 are allowed"),
+        (HeaderLimits(num_keys=11), "claims 4 keys, and 3 are allowed"),
+    ],
+)
+def test_shards_share_one_limit(limits: HeaderLimits, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three, each of which is within it."""
+    monkeypatch.setattr("headrace.tensor.checkpoint.gguf.shards.HeaderLimits", lambda: limits)
+    for number in range(3):
+        keys: dict[str, object] = {"split.no": number, "split.count": 3, "filling": [1.5] * 10, "text": "x" * 600}
+        (tmp_path / f"big-0000{number + 1}-of-00003.gguf").write_bytes(gguf_bytes(keys, {f"vector{number}": TENSORS["vector"]}))
+    with pytest.raises(CheckpointError, match=f"big-00003-of-00003.gguf: .* {reason}"):
+        read_gguf(tmp_path / "big-00001-of-00003.gguf")
 
 
 def test_a_model_is_called_after_its_file() -> None:

@@ -14,7 +14,7 @@ import torch
 from gguf_files import byte_level_keys, entry, gguf_bytes
 
 from headrace.bundled import FOLDER
-from headrace.core.errors import CheckpointError
+from headrace.core.errors import CheckpointError, InvalidRequest
 from headrace.tensor.checkpoint.config import ConfigFile, read_config
 from headrace.tensor.checkpoint.end_tokens import read_end_tokens
 from headrace.tensor.checkpoint.gguf.folder import make_folder
@@ -186,6 +186,72 @@ def test_phi3s_control_tokens_take_the_white_space_after_them() -> None:
 def test_keys_that_make_no_tokenizer_are_refused(changes: dict[str, object], named: str) -> None:
     with pytest.raises(CheckpointError, match=named):
         make_text_files(ConfigFile("model.gguf", {**byte_level_keys(TINY, "headrace"), **changes}), 2560)
+
+
+def without_merges(kept: float) -> dict[str, object]:
+    keys = byte_level_keys(TINY, "headrace")
+    merges: Any = keys.pop("tokenizer.ggml.merges")
+    return {**keys, "tokenizer.ggml.merges": merges[: int(kept * len(merges))]} if kept else keys
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        (without_merges(0.0), "merges: makes 0 of 2294 tokens of more than one byte: texts would fall into single bytes"),
+        (without_merges(1e-6), "merges: makes 0 of 2294 tokens of more than one byte"),
+        (without_merges(0.4), r"merges: makes \d+ of 2294 tokens of more than one byte"),
+        (sentencepiece_keys(**{"tokenizer.ggml.scores": [-1000.0] * len(pieces_by_score()[0])}), "scores: has 1 different scores for"),
+        (sentencepiece_keys(**{"tokenizer.ggml.scores": [0.0] * len(pieces_by_score()[0])}), "nothing says which is made first"),
+    ],
+    ids=["no key", "empty", "cut off", "one score", "zeros"],
+)
+def test_a_tokenizer_that_has_lost_its_merges_is_refused(keys: dict[str, object], named: str) -> None:
+    """It would spell texts in bytes and letters, which no model of that vocabulary was trained on."""
+    with pytest.raises(CheckpointError, match=named):
+        make_text_files(ConfigFile("model.gguf", keys), 10_000)
+
+
+def test_a_vocabulary_of_bytes_needs_no_merges(tmp_path: Path) -> None:
+    keys = without_merges(0.0)
+    tokens: Any = [token for token in keys["tokenizer.ggml.tokens"] if len(token) == 1]  # type: ignore[attr-defined]
+    bytes_alone = {f"tokenizer.ggml.{name}": value for name, value in {"model": "gpt2", "pre": "gpt-2", "tokens": tokens}.items()}
+    assert len(ids(made_text(tmp_path, bytes_alone).tokenizer, "abc d")) == 5
+
+
+TOOLS = "{% for tool in tools %}[{{ tool.function.name }}]{% endfor %}"
+
+
+@pytest.mark.parametrize("has_default", [True, False])
+@pytest.mark.parametrize("listed", [["tool_use"], None])
+def test_named_templates_are_those_of_a_folder(has_default: bool, listed: list[str] | None, tmp_path: Path) -> None:
+    plain = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    keys = sentencepiece_keys(**{"tokenizer.chat_template.tool_use": TOOLS + plain, "tokenizer.chat_template.rag": ""})
+    if has_default:
+        keys["tokenizer.chat_template"] = plain
+    if listed:
+        keys["tokenizer.chat_templates"] = listed
+    template = made_text(tmp_path, keys).template
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+    assert template.render([{"role": "user", "content": "the"}], tools=[tool]) == "[weather]the"
+    if has_default:
+        assert template.render([{"role": "user", "content": "the"}]) == "the"
+    else:
+        with pytest.raises(InvalidRequest, match="This model only has: tool_use"):
+            template.render([{"role": "user", "content": "the"}])
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"tokenizer.chat_templates": ["rag"]}, 'chat_templates = .*: lists "rag", and there is no key tokenizer.chat_template."rag"'),
+        ({"tokenizer.chat_templates": "rag"}, "chat_templates = .*: must be a list"),
+        ({"tokenizer.chat_template.tool_use": [TOOLS]}, "chat_template.tool_use = .*: must be a string"),
+        ({"tokenizer.chat_template": 7}, "chat_template = 7: must be a string"),
+    ],
+)
+def test_templates_that_are_no_texts_are_refused(changes: dict[str, object], named: str) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        make_text_files(ConfigFile("model.gguf", sentencepiece_keys(**changes)), 10_000)
 
 
 def test_more_tokens_than_rows_and_scores_that_are_missing_are_refused() -> None:

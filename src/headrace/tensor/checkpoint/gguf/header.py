@@ -24,10 +24,11 @@ from headrace.tensor.checkpoint.gguf.kinds import OTHERS, READABLE, BlockKind
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 2**28
+"""The headers of all shards of a model together are no longer."""
 MAX_TENSORS = 2**17
 MAX_KEYS = 2**16
 MAX_ELEMENTS = 2**22
-"""All arrays of one header together hold at most this many. The largest vocabularies, with merges, scores and types, have a quarter."""
+"""All arrays of a model's headers together hold at most this many. The largest vocabularies, merges and scores included, have a quarter."""
 MAX_STRING_BYTES = 2**24
 MAX_NAME_BYTES = 2**10
 """The name of a key or a tensor is no longer."""
@@ -65,13 +66,26 @@ class GgufHeader:
     digest: bytes
 
 
-def read_gguf_header(path: Path) -> GgufHeader:
-    """Read and check. Raises CheckpointError naming the file and, where there is one, the key or the tensor."""
+@dataclass(slots=True)
+class HeaderLimits:
+    """What the headers of one model may still hold; each that is read takes its share."""
+
+    num_bytes: int = MAX_HEADER_BYTES
+    num_elements: int = MAX_ELEMENTS
+    num_tensors: int = MAX_TENSORS
+    num_keys: int = MAX_KEYS
+
+
+def read_gguf_header(path: Path, limits: HeaderLimits | None = None) -> GgufHeader:
+    """Read and check. limits: what is left by the shards before; None: for a model of one file
+
+    Raises CheckpointError naming the file and, where there is one, the key or the tensor.
+    """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise CheckpointError(str(path), "not a regular file")
         with path.open("rb") as stream:
-            return _Reader(path, stream).header()
+            return _Reader(path, stream, limits or HeaderLimits()).header()
     except OSError as error:
         raise CheckpointError(str(path), f"cannot be read ({error.strerror})") from error
 
@@ -79,11 +93,11 @@ def read_gguf_header(path: Path) -> GgufHeader:
 class _Reader:
     """A position in the header, and what was read up to it."""
 
-    def __init__(self, path: Path, stream: BinaryIO) -> None:
-        self._path, self._stream = path, stream
+    def __init__(self, path: Path, stream: BinaryIO, limits: HeaderLimits) -> None:
+        self._path, self._stream, self._limits = path, stream, limits
         self._file_bytes = os.fstat(stream.fileno()).st_size
-        self._left = min(self._file_bytes, MAX_HEADER_BYTES)
-        self._position = self._num_elements = 0
+        self._left = min(self._file_bytes, limits.num_bytes)
+        self._position = 0
         self._digest = blake2b(digest_size=16, person=b"headrace-gguf")
         self._where = "the header"
 
@@ -95,8 +109,10 @@ class _Reader:
             is_big = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
             reason = "is big-endian" if is_big else f"GGUF version {version}"
             raise CheckpointError(str(self._path), reason, "Supported are versions 2 and 3, little-endian: convert it again.")
-        num_tensors = self._count("Q", "tensors", MAX_TENSORS, _LEAST_TENSOR_BYTES)
-        num_keys = self._count("Q", "keys", MAX_KEYS, _LEAST_KEY_BYTES)
+        num_tensors = self._count("Q", "tensors", self._limits.num_tensors, _LEAST_TENSOR_BYTES)
+        num_keys = self._count("Q", "keys", self._limits.num_keys, _LEAST_KEY_BYTES)
+        self._limits.num_tensors -= num_tensors
+        self._limits.num_keys -= num_keys
         keys = ConfigFile(str(self._path), self._keys(num_keys))
         entries = self._entries(num_tensors)
         alignment = keys.integer("general.alignment", LEAST_ALIGNMENT, MAX_ALIGNMENT, default=DEFAULT_ALIGNMENT)
@@ -133,8 +149,8 @@ class _Reader:
             self._damaged("is an array of arrays" if kind == _ARRAY else f"is an array of type {kind}, which GGUF does not have")
         letter = _FORMATS.get(kind, "")
         size = struct.calcsize(f"<{letter}") if letter else 8
-        count = self._count("Q", "elements", MAX_ELEMENTS - self._num_elements, size)
-        self._num_elements += count
+        count = self._count("Q", "elements", self._limits.num_elements, size)
+        self._limits.num_elements -= count
         if kind == _STRING:
             return [self._string(MAX_STRING_BYTES) for _ in range(count)]
         return list(struct.unpack(f"<{count}{letter}", self._take(size * count)))
@@ -203,12 +219,13 @@ class _Reader:
 
     def _take(self, count: int) -> bytes:
         if count > self._left:
-            where = f"the {MAX_HEADER_BYTES} bytes that a header may have" if self._file_bytes > MAX_HEADER_BYTES else "the end of the file"
-            self._damaged(f"reaches beyond {where}")
+            is_cut = self._position + self._left < self._file_bytes
+            self._damaged(f"reaches beyond {f'the {MAX_HEADER_BYTES} bytes that headers may have' if is_cut else 'the end of the file'}")
         data = self._stream.read(count)
         if len(data) != count:
             self._damaged("ends early: the file shrank while it was read")
         self._left -= count
+        self._limits.num_bytes -= count
         self._position += count
         self._digest.update(data)
         return data

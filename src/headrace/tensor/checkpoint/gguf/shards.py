@@ -14,7 +14,7 @@ from pathlib import Path
 
 from headrace.core.errors import CheckpointError, shorten
 from headrace.tensor.checkpoint.config import ConfigFile
-from headrace.tensor.checkpoint.gguf.header import MAX_TENSORS, GgufHeader, GgufTensor, read_gguf_header
+from headrace.tensor.checkpoint.gguf.header import MAX_TENSORS, GgufHeader, GgufTensor, HeaderLimits, read_gguf_header
 from headrace.tensor.checkpoint.gguf.kinds import FILE_TYPES
 from headrace.tensor.checkpoint.gguf.paths import SHARD, SUFFIX
 
@@ -58,8 +58,9 @@ def read_gguf(path: Path) -> GgufModel:
     Raises CheckpointError when a shard is missing or unreadable, when `path` is not the first shard, when a shard's number does not match
     its name, when two shards hold the same tensor, and when the number of tensors is zero or not the declared one.
     """
-    first = read_gguf_header(path)
-    headers = (first, *_further(first))
+    limits = HeaderLimits()
+    first = read_gguf_header(path, limits)
+    headers = (first, *_further(first, limits))
     tensors: dict[str, tuple[GgufHeader, GgufTensor]] = {}
     for header in headers:
         for name, tensor in header.tensors.items():
@@ -72,7 +73,7 @@ def read_gguf(path: Path) -> GgufModel:
     return GgufModel(headers, first.keys, tensors)
 
 
-def _further(first: GgufHeader) -> Iterator[GgufHeader]:
+def _further(first: GgufHeader, limits: HeaderLimits) -> Iterator[GgufHeader]:
     count = first.keys.integer("split.count", 0, MAX_SHARDS, default=1)
     if count <= 1:
         return
@@ -84,7 +85,7 @@ def _further(first: GgufHeader) -> Iterator[GgufHeader]:
         first.keys.refuse("split.count", reason, "Give all shards the names that they were made with.")
     for number in range(1, count):
         path = first.path.with_name(f"{found[1]}-{number + 1:05}-of-{count:05}{first.path.suffix}")
-        header = read_gguf_header(path)
+        header = read_gguf_header(path, limits)
         if header.keys.integer("split.no", 0, MAX_SHARDS, default=-1) != number:
             header.keys.refuse("split.no", f"must be {number} by the file's name")
         if header.keys.integer("split.count", 0, MAX_SHARDS, default=-1) != count:

@@ -7,13 +7,14 @@ its score. Added tokens (control tokens and user-defined tokens) are matched in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from headrace.core.errors import shorten
 from headrace.tensor.checkpoint.config import ConfigFile
 
 PREFIX = "tokenizer.ggml."
+TEMPLATE = "tokenizer.chat_template"
+"""Key of the main chat template. Others have their name behind it, such as tool_use."""
 METASPACE = "\u2581"
 NAMED_TOKENS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id", "pad_token": "padding_token_id"}
 """Name in tokenizer_config.json -> key."""
@@ -25,6 +26,8 @@ END_TEXTS = (
 MAX_TOKEN_CHARS = 512
 MAX_MERGES = 2**21
 """Ways to make pieces of two others. The largest vocabularies have a quarter."""
+LEAST_KNOWN = 0.5
+"""Share of the normal tokens whose rank a file must say. Files call some added tokens normal, too."""
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _SPLIT_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _SPLIT_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -84,10 +87,20 @@ def make_text_files(keys: ConfigFile, vocab_size: int) -> TextFiles:
     named = {name: vocabulary.named(key) for name, key in NAMED_TOKENS.items()}
     texts = {name: vocabulary.tokens[token_id] for name, token_id in named.items() if token_id is not None}
     config: dict[str, object] = {**texts, "tokenizer_class": "PreTrainedTokenizerFast"}
-    if template := keys.text("tokenizer.chat_template", ""):
-        config["chat_template"] = template
+    if templates := _templates(keys):
+        config["chat_template"] = templates
     generation: dict[str, object] = {"eos_token_id": vocabulary.end_tokens()}
     return TextFiles(tokenizer, config, generation)
+
+
+def _templates(keys: ConfigFile) -> dict[str, str]:
+    """Chat templates by name, "default" being the main one. Raises CheckpointError for a name that is listed and has no template."""
+    prefix = f"{TEMPLATE}."
+    named = {name.removeprefix(prefix): keys.text(name) for name in keys.values if name.startswith(prefix)}
+    for name in keys.items(f"{TEMPLATE}s"):
+        if name not in named:
+            keys.refuse(f"{TEMPLATE}s", f"lists {shorten(name)}, and there is no key {TEMPLATE}.{shorten(name)}")
+    return {"default": keys.text(TEMPLATE), **named} if keys.has(TEMPLATE) else named
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +124,9 @@ class _Vocabulary:
         named = [self.named(key) for key in END_KEYS]
         known = [number for number, token in enumerate(self.tokens) if token in END_TEXTS]
         return list(dict.fromkeys([*(number for number in named if number is not None), *known]))
+
+    def normal(self) -> list[str]:
+        return [token for token, kind in zip(self.tokens, self.kinds, strict=True) if kind == _NORMAL]
 
     def added(self) -> list[dict[str, object]]:
         """`added_tokens`: special are control tokens, the unknown one, and those that a key names. Phi-3's take the white space after them,
@@ -160,17 +176,24 @@ def _byte_level(keys: ConfigFile, vocabulary: _Vocabulary) -> dict[str, object]:
         "normalizer": {"type": "NFC"} if rule.is_nfc else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*cuts, to_bytes]},
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": _bpe(vocabulary, list(_listed_merges(keys, vocabulary)), ignore_merges=rule.whole),
+        "model": _bpe(vocabulary, _listed_merges(keys, vocabulary), ignore_merges=rule.whole),
     }
 
 
-def _listed_merges(keys: ConfigFile, vocabulary: _Vocabulary) -> Iterator[list[str]]:
-    ids, shown = vocabulary.ids, ConfigFile(keys.file, {})
+def _listed_merges(keys: ConfigFile, vocabulary: _Vocabulary) -> list[list[str]]:
+    """The file's merges. Raises CheckpointError for a merge that makes no token, and where most tokens are made by none."""
+    ids, shown, merges = vocabulary.ids, ConfigFile(keys.file, {}), []
     for merge in keys.items(f"{PREFIX}merges"):
         left, space, right = merge.partition(" ") if isinstance(merge, str) else ("", "", "")
         if not space or not {left, right, left + right} <= ids.keys():
             shown.refuse(f"{PREFIX}merges", f"{shorten(merge)} is no pair of tokens that make a token")
-        yield [left, right]
+        merges.append([left, right])
+    longer = {token for token in vocabulary.normal() if len(token) > 1}
+    made = longer.intersection(left + right for left, right in merges)
+    if len(made) < len(longer) * LEAST_KNOWN:
+        reason = f"makes {len(made)} of {len(longer)} tokens of more than one byte: texts would fall into single bytes"
+        shown.refuse(f"{PREFIX}merges", reason, "Convert the model again, with its tokenizer's merges.")
+    return merges
 
 
 def _sentencepiece(keys: ConfigFile, vocabulary: _Vocabulary) -> dict[str, object]:
@@ -198,14 +221,12 @@ def _sentencepiece(keys: ConfigFile, vocabulary: _Vocabulary) -> dict[str, objec
 
 def _merges_by_score(keys: ConfigFile, vocabulary: _Vocabulary) -> list[list[str]]:
     """Every way to make a piece of two others, by the score of the piece; the ways of one piece, and equal scores, by the parts' ids."""
-    scores, ids = keys.items(f"{PREFIX}scores"), vocabulary.ids
+    scores, ids, shown = keys.items(f"{PREFIX}scores"), vocabulary.ids, ConfigFile(keys.file, {})
     if len(scores) != len(ids) or not all(isinstance(score, float) for score in scores):
-        ConfigFile(keys.file, {}).refuse(f"{PREFIX}scores", f"must be a number for each of {len(ids)} tokens")
+        shown.refuse(f"{PREFIX}scores", f"must be a number for each of {len(ids)} tokens")
     ranked: list[tuple[float, int, int, str, str]] = []
-    for piece, number in ids.items():
-        if vocabulary.kinds[number] != _NORMAL:
-            continue
-        score = scores[number]
+    for piece in vocabulary.normal():
+        score = scores[ids[piece]]
         assert isinstance(score, float)
         for cut in range(1, len(piece)):
             left, right = piece[:cut], piece[cut:]
@@ -213,7 +234,11 @@ def _merges_by_score(keys: ConfigFile, vocabulary: _Vocabulary) -> list[list[str
                 ranked.append((-score, first, second, left, right))
         if len(ranked) > MAX_MERGES:
             reason = f"can be made of each other in more than {MAX_MERGES} ways, as no vocabulary that was trained"
-            ConfigFile(keys.file, {}).refuse(f"{PREFIX}tokens", reason)
+            shown.refuse(f"{PREFIX}tokens", reason)
+    made = {left + right: score for score, _, _, left, right in ranked}
+    if len(distinct := set(made.values())) < len(made) * LEAST_KNOWN:
+        reason = f"has {len(distinct)} different scores for {len(made)} pieces of more than one character: nothing says which is made first"
+        shown.refuse(f"{PREFIX}scores", reason, "Convert the model again, with its SentencePiece model.")
     return [[left, right] for *_, left, right in sorted(ranked)]
 
 
