@@ -115,6 +115,9 @@ def test_an_unknown_architecture_names_the_supported_ones(folder: Any, name: obj
         {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16},
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 0},
         {"rope_type": "yarn", "factor": 4.0, "truncate": "yes"},
+        {"rope_type": "yarn", "factor": 4.0, "attn_factor": 0.0},
+        {"rope_type": "yarn", "factor": 4.0, "attn_factor": 0.9, "attention_factor": 0.9},
+        {"rope_type": "linear", "factor": 4.0, "attn_factor": 0.9},
     ],
 )
 @pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])

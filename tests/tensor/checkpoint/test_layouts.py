@@ -97,6 +97,65 @@ def test_tied_embeddings_serve_as_head_unless_a_head_is_stored(folder: Any) -> N
         folder.load()
 
 
+def test_a_model_saved_without_its_head_lacks_a_prefix_that_its_head_never_has(folder: Any) -> None:
+    whole = folder.load().model
+    named = folder.tensors
+    folder.tensors = {name.removeprefix("model."): tensor for name, tensor in named.items()}
+    folder.tensors["layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(2)
+    folder.write()
+    assert_same(folder.load().model, whole)
+    folder.shard(3)
+    assert_same(folder.load().model, whole)
+    del folder.tensors["lm_head.weight"]
+    folder.config["tie_word_embeddings"] = True
+    folder.write()
+    assert torch.equal(folder.load().model.head.weight, named["model.embed_tokens.weight"])
+    folder.tensors["score.weight"] = torch.zeros(2, 8)
+    folder.write()
+    with pytest.raises(CheckpointError, match=r'1 tensors this architecture does not have, e.g. "model\.score\.weight"'):
+        folder.load()
+
+
+def test_names_with_the_prefix_and_without_it_are_not_mixed(folder: Any) -> None:
+    folder.tensors["norm.weight"] = folder.tensors.pop("model.norm.weight")
+    folder.write()
+    with pytest.raises(CheckpointError, match=r"tensor model\.norm\.weight is missing"):
+        folder.load()
+    folder.tensors["model.norm.weight"] = 2 * folder.tensors["norm.weight"]
+    folder.write()
+    with pytest.raises(CheckpointError, match=r'does not have, e.g. "norm\.weight"'):
+        folder.load()
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_tied_table_may_have_the_heads_name_alone(folder: Any, count: int, quantization: str) -> None:
+    folder.config["tie_word_embeddings"] = True
+    table = folder.tensors.pop("lm_head.weight")
+    folder.tensors["model.embed_tokens.weight"] = table
+    folder.write()
+    usual = folder.load(quantization=quantization)
+    folder.tensors["lm_head.weight"] = folder.tensors.pop("model.embed_tokens.weight")
+    folder.write() if count == 1 else folder.shard(count)
+    loaded = folder.load(quantization=quantization)
+    assert torch.equal(loaded.model.embedding.whole(), table)
+    assert torch.equal(loaded.model.head(torch.eye(8)), usual.model.head(torch.eye(8)))
+    assert loaded.dtype == usual.dtype == torch.float32
+    folder.config["tie_word_embeddings"] = False
+    folder.write_config()
+    with pytest.raises(CheckpointError, match=r"tensor model\.embed_tokens\.weight is missing"):
+        folder.load()
+
+
+def test_headers_of_all_files_share_one_limit(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.shard(3)
+    monkeypatch.setattr("headrace.tensor.checkpoint.folder.MAX_HEADER_BYTES", 1000)
+    with pytest.raises(
+        CheckpointError, match=r"model-00003-of-00003.safetensors: the headers of all files together have more than 1000 bytes"
+    ):
+        folder.load()
+
+
 def test_dtype_follows_option_then_configuration_then_weights(folder: Any) -> None:
     folder.tensors = {name: tensor.bfloat16() for name, tensor in folder.tensors.items()}
     folder.write()

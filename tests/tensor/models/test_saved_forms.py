@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from headrace.tensor.backends import load_backend
 from headrace.tensor.device import CPU
@@ -82,6 +84,53 @@ def test_a_scaling_added_to_a_saved_folder_is_what_it_is_when_saved_with_it(
     added = {"rope_parameters": {"rope_type": "default", "rope_theta": 900.0}, "rope_scaling": YARN}
     file.write_text(json.dumps(json.loads(file.read_text()) | added))
     assert_close(ours(tmp_path, paged_run), oracle.logits(TOKENS))
+
+
+@pytest.mark.parametrize("mscales", [{}, {"mscale": 1.0, "mscale_all_dim": 0.5}], ids=["plain", "mscales"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_yarns_attn_factor_multiplies_its_magnitude(
+    family: str,
+    mscales: dict[str, float],
+    make_oracle: Callable[..., Any],
+    paged_run: Callable[..., Any],
+    assert_close: Callable[..., None],
+    tmp_path: Path,
+) -> None:
+    """As vLLM and llama.cpp read it; transformers has the product as `attention_factor`."""
+    scale = 0.1 * math.log(4) + 1
+    magnitude = 0.878 * (scale / (0.05 * math.log(4) + 1) if mscales else scale)
+    stated = {**YARN, "rope_theta": 900.0, "attention_factor": magnitude}
+    oracle = make_oracle(family, tmp_path, **{**TINY, "max_position_embeddings": 16}, rope_parameters=stated)
+    file = tmp_path / "config.json"
+    saved = json.loads(file.read_text())
+    for params in ({**YARN, **mscales}, {**stated, **mscales}):
+        file.write_text(json.dumps({**saved, "rope_parameters": {**params, "rope_theta": 900.0, "attn_factor": 0.878}}))
+        assert_close(ours(tmp_path, paged_run), oracle.logits(TOKENS))
+
+
+@pytest.mark.socket
+@pytest.mark.parametrize("names", ["without the head", "the head alone", "both"])
+@pytest.mark.parametrize("family", ["Llama", "Gemma3", "Mixtral"])
+def test_a_tied_model_may_be_saved_by_fewer_names(
+    family: str,
+    names: str,
+    make_oracle: Callable[..., Any],
+    paged_run: Callable[..., Any],
+    assert_close: Callable[..., None],
+    tmp_path: Path,
+) -> None:
+    fields = {"Mixtral": {"num_local_experts": 2}, "Gemma3": {"head_dim": 16}}.get(family, {})
+    make_oracle(family, tmp_path, **{**TINY, **fields, "tie_word_embeddings": True})
+    tensors = load_file(tmp_path / "model.safetensors")
+    if names != "without the head":
+        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    if names != "the head alone":
+        tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        reference = oracle(torch.tensor([TOKENS])).logits[0]
+    assert_close(ours(tmp_path, paged_run), reference)
 
 
 @pytest.mark.socket

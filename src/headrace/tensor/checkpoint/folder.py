@@ -11,6 +11,7 @@ folder. `tensor.checkpoint.config` reads config.json; `tensor.layers.weights` as
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from hashlib import blake2b
 from math import prod
 from pathlib import Path
@@ -32,6 +33,10 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_SHARDS = 4096
 MAX_TENSORS = 2**17
+MAX_HEADER_BYTES = 2**26
+"""Of all files together. MAX_TENSORS tensors need a third."""
+PREFIX = "model."
+"""Before the names of all tensors but the head's."""
 READABLE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Dtypes that a plain weight may have. The tensors of a quantized weight may also have those of PART_DTYPES."""
 PART_DTYPES = {
@@ -56,10 +61,12 @@ class Checkpoint:
         self._headers: dict[str, Header] = {}
         self._file_of: dict[str, str] = {}
         self._read: set[str] = set()
+        self._header_bytes = 0
         listed = _list_shards(folder)
         for file in sorted(set(listed.values())) if listed else [SINGLE]:
             self._add_shard(file)
         self._check_index(listed)
+        self._add_prefix()
 
     def has(self, name: str) -> bool:
         return name in self._file_of
@@ -173,6 +180,9 @@ class Checkpoint:
     def _add_shard(self, file: str) -> None:
         header = read_header(inside(self.folder, file))
         self._headers[file] = header
+        self._header_bytes += header.data_start
+        if self._header_bytes > MAX_HEADER_BYTES:
+            self._refuse(file, f"the headers of all files together have more than {MAX_HEADER_BYTES} bytes")
         if len(self._file_of) + len(header.tensors) > MAX_TENSORS:
             self._refuse(file, f"more than {MAX_TENSORS} tensors in one checkpoint")
         for name in header.tensors:
@@ -188,6 +198,18 @@ class Checkpoint:
             for name, file in self._file_of.items():
                 if name not in listed:
                     self._refuse(file, f"tensor {shorten(name)} is not named by {INDEX}")
+
+    def _add_prefix(self) -> None:
+        """Give tensors the names that they have in a model with its head: one that was saved without it lacks the PREFIX."""
+        if any(name.startswith(PREFIX) for name in self._file_of) or not any(name.startswith("layers.") for name in self._file_of):
+            return
+
+        def renamed(name: str) -> str:
+            return name if name.startswith("lm_head.") else PREFIX + name
+
+        self._file_of = {renamed(name): file for name, file in self._file_of.items()}
+        for file, header in self._headers.items():
+            self._headers[file] = replace(header, tensors={renamed(name): tensor for name, tensor in header.tensors.items()})
 
     def _file(self, name: str) -> str:
         if name not in self._file_of:

@@ -161,7 +161,9 @@ def load_model(
     if load_format == "dummy":
         weights = _random_weights(config, spec, dtype or torch.float32, seed, device.name)
     else:
-        weights = _open_checkpoint(_weight_files(folder, stored), config, spec, dtype, packed)
+        files = _weight_files(folder, stored)
+        spec = _with_stored_table(spec, files)
+        weights = _open_checkpoint(files, config, spec, dtype, packed)
         weights.open_store(packed, backend, precision, f"{rank}/{world}", stored)
     reader = weights.reader(stored, backend, device, precision, rank, world)
     model = DecoderModel(reader, spec)
@@ -272,6 +274,15 @@ def _random_weights(config: ConfigFile, spec: DecoderSpec, dtype: torch.dtype, s
 
 def _weight_files(folder: Path, stored: WeightFormat | GgufFormat | None) -> Checkpoint | GgufCheckpoint:
     return GgufCheckpoint(folder) if isinstance(stored, GgufFormat) else Checkpoint(folder)
+
+
+def _with_stored_table(spec: DecoderSpec, files: Checkpoint | GgufCheckpoint) -> DecoderSpec:
+    """The spec with the head's name for the embedding where a tied model's one table is stored under that alone: of tensors that share
+    memory, safetensors keeps the name that is first in the alphabet."""
+    names = spec.names
+    if spec.is_tied and files.has(f"{names.head}.weight") and not files.has(f"{names.embedding}.weight"):
+        return replace(spec, names=replace(names, embedding=names.head))
+    return spec
 
 
 def _open_checkpoint(

@@ -6,6 +6,7 @@ does not compute are refused by name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -33,8 +34,8 @@ _ROPE_FIELDS = {
     "default": set(),
     "linear": {"factor", "original_max_position_embeddings"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
-    "yarn": {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
-             "truncate", "finetuned"},
+    "yarn": {"factor", "original_max_position_embeddings", "attention_factor", "attn_factor", "beta_fast", "beta_slow", "mscale",
+             "mscale_all_dim", "truncate", "finetuned"},
     "longrope": {"factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"},
 }  # fmt: skip
 """Fields of each kind. "finetuned" is its authors' note that the model was trained on with the scaling; nothing is computed from it."""
@@ -250,9 +251,15 @@ def _read_scaling(config: ConfigFile, params: ConfigFile, kind: str, max_positio
 
 
 def _read_yarn(params: ConfigFile, original: int, max_positions: int) -> YarnScaling:
+    """`attention_factor` is the magnitude; `attn_factor` multiplies the one that follows from the factor, as in vLLM and llama.cpp.
+
+    transformers ignores `attn_factor` with a warning. Where a file has both, readers of one of the two disagree.
+    """
     factor = _factor(params, default=max_positions / original)
     mscales = [params.number(name, 0.0, 1e6) if params.has(name) else None for name in ("mscale", "mscale_all_dim")]
-    magnitude = yarn_magnitude(factor, *mscales)
+    magnitude = yarn_magnitude(factor, *mscales) * params.number("attn_factor", 0.0, 1e6, default=1.0)
+    if params.has("attn_factor") and not math.isclose(params.number("attention_factor", 0.0, 1e6, default=magnitude), magnitude):
+        params.refuse("attention_factor", f"contradicts attn_factor, which makes it {magnitude:g}", "Leave the wrong one out.")
     return YarnScaling(
         factor=factor,
         original_positions=original,

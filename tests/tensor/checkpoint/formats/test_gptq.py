@@ -214,6 +214,13 @@ def test_rules_change_how_modules_are_stored(other: Gptq, pattern: str, tmp_path
     assert torch.equal(logits(loaded), expected)
 
 
+def test_rules_name_modules_of_a_model_that_was_saved_without_its_head(tmp_path: Path) -> None:
+    pair, expected = with_rules(tmp_path, Gptq(8, 32), {r"model\.layers\.0\.mlp": {"bits": 8}})
+    pair.tensors = {name.removeprefix("model."): tensor for name, tensor in pair.tensors.items()}
+    pair.write()
+    assert torch.equal(logits(load(pair.folder)), expected)
+
+
 def test_the_first_rule_that_matches_counts(tmp_path: Path) -> None:
     rules: dict[str, object] = {"+:.*mlp": {"bits": 8}, ".*": {"bits": 4}, "-:.*mlp": {}}
     pair, expected = with_rules(tmp_path, Gptq(8, 32), rules)

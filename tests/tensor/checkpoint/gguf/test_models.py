@@ -190,6 +190,8 @@ def test_factors_of_rotation_are_llama3s_scaling(tmp_path: Path) -> None:
     [
         ("qwen2", {"type": "yarn", "factor": 4.0, "original_context_length": 512},
          {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}),
+        ("llama", {"type": "yarn", "factor": 4.0, "attn_factor": 0.875, "yarn_beta_fast": 16.0, "yarn_beta_slow": 2.0},
+         {"rope_type": "yarn", "factor": 4.0, "attn_factor": 0.875, "beta_fast": 16.0, "beta_slow": 2.0}),
         ("llama", {"type": "linear", "factor": 2.0}, {"rope_type": "linear", "factor": 2.0}),
         ("llama", {"factor": 2.0}, {"rope_type": "linear", "factor": 2.0}),
         ("gemma3", {"type": "linear", "factor": 8.0}, {"rope_type": "linear", "factor": 8.0}),
@@ -222,7 +224,8 @@ def test_a_vector_of_longrope_becomes_phi3s_factors(tmp_path: Path) -> None:
         ({"llama.attention.value_length": 8}, "value_length"),
         ({"llama.block_count": None}, "llama.block_count: is missing"),
         ({"llama.rope.scaling.type": "su"}, "only linear and yarn"),
-        ({"llama.rope.scaling.yarn_beta_fast": 16.0}, "yarn_beta_fast.*is not supported"),
+        ({"llama.rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor.*is not supported"),
+        ({"llama.rope.scaling.yarn_log_multiplier": 0.1}, "yarn_log_multiplier.*is not supported"),
         ({"llama.logit_scale": 2.0}, "logit_scale.*is not supported"),
         ({"llama.attention.causal": False}, "attention.causal.*models that see later tokens"),
         ({"llama.pooling_type": 1}, "pooling_type.*is not supported"),

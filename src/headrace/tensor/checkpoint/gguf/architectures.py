@@ -26,7 +26,9 @@ NOT_COMPUTED = (
     "use_parallel_residual",
 )  # fmt: skip
 """Keys of what no architecture here computes; zero and false pass."""
-SCALING_KEYS = ("type", "factor", "original_context_length", "finetuned", "attn_factor")
+YARN_KEYS = {"attn_factor": "attn_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
+"""Key below rope.scaling -> field of a YaRN scaling."""
+SCALING_KEYS = ("type", "factor", "original_context_length", "finetuned", *YARN_KEYS)
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)")
 _PLAIN = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight", "lm_head.weight": "output.weight"}
@@ -297,8 +299,8 @@ def _rope(keys: _Keys, model: GgufModel, head_dim: int) -> dict[str, object]:
     scaling: dict[str, object] = {"rope_type": kind, "factor": factor}
     if keys.has("rope.scaling.original_context_length"):
         scaling["original_max_position_embeddings"] = keys.integer("rope.scaling.original_context_length")
-    if keys.has("rope.scaling.attn_factor") and kind == "yarn":
-        keys.file.refuse(keys.named("rope.scaling.attn_factor"), "is not supported with yarn")
+    if kind == "yarn":
+        scaling |= {field: keys.number(f"rope.scaling.{name}") for name, field in YARN_KEYS.items() if keys.has(f"rope.scaling.{name}")}
     return {**fields, "rope_scaling": scaling}
 
 
