@@ -34,7 +34,7 @@ INDEX = "model.safetensors.index.json"
 MAX_SHARDS = 4096
 MAX_TENSORS = 2**17
 MAX_HEADER_BYTES = 2**26
-"""Of all files together. MAX_TENSORS tensors need a third."""
+"""All files' headers together have at most this many. MAX_TENSORS tensors need a third."""
 PREFIX = "model."
 """Before the names of all tensors but the head's."""
 READABLE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

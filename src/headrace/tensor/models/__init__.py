@@ -161,12 +161,10 @@ def load_model(
     if load_format == "dummy":
         weights = _random_weights(config, spec, dtype or torch.float32, seed, device.name)
     else:
-        files = _weight_files(folder, stored)
-        spec = _with_stored_table(spec, files)
-        weights = _open_checkpoint(files, config, spec, dtype, packed)
+        weights = _open_checkpoint(_weight_files(folder, stored), spec, dtype, packed)
         weights.open_store(packed, backend, precision, f"{rank}/{world}", stored)
     reader = weights.reader(stored, backend, device, precision, rank, world)
-    model = DecoderModel(reader, spec)
+    model = DecoderModel(reader, _with_stored_table(spec, weights.source))
     weights.finish()
     return LoadedModel(
         model=model,
@@ -276,7 +274,7 @@ def _weight_files(folder: Path, stored: WeightFormat | GgufFormat | None) -> Che
     return GgufCheckpoint(folder) if isinstance(stored, GgufFormat) else Checkpoint(folder)
 
 
-def _with_stored_table(spec: DecoderSpec, files: Checkpoint | GgufCheckpoint) -> DecoderSpec:
+def _with_stored_table(spec: DecoderSpec, files: WeightSource) -> DecoderSpec:
     """The spec with the head's name for the embedding where a tied model's one table is stored under that alone: of tensors that share
     memory, safetensors keeps the name that is first in the alphabet."""
     names = spec.names
@@ -286,10 +284,11 @@ def _with_stored_table(spec: DecoderSpec, files: Checkpoint | GgufCheckpoint) ->
 
 
 def _open_checkpoint(
-    checkpoint: Checkpoint | GgufCheckpoint, config: ConfigFile, spec: DecoderSpec, dtype: torch.dtype | None, packed: PackedFolder | None
+    checkpoint: Checkpoint | GgufCheckpoint, spec: DecoderSpec, dtype: torch.dtype | None, packed: PackedFolder | None
 ) -> _Weights:
     """dtype: None: that of the stored embedding; float32 where it stores integers."""
-    dtype = dtype or _STORED_DTYPES.get(checkpoint.stored_dtype(f"{spec.names.embedding}.weight")) or torch.float32
+    names = _with_stored_table(spec, checkpoint).names
+    dtype = dtype or _STORED_DTYPES.get(checkpoint.stored_dtype(f"{names.embedding}.weight")) or torch.float32
     content = WeightsDigest([*checkpoint.config_files, *checkpoint.files], None if packed is None else packed.directory)
     return _Weights(checkpoint, dtype, checkpoint.digest(), content)
 

@@ -77,7 +77,7 @@ class GptqWeight:
 
 
 @dataclass(frozen=True, slots=True)
-class Scheme:
+class GptqScheme:
     """How a linear is stored.
 
     group         inputs of a group; -1: all
@@ -154,8 +154,8 @@ class Scheme:
 class GptqFormat:
     """Implements `WeightFormat`. rules: of single modules, the first that matches counts; None: they are stored as plain weights"""
 
-    scheme: Scheme
-    rules: tuple[tuple[Pattern, Scheme | None], ...]
+    scheme: GptqScheme
+    rules: tuple[tuple[Pattern, GptqScheme | None], ...]
 
     method = "gptq"
 
@@ -182,7 +182,7 @@ class GptqFormat:
             raise CheckpointError(stem, "is stored quantized, though a rule of config.json's dynamic excludes it")
         return scheme.read(parts, stem, shape)
 
-    def _scheme(self, stem: str) -> Scheme | None:
+    def _scheme(self, stem: str) -> GptqScheme | None:
         name = Name(stem)
         return next((scheme for pattern, scheme in self.rules if pattern.matches(name)), self.scheme)
 
@@ -191,7 +191,7 @@ def read_format(section: ConfigFile) -> GptqFormat:
     """The format that `quantization_config` describes. Raises CheckpointError."""
     rules = section.section("dynamic")
     patterns = read_patterns(section.file, map(_pattern, rules.values))
-    found: list[tuple[Pattern, Scheme | None]] = []
+    found: list[tuple[Pattern, GptqScheme | None]] = []
     for rule in rules.values:
         changes = rules.section(rule)
         changed = ConfigFile(section.file, {**section.values, **changes.values}, changes.prefix)
@@ -203,7 +203,7 @@ def _pattern(rule: str) -> str:
     return rule[2:] if rule.startswith((EXCLUDES, CHANGES)) else rule
 
 
-def _read_scheme(section: ConfigFile) -> Scheme:
+def _read_scheme(section: ConfigFile) -> GptqScheme:
     """How linears are stored by these fields. Raises CheckpointError."""
     bits = section.integer("bits", 2, 8)
     if bits not in BITS:
@@ -219,7 +219,7 @@ def _read_scheme(section: ConfigFile) -> Scheme:
         section.refuse("format", "contradicts checkpoint_format", "Leave the wrong one out.")
     if section.flag("is_marlin_format", False):
         section.refuse("is_marlin_format", "Marlin's layout is not supported", "Use the checkpoint that it was converted from.")
-    return Scheme(
+    return GptqScheme(
         bits=bits,
         group=group,
         added=next((VERSIONS[version] for version in versions), None),
