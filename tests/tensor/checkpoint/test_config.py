@@ -319,7 +319,7 @@ def test_sampling_defaults(folder: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("temperature", -1.0), ("top_p", 0), ("top_k", "many"), ("max_new_tokens", 0), ("eos_token_id", 99)]
+    ("field", "value"), [("temperature", -1.0), ("top_p", 1.5), ("top_k", "many"), ("max_new_tokens", 0), ("eos_token_id", 99)]
 )
 def test_generation_defaults_that_break_a_rule(folder: Any, field: str, value: object) -> None:
     (folder.path / "generation_config.json").write_text(json.dumps({field: value}))
