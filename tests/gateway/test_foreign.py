@@ -492,6 +492,26 @@ async def test_a_server_is_listened_to_for_a_moment_only_after_its_last_sequence
         assert virtual_loop().time() - began == pytest.approx(foreign_events.END_OF_STREAM_S)
 
 
+async def test_counts_that_come_after_done_count_and_are_waited_for_only_a_moment(text: TextModel) -> None:
+    done, late = said("one two", "stop") + DONE, event(choices=[], usage={"prompt_tokens": 7, "completion_tokens": 3})
+    flood = b"data: {}\n\n" * foreign_events.PIECE_BYTES
+    for after, expected, seconds in (
+        (late, (7, 3), 0.0),
+        (b"", (0, 1), 0.0),
+        (b"data: {\n\n" + late, (7, 3), 0.0),
+        (flood + late, (0, 1), 0.0),
+    ):
+        async with scripted(text, ScriptedServer(head() + done, after)) as near:
+            began = virtual_loop().time()
+            usage = (await near.client.post("/v1/chat/completions", json=chat_body(model=FAR))).json()["usage"]
+            assert (usage["prompt_tokens"], usage["completion_tokens"]) == expected
+            assert virtual_loop().time() - began == seconds
+    async with scripted(text, ScriptedServer(head() + done, hangs=True)) as near:
+        began = virtual_loop().time()
+        assert (await near.client.post("/v1/chat/completions", json=chat_body(model=FAR))).status_code == 200
+        assert virtual_loop().time() - began == pytest.approx(foreign_events.LATE_USAGE_S)
+
+
 @pytest.mark.parametrize("is_streaming", [False, True])
 @pytest.mark.parametrize("reason", ["abort", "error", "cancelled", "Network_Error", "MALFORMED_FUNCTION_CALL", ""])
 async def test_a_sequence_that_ended_for_no_good_reason_is_not_complete(text: TextModel, reason: str, is_streaming: bool) -> None:

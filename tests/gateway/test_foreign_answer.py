@@ -14,7 +14,9 @@ from headrace.core.finish import FinishReason
 from headrace.gateway.upstream.foreign_answer import ForeignAnswer
 from headrace.gateway.upstream.foreign_calls import MAX_CALLS
 from headrace.gateway.upstream.foreign_errors import BrokenStream, sent_error
+from headrace.gateway.upstream.foreign_usage import TokenDetails, UsageCounts
 from headrace.gateway.upstream.seam import OutputEvent, TokenUsage, ToolCall
+from headrace.policy.limits.price import MAX_PRICE, Price
 
 pytestmark = pytest.mark.pure
 
@@ -642,6 +644,187 @@ def test_counts_of_each_piece_are_those_so_far() -> None:
     assert read(delta(content="x"), STOP, {"choices": [], "prompt_eval_count": 7, "eval_count": 3}, DONE).usage[:2] == (7, 3)
 
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["type", "text", "content", "tokens", "usage"]) | st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+# usage -> prompt, completion, cached and reasoning tokens of an answer of two received tokens
+USAGES: dict[str, tuple[Chunk, tuple[int, int, int, int]]] = {
+    "OpenAI": (
+        {
+            "prompt_tokens": 1000,
+            "completion_tokens": 50,
+            "total_tokens": 1050,
+            "prompt_tokens_details": {"cached_tokens": 900},
+            "completion_tokens_details": {"reasoning_tokens": 40},
+        },
+        (1000, 50, 900, 40),
+    ),
+    "OpenAI, newer interface": (
+        {"input_tokens": 1000, "output_tokens": 50, "total_tokens": 1050, "input_tokens_details": {"cached_tokens": 900}},
+        (1000, 50, 900, 0),
+    ),
+    "reasoning of the newer interface": (
+        {"input_tokens": 10, "output_tokens": 50, "output_tokens_details": {"reasoning_tokens": 40}},
+        (10, 50, 0, 40),
+    ),
+    "DeepSeek": (
+        {
+            "prompt_tokens": 1000,
+            "completion_tokens": 3,
+            "total_tokens": 1003,
+            "prompt_cache_hit_tokens": 900,
+            "prompt_cache_miss_tokens": 100,
+        },
+        (1000, 3, 900, 0),
+    ),
+    "hits and misses alone": ({"completion_tokens": 3, "prompt_cache_hit_tokens": 900, "prompt_cache_miss_tokens": 100}, (1000, 3, 900, 0)),
+    "Moonshot, Together": ({"prompt_tokens": 1000, "completion_tokens": 3, "total_tokens": 1003, "cached_tokens": 900}, (1000, 3, 900, 0)),
+    "Mistral": ({"prompt_tokens": 1000, "completion_tokens": 3, "total_tokens": 1003, "num_cached_tokens": 900}, (1000, 3, 900, 0)),
+    "Anthropic": (
+        {"input_tokens": 10, "output_tokens": 3, "cache_read_input_tokens": 900, "cache_creation_input_tokens": 90},
+        (1000, 3, 900, 0),
+    ),
+    "Anthropic, nothing cached": (
+        {"input_tokens": 10, "output_tokens": 3, "cache_read_input_tokens": 0, "cache_creation_input_tokens": 90},
+        (100, 3, 0, 0),
+    ),
+    "Anthropic's parts inside the prompt": (
+        {
+            "prompt_tokens": 1000,
+            "completion_tokens": 3,
+            "total_tokens": 1003,
+            "cache_read_input_tokens": 900,
+            "cache_creation_input_tokens": 90,
+            "prompt_tokens_details": {"cached_tokens": 900, "cache_creation_tokens": 90},
+        },
+        (1000, 3, 900, 0),
+    ),
+    "Anthropic's parts beside the prompt, by the total": (
+        {
+            "prompt_tokens": 1000,
+            "completion_tokens": 3,
+            "total_tokens": 1993,
+            "cache_read_input_tokens": 900,
+            "cache_creation_input_tokens": 90,
+        },
+        (1990, 3, 900, 0),
+    ),
+    "more cached than the prompt": (
+        {"prompt_tokens": 10, "completion_tokens": 3, "total_tokens": 13, "prompt_tokens_details": {"cached_tokens": 990}},
+        (1000, 3, 990, 0),
+    ),
+    "more cached and written than the prompt": (
+        {"prompt_tokens": 10, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 8, "cache_write_tokens": 82}},
+        (100, 3, 8, 0),
+    ),
+    "xAI": (
+        {"prompt_tokens": 12, "completion_tokens": 5, "total_tokens": 334, "completion_tokens_details": {"reasoning_tokens": 317}},
+        (12, 322, 0, 317),
+    ),
+    "xAI, without a total": (
+        {"prompt_tokens": 12, "completion_tokens": 5, "completion_tokens_details": {"reasoning_tokens": 317}},
+        (12, 322, 0, 317),
+    ),
+    "xAI, cached tokens beside too": (
+        {
+            "prompt_tokens": 100,
+            "completion_tokens": 5,
+            "total_tokens": 100 + 5 + 40 + 317,
+            "cached_tokens": 40,
+            "completion_tokens_details": {"reasoning_tokens": 317},
+        },
+        (140, 322, 40, 317),
+    ),
+    "Gemini": ({"prompt_tokens": 20, "completion_tokens": 198, "total_tokens": 623}, (20, 603, 0, 405)),
+    "Gemini, nothing but thoughts": (
+        {"prompt_tokens": 21, "completion_tokens": 0, "total_tokens": 81, "completion_tokens_details": {"reasoning_tokens": 60}},
+        (21, 60, 0, 60),
+    ),
+    "SGLang": ({"prompt_tokens": 10, "completion_tokens": 50, "total_tokens": 60, "reasoning_tokens": 40}, (10, 50, 0, 40)),
+    "a little more reasoning than output": (
+        {"prompt_tokens": 10, "completion_tokens": 50, "total_tokens": 60, "reasoning_tokens": 52},
+        (10, 50, 0, 50),
+    ),
+    "a total and the output": ({"completion_tokens": 5, "total_tokens": 105}, (100, 5, 0, 0)),
+    "a total and the prompt": ({"prompt_tokens": 100, "total_tokens": 105}, (100, 5, 0, 0)),
+    "a total that is too small": ({"prompt_tokens": 100, "completion_tokens": 5, "total_tokens": 5}, (100, 5, 0, 0)),
+    "a total that is none": ({"prompt_tokens": 100, "completion_tokens": 5, "total_tokens": -1}, (100, 5, 0, 0)),
+    "numbers beyond any context": ({"prompt_tokens": 10**9 * 2, "completion_tokens": 10**18, "total_tokens": 10**15}, (0, 2, 0, 0)),
+}
+
+
+@pytest.mark.parametrize("name", USAGES)
+def test_counts_mean_the_same_under_any_name(name: str) -> None:
+    usage, expected = USAGES[name]
+    assert read(delta(content="Hel"), delta(content="lo"), STOP, {"choices": [], "usage": usage}, DONE).usage[:4] == expected
+    texts = {key: str(value) if isinstance(value, int) else value for key, value in usage.items()}
+    assert read(delta(content="Hel"), delta(content="lo"), STOP | {"usage": texts}, DONE).usage[:4] == expected
+
+
+def test_cached_tokens_that_are_counted_once_for_each_sequence_are_those_of_the_prompt() -> None:
+    chunks = [{"choices": [{"index": index, "delta": {"content": "x"}, "finish_reason": "stop"}]} for index in range(4)]
+    usage = {"prompt_tokens": 100, "completion_tokens": 4, "total_tokens": 104, "prompt_tokens_details": {"cached_tokens": 4 * 96}}
+    assert read(*chunks, {"choices": [], "usage": usage}, DONE, num_sequences=4).usage[:3] == (100, 4, 100)
+
+
+def test_counts_of_llama_cpp_are_read_where_it_sends_no_usage() -> None:
+    timings = {"prompt_n": 100, "cache_n": 900, "predicted_n": 3, "predicted_ms": 12.5}
+    for sent in (timings, timings | {"prompt_n": "100"}):
+        assert read(delta(content="x"), STOP | {"timings": sent}, DONE).usage[:3] == (1000, 3, 900)
+    counts = {"usage": {"prompt_tokens": 1001, "completion_tokens": 4}}
+    assert read(delta(content="x"), STOP | {"timings": timings} | counts, DONE).usage[:3] == (1001, 4, 0)
+
+
+def test_the_largest_of_repeated_counts_holds() -> None:
+    """Anthropic's counts come in two pieces, each with zeros or without what the other has; others end with a piece of zeros."""
+    first = {"usage": {"input_tokens": 10, "cache_read_input_tokens": 900, "output_tokens": 1}}
+    last = {"choices": [], "usage": {"input_tokens": 0, "output_tokens": 50}}
+    assert read(delta(content="x") | first, STOP, last, DONE).usage[:3] == (910, 50, 900)
+    zeros = {"choices": [], "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}}
+    assert read(delta(content="x"), STOP, counted(7, 3), zeros, DONE).usage[:2] == (7, 3)
+
+
+NUMBERS = st.one_of(
+    st.integers(0, 2000),
+    st.integers(-(10**19), 10**19),
+    st.floats(),
+    st.booleans(),
+    st.none(),
+    st.sampled_from(["12", "12.0", "-3", "many", "", 10**18, 2**30, 2**30 + 1, 12.5, -1]),
+)
+PARTS = st.dictionaries(st.sampled_from(TokenDetails.__struct_fields__), NUMBERS)
+ANY_USAGE = JSON | st.fixed_dictionaries({}, optional=dict.fromkeys(UsageCounts.__struct_fields__, NUMBERS | PARTS | JSON))
+
+
+@given(usages=st.lists(ANY_USAGE, max_size=3), late=ANY_USAGE, num_sequences=st.integers(1, 3))
+def test_no_counts_make_a_charge_negative_or_too_large_for_the_records(usages: list[Any], late: Any, num_sequences: int) -> None:
+    answer, events = ForeignAnswer(num_sequences, "key"), list[OutputEvent]()
+    for index in range(num_sequences):
+        choice = {"index": index, "delta": {"content": "x"}, "finish_reason": "stop"}
+        answer.read(json.dumps({"choices": [choice]}).encode(), events)
+    for usage in usages:
+        answer.read(json.dumps({"choices": [], "usage": usage}).encode("utf-8", "surrogatepass"), events)
+    answer.end(events, is_marked=True)
+    answer.read_late_usage(json.dumps({"usage": late}).encode("utf-8", "surrogatepass"))
+    prompt, completion, cached, reasoning = answer.usage[:4]
+    assert 0 <= cached <= prompt < 2**32
+    assert 0 <= reasoning <= completion < 2**32
+    assert completion >= 1
+    price = Price(input=MAX_PRICE, output=MAX_PRICE, cached_input=MAX_PRICE)
+    assert 0 <= price.cost_nanos(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=completion) < 2**63
+    free = Price(input=1.0, output=1.0, cached_input=0.0).cost_nanos(
+        prompt_tokens=prompt, cached_tokens=cached, completion_tokens=completion
+    )
+    assert free >= 1000 * completion
+
+
 TOKEN = {"token": "x", "logprob": -0.5, "bytes": [120], "top_logprobs": [{"token": "x", "logprob": -0.5, "bytes": None}]}
 
 
@@ -740,14 +923,6 @@ SIDE_FIELDS = [
     *(("choices", 0, "delta", "reasoning_details"), ("choices", 0, "delta", "function_call_id")),
     *(("choices", 0, "delta", "tool_calls", 0, name) for name in ("id", "type")),
 ]
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["type", "text", "content", "tokens", "usage"]) | st.text(max_size=3), inner, max_size=3)
-    ),
-    max_leaves=8,
-)
 
 
 def whole_chunks() -> list[Any]:

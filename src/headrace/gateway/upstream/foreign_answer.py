@@ -7,6 +7,7 @@ of the body). A named end is sure without any of these where its word is known a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from headrace.core.finish import FinishReason
@@ -20,11 +21,11 @@ from headrace.gateway.upstream.foreign_chunk import (
     SentDelta,
     SentToken,
     SideField,
-    UsageCounts,
 )
 from headrace.gateway.upstream.foreign_errors import BrokenStream, broken_by, says_something, sent_error
 from headrace.gateway.upstream.foreign_loose import PieceReader
 from headrace.gateway.upstream.foreign_text import SaidText, SplitText
+from headrace.gateway.upstream.foreign_usage import SaidUsage, UsageCounts
 from headrace.gateway.upstream.foreign_words import Ending, ending
 from headrace.gateway.upstream.generation_request import string_bytes
 from headrace.gateway.upstream.seam import OutputEvent, TokenUsage
@@ -123,13 +124,18 @@ class ForeignAnswer:
         self.left_out = self._pieces.left_out
         self._names = NamedTexts()
         self._num_tokens = 0
-        self._counted = TokenUsage(0, 0, 0)
+        self._said = SaidUsage()
         self._only_index: int | None = None
 
     @property
     def usage(self) -> TokenUsage:
         """The server's token counts. Before it has sent them: output tokens as received, and 0 prompt tokens."""
-        return self._counted._replace(completion_tokens=self._counted.completion_tokens or self._num_tokens)
+        return self._said.meant(self._num_tokens, len(self._outputs))
+
+    @property
+    def has_usage(self) -> bool:
+        """Whether the server has sent token counts."""
+        return self._said != SaidUsage()
 
     def read(self, data: bytes, events: list[OutputEvent]) -> None:
         """Append the events of one server-sent event, which nearly always has one piece. Raises BrokenStream."""
@@ -137,6 +143,13 @@ class ForeignAnswer:
             if piece.is_error:
                 raise sent_error(data)
             self._read_piece(piece, events)
+
+    def read_late_usage(self, data: bytes) -> None:
+        """Note token counts in an event after the end. Anything else in it is ignored."""
+        with suppress(BrokenStream):
+            for piece in self._pieces.read(data):
+                if (counts := piece.counts()) is not None:
+                    self._said = self._said.merged(counts.said())
 
     def _read_piece(self, piece: AnswerPiece, events: list[OutputEvent]) -> None:
         choices, num_sequences, num_before = piece.choices or (), len(self._outputs), self._num_tokens
@@ -264,13 +277,7 @@ class ForeignAnswer:
 
         Some servers send counts with every piece. So counts beside output do not make sure an end that output followed, or an unknown word.
         """
-        known, details = self._counted, counts.prompt_tokens_details
-        self._counted = TokenUsage(
-            prompt_tokens=known.prompt_tokens if counts.num_prompt is None else counts.num_prompt,
-            completion_tokens=known.completion_tokens if counts.num_completion is None else counts.num_completion,
-            cached_tokens=(details and details.cached_tokens) or 0,
-            reasoning_tokens=(counts.completion_tokens_details and counts.completion_tokens_details.reasoning_tokens) or 0,
-        )
+        self._said = self._said.merged(counts.said())
         for output in self._outputs:
             if output.ending is not None and not (has_tokens and (output.is_revoked or not output.ending.is_known)):
                 self._make_sure(output)

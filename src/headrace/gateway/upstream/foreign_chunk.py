@@ -15,9 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from headrace.gateway.upstream.foreign_errors import says_something
-from headrace.gateway.upstream.foreign_json import MAX_COUNT
-
-Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+from headrace.gateway.upstream.foreign_usage import Count, LlamaCppTimings, UsageCounts
 
 
 class SideField(StrEnum):
@@ -104,34 +102,6 @@ class SentDelta(Struct):
         return calls if calls or call is None else [SentCall(name=call.name, arguments=call.arguments)]
 
 
-class TokenDetails(Struct):
-    cached_tokens: Count | None = None
-    reasoning_tokens: Count | None = None
-
-
-class UsageCounts(Struct):
-    """Counts by OpenAI's names, or by those of its newer interface."""
-
-    prompt_tokens: Count | None = None
-    completion_tokens: Count | None = None
-    input_tokens: Count | None = None
-    output_tokens: Count | None = None
-    prompt_tokens_details: TokenDetails | None = None
-    completion_tokens_details: TokenDetails | None = None
-
-    @property
-    def has_any(self) -> bool:
-        return self.num_prompt is not None or self.num_completion is not None
-
-    @property
-    def num_prompt(self) -> int | None:
-        return self.input_tokens if self.prompt_tokens is None else self.prompt_tokens
-
-    @property
-    def num_completion(self) -> int | None:
-        return self.output_tokens if self.completion_tokens is None else self.completion_tokens
-
-
 class SentChoice(Struct):
     """message: in a whole answer, and in place of `delta` where servers mix the two up;  error: of this choice alone"""
 
@@ -157,6 +127,7 @@ class AnswerPiece(Struct):
     x_groq: GroqFields | None = None
     prompt_eval_count: Count | None = None
     eval_count: Count | None = None
+    timings: LlamaCppTimings | None = None
     error: Any = None
     object: str | None = None
     finish_reason: None = None
@@ -166,16 +137,13 @@ class AnswerPiece(Struct):
         return self.object == "error" or (self.error is not None and says_something(self.error))
 
     def counts(self) -> UsageCounts | None:
-        """The piece's token counts, in OpenAI's place, Groq's, Moonshot's (in the only choice) or Ollama's; None: it has none."""
-        choices = self.choices
-        if self.usage is not None and self.usage.has_any:
-            return self.usage
-        if self.x_groq is not None and self.x_groq.usage is not None and self.x_groq.usage.has_any:
-            return self.x_groq.usage
-        if choices and len(choices) == 1 and choices[0].usage is not None and choices[0].usage.has_any:
-            return choices[0].usage
+        """The piece's token counts, in OpenAI's place, Groq's, Moonshot's (in the only choice), Ollama's or llama.cpp's; or None."""
+        in_choice = self.choices[0].usage if self.choices and len(self.choices) == 1 else None
+        for counts in (self.usage, None if self.x_groq is None else self.x_groq.usage, in_choice):
+            if counts is not None and counts.has_any:
+                return counts
         if self.prompt_eval_count is None and self.eval_count is None:
-            return None
+            return None if self.timings is None else self.timings.counts()
         return UsageCounts(self.prompt_eval_count, self.eval_count)
 
 

@@ -41,6 +41,9 @@ END_OF_BODY_S = 0.05
 """Seconds a server may take for the end of the body after [DONE]. Then the connection can be used again: another one would cost the next
 request its handshakes."""
 
+LATE_USAGE_S = 0.5
+"""The same where the server has not counted yet: some send usage after [DONE]."""
+
 
 class EventSink(EventListener, Protocol):
     """Takes an answer's events as they come."""
@@ -115,8 +118,7 @@ class EventReader:
                 else:
                     silence.suspend()  # `_next_piece` has a limit of its own
                 if is_done:
-                    if not response.content.is_eof():  # whatever comes instead of the end, the answer is complete
-                        await _read_until(asyncio.get_running_loop().time() + END_OF_BODY_S, response)
+                    await self._read_counts(response, framing, decoder)
                     return
                 if decoder is not None:
                     await asyncio.sleep(0)  # a packed piece may have a thousand parts
@@ -137,9 +139,10 @@ class EventReader:
 
     def _read_frames(self, framing: EventFraming, frames: list[Frame], events: list[OutputEvent]) -> bool:
         """Add the events of the frames. True when [DONE] was among them. Raises BrokenStream, for a fault of the framing too."""
-        for name, data in frames:
+        for number, (name, data) in enumerate(frames, 1):
             if data == DONE:
                 self.answer.end(events, is_marked=True)
+                self._read_late(frames[number:])
                 return True
             if name == b"error":
                 raise sent_error(data)
@@ -147,6 +150,22 @@ class EventReader:
         if framing.fault:
             raise BrokenStream(framing.fault)
         return False
+
+    async def _read_counts(self, response: aiohttp.ClientResponse, framing: EventFraming, decoder: BodyDecoder | None) -> None:
+        """Read what follows [DONE], a moment long: token counts at some servers. Whatever else comes, the answer is complete."""
+        deadline_at = asyncio.get_running_loop().time() + (END_OF_BODY_S if self.answer.has_usage else LATE_USAGE_S)
+        num_bytes = 0
+        with suppress(BrokenStream):
+            while not response.content.is_eof() and (piece := await _read_until(deadline_at, response)):
+                for part in (piece,) if decoder is None else unpacked(decoder, piece):
+                    num_bytes += len(part)
+                    if num_bytes > PIECE_BYTES:
+                        return
+                    self._read_late(framing.push(part))
+
+    def _read_late(self, frames: list[Frame]) -> None:
+        for _, data in frames:
+            self.answer.read_late_usage(data)
 
     async def _next_piece(self, response: aiohttp.ClientResponse) -> bytes:
         """The next bytes; empty at the end. Once every sequence has ended, also empty if the server is silent for too long or is lost."""

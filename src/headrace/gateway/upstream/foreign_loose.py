@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -25,14 +25,13 @@ from headrace.gateway.upstream.foreign_chunk import (
     SentLogprobs,
     SentToken,
     SideField,
-    TokenDetails,
-    UsageCounts,
     decode_chunk,
     text_in,
 )
 from headrace.gateway.upstream.foreign_errors import BrokenStream
 from headrace.gateway.upstream.foreign_json import count_of, integer_of, number_of, read_json_texts
 from headrace.gateway.upstream.foreign_text import whole_text
+from headrace.gateway.upstream.foreign_usage import MAX_TOKENS, LlamaCppTimings, TokenDetails, UsageCounts
 from headrace.gateway.upstream.foreign_words import MAX_WORD_CHARS
 
 Fields = dict[str, object]
@@ -81,6 +80,8 @@ class PieceReader:
 
     def _piece(self, value: Fields) -> AnswerPiece:
         groq = value.get("x_groq")
+        timings = value.get("timings")
+        timings = timings if isinstance(timings, dict) else {}
         kind = value.get("object")
         choices = [self._choice(each) for each in _objects(value.get("choices"), "choice")]
         finish = _finish_word(value.get("finish_reason"))  # beside the choices, and for the only one
@@ -91,8 +92,9 @@ class PieceReader:
             choices=choices,
             usage=self._usage(value.get("usage")),
             x_groq=GroqFields(self._usage(groq.get("usage"))) if isinstance(groq, dict) else None,
-            prompt_eval_count=count_of(value.get("prompt_eval_count")),
-            eval_count=count_of(value.get("eval_count")),
+            prompt_eval_count=_tokens(value.get("prompt_eval_count")),
+            eval_count=_tokens(value.get("eval_count")),
+            timings=LlamaCppTimings(*(_tokens(timings.get(name)) for name in LlamaCppTimings.__struct_fields__)),
             error=value.get("error"),
             object=kind if isinstance(kind, str) else None,
         )
@@ -190,20 +192,23 @@ class PieceReader:
         if not isinstance(value, dict):
             self.left_out[SideField.USAGE] += 1
             return None
-        return UsageCounts(
-            prompt_tokens=self._count(value, "prompt_tokens"),
-            completion_tokens=self._count(value, "completion_tokens"),
-            input_tokens=self._count(value, "input_tokens"),
-            output_tokens=self._count(value, "output_tokens"),
-            prompt_tokens_details=TokenDetails(self._count(value.get("prompt_tokens_details"), "cached_tokens")),
-            completion_tokens_details=TokenDetails(
-                reasoning_tokens=self._count(value.get("completion_tokens_details"), "reasoning_tokens")
-            ),
-        )
+        counts = self._counts(value, _COUNTS)
+        sent = {name: value[name] for name in _DETAILS if value.get(name) is not None}
+        details: dict[str, Any] = {name: TokenDetails(**self._counts(each, TokenDetails.__struct_fields__)) for name, each in sent.items()}
+        return UsageCounts(**counts, **details)
 
-    def _count(self, value: object, name: str) -> int | None:
-        counts = self._side(SideField.USAGE, value, lambda each: each if isinstance(each, dict) else None)
-        return None if counts is None else self._side(SideField.USAGE, counts.get(name), count_of)
+    def _counts(self, value: object, names: tuple[str, ...]) -> dict[str, Any]:
+        fields = self._side(SideField.USAGE, value, lambda each: each if isinstance(each, dict) else None) or {}
+        return {name: self._side(SideField.USAGE, fields.get(name), _tokens) for name in names}
+
+
+_DETAILS = tuple(name for name in UsageCounts.__struct_fields__ if name.endswith("_details"))
+_COUNTS = tuple(name for name in UsageCounts.__struct_fields__ if name not in _DETAILS)
+
+
+def _tokens(value: object) -> int | None:
+    number = count_of(value)
+    return number if number is not None and number <= MAX_TOKENS else None
 
 
 def _objects(value: object, name: str) -> list[Fields]:
