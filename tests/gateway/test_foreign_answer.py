@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from headrace.core.finish import FinishReason
 from headrace.gateway.upstream.foreign_answer import ForeignAnswer
 from headrace.gateway.upstream.foreign_calls import MAX_CALLS
-from headrace.gateway.upstream.foreign_errors import BrokenStream, sent_error
+from headrace.gateway.upstream.foreign_errors import BrokenStream, ErrorKind, sent_error
 from headrace.gateway.upstream.foreign_usage import TokenDetails, UsageCounts
 from headrace.gateway.upstream.seam import OutputEvent, TokenUsage, ToolCall
 from headrace.policy.limits.price import MAX_PRICE, Price
@@ -902,8 +902,9 @@ def test_an_error_in_any_form_ends_the_answer(error: Any, code: int | None, is_o
     for chunk in ({"error": error}, in_choice):
         with pytest.raises(BrokenStream) as broken:
             read(delta(content="Hello"), chunk, STOP, DONE)
-        assert (broken.value.code, broken.value.is_overflow) == (code, is_overflow)
-    assert sent_error(json.dumps([{"error": error}]).encode()).code == code
+        assert broken.value.sent is not None
+        assert (broken.value.sent.status, broken.value.sent.kind is ErrorKind.OVERFLOW) == (code, is_overflow)
+    assert sent_error(json.dumps([{"error": error}]).encode()).status == code
 
 
 SIDE_FIELDS = [

@@ -3,6 +3,7 @@
     HeadraceError                  root of what is raised on purpose
     |- InvalidRequest              a field of a request breaks a rule: field, limit, value, remedy -> 400
     |  |- ModelNotFound            names what is served -> 404
+    |  |- ContentRefused           a foreign server's content filter refuses the prompt -> 400
     |  |- ContextLengthExceeded    prompt and output together do not fit the model's context -> 400
     |  `- RequestTooLarge          a body, a prompt or an answer is over a cap -> 413
     |     `- BodyTooLarge          more body bytes than the cap -> 413

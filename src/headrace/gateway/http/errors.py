@@ -125,6 +125,13 @@ def foreign_overflow() -> ContextLengthExceeded:
     return ContextLengthExceeded("prompt", limit, None, "Please reduce the length of the prompt or completion.")
 
 
+class ContentRefused(InvalidRequest):
+    """The content filter of a foreign server refuses the prompt. The server's own message is not shown."""
+
+    def __init__(self) -> None:
+        super().__init__("messages", "content that the server behind this model takes", None, "Its content filter refused this prompt.")
+
+
 class RateLimitExceeded(Overloaded):
     """A limit of the caller is exhausted now. After `retry_after_s` the request fits, if the caller sends no other one meanwhile.
 
@@ -200,6 +207,7 @@ TABLE: tuple[tuple[type[BaseException], ErrorRow], ...] = (
     (ModelNotFound, ErrorRow(404, "invalid_request_error", "model_not_found")),
     (RequestTooLarge, ErrorRow(413, "invalid_request_error", "request_too_large")),
     (ContextLengthExceeded, ErrorRow(400, "invalid_request_error", "context_length_exceeded")),
+    (ContentRefused, ErrorRow(400, "invalid_request_error", "content_filter")),
     (InvalidRequest, ErrorRow(400, "invalid_request_error", "invalid_value")),
     (Unauthorized, ErrorRow(401, "authentication_error", "invalid_api_key")),
     (UnusableKey, ErrorRow(403, "permission_error", "unusable_key")),

@@ -22,7 +22,7 @@ from headrace.gateway.upstream.foreign_chunk import (
     SentToken,
     SideField,
 )
-from headrace.gateway.upstream.foreign_errors import BrokenStream, broken_by, says_something, sent_error
+from headrace.gateway.upstream.foreign_errors import BrokenStream, broken_by, error_in, says_something, sent_error
 from headrace.gateway.upstream.foreign_loose import PieceReader
 from headrace.gateway.upstream.foreign_text import SaidText, SplitText
 from headrace.gateway.upstream.foreign_usage import SaidUsage, UsageCounts
@@ -125,6 +125,7 @@ class ForeignAnswer:
         self._names = NamedTexts()
         self._num_tokens = 0
         self._said = SaidUsage()
+        self._without_choices = b""  # the last piece without choices, which may be an error that does not call itself one
         self._only_index: int | None = None
 
     @property
@@ -141,7 +142,9 @@ class ForeignAnswer:
         """Append the events of one server-sent event, which nearly always has one piece. Raises BrokenStream."""
         for piece in self._pieces.read(data):
             if piece.is_error:
-                raise sent_error(data)
+                raise broken_by(sent_error(data))
+            if not piece.choices:
+                self._without_choices = data
             self._read_piece(piece, events)
 
     def read_late_usage(self, data: bytes) -> None:
@@ -174,7 +177,8 @@ class ForeignAnswer:
         begun = [output for output in self._outputs if output.has_tokens or output.ending is not None]
         for output in begun or self._outputs:
             if output.ending is None or not (output.is_sure or is_marked or (is_document and output.is_whole)):
-                raise BrokenStream("it ended before it was complete")
+                sent = None if self._num_tokens else sent_error(self._without_choices)
+                raise BrokenStream("it ended before it was complete", sent=sent)
         self.left = [output.index for output in self._outputs if output not in begun]
         self._give_ends(events)
 
@@ -204,7 +208,7 @@ class ForeignAnswer:
     def _event(self, output: _Output, choice: SentChoice) -> OutputEvent | None:
         """The event of a choice; None: it has no output, such as the first one with only the role. Raises BrokenStream."""
         if choice.error is not None and says_something(choice.error):
-            raise broken_by({"error": choice.error})
+            raise broken_by(error_in({"error": choice.error}))
         if choice.message is None and choice.logprobs is None and choice.finish_reason is None:
             delta = choice.delta
             if delta is not None and delta.content and delta.is_text_alone:

@@ -22,7 +22,7 @@ from headrace.core.errors import HeadraceError
 from headrace.gateway.http.content_encoding import BodyDecoder, decoder_of
 from headrace.gateway.http.errors import BodyTooLarge
 from headrace.gateway.upstream.foreign_answer import ForeignAnswer
-from headrace.gateway.upstream.foreign_errors import BrokenStream, sent_error
+from headrace.gateway.upstream.foreign_errors import BrokenStream, broken_by, sent_error
 from headrace.gateway.upstream.foreign_json import BYTE_ORDER_MARK
 from headrace.gateway.upstream.seam import EventListener, OutputEvent
 
@@ -145,7 +145,7 @@ class EventReader:
                 self._read_late(frames[number:])
                 return True
             if name == b"error":
-                raise sent_error(data)
+                raise broken_by(sent_error(data))
             self.answer.read(data, events)
         if framing.fault:
             raise BrokenStream(framing.fault)

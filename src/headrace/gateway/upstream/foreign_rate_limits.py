@@ -1,4 +1,4 @@
-"""Reads from a foreign server's response headers how long to wait."""
+"""Reads from the headers and the errors of a foreign server how long to wait."""
 
 from __future__ import annotations
 
@@ -7,13 +7,33 @@ from collections.abc import Mapping
 from datetime import UTC
 from email.utils import parsedate_to_datetime
 
-from headrace.gateway.upstream.foreign_json import number_in
+from headrace.gateway.upstream.foreign_json import number_in, number_of
 
 MAX_WAIT_S = 3600.0
 """A server that asks for a longer wait is asked again after this many seconds."""
 
 _PARTS = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+_STATED = re.compile(r"(?:again|retry|wait)\D{0,40}?((?:\d{1,9}(?:\.\d{1,9})? ?(?:ms|milli|h|m|s)[a-z]* ?)+)")
+_SPOKEN = re.compile(r"(\d+(?:\.\d+)?) ?(ms|milli|h|m|s)")
+_SPOKEN_S = {"ms": 0.001, "milli": 0.001, "h": 3600.0, "m": 60.0, "s": 1.0}
+
+
+def stated_wait_s(words: str) -> float | None:
+    """Seconds in a sentence such as "please try again in 1m30.5s" or "retry after 26 seconds", in lower case; None: it states none."""
+    if (found := _STATED.search(words)) is None:
+        return None
+    return _bounded(sum(float(number) * _SPOKEN_S[unit] for number, unit in _SPOKEN.findall(found[1])))
+
+
+def duration_s(value: object, unit_s: float) -> float | None:
+    """Seconds of an error's field: a number of units, or a text such as "34s"; None for anything else."""
+    number = number_of(value)
+    if number is None:
+        return _duration_s(value) or None if isinstance(value, str) else None
+    return _bounded(number * unit_s)
 
 
 def retry_after_s(headers: Mapping[str, str], unix_now: float) -> float | None:

@@ -21,10 +21,10 @@ from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError, InvalidRequest, Overloaded, Unavailable
 from headrace.core.ids import RequestId
 from headrace.gateway.http.descriptors import MAX_FOREIGN_CONNECTIONS
-from headrace.gateway.http.errors import foreign_overflow
+from headrace.gateway.http.errors import ContentRefused, foreign_overflow
 from headrace.gateway.upstream.foreign_answer import ForeignAnswer
 from headrace.gateway.upstream.foreign_chunk import SideField
-from headrace.gateway.upstream.foreign_errors import MAX_ERROR_BYTES, BrokenStream, sent_error
+from headrace.gateway.upstream.foreign_errors import CLIENT_FAULTS, MAX_ERROR_BYTES, BrokenStream, ErrorKind, SentError, sent_error
 from headrace.gateway.upstream.foreign_events import EventReader, EventSink, SilenceLimit, decoder_for, unpacked
 from headrace.gateway.upstream.foreign_facts import ListedModel, ReportedLoad
 from headrace.gateway.upstream.foreign_rate_limits import exhausted_s, retry_after_s
@@ -54,9 +54,6 @@ ERROR_BODY_S = 5.0
 LOAD_VALID_S = 5.0
 """Seconds after which a server's reported load is no longer used."""
 
-CLIENT_FAULTS = (400, 413, 422)
-"""Statuses of a request that its server refuses for what it asks."""
-
 SALT = "cache_salt"
 
 RATE_LIMIT_S = 1.0
@@ -72,13 +69,15 @@ class AttemptResult(StrEnum):
     OVERFLOW = "overflow"
     """As INVALID: the prompt is too long for this server's context."""
     RATE_LIMITED = "rate_limited"
+    """The account's rate limit, or a server with too much to do."""
     CONNECT = "connect"
     """No connection, or it was closed before the status: nothing was answered."""
     SERVER_ERROR = "server_error"
     REFUSED = "refused"
-    """A status about the server's configuration or ours, which another attempt does not change: 401, 404, a redirect."""
+    """About the server's configuration or ours, which another attempt does not change: its key, its model, a redirect."""
     FORBIDDEN = "forbidden"
-    """403, 451: about the key, or about this prompt, which some providers' moderation refuses so."""
+    """The server does not take this request, and another one may: its content filter, its account's limit, a feature that it lacks. Or it
+    cannot be told from the client's fault: a 403, words about a key or a model that may quote the client."""
     LOST = "lost"
     """Silence beyond a timeout, or an answer that broke off or was none."""
     ABANDONED = "abandoned"
@@ -216,10 +215,11 @@ class ForeignServer:
             result = failure.result
             raise
         except (BrokenStream, aiohttp.ClientError, OSError, TimeoutError) as error:
-            if isinstance(error, BrokenStream) and not reader.has_begun and (refusal := self._refusal_in_stream(error)) is not None:
-                result = refusal.result
+            sent = error.sent if isinstance(error, BrokenStream) else None
+            refusal = None if sent is None else self._refusal(sent, None, request.request_id)
+            result = AttemptResult.LOST if refusal is None else refusal.result
+            if refusal is not None and not reader.has_begun:
                 raise refusal from None
-            result = AttemptResult.LOST
             reason = error if isinstance(error, BrokenStream) else type(error).__name__
             self.log_fault(f"broke off an answer: {reason} (request {request.request_id})")
             raise AttemptFailed(result, Unavailable(BROKE if reader.has_begun else NOT_NOW), has_begun=reader.has_begun) from None
@@ -251,7 +251,7 @@ class ForeignServer:
                 return response
             deadline.reschedule(None)
             async with response:
-                failure = await self._refusal(response, request.request_id, sent)
+                failure = await self._failure(response, request.request_id, sent)
             name = failure.field
             if name is None or not is_adaptable(name, found):
                 raise failure
@@ -287,10 +287,8 @@ class ForeignServer:
     def _hold(self, response: aiohttp.ClientResponse) -> None:
         """Send nothing new for as long as the answer's headers ask."""
         wait_s = exhausted_s(response.headers)
-        if response.status in (429, 503):
-            asked_s = retry_after_s(response.headers, self._unix_time())
-            default_s = RATE_LIMIT_S if response.status == 429 and not wait_s else 0.0
-            wait_s = max(wait_s, default_s if asked_s is None else asked_s)
+        if response.status in (429, 503, 529):
+            wait_s = max(wait_s, retry_after_s(response.headers, self._unix_time()) or 0.0)
         if wait_s:
             self._hold_for(wait_s, by_outage=response.status == 503)
 
@@ -298,46 +296,69 @@ class ForeignServer:
         self._is_held_by_outage = by_outage
         self._held_until = max(self._held_until, self._clock() + wait_s)
 
-    async def _refusal(self, response: aiohttp.ClientResponse, request_id: RequestId, sent: dict[str, Any]) -> AttemptFailed:
-        """sent: fields of the request"""
-        status = response.status
-        is_about_n = "n" in sent and status in (500, 501)  # of llama.cpp for example
-        body = await _error_body(response) if status in CLIENT_FAULTS or is_about_n else b""
-        is_overflow = status in CLIENT_FAULTS and sent_error(body).is_overflow
-        names = names_in(sent) | ({SALT} if self.config.cache_salt else set())
-        field = refused_field(body, {"n"} if is_about_n else names) if body and not is_overflow else None
-        if field == SALT:
-            self.log_fault("refuses the field cache_salt: with cache_salt: false it is left out, and tenants share the server's cache")
-        if (refusal := self._known_refusal(status, is_overflow=is_overflow, field=field)) is not None:
+    async def _failure(self, response: aiohttp.ClientResponse, request_id: RequestId, sent: dict[str, Any]) -> AttemptFailed:
+        """The failure of an answer that is an error. sent: fields of the request"""
+        status, body = response.status, await _error_body(response)
+        error = sent_error(body, status)
+        field = self._refused_field(body, status, sent) if error.kind in (None, ErrorKind.INVALID) else None
+        refusal = self._refusal(error, retry_after_s(response.headers, self._unix_time()), request_id, field=field)
+        if refusal is not None:
             return refusal
         self.log_fault(f"answered with status {status} (request {request_id})")
         return AttemptFailed(_result_of(status), Unavailable(NOT_NOW, retry_after_s=self._retry_after_s()), field=field)
 
-    def _refusal_in_stream(self, error: BrokenStream) -> AttemptFailed | None:
-        """The failure of an error event before the first token, as for the same HTTP status; None: treat it as a broken stream."""
-        if error.code == 429 and not error.is_overflow:
-            self._hold_for(RATE_LIMIT_S, by_outage=False)
-        return self._known_refusal(error.code, is_overflow=error.is_overflow)
+    def _refused_field(self, body: bytes, status: int, sent: dict[str, Any]) -> str | None:
+        """The field of the request that an error names."""
+        is_about_n = "n" in sent and status in (500, 501)  # of llama.cpp for example
+        if not is_about_n and status not in CLIENT_FAULTS:
+            return None
+        field = refused_field(body, {"n"} if is_about_n else names_in(sent) | ({SALT} if self.config.cache_salt else set()))
+        if field == SALT:
+            self.log_fault("refuses the field cache_salt: with cache_salt: false it is left out, and tenants share the server's cache")
+        return field
 
-    def _known_refusal(self, status: int | None, *, is_overflow: bool, field: str | None = None) -> AttemptFailed | None:
-        """The failure for a request that is too long, refused as invalid, or over a rate limit; None: another failure.
+    def _refusal(self, sent: SentError, asked_s: float | None, request_id: RequestId, *, field: str | None = None) -> AttemptFailed | None:
+        """The failure for an error of a known kind, in whatever form the server sent it; None: another failure.
 
-        field  field that the server named
+        asked_s  seconds by the header Retry-After; None: it has none
+        field    field that the server named
         """
-        if is_overflow:
-            return AttemptFailed(AttemptResult.OVERFLOW, foreign_overflow())
-        if status in CLIENT_FAULTS:
-            limit = f"what the server behind this model accepts (it said {status})"
-            shown, remedy = "body", "Leave out rare fields."
-            if field is not None and field != SALT:
-                shown, remedy = LIMITS[0] if field in LIMITS else field, "Leave it out, or change it."
-            return AttemptFailed(AttemptResult.INVALID, InvalidRequest(shown, limit, None, remedy), field=field)
-        if status == 429:
-            return AttemptFailed(AttemptResult.RATE_LIMITED, Overloaded(BUSY, retry_after_s=self._retry_after_s()))
+        match sent.kind:
+            case ErrorKind.OVERFLOW:
+                return AttemptFailed(AttemptResult.OVERFLOW, foreign_overflow())
+            case ErrorKind.ACCOUNT_LIMIT:
+                return AttemptFailed(AttemptResult.FORBIDDEN, foreign_overflow())
+            case ErrorKind.RATE_LIMIT:
+                return self._rate_limit(sent, asked_s)
+            case ErrorKind.FILTERED:
+                return AttemptFailed(AttemptResult.FORBIDDEN, ContentRefused())
+            case ErrorKind.KEY | ErrorKind.MODEL:
+                what = "refuses its key or account" if sent.kind is ErrorKind.KEY else f"does not have the model {self.far_name!r}"
+                self.log_fault(f"{what} (status {sent.status}, request {request_id})")
+                result = AttemptResult.REFUSED if sent.is_certain else AttemptResult.FORBIDDEN
+                return AttemptFailed(result, Unavailable(NOT_NOW, retry_after_s=self._retry_after_s()))
+            case ErrorKind.INVALID:
+                result = AttemptResult.INVALID if sent.status in CLIENT_FAULTS else AttemptResult.FORBIDDEN
+                return AttemptFailed(result, _invalid(sent.status, field), field=field)
         return None
+
+    def _rate_limit(self, sent: SentError, asked_s: float | None) -> AttemptFailed:
+        """The failure for a rate limit, which holds back other requests where the server surely meant one."""
+        wait_s = sent.wait_s if asked_s is None else asked_s
+        if sent.is_certain or asked_s is not None:
+            self._hold_for(RATE_LIMIT_S if wait_s is None else wait_s, by_outage=False)
+        return AttemptFailed(AttemptResult.RATE_LIMITED, Overloaded(BUSY, retry_after_s=max(self._retry_after_s(), wait_s or 0.0)))
 
     def _retry_after_s(self) -> float:
         return self.held_s(self._clock()) or 1.0
+
+
+def _invalid(status: int | None, field: str | None) -> InvalidRequest:
+    """The error of a request that the server does not take. field: that it named; None: none, or one that the client did not write"""
+    limit = f"what the server behind this model accepts (it said {status or 'so in its answer'})"
+    if field is None or field == SALT:
+        return InvalidRequest("body", limit, None, "Leave out rare fields.")
+    return InvalidRequest(LIMITS[0] if field in LIMITS else field, limit, None, "Leave it out, or change it.")
 
 
 def _result_of(status: int) -> AttemptResult:
