@@ -77,7 +77,7 @@ class AttemptResult(StrEnum):
     """About the server's configuration or ours, which another attempt does not change: its key, its model, a redirect."""
     FORBIDDEN = "forbidden"
     """The server does not take this request, and another one may: its content filter, its account's limit, a feature that it lacks. Or it
-    cannot be told from the client's fault: a 403, words about a key or a model that may quote the client."""
+    may be the client's fault: a 403, words about a key or a model that may quote the client."""
     LOST = "lost"
     """Silence beyond a timeout, or an answer that broke off or was none."""
     ABANDONED = "abandoned"
