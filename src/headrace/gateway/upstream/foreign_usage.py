@@ -13,9 +13,9 @@ from msgspec import Meta, Struct
 
 from headrace.gateway.upstream.seam import TokenUsage
 
-MAX_TOKENS = 2**30
-"""Largest count that is believed, far above any context. Sums of it at the highest price fit the records' columns: 32 bits, and 64 for
-money."""
+MAX_TOKENS = 2**27
+"""Largest count that is believed, above any context. Sums for some sequences, at the highest price, fit the records' columns: 32 bits, and
+64 for money."""
 
 Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 
