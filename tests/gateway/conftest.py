@@ -11,10 +11,13 @@ from gateway_kit import MODEL, TestBench, open_bench, serving
 from kinds import guard, kind_of
 from patience import PATIENCE_S
 from redis_kit import RedisServer
+from tls_kit import authority, write_certificates
 from wire_kit import socket_dir
 
+from headrace.gateway.http.config import HttpTls
 from headrace.gateway.stores.guard import REQUEST_WAIT_S
 from headrace.text.folder import TextModel, load_text
+from headrace.wire.tls.files import TlsRole
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +58,20 @@ def text(text_folder: Path) -> TextModel:
     model = load_text(text_folder)
     model.template.compile()
     return model
+
+
+@pytest.fixture(scope="session")
+def https_files(tmp_path_factory: pytest.TempPathFactory) -> HttpTls:
+    files = write_certificates(tmp_path_factory.mktemp("https"), authority(), TlsRole.ENGINE, "localhost")
+    return HttpTls(certificate=files.certificate, key=files.key)
+
+
+@pytest.fixture(params=["plain", "tls"])
+def over(request: pytest.FixtureRequest, https_files: HttpTls, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The transport of `serving` and `dial`: each promise to a connection holds over both."""
+    monkeypatch.setattr("gateway_kit.https", https_files if request.param == "tls" else None)
+    name: str = request.param
+    return name
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from headrace.gateway.http.server import PAUSE_S, Server
 from headrace.gateway.surfaces import endpoint
 from headrace.text.folder import TextModel
 
-pytestmark = pytest.mark.loop
+pytestmark = [pytest.mark.loop, pytest.mark.usefixtures("over")]
 
 
 @pytest.fixture

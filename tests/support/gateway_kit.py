@@ -18,6 +18,7 @@ import msgspec
 import text_kit
 from local_workers import LocalWorkers
 from patience import eventually as eventually
+from tls_kit import TlsClient, tls_client
 from virtual_time import VirtualTimeLoop
 
 from headrace.core.clock import Clock
@@ -35,6 +36,7 @@ from headrace.gateway.compose import open_gateway
 from headrace.gateway.config import GatewayConfig, config_from
 from headrace.gateway.control.models import Sources
 from headrace.gateway.control.reload import Reloader
+from headrace.gateway.http.config import HttpTls
 from headrace.gateway.http.descriptors import ConnectionLimit
 from headrace.gateway.http.server import Server
 from headrace.gateway.main import follow_connections
@@ -46,6 +48,9 @@ from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState, ReplicaClient, ReplicaInfo, SeenLoad
 from headrace.wire.handles import Handle
 from headrace.wire.stream import ReplicaStream
+
+https: HttpTls | None = None
+"""Set by the fixture `over`: `serving` serves https with this certificate, and `dial` speaks TLS."""
 
 SAID = "The quick brown fox jumps over the lazy dog. What is the capital of France? Paris."
 MODEL = "fox"
@@ -343,7 +348,8 @@ async def open_bench(
 @asynccontextmanager
 async def serving(gateway: Gateway, reloader: Reloader | None = None) -> AsyncIterator[int]:
     """The gateway behind its real HTTP server on a free loopback port, in this event loop. reloader: whose changes the server follows"""
-    server = Server(gateway, gateway.config.server, gateway.refused, ConnectionLimit(gateway.config.limits.max_connections, 8))
+    config = gateway.config.server if https is None else replace(gateway.config.server, tls=https)
+    server = Server(gateway, config, gateway.refused, ConnectionLimit(gateway.config.limits.max_connections, 8))
     port = await server.start()
     if reloader is not None:
         reloader.follow(partial(follow_connections, server))
@@ -357,8 +363,19 @@ async def serving(gateway: Gateway, reloader: Reloader | None = None) -> AsyncIt
 
 
 @asynccontextmanager
-async def dial(port: int, *, limit: int = 64 << 10) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A bare TCP connection with small buffers, closed for good afterwards."""
+async def dial(port: int, *, limit: int = 64 << 10) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter | TlsClient]]:
+    """A connection with small buffers that has shaken hands where the server speaks https, closed for good afterwards."""
+    async with dial_tcp(port, limit=limit) as (reader, writer):
+        if https is None:
+            yield reader, writer
+            return
+        async with tls_client(reader, writer, limit=limit) as client:
+            yield client.reader, client
+
+
+@asynccontextmanager
+async def dial_tcp(port: int, *, limit: int = 64 << 10) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """`dial` without TLS."""
     loop = asyncio.get_running_loop()
     if isinstance(loop, VirtualTimeLoop):
         sock: socket.socket = loop.network.connect(port, receive_bytes=4096)

@@ -60,6 +60,7 @@ def load_context(files: HttpTls) -> ssl.SSLContext:
         raise ConfigError("tls.certificate", f"{files.certificate} cannot be read ({error.strerror})") from error
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols([ALPN])
     try:
         # An empty passphrase: OpenSSL would ask for one on the terminal.

@@ -13,9 +13,9 @@ import errno
 import logging
 import os
 import socket
-import ssl
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -25,6 +25,7 @@ from headrace.gateway.http.connection import OnRefused, protocol_for, refusal_by
 from headrace.gateway.http.descriptors import ConnectionLimit
 from headrace.gateway.http.errors import ErrorObject
 from headrace.gateway.http.https import HANDSHAKE_FAILED, ServerCertificate, TlsNotice
+from headrace.gateway.http.tls_transport import TlsTransport
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,8 @@ class Listener:
         self.certificate = certificate
         self._notice = TlsNotice(text=HANDSHAKE_FAILED)
         self._loop = asyncio.get_running_loop()
-        self._connecting: dict[asyncio.Task[object], object] = {}  # task -> the protocol that it will add to the connections
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._opening: set[asyncio.Protocol] = set()  # accepted, and neither lost nor known to be in `connections` yet
         self._refused: dict[socket.socket, asyncio.TimerHandle] = {}  # in order of arrival
         self._pause: asyncio.TimerHandle | None = None
         listening.setblocking(False)
@@ -86,6 +88,9 @@ class Listener:
         self._socket.close()
         for client in list(self._refused):
             self._drop(client)
+        for opening in list(self._opening):
+            if isinstance(opening, TlsTransport):
+                opening.abort()
 
     async def wait_closed(self) -> None:
         """Returns at once: `close` leaves nothing to wait for. uvicorn calls it."""
@@ -93,9 +98,9 @@ class Listener:
     @property
     def _is_full(self) -> bool:
         most, known = self.limit.max_connections, len(self._connections)
-        if known + len(self._connecting) < most:
+        if known + len(self._opening) < most:
             return False
-        return known + sum(protocol not in self._connections for protocol in self._connecting.values()) >= most
+        return known + sum(protocol not in self._connections for protocol in self._opening) >= most
 
     def _accept(self) -> None:
         for _ in range(ACCEPTS_PER_TURN):
@@ -116,22 +121,26 @@ class Listener:
 
     def _connect(self, client: socket.socket) -> None:
         protocol = self._make_protocol()
-        if self.certificate is None:
-            connecting = self._loop.connect_accepted_socket(lambda: protocol, client)
-        else:
+        if self.certificate is not None:
             context = self.certificate.context()
-            connecting = self._loop.connect_accepted_socket(lambda: protocol, client, ssl=context, ssl_handshake_timeout=HANDSHAKE_S)
-        task: asyncio.Task[object] = self._loop.create_task(connecting)
-        self._connecting[task] = protocol
-        task.add_done_callback(self._connected)
+            protocol = TlsTransport(context, protocol, handshake_s=HANDSHAKE_S, on_handshake=self._handshake_ended)
+        self._opening.add(protocol)
+        task: asyncio.Task[object] = self._loop.create_task(self._loop.connect_accepted_socket(lambda: protocol, client))
+        self._tasks.add(task)
+        task.add_done_callback(partial(self._connected, protocol))
 
-    def _connected(self, task: asyncio.Task[object]) -> None:
-        del self._connecting[task]
+    def _connected(self, protocol: asyncio.Protocol, task: asyncio.Task[object]) -> None:
+        self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if isinstance(error, ssl.SSLError):
-            self._notice(str(error.reason or "unknown"))
-        elif error is not None and not (self.certificate is not None and isinstance(error, OSError)):  # the client left in the handshake
+        if error is not None:
             log.warning("a connection could not be taken: %r", error)
+        if error is not None or not isinstance(protocol, TlsTransport):
+            self._opening.discard(protocol)
+
+    def _handshake_ended(self, transport: TlsTransport, failure: str) -> None:
+        self._opening.discard(transport)
+        if failure:
+            self._notice(failure)
 
     def _wait(self, error: OSError) -> None:
         """Stop accepting for PAUSE_S. Without the pause the event loop would report the socket as ready in every round."""

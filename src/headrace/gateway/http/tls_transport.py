@@ -1,0 +1,194 @@
+"""Speaks TLS on one connection: a protocol to the socket's transport below, and the transport of the HTTP protocol above.
+
+It keeps what the transport of a plain connection keeps, which asyncio's and uvloop's TLS transports do not. The sending half can be closed
+alone. What arrives is handed on as it comes, so that the protocol above counts every byte that it discards. `pause_reading` stops the
+socket itself. `close` sends TLS's close_notify and waits for none. Nothing is buffered here beyond one record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+RECORD_BYTES = 16 << 10
+"""Most bytes of one TLS record, and so of one read."""
+
+NOBODY = asyncio.Protocol()
+"""Takes the calls that come before the handshake is complete and after the connection is lost."""
+
+
+class TlsTransport(asyncio.Transport, asyncio.Protocol):
+    """The server's end of a TLS connection, of which `protocol` hears once the handshake is complete."""
+
+    _socket: asyncio.Transport | None = None
+    _timer: asyncio.TimerHandle | None = None
+
+    def __init__(
+        self, context: ssl.SSLContext, protocol: asyncio.Protocol, *, handshake_s: float, on_handshake: Callable[[TlsTransport, str], None]
+    ) -> None:
+        """
+        handshake_s   seconds that the handshake may take
+        on_handshake  called once at its end, with the reason for which it failed; "" where it did not, or the client left
+        """
+        super().__init__()
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
+        self._protocol, self._waiting = NOBODY, protocol
+        self._handshake_s, self._on_handshake = handshake_s, on_handshake
+        self._in_handshake = True
+        self._is_shut = False
+
+    # -- towards the socket ------------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._socket = transport
+        if self._is_shut:  # aborted before the socket was there
+            transport.abort()
+            return
+        self._timer = asyncio.get_running_loop().call_later(self._handshake_s, self._handshake_late)
+
+    def data_received(self, data: bytes) -> None:
+        self._incoming.write(data)
+        if self._in_handshake:
+            self._shake_hands()
+        if not (self._in_handshake or self._below.is_closing()):
+            self._read()
+
+    def eof_received(self) -> None:
+        """The client closed its sending half, of TLS or of the socket."""
+        self._protocol.eof_received()
+        self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_handshake("")
+        protocol, self._protocol, self._waiting = self._protocol, NOBODY, NOBODY
+        protocol.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._protocol.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._protocol.resume_writing()
+
+    def _shake_hands(self) -> None:
+        try:
+            self._tls.do_handshake()
+        except ssl.SSLWantReadError:
+            self._flush()
+        except ssl.SSLError as error:
+            self._fail(error.reason or "unknown")
+        else:
+            self._flush()
+            self._protocol = self._waiting
+            self._end_handshake("")
+            self._protocol.connection_made(self)
+
+    def _handshake_late(self) -> None:
+        self._fail(f"it took more than {self._handshake_s:g} s")
+
+    def _end_handshake(self, failure: str) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._in_handshake:
+            self._in_handshake = False
+            self._on_handshake(self, failure)
+
+    def _read(self) -> None:
+        pieces: list[bytes] = []
+        has_ended, is_broken = False, False
+        try:
+            while piece := self._tls.read(RECORD_BYTES):
+                pieces.append(piece)
+            has_ended = True
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLZeroReturnError:
+            has_ended = True
+        except ssl.SSLError:
+            is_broken = True
+        self._flush()
+        if pieces:
+            self._protocol.data_received(b"".join(pieces))
+        if is_broken:
+            self._fail("")
+        elif has_ended:
+            self.eof_received()
+
+    def _fail(self, reason: str) -> None:
+        """Close, with the alert that names the fault to the client."""
+        self._end_handshake(reason)
+        self._flush()
+        self._is_shut = True
+        if self._socket is not None:
+            self._socket.close()
+
+    def _flush(self) -> None:
+        data = self._outgoing.read()
+        if data and self._socket is not None and not self._is_shut:
+            self._socket.write(data)
+
+    # -- towards the protocol ----------------------------------------------------------------------------------------------------
+
+    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
+        if not data or self.is_closing():
+            return
+        try:
+            num_written = self._tls.write(data)
+            while num_written < len(data):
+                num_written += self._tls.write(memoryview(data)[num_written:])
+        except ssl.SSLError:
+            self.abort()
+        else:
+            self._flush()
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        self._shut()
+        self._below.write_eof()
+
+    def close(self) -> None:
+        if not self._below.is_closing():
+            self._shut()
+            self._below.close()
+
+    def abort(self) -> None:
+        self._is_shut = True
+        if self._socket is not None:
+            self._socket.abort()
+
+    def _shut(self) -> None:
+        """Send close_notify behind what is written."""
+        if not (self._is_shut or self._in_handshake):
+            with suppress(ssl.SSLError):  # it is sent; the client's own has not come
+                self._tls.unwrap()
+            self._flush()
+        self._is_shut = True
+
+    @property
+    def _below(self) -> asyncio.Transport:
+        assert self._socket is not None, "the handshake has begun"
+        return self._socket
+
+    def is_closing(self) -> bool:
+        return self._is_shut or self._below.is_closing()
+
+    def pause_reading(self) -> None:
+        self._below.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._below.resume_reading()
+
+    def get_write_buffer_size(self) -> int:
+        return self._below.get_write_buffer_size()
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        self._below.set_write_buffer_limits(high, low)
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._tls.context if name == "sslcontext" else self._below.get_extra_info(name, default)
