@@ -54,6 +54,7 @@ async def test_client_that_leaves_is_cancelled_at_the_engine(either: TestBench, 
         assert metric(either.gateway, "headrace_requests_total", model=MODEL, replica=either.label, outcome="cancelled") == 1
 
 
+@pytest.mark.usefixtures("over")
 async def test_a_client_that_leaves_is_noticed_without_a_task(bench: TestBench, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The connection says so, although reading was paused when the end of the body came."""
     monkeypatch.delattr(Exchange, "wait_left")
@@ -115,6 +116,7 @@ def flood(request: EngineRequest, stream: ReplicaStream) -> None:
 LOUD = chat_body(stream=True, logprobs=True, top_logprobs=20)
 
 
+@pytest.mark.usefixtures("over")
 async def test_client_that_does_not_read_is_cut_off(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits for it is bounded in bytes; beyond them the connection goes and the engine is told."""
     monkeypatch.setattr(sse, "MAX_PENDING_BYTES", 20_000)
@@ -147,6 +149,7 @@ async def test_logprobs_of_a_long_prompt_reach_a_client_that_reads_slowly_but_st
         assert not bench.replica.cancelled
 
 
+@pytest.mark.usefixtures("over")
 async def test_client_that_does_not_catch_up_in_time_is_cut_off(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "MAX_PENDING_BYTES", 1 << 30)
     monkeypatch.setattr(connection, "WRITE_S", 20.0)
@@ -164,6 +167,7 @@ LARGE = chat_body(logprobs=True, top_logprobs=20, n=3, max_tokens=400, ignore_eo
 """More than a megabyte, not streamed."""
 
 
+@pytest.mark.usefixtures("over")
 async def test_large_answer_reaches_a_client_that_reads_slowly_but_steadily(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """WRITE_S is for the next 64 KiB, not for the whole body."""
     write_s, bytes_per_s = 1.0, 100e3
@@ -202,6 +206,7 @@ def dechunked(body: bytes) -> bytes:
     return b"".join(parts)
 
 
+@pytest.mark.usefixtures("over")
 async def test_client_that_does_not_read_a_large_answer_is_cut_off_and_counted(
     text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,6 +228,7 @@ async def test_client_that_does_not_read_a_large_answer_is_cut_off_and_counted(
     assert (line["outcome"], line["error"]) == ("cancelled", "slow_reader")
 
 
+@pytest.mark.usefixtures("over")
 async def test_client_that_leaves_in_the_middle_of_a_large_answer_is_counted(text: TextModel, tmp_path: Path) -> None:
     log = tmp_path / "log"
     async with open_bench(text, request_log=str(log)) as bench, serving(bench.gateway) as port:
@@ -234,6 +240,7 @@ async def test_client_that_leaves_in_the_middle_of_a_large_answer_is_counted(tex
     assert (line["outcome"], line["error"]) == ("cancelled", "client_left")
 
 
+@pytest.mark.usefixtures("over")
 async def test_shutdown_drops_a_client_that_does_not_take_the_rest_of_its_answer(text: TextModel, tmp_path: Path) -> None:
     """Its request ends by itself, with the reason it was given: no task is cancelled."""
     log = tmp_path / "log"

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from gateway_kit import TestBench, chat_body, dial, eventually, gateway_config, metric, open_bench, post, serving
+from gateway_kit import TestBench, chat_body, dial, eventually, gateway_config, metric, open_bench, post, server_config, serving
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from virtual_time import virtual_loop
@@ -126,7 +126,7 @@ OFFERING = (b"connection", b"upgrade", b"http2-settings", b"sec-websocket-key", 
 @asynccontextmanager
 async def echoing() -> AsyncIterator[int]:
     """`echo` behind the gateway's HTTP server."""
-    server = Server(echo, gateway_config().server, lambda *_: None, ConnectionLimit(100, 8))
+    server = Server(echo, server_config(gateway_config()), lambda *_: None, ConnectionLimit(100, 8))
     port = await server.start()
     stop = asyncio.Event()
     task = asyncio.create_task(server.serve_until(stop))
@@ -181,6 +181,7 @@ def test_a_request_with_an_offer_is_the_request_without_it_in_any_packets(sent: 
     assert b" 400 " not in expected.partition(b"\r\n")[0]
 
 
+@pytest.mark.usefixtures("over")
 async def test_every_cut_in_two_gives_the_same_answers() -> None:
     data = JAVA.wire(is_plain=False) + EXPECTING.wire(is_plain=False)
     async with echoing() as port:
@@ -204,6 +205,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.usefixtures("over")
 async def test_a_broken_request_with_an_offer_is_refused_as_one_without_it(name: str) -> None:
     for at in (0, len(BROKEN[name])):
         sent = Sent("POST /echo", BROKEN[name], ("Connection: Upgrade", "Upgrade: h2c"), at, INNER)
@@ -225,6 +227,7 @@ def status(answer: bytes) -> int:
 OFFER = tuple(H2C.splitlines())
 
 
+@pytest.mark.usefixtures("over")
 async def test_a_chat_that_offers_http2_is_answered_and_keeps_its_connection(bench: TestBench) -> None:
     sent = post("/v1/chat/completions", chat_body(max_tokens=2), *OFFER)
     head, gap, body = sent.partition(b"\r\n\r\n")
@@ -236,6 +239,7 @@ async def test_a_chat_that_offers_http2_is_answered_and_keeps_its_connection(ben
     assert len({tuple(request.prompt_ids) for request in bench.replica.requests}) == 1
 
 
+@pytest.mark.usefixtures("over")
 async def test_an_offer_takes_no_bound_away(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "MAX_HEADER_BYTES", 4096)
     monkeypatch.setattr(protocol, "MAX_HEADERS", 10)
@@ -253,6 +257,7 @@ async def test_an_offer_takes_no_bound_away(text: TextModel, monkeypatch: pytest
             assert virtual_loop().time() - began == pytest.approx(0.3, abs=2 * GAP_S)
 
 
+@pytest.mark.usefixtures("over")
 async def test_the_wire_behind_an_offer_may_cost_no_more_than_without_it(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head in many packets counts for the flood of chunks behind it."""
     refuse, refused = protocol.BoundedProtocol._refuse, []
@@ -273,6 +278,7 @@ async def test_the_wire_behind_an_offer_may_cost_no_more_than_without_it(text: T
 
 @pytest.mark.parametrize("authority", ["localhost:443", "/", "/v1/models"])
 @pytest.mark.parametrize("is_at_once", [True, False])
+@pytest.mark.usefixtures("over")
 async def test_connect_is_refused_and_nothing_behind_it_is_read(bench: TestBench, authority: str, is_at_once: bool) -> None:
     head = f"CONNECT {authority} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode()
     behind = post("/v1/chat/completions", chat_body(max_tokens=1))
@@ -288,6 +294,7 @@ async def test_connect_is_refused_and_nothing_behind_it_is_read(bench: TestBench
 
 
 @pytest.mark.parametrize("cuts", [(), (5,), (18,), (20,)])
+@pytest.mark.usefixtures("over")
 async def test_http2_without_asking_is_refused_with_what_to_send(bench: TestBench, cuts: tuple[int, ...]) -> None:
     """`curl --http2-prior-knowledge`, and gRPC clients at the wrong port."""
     data = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x12\x04\x00\x00\x00\x00\x00\x00\x03\x00\x00\x00d" + INNER

@@ -36,7 +36,7 @@ from headrace.gateway.compose import open_gateway
 from headrace.gateway.config import GatewayConfig, config_from
 from headrace.gateway.control.models import Sources
 from headrace.gateway.control.reload import Reloader
-from headrace.gateway.http.config import HttpTls
+from headrace.gateway.http.config import HttpTls, ServerConfig
 from headrace.gateway.http.descriptors import ConnectionLimit
 from headrace.gateway.http.server import Server
 from headrace.gateway.main import follow_connections
@@ -264,6 +264,11 @@ def gateway_config(**changes: Any) -> GatewayConfig:
     return config_from(data)
 
 
+def server_config(config: GatewayConfig) -> ServerConfig:
+    """The server's part, with https where the fixture `over` says so."""
+    return config.server if https is None else replace(config.server, tls=https)
+
+
 def two_replicas() -> list[dict[str, Any]]:
     """The `models` of a configuration with two replicas."""
     return some_replicas(2)
@@ -348,8 +353,8 @@ async def open_bench(
 @asynccontextmanager
 async def serving(gateway: Gateway, reloader: Reloader | None = None) -> AsyncIterator[int]:
     """The gateway behind its real HTTP server on a free loopback port, in this event loop. reloader: whose changes the server follows"""
-    config = gateway.config.server if https is None else replace(gateway.config.server, tls=https)
-    server = Server(gateway, config, gateway.refused, ConnectionLimit(gateway.config.limits.max_connections, 8))
+    limit = ConnectionLimit(gateway.config.limits.max_connections, 8)
+    server = Server(gateway, server_config(gateway.config), gateway.refused, limit)
     port = await server.start()
     if reloader is not None:
         reloader.follow(partial(follow_connections, server))
@@ -363,9 +368,14 @@ async def serving(gateway: Gateway, reloader: Reloader | None = None) -> AsyncIt
 
 
 @asynccontextmanager
-async def dial(port: int, *, limit: int = 64 << 10) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter | TlsClient]]:
-    """A connection with small buffers that has shaken hands where the server speaks https, closed for good afterwards."""
-    async with dial_tcp(port, limit=limit) as (reader, writer):
+async def dial(
+    port: int, *, limit: int = 64 << 10, sock: socket.socket | None = None
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter | TlsClient]]:
+    """A connection with small buffers that has shaken hands where the server speaks https, closed for good afterwards.
+
+    sock  one that is connected; by default a new one
+    """
+    async with dial_tcp(port, limit=limit if https is None else 4096, sock=sock) as (reader, writer):
         if https is None:
             yield reader, writer
             return
@@ -374,11 +384,15 @@ async def dial(port: int, *, limit: int = 64 << 10) -> AsyncIterator[tuple[async
 
 
 @asynccontextmanager
-async def dial_tcp(port: int, *, limit: int = 64 << 10) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+async def dial_tcp(
+    port: int, *, limit: int = 64 << 10, sock: socket.socket | None = None
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """`dial` without TLS."""
     loop = asyncio.get_running_loop()
-    if isinstance(loop, VirtualTimeLoop):
-        sock: socket.socket = loop.network.connect(port, receive_bytes=4096)
+    if sock is not None:
+        pass
+    elif isinstance(loop, VirtualTimeLoop):
+        sock = loop.network.connect(port, receive_bytes=4096)
     else:
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -53,6 +53,7 @@ class TlsClient:
 
     transport   of the socket
     num_closed  close_notify alerts that came
+    is_over     the socket has ended, or a record was none
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, limit: int, context: ssl.SSLContext) -> None:
@@ -63,6 +64,7 @@ class TlsClient:
         self.reader.set_transport(self)  # type: ignore[arg-type]  # it pauses and resumes
         self.transport = writer.transport
         self.num_closed = 0
+        self.is_over = False
         self._may_read = asyncio.Event()
         self._may_read.set()
 
@@ -90,6 +92,8 @@ class TlsClient:
             self.reader.feed_eof()
         except (OSError, ssl.SSLError) as error:
             self.reader.set_exception(error)
+        finally:
+            self.is_over = True
 
     def _decrypt(self) -> None:
         try:
@@ -137,7 +141,7 @@ class TlsClient:
 
 def trusting_context() -> ssl.SSLContext:
     """Of a client that asks for no name and believes every certificate."""
-    context = ssl.create_default_context()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context
 

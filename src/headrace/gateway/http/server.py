@@ -1,9 +1,9 @@
 """Runs the HTTP server: uvicorn with `connection.BoundedProtocol` and a listener of its own. `gateway.main` starts and stops it.
 
-A connection beyond the limit is answered 503 with Retry-After instead of being dropped. With TLS the connection is closed, since an answer
-would take a handshake. The listener replaces the event loop's own server, which accepts every waiting connection before it can be counted,
-and drops connections unanswered at the limit of open files. Where descriptors run out the listener pauses and goes on; it never raises for
-them.
+A connection beyond the limit is answered 503 with Retry-After instead of being dropped. An https client gets that answer after its
+handshake; of these, one beyond `max_refusals` is closed unanswered. The listener replaces the event loop's own server, which accepts every
+waiting connection before it can be counted, and drops connections unanswered at the limit of open files. Where descriptors run out the
+listener pauses and goes on; it never raises for them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import errno
 import logging
 import os
 import socket
+import ssl
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
@@ -74,6 +75,7 @@ class Listener:
         self._tasks: set[asyncio.Task[object]] = set()
         self._opening: set[asyncio.Protocol] = set()  # accepted, and neither lost nor known to be in `connections` yet
         self._refused: dict[socket.socket, asyncio.TimerHandle] = {}  # in order of arrival
+        self._refusals: set[_TlsRefusal] = set()
         self._pause: asyncio.TimerHandle | None = None
         listening.setblocking(False)
         self._loop.add_reader(listening.fileno(), self._accept)
@@ -88,7 +90,7 @@ class Listener:
         self._socket.close()
         for client in list(self._refused):
             self._drop(client)
-        for opening in list(self._opening):
+        for opening in [*self._opening, *(refusal.transport for refusal in self._refusals)]:
             if isinstance(opening, TlsTransport):
                 opening.abort()
 
@@ -125,6 +127,9 @@ class Listener:
             context = self.certificate.context()
             protocol = TlsTransport(context, protocol, handshake_s=HANDSHAKE_S, on_handshake=self._handshake_ended)
         self._opening.add(protocol)
+        self._hand_over(client, protocol)
+
+    def _hand_over(self, client: socket.socket, protocol: asyncio.Protocol) -> None:
         task: asyncio.Task[object] = self._loop.create_task(self._loop.connect_accepted_socket(lambda: protocol, client))
         self._tasks.add(task)
         task.add_done_callback(partial(self._connected, protocol))
@@ -137,7 +142,7 @@ class Listener:
         if error is not None or not isinstance(protocol, TlsTransport):
             self._opening.discard(protocol)
 
-    def _handshake_ended(self, transport: TlsTransport, failure: str) -> None:
+    def _handshake_ended(self, transport: TlsTransport, failure: str | None) -> None:
         self._opening.discard(transport)
         if failure:
             self._notice(failure)
@@ -153,19 +158,26 @@ class Listener:
         self._loop.add_reader(self._socket.fileno(), self._accept)
 
     def _refuse(self, client: socket.socket) -> None:
-        if self.certificate is not None:  # an answer would take a handshake
-            client.close()
-            self._on_refused(os.urandom(12).hex(), 503, MESSAGE)
+        request_id = os.urandom(12).hex()
+        self._on_refused(request_id, 503, MESSAGE)
+        answer = refusal_bytes(503, request_id, UNAVAILABLE, RETRY_AFTER)
+        if self.certificate is not None:
+            self._refuse_in_tls(client, answer, self.certificate.context())
             return
         if len(self._refused) >= self.limit.max_refusals:
             self._drop(next(iter(self._refused)))
-        request_id = os.urandom(12).hex()
         self._refused[client] = self._loop.call_later(LINGER_S, self._drop, client)
         with suppress(OSError):  # the client has left; `_read` gets its end
-            client.send(refusal_bytes(503, request_id, UNAVAILABLE, RETRY_AFTER))  # an empty socket takes it whole
+            client.send(answer)  # an empty socket takes it whole
             client.shutdown(socket.SHUT_WR)
         self._loop.add_reader(client.fileno(), self._read, client)
-        self._on_refused(request_id, 503, MESSAGE)
+
+    def _refuse_in_tls(self, client: socket.socket, answer: bytes, context: ssl.SSLContext) -> None:
+        if len(self._refusals) >= self.limit.max_refusals:
+            client.close()  # those before it may still shake hands, and are owed their answer
+            return
+        refusal = _TlsRefusal(answer, context, self._refusals)
+        self._hand_over(client, refusal.transport)
 
     def _read(self, client: socket.socket) -> None:
         try:
@@ -183,6 +195,30 @@ class Listener:
         with suppress(OSError):  # closing with unread bytes resets the connection: one is dropped early where more are refused at once
             client.recv(READ_BYTES)
         client.close()
+
+
+class _TlsRefusal(asyncio.Protocol):
+    """Answers one connection after its handshake, and discards what its client sends. It is in `refusals` until the connection ends."""
+
+    def __init__(self, answer: bytes, context: ssl.SSLContext, refusals: set[_TlsRefusal]) -> None:
+        self._answer, self._refusals = answer, refusals
+        self.transport = TlsTransport(context, self, handshake_s=LINGER_S, on_handshake=self._handshake_ended)
+        self._timer: asyncio.TimerHandle | None = None
+        refusals.add(self)
+
+    def _handshake_ended(self, _transport: TlsTransport, failure: str | None) -> None:
+        if failure is not None:
+            self._refusals.discard(self)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        transport.write(self._answer)
+        transport.write_eof()
+        self._timer = asyncio.get_running_loop().call_later(LINGER_S, transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._refusals.discard(self)
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 BACKLOG = 2048

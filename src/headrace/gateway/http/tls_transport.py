@@ -20,19 +20,18 @@ NOBODY = asyncio.Protocol()
 """Takes the calls that come before the handshake is complete and after the connection is lost."""
 
 
+OnHandshake = Callable[["TlsTransport", str | None], None]
+"""Called once at the end of a handshake, with the reason for which it failed: None where it did not, "" where the client left."""
+
+
 class TlsTransport(asyncio.Transport, asyncio.Protocol):
     """The server's end of a TLS connection, of which `protocol` hears once the handshake is complete."""
 
     _socket: asyncio.Transport | None = None
     _timer: asyncio.TimerHandle | None = None
 
-    def __init__(
-        self, context: ssl.SSLContext, protocol: asyncio.Protocol, *, handshake_s: float, on_handshake: Callable[[TlsTransport, str], None]
-    ) -> None:
-        """
-        handshake_s   seconds that the handshake may take
-        on_handshake  called once at its end, with the reason for which it failed; "" where it did not, or the client left
-        """
+    def __init__(self, context: ssl.SSLContext, protocol: asyncio.Protocol, *, handshake_s: float, on_handshake: OnHandshake) -> None:
+        """handshake_s: seconds that the handshake may take"""
         super().__init__()
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
@@ -52,9 +51,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._incoming.write(data)
-        if self._in_handshake:
-            self._shake_hands()
-        if not (self._in_handshake or self._below.is_closing()):
+        if not self._in_handshake or self._shake_hands():
             self._read()
 
     def eof_received(self) -> None:
@@ -73,7 +70,8 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
     def resume_writing(self) -> None:
         self._protocol.resume_writing()
 
-    def _shake_hands(self) -> None:
+    def _shake_hands(self) -> bool:
+        """Go on with the handshake. True: it is complete."""
         try:
             self._tls.do_handshake()
         except ssl.SSLWantReadError:
@@ -81,15 +79,14 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         except ssl.SSLError as error:
             self._fail(error.reason or "unknown")
         else:
-            self._flush()
-            self._protocol = self._waiting
-            self._end_handshake("")
-            self._protocol.connection_made(self)
+            self._end_handshake(None)
+            return True
+        return False
 
     def _handshake_late(self) -> None:
         self._fail(f"it took more than {self._handshake_s:g} s")
 
-    def _end_handshake(self, failure: str) -> None:
+    def _end_handshake(self, failure: str | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -111,6 +108,9 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         except ssl.SSLError:
             is_broken = True
         self._flush()
+        if self._protocol is NOBODY:  # only now: what it closes at once has no record left to trip over
+            self._protocol, self._waiting = self._waiting, NOBODY
+            self._protocol.connection_made(self)
         if pieces:
             self._protocol.data_received(b"".join(pieces))
         if is_broken:
