@@ -57,6 +57,14 @@ async def is_served(port: int) -> bool:
         return b" 200 " in await client.reader.readline()
 
 
+async def send_bytes(client: TlsClient) -> None:
+    """A few, each alone. Raises ConnectionError where the server has closed."""
+    for _ in range(3):
+        client.write(b"x")
+        await client.drain()
+        await asyncio.sleep(0)
+
+
 # -- halves ------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -93,10 +101,7 @@ async def test_a_refused_client_that_never_closes_is_closed_after_a_moment(port:
         await client.drain()
         await asyncio.sleep(0.2)
         with pytest.raises(ConnectionError):
-            for _ in range(3):
-                client.write(b"x")
-                await client.drain()
-                await asyncio.sleep(0)
+            await send_bytes(client)
 
 
 async def test_a_client_that_closes_its_half_of_tls_has_left(bench: TestBench, port: int) -> None:
