@@ -16,7 +16,7 @@ from typing import Any
 RECORD_BYTES = 16 << 10
 """Most bytes of one TLS record, and so of one read."""
 
-NOBODY = asyncio.Protocol()
+NO_PROTOCOL = asyncio.Protocol()
 """Takes the calls that come before the handshake is complete and after the connection is lost."""
 
 
@@ -35,7 +35,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         super().__init__()
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
-        self._protocol, self._waiting = NOBODY, protocol
+        self._protocol, self._waiting = NO_PROTOCOL, protocol
         self._handshake_s, self._on_handshake = handshake_s, on_handshake
         self._in_handshake = True
         self._is_shut = False
@@ -61,7 +61,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_handshake("")
-        protocol, self._protocol, self._waiting = self._protocol, NOBODY, NOBODY
+        protocol, self._protocol, self._waiting = self._protocol, NO_PROTOCOL, NO_PROTOCOL
         protocol.connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -108,8 +108,8 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         except ssl.SSLError:
             is_broken = True
         self._flush()
-        if self._protocol is NOBODY:  # only now: what it closes at once has no record left to trip over
-            self._protocol, self._waiting = self._waiting, NOBODY
+        if self._protocol is NO_PROTOCOL:  # only now: what it closes at once has no record left to trip over
+            self._protocol, self._waiting = self._waiting, NO_PROTOCOL
             self._protocol.connection_made(self)
         if pieces:
             self._protocol.data_received(b"".join(pieces))
