@@ -25,6 +25,7 @@ from headrace.gateway.upstream.model_config import ReplicaConfig
 from headrace.observe.logs import ENVIRONMENT
 from headrace.wire.hangup import on_hangup
 from headrace.wire.stop_signals import StopSignals
+from tests.cli.conftest import Headrace
 
 pytestmark = pytest.mark.pure
 
@@ -246,3 +247,8 @@ def test_a_reload_that_is_asked_for_during_the_start_waits_for_it(tmp_path: Path
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
         signal.signal(signal.SIGHUP, before)
     assert (left.value.code, ended, len(reloads)) == (0, [], 1)
+
+
+def test_an_empty_host_is_not_the_default(headrace: Headrace) -> None:
+    done = headrace("gateway", "--replica", "one=unix:/none.sock", "--host", "")
+    assert (done.returncode, "--host: '' names no address" in done.stderr) == (3, True), done.stderr

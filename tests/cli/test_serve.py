@@ -161,7 +161,47 @@ def test_machines_read_it_in_the_log(model_folder: Path, monkeypatch: pytest.Mon
         assert json.loads(last)["models"] == ["tiny"]
 
 
-@pytest.mark.parametrize(("host", "url"), [("0.0.0.0", "http://127.0.0.1:5"), ("::", "http://[::1]:5"), ("10.1.2.3", "http://10.1.2.3:5")])
+@pytest.mark.parametrize(
+    ("folder", "name"), [("My Model", "My-Model"), ("Mod\u00e8le", "Modele"), ("it's 100% #1", "it-s-100-1"), ("-x", "x")]
+)
+def test_a_folder_of_any_name_is_served_under_a_name_that_is_said(tmp_path: Path, terminal: Terminal, folder: str, name: str) -> None:
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "config.json").write_text("{}")
+    config = config_with(tmp_path / folder)
+    assert [model.served_name for model in config.models] == [name]
+    announce(config, READY)
+    assert f"{folder!r} is no model name: it is served as {name}; --served-model-name" in terminal.getvalue()
+    named = config_with(tmp_path / folder, served_model_name=["mine"])
+    assert (named.models[0].served_name, named.models[0].renamed) == ("mine", "")
+
+
+def test_two_folders_of_one_name_are_refused_with_a_remedy(tmp_path: Path) -> None:
+    for folder in ("My Model", "My-Model"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text("{}")
+    file = tmp_path / "c.yaml"
+    file.write_text(json.dumps({"models": [{"engine": {"model": str(tmp_path / folder)}} for folder in ("My Model", "My-Model")]}))
+    with pytest.raises(ConfigError, match=r"models\[1\]\.name: 'My-Model' is served twice\. Write another name"):
+        load(file, {})
+
+
+@pytest.mark.parametrize("host", ["", "[]"])
+def test_an_empty_host_is_refused_by_both_commands(model_folder: Path, host: str) -> None:
+    """An unset variable of a script must not open every address, and is not the default either."""
+    with pytest.raises(ConfigError, match=r"host: .* names no address"):
+        config_with(model_folder, host=host)
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("fe80::1%eth0", "http://[fe80::1%25eth0]:5"),
+        ("[::1]", "http://[::1]:5"),
+        ("0.0.0.0", "http://127.0.0.1:5"),
+        ("::", "http://[::1]:5"),
+        ("10.1.2.3", "http://10.1.2.3:5"),
+    ],
+)
 def test_announced_url_can_be_reached_from_here(model_folder: Path, terminal: Terminal, host: str, url: str) -> None:
     config = config_with(model_folder, host=host, api_key=["a-long-enough-key"])
     announce(config, FleetReady({"host": host, "port": 5}, {}))

@@ -174,7 +174,7 @@ class NetworkedLoop(asyncio.SelectorEventLoop):
 def use_loop_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gateway's server listens, and aiohttp connects, in the network of the loop that runs."""
     if "headrace.gateway.http.server" in sys.modules:
-        monkeypatch.setattr("headrace.gateway.http.server.socket.create_server", _create_server)
+        monkeypatch.setattr("headrace.gateway.http.server.listening_sockets", _listening_sockets)
         import aiohappyeyeballs  # noqa: F401  # which the gateway imports at its first foreign server: in the midst of a test
     if "aiohappyeyeballs" in sys.modules:
         monkeypatch.setattr("aiohappyeyeballs.start_connection", _start_connection)
@@ -186,8 +186,8 @@ def _network() -> LoopNetwork:
     return loop.network
 
 
-def _create_server(address: Address, **_options: Any) -> ListeningSocket:
-    return _network().listen(address[1])
+def _listening_sockets(host: str, port: int, **_options: Any) -> list[ListeningSocket]:
+    return [_network().listen(port)]
 
 
 async def _start_connection(

@@ -12,6 +12,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from headrace.wire.listening import shown_host
+
 if TYPE_CHECKING:
     from http.client import HTTPConnection
 
@@ -76,14 +78,15 @@ def _is_serving(url: str, path: str) -> bool:
 def _connection(url: str) -> HTTPConnection:
     import ssl
     from http.client import HTTPConnection, HTTPSConnection
-    from urllib.parse import urlsplit
+    from urllib.parse import unquote, urlsplit
 
     parts = urlsplit(url)
+    host = unquote(parts.hostname or "")  # an address with a zone has its percent sign escaped
     if parts.scheme == "http":
-        return HTTPConnection(parts.netloc, timeout=2.0)
+        return HTTPConnection(host, parts.port, timeout=2.0)
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the certificate names another host; nothing secret is sent
-    return HTTPSConnection(parts.netloc, timeout=2.0, context=context)
+    return HTTPSConnection(host, parts.port, timeout=2.0, context=context)
 
 
 def announce(config: ServeConfig, ready: FleetReady, *warnings: str) -> None:
@@ -96,7 +99,8 @@ def announce(config: ServeConfig, ready: FleetReady, *warnings: str) -> None:
     serving = f"Serving {', '.join(names)} at {url}"
     open_to = ANY_PAGE if ANY_ORIGIN in config.gateway.allowed_origins else OPEN
     wants_key = bool(config.gateway.api_keys) or has_stored_keys(config.state, config.gateway.store)
-    notes = [*([] if wants_key else [open_to]), *warnings]
+    renamed = [model.renamed for model in config.models if model.renamed]
+    notes = [*([] if wants_key else [open_to]), *renamed, *warnings]
     if sys.stderr.isatty() and config.log_format != LogFormat.JSON:
         _print(_decided(ready), notes, [serving, "", "  Try it:", *_curl(url, names[0], wants_key=wants_key)])
         return
@@ -129,9 +133,8 @@ def _print(decided: Mapping[str, list[str]], notes: list[str], serving: list[str
 def _url(gateway: Mapping[str, object]) -> str:
     """The URL of the gateway for a client on this machine. gateway: the facts that the gateway reported when it served"""
     host = str(gateway.get("host", ""))
-    local = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host).strip("[]")
-    scheme = gateway.get("scheme", "http")
-    return f"{scheme}://[{local}]:{gateway.get('port')}" if ":" in local else f"{scheme}://{local}:{gateway.get('port')}"
+    local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"{gateway.get('scheme', 'http')}://{shown_host(local)}:{gateway.get('port')}"
 
 
 def _curl(url: str, model: str, *, wants_key: bool) -> list[str]:

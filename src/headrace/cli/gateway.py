@@ -198,7 +198,11 @@ def gateway_of(config: ServeConfig) -> GatewayConfig:
 
 def flags_of(params: Mapping[str, object]) -> dict[str, object]:
     """Configuration path -> value, for the flags that were given. Raises UsageRefused."""
-    flags = {paths[0]: params[name] or None for name, paths in PATHS.items() if len(paths) == 1 and name not in ("replica", "api_key")}
+    flags = {
+        paths[0]: params[name] if params[name] == "" else params[name] or None
+        for name, paths in PATHS.items()
+        if len(paths) == 1 and name not in ("replica", "api_key")
+    }
     if (port := params["port"]) is not None:
         flags["gateway.port"] = port  # 0 is a value
     if (drain := params["drain_timeout"]) is not None:

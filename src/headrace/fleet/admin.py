@@ -31,6 +31,7 @@ from headrace.fleet.control import FleetControl
 from headrace.fleet.progress import Hear
 from headrace.policy.deployment import RolloutOptions
 from headrace.wire.leash import ReloadRefused
+from headrace.wire.listening import listening_sockets, shown_address, shown_host
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 SOCKET_NAME = "admin.sock"
 TOKEN_NAME = "admin.token"
 MAX_BODY_BYTES = 1 << 16
+BACKLOG = 128
 
 Command = Callable[[Mapping[str, object], Hear], Coroutine[Any, Any, list[str]]]
 
@@ -93,11 +95,13 @@ async def _listen_at_address(runner: web.AppRunner, address: AdminAddress) -> No
     from aiohttp import web
 
     try:
-        await web.TCPSite(runner, address.host, address.port, ssl_context=address.context).start()
+        sockets = await asyncio.to_thread(listening_sockets, address.host, address.port, backlog=BACKLOG)
+        for each in sockets:
+            await web.SockSite(runner, each, ssl_context=address.context).start()
     except OSError as error:
-        raise ConfigError("admin.listen", f"{address.host}:{address.port} cannot be listened on ({error.strerror})") from error
+        raise ConfigError("admin.listen", f"{shown_host(address.host)}:{address.port} cannot be listened on ({error.strerror})") from error
     scheme = "http" if address.context is None else "https"
-    log.info("admin requests are answered at %s://%s:%d", scheme, address.host, runner.addresses[0][1])
+    log.info("admin requests are answered at %s", ", ".join(f"{scheme}://{shown_address(each)}" for each in sockets))
 
 
 @asynccontextmanager

@@ -1,7 +1,7 @@
 """The address that the gateways of a deployment share: checked and reserved before any process is started.
 
-Each gateway listens with a socket of its own (SO_REUSEPORT), and the kernel spreads connections over them. The supervisor binds one more
-socket, which never listens and so gets no connection. That socket picks a free port where the configuration says port 0, and keeps the port
+Each gateway listens with a socket of its own (SO_REUSEPORT), and the kernel spreads connections over them. The supervisor binds more
+sockets, which never listen and so get no connection. They pick a free port where the configuration says port 0, and keep it
 for this deployment while gateways restart. A port that belongs to another server is refused at once, before weights are loaded.
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from headrace.core.errors import ConfigError
+from headrace.wire.listening import bound_sockets, close_all, shown_host
 
 
 def check_can_listen(host: str, port: int) -> None:
@@ -20,7 +21,7 @@ def check_can_listen(host: str, port: int) -> None:
 
     Port 0, any free port, is never in use.
     """
-    _bind(host, port, is_shared=False).close()
+    close_all(_bind(host, port, is_shared=False))
 
 
 @contextmanager
@@ -30,26 +31,22 @@ def reserved_port(host: str, port: int) -> Iterator[int]:
     Raises ConfigError where `check_can_listen` does, also for another server that listens with SO_REUSEPORT.
     """
     check_can_listen(host, port)
-    with _bind(host, port, is_shared=True) as reserved:
-        # Otherwise a server that reuses the address could take the port while no gateway listens.
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-        found: int = reserved.getsockname()[1]
-        yield found
-
-
-def _bind(host: str, port: int, *, is_shared: bool) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
+    reserved = _bind(host, port, is_shared=True)
     try:
-        # As the gateway does: connections of a server that has just left do not count.
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if is_shared:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        bound.bind((host, port))
+        for each in reserved:
+            # Otherwise a server that reuses the address could take the port while no gateway listens.
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        found: int = reserved[0].getsockname()[1]
+        yield found
+    finally:
+        close_all(reserved)
+
+
+def _bind(host: str, port: int, *, is_shared: bool) -> list[socket.socket]:
+    try:
+        return bound_sockets(host, port, shares_port=is_shared)[0]
     except OSError as error:
-        bound.close()
         raise _refusal(host, port, error) from error
-    return bound
 
 
 def _refusal(host: str, port: int, error: OSError) -> ConfigError:
@@ -58,4 +55,6 @@ def _refusal(host: str, port: int, error: OSError) -> ConfigError:
     if error.errno == errno.EADDRINUSE:
         remedy = "Stop the server that listens there, or choose another port: --port 0 takes a free one."
         return ConfigError("gateway.port", f"port {port} on {host} is in use", remedy)
-    return ConfigError("gateway.host", f"{host}:{port} cannot be listened on ({error.strerror})", "Choose another --host or --port.")
+    return ConfigError(
+        "gateway.host", f"{shown_host(host)}:{port} cannot be listened on ({error.strerror})", "Choose another --host or --port."
+    )

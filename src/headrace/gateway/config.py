@@ -43,7 +43,8 @@ class GatewayConfig:
     models: tuple[ModelConfig, ...] = required("Served models.", reload=Reload.LIVE)
     host: str = option(
         "127.0.0.1",
-        "Address to listen at; beyond loopback an API key (here, or by `headrace keys create`) or `allow_open` is required.",
+        "Address or name to listen at; `::` is every address, those of IPv4 too. "
+        "Beyond loopback an API key (here, or by `headrace keys create`) or `allow_open` is required.",
         "--host",
         role=Role.DEVELOPER,
     )
@@ -131,6 +132,10 @@ class GatewayConfig:
         check_options(self)
         if self.access == OPEN_ACCESS and self.api_keys:
             raise ConfigError("access", f"is {OPEN_ACCESS} beside api_keys", "Leave out one of the two.")
+        if not self.host.strip("[]"):
+            raise ConfigError(
+                "host", f"{self.host!r} names no address", "Write 127.0.0.1; 0.0.0.0 or ::, which is every address; or a name."
+            )
         if self.request_log_target not in LOG_TARGETS and self.request_log_target.strip().lower() in LOG_WORDS:
             raise ConfigError("request_log", f"{self.request_log!r} is no target", "Write on (stdout), off, stderr or a file's path.")
         check_secret("salt_key", self.salt_key)

@@ -27,6 +27,7 @@ from headrace.gateway.text_workers.workers import Workers
 from headrace.gateway.upstream.served_models import ModelTable
 from headrace.text.folder import TextModel
 from headrace.wire.leash import Leash
+from headrace.wire.listening import shown_host
 from headrace.wire.stop_signals import DUPLICATE_SIGNAL_S, StopSignals, first_of
 
 log = logging.getLogger("headrace.gateway")
@@ -87,14 +88,17 @@ async def _serve_until_stopped(
     try:
         port = await server.start(shares_port=leash.is_held)  # with the supervisor, which keeps it
     except OSError as error:
-        raise CannotBind(f"cannot listen on {config.host}:{config.port}: {error.strerror}") from error
+        raise CannotBind(f"cannot listen on {shown_host(config.host)}:{config.port}: {error.strerror}") from error
     opened.reloader.follow(partial(follow_connections, server))
     # Every object made so far stays for good: frozen, no collection visits it.
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS)
-    log.info("listening on %s://%s:%d; a model answers once its engine is up", config.scheme, config.host, port)
-    leash.ready({"host": config.host, "port": port, "scheme": config.scheme})
+    urls = ", ".join(f"{config.scheme}://{address}" for address in server.addresses)
+    log.info("listening on %s; a model answers once its engine is up", urls)
+    first = server.addresses[0].removesuffix(f":{port}").strip("[]")
+    host = first if first in ("0.0.0.0", "::") else config.host  # "*" and "::0" are not for a URL
+    leash.ready({"host": host, "port": port, "scheme": config.scheme})
     closed = asyncio.Event()
     serving = asyncio.create_task(server.serve_until(closed))
     async with answering(leash, opened.reloader, read_again, stop):

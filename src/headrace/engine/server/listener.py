@@ -20,6 +20,7 @@ from pathlib import Path
 from headrace.core.clock import Clock
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.locked_folders import LockedFolder, remove_unlocked
+from headrace.wire.listening import close_all, listening_sockets
 from headrace.wire.service import LEASE_S
 from headrace.wire.target import MAX_UNIX_PATH_BYTES, GrpcTarget, check_private
 from headrace.wire.tls.faults import handshake_fault
@@ -55,6 +56,8 @@ LINGER_S = 2.0
 ACCEPT_PAUSE_S = 0.1
 """Seconds to wait after a connection could not be accepted, for example for want of descriptors."""
 
+BACKLOG = 128
+
 TLS_HANDSHAKE = 0x16
 """First byte of a TLS handshake; HTTP/2 begins with a letter."""
 
@@ -87,7 +90,7 @@ class TcpListener:
 
     async def start(self) -> str:
         """Listen. Returns the address with its port. Raises CannotListen."""
-        self._sockets = await asyncio.to_thread(listening_sockets, self._target)
+        self._sockets = await asyncio.to_thread(_listen, self._target)
         for listening in self._sockets:
             self._accept_from(listening)
         return f"{self._target.address.rpartition(':')[0]}:{self._sockets[0].getsockname()[1]}"
@@ -199,9 +202,10 @@ def _set_options(connection: socket.socket) -> None:
 def _make_folder() -> LockedFolder:
     """A new private directory. Directories left by killed engines are removed first. Raises ConfigError if its path is too long for a
     socket or cannot be written."""
-    base = Path(tempfile.gettempdir())
-    remove_unlocked(base, FOLDER_PREFIX, LOCK_NAME)
+    base = Path("the temporary directory")
     try:
+        base = Path(tempfile.gettempdir())
+        remove_unlocked(base, FOLDER_PREFIX, LOCK_NAME)
         folder = LockedFolder.make(base, FOLDER_PREFIX, LOCK_NAME)
     except OSError as error:
         raise ConfigError("TMPDIR", f"{base} cannot be written ({error.strerror})", "Set TMPDIR to one that can be written.") from error
@@ -211,20 +215,14 @@ def _make_folder() -> LockedFolder:
     return folder
 
 
-def listening_sockets(target: GrpcTarget) -> list[socket.socket]:
-    """A socket for each address of the target's host, all at one port. Raises CannotListen."""
-    sockets: list[socket.socket] = []
-    port = target.port
+def _listen(target: GrpcTarget) -> list[socket.socket]:
+    """A socket for each address of the target's host. Raises CannotListen."""
     try:
-        found = socket.getaddrinfo(target.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, *_, address in dict.fromkeys(found):
-            sockets.append(socket.create_server((address[0], port, *address[2:]), family=family, backlog=128))
-            sockets[-1].setblocking(False)
-            port = sockets[-1].getsockname()[1]  # a port chosen by the system is used at each address
+        sockets = listening_sockets(target.host, target.port, backlog=BACKLOG)
     except OSError as error:
-        for each in sockets:
-            each.close()
         raise CannotListen(f"cannot listen on {target.address}: {error.strerror}") from error
+    for each in sockets:
+        each.setblocking(False)
     return sockets
 
 
@@ -236,8 +234,7 @@ def check_can_listen(target: GrpcTarget) -> None:
     if target.path is not None:
         check_private(target.path)
     else:
-        for probe in listening_sockets(target):
-            probe.close()
+        close_all(_listen(target))
 
 
 class RefusalLog:

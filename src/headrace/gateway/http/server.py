@@ -14,7 +14,7 @@ import logging
 import os
 import socket
 import ssl
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from headrace.gateway.http.descriptors import ConnectionLimit
 from headrace.gateway.http.errors import ErrorObject
 from headrace.gateway.http.https import HANDSHAKE_FAILED, ServerCertificate, TlsNotice
 from headrace.gateway.http.tls_transport import TlsTransport
+from headrace.wire.listening import listening_sockets, shown_address
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ UNAVAILABLE = ErrorObject(MESSAGE, "service_unavailable_error", None, "unavailab
 
 
 class Listener:
-    """Accepts the connections of one listening socket, in place of asyncio's server. uvicorn calls `close` and `wait_closed`.
+    """Accepts the connections of listening sockets, in place of asyncio's server. uvicorn calls `close` and `wait_closed`.
 
     limit        may be replaced; a lower one closes no connection
     certificate  TLS certificate of new connections, may be replaced; None: they speak plain HTTP
@@ -58,7 +59,7 @@ class Listener:
 
     def __init__(
         self,
-        listening: socket.socket,
+        listening: Sequence[socket.socket],
         make_protocol: Callable[[], asyncio.Protocol],
         limit: ConnectionLimit,
         *,
@@ -67,7 +68,7 @@ class Listener:
         certificate: ServerCertificate | None = None,
     ) -> None:
         """connections: uvicorn's live collection of the protocols of open connections"""
-        self._socket, self._make_protocol, self.limit = listening, make_protocol, limit
+        self._sockets, self._make_protocol, self.limit = listening, make_protocol, limit
         self._connections, self._on_refused = connections, on_refused
         self.certificate = certificate
         self._notice = TlsNotice(text=HANDSHAKE_FAILED)
@@ -77,17 +78,18 @@ class Listener:
         self._refused: dict[socket.socket, asyncio.TimerHandle] = {}  # in order of arrival
         self._refusals: set[_TlsRefusal] = set()
         self._pause: asyncio.TimerHandle | None = None
-        listening.setblocking(False)
-        self._loop.add_reader(listening.fileno(), self._accept)
+        for each in listening:
+            each.setblocking(False)
+        self._resume()
 
     def close(self) -> None:
         """Accept no further connection; open ones stay."""
-        if self._socket.fileno() < 0:
-            return
         if self._pause is not None:
             self._pause.cancel()
-        self._loop.remove_reader(self._socket.fileno())
-        self._socket.close()
+        for each in self._sockets:
+            self._loop.remove_reader(each.fileno())
+            each.close()
+        self._sockets = ()
         for client in list(self._refused):
             self._drop(client)
         for opening in [*self._opening, *(refusal.transport for refusal in self._refusals)]:
@@ -104,10 +106,10 @@ class Listener:
             return False
         return known + sum(protocol not in self._connections for protocol in self._opening) >= most
 
-    def _accept(self) -> None:
+    def _accept(self, listening: socket.socket) -> None:
         for _ in range(ACCEPTS_PER_TURN):
             try:
-                client, _address = self._socket.accept()
+                client, _address = listening.accept()
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
@@ -150,12 +152,14 @@ class Listener:
     def _wait(self, error: OSError) -> None:
         """Stop accepting for PAUSE_S. Without the pause the event loop would report the socket as ready in every round."""
         log.warning("no connection can be accepted for %g s: %s", PAUSE_S, error.strerror)
-        self._loop.remove_reader(self._socket.fileno())
+        for each in self._sockets:
+            self._loop.remove_reader(each.fileno())
         self._pause = self._loop.call_later(PAUSE_S, self._resume)
 
     def _resume(self) -> None:
         self._pause = None
-        self._loop.add_reader(self._socket.fileno(), self._accept)
+        for each in self._sockets:
+            self._loop.add_reader(each.fileno(), self._accept, each)
 
     def _refuse(self, client: socket.socket) -> None:
         request_id = os.urandom(12).hex()
@@ -230,11 +234,15 @@ DRAIN_GRACE_S = 1
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server without its signal handlers: `gateway.main` decides when to stop."""
+    """uvicorn's server without its signal handlers: `gateway.main` decides when to stop.
+
+    addresses  "host:port" of each socket that listens, as in a URL
+    """
 
     def __init__(self, app: Any, config: ServerConfig, on_refused: OnRefused, limit: ConnectionLimit) -> None:
         """Raises ConfigError for a certificate that cannot be used."""
         self._limit, self._on_refused = limit, on_refused
+        self.addresses: list[str] = []
         self._certificate = None if config.tls is None else ServerCertificate(config.tls)
         self._bounds = protocol_for(config, on_refused)
         super().__init__(
@@ -266,16 +274,17 @@ class Server(uvicorn.Server):
         self.config.load()
         self.lifespan = self.config.lifespan_class(self.config)
         await self.on_tick(0)
-        family = socket.AF_INET6 if ":" in self.config.host else socket.AF_INET
-        listener = socket.create_server((self.config.host, self.config.port), family=family, backlog=BACKLOG, reuse_port=shares_port)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_SEND_BYTES)  # accepted sockets inherit it
+        sockets = listening_sockets(self.config.host, self.config.port, backlog=BACKLOG, shares_port=shares_port)
+        for each in sockets:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_SEND_BYTES)  # accepted sockets inherit it
+        self.addresses = [shown_address(each) for each in sockets]
         connections = self.server_state.connections
         self.listener = Listener(
-            listener, self._protocol, self._limit, connections=connections, on_refused=self._on_refused, certificate=self._certificate
+            sockets, self._protocol, self._limit, connections=connections, on_refused=self._on_refused, certificate=self._certificate
         )
         self.servers = [self.listener]  # type: ignore[list-item]  # uvicorn only closes it
         self.started = True
-        port: int = listener.getsockname()[1]
+        port: int = sockets[0].getsockname()[1]
         return port
 
     def _protocol(self) -> asyncio.Protocol:
