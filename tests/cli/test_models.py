@@ -45,6 +45,10 @@ def test_folders_are_described_or_say_what_is_wrong(tmp_path: Path, capsys: pyte
     assert "UnknownForCausalLM" in text
 
 
+def test_the_name_is_what_the_model_is_served_as(tmp_path: Path) -> None:
+    assert describe_folder(make_model(tmp_path / "My Mod\u00e8le #1")).name == "My-Modele-1"
+
+
 def test_adapters_are_found_inside_and_beside_their_base(tmp_path: Path) -> None:
     base = make_model(tmp_path / "base")
     make_adapter(base / "style", "anything")

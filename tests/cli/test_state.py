@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,24 @@ def test_what_is_given_wins_over_the_users_own_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("environment", [{}, {"XDG_STATE_HOME": ""}, {"XDG_STATE_HOME": "relative"}])
 def test_without_a_usable_standard_folder_it_is_in_the_home(environment: dict[str, str]) -> None:
     assert state_folder("", environment) == Path.home() / ".local/state/headrace"
+
+
+def test_a_user_without_a_home_names_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A container's user need not be in /etc/passwd. The keys went into a folder "~" of the working directory."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"state: this user has no home folder.*--state DIR, or HEADRACE_STATE"):
+        make_state_folder(state_folder("", {}))
+    make_state_folder(state_folder("own", {}))
+    assert [path.name for path in tmp_path.iterdir()] == ["own"]
+
+
+@pytest.mark.parametrize("given", ["~no-such-user-here/state", "~"])
+def test_a_tilde_of_nobody_is_a_name_like_others(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
+    assert state_folder(given, {}) == Path.cwd() / given
 
 
 def test_flag_variable_and_file_in_this_order(tmp_path: Path) -> None:

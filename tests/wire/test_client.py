@@ -11,10 +11,11 @@ from typing import Any
 import grpc.aio
 import pytest
 from patience import PATIENCE_S, eventually
-from wire_kit import connected, read_all, request, served, socket_dir
+from wire_kit import Served, connected, read_all, request, served, socket_dir
 
 from headrace.core.errors import Unavailable
-from headrace.lab.fake_runner import fake_answer
+from headrace.engine.config import EngineConfig
+from headrace.lab.fake_runner import FakeOptions, fake_answer
 from headrace.wire.client import ReplicaClient
 from headrace.wire.service import Expectation
 
@@ -104,6 +105,22 @@ async def test_a_refused_socket_is_told_once_and_the_connection_afterwards_too(t
     assert told[0] == "waiting for replica r0 to start", "in no words of gRPC's, which would alarm"
     async with served() as engine, connected(engine, name="r1"):
         assert told[-1].startswith("replica r1 is connected (instance ")
+
+
+@pytest.mark.parametrize("name", ["My Folder", "a%41b", "100%", "it's #1", "is it?", "mod\u00e8le"])
+async def test_a_socket_whose_folder_has_any_name_is_reached(name: str) -> None:
+    """gRPC reads the path as a part of a URL: engines listened where no gateway looked."""
+    with socket_dir() as folder:
+        (folder / name).mkdir(mode=0o700)
+        engine = Served(FakeOptions(), EngineConfig(model="fake"), f"unix:{folder / name}/e.sock")
+        await engine.start()
+        try:
+            async with connected(engine) as replica:
+                one = request("odd")
+                assert (await read_all(replica.submit(one)))[0] == fake_answer(one, 0, 8, engine.options)
+            assert (folder / name / "e.sock").is_socket()
+        finally:
+            await engine.stop()
 
 
 async def test_a_listener_that_is_no_engine_is_not_taken_for_one_that_starts(told: list[str]) -> None:

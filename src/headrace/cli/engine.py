@@ -101,6 +101,7 @@ def _from_flags(given: Mapping[str, object], engine: Given, *, experimental: boo
     from headrace.bundled import DEFAULT_MODEL
     from headrace.cli.exits import UsageRefused
     from headrace.core.errors import ConfigError
+    from headrace.core.model_names import name_of_file
     from headrace.engine.server.config import process_config_from
     from headrace.fleet.weights import resolve_model
 
@@ -109,7 +110,7 @@ def _from_flags(given: Mapping[str, object], engine: Given, *, experimental: boo
         raise UsageRefused(f"--listen: the address is missing, HOST:PORT or unix:/PATH. {remedy}")
     folder = resolve_model(str(given.get("MODEL", DEFAULT_MODEL)), experimental=experimental)
     data: dict[str, object] = {
-        "replica": given.get("--name", folder.name),
+        "replica": given.get("--name", name_of_file(folder.name)),
         "address": given["--listen"],
         "tls_dir": str(given.get("--tls-dir", "")),
         "token_file": str(given.get("--token-file", "")),

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from headrace.core.errors import CheckpointError, ConfigError
+from headrace.core.model_names import name_of_file
 from headrace.tensor.checkpoint.gguf.paths import SUFFIX, is_first, is_gguf, model_name
 
 
@@ -77,7 +78,8 @@ def describe_folder(folder: Path) -> ModelRow:
     from headrace.tensor.models import describe
 
     is_file = is_gguf(folder) and folder.is_file()
-    name, has_weights = (model_name(folder), True) if is_file else (folder.name, any(folder.glob("*.safetensors")))
+    name = name_of_file(model_name(folder) if is_file else folder.name)
+    has_weights = is_file or any(folder.glob("*.safetensors"))
     adapters = adapter_names(folder)
     try:
         found = describe(make_folder(folder) if is_file else folder)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from headrace.bundled import bundled_path
 from headrace.core.errors import ConfigError
+from headrace.core.folders import expanded
+from headrace.core.model_names import name_of_file
 from headrace.core.option import Reload, Role, check_options, option, required, section
 from headrace.core.strict_decode import NeedsExactlyOne, plain
 from headrace.engine.config import EngineConfig
@@ -87,7 +89,7 @@ class ModelSection:
         "",
         "What clients ask for.",
         "--served-model-name",
-        shown="the hub id, the folder's name, or `model` of the first of `upstreams`",
+        shown="the hub id, the folder's name (what no name may have becomes `-`), or `model` of the first of `upstreams`",
     )
     aliases: tuple[str, ...] = option((), "Further names for it: the flag's from the second on.", "--served-model-name")
     replicas: int = option(
@@ -132,13 +134,28 @@ class ModelSection:
 
     @property
     def served_name(self) -> str:
+        if self.name or (self.engine is None and self.remote is None):
+            return self.name or self._file_name
+        return name_of_file(self._file_name)
+
+    @property
+    def renamed(self) -> str:
+        """Says that the name is made of a folder's or file's name that is no model name; empty where it is not."""
+        if self.name or self.served_name == self._file_name:
+            return ""
+        return (
+            f"{self._file_name!r} is no model name: it is served as {self.served_name}; --served-model-name (the key name) gives another."
+        )
+
+    @property
+    def _file_name(self) -> str:
+        """What the model is called without `name`: its folder or file, its hub id, or the name that a server gives it."""
         section = self.engine or self.remote
-        if self.name or section is None:
-            return self.name or (self.upstreams[0].model if self.upstreams else "")
-        model = section.model
-        if is_fetched(model):
-            return model
-        return model_name(Path(model)) if is_gguf(model) else Path(model).expanduser().resolve().name
+        if section is None:
+            return self.upstreams[0].model if self.upstreams else ""
+        if is_fetched(section.model):
+            return section.model
+        return model_name(Path(section.model)) if is_gguf(section.model) else expanded(section.model).resolve().name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,7 +318,7 @@ class ServeConfig:
                 remote = tuple(plain(replica) for replica in model.remote.gateway_replicas())
                 spec = replace(spec, folder=resolve(model.remote.model), remote=remote)
             models.append(replace(spec, upstreams=tuple(plain(upstream) for upstream in model.upstreams)))
-        run_dir = None if self.run_dir is None else Path(self.run_dir).expanduser()
+        run_dir = None if self.run_dir is None else expanded(self.run_dir)
         return FleetConfig(
             models=tuple(models),
             gateway=gateway,
@@ -337,7 +354,7 @@ def _check_answers(where: str, model: ModelSection) -> None:
 
 
 def _check_folder(where: str, name: str) -> None:
-    path = Path(name).expanduser()
+    path = expanded(name)
     if not (is_fetched(name) or bundled_path(name) or (path / "config.json").is_file() or (is_gguf(name) and path.is_file())):
         raise ConfigError(where, f"{name!r} is neither a folder with a config.json nor a .gguf file nor a model's name")
 

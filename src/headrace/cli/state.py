@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from headrace.core.errors import ConfigError
+from headrace.core.folders import expanded
 
 VARIABLE = "HEADRACE_STATE"
 
@@ -19,10 +20,10 @@ VARIABLE = "HEADRACE_STATE"
 def state_folder(given: str, environment: Mapping[str, str]) -> Path:
     """The absolute path of the state folder; nothing is created. given: by flag, variable or file; empty: the user's default folder"""
     if given:
-        return Path(given).expanduser().absolute()
+        return expanded(given).absolute()
     base = environment.get("XDG_STATE_HOME", "")
     if not os.path.isabs(base):  # the standard has relative ones ignored
-        base = os.path.expanduser("~/.local/state")
+        return expanded("~/.local/state/headrace")
     return Path(base) / "headrace"
 
 
@@ -31,6 +32,8 @@ def make_state_folder(folder: Path) -> None:
 
     An existing folder keeps its mode: its files are closed to other users by themselves.
     """
+    if not folder.is_absolute():
+        raise ConfigError("state", "this user has no home folder (HOME is not set)", f"Name a folder: --state DIR, or {VARIABLE}.")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = folder.stat()

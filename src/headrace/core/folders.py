@@ -1,10 +1,16 @@
-"""Checks that a file lies in its model's folder: a downloaded folder may hold links to anywhere."""
+"""Reads paths that people write, and checks that a file lies in its model's folder: a downloaded folder may hold links to anywhere."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from headrace.core.errors import CheckpointError
+
+
+def expanded(path: str) -> Path:
+    """The path with a leading `~` or `~user` replaced by that home; where there is no such home, it is a name like others."""
+    return Path(os.path.expanduser(path))
 
 
 def inside(folder: Path, file: str) -> Path:

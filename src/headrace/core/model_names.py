@@ -1,13 +1,25 @@
-"""Rules for the names that clients may ask for: which characters, and each name once in a site."""
+"""Rules for the names that clients may ask for: which characters, the name of a folder without one, and each name once in a site."""
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Sequence
 
 from headrace.core.errors import ConfigError
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,255}")
+
+
+def name_of_file(name: str) -> str:
+    """The model name made of a folder's or file's: itself, or with letters without their accents and "-" for what no model name has.
+
+    "My Model" -> "My-Model", "Mod\u00e8le" -> "Modele"; "model" where nothing is left.
+    """
+    if MODEL_NAME.fullmatch(name) is not None:
+        return name
+    letters = "".join(each for each in unicodedata.normalize("NFKD", name) if not unicodedata.combining(each))
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", letters).strip("._-")[:256] or "model"
 
 
 def check_model_names(where: str, name: str, aliases: Sequence[str], taken: set[str]) -> None:
@@ -21,5 +33,5 @@ def check_model_names(where: str, name: str, aliases: Sequence[str], taken: set[
         if MODEL_NAME.fullmatch(each) is None:
             raise ConfigError(f"{where}.{key}", f"{each!r} is not a model name", "Letters, digits and ._/:@- only, at most 256.")
         if each in taken:
-            raise ConfigError(f"{where}.{key}", f"{each!r} is served twice")
+            raise ConfigError(f"{where}.{key}", f"{each!r} is served twice", "Write another name for one of the models.")
         taken.add(each)

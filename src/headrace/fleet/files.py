@@ -196,4 +196,5 @@ def _default_parent() -> Path:
         info = os.stat(given)
         if info.st_uid == os.geteuid() and not stat.S_IMODE(info.st_mode) & 0o077 and len(os.fsencode(given)) < MAX_DIR_BYTES - 20:
             return Path(given)
-    return Path(tempfile.gettempdir())
+    with _written(Path("the temporary directory")):  # there may be none that can be written
+        return Path(tempfile.gettempdir())

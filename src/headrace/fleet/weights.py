@@ -11,6 +11,7 @@ from pathlib import Path
 
 from headrace.bundled import FOLDER, bundled_names, bundled_path
 from headrace.core.errors import ConfigError
+from headrace.core.folders import expanded
 from headrace.tensor.checkpoint.gguf.paths import is_gguf
 
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
@@ -32,7 +33,7 @@ def resolve_model(name_or_path: str, *, experimental: bool = False, bundled: Pat
         raise ConfigError("model", f"{name_or_path!r} is not a name or a path")
     if (found := bundled_path(name_or_path, bundled)) is not None:
         return found
-    path = Path(name_or_path).expanduser()
+    path = expanded(name_or_path)
     if path.is_dir():
         return path.resolve()
     if path.is_file() and is_gguf(path):

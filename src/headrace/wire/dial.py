@@ -46,7 +46,7 @@ class Dialer:
 
     def open_channel(self) -> grpc.aio.Channel:
         if self._certificates is None:
-            return grpc.aio.insecure_channel(self.target.address, options=CHANNEL_OPTIONS)
+            return grpc.aio.insecure_channel(self.target.grpc_address, options=CHANNEL_OPTIONS)
         loaded = self._certificates.current()
         credentials = grpc.ssl_channel_credentials(loaded.ca, loaded.key, loaded.certificate)
         return grpc.aio.secure_channel(self.target.address, credentials, options=TLS_CHANNEL_OPTIONS)

@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from headrace.core.errors import ConfigError
 from headrace.core.hosts import is_loopback
@@ -38,7 +39,7 @@ and the gateway would not connect again for that long."""
 
 @dataclass(frozen=True, slots=True)
 class GrpcTarget:
-    """A checked address in the form that gRPC takes.
+    """A checked address.
 
     address  "unix:/path" or "host:port"
     path     path of the Unix socket; None for TCP
@@ -52,6 +53,11 @@ class GrpcTarget:
     tls: TlsFiles | None = None
 
     @property
+    def grpc_address(self) -> str:
+        """The address as gRPC takes it."""
+        return self.address if self.path is None else unix_address(self.path)
+
+    @property
     def host(self) -> str:
         """Host of a TCP address. An IPv6 address has no brackets."""
         return self.address.rpartition(":")[0].strip("[]")
@@ -60,6 +66,11 @@ class GrpcTarget:
     def port(self) -> int:
         """Port of a TCP address."""
         return int(self.address.rpartition(":")[2])
+
+
+def unix_address(path: Path) -> str:
+    """A Unix socket's address for gRPC, which reads it as a URL: `#`, `?`, `%` and spaces of the path are escaped."""
+    return f"unix:{quote(os.fsencode(path))}"
 
 
 def parse_target(address: str, token: str | None = None, tls: TlsFiles | None = None) -> GrpcTarget:
@@ -84,7 +95,7 @@ def parse_target(address: str, token: str | None = None, tls: TlsFiles | None = 
     host, separator, port = address.rpartition(":")
     if not separator or not port.isdecimal() or int(port) > 65535:
         raise ConfigError("engine address", f"{address!r} is neither unix:/path nor host:port")
-    if not re.fullmatch(r"\[[0-9a-fA-F:.%]+\]|[A-Za-z0-9._-]+", host):
+    if not re.fullmatch(r"\[[0-9a-fA-F:.]+(%[A-Za-z0-9._-]+)?\]|[A-Za-z0-9._-]+", host):
         raise ConfigError("engine address", f"{host!r} is neither a host's name nor an address", "Write an IPv6 address in brackets.")
     if tls is None and not is_loopback(host):
         raise ConfigError(

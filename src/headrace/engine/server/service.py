@@ -41,7 +41,7 @@ from headrace.wire.service import (
     check_model,
     check_protocol,
 )
-from headrace.wire.target import GrpcTarget, check_private, token_matches
+from headrace.wire.target import GrpcTarget, check_private, token_matches, unix_address
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class EngineService:
         server = grpc.aio.server(options=SERVER_OPTIONS)
         server.add_generic_rpc_handlers(self._handlers())
         try:
-            server.add_insecure_port(f"unix:{path}")
+            server.add_insecure_port(unix_address(path))
         except RuntimeError as error:
             raise CannotListen(f"cannot listen on {path}: {error}") from error
         await server.start()

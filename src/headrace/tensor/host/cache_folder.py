@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,11 +22,14 @@ KEEP = "HEADRACE_KEEP_PACKED"
 
 
 def cache_root(environ: Mapping[str, str]) -> Path:
-    """Headrace's cache directory of this user: HEADRACE_CACHE_DIR, else `headrace` in XDG_CACHE_HOME or ~/.cache."""
+    """Headrace's cache directory of this user: HEADRACE_CACHE_DIR, else `headrace` in XDG_CACHE_HOME or ~/.cache. A user without a home
+    has one in the temporary directory."""
     if given := environ.get(ENVIRONMENT):
         return Path(given)
-    base = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "headrace"
+    base = environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # the standard has relative ones ignored
+        base = os.path.expanduser("~/.cache")
+    return Path(base) / "headrace" if os.path.isabs(base) else Path(tempfile.gettempdir()) / f"headrace-cache-{os.geteuid()}"
 
 
 def packed_directory() -> Path | None:

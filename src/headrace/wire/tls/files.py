@@ -14,6 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from headrace.core.errors import ConfigError
+from headrace.core.folders import expanded
 from headrace.core.regular_files import MAX_SECRET_BYTES, read_file
 from headrace.wire.private_files import check_private_file
 from headrace.wire.tls.faults import EXPIRED, NOT_YET_VALID, certificate_fault
@@ -54,13 +55,13 @@ class TlsFiles:
 
 def files_in(folder: str | Path) -> TlsFiles:
     """The files of a folder as `headrace tls init` makes it."""
-    path = Path(folder).expanduser()
+    path = expanded(str(folder))
     return TlsFiles(ca=str(path / CA_NAME), certificate=str(path / CERTIFICATE_NAME), key=str(path / KEY_NAME))
 
 
 def token_path(token_file: str, tls_dir: str) -> str:
     """The file with the token: the one that is named, else the one in the folder of certificates; empty where neither is given."""
-    return token_file or (str(Path(tls_dir).expanduser() / TOKEN_NAME) if tls_dir else "")
+    return token_file or (str(expanded(tls_dir) / TOKEN_NAME) if tls_dir else "")
 
 
 @dataclass(frozen=True, slots=True)

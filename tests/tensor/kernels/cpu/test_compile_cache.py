@@ -88,4 +88,5 @@ def test_the_key_changes_with_sources_and_cpu(tmp_path: Path) -> None:
 def test_where_the_cache_is() -> None:
     assert cache_root({"HEADRACE_CACHE_DIR": "/a"}) == Path("/a")
     assert cache_root({"XDG_CACHE_HOME": "/b"}) == Path("/b/headrace")
+    assert cache_root({"XDG_CACHE_HOME": "b"}) == Path.home() / ".cache/headrace"
     assert cache_root({}) == Path.home() / ".cache" / "headrace"
