@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
+from typing import cast
 
 import pytest
 from gateway_kit import TestBench, chat_body, dial, dial_tcp, eventually, metric, open_bench, post, serving
@@ -20,7 +22,7 @@ from virtual_time import virtual_loop
 from headrace.gateway.http import connection, server
 from headrace.gateway.http.config import HttpTls
 from headrace.gateway.http.https import load_context
-from headrace.gateway.http.tls_transport import TlsTransport
+from headrace.gateway.http.tls_transport import MAX_OWN_BYTES, TlsTransport
 from headrace.text.folder import TextModel
 
 pytestmark = pytest.mark.loop
@@ -285,6 +287,78 @@ async def test_a_record_that_is_none_closes_the_connection_and_ends_its_request(
             await eventually(lambda: bench.gateway.service.open_requests.num_open == 0)
     assert not caplog.records
     assert json.loads(log.read_text())["outcome"] == "cancelled"
+
+
+class Recording(asyncio.Protocol):
+    """The protocol above a transport under test."""
+
+    transport: asyncio.Transport | None = None
+    is_lost = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_lost = True
+
+
+@asynccontextmanager
+async def taken(context: ssl.SSLContext) -> AsyncIterator[tuple[Recording, socket.socket]]:
+    """A protocol above a TLS transport whose socket takes little, and the client's socket."""
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    theirs.setblocking(False)
+    above = Recording()
+    tls = TlsTransport(context, above, handshake_s=5.0, on_handshake=lambda *_: None)
+    await virtual_loop().connect_accepted_socket(lambda: tls, ours)
+    with theirs:
+        yield above, theirs
+
+
+async def test_a_client_that_breaks_tls_and_does_not_read_is_dropped(https: HttpTls) -> None:
+    """Nothing else would end the connection: what waits for it is less than makes a writer wait."""
+    async with taken(load_context(https)) as (above, theirs), dial(0, sock=theirs, limit=1024) as (_, client):
+        await eventually(lambda: above.transport is not None)
+        assert above.transport is not None
+        above.transport.write(b"x" * 60_000)
+        assert isinstance(client, TlsClient)
+        client.write_record(b"GET / HTTP/1.1\r\n\r\n")
+        await asyncio.sleep(0.1)
+        assert above.transport.is_closing()
+        assert above.transport.get_write_buffer_size() > 0
+        assert not above.is_lost
+        await asyncio.sleep(5.0)
+        assert above.is_lost
+
+
+class Chatty(ssl.SSLContext):
+    """Its TLS is complete at once, and answers each read with 40 bytes, as a key update makes it do."""
+
+    def wrap_bio(self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, *_: object, **__: object) -> ssl.SSLObject:
+        class ChattyTls:
+            def do_handshake(self) -> None:
+                pass
+
+            def read(self, _num_bytes: int) -> bytes:
+                incoming.read()
+                outgoing.write(b"k" * 40)
+                raise ssl.SSLWantReadError
+
+        return cast(ssl.SSLObject, ChattyTls())
+
+
+async def test_answers_of_tls_itself_are_bounded() -> None:
+    """A client that asks for new keys without end, and does not read, made its answers wait without a bound."""
+    async with taken(Chatty(ssl.PROTOCOL_TLS_SERVER)) as (above, theirs):
+        num_sent = 0
+        while num_sent < 10_000 and not (above.transport is not None and above.transport.is_closing()):
+            await virtual_loop().sock_sendall(theirs, b"u")
+            await asyncio.sleep(0.001)
+            num_sent += 1
+        assert num_sent == MAX_OWN_BYTES // 40 + 1
+        await asyncio.sleep(5.0)
+        assert above.is_lost
 
 
 @pytest.mark.pure

@@ -16,6 +16,9 @@ from typing import Any
 RECORD_BYTES = 16 << 10
 """Most bytes of one TLS record, and so of one read."""
 
+MAX_OWN_BYTES = 64 << 10
+"""Bytes with which TLS itself may answer a client after the handshake: each key update asks for some, and no limit of HTTP counts them."""
+
 NO_PROTOCOL = asyncio.Protocol()
 """Takes the calls that come before the handshake is complete and after the connection is lost."""
 
@@ -39,6 +42,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         self._handshake_s, self._on_handshake = handshake_s, on_handshake
         self._in_handshake = True
         self._is_shut = False
+        self._own_bytes = 0
 
     # -- towards the socket ------------------------------------------------------------------------------------------------------
 
@@ -107,24 +111,25 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
             has_ended = True
         except ssl.SSLError:
             is_broken = True
+        self._own_bytes += self._outgoing.pending
         self._flush()
         if self._protocol is NO_PROTOCOL:  # only now: what it closes at once has no record left to trip over
             self._protocol, self._waiting = self._waiting, NO_PROTOCOL
             self._protocol.connection_made(self)
         if pieces:
             self._protocol.data_received(b"".join(pieces))
-        if is_broken:
+        if is_broken or self._own_bytes > MAX_OWN_BYTES:
             self._fail("")
         elif has_ended:
             self.eof_received()
 
     def _fail(self, reason: str) -> None:
-        """Close, with the alert that names the fault to the client."""
+        """Close, with the alert that names the fault to the client. What it does not read is dropped."""
         self._end_handshake(reason)
         self._flush()
         self._is_shut = True
-        if self._socket is not None:
-            self._socket.close()
+        self._below.close()
+        self._timer = asyncio.get_running_loop().call_later(self._handshake_s, self._below.abort)
 
     def _flush(self) -> None:
         data = self._outgoing.read()
