@@ -197,3 +197,36 @@ async def test_a_prompt_too_long_in_any_words_goes_to_a_longer_context(text: Tex
         response = await ask(near)
         assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
         assert servers_of(near)[0].breaker.num_failures == 0
+
+
+async def test_failures_of_one_tenant_alone_do_not_shut_a_server_off_for_another(text: TextModel) -> None:
+    """Requests that make a server fail in words that nobody knows: it answers the others as before."""
+    keys = [{"key": f"key-of-the-tenant-{tenant}", "tenant": tenant} for tenant in ("acme", "beta")]
+    broken = status("500 Internal Server Error", {"error": "boom"})
+    server = ScriptedServer(broken, before=(GOOD,))
+    async with listening(server) as ports, open_bench(text, models=in_order(*ports), api_keys=keys) as near:
+
+        async def ask_as(tenant: str) -> int:
+            headers = {"authorization": f"Bearer key-of-the-tenant-{tenant}"}
+            return int((await near.client.post("/v1/chat/completions", json=chat_body(model=FAR), headers=headers)).status_code)
+
+        (far,) = servers_of(near)
+        assert await ask_as("beta") == 200
+        for _ in range(MANY):
+            assert await ask_as("acme") == 503
+            assert far.breaker.state is CircuitState.CLOSED
+        server.before.append(GOOD)
+        assert await ask_as("beta") == 200
+        for tenant in ("acme", "beta") * BreakerLimits().max_failures:
+            await ask_as(tenant)
+        assert far.breaker.state is CircuitState.OPEN, "a server that fails everybody is left alone"
+
+
+async def test_failures_of_the_only_tenant_of_a_minute_are_the_servers(text: TextModel) -> None:
+    server = ScriptedServer(status("500 Internal Server Error", {"error": "boom"}), before=(GOOD,))
+    async with scripted(text, server) as near:
+        (far,) = servers_of(near)
+        assert (await ask(near)).status_code == 200
+        for _ in range(BreakerLimits().max_failures):
+            assert (await ask(near)).status_code == 503
+        assert far.breaker.state is CircuitState.OPEN

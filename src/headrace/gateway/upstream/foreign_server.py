@@ -41,6 +41,7 @@ from headrace.gateway.upstream.foreign_request import (
 from headrace.gateway.upstream.foreign_session import NOT_CONNECTED, ForeignSession
 from headrace.gateway.upstream.model_config import ForeignConfig
 from headrace.policy.routing.circuit_breaker import CircuitBreaker, CircuitState
+from headrace.policy.routing.tenant_failures import TenantFailures
 
 log = logging.getLogger("headrace.gateway")
 
@@ -133,6 +134,7 @@ class ForeignServer:
         self._unix_time = unix_time
         self._held_until = 0.0
         self._is_held_by_outage = False
+        self._tenant_failures = TenantFailures()
         self._load: ReportedLoad | None = None
         self._load_at = 0.0
         self._sent_at_load = 0
@@ -228,11 +230,16 @@ class ForeignServer:
             self.results[result] += 1
             self.left_out.update(reader.answer.left_out)
             if result in ANSWERS:
+                self._tenant_failures.answered(request.salt, self._clock())
                 self.breaker.succeed(ticket)
-            elif result is AttemptResult.ABANDONED or not counts:
+            elif result is AttemptResult.ABANDONED or not counts or self._is_tenants(result, request.salt):
                 self.breaker.abandon(ticket, self._clock())
             else:
                 self.breaker.fail(ticket, self._clock())
+
+    def _is_tenants(self, result: AttemptResult, tenant: bytes) -> bool:
+        """Whether a failure is one of the tenant's requests. A connection that cannot be made never is."""
+        return result is not AttemptResult.CONNECT and self._tenant_failures.is_tenants(tenant, self._clock())
 
     async def _accepted(
         self, request: ForeignRequest, fields: dict[str, Any], found: dict[str, None], deadline: asyncio.Timeout
