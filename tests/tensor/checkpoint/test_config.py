@@ -93,6 +93,68 @@ def test_an_unknown_architecture_names_the_supported_ones(folder: Any, name: obj
 
 
 @pytest.mark.parametrize(
+    ("architecture", "fields", "reason"),
+    [
+        ("Llama", {"model_type": "qwen2"}, 'model_type = "qwen2": contradicts architectures, which names LlamaForCausalLM'),
+        ("Llama", {"attention_multiplier": 0.0078125}, "attention_multiplier = 0.0078125: LlamaForCausalLM multiplies scores by 0.5"),
+        ("Llama", {"embedding_multiplier": 12.0}, "embedding_multiplier = 12.0: is computed by no architecture here"),
+        ("Llama", {"logits_scaling": 8}, "logits_scaling = 8: is computed by no"),
+        ("Mistral", {"logit_scale": 0.0625}, "logit_scale = 0.0625: is computed by no"),
+        ("Qwen2", {"residual_multiplier": 0.22}, "residual_multiplier = 0.22: is computed by no"),
+        ("Llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0: is computed by no"),
+        ("Qwen3Moe", {"scoring_func": "sigmoid"}, 'scoring_func = "sigmoid": is computed by no'),
+        ("Qwen3Moe", {"n_group": 8}, "n_group = 8: is computed by no"),
+        ("Llama", {"clip_qkv": 8.0}, "clip_qkv = 8.0: is computed by no"),
+        ("Llama", {"no_rope_layers": [1, 0]}, "no_rope_layers = [1, 0]: is computed by no"),
+        (
+            "Llama",
+            {"layer_types": ["sliding_attention"], "sliding_window": 4},
+            "names sliding_attention, but no sliding_window is in force",
+        ),
+        ("Llama", {"use_sliding_window": True, "sliding_window": 4}, "use_sliding_window = true: is not supported"),
+        ("Mistral", {"use_sliding_window": False, "sliding_window": 4}, "use_sliding_window = false: contradicts the window of 4"),
+        ("Mistral", {"use_sliding_window": False}, "contradicts the window of 4096"),
+        ("Phi3", {"use_sliding_window": False, "sliding_window": 4}, "contradicts the window of 4"),
+        ("Mixtral", {"norm_topk_prob": False}, "norm_topk_prob = false: the weights of a token's experts always sum to one in Mixtral"),
+    ],
+)
+def test_a_field_that_readers_take_in_two_ways_is_refused(architecture: str, fields: dict[str, object], reason: str, folder: Any) -> None:
+    """The name is of a model that is computed here, and the fields are another family's: either reading may be wrong."""
+    change(folder, architectures=[f"{architecture}ForCausalLM"], moe_intermediate_size=6, num_experts=3, **fields)
+    with pytest.raises(CheckpointError) as caught:
+        describe(folder.path)
+    assert reason in str(caught.value)
+
+
+def test_fields_of_other_families_that_change_nothing_are_ignored(folder: Any) -> None:
+    usual = describe(folder.path)
+    neutral = {"attention_multiplier": 0.5, "embedding_multiplier": 1.0, "logits_scaling": 1, "final_logit_softcapping": None}
+    change(folder, model_type="own", clip_qkv=None, n_group=1, layer_types=["full_attention"], sliding_window=4, **neutral)
+    assert describe(folder.path) == usual
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[" * 70 + "]" * 70, "JSON nested more than 64 deep"),
+        ('{"a":' * 70 + "1" + "}" * 70, "JSON nested more than 64 deep"),
+        ("[" * 2000 + "]" * 2000, "JSON nested"),
+        ("-1e999", "is beyond every number"),
+        ("NaN", "NaN is not JSON"),
+        ("9" * 5000, "not valid JSON"),
+        ("[" + "{}," * 140000 + "{}]", "more than 131072 objects and lists"),
+        ('"' + "x" * (5 << 20) + '"', "more than 4194304 bytes of JSON"),
+    ],
+    ids=["lists", "objects", "thousands", "infinite", "NaN", "digits", "entries", "text"],
+)
+def test_what_nothing_reads_is_bounded(text: str, reason: str, folder: Any) -> None:
+    file = folder.path / "config.json"
+    file.write_text(json.dumps({**folder.config, "ignored": "HERE"}).replace('"HERE"', text))
+    with pytest.raises(CheckpointError, match=reason):
+        describe(folder.path)
+
+
+@pytest.mark.parametrize(
     "scaling",
     [
         {"type": "dynamic", "factor": 2.0},

@@ -7,6 +7,7 @@ ARCHITECTURES and in MODEL_TYPES; see docs/models.md.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -33,7 +34,7 @@ from headrace.tensor.kernels.rounding import Precision
 from headrace.tensor.layers.weights import StoredSource, WeightReader, WeightSource
 from headrace.tensor.models import gemma3, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
 from headrace.tensor.models.decoder import DecoderModel
-from headrace.tensor.models.fields import refuse_set
+from headrace.tensor.models.fields import refuse_other_models, refuse_set
 from headrace.tensor.models.spec import DecoderSpec
 from headrace.tensor.packed.file import PackedFolder
 from headrace.tensor.packed.store import PackedStore, store_name
@@ -334,8 +335,22 @@ def describe(
 def _read_spec(config: ConfigFile) -> tuple[str, DecoderSpec]:
     """The architecture's name and spec. Raises CheckpointError for features that no architecture here has."""
     refuse_set(config, "is_encoder_decoder", "add_cross_attention")
+    refuse_other_models(config)
     architecture = _architecture(config)
-    return architecture, ARCHITECTURES[architecture](config)
+    _check_model_type(config, architecture)
+    spec = ARCHITECTURES[architecture](config)
+    if not math.isclose(config.number("attention_multiplier", 0.0, 1e9, scale := spec.layers[0].attention.scale), scale, rel_tol=1e-3):
+        config.refuse("attention_multiplier", f"{architecture} multiplies scores by {scale:g}")
+    return architecture, spec
+
+
+def _check_model_type(config: ConfigFile, architecture: str) -> None:
+    """Refuse a `model_type` of another architecture: transformers goes by it, vLLM by `architectures`, and one of the two is wrong.
+
+    A type that is not known here is that of a folder's own code, whose architecture counts.
+    """
+    if MODEL_TYPES.get(config.text("model_type", ""), architecture) != architecture:
+        config.refuse("model_type", f"contradicts architectures, which names {architecture}", "Correct the wrong one.")
 
 
 def _architecture(config: ConfigFile) -> str:

@@ -30,6 +30,18 @@ MAX_LAYERS = 1024
 MAX_WIDTH = 2**20
 MAX_POSITIONS = 2**26
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_NEVER, _ONE = (0, False), (1,)
+_OTHER_FAMILIES: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale", "lm_head_multiplier"), _ONE),
+    **dict.fromkeys(("scale_emb", "scale_depth", "routed_scaling_factor", "router_scaling_factor"), _ONE),
+    **dict.fromkeys(("n_group", "topk_group", "no_rope_layer_interval", "interleave_moe_layer_step"), (*_NEVER, 1)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "alibi", "use_alibi", "parallel_attn"), _NEVER),
+    **dict.fromkeys(("use_parallel_residual", "rope_interleave", "rope_interleaved", "attention_chunk_size", "dim_model_base"), _NEVER),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace"), _NEVER),
+    **dict.fromkeys(("no_rope_layers", "attn_temperature_tuning", "use_bidirectional_attention", "kv_lora_rank"), (*_NEVER, [])),
+    "scoring_func": ("softmax",),
+}
+"""Field -> values with which it changes nothing."""
 _ROPE_FIELDS = {
     "default": set(),
     "linear": {"factor", "original_max_position_embeddings"},
@@ -127,10 +139,17 @@ def read_top_k(config: ConfigFile, num_experts: int, *, default: int) -> int:
 
 
 def read_window(config: ConfigFile, *, default: int | None = None) -> int | None:
-    """The field `sliding_window`: tokens that a query attends to, itself included; None for null. default: for a file without the field"""
+    """The field `sliding_window`: tokens that a query attends to, itself included; None for null. default: for a file without the field
+
+    Readers disagree about a window beside `use_sliding_window` false: transformers leaves the flag to Qwen, vLLM takes it everywhere.
+    """
     if "sliding_window" not in config.values:
-        return default
-    return config.integer("sliding_window", 1, MAX_POSITIONS) if config.has("sliding_window") else None
+        window = default
+    else:
+        window = config.integer("sliding_window", 1, MAX_POSITIONS) if config.has("sliding_window") else None
+    if window is not None and not config.flag("use_sliding_window", True):
+        config.refuse("use_sliding_window", f"contradicts the window of {window}", 'Write "sliding_window": null for none.')
+    return window
 
 
 def read_layer_windows(config: ConfigFile, num_layers: int) -> list[int | None]:
@@ -163,6 +182,14 @@ def refuse_set(config: ConfigFile, *names: str) -> None:
     for name in names:
         if config.values.get(name):
             config.refuse(name, "is not supported")
+
+
+def refuse_other_models(config: ConfigFile) -> None:
+    """Raises CheckpointError for a field by which another family computes something else: under this architecture's name transformers may
+    ignore the field, while other servers do not, and either answer may be wrong."""
+    for name, neutral in _OTHER_FAMILIES.items():
+        if config.has(name) and config.values[name] not in neutral:
+            config.refuse(name, "is computed by no architecture here", "Remove the field if the model was trained without it.")
 
 
 def rope_field(config: ConfigFile) -> str:

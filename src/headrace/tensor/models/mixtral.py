@@ -22,6 +22,8 @@ NAMES = TensorNames(moe=MoeNames(blocks=("block_sparse_moe", "mlp"), gate="w1", 
 
 def decoder_spec(config: ConfigFile) -> DecoderSpec:
     refuse_set(config, "layer_types", "attention_bias", "mlp_bias")
+    if not config.flag("norm_topk_prob", True):
+        config.refuse("norm_topk_prob", "the weights of a token's experts always sum to one in Mixtral")
     shape = read_shape(config, norm_eps=1e-5)
     num_experts = config.integer("num_local_experts", 1, 4096, default=8)
     moe = MoeSpec(

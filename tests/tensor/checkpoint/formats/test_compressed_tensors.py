@@ -333,6 +333,7 @@ def test_a_field_that_is_refused(field: str, value: object, reason: str, pair: P
         (INTEGERS, "strategy", "block", 'strategy = "block": only tensor, channel'),
         (INTEGERS, "strategy", "token", 'strategy = "token": only tensor, channel'),
         (INTEGERS, "dynamic", True, "dynamic = true: weights have stored scales"),
+        (INTEGERS, "actorder", "random", 'actorder = "random": only group, dynamic, weight and static are supported'),
         (INTEGERS, "actorder", "group", "weight_g_idx is missing"),
         (INTEGERS, "symmetric", True, "weight_zero_point has dtype I32"),
         (BYTES, "symmetric", False, "weight_zero_point is missing"),

@@ -258,6 +258,8 @@ BITS = {"pack-quantized": (2, 8), "int-quantized": (2, 8), "float-quantized": (8
 FIXED_GROUPS = {"mxfp8-quantized": MX_GROUP, "nvfp4-pack-quantized": NVFP4_GROUP, "mxfp4-pack-quantized": MX_GROUP}
 """Layout -> inputs of a scale."""
 INTEGERS = ("pack-quantized", "int-quantized")
+IN_ORDER, IN_ANY_ORDER = (None, False, "weight", "static"), ("group", "dynamic", True)
+"""Values of `actorder` with which a group's inputs are consecutive, or lie anywhere."""
 
 
 def read_format(section: ConfigFile) -> CompressedTensorsFormat:
@@ -317,8 +319,10 @@ def _read_scheme(group: ConfigFile, shared: str) -> Scheme:
         weights.refuse("symmetric", f"{layout} has no zero points")
     if weights.has("dynamic") and weights.flag("dynamic", False):
         weights.refuse("dynamic", "weights have stored scales")
-    has_order = weights.values.get("actorder") in ("group", "dynamic", True)
-    return Scheme(layout, bits, _read_blocks(weights, layout), is_symmetric, has_order)
+    order = weights.values.get("actorder")
+    if order not in (*IN_ORDER, *IN_ANY_ORDER):
+        weights.refuse("actorder", "only group, dynamic, weight and static are supported")
+    return Scheme(layout, bits, _read_blocks(weights, layout), is_symmetric, has_order=order in IN_ANY_ORDER)
 
 
 def _read_blocks(weights: ConfigFile, layout: str) -> Blocks:

@@ -26,6 +26,8 @@ NOT_COMPUTED = (
     "use_parallel_residual",
 )  # fmt: skip
 """Keys of what no architecture here computes; zero and false pass."""
+NOT_MANY = ("expert_gating_func", "expert_group_count", "interleave_moe_layer_step")
+"""Keys of which one, and zero, mean what every architecture here computes: one group of experts, chosen by softmax, in every layer."""
 YARN_KEYS = {"attn_factor": "attn_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
 """Key below rope.scaling -> field of a YaRN scaling."""
 SCALING_KEYS = ("type", "factor", "original_context_length", "finetuned", *YARN_KEYS)
@@ -270,6 +272,11 @@ def _refuse_not_computed(keys: _Keys) -> None:
     for name in map(keys.named, NOT_COMPUTED):
         if keys.file.values.get(name):
             keys.file.refuse(name, "is not supported")
+    for name in map(keys.named, NOT_MANY):
+        if keys.file.values.get(name, 0) not in (0, 1):
+            keys.file.refuse(name, "is not supported")
+    if keys.integer("expert_count", 0) and not keys.file.flag(keys.named("expert_weights_norm"), True):
+        keys.file.refuse(keys.named("expert_weights_norm"), "the weights of a token's experts always sum to one")
     if not keys.file.flag(keys.named("attention.causal"), True):
         keys.file.refuse(keys.named("attention.causal"), "models that see later tokens, for embeddings, are not supported")
     prefix = keys.named("rope.scaling.")
