@@ -187,7 +187,7 @@ REFUSED = [
     ),
     (
         lark('start: "x" %json {"pattern":"("}'),
-        "grammar: expected a JSON schema that can be compiled. regex parse error: ( ^ error: unclosed group",
+        'grammar: expected a regular expression of ECMAScript whose parentheses are balanced, got "(". See #/pattern.',
     ),
     (regex("(?=a)b"), "compiled. Look-around, including look-ahead and look-behind, is not supported."),
     (regex("a" * 5000 + "(?=a)"), "compiled. Look-around, including"),

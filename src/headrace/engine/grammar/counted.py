@@ -23,8 +23,6 @@ def check_string_counts(node: Mapping[str, object]) -> None:
         count = node.get(keyword)
         if isinstance(count, int | float) and count > MAX_COUNT:
             raise InvalidRequest("grammar", f"{keyword} of at most {MAX_COUNT}", count, "Lower it, or leave it out.")
-    if isinstance(expression := node.get("pattern"), str):
-        check_regex_counts(expression)
 
 
 def check_regex_counts(expression: str) -> None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.core.grammar import FORMATS
-from headrace.engine.grammar.counted import check_regex_counts, check_string_counts
+from headrace.engine.grammar.counted import check_string_counts
+from headrace.engine.grammar.ecma_pattern import PatternRefused
 from headrace.engine.grammar.json_values import DECIDED, SIZES, TYPES, refutes, type_names, value_key, values_of
-from headrace.engine.grammar.look_around import without_look_around
 from headrace.engine.grammar.number_bounds import check_multiple, check_values, move_bounds, read_bounds
+from headrace.engine.grammar.pattern_text import translated
 from headrace.engine.grammar.places import Place, refused, unsupported
 
 Keywords = dict[str, Any]
@@ -218,12 +219,17 @@ def _string_rules(node: Keywords, place: Place) -> None:
         return
     if not isinstance(node["pattern"], str):
         raise refused((place, "pattern"), "a regular expression as a text in pattern", node["pattern"])
-    expressions = without_look_around(node["pattern"])
-    if expressions is None:
-        raise refused((place, "pattern"), "a pattern without look-around and word boundaries", node["pattern"], "Leave it out.")
+    expressions = _translated(node["pattern"], (place, "pattern"))
     node["pattern"] = expressions.pop()
     if expressions:
         node["allOf"] = [*node.get("allOf", ()), *({"pattern": expression} for expression in expressions)]
+
+
+def _translated(expression: str, place: Place) -> list[str]:
+    try:
+        return translated(expression)
+    except PatternRefused as error:
+        raise refused(place, error.limit, error.given or expression, error.remedy) from error
 
 
 def _read_format(node: Keywords, place: Place) -> None:
@@ -289,6 +295,7 @@ def _object_rules(node: Keywords, place: Place) -> None:
         if keyword in node:
             below = (place, keyword)
             node[keyword] = {name: rule for name, rule in node[keyword].items() if rule != [] and not _is_idle(rule, (below, name))}
+    _translate_names(node, (place, "patternProperties"))
     for keyword in ("required", "properties", "patternProperties", *DEPENDENCIES):
         if node.get(keyword) in ([], {}):
             del node[keyword]
@@ -314,10 +321,20 @@ def _check_objects(node: Keywords, place: Place) -> None:
     for keyword in ("properties", "patternProperties", *DEPENDENCIES):
         if not isinstance(node.get(keyword, {}), dict):
             raise refused((place, keyword), f"an object in {keyword}", node[keyword])
-    for expression in node.get("patternProperties", ()):
-        check_regex_counts(expression)
-        if without_look_around(expression) != [expression]:
-            raise refused((place, "patternProperties"), "expressions without look-around and word boundaries", expression, "Leave it out.")
+
+
+def _translate_names(node: Keywords, place: Place) -> None:
+    """Translate the expressions of `patternProperties`."""
+    found: Keywords = {}
+    for expression, rule in node.pop("patternProperties", {}).items():
+        translation, *others = _translated(expression, (place, expression))
+        if others:
+            raise refused(place, "expressions without look-around", expression, "Leave it out.")
+        if translation in found:
+            raise refused(place, "expressions that no name matches two of", expression, "Leave one out.")
+        found[translation] = rule
+    if found:
+        node["patternProperties"] = found
 
 
 def _is_idle(rule: object, place: Place) -> bool:

@@ -1,86 +1,105 @@
-"""Rewrites a schema's regular expressions without look-around, which llguidance does not support.
+"""Rewrites a pattern with look-around as several patterns without it, which llguidance does not support.
 
 Look-around that generators write stands between `^` and the rest of an expression. Each such condition becomes an expression of its own,
-and a text matches the given expression if it matches all of them. Negative conditions are supported if they name characters: a text does
-not begin or end with them, does not contain them, does not contain one twice in a row, or does not consist of them.
+and a text matches the given expression if it matches all of them. Negative conditions are supported where their opposite is known: a text
+does not begin with some characters or is not these, does not contain or end with one of a set, does not contain two of a set in a row, or
+does not consist of them.
 """
 
 from __future__ import annotations
 
-import re
+from headrace.engine.grammar.char_sets import ANY, CharSet
+from headrace.engine.grammar.ecma_pattern import Anchor, Chars, Choice, LookAhead, Node, PatternRefused, Repeat, Sequence
 
-_TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?<?[=!]|[()]|.", re.DOTALL)
-_LOOK_AROUND = ("(?=", "(?!", "(?<=", "(?<!", "\\b", "\\B")
+_START, _END = Anchor(is_start=True), Anchor(is_start=False)
+_REST = Repeat(Chars(ANY))
 
-_ATOM = r"(\\[^a-zA-Z0-9]|\[\^?(?:\\.|[^\]\\^])(?:\\.|[^\]\\])*\]|[^\\\[\](){}.*+?|^$])"
-_BEGINS = re.compile(rf"\^?{_ATOM}")
-_HOLDS = re.compile(rf"\^?\.\*{_ATOM}")
-_HOLDS_TWICE = re.compile(rf"\^?\.\*{_ATOM}\1")
-_ENDS = re.compile(rf"\^?\.\*{_ATOM}\$")
-_CONSISTS = re.compile(rf"\^?{_ATOM}\*\$")
+MAX_EXCLUDED_CHARS = 40
+"""Characters of an excluded beginning. Each takes a level of groups."""
 
 
-def without_look_around(expression: str) -> list[str] | None:
-    """Expressions without look-around that together match the same texts; None where these are not known."""
-    if not _has_look_around(expression):
-        return [expression]
-    if not expression.startswith("^"):
+def without_look_around(node: Node) -> list[Node]:
+    """Trees that together match the texts of this one. Look-around elsewhere stays in them. Raises PatternRefused."""
+    parts = node.parts if isinstance(node, Sequence) else (node,)
+    num_conditions = 0
+    while num_conditions + 1 < len(parts) and parts[0] == _START and isinstance(parts[num_conditions + 1], LookAhead):
+        num_conditions += 1
+    if not num_conditions:
+        return [node]
+    found: list[Node] = []
+    for condition in parts[1 : num_conditions + 1]:
+        assert isinstance(condition, LookAhead)
+        found += _excluded(condition.part) if condition.is_negative else [Sequence((_START, condition.part))]
+    return [*found, Sequence((_START, *parts[num_conditions + 1 :]))]
+
+
+def _excluded(node: Node) -> list[Node]:
+    """Trees for the texts that do not begin with what `node` matches. Raises PatternRefused where they are not known."""
+    if isinstance(node, Choice):
+        return [found for part in node.parts for found in _excluded(part)]
+    parts = node.parts if isinstance(node, Sequence) else (node,)
+    parts = parts[1:] if parts and parts[0] == _START else parts
+    found: Node | None = None
+    match parts:
+        case (Repeat(Chars(passed), 0, None), Chars(chars)) if _are_listed(passed, chars):
+            found = _without_any(passed, chars)
+        case (Repeat(Chars(passed), 0, None), Chars(chars), Chars(again)) if chars == again and _are_listed(passed, chars):
+            found = _without_two(passed, chars)
+        case (Repeat(Chars(passed), 0, None), Chars(chars), end) if end == _END and _are_listed(passed, chars):
+            found = _without_last(passed, chars)
+        case (Repeat(Chars(chars), 0, None), end) if end == _END and _are_listed(chars):
+            return [Chars(ANY.minus(chars))]
+        case _:
+            found = _other_beginning(parts)
+    if found is None:
+        limit = "a pattern whose negative look-around names characters that a text does not begin with, end with, contain or consist of"
+        raise PatternRefused(limit, "Leave it out, or write what may follow.")
+    return [Sequence((_START, found, _END))]
+
+
+def _are_listed(*sets: CharSet) -> bool:
+    return not any(chars.properties for chars in sets)
+
+
+def _maybe(*parts: Node) -> Node:
+    return Repeat(Sequence(parts), 0, 1)
+
+
+def _without_any(passed: CharSet, chars: CharSet) -> Node:
+    """Texts without one of `chars` up to and including the first character that is not passed over."""
+    others = ANY.minus(chars)
+    return Sequence((Repeat(Chars(_common(passed, others))), _maybe(Chars(others.minus(passed)), _REST)))
+
+
+def _without_two(passed: CharSet, chars: CharSet) -> Node | None:
+    """Texts without two of `chars` in a row up to the first character that is not passed over; None where some of `chars` are not."""
+    if chars.minus(passed).ranges:
         return None
-    found: list[str] = []
-    begin = 1
-    while expression.startswith(("(?=", "(?!"), begin):
-        end = _closing(expression, begin)
-        if end is None or _has_look_around(inside := expression[begin + 3 : end]):
+    others, one = ANY.minus(chars), Repeat(Chars(chars), 0, 1)
+    single = Repeat(Sequence((one, Chars(_common(passed, others)))))
+    return Sequence((single, one, _maybe(Chars(others.minus(passed)), _REST)))
+
+
+def _without_last(passed: CharSet, chars: CharSet) -> Node:
+    """Texts that end with another character than `chars`, or hold one before their end that is not passed over."""
+    another = Sequence((_REST, Chars(ANY.minus(chars))))
+    stopped = Sequence((_REST, Chars(ANY.minus(passed)), Chars(ANY), _REST))
+    return _maybe(Choice((another, stopped)))
+
+
+def _other_beginning(parts: tuple[Node, ...]) -> Node | None:
+    """Texts that do not begin with these characters, or that are not these where `$` follows; None for other parts than characters."""
+    is_whole = parts[-1:] == (_END,)
+    if len(parts) > MAX_EXCLUDED_CHARS:
+        return None
+    found: Node = Sequence((Chars(ANY), _REST)) if is_whole else Chars(CharSet())
+    for part in reversed(parts[: len(parts) - is_whole]):
+        if not isinstance(part, Chars) or part.chars.properties:
             return None
-        said = f"^(?:{inside})" if expression[begin + 2] == "=" else _excluded(inside)
-        if said is None:
-            return None
-        found.append(said)
-        begin = end + 1
-    rest = expression[begin:]
-    return None if _has_look_around(rest) or _has_branches(rest) else [*found, f"^{rest}"]
+        found = Choice((Sequence((Chars(ANY.minus(part.chars)), _REST)), Sequence((part, found))))
+        found = Repeat(found, 0, 1)
+    return found
 
 
-def _excluded(inside: str) -> str | None:
-    """An expression for the texts that do not begin with `inside`; None where it is not known."""
-    if found := _BEGINS.fullmatch(inside):
-        return f"^(?:{_others(found[1])}(?s:.*))?$"
-    if found := _HOLDS_TWICE.fullmatch(inside):
-        return f"^(?:{found[1]}?{_others(found[1])})*{found[1]}?$"
-    if found := _HOLDS.fullmatch(inside):
-        return f"^{_others(found[1])}*$"
-    if found := _ENDS.fullmatch(inside):
-        return f"^(?:(?s:.*){_others(found[1])})?$"
-    if found := _CONSISTS.fullmatch(inside):
-        return _others(found[1])
-    return None
-
-
-def _others(atom: str) -> str:
-    """A character set of all characters that an atom does not match."""
-    if atom.startswith("[^"):
-        return f"[{atom[2:]}"
-    return f"[^{atom[1:]}" if atom.startswith("[") else f"[^{atom}]"
-
-
-def _has_look_around(expression: str) -> bool:
-    return any(token in _LOOK_AROUND for token in _TOKEN.findall(expression))
-
-
-def _has_branches(expression: str) -> bool:
-    depth = 0
-    for token in _TOKEN.findall(expression):
-        depth += token.startswith("(") - (token == ")")
-        if token == "|" and not depth:
-            return True
-    return False
-
-
-def _closing(expression: str, begin: int) -> int | None:
-    """Position of the parenthesis that closes the group at `begin`."""
-    depth = 0
-    for found in _TOKEN.finditer(expression, begin):
-        depth += found[0].startswith("(") - (found[0] == ")")
-        if not depth:
-            return found.start()
-    return None
+def _common(one: CharSet, other: CharSet) -> CharSet:
+    return one.minus(ANY.minus(other))

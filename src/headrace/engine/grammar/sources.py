@@ -16,6 +16,7 @@ from typing import Any
 from headrace.core.errors import InvalidRequest
 from headrace.core.grammar import JSON_OPTIONS, Grammar, GrammarKind, ReasoningSpan
 from headrace.engine.grammar.counted import check_lark_counts, check_regex_counts
+from headrace.engine.grammar.escapes import escape_options
 from headrace.engine.grammar.normalize import normalized
 from headrace.engine.grammar.schema_text import read_embedded, read_schema
 
@@ -60,7 +61,14 @@ def _schema(source: str) -> str:
         raise InvalidRequest("grammar", "a JSON schema that a value can satisfy: an object, or true", schema)
     if isinstance(schema, dict) and _OPTIONS in schema:
         raise InvalidRequest("grammar", "the keywords of JSON Schema", _OPTIONS, "Leave it out.")
-    return json.dumps({**normalized(schema), _OPTIONS: dict(JSON_OPTIONS)})
+    return _with_options(schema, JSON_OPTIONS)
+
+
+def _with_options(schema: Any, options: Mapping[str, object]) -> str:
+    """The normalized schema, with llguidance's options as its last keyword."""
+    found = normalized(schema)
+    options = {**options, **escape_options(found)}
+    return json.dumps({**found, **({_OPTIONS: options} if options else {})})
 
 
 def _with_normalized_schemas(source: str) -> str:
@@ -73,8 +81,10 @@ def _with_normalized_schemas(source: str) -> str:
         read = read_embedded(source, begin) if found[1] else None
         if read is not None:
             schema: dict[str, Any] = read[0]
-            options = {_OPTIONS: schema[_OPTIONS]} if _OPTIONS in schema else {}
-            written += [source[end:begin], json.dumps({**normalized(schema), **options})]
+            options = schema.get(_OPTIONS, {})
+            if not isinstance(options, dict):
+                raise InvalidRequest("grammar", f"an object in {_OPTIONS}", options)
+            written += [source[end:begin], _with_options(schema, options)]
             end = begin = read[1]
     return "".join([*written, source[end:]])
 

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from urllib.parse import quote
 
 from headrace.core.errors import InvalidRequest
 from headrace.core.grammar import FORMATS, MAX_GRAMMAR_BYTES
@@ -35,7 +36,8 @@ _OF_OBJECTS = frozenset(
     }
 )
 """Rules for an object as a whole, which cannot be enforced between tags."""
-_DEFINITIONS = ("$defs", "definitions")
+_REFERENCE = re.compile(r'"\$(?:ref|dynamicRef|recursiveRef)"')
+_ADDRESS = "urn:headrace:parameters"
 _KEY = re.compile(r'[^<>"\s]([^<>"\n]{0,62}[^<>"\s])?')
 
 TERMINALS = ("ANY_TEXT: /(?s:.*)/", f"ANY_KEY: /{_KEY.pattern}/")
@@ -136,15 +138,24 @@ class TaggedArguments:
             raise InvalidRequest(f"{self.path}.properties.{name}", "a schema that some value has", schema)
         before = self._before_value(lark_text(name))
         if "string" not in types:
-            own = dict(schema) if isinstance(schema, Mapping) else {}
-            has_references = '"$ref"' in json.dumps(own)
-            definitions = {key: self.schema[key] for key in _DEFINITIONS if key in self.schema and has_references}
-            value = "%json " + json.dumps({**own, **definitions, **SEPARATORS})
+            value = f"%json {json.dumps(self._document(name, schema))}"
         elif (choices := self._choices(schema, f"properties.{name}")) is not None:
             value = "(" + " | ".join([lark_text(choice) for choice in choices]) + ")"
         else:
             return f"{before} {self._free_text(rule)}"
         return f"{before} {value} {self.texts.spelled(self.tags.value_end)}"
+
+    def _document(self, name: str, schema: object) -> dict[str, object]:
+        """A JSON schema of one parameter's value. One with references refers to the parameter within the whole schema, an embedded document
+        with an address of its own, so that `#` stays that schema's root."""
+        if not isinstance(schema, Mapping) or _REFERENCE.search(json.dumps(schema)) is None:
+            return {**(schema if isinstance(schema, Mapping) else {}), **SEPARATORS}
+        given = self.schema.get("$id")
+        address = given.partition("#")[0] if isinstance(given, str) else ""
+        root = {**self.schema, "$id": given if address else _ADDRESS}
+        draft = {"$schema": self.schema["$schema"]} if "$schema" in self.schema else {}
+        pointer = quote(name.replace("~", "~0").replace("/", "~1"), safe="~")
+        return {**draft, "$ref": f"{address or _ADDRESS}#/properties/{pointer}", "$defs": {"parameters": root}, **SEPARATORS}
 
     def _before_value(self, key: str) -> str:
         return f"{self.texts.spelled(self.tags.key_start)} {key} {self.texts.spelled(self.tags.key_end + self.tags.value_start)}"
@@ -171,8 +182,8 @@ class TaggedArguments:
             if (name in _OF_TEXTS if is_text else name not in _NOTES) and not _is_idle(name, value)
         }
         match rules:
-            case {"$ref": str(reference), **rest} if not rest:
-                return self._choices(referenced(reference, self.schema), path)
+            case {"$ref": str(reference), **rest} if not rest and (target := referenced(reference, self.schema)) is not None:
+                return self._choices(target, path)
             case {"enum": values, **rest} | {"const": values, **rest} if not rest.keys() - {"type"}:
                 return self._texts(values if "enum" in rules and isinstance(values, list) else [values], path)
             case {"anyOf": list(branches), **rest} | {"oneOf": list(branches), **rest} if not rest:

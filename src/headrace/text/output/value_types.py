@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from urllib.parse import unquote
 
 from headrace.core.tools import FunctionTool
 from headrace.text.output.python_literals import json_of_literal
@@ -47,8 +48,8 @@ class SchemaTypes:
         self._depth = 0
 
     def of(self, schema: object) -> frozenset[str]:
-        """The JSON types that values of a schema may have."""
-        if not isinstance(schema, Mapping):
+        """The JSON types that values of a schema may have: any for one with an `$id` of its own, within which references mean others."""
+        if not isinstance(schema, Mapping) or (schema is not self._root and "$id" in schema):
             return TYPES
         found = TYPES
         if isinstance(reference := schema.get("$ref"), str):
@@ -83,11 +84,16 @@ def _union(found: Iterable[frozenset[str]]) -> frozenset[str]:
 
 
 def referenced(reference: str, root: Mapping[str, object]) -> object:
-    """The schema that a reference names within the root; None where there is none."""
-    at: object = root
-    for name in reference.removeprefix("#").split("/")[1:]:
-        at = at.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(at, Mapping) else None
-    return at if reference.startswith("#") else None
+    """The schema that a JSON pointer names within the root; None where there is none, and for references by name or address."""
+    begin, *names = unquote(reference).split("/")
+    at: object = root if begin == "#" else None
+    for name in names:
+        key = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(at, list):
+            at = at[int(key)] if key.isascii() and key.isdigit() and len(key) < 9 and int(key) < len(at) else None
+        else:
+            at = at.get(key) if isinstance(at, Mapping) else None
+    return at
 
 
 def written_value(text: str, types: frozenset[str]) -> str:

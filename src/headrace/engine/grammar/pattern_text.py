@@ -1,0 +1,157 @@
+"""Translates a pattern of JSON Schema for llguidance: ECMAScript's regular expressions, of which a text must match some part.
+
+The translation is written in what ECMAScript's dialect and Rust's read alike: sets without nested brackets and set operators, and no
+`\\d`, `\\w`, `\\s`, dot or flags. Translating it again gives it back.
+
+`^` and `$` may stand anywhere but in a repetition. llguidance knows them at the ends alone, so that an expression is split into up to four
+pieces: what matches anywhere, at the text's beginning, at its end, and as the whole text. In `(^|,)a` they are `^a` and `,a`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from headrace.engine.grammar.char_sets import ANY
+from headrace.engine.grammar.ecma_pattern import Anchor, Chars, Choice, LookAhead, Node, PatternRefused, Repeat, Sequence, parsed
+from headrace.engine.grammar.look_around import without_look_around
+
+MAX_CHARS = 256 << 10
+"""Characters of a translation. Pieces may repeat parts of the expression."""
+
+
+class Text(NamedTuple):
+    """A piece of an expression, written out. is_nullable: it matches the empty text; is_choice: it has alternatives"""
+
+    text: str
+    is_nullable: bool
+    is_choice: bool = False
+    is_atom: bool = False
+
+    @property
+    def in_sequence(self) -> str:
+        return f"(?:{self.text})" if self.is_choice else self.text
+
+    @property
+    def as_atom(self) -> str:
+        return self.text if self.is_atom else f"(?:{self.text})"
+
+
+Pieces = dict[tuple[bool, bool], Text]
+"""Pieces by whether each must begin where the text begins, and end where it ends. No pieces: nothing matches."""
+
+_EMPTY = Text("", is_nullable=True)
+_ANYWHERE = (False, False)
+
+
+def translated(expression: str) -> list[str]:
+    """Expressions that together match the texts of a pattern, all of which a text must match. Raises PatternRefused.
+
+    Several are needed for look-around. Time and size are linear, but for anchors within an expression, whose pieces MAX_CHARS bounds.
+    """
+    return [_whole(pieces_of(node)) for node in without_look_around(parsed(expression))]
+
+
+def _whole(pieces: Pieces) -> str:
+    if not pieces:
+        limit = "a pattern that a JSON string can match"
+        raise PatternRefused(limit, "Without quotes or backslashes, a set takes no control characters but \\b, \\t, \\n, \\f and \\r.")
+    if len(pieces) == 1:
+        [((is_start, is_end), piece)] = pieces.items()
+        return f"{'^' * is_start}{piece.in_sequence if is_start or is_end else piece.text}{'$' * is_end}"
+    rest = f"{ANY.text()}*"
+    texts = [f"{rest * (not is_start)}{piece.in_sequence}{rest * (not is_end)}" for (is_start, is_end), piece in pieces.items()]
+    return f"^(?:{'|'.join(texts)})$"
+
+
+def pieces_of(node: Node) -> Pieces:
+    """The pieces of a tree. Raises PatternRefused for one without an exact form."""
+    match node:
+        case Chars(chars):
+            text = chars.text()
+            return {_ANYWHERE: Text(text, is_nullable=False, is_atom=True)} if text else {}
+        case Anchor(is_start):
+            return {(is_start, not is_start): _EMPTY}
+        case Sequence(parts):
+            return _sequence([pieces_of(part) for part in parts])
+        case Choice(parts):
+            return _choice([pieces_of(part) for part in parts])
+        case Repeat(part, least, most):
+            return _repeat(pieces_of(part), least, most)
+        case LookAhead():
+            raise PatternRefused("a pattern whose look-around stands directly after ^", "Leave it out, or write what may follow.")
+
+
+def _sequence(parts: list[Pieces]) -> Pieces:
+    found: Pieces = {_ANYWHERE: _EMPTY}
+    begin = 0
+    for index, part in enumerate([*parts, None]):
+        if part is not None and part.keys() == {_ANYWHERE}:
+            continue
+        plain = [each[_ANYWHERE] for each in parts[begin:index]]
+        found = _joined(found, {_ANYWHERE: _concatenated(plain)})
+        found = found if part is None else _joined(found, part)
+        begin = index + 1
+    return found
+
+
+def _concatenated(texts: list[Text]) -> Text:
+    written = [each for each in texts if each.text]
+    if len(written) == 1:
+        return written[0]
+    return Text("".join([each.in_sequence for each in written]), all(each.is_nullable for each in written))
+
+
+def _joined(first: Pieces, second: Pieces) -> Pieces:
+    """The pieces of one expression after another. Where the second must begin the text, the first matches nothing, and conversely."""
+    found: list[Pieces] = []
+    for (is_start, is_end), before in first.items():
+        for (is_next_start, is_next_end), after in second.items():
+            if (is_next_start and not before.is_nullable) or (is_end and not after.is_nullable):
+                continue
+            texts = [*([] if is_next_start else [before]), *([] if is_end else [after])]
+            found.append({(is_start or is_next_start, is_end or is_next_end): _concatenated(texts)})
+    return _choice(found)
+
+
+def _choice(branches: list[Pieces]) -> Pieces:
+    texts: dict[tuple[bool, bool], dict[str, Text]] = {}
+    for branch in branches:
+        for key, piece in branch.items():
+            texts.setdefault(key, {})[piece.text] = piece
+    found = {key: _either(list(pieces.values())) for key, pieces in texts.items()}
+    if sum([len(piece.text) for piece in found.values()]) > MAX_CHARS:
+        raise PatternRefused(f"a pattern of at most {MAX_CHARS} characters once ^ and $ are moved to its ends", "Use fewer of them.")
+    return found
+
+
+def _either(texts: list[Text]) -> Text:
+    if len(texts) == 1:
+        return texts[0]
+    return Text("|".join([each.text for each in texts]), any(each.is_nullable for each in texts), is_choice=True)
+
+
+def _repeat(part: Pieces, least: int, most: int | None) -> Pieces:
+    empty: Pieces = {_ANYWHERE: _EMPTY}
+    if most == 0 or (not part and least == 0):
+        return empty
+    if part.keys() - {_ANYWHERE}:
+        if most != 1:
+            raise PatternRefused("a pattern without ^ and $ in a repetition", "Move them out of it.")
+        return part if least else _choice([empty, part])
+    if not part or not part[_ANYWHERE].text:
+        return part
+    only = part[_ANYWHERE]
+    return {_ANYWHERE: Text(f"{only.as_atom}{_count(least, most)}", least == 0 or only.is_nullable)}
+
+
+def _count(least: int, most: int | None) -> str:
+    match least, most:
+        case 0, None:
+            return "*"
+        case 1, None:
+            return "+"
+        case 0, 1:
+            return "?"
+        case _, None:
+            return f"{{{least},}}"
+    return f"{{{least}}}" if least == most else f"{{{least},{most}}}"
