@@ -10,9 +10,9 @@ from sampled_documents import is_taken
 
 from headrace.core.errors import InvalidRequest
 from headrace.core.grammar import Grammar, GrammarKind
-from headrace.engine.grammar.ecma_pattern import MAX_GROUP_DEPTH
+from headrace.engine.grammar.ecma_pattern import MAX_GROUP_DEPTH, PatternRefused
 from headrace.engine.grammar.limits import MAX_COUNT
-from headrace.engine.grammar.pattern_text import MAX_CHARS, PatternRefused, translated
+from headrace.engine.grammar.pattern_text import MAX_CHARS, translated
 
 pytestmark = pytest.mark.pure
 
