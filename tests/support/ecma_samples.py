@@ -272,9 +272,9 @@ def _chosen(rng: random.Random, allowed: list[int], *, is_long: bool) -> int:
     """Mostly characters that mean something in JSON or in expressions, now and then any byte; what ends a document in a long one."""
     ends = [token for token in (END, *b'"}]') if token in allowed]
     if ends and (is_long or rng.random() < 0.15):
-        return ends[0]
+        return int(ends[0])
     liked = [token for token in allowed if token in _LIKED]
     if liked and rng.random() < 0.5:
-        return rng.choice(liked)
+        return int(rng.choice(liked))
     plain = [token for token in allowed if 0x20 <= token < 0x7F]
     return int(rng.choice(plain if plain and rng.random() < 0.8 else allowed))

@@ -72,8 +72,8 @@
     |- ServerFailed                command line: a server could not be reached, or answered with an error
     `- BandwidthUnknown            benchmarks: the read bandwidth could not be measured
 
-Five classes stand outside the tree, each raised and caught within one package: `BrokenStream`, `GatewayGone`, `NotGbnf`,
-`OtherEndGone`, `UnknownToken`.
+Six classes stand outside the tree, each raised and caught within one package: `BrokenStream`, `GatewayGone`, `NotGbnf`,
+`OtherEndGone`, `PatternRefused`, `UnknownToken`.
 Statuses come from one table, `gateway.http.errors`. A message may be shown to a client unless it is about the wire, the start or a fault
 of ours: no paths outside the operator's own, no addresses, no tracebacks. tests/house/test_errors.py holds this page.
 """

@@ -13,7 +13,6 @@ import re
 from dataclasses import dataclass
 from typing import NoReturn
 
-from headrace.core.errors import HeadraceError
 from headrace.engine.grammar.char_sets import ANY, CharSet, joined, property_set
 from headrace.engine.grammar.limits import MAX_COUNT
 
@@ -39,7 +38,7 @@ _LOW_SURROGATE = re.compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})")
 _PROPERTY = re.compile(r"\{([^{}]*)\}")
 
 
-class PatternRefused(HeadraceError):
+class PatternRefused(Exception):
     """An expression that is none, or has no exact form.
 
     limit   what is supported
