@@ -59,7 +59,7 @@ class Chars:
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence:
+class Concatenation:
     parts: tuple[Node, ...] = ()
 
 
@@ -92,7 +92,7 @@ class LookAhead:
     is_negative: bool
 
 
-Node = Chars | Sequence | Choice | Repeat | Anchor | LookAhead
+Node = Chars | Concatenation | Choice | Repeat | Anchor | LookAhead
 
 
 def parsed(expression: str) -> Node:
@@ -126,7 +126,7 @@ class _Parser:
         parts: list[Node] = []
         while self.at < len(self._text) and self._text[self.at] not in "|)":
             parts.append(self._repeated(self._atom(depth)))
-        return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
+        return parts[0] if len(parts) == 1 else Concatenation(tuple(parts))
 
     def _atom(self, depth: int) -> Node:
         char = self._next()

@@ -9,7 +9,7 @@ does not consist of them.
 from __future__ import annotations
 
 from headrace.engine.grammar.char_sets import ANY, CharSet
-from headrace.engine.grammar.ecma_pattern import Anchor, Chars, Choice, LookAhead, Node, PatternRefused, Repeat, Sequence
+from headrace.engine.grammar.ecma_pattern import Anchor, Chars, Choice, Concatenation, LookAhead, Node, PatternRefused, Repeat
 
 _START, _END = Anchor(is_start=True), Anchor(is_start=False)
 _REST = Repeat(Chars(ANY))
@@ -20,7 +20,7 @@ MAX_EXCLUDED_CHARS = 40
 
 def without_look_around(node: Node) -> list[Node]:
     """Trees that together match the texts of this one. Look-around elsewhere stays in them. Raises PatternRefused."""
-    parts = node.parts if isinstance(node, Sequence) else (node,)
+    parts = node.parts if isinstance(node, Concatenation) else (node,)
     num_conditions = 0
     while num_conditions + 1 < len(parts) and parts[0] == _START and isinstance(parts[num_conditions + 1], LookAhead):
         num_conditions += 1
@@ -29,15 +29,15 @@ def without_look_around(node: Node) -> list[Node]:
     found: list[Node] = []
     for condition in parts[1 : num_conditions + 1]:
         assert isinstance(condition, LookAhead)
-        found += _excluded(condition.part) if condition.is_negative else [Sequence((_START, condition.part))]
-    return [*found, Sequence((_START, *parts[num_conditions + 1 :]))]
+        found += _excluded(condition.part) if condition.is_negative else [Concatenation((_START, condition.part))]
+    return [*found, Concatenation((_START, *parts[num_conditions + 1 :]))]
 
 
 def _excluded(node: Node) -> list[Node]:
     """Trees for the texts that do not begin with what `node` matches. Raises PatternRefused where they are not known."""
     if isinstance(node, Choice):
         return [found for part in node.parts for found in _excluded(part)]
-    parts = node.parts if isinstance(node, Sequence) else (node,)
+    parts = node.parts if isinstance(node, Concatenation) else (node,)
     parts = parts[1:] if parts and parts[0] == _START else parts
     found: Node | None = None
     match parts:
@@ -54,7 +54,7 @@ def _excluded(node: Node) -> list[Node]:
     if found is None:
         limit = "a pattern whose negative look-around names characters that a text does not begin with, end with, contain or consist of"
         raise PatternRefused(limit, "Leave it out, or write what may follow.")
-    return [Sequence((_START, found, _END))]
+    return [Concatenation((_START, found, _END))]
 
 
 def _are_listed(*sets: CharSet) -> bool:
@@ -62,13 +62,13 @@ def _are_listed(*sets: CharSet) -> bool:
 
 
 def _maybe(*parts: Node) -> Node:
-    return Repeat(Sequence(parts), 0, 1)
+    return Repeat(Concatenation(parts), 0, 1)
 
 
 def _without_any(passed: CharSet, chars: CharSet) -> Node:
     """Texts without one of `chars` up to and including the first character that is not passed over."""
     others = ANY.minus(chars)
-    return Sequence((Repeat(Chars(_common(passed, others))), _maybe(Chars(others.minus(passed)), _REST)))
+    return Concatenation((Repeat(Chars(_common(passed, others))), _maybe(Chars(others.minus(passed)), _REST)))
 
 
 def _without_two(passed: CharSet, chars: CharSet) -> Node | None:
@@ -76,14 +76,14 @@ def _without_two(passed: CharSet, chars: CharSet) -> Node | None:
     if chars.minus(passed).ranges:
         return None
     others, one = ANY.minus(chars), Repeat(Chars(chars), 0, 1)
-    single = Repeat(Sequence((one, Chars(_common(passed, others)))))
-    return Sequence((single, one, _maybe(Chars(others.minus(passed)), _REST)))
+    single = Repeat(Concatenation((one, Chars(_common(passed, others)))))
+    return Concatenation((single, one, _maybe(Chars(others.minus(passed)), _REST)))
 
 
 def _without_last(passed: CharSet, chars: CharSet) -> Node:
     """Texts that end with another character than `chars`, or hold one before their end that is not passed over."""
-    another = Sequence((_REST, Chars(ANY.minus(chars))))
-    stopped = Sequence((_REST, Chars(ANY.minus(passed)), Chars(ANY), _REST))
+    another = Concatenation((_REST, Chars(ANY.minus(chars))))
+    stopped = Concatenation((_REST, Chars(ANY.minus(passed)), Chars(ANY), _REST))
     return _maybe(Choice((another, stopped)))
 
 
@@ -92,11 +92,11 @@ def _other_beginning(parts: tuple[Node, ...]) -> Node | None:
     is_whole = parts[-1:] == (_END,)
     if len(parts) > MAX_EXCLUDED_CHARS:
         return None
-    found: Node = Sequence((Chars(ANY), _REST)) if is_whole else Chars(CharSet())
+    found: Node = Concatenation((Chars(ANY), _REST)) if is_whole else Chars(CharSet())
     for part in reversed(parts[: len(parts) - is_whole]):
         if not isinstance(part, Chars) or part.chars.properties:
             return None
-        found = Choice((Sequence((Chars(ANY.minus(part.chars)), _REST)), Sequence((part, found))))
+        found = Choice((Concatenation((Chars(ANY.minus(part.chars)), _REST)), Concatenation((part, found))))
         found = Repeat(found, 0, 1)
     return found
 

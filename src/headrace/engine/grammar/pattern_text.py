@@ -12,14 +12,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from headrace.engine.grammar.char_sets import ANY
-from headrace.engine.grammar.ecma_pattern import Anchor, Chars, Choice, LookAhead, Node, PatternRefused, Repeat, Sequence, parsed
+from headrace.engine.grammar.ecma_pattern import Anchor, Chars, Choice, Concatenation, LookAhead, Node, PatternRefused, Repeat, parsed
 from headrace.engine.grammar.look_around import without_look_around
 
 MAX_CHARS = 256 << 10
 """Characters of a translation. Pieces may repeat parts of the expression."""
 
 
-class Text(NamedTuple):
+class Piece(NamedTuple):
     """A piece of an expression, written out. is_nullable: it matches the empty text; is_choice: it has alternatives"""
 
     text: str
@@ -36,10 +36,10 @@ class Text(NamedTuple):
         return self.text if self.is_atom else f"(?:{self.text})"
 
 
-Pieces = dict[tuple[bool, bool], Text]
+Pieces = dict[tuple[bool, bool], Piece]
 """Pieces by whether each must begin where the text begins, and end where it ends. No pieces: nothing matches."""
 
-_EMPTY = Text("", is_nullable=True)
+_EMPTY = Piece("", is_nullable=True)
 _ANYWHERE = (False, False)
 
 
@@ -68,10 +68,10 @@ def pieces_of(node: Node) -> Pieces:
     match node:
         case Chars(chars):
             text = chars.text()
-            return {_ANYWHERE: Text(text, is_nullable=False, is_atom=True)} if text else {}
+            return {_ANYWHERE: Piece(text, is_nullable=False, is_atom=True)} if text else {}
         case Anchor(is_start):
             return {(is_start, not is_start): _EMPTY}
-        case Sequence(parts):
+        case Concatenation(parts):
             return _sequence([pieces_of(part) for part in parts])
         case Choice(parts):
             return _choice([pieces_of(part) for part in parts])
@@ -94,11 +94,11 @@ def _sequence(parts: list[Pieces]) -> Pieces:
     return found
 
 
-def _concatenated(texts: list[Text]) -> Text:
+def _concatenated(texts: list[Piece]) -> Piece:
     written = [each for each in texts if each.text]
     if len(written) == 1:
         return written[0]
-    return Text("".join([each.in_sequence for each in written]), all(each.is_nullable for each in written))
+    return Piece("".join([each.in_sequence for each in written]), all(each.is_nullable for each in written))
 
 
 def _joined(first: Pieces, second: Pieces) -> Pieces:
@@ -114,7 +114,7 @@ def _joined(first: Pieces, second: Pieces) -> Pieces:
 
 
 def _choice(branches: list[Pieces]) -> Pieces:
-    texts: dict[tuple[bool, bool], dict[str, Text]] = {}
+    texts: dict[tuple[bool, bool], dict[str, Piece]] = {}
     for branch in branches:
         for key, piece in branch.items():
             texts.setdefault(key, {})[piece.text] = piece
@@ -124,10 +124,10 @@ def _choice(branches: list[Pieces]) -> Pieces:
     return found
 
 
-def _either(texts: list[Text]) -> Text:
+def _either(texts: list[Piece]) -> Piece:
     if len(texts) == 1:
         return texts[0]
-    return Text("|".join([each.text for each in texts]), any(each.is_nullable for each in texts), is_choice=True)
+    return Piece("|".join([each.text for each in texts]), any(each.is_nullable for each in texts), is_choice=True)
 
 
 def _repeat(part: Pieces, least: int, most: int | None) -> Pieces:
@@ -141,7 +141,7 @@ def _repeat(part: Pieces, least: int, most: int | None) -> Pieces:
     if not part or not part[_ANYWHERE].text:
         return part
     only = part[_ANYWHERE]
-    return {_ANYWHERE: Text(f"{only.as_atom}{_count(least, most)}", least == 0 or only.is_nullable)}
+    return {_ANYWHERE: Piece(f"{only.as_atom}{_count(least, most)}", least == 0 or only.is_nullable)}
 
 
 def _count(least: int, most: int | None) -> str:
