@@ -20,14 +20,23 @@ from headrace.cli import config_source
 from headrace.cli.config import load
 from headrace.cli.config_source import ServeSource
 from headrace.cli.serve_config import ServeConfig
-from headrace.core.errors import ConfigError
+from headrace.core.errors import CheckpointError, ConfigError
 from headrace.fleet.config import FleetConfig
 from headrace.fleet.config_change import check_can_become, with_choices_of_start
 from headrace.fleet.files import ReplicaFiles, gateway_content
-from headrace.gateway.config import config_from
+from headrace.gateway.config import config_from, load_config
 from headrace.gateway.control.reload import check_change
+from headrace.gateway.http.config import HttpTls
+from headrace.gateway.http.https import load_context
+from headrace.gateway.ledger.clickhouse import ClickHouseSink
+from headrace.gateway.ledger.config import ClickHouseConfig
+from headrace.gateway.ledger.kafka_properties import read_properties
+from headrace.gateway.upstream.foreign_session import read_key
+from headrace.gateway.upstream.model_config import ForeignConfig
 from headrace.policy.limits.tier import Tier, all_tiers
+from headrace.text.files import read_bytes
 from headrace.wire.private_files import read_token
+from headrace.wire.tls.files import TlsRole, files_in, load_certificates
 
 pytestmark = pytest.mark.pure
 
@@ -106,6 +115,10 @@ gateway:
     monthly_budget: 2000
   timeouts:
     request_s: 30
+  cache:
+    enabled: true
+    models:
+      - m
   store:
     url: "unix:///nowhere/redis.sock"
   sessions:
@@ -190,6 +203,8 @@ def protections(config: ServeConfig) -> set[str]:
         "monthly budget": gateway.limits.monthly_budget,
         "store": gateway.store.url == "unix:///nowhere/redis.sock",
         "sessions": gateway.sessions.ttl_s == 60,
+        "cached models": gateway.cache.models or not gateway.cache.enabled,
+        "retention": usage.retention_days != 90,
         "state": config.state == "/nowhere/site",
         "kafka": usage.kafka,
         "kafka's properties": usage.kafka and usage.kafka.properties_file,
@@ -255,6 +270,10 @@ LOST = [
     ("timeouts:", r"gateway\.timeouts\.request_s: protects"),
     ("kafka:", r"usage\.kafka: protects"),
     ("ca_file:", r"usage\.clickhouse\.ca_file: protects"),
+    ("retention_days:", r"usage\.retention_days: protects"),
+    ("state:", r"^state: cannot change while the deployment runs"),
+    ("store:", r"^gateway\.store: cannot change while the deployment runs"),
+    ("sessions:", r"^gateway\.sessions: cannot change while the deployment runs"),
     ("usage:", r"usage\.kafka: protects .*, and usage\.clickhouse"),
     ("standard:", r"tiers\.standard\.requests_per_minute: protects .*max_concurrent_requests"),
     ("daily_tokens:", r"tiers\.batch\.daily_tokens: protects"),
@@ -269,6 +288,13 @@ LOST = [
 def test_a_file_without_a_protection_is_refused_with_what_would_be_lost(site: Site, line: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         site.read(without(site.full, line).encode())
+
+
+def test_the_answers_of_all_models_are_not_cached_because_a_list_was_lost(site: Site) -> None:
+    cache = "    enabled: true\n    models:\n      - m\n"
+    with pytest.raises(ConfigError, match=r"^gateway\.cache\.models: protects"):
+        site.read(site.full.replace(cache, "    enabled: true\n").encode())
+    site.read(site.full.replace(cache, "    enabled: false\n").encode())
 
 
 def test_a_file_that_lost_its_models_does_not_serve_the_bundled_one_instead(site: Site) -> None:
@@ -517,19 +543,33 @@ def test_a_path_that_is_no_file_is_refused_and_the_right_file_is_read_again(site
     assert source.differences() == ["the configuration is as it was"]
 
 
-@pytest.mark.parametrize("name", ["token", "kafka.properties"])
-def test_a_file_that_the_configuration_names_is_refused_by_name_where_it_is_none(site: Site, name: str) -> None:
-    file = site.path.with_name(name)
-    content = file.read_bytes()
-    file.unlink()
-    os.mkfifo(file, 0o600)
-    try:
-        with pytest.raises(ConfigError, match=f"{name} is not a file"):
-            _ = read_token("token_file", str(file)) if name == "token" else site.read(site.full.encode())
-    finally:
-        file.unlink()
-        file.write_bytes(content)
-        file.chmod(0o600)
+def _key_and(folder: Path, *names: str) -> list[str]:
+    """Paths in the folder, of a private key too."""
+    (folder / "tls.key").touch(0o600)
+    return [str(folder / name) for name in (*names, "tls.key")]
+
+
+READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "token": ("is not a file", lambda folder: read_token("token_file", str(folder / "token"))),
+    "kafka.properties": ("is not a file", lambda folder: read_properties("usage", str(folder / "kafka.properties"))),
+    "api.key": ("a FIFO", lambda folder: read_key(ForeignConfig(url="http://h/v1", api_key_file=str(folder / "api.key")))),
+    "tls.crt": (
+        "a FIFO",
+        lambda folder: load_context(HttpTls(**dict(zip(("certificate", "key"), _key_and(folder, "tls.crt"), strict=True)))),
+    ),
+    "ca.crt": ("a FIFO", lambda folder: _key_and(folder) and load_certificates(files_in(folder), TlsRole.GATEWAY)),
+    "ca.pem": ("a FIFO", lambda folder: ClickHouseSink(ClickHouseConfig(url="https://h:8443", ca_file=str(folder / "ca.pem")))),
+    "gateway.json": ("a FIFO", lambda folder: load_config(folder / "gateway.json")),
+    "tokenizer.json": ("a FIFO", lambda folder: read_bytes(folder / "tokenizer.json")),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_every_file_that_a_configuration_names_is_refused_where_it_is_none(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name, 0o600)
+    words, read = READERS[name]
+    with pytest.raises((ConfigError, CheckpointError), match=f"{re.escape(name)}.*{words}"):
+        read(tmp_path)
 
 
 def test_twenty_thousand_keys_are_compared_once_each(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 import pytest
@@ -36,6 +37,7 @@ from headrace.core.option import Reload, leaves
 from headrace.gateway.access.administration import NewKey
 from headrace.gateway.access.open_requests import Draining
 from headrace.gateway.config import GatewayConfig
+from headrace.gateway.control import reload as control_reload
 from headrace.gateway.control.reload import CHANGEABLE, check_change
 from headrace.gateway.control.site_models import SERIES_KEPT_S
 from headrace.gateway.generation.run import DEADLINE_GRACE_S
@@ -45,7 +47,8 @@ from headrace.gateway.text_workers.workers import Owner, Worker
 from headrace.gateway.upstream.replica_health import ReplicaCircuit
 from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState
-from headrace.wire.leash import ReplicaStatus
+from headrace.wire.leash import Leash, LeashRequest, LeashRequestKind, ReplicaStatus
+from headrace.wire.stop_signals import StopSignals
 
 pytestmark = pytest.mark.loop
 
@@ -404,6 +407,39 @@ async def test_a_gateways_own_file_does_not_lose_its_keys_by_a_hangup(text: Text
         await asyncio.sleep(1)  # the gateway reads of it
         await bench.reloader.reload_file(config)
         assert (await bench.chat()).status_code == 401, "a stored key is wanted"
+
+
+async def test_a_hangup_is_held_against_what_is_in_force_and_a_supervisor_is_followed(
+    bench: TestBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A supervisor has checked its file, and goes back to the one before where another gateway refuses the change."""
+    said: list[str] = []
+
+    class ScriptedLeash:
+        def listen(self, hear: Callable[[LeashRequest], None] | None) -> None:
+            self.hear = hear
+
+        def reloaded(self, request: LeashRequest) -> None:
+            said.append("reloaded")
+
+    @contextmanager
+    def hearing(reload: Callable[[], None], stop: StopSignals) -> Iterator[None]:
+        hangups.append(reload)
+        yield
+
+    hangups: list[Callable[[], None]] = []
+    monkeypatch.setattr(control_reload, "on_hangup", hearing)
+    await apply(bench, model(MODEL, "r0"), api_keys=[{"key": "first-key-1"}])
+    leash = ScriptedLeash()
+    without_keys = gateway_config(models=[model(MODEL, "r0")])
+    async with control_reload.answering(cast(Leash, leash), bench.reloader, lambda: without_keys, cast(StopSignals, None)):
+        hangups[0]()
+        await eventually(lambda: "the configuration stays as it is: gateway.api_keys: would be gone" in caplog.text)
+        assert (await bench.chat()).status_code == 401
+        assert leash.hear is not None
+        leash.hear(LeashRequest(LeashRequestKind.RELOAD, 1))
+        await eventually(lambda: said == ["reloaded"])
+        assert (await bench.chat()).status_code == 200
 
 
 async def test_hosts_origins_and_open_metrics_change(bench: TestBench) -> None:

@@ -17,6 +17,10 @@ FIXED = ("admin", "site_key", "log_format", "run_dir", "engine_command", "gatewa
 FIXED_GATEWAY = ("host", "port", "workers")
 """Keys of the gateway's section that this process reads itself, and that cannot change without a restart."""
 
+STORES = {"state": "state", "store": "gateway.store", "sessions": "gateway.sessions"}
+"""Key of the gateways' file -> its path in the operator's. Every gateway refuses to change these too; here that comes before their file is
+written, which a gateway that starts meanwhile reads: without its store it would know no key."""
+
 
 def runs_alike(before: ModelSpec, after: ModelSpec) -> bool:
     """Whether engines of both have the same options, so that a process of one can serve for the other."""
@@ -32,7 +36,8 @@ def with_choices_of_start(before: FleetConfig, after: FleetConfig) -> FleetConfi
 def check_can_become(before: FleetConfig, after: FleetConfig, *, served: Container[str]) -> None:
     """Raises ConfigError naming the first option that takes a restart. served: models that have replicas"""
     changed = [name for name in FIXED if getattr(before, name) != getattr(after, name)]
-    changed += [f"gateway.{name}" for name in FIXED_GATEWAY if before.gateway.get(name) != after.gateway.get(name)]
+    paths = {**{name: f"gateway.{name}" for name in FIXED_GATEWAY}, **STORES}
+    changed += [path for name, path in paths.items() if before.gateway.get(name) != after.gateway.get(name)]
     if changed:
         raise ConfigError(changed[0], "cannot change while the deployment runs", "Stop and start it for this, or write what it was.")
     folders = {model.name: model.folder for model in before.models}

@@ -15,6 +15,7 @@ from headrace.core.counted import counted
 from headrace.core.errors import ConfigError
 from headrace.core.hosts import is_loopback
 from headrace.gateway.access.principal import OPEN_ACCESS, ApiKey
+from headrace.gateway.cache.config import CacheConfig
 from headrace.gateway.http.config import HttpTls, Limits, Timeouts
 from headrace.gateway.ledger.config import UsageConfig
 from headrace.gateway.upstream.model_config import ModelConfig
@@ -71,6 +72,8 @@ class Protecting(Protocol):
     @property
     def timeouts(self) -> Timeouts: ...
     @property
+    def cache(self) -> CacheConfig: ...
+    @property
     def usage(self) -> UsageConfig: ...
     @property
     def tiers(self) -> Mapping[str, Tier]: ...
@@ -108,6 +111,10 @@ def _lost_sections(before: Protecting, after: Protecting) -> Iterator[str]:
         yield from (f"{path}.{name}" for name in _vanished(old, new, names) if new is not None)
     if before.allowed_hosts and not after.allowed_hosts and not is_loopback(after.host):
         yield "gateway.allowed_hosts"
+    if before.cache.models and after.cache.enabled and not after.cache.models:
+        yield "gateway.cache.models"
+    if before.usage.retention_days > after.usage.retention_days == UsageConfig().retention_days:
+        yield "usage.retention_days"
 
 
 def _section(config: Protecting, path: str) -> object:
