@@ -17,6 +17,8 @@ from headrace.core.request import EngineRequest
 from headrace.gateway.surfaces.chat import ChatRequest
 from headrace.gateway.surfaces.completions import CompletionRequest
 from headrace.gateway.surfaces.dialect.field_table import BOTH, CHAT, COMPLETIONS, TABLE, FieldRule, Inside, Treatment
+from headrace.gateway.upstream.foreign import TAKEN
+from headrace.gateway.upstream.generation_request import MARKS
 from headrace.text.folder import TextModel
 
 pytestmark = pytest.mark.loop
@@ -197,7 +199,8 @@ def test_documentation_is_this_table() -> None:
 @pytest.mark.parametrize("surface", BOTH)
 @pytest.mark.pure
 def test_honoured_fields_are_the_wire_types(surface: str) -> None:
-    honoured = {rule.name for rule in TABLE if surface in rule.places and rule.treatment is Treatment.HONOURED}
+    read = (Treatment.HONOURED, Treatment.PASSED)
+    honoured = {rule.name for rule in TABLE if surface in rule.places and rule.treatment in read}
     assert honoured == set(KINDS[surface].__struct_fields__)
 
 
@@ -206,6 +209,13 @@ def test_honoured_fields_are_the_wire_types(surface: str) -> None:
 def test_no_field_has_two_rows(place: str) -> None:
     names = [rule.name for rule in TABLE if place in rule.places]
     assert len(names) == len(set(names))
+
+
+@pytest.mark.pure
+def test_what_is_passed_on_is_what_a_foreign_server_takes() -> None:
+    passed = [(place, rule.name) for rule in TABLE if rule.treatment is Treatment.PASSED for place in rule.places]
+    assert {f"{place}.{name}" if isinstance(place, Inside) else name for place, name in passed} == TAKEN
+    assert {name for place, name in passed if isinstance(place, Inside)} == MARKS - {"reasoning"}
 
 
 @pytest.mark.parametrize(("surface", "rule"), rows(Treatment.HONOURED))
@@ -242,7 +252,7 @@ async def test_null_is_absent(bench: TestBench, surface: str, rule: FieldRule) -
     assert sent.params.with_(seed=1) == plain.params
 
 
-@pytest.mark.parametrize(("place", "rule"), rows(Treatment.INERT, (*BOTH, *Inside)))
+@pytest.mark.parametrize(("place", "rule"), [each for kind in (Treatment.INERT, Treatment.PASSED) for each in rows(kind, (*BOTH, *Inside))])
 async def test_inert_field_changes_nothing(bench: TestBench, place: str, rule: FieldRule) -> None:
     value: Any = {"key": "value"} if rule.name == "metadata" or rule.is_any else "text"
     plain, plain_sent = await ask(bench, place)
@@ -250,9 +260,9 @@ async def test_inert_field_changes_nothing(bench: TestBench, place: str, rule: F
     assert (response.status_code, sent, steady(response)) == (200, plain_sent, steady(plain))
     assert response.headers["x-headrace-ignored"] == (f"{place}.{rule.name}" if isinstance(place, Inside) else rule.name)
     assert "x-headrace-ignored" not in plain.headers
-    if rule.is_any:
+    if rule.is_any and rule.treatment is Treatment.INERT:
         return
-    too_much: Any = {str(number): "x" for number in range(17)} if rule.name == "metadata" else "x" * 513
+    too_much: Any = {str(number): "x" for number in range(17)} if rule.name == "metadata" else "x" * (513 if not rule.is_any else 256 << 10)
     refused, _ = await ask(bench, place, **{rule.name: too_much})
     assert refused.json()["error"]["param"] == PREFIX.get(place, "") + rule.name
 

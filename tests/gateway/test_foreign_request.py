@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx2
 import pytest
-from foreign_kit import DONE, FAR, HELLO, ScriptedServer, event, head, said, scripted
-from gateway_kit import TestBench, events_of, metric
+from foreign_kit import DONE, FAR, HELLO, ScriptedServer, event, far_models, head, listening, said, scripted
+from gateway_kit import TestBench, events_of, metric, open_bench
 
 from headrace.core.ids import RequestId
 from headrace.core.sampling import MAX_SEED
@@ -36,7 +36,7 @@ def refused(message: object, *, status: str = "400 Bad Request", **fields: Any) 
 
 def without(name: str, answer: bytes) -> Callable[[Body], bytes]:
     """A server that gives `answer` to a body with the field, however deep inside, and a good one to any other."""
-    return lambda body: answer if f'"{name}"' in json.dumps(body) else good(body)
+    return lambda body: answer if f'"{name}":' in json.dumps(body) else good(body)
 
 
 async def chat(bench: TestBench, **fields: Any) -> httpx2.Response:
@@ -313,3 +313,147 @@ def test_one_name_of_the_limit_is_always_left() -> None:
 )
 def test_the_field_that_an_error_names(error: object, found: str | None) -> None:
     assert refused_field(json.dumps(error).encode(), {"seed", "user", "max_tokens", "cache_control", "messages"}) == found
+
+
+# ------------------------------------------------------------------------------------------------------------- what is passed on
+
+MARK = {"type": "ephemeral", "ttl": "1h"}
+EXTRA = {"google": {"thought_signature": "c2lnbmF0dXJl"}}
+CALL: Body = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Oslo"}'}}
+SIGNED_CALL: Body = {**CALL, "extra_content": EXTRA}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+DETAILS = [
+    {"type": "reasoning.text", "text": "first ", "signature": None, "index": 0},
+    {"type": "reasoning.text", "text": "then", "signature": "s", "index": 0},
+    {"type": "reasoning.encrypted", "data": "ZGF0YQ==", "index": 1},
+]
+
+
+async def test_marks_reach_the_server_as_they_were_written(text: TextModel) -> None:
+    server = ScriptedServer(answer=good)
+    messages: list[Body] = [
+        {"role": "system", "content": [{"type": "text", "text": "Long.", "cache_control": MARK, "prompt_cache_breakpoint": {"a": 1}}]},
+        {"role": "user", "content": "Hi", "cache_control": MARK},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{**CALL, "extra_content": EXTRA}],
+            "reasoning": "hm",
+            "reasoning_details": DETAILS,
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+        {"role": "assistant", "content": "Rain.", "extra_content": EXTRA, "thinking_blocks": [{"type": "thinking", "signature": "s"}]},
+        {"role": "user", "content": "Thanks"},
+    ]
+    tools = [{**TOOLS[0], "cache_control": MARK}, {"type": "function", "function": {"name": "now", "cache_control": MARK}}]
+    fields = {"prompt_cache_key": "k", "prompt_cache_retention": "24h", "safety_identifier": "s", "user": "u", "cache_control": MARK}
+    async with scripted(text, server) as near:
+        response = await chat(near, messages=messages, tools=tools, **fields)
+        (sent,) = server.bodies
+        assert response.status_code == 200
+        expected = [{**message, "reasoning_content": "hm"} if "reasoning" in message else message for message in messages]
+        assert sent["messages"] == expected
+        assert sent["tools"] == tools
+        assert {name: sent[name] for name in fields} == fields
+        assert "x-headrace-ignored" not in response.headers
+        response = await near.client.post("/v1/completions", json={"model": FAR, "prompt": "x", "user": "u", "prompt_cache_key": "k"})
+        assert (server.bodies[-1]["user"], server.bodies[-1]["prompt_cache_key"]) == ("u", "k")
+
+
+async def test_our_engines_are_shown_no_marks_and_the_client_is_told(text: TextModel) -> None:
+    marked: Body = {"role": "user", "content": [{"type": "text", "text": "Hello", "cache_control": MARK}], "extra_content": EXTRA}
+    async with open_bench(text) as bench:
+        plain = await bench.chat(messages=HELLO)
+        response = await bench.chat(messages=[marked], prompt_cache_retention="24h", prompt_cache_key="k")
+        assert response.status_code == plain.status_code == 200
+        first, second = bench.replica.requests
+        assert second.prompt_ids == first.prompt_ids
+        named = response.headers["x-headrace-ignored"].split(", ")
+        assert set(named) == {
+            "messages[].content[].cache_control",
+            "messages[].extra_content",
+            "prompt_cache_retention",
+            "prompt_cache_key",
+        }
+
+
+@pytest.mark.parametrize("name", ["cache_control", "extra_content", "reasoning_content", "user", "prompt_cache_key"])
+async def test_a_mark_that_a_server_does_not_know_is_left_out_for_it(text: TextModel, name: str) -> None:
+    where = name if name in ("user", "prompt_cache_key") else f"messages[1].{name}"
+    server = ScriptedServer(answer=without(name, refused(f"Unknown parameter: '{where}'.", param=where)))
+    answer: Body = {"role": "assistant", "content": "x", "extra_content": EXTRA, "reasoning_content": "hm", "cache_control": MARK}
+    schema = {"type": "object", "properties": {"extra": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": schema}}]
+    async with scripted(text, server) as near:
+        for _ in range(2):
+            response = await chat(near, messages=[*HELLO, answer, *HELLO], user="u", prompt_cache_key="k", tools=tools)
+            assert response.status_code == 200
+        assert len(server.bodies) == 3
+        assert server.bodies[-1]["tools"] == tools
+
+
+def delta(finish: str | None = None, **fields: Any) -> bytes:
+    return event(choices=[{"index": 0, "delta": fields, "finish_reason": finish}])
+
+
+SIGNED = {
+    "with the call": (delta(tool_calls=[{"index": 0, **CALL, "extra_content": EXTRA}]),),
+    "behind the call": (delta(tool_calls=[{"index": 0, **CALL}]), delta(tool_calls=[{"index": 0, "extra_content": EXTRA}])),
+    "before the arguments": (
+        delta(tool_calls=[{"index": 0, "id": "c1", "function": {"name": "weather"}, "extra_content": EXTRA}]),
+        delta(tool_calls=[{"index": 0, "function": {"arguments": '{"city":"Oslo"}'}}]),
+    ),
+    "in an odd chunk": (delta(tool_calls=[{"index": "0", **CALL, "extra_content": EXTRA}]),),
+    "in a message": (event(choices=[{"index": 0, "message": {"role": "assistant", "tool_calls": [{**CALL, "extra_content": EXTRA}]}}]),),
+}
+
+
+@pytest.mark.parametrize("name", SIGNED)
+async def test_a_calls_signature_comes_back_with_its_call(text: TextModel, name: str) -> None:
+    async with scripted(text, ScriptedServer(head(), *SIGNED[name], delta("tool_calls"), DONE)) as near:
+        (call,) = (await chat(near, tools=TOOLS)).json()["choices"][0]["message"]["tool_calls"]
+        assert call == {**CALL, "extra_content": EXTRA}
+        chunks = events_of((await chat(near, tools=TOOLS, stream=True)).text)
+        pieces = [piece for chunk in chunks for choice in chunk["choices"] for piece in choice["delta"].get("tool_calls", [])]
+        assert [piece["extra_content"] for piece in pieces if "extra_content" in piece] == [EXTRA]
+        assert all(isinstance(piece["function"]["arguments"], str) for piece in pieces)
+
+
+async def test_reasoning_that_a_server_wants_back_reaches_the_client(text: TextModel) -> None:
+    pieces = [delta(reasoning_details=[detail]) for detail in DETAILS]
+    server = ScriptedServer(head(), *pieces, delta(content="Hi"), delta("stop", extra_content=EXTRA), DONE)
+    async with scripted(text, server) as near:
+        message = (await chat(near)).json()["choices"][0]["message"]
+        assert message["reasoning_details"] == [{**DETAILS[1], "text": "first then"}, DETAILS[2]]
+        assert (message["content"], message["extra_content"], message["reasoning_content"]) == ("Hi", EXTRA, "first then")
+        chunks = events_of((await chat(near, stream=True)).text)
+        deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+        assert [detail for each in deltas for detail in each.get("reasoning_details", [])] == DETAILS
+        assert [each["extra_content"] for each in deltas if "extra_content" in each] == [EXTRA]
+        hidden = (await chat(near, include_reasoning=False)).json()["choices"][0]["message"]
+        assert ("reasoning_details" in hidden, hidden["extra_content"]) == (False, EXTRA)
+
+
+async def test_what_is_passed_on_is_bounded_and_what_is_left_out_is_counted(text: TextModel) -> None:
+    large = {"google": {"thought_signature": "x" * 300_000}}
+    server = ScriptedServer(head(), *[delta(tool_calls=[{"index": 0, **CALL, "extra_content": large}])] * 5, delta("tool_calls"), DONE)
+    async with scripted(text, server) as near:
+        response = await chat(near, tools=TOOLS)
+        assert response.status_code == 200
+        assert len(response.content) < 1_100_000
+        left = metric(near.gateway, "headrace_upstream_fields_left_out_total", model=FAR, replica="foreign-0", field="signature")
+        assert left == 2
+        response = await chat(near, messages=[{**HELLO[0], "extra_content": large}])
+        assert (response.status_code, response.json()["error"]["param"]) == (413, "messages[0].extra_content")
+
+
+async def test_a_session_keeps_the_signatures_of_its_calls(text: TextModel) -> None:
+    server = ScriptedServer(head(), *SIGNED["with the call"], delta("tool_calls"), DONE)
+    async with listening(server) as ports, open_bench(text, models=far_models(*ports), sessions={"ttl_s": 60}) as near:
+        headers = {"x-session-id": "s1"}
+        body = {"model": FAR, "tools": TOOLS}
+        await near.client.post("/v1/chat/completions", json={**body, "messages": HELLO}, headers=headers)
+        result = {"role": "tool", "tool_call_id": "c1", "content": "rain"}
+        response = await near.client.post("/v1/chat/completions", json={**body, "messages": [result]}, headers=headers)
+        assert response.status_code == 200, response.text
+        assert server.bodies[-1]["messages"][1]["tool_calls"][0]["extra_content"] == EXTRA

@@ -34,12 +34,15 @@ class FunctionTool:
 
     parameters  JSON Schema of the arguments, an object; None: the function takes none
     is_strict   the arguments of every call match the schema, also where the model decides whether to call
+    cache_control, function_cache_control  marks of the tool and of the function in it, for foreign servers that cache by marks
     """
 
     name: str
     description: str = ""
     parameters: Mapping[str, object] | None = None
     is_strict: bool = False
+    cache_control: object = None
+    function_cache_control: object = None
 
     def shown(self) -> dict[str, object]:
         """The function in OpenAI's format, for the model's chat template. Without `is_strict`, which does not concern the model."""
@@ -47,7 +50,8 @@ class FunctionTool:
 
     def requested(self) -> dict[str, object]:
         """The function in the format of a request's `tools`."""
-        return {"type": "function", "function": self._described() | ({"strict": True} if self.is_strict else {})}
+        function = self._described() | ({"strict": True} if self.is_strict else {}) | _mark(self.function_cache_control)
+        return {"type": "function", "function": function} | _mark(self.cache_control)
 
     def _described(self) -> dict[str, object]:
         described: dict[str, object] = {"name": self.name}
@@ -62,6 +66,10 @@ class FunctionTool:
         if FUNCTION_NAME.fullmatch(self.name) is None:
             raise InvalidRequest(f"{field}.name", "1..64 letters, digits, _ and -", self.name)
         return self
+
+
+def _mark(value: object) -> dict[str, object]:
+    return {} if value is None else {"cache_control": value}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,10 +20,10 @@ from msgspec import Struct
 from headrace.core.finish import FinishReason
 from headrace.core.plan import LogprobColumns
 from headrace.gateway.stores.store import StoredEntry, entry_in
-from headrace.gateway.upstream.seam import EventStream, OutputEvent, Prepared, PreparedPrompt, TokenUsage, ToolCall
+from headrace.gateway.upstream.seam import EventStream, OutputEvent, PassedField, Prepared, PreparedPrompt, TokenUsage, ToolCall
 from headrace.text.logprobs import DecodedLogprobs, TokenTexts
 
-FORM = 1
+FORM = 2
 """The form of answers that this version writes. An answer of another form is unknown."""
 
 EVENT_BYTES = 64
@@ -49,9 +49,10 @@ class RecordedEvent(Struct, array_like=True, frozen=True):
     finish: str | None = None
     stop_reason: str | int | None = None
     reasoning: str = ""
-    tool_calls: list[tuple[int, str | None, str | None, str]] = []
+    tool_calls: list[tuple[int, str | None, str | None, str, list[tuple[str, str]]]] = []
     is_call_cut: bool = False
     is_filtered: bool = False
+    passed: list[tuple[str, str]] = []
 
 
 class WholeAnswer(StoredEntry, frozen=True):
@@ -90,9 +91,10 @@ class WholeAnswer(StoredEntry, frozen=True):
                 finish=None if event.finish is None else FinishReason(event.finish),
                 stop_reason=event.stop_reason,
                 reasoning=event.reasoning,
-                tool_calls=[ToolCall(*call) for call in event.tool_calls],
+                tool_calls=[ToolCall(*call[:4], [PassedField(*field) for field in call[4]]) for call in event.tool_calls],
                 is_call_cut=event.is_call_cut,
                 is_filtered=event.is_filtered,
+                passed=[PassedField(*field) for field in event.passed],
             )
 
 
@@ -127,9 +129,10 @@ class EventRecording:
             None if event.finish is None else event.finish.value,
             event.stop_reason,
             event.reasoning,
-            [(call.number, call.call_id, call.name, call.arguments) for call in event.tool_calls],
+            [(call.number, call.call_id, call.name, call.arguments, list(call.passed)) for call in event.tool_calls],
             event.is_call_cut,
             event.is_filtered,
+            list(event.passed),
         )
         self.events.append(recorded)
         return EVENT_BYTES + event.num_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType, field
@@ -19,9 +20,10 @@ from headrace.gateway.surfaces.dialect.answers import ChoiceOutput, OpenAIAnswer
 from headrace.gateway.surfaces.dialect.conversation import ConversationFields, check_conversation
 from headrace.gateway.surfaces.dialect.field_table import CHAT
 from headrace.gateway.surfaces.dialect.logprobs import chat_logprobs, prompt_logprobs
+from headrace.gateway.surfaces.dialect.reasoning import REASONING_FIELDS, joined_details
 from headrace.gateway.surfaces.endpoint import BodyParser
 from headrace.gateway.surfaces.generating import GeneratingSurface
-from headrace.gateway.upstream.seam import OutputEvent, Prepared, ToolCall
+from headrace.gateway.upstream.seam import OutputEvent, Prepared, ToolCall, joined_values
 
 _encode = msgspec.json.encode
 _NUMBER = attrgetter("number")
@@ -36,6 +38,9 @@ class ChatRequest(ConversationFields, kw_only=True):
 
 
 ParsedChat = parse.Parsed[ChatRequest]
+
+FOREIGN = ("max_completion_tokens", "prompt_cache_options", "cache_control")
+"""Fields of a chat that a foreign server gets as the client wrote them."""
 
 
 class FunctionCall(Struct, omit_defaults=True, kw_only=True):
@@ -52,6 +57,8 @@ class ToolCallPart(Struct, omit_defaults=True):
     index: int | None = None
     id: str | None = None
     type: str | None = None
+    extra_content: Any = None
+    provider_specific_fields: Any = None
 
 
 class AssistantMessage(Struct):
@@ -62,6 +69,10 @@ class AssistantMessage(Struct):
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallPart] | UnsetType = UNSET
+    reasoning_details: Any = UNSET
+    thinking_blocks: Any = UNSET
+    extra_content: Any = UNSET
+    provider_specific_fields: Any = UNSET
 
 
 class ChatChoice(Struct):
@@ -84,6 +95,10 @@ class ChatDelta(Struct, omit_defaults=True):
     content: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCallPart] | None = None
+    reasoning_details: Any = None
+    thinking_blocks: Any = None
+    extra_content: Any = None
+    provider_specific_fields: Any = None
 
 
 class ChatChunkChoice(Struct):
@@ -149,7 +164,7 @@ def _common(parsed: ParsedChat, principal: Principal) -> ParsedRequest:
         sampling={**shared.sampling, "max_tokens": request.max_tokens, "logprobs": num_top},
         fitting=_fitting(request, principal),
         metadata=request.metadata,
-        foreign_fields={} if request.max_completion_tokens is None else {"max_completion_tokens": request.max_completion_tokens},
+        foreign_fields={**shared.foreign_fields, **{name: value for name in FOREIGN if (value := getattr(request, name)) is not None}},
     )
 
 
@@ -169,7 +184,7 @@ class ChatAnswer(OpenAIAnswer[ChatRequest]):
 
     def _shown(self, events: Sequence[OutputEvent]) -> Sequence[OutputEvent]:
         """The events, without reasoning if the client does not want it."""
-        return events if self._shows_reasoning else [event._replace(reasoning="") if event.reasoning else event for event in events]
+        return events if self._shows_reasoning else [_without_reasoning(event) for event in events]
 
     def encode_events(self, events: Sequence[OutputEvent]) -> Iterator[bytes]:
         for event in self._shown(events):
@@ -180,7 +195,7 @@ class ChatAnswer(OpenAIAnswer[ChatRequest]):
                 yield from self._chunk(event.index, 0, (opening % event.index,))
             if self._counts is not None:
                 self._count(event.index, event.num_tokens)
-            has_parts = bool(event.reasoning or event.tool_calls)
+            has_parts = bool(event.reasoning or event.tool_calls or event.passed)
             if has_parts or event.finish is not None or (event.logprobs and self._request.logprobs):
                 choice = self._choice(event, self._delta_of_parts(event) if has_parts else None)
                 yield from self._chunk(event.index, event.offset, choice)
@@ -195,8 +210,14 @@ class ChatAnswer(OpenAIAnswer[ChatRequest]):
         if event.tool_calls:
             self._outputs[event.index].has_tool_calls = True
         calls = [ToolCall.joined(list(pieces)) for _, pieces in groupby(sorted(event.tool_calls, key=_NUMBER), key=_NUMBER)]
-        parts = [ToolCallPart(_function(call), call.number, call.call_id, "function" if call.call_id else None) for call in calls]
-        return _encode(ChatDelta(content=event.text or None, reasoning_content=event.reasoning or None, tool_calls=parts or None))
+        parts = [
+            ToolCallPart(_function(call), call.number, call.call_id, "function" if call.call_id else None, **joined_values(call.passed))
+            for call in calls
+        ]
+        reasoning = event.reasoning or None
+        return _encode(
+            ChatDelta(content=event.text or None, reasoning_content=reasoning, tool_calls=parts or None, **joined_values(event.passed))
+        )
 
     def _choice(self, event: OutputEvent, delta: bytes | None) -> Iterator[bytes]:
         content = delta or (b'{"content":%s}' % _encode(event.text) if event.text or event.finish is None else b"{}")
@@ -225,8 +246,18 @@ def _message(output: ChoiceOutput) -> AssistantMessage:
     if output.reasoning:
         message.reasoning_content = "".join(output.reasoning)
     if output.tool_calls:
-        message.tool_calls = [ToolCallPart(_function(call), id=call.call_id, type="function") for call in output.tool_calls]
+        message.tool_calls = [
+            ToolCallPart(_function(call), id=call.call_id, type="function", **joined_values(call.passed)) for call in output.tool_calls
+        ]
+    for name, value in joined_values(output.passed).items():
+        setattr(message, name, joined_details(value) if name == "reasoning_details" else value)
     return message
+
+
+def _without_reasoning(event: OutputEvent) -> OutputEvent:
+    if not (event.reasoning or event.passed):
+        return event
+    return event._replace(reasoning="", passed=[field for field in event.passed if field.name not in REASONING_FIELDS])
 
 
 def _function(call: ToolCall) -> FunctionCall:

@@ -55,6 +55,7 @@ _SCALAR: Schema = {"type": ["string", "number", "boolean", "null"]}
 _GRAMMAR: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_GRAMMAR_BYTES, "pattern": r"\S"}
 _CHOICE: Schema = {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}}
 _JSON_SCHEMA: Schema = {"anyOf": [{"type": "object"}, {**_GRAMMAR, "contentMediaType": "application/json"}]}
+_ONLY_FOREIGN = "No effect at our engines; sent to a foreign server. "
 _CACHE_S: Schema = {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_CACHE_S}
 
 _INSIDE = {
@@ -166,7 +167,7 @@ def _object_schema(given: Schema, place: str) -> Schema:
 def _value_schema(rule: FieldRule, given: Schema, bounded: Mapping[str, Schema]) -> Schema:
     if rule.treatment is Treatment.REFUSED:
         return {"enum": list(rule.off)}
-    if rule.treatment is Treatment.INERT:
+    if rule.treatment in (Treatment.INERT, Treatment.PASSED):
         return {} if rule.is_any else _metadata() if rule.name == "metadata" else _INERT_TEXT
     made: Schema = given["properties"][rule.name]
     if rule.name not in bounded:
@@ -182,7 +183,12 @@ def _or_off(schema: Schema, rule: FieldRule) -> Schema:
 
 
 def _described(schema: Schema, rule: FieldRule, *, is_required: bool) -> Schema:
-    says = {Treatment.HONOURED: "", Treatment.INERT: "No effect. ", Treatment.REFUSED: f"Not served: only {rule.off_words}. "}
+    says = {
+        Treatment.HONOURED: "",
+        Treatment.INERT: "No effect. ",
+        Treatment.PASSED: _ONLY_FOREIGN,
+        Treatment.REFUSED: f"Not served: only {rule.off_words}. ",
+    }
     return {**(schema if is_required else _or_null(schema)), "description": says[rule.treatment] + rule.note}
 
 

@@ -6,6 +6,7 @@ of the body). A named end is sure without any of these where its word is known a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -14,6 +15,8 @@ from headrace.core.finish import FinishReason
 from headrace.core.plan import TokenLogprobs
 from headrace.gateway.upstream.foreign_calls import CallPieces
 from headrace.gateway.upstream.foreign_chunk import (
+    CALL_PASSED,
+    DELTA_PASSED,
     AnswerPiece,
     ChosenToken,
     SentCall,
@@ -28,11 +31,14 @@ from headrace.gateway.upstream.foreign_text import SaidText, SplitText
 from headrace.gateway.upstream.foreign_usage import SaidUsage, UsageCounts
 from headrace.gateway.upstream.foreign_words import Ending, ending
 from headrace.gateway.upstream.generation_request import string_bytes
-from headrace.gateway.upstream.seam import OutputEvent, TokenUsage
+from headrace.gateway.upstream.seam import OutputEvent, PassedField, TokenUsage
 from headrace.text.logprobs import DecodedLogprobs
 
 SPARE_CHOICES = 8
 """Choices that a piece may have beyond two for each sequence."""
+
+MAX_PASSED_BYTES = 1 << 20
+"""Most bytes of the fields of a sequence that clients send back."""
 
 _NOTHING_NEW = SentDelta()
 
@@ -48,18 +54,19 @@ class _Output:
     is_sure            the named end needs no other sign of the end
     is_revoked         output followed a named end
     is_over            the client was given the end
+    num_passed_bytes   of the fields that clients send back
     """
 
     __slots__ = (
         *("index", "text", "reasoning", "calls", "has_tokens", "said_text", "said_reasoning", "has_calls"),
-        *("num_logprob_chars", "ending", "is_whole", "is_sure", "is_revoked", "is_over"),
+        *("num_logprob_chars", "num_passed_bytes", "ending", "is_whole", "is_sure", "is_revoked", "is_over"),
     )
 
     def __init__(self, index: int, call_key: str) -> None:
         self.index = index
         self.text, self.reasoning, self.calls = SplitText(), SplitText(), CallPieces(call_key)
         self.said_text, self.said_reasoning = SaidText(), SaidText()
-        self.num_logprob_chars = 0
+        self.num_logprob_chars = self.num_passed_bytes = 0
         self.has_tokens = self.has_calls = False
         self.ending: Ending | None = None
         self.is_whole = self.is_sure = self.is_revoked = self.is_over = False
@@ -214,15 +221,17 @@ class ForeignAnswer:
             if delta is not None and delta.content and delta.is_text_alone:
                 return self._text_event(output, delta.content)
         text, reasoning, pieces = output.added(choice)
-        calls = output.calls.read(pieces) if pieces else None
+        calls = output.calls.read(pieces, [self._passed(output, each, CALL_PASSED) for each in pieces]) if pieces else None
+        passed = self._passed(output, choice.delta or choice.message, DELTA_PASSED)
         logprobs = (choice.logprobs and choice.logprobs.content) or ()
         num_tokens = len(logprobs) or (1 if text or reasoning or calls is not None else 0)
         if num_tokens:
             self._go_on(output)
         if choice.finish_reason is not None and (named := ending(choice.finish_reason, choice.stop_reason)) is not None:
             self._note_ending(output, named)
-        if not num_tokens:
+        if not num_tokens and not passed:
             return None
+        output.has_tokens = True
         self._num_tokens += num_tokens
         return OutputEvent(
             index=output.index,
@@ -231,7 +240,25 @@ class ForeignAnswer:
             logprobs=self._decoded(output, logprobs) if logprobs else (),
             reasoning=output.reasoning.push(reasoning) if reasoning else "",
             tool_calls=calls or (),
+            passed=passed,
         )
+
+    def _passed(self, output: _Output, sent: SentDelta | SentCall | None, names: Sequence[str]) -> tuple[PassedField, ...]:
+        """The fields of a delta or call that clients send back. What is no JSON, too much, or behind the end is left out and counted."""
+        found = []
+        for name in names:
+            if not (value := getattr(sent, name, None)):
+                continue
+            try:
+                field = PassedField(name, json.dumps(value, allow_nan=False, separators=(",", ":")))
+            except ValueError:
+                field = None
+            output.num_passed_bytes += len(field.json) if field is not None else 0
+            if field is None or output.num_passed_bytes > MAX_PASSED_BYTES or output.is_over:
+                self.left_out[SideField.SIGNATURE] += 1
+            else:
+                found.append(field)
+        return tuple(found)
 
     def _text_event(self, output: _Output, text: str) -> OutputEvent:
         """The event of a choice with text alone, as nearly every choice is."""

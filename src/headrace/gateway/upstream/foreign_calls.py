@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 from headrace.gateway.upstream.foreign_chunk import SentCall
 from headrace.gateway.upstream.foreign_errors import BrokenStream
 from headrace.gateway.upstream.foreign_text import SaidText, SplitText
-from headrace.gateway.upstream.seam import ToolCall, made_call_id
+from headrace.gateway.upstream.seam import PassedField, ToolCall, made_call_id
 
 MAX_CALLS = 4096
 """Most calls of one sequence, and most indices that a server may give them."""
@@ -120,15 +121,16 @@ class _Piece(NamedTuple):
     sent_id: str | None
     name: str | None
     arguments: str
+    passed: Sequence[PassedField]
 
     @classmethod
-    def of(cls, sent: SentCall) -> _Piece:
+    def of(cls, sent: SentCall, passed: Sequence[PassedField]) -> _Piece:
         """The piece, with None for a negative index, and for an empty id or name."""
         index = sent.index if sent.index is not None and sent.index >= 0 else None
         function = sent.function
         if function is None:
-            return cls(index, sent.id or None, sent.name or None, sent.arguments or "")
-        return cls(index, sent.id or None, function.name or sent.name or None, function.arguments or sent.arguments or "")
+            return cls(index, sent.id or None, sent.name or None, sent.arguments or "", passed)
+        return cls(index, sent.id or None, function.name or sent.name or None, function.arguments or sent.arguments or "", passed)
 
     @property
     def has_arguments(self) -> bool:
@@ -144,18 +146,20 @@ class _Call:
     is_named     the client has the name
     said, end    checksum, and state of completeness, of the arguments
     is_held      the arguments are NO_ARGUMENTS so far and held back: some servers send that before the real arguments
+    passed       fields that the client was not given yet
     is_repeated  after complete arguments the name came again alone: arguments that follow are of another call
     """
 
     __slots__ = (
         *("number", "call_id", "sent_id", "name", "text", "object_text", "end", "said"),
-        *("is_begun", "is_held", "is_named", "is_repeated"),
+        *("is_begun", "is_held", "is_named", "is_repeated", "passed"),
     )
 
     def __init__(self, number: int, call_id: str, piece: _Piece, name: str | None) -> None:
         self.number, self.call_id, self.sent_id, self.name = number, call_id, piece.sent_id, name
         self.text, self.end, self.said = SplitText(), JsonEnd(), SaidText()
         self.object_text = ObjectText()
+        self.passed: list[PassedField] = []
         self.is_begun = self.is_named = self.is_held = self.is_repeated = False
 
     def is_same(self, piece: _Piece) -> bool:
@@ -189,6 +193,7 @@ class _Call:
     def add(self, piece: _Piece) -> ToolCall | None:
         """The call piece for the client; None: nothing new. Id and name wait for the first arguments, since a name may come in pieces."""
         self.sent_id = self.sent_id or piece.sent_id
+        self.passed += piece.passed
         if self.name is None or piece.name is None:
             self.name = self.name or piece.name
         elif self._is_name_of(piece):
@@ -201,7 +206,8 @@ class _Call:
         """The call piece for the client, with id and name if it lacks them; None: nothing new."""
         call_id, name = None if self.is_begun else self.call_id, None if self.is_named else self.name
         self.is_begun, self.is_named = True, self.name is not None
-        return ToolCall(self.number, call_id, name, text) if call_id or name or text else None
+        passed, self.passed = self.passed, []
+        return ToolCall(self.number, call_id, name, text, tuple(passed)) if call_id or name or text or passed else None
 
     def _added_text(self, piece: _Piece) -> str:
         if self.end.is_complete and not piece.has_arguments:
@@ -237,12 +243,15 @@ class CallPieces:
         """Whether the arguments of a call are not complete."""
         return not all(call.end.is_complete for call in self._calls)
 
-    def read(self, sent: Iterable[SentCall]) -> list[ToolCall] | None:
-        """The client's call pieces for one list of the server; None: the list has no content. Raises BrokenStream for too many calls."""
+    def read(self, sent: Iterable[SentCall], passed: Iterable[Sequence[PassedField]] = repeat(())) -> list[ToolCall] | None:
+        """The client's call pieces for one list of the server; None: the list has no content. Raises BrokenStream for too many calls.
+
+        passed  per piece the fields that clients send back
+        """
         listed: set[int] = set()
         found: list[ToolCall | None] = []
-        for piece in map(_Piece.of, sent):
-            if not (piece.sent_id or piece.name or piece.arguments):
+        for piece in map(_Piece.of, sent, passed):
+            if not (piece.sent_id or piece.name or piece.arguments or piece.passed):
                 continue  # some servers end with an empty piece
             known, last = self._known_call(piece), self._calls[-1] if self._calls else None
             if known is not None and known.is_again(piece, is_numbered=len(self._index_to_call) > 1):

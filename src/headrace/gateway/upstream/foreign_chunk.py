@@ -29,6 +29,8 @@ class SideField(StrEnum):
     REASONING = "reasoning"
     REFUSAL = "refusal"
     STOP_REASON = "stop_reason"
+    SIGNATURE = "signature"
+    """What clients would have to send back, beyond its bound or no JSON."""
     USAGE = "usage"
 
 
@@ -47,6 +49,8 @@ class SentCall(SentFunction):
     index: int | None = None
     id: str | None = None
     function: SentFunction | None = None
+    extra_content: Any = None
+    provider_specific_fields: Any = None
 
 
 class SentToken(Struct):
@@ -75,6 +79,9 @@ class SentDelta(Struct):
     tool_calls: list[SentCall] | None = None
     function_call: SentFunction | None = None
     finish_reason: None = None
+    thinking_blocks: Any = None
+    extra_content: Any = None
+    provider_specific_fields: Any = None
 
     @property
     def is_text_alone(self) -> bool:
@@ -85,6 +92,9 @@ class SentDelta(Struct):
             or self.reasoning
             or self.thinking
             or self.reasoning_details
+            or self.thinking_blocks
+            or self.extra_content
+            or self.provider_specific_fields
             or self.function_call
             or self.refusal
         )
@@ -100,6 +110,13 @@ class SentDelta(Struct):
         calls = self.tool_calls or []
         call = self.function_call
         return calls if calls or call is None else [SentCall(name=call.name, arguments=call.arguments)]
+
+
+CALL_PASSED = ("extra_content", "provider_specific_fields")
+"""Fields of a call that clients send back unchanged: the signatures of Gemini, of itself and by way of LiteLLM."""
+
+DELTA_PASSED = (*CALL_PASSED, "reasoning_details", "thinking_blocks")
+"""Such fields of a message: OpenRouter's and LiteLLM's reasoning with its signatures, beside those of calls."""
 
 
 class SentChoice(Struct):

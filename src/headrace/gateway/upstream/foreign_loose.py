@@ -140,6 +140,10 @@ class PieceReader:
             reasoning_content=reasoning or thought,
             tool_calls=calls,
             function_call=function,
+            reasoning_details=value.get("reasoning_details"),
+            thinking_blocks=value.get("thinking_blocks"),
+            extra_content=value.get("extra_content"),
+            provider_specific_fields=value.get("provider_specific_fields"),
         )
 
     def _side(self, field: SideField, value: object, read: Callable[[object], _Read]) -> _Read | None:
@@ -184,6 +188,8 @@ class PieceReader:
             arguments=found.arguments,
             index=self._side(SideField.INDEX, value.get("index"), integer_of),
             id=self._side(SideField.CALL_ID, value.get("id"), lambda sent: whole_text(sent) if isinstance(sent, str) else None),
+            extra_content=value.get("extra_content"),
+            provider_specific_fields=value.get("provider_specific_fields"),
         )
 
     def _usage(self, value: object) -> UsageCounts | None:

@@ -17,26 +17,25 @@ import msgspec
 from headrace.core.ids import RequestId
 from headrace.core.sampling import MAX_SEED
 from headrace.gateway.upstream.foreign_json import read_json
+from headrace.gateway.upstream.generation_request import MARKS, without
 
 LIMITS = ("max_tokens", "max_completion_tokens")
 """The two names of one limit: OpenAI's reasoning models refuse the first, many servers know it alone."""
 
 WITHOUT_MEANING = frozenset(
-    ("stream_options", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "safety_identifier", "user")
+    (
+        "cache_control",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "stream_options",
+        "user",
+    )
 )
 """Fields of a body that are not about the answer."""
 
-MARKS = frozenset(
-    (
-        "cache_control",
-        "extra_content",
-        "prompt_cache_breakpoint",
-        "provider_specific_fields",
-        "reasoning_content",
-        "reasoning_details",
-        "thinking_blocks",
-    )
-)
+LEFT_OUT_INSIDE = MARKS | {"reasoning_content"}
 """Fields of messages, their parts and calls, and of functions, that a server without them has no use for."""
 
 ADDED = frozenset(("model", "stream", "cache_salt"))
@@ -99,20 +98,8 @@ def written(fields: Mapping[str, Any], refused: Collection[str]) -> dict[str, An
         if name in refused and name in made:
             made[other] = made.pop(name)
             break
-    marks = MARKS.intersection(refused)
-    return made | {name: _without(made[name], marks) for name in ("messages", "tools") if marks and name in made}
-
-
-_HOLDS_MARKS = ("content", "tool_calls", "function")
-
-
-def _without(value: Any, marks: Collection[str]) -> Any:
-    """Messages, functions, or what is in them, without the fields `marks`. Arguments and schemas stay unchanged."""
-    if isinstance(value, list):
-        return [_without(each, marks) for each in value]
-    if not isinstance(value, dict):
-        return value
-    return {name: _without(each, marks) if name in _HOLDS_MARKS else each for name, each in value.items() if name not in marks}
+    marks = LEFT_OUT_INSIDE.intersection(refused)
+    return made | {name: without(made[name], marks) for name in ("messages", "tools") if marks and name in made}
 
 
 def refuse(refused: set[str], name: str) -> None:
@@ -126,7 +113,7 @@ def is_adaptable(name: str, found: Collection[str]) -> bool:
     """Whether a request in another form asks for the same answer, perhaps in several requests. found: names refused before"""
     if name in LIMITS:
         return not any(limit in found for limit in LIMITS)
-    return name not in found and (name in WITHOUT_MEANING or name in MARKS or name == "n")
+    return name not in found and (name in WITHOUT_MEANING or name in LEFT_OUT_INSIDE or name == "n")
 
 
 # ------------------------------------------------------------------------------------------------------------------------ refusals
@@ -179,7 +166,7 @@ def _said(value: object) -> Iterator[tuple[bool, str]]:
 
 def _named_by_place(place: str, names: Collection[str]) -> str | None:
     parts = [part for part in _NAME.findall(place) if part != "body"]
-    inside = [part for part in parts if part in MARKS and part in names] if parts[:1] and parts[0] in _IN_MESSAGES else parts[:1]
+    inside = [part for part in parts if part in LEFT_OUT_INSIDE and part in names] if parts[:1] and parts[0] in _IN_MESSAGES else parts[:1]
     return next((part for part in inside if part in names), None)
 
 
@@ -201,4 +188,4 @@ def _named_by_text(text: str, names: Collection[str]) -> str | None:
 def names_in(fields: Mapping[str, Any]) -> set[str]:
     """The names of a body's fields, and of the marks inside its messages and functions."""
     text = msgspec.json.encode([fields.get("messages"), fields.get("tools")])
-    return set(fields) - ADDED | {name for name in MARKS if name.encode() in text}
+    return set(fields) - ADDED | {name for name in LEFT_OUT_INSIDE if name.encode() in text}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,12 +14,37 @@ from headrace.policy.admission.unsent import UnsentRequest
 from headrace.policy.limits.ceiling import UNBOUNDED, RequestCeiling
 from headrace.text.template_switch import TemplateSwitch
 
+MARKS = frozenset(
+    (
+        "cache_control",
+        "extra_content",
+        "prompt_cache_breakpoint",
+        "provider_specific_fields",
+        "reasoning",
+        "reasoning_details",
+        "thinking_blocks",
+    )
+)
+"""Fields inside messages and functions that foreign servers read, and that no chat template is shown: marks of what is to be cached, and
+what a server wants back of its earlier answer, such as the signature of a call."""
+
+_HOLDS_MARKS = ("content", "tool_calls", "function")
+
+
+def without(value: Any, names: Collection[str]) -> Any:
+    """Messages, functions, or what is in them, without the fields `names`. Arguments and schemas stay unchanged."""
+    if isinstance(value, list):
+        return [without(each, names) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {name: without(each, names) if name in _HOLDS_MARKS else each for name, each in value.items() if name not in names}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
     """One prompt, to be rendered by a chat template.
 
-    messages             objects with role, content and perhaps name, tool calls, tool call id (see `headrace.text.messages`)
+    messages             objects with role, content and perhaps name, tool calls, tool call id (see `headrace.text.messages`), and MARKS
     tools                functions that the model may call
     switches             template variables that fields of the request set
     separates_reasoning  the model's reasoning is separated from its text

@@ -13,7 +13,7 @@ from headrace.core.errors import Unavailable
 from headrace.gateway.text_workers import frames
 from headrace.gateway.text_workers.limits import check_fits
 from headrace.gateway.text_workers.pool import Done, TextPool
-from headrace.gateway.upstream.generation_request import Conversation
+from headrace.gateway.upstream.generation_request import MARKS, Conversation, without
 from headrace.gateway.upstream.seam import Tokenization
 from headrace.gateway.upstream.served_models import UNREADABLE_RETRY_S
 from headrace.text.tokenizer import Tokenizer
@@ -79,7 +79,7 @@ class ModelText:
     def _chat_job(self, conversation: Conversation, max_model_len: int | None) -> frames.EncodeChat:
         return frames.EncodeChat(
             model=self._name,
-            messages=[dict(message) for message in conversation.messages],
+            messages=[without(message, MARKS) for message in conversation.messages],
             add_generation_prompt=conversation.add_generation_prompt,
             continue_final_message=conversation.continue_final_message,
             kwargs=dict(conversation.template_kwargs),

@@ -10,10 +10,12 @@ neither.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
 
 from headrace.core.errors import Unavailable
 from headrace.core.finish import FinishReason
@@ -29,6 +31,9 @@ from headrace.text.logprobs import DecodedLogprobs
 TOOL_CALL_BYTES = 256
 """Memory of one piece of a tool call, without its strings."""
 
+PASSED_FIELD_BYTES = 128
+"""Memory of a passed field without its JSON."""
+
 CALL_ID_CHARS = 24
 """Characters of a call's id after "call_", where its format demands no length."""
 
@@ -39,6 +44,30 @@ def made_call_id(call_key: str, number: int, num_chars: int | None = None) -> st
     return digest[:num_chars] if num_chars else f"call_{digest[:CALL_ID_CHARS]}"
 
 
+class PassedField(NamedTuple):
+    """A field of a foreign server's answer that clients send back unchanged. json: its value, as ASCII"""
+
+    name: str
+    json: str
+
+
+def passed_bytes(fields: Sequence[PassedField]) -> int:
+    return sum([PASSED_FIELD_BYTES + len(each.json) for each in fields])
+
+
+def joined_values(fields: Iterable[PassedField]) -> dict[str, Any]:
+    """Name -> value of the fields. Values that came in pieces are joined: lists in order, objects member by member."""
+    made: dict[str, Any] = {}
+    for name, text in fields:
+        value, before = msgspec.json.decode(text), made.get(name)
+        if isinstance(value, list) and isinstance(before, list):
+            value = [*before, *value]
+        elif isinstance(value, dict) and isinstance(before, dict):
+            value = before | value
+        made[name] = value
+    return made
+
+
 class ToolCall(NamedTuple):
     """A piece of a tool call, as OpenAI streams it: the first piece has `call_id` and `name`, each piece a part of `arguments`."""
 
@@ -46,17 +75,20 @@ class ToolCall(NamedTuple):
     call_id: str | None
     name: str | None
     arguments: str
+    passed: Sequence[PassedField] = ()
 
     @property
     def num_bytes(self) -> int:
-        return TOOL_CALL_BYTES + sum([string_bytes(text) for text in (self.call_id or "", self.name or "", self.arguments)])
+        num_bytes = TOOL_CALL_BYTES + sum([string_bytes(text) for text in (self.call_id or "", self.name or "", self.arguments)])
+        return num_bytes + passed_bytes(self.passed) if self.passed else num_bytes
 
     @classmethod
     def joined(cls, pieces: Sequence[ToolCall]) -> ToolCall:
         """All pieces of one call as one."""
         call_id = next((piece.call_id for piece in pieces if piece.call_id), None)
         name = next((piece.name for piece in pieces if piece.name), None)
-        return cls(pieces[0].number, call_id, name, "".join([piece.arguments for piece in pieces]))
+        passed = tuple([field for piece in pieces for field in piece.passed])
+        return cls(pieces[0].number, call_id, name, "".join([piece.arguments for piece in pieces]), passed)
 
 
 class OutputEvent(NamedTuple):
@@ -73,6 +105,7 @@ class OutputEvent(NamedTuple):
     is_call_cut      beside FinishReason.STOP: the client's stop string or stop token ended the output inside a call's arguments
     is_filtered      beside FinishReason.STOP: the moderation of a foreign server's provider ended the output
     reasoning, tool_calls  output that was separated from the text, here (`upstream.output_stage`) or by a foreign server
+    passed           fields of a foreign server's message that clients send back unchanged
     """
 
     index: int  # type: ignore[assignment]  # hides a tuple's search, which means nothing here
@@ -88,6 +121,7 @@ class OutputEvent(NamedTuple):
     tool_calls: Sequence[ToolCall] = ()
     is_call_cut: bool = False
     is_filtered: bool = False
+    passed: Sequence[PassedField] = ()
 
     @property
     def text_bytes(self) -> int:
@@ -96,6 +130,8 @@ class OutputEvent(NamedTuple):
         num_bytes = len(text) if text.isascii() else string_bytes(text)  # nearly every event: once per token
         if self.reasoning or self.tool_calls:
             num_bytes += string_bytes(self.reasoning) + sum([call.num_bytes for call in self.tool_calls])
+        if self.passed:
+            num_bytes += passed_bytes(self.passed)
         if self.error is not None:
             num_bytes += string_bytes(self.error)
         if self.stop_reason is not None and isinstance(self.stop_reason, str):
@@ -135,6 +171,7 @@ class OutputEvent(NamedTuple):
             tuple([call for event in events for call in event.tool_calls]),
             last.is_call_cut,
             last.is_filtered,
+            tuple([field for event in events for field in event.passed]),
         )
 
 
@@ -295,6 +332,7 @@ class Prepared:
     num_sequences      sequences of all prompts
     seed               seed of the answer's random numbers; None: not known
     ignored            names of fields the client gave that have no effect
+    taken              names of fields that have no effect at our engines, and that reach the server that answers this request
     keeps_events       the stream's events can be made again from `EventStream.saved_state`
     """
 
@@ -306,6 +344,7 @@ class Prepared:
     num_sequences: int
     seed: int | None
     ignored: Sequence[str] = ()
+    taken: Collection[str] = ()
     keeps_events: bool = False
 
 

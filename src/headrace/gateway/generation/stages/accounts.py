@@ -42,7 +42,7 @@ async def reserve_limits(generation: Generation, call_next: CallNext) -> Prepare
 async def record_prepared(generation: Generation, call_next: CallNext) -> Prepared:
     prepared = await call_next()
     exchange = generation.exchange
-    exchange.ignored += prepared.ignored
+    exchange.ignored = [name for name in exchange.ignored if name not in prepared.taken] + list(prepared.ignored)
     exchange.record.seed = prepared.seed
     if generation.side_usage is None:  # with a summary, the record has its tokens already
         exchange.record.prompt_tokens = prepared.prompt_tokens

@@ -22,12 +22,12 @@ from headrace.gateway.sessions.names import HEADER as SESSION_HEADER
 from headrace.gateway.sessions.names import METADATA_FIELD, RAW_HEADER, SessionKey, checked_session_id
 from headrace.gateway.sessions.sessions import MAX_SESSION_BYTES, ReadSession, Sessions
 from headrace.gateway.upstream.generation_request import Conversation
-from headrace.gateway.upstream.seam import OutputEvent, Prepared, ToolCall
+from headrace.gateway.upstream.seam import OutputEvent, PassedField, Prepared, ToolCall, joined_values
 
 RENEW_S = 5.0
 """Seconds between two renewals of a claim."""
 
-NOT_KEPT = ("reasoning_content", "reasoning")
+NOT_KEPT = ("reasoning_content", "reasoning", "reasoning_details", "thinking_blocks")
 """Fields of a message that no history has."""
 
 
@@ -188,20 +188,24 @@ class TurnRecorder:
     def __init__(self) -> None:
         self._texts: list[str] = []
         self._pieces: dict[int, list[ToolCall]] = {}
+        self._passed: list[PassedField] = []
 
     def add(self, events: Sequence[OutputEvent]) -> None:
         for event in events:
             if event.text:
                 self._texts.append(event.text)
+            self._passed += [field for field in event.passed if field.name not in NOT_KEPT]
             for piece in event.tool_calls:
                 self._pieces.setdefault(piece.number, []).append(piece)
 
     def message(self) -> Message:
         """The answer as a message of its conversation."""
         text, calls = "".join(self._texts), [ToolCall.joined(pieces) for pieces in self._pieces.values()]
-        made: dict[str, Any] = {"role": "assistant", "content": text}
+        made: dict[str, Any] = {"role": "assistant", "content": text} | joined_values(self._passed)
         if calls:
             made["tool_calls"] = [
-                {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls
+                {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                | joined_values(call.passed)
+                for call in calls
             ]
         return made

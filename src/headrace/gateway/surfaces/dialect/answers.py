@@ -18,7 +18,7 @@ from headrace.core.plan import wide_columns
 from headrace.gateway.generation.generation import Generation
 from headrace.gateway.surfaces.dialect import schemas
 from headrace.gateway.surfaces.dialect.parse import FieldsT, Parsed
-from headrace.gateway.upstream.seam import OutputEvent, Prepared, TokenUsage, ToolCall
+from headrace.gateway.upstream.seam import OutputEvent, PassedField, Prepared, TokenUsage, ToolCall
 from headrace.text.logprobs import DecodedLogprobs
 
 _encode = msgspec.json.encode
@@ -31,6 +31,7 @@ class ChoiceOutput:
     logprobs        log-probabilities, in a part for each vocabulary of token ids
     tool_pieces     number of a call -> its pieces
     has_tool_calls  the output has a tool call; also set in a stream, where calls are not collected
+    passed          fields of the message that clients send back unchanged
     last            the sequence's last event; None before it
     """
 
@@ -39,6 +40,7 @@ class ChoiceOutput:
     reasoning: list[str] = field(default_factory=list)
     tool_pieces: dict[int, list[ToolCall]] = field(default_factory=dict)
     has_tool_calls: bool = False
+    passed: list[PassedField] = field(default_factory=list)
     last: OutputEvent | None = None
 
     def add(self, event: OutputEvent) -> None:
@@ -49,6 +51,7 @@ class ChoiceOutput:
             self.logprobs[-1].extend(part)
         if event.reasoning:
             self.reasoning.append(event.reasoning)
+        self.passed += event.passed
         for piece in event.tool_calls:
             self.has_tool_calls = True
             self.tool_pieces.setdefault(piece.number, []).append(piece)

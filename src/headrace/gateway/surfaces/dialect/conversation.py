@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any, Literal
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import UNSET, Struct, field
 
 from headrace.core.errors import InvalidRequest
 from headrace.gateway.generation.parsed_request import check_num_messages
@@ -23,7 +24,7 @@ from headrace.gateway.surfaces.dialect.tools import (
     function_tools,
     tool_choice,
 )
-from headrace.gateway.upstream.generation_request import Conversation
+from headrace.gateway.upstream.generation_request import MARKS, Conversation
 
 PLAIN_MESSAGE = {"role", "content"}
 """The fields of nearly every message, which need no look-up in the field table."""
@@ -34,6 +35,8 @@ MAX_PARTS = 4096
 
 class TextPart(Struct, tag_field="type", tag="text"):
     text: str
+    cache_control: Any = UNSET
+    prompt_cache_breakpoint: Any = UNSET
 
 
 class Message(Struct):
@@ -46,6 +49,16 @@ class Message(Struct):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    reasoning_details: Any = UNSET
+    thinking_blocks: Any = UNSET
+    extra_content: Any = UNSET
+    provider_specific_fields: Any = UNSET
+    cache_control: Any = UNSET
+
+
+_MESSAGE_MARKS = tuple(name for name in Message.__struct_fields__ if name in MARKS)
+_marks_of = attrgetter(*_MESSAGE_MARKS)
+_NO_MARKS = (None, *[UNSET for name in _MESSAGE_MARKS[1:]])
 
 
 class ConversationFields(ReasoningFields, kw_only=True):
@@ -56,6 +69,8 @@ class ConversationFields(ReasoningFields, kw_only=True):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    prompt_cache_options: Any = None
+    cache_control: Any = None
 
     def conversation(self) -> Conversation:
         """The conversation. Raises InvalidRequest for functions that cannot be offered, and for a required call that cannot be made."""
@@ -129,14 +144,14 @@ def _check_message(message: Message, prefix: str) -> None:
 
 def template_messages(messages: Iterable[Message]) -> list[dict[str, object]]:
     """Messages as `headrace.text` takes them. `developer` is OpenAI's newer word for `system`, which templates know; `reasoning` is
-    another word for `reasoning_content`."""
+    another word for `reasoning_content`. What only foreign servers read stands beside these fields."""
     return [_template_message(message) for message in messages]
 
 
 def _template_message(message: Message) -> dict[str, object]:
     content: object = message.content
     if isinstance(content, list):
-        content = [{"type": "text", "text": part.text} for part in content]
+        content = msgspec.to_builtins(content)
     entry: dict[str, object] = {"role": "system" if message.role == "developer" else message.role, "content": content}
     if message.name is not None:
         entry["name"] = message.name
@@ -146,4 +161,6 @@ def _template_message(message: Message) -> dict[str, object]:
         entry["tool_call_id"] = message.tool_call_id
     if reasoning := message.reasoning_content or message.reasoning:
         entry["reasoning_content"] = reasoning
+    if (marks := _marks_of(message)) != _NO_MARKS:
+        entry |= {name: value for name, value in zip(_MESSAGE_MARKS, marks, strict=True) if value is not UNSET and value is not None}
     return entry

@@ -1,7 +1,8 @@
 """The table of all request fields, with the treatment of each. Checks, the table in docs/api.md and /openapi.json are made from its rows.
 
     honoured   the field has its documented effect, or the request is refused
-    inert      the field never changes an answer (`user`, `metadata`): accepted and checked for size, otherwise unused
+    inert      the field never changes an answer (`metadata`): accepted and checked for size, otherwise unused
+    passed on  as inert at our engines; sent to a foreign server, which may read it (marks of caches, signatures of calls)
     refused    the field belongs to a known API but is not supported: accepted only with a value that means "off" or "default"
 
 A request with a field that has no row is refused, and the error names the field. The response header `x-headrace-ignored` names each field
@@ -26,6 +27,7 @@ BOTH = (CHAT, COMPLETIONS)
 class Treatment(StrEnum):
     HONOURED = "honoured"
     INERT = "inert"
+    PASSED = "passed on"
     REFUSED = "refused unless default"
 
 
@@ -57,9 +59,9 @@ class FieldRule:
     """One row of the table: a field and its treatment.
 
     places  bodies (paths) and objects inside a body (`Inside`) that may have the field
-    note    for users: the rule of an honoured or inert field; of a refused field the reason, and what to do instead
+    note    for users: the rule of a field that is not refused; of a refused field the reason, and what to do instead
     off     values with no effect, accepted like null. A refused field accepts no other value
-    is_any  an inert field whose value is not checked
+    is_any  an inert field whose value is not checked, or a passed one of any value within MAX_PASSED_BYTES
     kinds   values that the `type` of a tool may have; a tool of another type is refused before its other fields are read
     """
 
@@ -85,22 +87,25 @@ class FieldRule:
 MAX_INERT_CHARS = 512
 """Most characters of an inert field's value, and of each key and value of `metadata`."""
 
+MAX_PASSED_BYTES = 256 << 10
+"""Most bytes of a passed field's value as JSON."""
+
 MAX_METADATA = 16
 """Most entries of `metadata`."""
 
 _FUNCTIONS = "Use tools and tool_choice."
 _BUDGET = "Reasoning has no budget of its own: use max_tokens."
 _SAME_SWITCH = "as enable_thinking"
-_ONLY_CONTENT = "Send reasoning_content."
+_KEPT = "What a foreign server wants back of its earlier answer. At most 256 KiB of JSON."
+_MARK = "Marks what a foreign server is to cache. Our engines find equal beginnings without marks. At most 256 KiB of JSON."
 _WHITESPACE = "A model may write JSON compact, with single spaces, or indented."
 _GRAMMAR = f"Lark (llguidance's dialect) or GBNF, in which rules have `::=`; at most {MAX_GRAMMAR_BYTES} bytes."
 _REGEX = "The whole answer matches it: Rust's syntax, without look-around and back-references."
 _SCHEMA = f"A JSON schema, as an object or as JSON text; at most {MAX_GRAMMAR_BYTES} bytes."
 _TEXT_ONLY = "Text only."
-_CACHE = "Cached blocks live by use."
+_CACHE = "Cached blocks of our engines live by use."
 _METADATA = f"At most {MAX_METADATA} strings of at most {MAX_INERT_CHARS} characters."
 _SHORT_TEXT = f"A string of at most {MAX_INERT_CHARS} characters."
-_EPHEMERAL = ({"type": "ephemeral"}, {"type": "ephemeral", "ttl": "5m"})
 
 
 def _row(
@@ -115,9 +120,11 @@ def _row(
     return FieldRule(name, (places,) if isinstance(places, str) else places, treatment, note, off, is_any, kinds)
 
 
-_honoured, _inert, _refused = (partial(_row, treatment) for treatment in Treatment)
+_honoured, _inert, _passed, _refused = (partial(_row, treatment) for treatment in Treatment)
 _unread = partial(_inert, is_any=True)
 """Makes the row of an inert field whose value is not checked."""
+_handed = partial(_passed, is_any=True)
+"""Makes the row of a passed field of any value."""
 
 
 _SERVED = (
@@ -192,15 +199,15 @@ _MESSAGES = (
     _refused("audio", Inside.MESSAGE, _TEXT_ONLY),
     _refused("function_call", Inside.MESSAGE, "Send tool_calls."),
     _refused("annotations", Inside.MESSAGE, "Answers hold none.", []),
-    _refused("reasoning_details", Inside.MESSAGE, _ONLY_CONTENT, []),
-    _refused("thinking_blocks", Inside.MESSAGE, _ONLY_CONTENT, []),
-    _refused("provider_specific_fields", Inside.MESSAGE, "There are none here.", {}, {"refusal": None}),
+    _handed("reasoning_details", Inside.MESSAGE, _KEPT),
+    _handed("thinking_blocks", Inside.MESSAGE, _KEPT),
+    _handed("extra_content", (Inside.MESSAGE, Inside.CALL), f"{_KEPT} Gemini's signature of a call stands there."),
+    _handed("provider_specific_fields", (Inside.MESSAGE, Inside.CALL, Inside.CALLED_FUNCTION), _KEPT),
     _refused("prefix", Inside.MESSAGE, "Use continue_final_message.", False),
-    _refused("cache_control", Inside.MESSAGE, f"Equal beginnings are cached without marks. {_CACHE}", *_EPHEMERAL),
+    _handed("cache_control", (Inside.MESSAGE, Inside.PART, Inside.CALL, Inside.TOOL, Inside.FUNCTION), _MARK),
     _honoured("type", Inside.PART, '"text"; required.'),
     _honoured("text", Inside.PART, "A string; required."),
-    _refused("cache_control", Inside.PART, f"Equal beginnings are cached without marks. {_CACHE}", *_EPHEMERAL),
-    _refused("prompt_cache_breakpoint", Inside.PART, "Equal beginnings are cached without marks.", {"mode": "explicit"}),
+    _handed("prompt_cache_breakpoint", Inside.PART, _MARK),
     _honoured("id", Inside.CALL, "A string. Handed to the template."),
     _honoured("type", Inside.CALL, '"function", also where absent.', kinds=("function",)),
     _honoured("function", Inside.CALL, "What was called; required."),
@@ -301,9 +308,12 @@ _STRUCTURED = (
 )
 
 _OPENAI = (
-    _inert("user", BOTH, _SHORT_TEXT),
-    _inert("safety_identifier", BOTH, _SHORT_TEXT),
-    _inert("prompt_cache_key", BOTH, f"{_SHORT_TEXT} Prefixes are found by content."),
+    _passed("user", BOTH, _SHORT_TEXT),
+    _passed("safety_identifier", BOTH, _SHORT_TEXT),
+    _passed("prompt_cache_key", BOTH, f"{_SHORT_TEXT} Our engines find prefixes by content."),
+    _passed("prompt_cache_retention", BOTH, f"{_SHORT_TEXT} {_CACHE}"),
+    _handed("prompt_cache_options", CHAT, _MARK),
+    _handed("cache_control", CHAT, _MARK),
     _honoured("metadata", CHAT, f"{_METADATA} `session_id` names the session (docs/sessions.md); other entries have no effect."),
     _inert("metadata", COMPLETIONS, _METADATA),
     _refused("store", BOTH, "Answers are not stored.", False),
@@ -316,8 +326,6 @@ _OPENAI = (
     _refused("moderation", CHAT, "Nothing is moderated here."),
     _refused("verbosity", CHAT, "Verbosity control is not served.", "medium"),
     _refused("web_search_options", CHAT, "The server fetches nothing."),
-    _refused("prompt_cache_retention", BOTH, _CACHE, "in_memory", "in-memory"),
-    _refused("prompt_cache_options", CHAT, _CACHE, {}, {"mode": "implicit"}),
     _refused("suffix", COMPLETIONS, "Insertion is not served.", ""),
 )
 

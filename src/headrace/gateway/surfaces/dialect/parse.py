@@ -17,13 +17,22 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import inspect
 
-from headrace.core.errors import InvalidRequest
+from headrace.core.errors import InvalidRequest, RequestTooLarge
 from headrace.core.request import PriorityClass
 from headrace.core.sampling import FROM_MODEL
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.cache.control import CacheControl
 from headrace.gateway.generation.parsed_request import ParsedRequest
-from headrace.gateway.surfaces.dialect.field_table import INNER_PLACES, MAX_INERT_CHARS, MAX_METADATA, RULES, TABLE, Inside, Treatment
+from headrace.gateway.surfaces.dialect.field_table import (
+    INNER_PLACES,
+    MAX_INERT_CHARS,
+    MAX_METADATA,
+    MAX_PASSED_BYTES,
+    RULES,
+    TABLE,
+    Inside,
+    Treatment,
+)
 from headrace.gateway.surfaces.dialect.schemas import SamplingFields
 from headrace.gateway.surfaces.dialect.structured import requested_grammar
 from headrace.gateway.upstream.generation_request import Conversation, PlainPrompts, RequestedGrammar
@@ -56,7 +65,10 @@ AS_GIVEN = (
 )
 """Sampling parameters that are handed on as they are."""
 
-_as_given_of, _from_model_of = attrgetter(*AS_GIVEN), attrgetter(*FROM_MODEL)
+PASSED = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+"""Fields of every body that only foreign servers read."""
+
+_as_given_of, _from_model_of, _passed_of = attrgetter(*AS_GIVEN), attrgetter(*FROM_MODEL), attrgetter(*PASSED)
 
 _PATH = re.compile(r"(?P<what>.*?)(?: - at (?P<is_key>`key` in )?`\$\.?(?P<path>.*)`)?\Z", re.DOTALL)
 _EXPECTED = re.compile(r"Expected (?P<kinds>`[^`]*`)(?:, got .*)?\Z", re.DOTALL)
@@ -106,10 +118,10 @@ def _priority(given: int | str | None, own: PriorityClass) -> PriorityClass:
 
 
 def honoured_fields(given: Mapping[str, object], place: str, ignored: dict[str, None], path: str = "") -> dict[str, object]:
-    """The honoured fields of an object and of the objects inside it, except messages. Fields that are null or off are left out.
+    """The honoured and passed fields of an object and of the objects inside it, except messages. Fields that are null or off are left out.
 
     place    the object's row in RULES and INNER_PLACES
-    ignored  receives the names of fields that were accepted and change nothing
+    ignored  receives the names of fields that were accepted and change nothing, at our engines in the case of passed ones
     path     path of the object in the body, for errors: "messages[3]."
 
     Raises InvalidRequest for a field that is unknown or not served.
@@ -134,6 +146,10 @@ def honoured_fields(given: Mapping[str, object], place: str, ignored: dict[str, 
         elif rule.treatment is Treatment.INERT:
             if not rule.is_any:
                 check_inert(f"{path}{name}", value)
+            ignored[f"{inside}{name}"] = None
+        elif rule.treatment is Treatment.PASSED:
+            check_passed(f"{path}{name}", value, is_any=rule.is_any)
+            kept[name] = value
             ignored[f"{inside}{name}"] = None
         else:
             raise InvalidRequest(f"{path}{name}", rule.off_words, value, rule.note)
@@ -173,6 +189,14 @@ def check_inert(name: str, value: object) -> None:
         raise InvalidRequest(name, f"at most {MAX_METADATA} strings of at most {MAX_INERT_CHARS} characters", value)
 
 
+def check_passed(name: str, value: object, *, is_any: bool) -> None:
+    """Raises InvalidRequest for a passed field's value beyond its bound, or RequestTooLarge."""
+    if not is_any:
+        check_inert(name, value)
+    elif (num_bytes := len(msgspec.json.encode(value))) > MAX_PASSED_BYTES:
+        raise RequestTooLarge(name, f"at most {MAX_PASSED_BYTES} bytes of JSON", num_bytes, "It is sent on unchanged: send less.")
+
+
 def checked(request: FieldsT, body: Mapping[str, object]) -> Parsed[FieldsT]:
     """Check the rules that both surfaces share. Returns the request and the grammar of its answer. Raises InvalidRequest."""
     if request.stream_options is not None:
@@ -208,6 +232,7 @@ def shared_request(parsed: Parsed[SamplingFields], principal: Principal, prompt:
         has_priority=request.priority is not None,
         cache_salt=request.cache_salt,
         cache=CacheControl.of(request.cache),
+        foreign_fields={name: value for name, value in zip(PASSED, _passed_of(request), strict=True) if value is not None},
     )
 
 

@@ -119,3 +119,25 @@ def _switch(field: str, given: bool | str) -> TemplateSwitch:
         is_on = given is True
         return TemplateSwitch(field=field, values=dict.fromkeys(_SWITCHES, is_on), given=given, is_off=not is_on)
     return TemplateSwitch(field=field, values={"reasoning_effort": given}, given=given)
+
+
+REASONING_FIELDS = ("reasoning_details", "thinking_blocks")
+"""Fields of a foreign server's message that hold reasoning in its own form, with signatures."""
+
+_DETAIL_TEXTS = ("text", "summary", "data")
+
+
+def joined_details(pieces: object) -> object:
+    """OpenRouter's `reasoning_details` of a stream as those of a whole answer: consecutive pieces of one type and index become one."""
+    made: list[dict[str, Any]] = []
+    if not isinstance(pieces, list) or not all(isinstance(piece, dict) for piece in pieces):
+        return pieces
+    for piece in pieces:
+        last = made[-1] if made else {}
+        if not last or (last.get("type"), last.get("index")) != (piece.get("type"), piece.get("index")):
+            made.append(piece)
+            continue
+        given = {name: value for name, value in piece.items() if value is not None}
+        texts = [name for name in _DETAIL_TEXTS if isinstance(given.get(name), str) and isinstance(last.get(name), str)]
+        made[-1] = last | given | {name: last[name] + given[name] for name in texts}
+    return made

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct
 
 from headrace.core.errors import InvalidRequest, RequestTooLarge
 from headrace.core.tools import MAX_TOOLS, CallMode, FunctionTool, ToolChoice
@@ -29,11 +29,13 @@ class FunctionDefinition(Struct, omit_defaults=True):
     description: str = ""
     parameters: dict[str, Any] | None = None
     strict: bool = False
+    cache_control: Any = None
 
 
 class ToolDefinition(Struct):
     function: FunctionDefinition
     type: Literal["function"] = "function"
+    cache_control: Any = None
 
 
 class FunctionName(Struct):
@@ -63,6 +65,7 @@ class CalledFunction(Struct):
 
     name: str
     arguments: str = ""
+    provider_specific_fields: Any = UNSET
 
 
 class EarlierCall(Struct, omit_defaults=True):
@@ -71,6 +74,9 @@ class EarlierCall(Struct, omit_defaults=True):
     function: CalledFunction
     id: str | None = None
     type: Literal["function"] = "function"
+    extra_content: Any = UNSET
+    provider_specific_fields: Any = UNSET
+    cache_control: Any = UNSET
 
 
 def check_tools(tools: object) -> None:
@@ -92,7 +98,14 @@ def function_tools(tools: Sequence[ToolDefinition]) -> list[FunctionTool]:
         path, given = f"tools[{number}].{FUNCTION}", tool.function
         if given.parameters and (kind := given.parameters.get("type", "object")) != "object":
             raise InvalidRequest(f"{path}.parameters.type", '"object"', kind, "Arguments are an object.")
-        function = FunctionTool(name=given.name, description=given.description, parameters=given.parameters, is_strict=given.strict)
+        function = FunctionTool(
+            name=given.name,
+            description=given.description,
+            parameters=given.parameters,
+            is_strict=given.strict,
+            cache_control=tool.cache_control,
+            function_cache_control=given.cache_control,
+        )
         made.setdefault(function.checked(field=path).name, function)
         if made[function.name] is not function:
             raise InvalidRequest(f"{path}.name", "a name that no other function has", given.name)
