@@ -322,7 +322,7 @@ EXTRA = {"google": {"thought_signature": "c2lnbmF0dXJl"}}
 CALL: Body = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Oslo"}'}}
 SIGNED_CALL: Body = {**CALL, "extra_content": EXTRA}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
-DETAILS = [
+DETAILS: list[Body] = [
     {"type": "reasoning.text", "text": "first ", "signature": None, "index": 0},
     {"type": "reasoning.text", "text": "then", "signature": "s", "index": 0},
     {"type": "reasoning.encrypted", "data": "ZGF0YQ==", "index": 1},
