@@ -9,13 +9,12 @@ neither.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
-
-import msgspec
 
 from headrace.core.errors import Unavailable
 from headrace.core.finish import FinishReason
@@ -59,7 +58,7 @@ def joined_values(fields: Iterable[PassedField]) -> dict[str, Any]:
     """Name -> value of the fields. Values that came in pieces are joined: lists in order, objects member by member."""
     made: dict[str, Any] = {}
     for name, text in fields:
-        value, before = msgspec.json.decode(text), made.get(name)
+        value, before = json.loads(text), made.get(name)
         if isinstance(value, list) and isinstance(before, list):
             value = [*before, *value]
         elif isinstance(value, dict) and isinstance(before, dict):
