@@ -222,8 +222,9 @@ def _longrope(loaded: LoadedModel) -> dict[str, str]:
     if spec.longrope is None:
         return {}
     is_long = spec.longrope.is_long(spec.max_positions)
-    choice = "long factors, max_model_len is above" if is_long else "short factors, max_model_len is at most"
-    return {"LongRoPE": f"{choice} {spec.longrope.original_positions}"}
+    trained = spec.longrope.original_positions
+    short = f"short factors, max_model_len is at most {trained}; a larger one takes the long factors for all sequences"
+    return {"LongRoPE": f"long factors for all sequences, max_model_len is above {trained}" if is_long else short}
 
 
 def _linear_scaling(spec: DecoderSpec) -> list[str]:

@@ -207,10 +207,11 @@ def test_the_factors_of_longrope_are_said_and_are_part_of_the_numerics(tiny_fold
     scaling = {"rope_type": "longrope", "short_factor": [1.0] * pairs, "long_factor": [2.0] * pairs}
     fields = {**fields, "rope_parameters": None, "rope_scaling": {**scaling, "original_max_position_embeddings": 40}}
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    long, short = (build_runner(config(tmp_path, load_format="dummy", max_model_len=length))[1] for length in (None, 40))
-    assert long.numerics["LongRoPE"] == "long factors, max_model_len is above 40"
+    long, short = (build_runner(config(tmp_path, load_format="dummy", max_model_len=length))[1] for length in (41, None))
+    assert long.numerics["LongRoPE"] == "long factors for all sequences, max_model_len is above 40"
     assert f"LongRoPE: {short.numerics['LongRoPE']}" in short.decided
-    assert short.numerics["LongRoPE"] == "short factors, max_model_len is at most 40"
+    assert short.numerics["LongRoPE"].startswith("short factors, max_model_len is at most 40; a larger one takes the long factors")
+    assert short.max_model_len == 40
     assert long.digests["model"] != short.digests["model"]
     assert "LongRoPE" not in build_runner(config(tiny_folder))[1].numerics
 

@@ -34,6 +34,11 @@ SCALED: dict[str, tuple[str, int, dict[str, Any]]] = {
     "llama-longrope": ("Llama", CONTEXT, {"rope_type": "longrope", **FACTORS, "original_max_position_embeddings": TRAINED}),
     "phi3-longrope": ("Phi3", CONTEXT, {"rope_type": "longrope", **FACTORS}),
     "phi3-longrope-attention-factor": ("Phi3", CONTEXT, {"rope_type": "longrope", **FACTORS, "attention_factor": 1.3}),
+    "phi4-mini": (
+        "Phi3",
+        CONTEXT,
+        {"rope_type": "longrope", **{name: each[:3] for name, each in FACTORS.items()}, "partial_rotary_factor": 0.75},
+    ),
 }
 """Family, max_position_embeddings, scaling."""
 
@@ -44,6 +49,7 @@ def scaled(request: pytest.FixtureRequest, make_oracle: Callable[..., Any], tmp_
     folder = tmp_path_factory.mktemp(request.param)
     fields = {**TINY, "max_position_embeddings": max_positions, "rope_parameters": {**scaling, "rope_theta": 500.0}}
     fields |= {"Phi3": {"original_max_position_embeddings": TRAINED}, "Qwen3": {"head_dim": 8}}.get(family, {})
+    fields |= {"tie_word_embeddings": request.param == "phi4-mini"}
     return make_oracle(family, folder, **fields), folder
 
 
@@ -51,12 +57,16 @@ def ours(folder: Path, paged_run: Callable[..., Any], tokens: list[int], max_mod
     loaded = load_model(
         folder, backend=load_backend("reference"), dtype=None, device=CPU, load_format="auto", seed=0, max_model_len=max_model_len
     )
-    assert loaded.max_model_len == (max_model_len or CONTEXT)
+    assert loaded.max_model_len == (max_model_len or (TRAINED if has_longrope(folder) else CONTEXT))
     run = paged_run(loaded.model)
     run.add(tokens)
     run.finish(chunk=64)
     logits: torch.Tensor = run.logits(0)
     return logits
+
+
+def has_longrope(folder: Path) -> bool:
+    return '"long_factor"' in (folder / "config.json").read_text()
 
 
 def with_older_spelling(folder: Path) -> None:
@@ -71,23 +81,26 @@ def test_every_position_of_the_scaled_context(
     scaled: tuple[Any, Path], paged_run: Callable[..., Any], assert_close: Callable[..., None]
 ) -> None:
     oracle, folder = scaled
-    logits = ours(folder, paged_run, TOKENS)
+    length = CONTEXT if has_longrope(folder) else None
+    logits = ours(folder, paged_run, TOKENS, length)
     assert_close(logits, oracle.logits(TOKENS))
     with_older_spelling(folder)
-    assert torch.equal(ours(folder, paged_run, TOKENS), logits)
+    assert torch.equal(ours(folder, paged_run, TOKENS, length), logits)
 
 
-def test_longrope_within_the_first_training_s_context(
-    make_oracle: Callable[..., Any], paged_run: Callable[..., Any], assert_close: Callable[..., None], tmp_path: Path
+@pytest.mark.parametrize("name", [name for name, (_, _, scaling) in SCALED.items() if "long_factor" in scaling])
+def test_longrope_within_the_first_training_s_context_is_what_it_was_trained_as(
+    name: str, make_oracle: Callable[..., Any], paged_run: Callable[..., Any], assert_close: Callable[..., None], tmp_path: Path
 ) -> None:
-    """transformers takes the short factors for a short sequence; an engine takes them where no sequence can be long."""
-    _, max_positions, scaling = SCALED["phi3-longrope"]
-    oracle = make_oracle("Phi3", tmp_path, **TINY, max_position_embeddings=max_positions, original_max_position_embeddings=TRAINED,
-                         rope_parameters={**scaling, "rope_theta": 500.0})  # fmt: skip
+    """transformers, as the authors' code, takes the short factors for a short sequence: so does an engine, unless it is asked for more."""
+    family, max_positions, scaling = SCALED[name]
+    own = {"original_max_position_embeddings": TRAINED} if family == "Phi3" else {}
+    oracle = make_oracle(family, tmp_path, **TINY, max_position_embeddings=max_positions, rope_parameters={**scaling, "rope_theta": 500.0},
+                         **own)  # fmt: skip
     short = TOKENS[:TRAINED]
     reference = oracle.logits(short)
-    assert_close(ours(tmp_path, paged_run, short, max_model_len=TRAINED), reference)
-    assert not torch.allclose(ours(tmp_path, paged_run, short), reference, rtol=1e-2)
+    assert_close(ours(tmp_path, paged_run, short), reference)
+    assert not torch.allclose(ours(tmp_path, paged_run, short, max_model_len=TRAINED + 1), reference, rtol=1e-2)
 
 
 @pytest.mark.parametrize("name", ["su", "yarn"])
@@ -95,8 +108,8 @@ def test_phi_3_s_older_names_of_longrope(name: str, make_oracle: Callable[..., A
     _, max_positions, scaling = SCALED["phi3-longrope"]
     make_oracle("Phi3", tmp_path, **TINY, max_position_embeddings=max_positions, original_max_position_embeddings=TRAINED,
                 rope_parameters={**scaling, "rope_theta": 500.0})  # fmt: skip
-    logits = ours(tmp_path, paged_run, TOKENS)
+    logits = ours(tmp_path, paged_run, TOKENS, CONTEXT)
     with_older_spelling(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(file.read_text().replace('"longrope"', json.dumps(name)))
-    assert torch.equal(ours(tmp_path, paged_run, TOKENS), logits)
+    assert torch.equal(ours(tmp_path, paged_run, TOKENS, CONTEXT), logits)

@@ -42,14 +42,18 @@ class RandomWeights:
 
 
 class WeightShapes:
-    """Tensors on the meta device: counts the parameters a model would read and allocates nothing.
+    """Tensors on the meta device: notes the shapes of what a model would read and allocates nothing.
 
     Implements `tensor.layers.weights.StoredSource` too. precision, head: of the linears of a quantized checkpoint, and of its head.
     """
 
     def __init__(self, dtype: torch.dtype, precision: Precision = Precision.NONE, head: Precision = Precision.NONE) -> None:
         self._dtype, self._precision, self._head = dtype, precision, head
-        self.num_parameters = 0
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(map(math.prod, self.shapes.values()))
 
     def has(self, name: str) -> bool:
         return False
@@ -58,9 +62,8 @@ class WeightShapes:
         """Every tensor exists."""
 
     def read(self, name: str, shape: tuple[int, ...], region: tuple[slice, ...] = ()) -> Tensor:
-        part = torch.empty(shape, dtype=self._dtype, device="meta")[region or (slice(None),)]
-        self.num_parameters += part.numel()
-        return part
+        self.shapes[name] = shape
+        return torch.empty(shape, dtype=self._dtype, device="meta")[region or (slice(None),)]
 
     def precision_of(self, name: str) -> Precision:
         """A tied head goes by its table's name."""

@@ -142,7 +142,7 @@ def load_model(
 
     dtype          to compute with; None: the checkpoint's
     load_format    "dummy": random weights from config.json and `seed`; otherwise safetensors
-    max_model_len  None: the checkpoint's
+    max_model_len  None: the checkpoint's (`DecoderSpec.default_positions`)
     quantization   "none", how linears' weights are rounded at load (`kernels.rounding.Precision`), or the checkpoint's own format
     packed         where packed linears are kept for the next start; None: they are not kept
 
@@ -151,11 +151,11 @@ def load_model(
     """
     _check_options(load_format, world)
     config = read_config(folder)
-    architecture, spec = _read_spec(config)
+    architecture, spec = read_spec(config)
     stored = read_format(config)
     precision = resolve_precision(quantization, stored)
     _log_ignored(config, architecture)
-    spec = spec.within(_resolve_max_model_len(max_model_len, spec.max_positions))
+    spec = spec.within(_resolve_max_model_len(max_model_len, spec))
     sampling = read_sampling_defaults(folder, config, spec.vocab_size)
     end_tokens = read_end_tokens(folder, config, spec.vocab_size)
     dtype = dtype or _named_dtype(config)
@@ -304,8 +304,8 @@ def describe(
     Raises CheckpointError for a missing or invalid config.json, and ConfigError for an option that this model cannot be run with.
     """
     config = read_config(folder)
-    architecture, spec = _read_spec(config)
-    spec = spec.within(_resolve_max_model_len(max_model_len, spec.max_positions))
+    architecture, spec = read_spec(config)
+    spec = spec.within(_resolve_max_model_len(max_model_len, spec))
     stored = read_format(config)
     dtype, precision = dtype or _named_dtype(config) or torch.float32, resolve_precision(quantization, stored)
     held = precision
@@ -313,10 +313,7 @@ def describe(
         held = stored.precision
     is_gguf = isinstance(stored, GgufFormat) and held is not Precision.NONE
     shapes = WeightShapes(dtype, held, Precision.INT8 if is_gguf else Precision.NONE)  # other formats leave most heads plain
-    # No positions: rotary tables count for nothing here, and arithmetic on the meta device imports half of torch (seconds).
-    few_bits = shapes if precision is Precision.NONE else None
-    reader = WeightReader(shapes, load_backend("reference"), dtype, META, precision=precision, stored=few_bits)
-    model = DecoderModel(reader, replace(spec, max_positions=0))
+    model = _without_values(spec, shapes, dtype, precision)
     return ModelDescription(
         architecture=architecture,
         vocab_size=spec.vocab_size,
@@ -332,11 +329,25 @@ def describe(
     )
 
 
-def _read_spec(config: ConfigFile) -> tuple[str, DecoderSpec]:
+def weight_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
+    """Name and shape of each weight that the model reads, from a checkpoint that stores every expert apart."""
+    shapes = WeightShapes(torch.float32)
+    _without_values(spec, shapes, torch.float32, Precision.NONE)
+    return shapes.shapes
+
+
+def _without_values(spec: DecoderSpec, shapes: WeightShapes, dtype: torch.dtype, precision: Precision) -> DecoderModel:
+    """No positions: rotary tables count for nothing here, and arithmetic on the meta device imports half of torch (seconds)."""
+    few_bits = shapes if precision is Precision.NONE else None
+    reader = WeightReader(shapes, load_backend("reference"), dtype, META, precision=precision, stored=few_bits)
+    return DecoderModel(reader, replace(spec, max_positions=0))
+
+
+def read_spec(config: ConfigFile) -> tuple[str, DecoderSpec]:
     """The architecture's name and spec. Raises CheckpointError for features that no architecture here has."""
     refuse_set(config, "is_encoder_decoder", "add_cross_attention")
     refuse_other_models(config)
-    architecture = _architecture(config)
+    architecture = find_architecture(config)
     _check_model_type(config, architecture)
     spec = ARCHITECTURES[architecture](config)
     if not math.isclose(config.number("attention_multiplier", 0.0, 1e9, scale := spec.layers[0].attention.scale), scale, rel_tol=1e-3):
@@ -353,8 +364,8 @@ def _check_model_type(config: ConfigFile, architecture: str) -> None:
         config.refuse("model_type", f"contradicts architectures, which names {architecture}", "Correct the wrong one.")
 
 
-def _architecture(config: ConfigFile) -> str:
-    """The first supported entry of `architectures`; what `model_type` stands for where there is no entry."""
+def find_architecture(config: ConfigFile) -> str:
+    """The first supported entry of `architectures`; what `model_type` stands for where there is no entry. Raises CheckpointError."""
     names, model_type = config.items("architectures"), config.text("model_type", "")
     if not names and model_type in MODEL_TYPES:
         return MODEL_TYPES[model_type]
@@ -370,9 +381,10 @@ def _architecture(config: ConfigFile) -> str:
     raise CheckpointError(config.file, reason, f"Supported: {', '.join(ARCHITECTURES)}.")
 
 
-def _resolve_max_model_len(wanted: int | None, trained: int) -> int:
+def _resolve_max_model_len(wanted: int | None, spec: DecoderSpec) -> int:
     if wanted is None:
-        return trained
+        return spec.default_positions
+    trained = spec.max_positions
     if not 1 <= wanted <= trained:
         remedy = f"The checkpoint was made for {trained} positions; more need rope_scaling in its config.json, as its model card says."
         raise ConfigError("max_model_len", f"{wanted} is outside 1..{trained}", remedy)

@@ -30,11 +30,20 @@ NAMES = TensorNames(
     mlp_output_norm="post_feedforward_layernorm",
     attention=AttentionNames(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"),
 )
+DEFAULTS = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+}
+"""Fields that its authors' own files leave out, with the values of the class in transformers."""
 
 
 def decoder_spec(config: ConfigFile) -> DecoderSpec:
+    config = ConfigFile(config.file, {**DEFAULTS, **config.values}, config.prefix)
     refuse_set(config, "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention", "mlp_bias")
-    shape, has_bias = read_shape(config, head_dim=256), config.flag("attention_bias", False)
+    shape, has_bias = read_shape(config), config.flag("attention_bias", False)
     scale = config.number("query_pre_attn_scalar", 0.0, 1e9, default=256.0) ** -0.5
     mlp = MlpSpec(
         size=config.integer("intermediate_size", 1, MAX_WIDTH),

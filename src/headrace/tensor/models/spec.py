@@ -76,6 +76,14 @@ class DecoderSpec:
         found = next((scaling for scaling in scalings if isinstance(scaling, LongRopeScaling)), None)
         return None if found is None or found.short_factors == found.long_factors else found
 
+    @property
+    def default_positions(self) -> int:
+        """The longest context unless another is asked for: with LongRoPE that of the first training, for which the short factors were made.
+
+        Its authors' code and transformers take the long factors for longer sequences alone, with which short ones are computed otherwise.
+        """
+        return self.max_positions if self.longrope is None else min(self.longrope.original_positions, self.max_positions)
+
     def within(self, max_model_len: int) -> DecoderSpec:
         """The same model for contexts of up to `max_model_len` tokens, without windows of at least that length, which hide no token."""
         layers = tuple(
