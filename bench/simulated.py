@@ -24,6 +24,7 @@ from pathlib import Path
 from bench.harness import RESULTS, write_portable
 from bench.tinyllama import write_tinyllama
 from headrace.bundled import bundled_path
+from headrace.cli.planned_model import find_model
 from headrace.cli.simulate import GATEWAY_S
 from headrace.engine.config import EngineConfig
 from headrace.lab.arrivals import send_times
@@ -31,7 +32,6 @@ from headrace.lab.datasets import LoadRequest, WorkloadShape, make_requests
 from headrace.lab.environment import environment
 from headrace.lab.loadgen import LoadTarget, run_load
 from headrace.lab.metrics import LoadReport, summarize
-from headrace.lab.plan.shapes import find_model
 from headrace.lab.simulate.build import SimulatedModel, measured_model
 from headrace.lab.simulate.load import Arrival
 from headrace.lab.simulate.site import SimulatedSite
@@ -110,7 +110,7 @@ def figures(report: LoadReport) -> dict[str, float]:
 def measure(subject: Subject, scratch: Path, seconds: float) -> list[dict[str, object]]:
     steps = scratch / "steps.json"
     subprocess.run([*HEADRACE, "bench", "steps", str(subject.folder), "--output", str(steps), *subject.flags], check=True)
-    shape, _ = find_model(str(subject.folder), {})
+    shape = find_model(str(subject.folder), {}).shape
     fitted = read_steps(steps)
     model = measured_model(EngineConfig(model="subject"), fitted.latency, shape, fitted.num_blocks)
     most = simulated(model, make_requests(200, subject.shape), [0.0] * 200).request_throughput

@@ -27,7 +27,7 @@ from headrace.lab.datasets import LoadRequest, WorkloadShape, make_requests
 from headrace.lab.environment import environment
 from headrace.lab.metrics import LoadReport, summarize
 from headrace.lab.plan.catalogue import read_catalogue
-from headrace.lab.plan.shapes import find_model
+from headrace.lab.plan.shapes import find_entry
 from headrace.lab.simulate.build import SimulatedModel
 from headrace.lab.simulate.load import Arrival
 from headrace.lab.simulate.site import SimulatedSite
@@ -68,7 +68,7 @@ def latencies(scratch: Path) -> Iterator[tuple[str, StepLatency]]:
     yield "half of it by the sequence", made_up(0.5)
     yield "all of it by the sequence", made_up(0.0)
     known = read_catalogue()
-    llama, dtype = find_model("llama-3-8b", known.models)
+    llama, dtype = find_entry("llama-3-8b", known.models)
     yield "8B on an H100, from its roofline", Roofline(llama, known.device("h100"), Layout(1, 1), dtype, "bf16")
     folder = scratch / "tinyllama"
     write_tinyllama(folder)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from headrace.lab.plan.catalogue import Catalogue, read_catalogue
 from headrace.lab.plan.plan import dollars_per_1m_tokens
-from headrace.lab.plan.shapes import find_model
+from headrace.lab.plan.shapes import find_entry
 from headrace.lab.plan.sizings import fleet, known_sizings, levers, resident, routing_saving, shape, standby_replicas
 from headrace.policy.placement.layout import Goals, Need, Traffic, choose_layout
 from headrace.policy.placement.roofline import Layout, Roofline
@@ -138,7 +138,7 @@ def up_or_out(catalogue: Catalogue) -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     for device in ("a100", "h100"):
         need = Need(
-            model=find_model("llama-70b", catalogue.models)[0],
+            model=find_entry("llama-70b", catalogue.models)[0],
             device=catalogue.device(device),
             dtype="fp16",
             kv_dtype="fp16",

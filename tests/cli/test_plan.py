@@ -7,15 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
-from gguf_files import byte_level_keys, entry, gguf_bytes, model_keys
 
-from headrace.bundled import FOLDER
-from headrace.cli.plan import _folder_of
-from headrace.core.errors import CheckpointError
-from headrace.lab.plan.shapes import find_model
 from tests.cli.conftest import Headrace
-from tests.house.stand_in import TINY
 
 pytestmark = pytest.mark.pure
 
@@ -181,31 +174,6 @@ def test_a_bundled_model_and_an_embedding_model_are_planned(headrace: Headrace) 
     assert "kv_bytes_per_token" not in embedding
 
 
-def test_a_quantized_folder_is_planned_with_its_own_dtype_or_the_given_one(headrace: Headrace, tmp_path: Path) -> None:
-    config = {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "max_position_embeddings": 8192,
-        "quantization_config": {"quant_method": "awq", "bits": 4},
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    own = planned(headrace, str(tmp_path), "--gpu", "rtx4090", "--count", "1")
-    wide = planned(headrace, str(tmp_path), "--gpu", "rtx4090", "--count", "1", "--dtype", "bf16")
-    assert own["dtype"] == "int4"
-    assert wide["weights_bytes"] == 4 * own["weights_bytes"]  # type: ignore[operator]
-    config["quantization_config"] = {"quant_method": "magic"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    refused = headrace("plan", str(tmp_path), "--gpu", "rtx4090")
-    assert refused.returncode == 3
-    assert "quant_method" in refused.stderr
-    assert headrace("plan", str(tmp_path), "--gpu", "rtx4090", "--count", "1", "--dtype", "int8").returncode == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "named"),
     [
@@ -265,26 +233,3 @@ def test_a_plot_without_matplotlib_says_how_to_get_it(headrace: Headrace, tmp_pa
     done = headrace("plan", "llama-3-8b", "--gpu", "h100", "--plot", str(tmp_path / "plan.svg"))
     assert done.returncode == 3
     assert "pip install 'headrace[plots]'" in done.stderr
-
-
-@pytest.mark.parametrize(("file_type", "dtype"), [(15, "int4"), (7, "int8"), (1, "fp16"), (32, "bf16")])
-def test_a_gguf_file_is_planned_in_its_own_bits(file_type: int, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = write_gguf(tmp_path, file_type, monkeypatch)
-    shape, kept = find_model(_folder_of(str(file)), {})
-    assert (shape.name, shape.hidden_size, kept) == ("some", TINY["hidden_size"], dtype)
-
-
-def test_a_gguf_file_of_other_bits_needs_a_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = write_gguf(tmp_path, 18, monkeypatch)
-    with pytest.raises(CheckpointError, match=r'stored = "Q6_K": weights of these bits are not planned for. Give --dtype int4 or int8'):
-        find_model(_folder_of(str(file)), {})
-    assert find_model(_folder_of(str(file)), {}, "int8")[1] == "int8"
-
-
-def write_gguf(folder: Path, file_type: int, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file without layers' weights: a plan reads its header alone."""
-    monkeypatch.setenv("HEADRACE_CACHE_DIR", str(folder / "cache"))
-    keys = {**model_keys(TINY, "llama"), **byte_level_keys(FOLDER / "headrace-tiny", "headrace"), "general.file_type": file_type}
-    path = folder / "some.gguf"
-    path.write_bytes(gguf_bytes(keys, {"token_embd.weight": entry(torch.zeros(2560, int(str(TINY["hidden_size"]))), "F16")}))
-    return path

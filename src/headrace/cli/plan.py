@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.cli.exits import CommandExitCode, UsageRefused
-from headrace.tensor.checkpoint.gguf.paths import is_gguf
 
 if TYPE_CHECKING:
     from headrace.lab.plan.catalogue import Catalogue
@@ -68,21 +67,22 @@ def plan(
     plot: Annotated[Path | None, typer.Option("--plot", help="Write tokens/s and TPOT over the batch as SVG.")] = None,
 ) -> None:
     """Plan memory, layout, speed and cost of a model on devices that you may not have yet; exit 1 when nothing serves it."""
+    from headrace.cli.planned_model import find_model
     from headrace.lab.plan.catalogue import read_catalogue
     from headrace.lab.plan.plan import make_plan
-    from headrace.lab.plan.shapes import find_model
     from headrace.policy.placement.layout import Need
 
     known = read_catalogue(catalogue, prices)
     _check(dtype, kv_dtype, memory_fraction, plot)
-    shape, weights_dtype = find_model(_folder_of(model), known.models, dtype)
+    found = find_model(model, known.models, dtype)
+    shape = found.shape
     traffic, notes = _traffic(shape, context, users, tokens_per_user, requests_per_second)
     goals = _goals(slo, shape)
     needs = [
         Need(
             model=shape,
             device=device,
-            dtype=weights_dtype,
+            dtype=found.dtype,
             kv_dtype=kv_dtype,
             traffic=traffic,
             goals=goals,
@@ -91,19 +91,12 @@ def plan(
         )
         for device in _devices(gpu, known)
     ]
-    plans = sorted([make_plan(need, known.prices, [*notes, *_age_notes(need)]) for need in needs], key=_cheapness)
+    plans = sorted([make_plan(need, known.prices, [*found.notes, *notes, *_age_notes(need)]) for need in needs], key=_cheapness)
     if plot is not None:
         _draw(plot, plans)
     _print(plans, explain, as_json)
     if not plans[0].is_met:
         raise typer.Exit(CommandExitCode.FAILED)
-
-
-def _folder_of(model: str) -> str:
-    """The folder made for a GGUF file; any other name unchanged. Raises CheckpointError, ConfigError."""
-    from headrace.tensor.checkpoint.gguf.folder import make_folder
-
-    return str(make_folder(Path(model))) if is_gguf(model) and Path(model).is_file() else model
 
 
 def _draw(file: Path, plans: list[CapacityPlan]) -> None:

@@ -240,9 +240,10 @@ def _measured_site(asked: _Asked, steps: Path, section: _Section | None) -> _Sit
 
 
 def _shape(engine: EngineConfig, models: Mapping[str, Mapping[str, object]]) -> tuple[ModelShape, str]:
-    from headrace.lab.plan.shapes import find_model
+    from headrace.cli.planned_model import find_model
 
-    shape, dtype = find_model(engine.model, models)
+    found = find_model(engine.model, models)
+    shape, dtype = found.shape, found.dtype
     if shape.is_encoder:
         raise UsageRefused(f"--model: {shape.name} generates nothing; `headrace plan` says how many inputs it reads.")
     return shape, dtype

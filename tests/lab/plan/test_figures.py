@@ -11,7 +11,7 @@ from headrace.lab.plan.catalogue import Catalogue, read_catalogue
 from headrace.lab.plan.chart import curve, write_chart
 from headrace.lab.plan.plan import CapacityPlan, Figure, make_plan
 from headrace.lab.plan.report import shown
-from headrace.lab.plan.shapes import find_model
+from headrace.lab.plan.shapes import find_entry
 from headrace.policy.placement.layout import Goals, Need, Traffic
 
 pytestmark = pytest.mark.pure
@@ -26,7 +26,7 @@ def planned(
     catalogue: Catalogue, model: str, device: str, dtype: str = "bf16", *, num_devices: int | None = None, **traffic: float
 ) -> CapacityPlan:
     asked = Traffic(prompt_tokens=3072, output_tokens=1024, **traffic)  # type: ignore[arg-type]
-    shape = find_model(model, catalogue.models)[0]
+    shape = find_entry(model, catalogue.models)[0]
     need = Need(model=shape, device=catalogue.device(device), dtype=dtype, kv_dtype="bf16", traffic=asked, num_devices=num_devices)
     return make_plan(need, catalogue.prices)
 
@@ -90,7 +90,7 @@ def test_a_picture_has_a_line_and_a_dot_for_each_device(catalogue: Catalogue, tm
 
 
 def test_what_a_plan_assumes_is_said(catalogue: Catalogue) -> None:
-    shape = find_model("llama-3-8b", catalogue.models)[0]
+    shape = find_entry("llama-3-8b", catalogue.models)[0]
     traffic = Traffic(prompt_tokens=3072, output_tokens=1024)
     need = Need(model=shape, device=catalogue.device("a100"), dtype="fp8", kv_dtype="bf16", traffic=traffic, goals=Goals(ttft_p95_s=10.0))
     notes = "\n".join(make_plan(need, catalogue.prices).notes)

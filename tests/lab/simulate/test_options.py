@@ -10,7 +10,7 @@ import pytest
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.lab.plan.catalogue import read_catalogue
-from headrace.lab.plan.shapes import find_model
+from headrace.lab.plan.shapes import find_entry
 from headrace.lab.simulate.build import SimulatedModel, measured_model, planned_model
 from headrace.lab.simulate.options import MEASURED, check_measured, make_need, on_device
 from headrace.lab.simulate.step_times import FittedLatency
@@ -25,7 +25,7 @@ TRAFFIC = Traffic(prompt_tokens=512, output_tokens=128, counts_prompts=True)
 def planned(tp: int | None = None, *, name: str = "llama-3-8b", gpu: str = "h100", **options: Any) -> tuple[SimulatedModel, Placement]:
     """options: those that a file names"""
     config = on_device(EngineConfig(model=name, **options), options, gpu)
-    shape, dtype = find_model(name, KNOWN.models)
+    shape, dtype = find_entry(name, KNOWN.models)
     return planned_model(config, make_need(config, shape, dtype, KNOWN.device(gpu), TRAFFIC), tp)
 
 
@@ -48,7 +48,7 @@ def test_wide_weights_leave_less_cache_and_are_read_later() -> None:
 
 
 def test_a_checkpoint_of_small_weights_keeps_them_whatever_is_computed_with() -> None:
-    shape, _ = find_model("llama-3-8b", KNOWN.models)
+    shape, _ = find_entry("llama-3-8b", KNOWN.models)
     config = EngineConfig(model="m", dtype="bfloat16")
     assert make_need(config, shape, "int4", KNOWN.device("h100"), TRAFFIC).dtype == "int4"
 
@@ -108,7 +108,7 @@ def test_a_gpu_has_defaults_of_its_own_where_the_file_names_none() -> None:
 
 
 def test_a_replica_is_the_one_that_the_planner_prefers() -> None:
-    shape, dtype = find_model("llama-70b", KNOWN.models)
+    shape, dtype = find_entry("llama-70b", KNOWN.models)
     config = on_device(EngineConfig(model="llama-70b"), (), "h100")
     chosen = next(each for each in choose_layout(make_need(config, shape, dtype, KNOWN.device("h100"), TRAFFIC)) if each.layout.pp == 1)
     simulated, best = planned(name="llama-70b")
@@ -117,8 +117,8 @@ def test_a_replica_is_the_one_that_the_planner_prefers() -> None:
 
 
 def test_heads_that_devices_cannot_share_are_refused_as_the_planner_refuses_them() -> None:
-    with pytest.raises(ConfigError, match="--tp: 6 heads are not divisible by TP 4"):
-        planned(4, name="headrace-tiny")
+    with pytest.raises(ConfigError, match="--tp: 14 heads are not divisible by TP 4"):
+        planned(4, name="qwen2.5-0.5b")
 
 
 DIFFERENT: dict[str, Any] = {
@@ -150,7 +150,7 @@ def test_steps_of_another_value_of_an_option_are_refused(name: str) -> None:
 
 def test_measured_steps_keep_their_blocks_where_the_file_names_none() -> None:
     latency = FittedLatency(step_s=0.01, row_s=0, context_s=0, prompt_s=0, attention_s=0)
-    shape, _ = find_model("headrace-tiny", KNOWN.models)
+    shape, _ = find_entry("qwen2.5-0.5b", KNOWN.models)
     assert measured_model(EngineConfig(model="m"), latency, shape, 500).num_blocks == 500
     assert measured_model(EngineConfig(model="m", num_kv_blocks=40), latency, shape, 500).num_blocks == 40
     with pytest.raises(ConfigError, match=r"1 block\(s\) of 16 tokens hold nothing"):

@@ -13,7 +13,7 @@ from headrace.core.plan import Plan, int_column
 from headrace.engine.config import EngineConfig
 from headrace.lab.fake_runner import FakeOptions, fake_engine
 from headrace.lab.plan.catalogue import read_catalogue
-from headrace.lab.plan.shapes import find_model
+from headrace.lab.plan.shapes import find_entry
 from headrace.lab.simulate.measure import measure_steps
 from headrace.lab.simulate.step_times import FittedLatency, MeasuredStep, StepFile, fit, mean_error, read_steps, step_s, write_steps
 from headrace.policy.placement.roofline import Layout, Roofline
@@ -45,7 +45,7 @@ def test_a_step_is_what_its_rows_cost() -> None:
 def test_prompts_beside_decoding_sequences_read_the_weights_once() -> None:
     """The larger of all that is computed and of what is read: of sequences that compute longer than weights are read, none is lost."""
     known = read_catalogue()
-    shape, dtype = find_model("llama-3-8b", known.models)
+    shape, dtype = find_entry("llama-3-8b", known.models)
     latency = Roofline(shape, known.device("h100"), Layout(), dtype, "bf16")
     for num_decoding in (8, 1000):
         decoding = [(100, 1)] * num_decoding

@@ -24,7 +24,7 @@ from headrace.policy.placement.layout import (
     ttft,
 )
 from headrace.policy.placement.layout import tpot_s as tpot_s_of
-from headrace.policy.placement.model import LatentAttention, ModelShape
+from headrace.policy.placement.model import LatentAttention, ModelShape, WeightSizes
 from headrace.policy.placement.roofline import COMPUTING, Layout, Roofline
 
 pytestmark = pytest.mark.pure
@@ -147,9 +147,17 @@ def test_too_few_devices_say_how_many_would_do() -> None:
 
 
 def test_a_step_of_few_tokens_reads_few_experts() -> None:
-    one, many = EXPERTS.num_read_params(1), EXPERTS.num_read_params(10_000)
-    assert one == pytest.approx(EXPERTS.num_active_params, rel=1e-6)
-    assert many == pytest.approx(EXPERTS.num_params - EXPERTS.vocab_size * EXPERTS.hidden_size, rel=1e-3)
+    one, many = EXPERTS.read_bytes("bf16", 1), EXPERTS.read_bytes("bf16", 10_000)
+    assert one == pytest.approx(2 * EXPERTS.num_active_params, rel=1e-6)
+    assert many == pytest.approx(2 * (EXPERTS.num_params - EXPERTS.vocab_size * EXPERTS.hidden_size), rel=1e-3)
+
+
+def test_quantized_layers_leave_the_tables_as_they_are() -> None:
+    """A step reads the head in 16 bits, and not the embedding."""
+    stored = replace(SMALL, stored=WeightSizes(layer=0.6, table=2.0))
+    assert stored.weights_bytes("int4") == pytest.approx(0.6 * SMALL.num_layer_params + 2 * SMALL.num_table_params)
+    assert stored.read_bytes("int4", 1) == pytest.approx(0.6 * SMALL.num_layer_params + SMALL.num_table_params)
+    assert SMALL.weights_bytes("fp8") == SMALL.num_layer_params + 2 * SMALL.num_table_params
 
 
 def test_a_window_bounds_what_a_sequence_holds() -> None:

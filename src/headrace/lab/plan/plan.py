@@ -86,7 +86,7 @@ def _memory_figures(need: Need, best: Placement, latency: Roofline) -> dict[str,
     figures = {
         "num_params": Figure(model.num_params, "", "embeddings + layers x (attention + feed-forward) + head, from config.json"),
         "num_active_params": Figure(model.num_active_params, "", "weights that one token is multiplied with"),
-        "weights_bytes": Figure(weights, "bytes", f"{model.num_params:,} weights x {WEIGHT_BYTES[need.dtype]:g} bytes ({need.dtype})"),
+        "weights_bytes": Figure(weights, "bytes", _weights_formula(need)),
         "memory_bytes": Figure(memory, "bytes", f"{best.num_devices} device(s) x {share}"),
         "free_bytes": Figure(memory - replicas * weights, "bytes", f"memory - {replicas} x {weights / 1e9:,.2f} GB of weights"),
     }
@@ -106,6 +106,13 @@ def _memory_figures(need: Need, best: Placement, latency: Roofline) -> dict[str,
             f"{room} / {latency.kv_bytes(need.traffic.context):,.0f} bytes of {need.traffic.context} tokens{held}",
         ),
     }
+
+
+def _weights_formula(need: Need) -> str:
+    model, sizes = need.model, need.model.sizes(need.dtype)
+    kept = f"{need.dtype}, as stored" if model.stored else need.dtype
+    layers, tables = f"{model.num_layer_params:,} weights of layers", f"{model.num_table_params:,} of embedding and head"
+    return f"{layers} x {sizes.layer:.4g} bytes ({kept}) + {tables} x {sizes.table:.4g}"
 
 
 def _kv_formula(need: Need) -> str:
@@ -177,7 +184,7 @@ def _cost_figures(need: Need, best: Placement, prices: Prices) -> dict[str, Figu
     rate = min(need.traffic.tokens_per_s or best.tokens_per_s, best.tokens_per_s)
     egress_bytes = 0 if need.model.is_encoder else EGRESS_BYTES_PER_TOKEN
     egress = egress_bytes * 1e6 / 1e9 * prices.egress_per_gb
-    weights_gb = need.model.num_params * WEIGHT_BYTES[need.dtype] / 1e9
+    weights_gb = need.model.weights_bytes(need.dtype) / 1e9
     storage = weights_gb * prices.storage_per_gb_month / (rate * 3600 * HOURS_PER_MONTH) * 1e6
     figures = {
         "egress_per_1m_tokens": Figure(egress, "$", f"{egress_bytes} bytes per token x 1M x ${prices.egress_per_gb:g} per GB"),
@@ -228,8 +235,6 @@ def _notes(need: Need, best: Placement) -> list[str]:
         notes.append(f"{device.title} has no {need.dtype} products: {need.dtype} weights save memory and are multiplied in 16 bits.")
     if need.memory_fraction == 1:
         notes.append("All memory counts. An engine needs some for activations: --memory-fraction 0.9 is what engines take.")
-    if need.dtype == "int4":
-        notes.append("Scales and zero points of int4 weights, 3 to 6 % more, are not counted.")
     if not device.is_served:
         notes.append(f"Headrace has no backend for {device.title}: its figures are arithmetic alone.")
     if best.batch and best.price_per_hour is None:

@@ -1,18 +1,16 @@
-"""Reads the sizes of a model from its config.json (`ModelShape`), also for architectures that Headrace does not serve.
-
-Only the fields that the model families share are read."""
+"""Reads the sizes of a model (`ModelShape`) from the fields of config.json that families share: entries of the catalogue, and architectures
+that Headrace does not serve. A folder whose architecture it serves is read by the engine's own code (`cli.planned_model`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from pathlib import Path
 
-from headrace.bundled import bundled_names, bundled_path
+from headrace.bundled import bundled_names
 from headrace.core.errors import ConfigError
 from headrace.core.strict_decode import UnknownKey
 from headrace.policy.placement.model import WEIGHT_BYTES, LatentAttention, ModelShape
-from headrace.tensor.checkpoint.config import ConfigFile, read_config
+from headrace.tensor.checkpoint.config import ConfigFile
 
 ENCODERS = frozenset({"bert", "roberta", "xlm-roberta", "distilbert", "mpnet", "nomic_bert", "modernbert"})
 UNGATED = (ENCODERS - {"modernbert", "nomic_bert"}) | {"opt", "gpt_neox", "phi", "starcoder2", "gpt_bigcode", "nemotron"}
@@ -62,9 +60,6 @@ NOT_READ = {"interleave_moe_layer_step": 1, "decoder_sparse_step": 1, "moe_layer
 
 DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8", **{name: name for name in WEIGHT_BYTES}}
 
-GGUF_DTYPES = {"Q4": "int4", "Q8": "int8", "F16": "fp16", "BF16": "bf16", "F32": "fp32"}
-"""Prefix of a GGUF file's mixture of types -> the dtype."""
-
 MAX_WIDTH = 2**20
 MAX_LAYERS = 1024
 MAX_EXPERTS = 4096
@@ -83,7 +78,6 @@ FIELDS = (
     "tie_word_embeddings",
     "dtype",
     "torch_dtype",
-    "quantization_config",
     "sliding_window",
     "use_sliding_window",
     "sliding_window_pattern",
@@ -105,32 +99,19 @@ FIELDS = (
 )
 """Fields of config.json that are read. An entry of a catalogue has no other."""
 
-QUANTIZATION_FIELDS = ("quant_method", "bits")
-
 
 def check_entry(where: str, name: str, entry: Mapping[str, object]) -> None:
     """Check a model entry. Raises UnknownKey for a field that is not read, CheckpointError for an absurd value."""
     for field in entry:
         if field not in FIELDS:
             raise UnknownKey(f"{where}.{field}", FIELDS, {})
-    for field in ConfigFile(where, entry).section("quantization_config").values:
-        if field not in QUANTIZATION_FIELDS:
-            raise UnknownKey(f"{where}.quantization_config.{field}", QUANTIZATION_FIELDS, {})
-    read_shape(ConfigFile(where, entry), name)
+    _read_entry(where, name, entry)
 
 
-def find_model(name: str, catalogue: Mapping[str, Mapping[str, object]], dtype: str | None = None) -> tuple[ModelShape, str]:
-    """The shape and the weights' dtype of a folder, a bundled model or an entry of the catalogue. dtype: None: as the weights are stored
-
-    Raises ConfigError if there is no model of that name, CheckpointError naming an absurd field of config.json.
-    """
-    folder = Path(name)
-    if folder.is_dir():
-        return read_shape(read_config(folder), folder.resolve().name, dtype)
-    if (bundled := bundled_path(name)) is not None:
-        return read_shape(read_config(bundled), name, dtype)
+def find_entry(name: str, catalogue: Mapping[str, Mapping[str, object]]) -> tuple[ModelShape, str]:
+    """The shape and the weights' dtype of an entry of the catalogue. Raises ConfigError if there is none of that name."""
     if (key := name if name in catalogue else name.lower()) in catalogue:
-        return read_shape(ConfigFile(f"catalogue, {key}", catalogue[key]), key, dtype)
+        return _read_entry(f"catalogue, {key}", key, catalogue[key])
     known = sorted({*catalogue, *bundled_names()})
     near = get_close_matches(name.lower(), known, n=1) or [each for each in known if name.lower() in each]
     remedy = f"Did you mean {near[0]}? " if near else ""
@@ -138,13 +119,21 @@ def find_model(name: str, catalogue: Mapping[str, Mapping[str, object]], dtype: 
     raise ConfigError("MODEL", reason, f"{remedy}Known: {', '.join(known)}.")
 
 
-def read_shape(config: ConfigFile, name: str, dtype: str | None = None) -> tuple[ModelShape, str]:
-    """The shape, and the dtype as in `find_model`. Raises CheckpointError naming the field."""
-    outer, config = config, config.section("text_config") if config.has("text_config") else config
+def _read_entry(where: str, name: str, entry: Mapping[str, object]) -> tuple[ModelShape, str]:
+    config = ConfigFile(where, entry)
+    return read_shape(config, name), read_dtype(config)
+
+
+def refuse_other_layers(config: ConfigFile) -> None:
+    """Raises CheckpointError for a field of OTHER_LAYERS."""
+    for field in (field for field, value in config.values.items() if field.startswith(OTHER_LAYERS) and value):
+        config.refuse(field, "only layers of attention to one sequence's keys and values are planned for")
+
+
+def read_shape(config: ConfigFile, name: str) -> ModelShape:
+    """Raises CheckpointError naming the field."""
+    refuse_other_layers(config)
     kind = config.text("model_type", "llama")
-    for holder in (outer, config):
-        for field in (field for field, value in holder.values.items() if field.startswith(OTHER_LAYERS) and value):
-            holder.refuse(field, "only layers of attention to one sequence's keys and values are planned for")
     layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
     hidden, heads = config.integer("hidden_size", 1, MAX_WIDTH), config.integer("num_attention_heads", 1, 4096)
     kv_heads = config.integer("num_key_value_heads", 1, heads, default=heads)
@@ -159,7 +148,7 @@ def read_shape(config: ConfigFile, name: str, dtype: str | None = None) -> tuple
         if num_experts and config.has(field) and config.values[field] != every:
             config.refuse(field, "experts in some layers alone are not planned for")
     shared = config.integer("n_shared_experts", 0, 64, default=0) * expert_size
-    shape = ModelShape(
+    return ModelShape(
         name=name,
         num_layers=layers,
         hidden_size=hidden,
@@ -182,7 +171,6 @@ def read_shape(config: ConfigFile, name: str, dtype: str | None = None) -> tuple
         is_encoder=kind in ENCODERS,
         is_assumed=kind not in FAMILIES,
     )
-    return shape, dtype or _kept_dtype(outer, config)
 
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -218,34 +206,12 @@ def _latent(config: ConfigFile) -> LatentAttention | None:
     )
 
 
-def _kept_dtype(outer: ConfigFile, config: ConfigFile) -> str:
-    """The dtype of stored weights: that of quantized weights if there are any, else that of config.json, else bf16."""
-    owner = outer if outer.has("quantization_config") else config
-    if owner.has("quantization_config"):
-        return _quantized(owner.section("quantization_config"))
-    for holder in (config, outer):
+def read_dtype(*holders: ConfigFile) -> str:
+    """The dtype that the first of these names; bf16 if none does. Raises CheckpointError."""
+    for holder in holders:
         for field in ("dtype", "torch_dtype"):
-            if holder.has(field) and (name := holder.text(field)) != "auto":
+            if holder.has(field) and (name := holder.text(field).removeprefix("torch.")) != "auto":
                 if name not in DTYPES:
                     holder.refuse(field, f"only {', '.join(DTYPES)} are known")
                 return DTYPES[name]
     return "bf16"
-
-
-def _quantized(section: ConfigFile) -> str:
-    method = section.text("quant_method")
-    if method == "gguf":
-        stored = section.text("stored", "")
-        if (found := next((kept for kind, kept in GGUF_DTYPES.items() if stored.startswith(kind)), None)) is None:
-            section.refuse("stored", "weights of these bits are not planned for", "Give --dtype int4 or int8, whichever is nearer.")
-        return found
-    if method in ("gptq", "awq"):
-        bits = section.integer("bits", 2, 8, default=4)
-        if bits not in (4, 8):
-            section.refuse("bits", "only 4 and 8 are planned for", "Give --dtype int4 or int8 to plan with another width.")
-        return "int4" if bits == 4 else "int8"
-    if method in ("fp8", "fbgemm_fp8"):
-        return "fp8"
-    if method not in ("mxfp4", "nvfp4"):
-        section.refuse("quant_method", "only gptq, awq, fp8 and mxfp4 are known", "Give --dtype, so that the weights' width is known.")
-    return "int4"

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from headrace.lab.plan.catalogue import Catalogue
 from headrace.lab.plan.plan import CapacityPlan, dollars_per_1m_tokens, make_plan
-from headrace.lab.plan.shapes import find_model
+from headrace.lab.plan.shapes import find_entry
 from headrace.policy.placement.layout import Goals, Need, Traffic, capacity, judge, layouts
-from headrace.policy.placement.model import KV_BYTES, WEIGHT_BYTES, ModelShape
+from headrace.policy.placement.model import KV_BYTES, ModelShape
 from headrace.policy.placement.roofline import Layout, Roofline
 
 
@@ -27,7 +27,7 @@ class Sizing:
 
 
 def shape(catalogue: Catalogue, name: str) -> ModelShape:
-    return find_model(name, catalogue.models)[0]
+    return find_entry(name, catalogue.models)[0]
 
 
 def kv_bytes(model: ModelShape, num_tokens: int, dtype: str = "fp16") -> float:
@@ -36,7 +36,7 @@ def kv_bytes(model: ModelShape, num_tokens: int, dtype: str = "fp16") -> float:
 
 
 def weights_bytes(model: ModelShape, dtype: str) -> float:
-    return model.num_params * WEIGHT_BYTES[dtype]
+    return model.weights_bytes(dtype)
 
 
 def resident(catalogue: Catalogue, name: str, device: str, tp: int, context: int, *, memory_fraction: float = 1.0) -> tuple[int, int]:
@@ -169,7 +169,7 @@ def _memory(catalogue: Catalogue) -> Iterator[Sizing]:
         "Weights in int8 and int4 against fp16; fp32",
         "2 x, 4 x; 4 x, 8 x smaller",
         "; ".join(", ".join(f"{sizes[wide] / sizes[narrow]:.0f} x" for narrow in ("int8", "int4")) for wide in ("fp16", "fp32")),
-        "bytes of a weight, without scales (int4: 3 to 6 % more)",
+        "int8 and int4 with the embedding and the head in 16 bits, int4 with scales",
     )
 
 

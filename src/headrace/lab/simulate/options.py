@@ -58,7 +58,7 @@ def make_need(config: EngineConfig, shape: ModelShape, kept: str, device: Device
     weights = config.quantization if config.quantization in ROUNDINGS else kept if is_small else computed
     names_cache = config.num_kv_blocks is not None or config.kv_cache_bytes is not None
     return Need(
-        model=shape,
+        model=shape if weights == kept else replace(shape, stored=None),
         device=device,
         dtype=weights,
         kv_dtype=KV_DTYPES.get(config.kv_cache_dtype, "fp32" if computed == "fp32" else "bf16"),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from headrace.policy.placement.device import Device
-from headrace.policy.placement.model import WEIGHT_BYTES, ModelShape
+from headrace.policy.placement.model import ModelShape
 from headrace.policy.placement.roofline import CHUNK_TOKENS, Layout, Roofline
 
 HEADROOM = 0.8
@@ -182,7 +182,7 @@ def capacity(need: Need, layout: Layout) -> tuple[int, int]:
 def free_bytes(need: Need, layout: Layout) -> float:
     """Memory of a replica beside the weights, in bytes; negative where the weights do not fit."""
     share = math.ceil(need.model.num_layers / layout.pp) / need.model.num_layers
-    return layout.tp * need.device.memory_bytes * need.memory_fraction / share - need.model.num_params * WEIGHT_BYTES[need.dtype]
+    return layout.tp * need.device.memory_bytes * need.memory_fraction / share - need.model.weights_bytes(need.dtype)
 
 
 def ttft(need: Need, latency: Roofline, batch: float) -> tuple[float, float]:
@@ -249,7 +249,7 @@ def _why_impossible(need: Need, layout: Layout, resident: int, sequences: int) -
     if odd := _why_indivisible(model, layout.tp):
         return odd
     memory = layout.num_devices * need.device.memory_bytes * need.memory_fraction
-    weights = model.num_params * WEIGHT_BYTES[need.dtype]
+    weights = model.weights_bytes(need.dtype)
     if weights >= memory:
         held, there = _apart(weights / 1e9, memory / 1e9, 1)
         return f"weights of {held} GB do not fit in {there} GB"

@@ -5,10 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
-"""Bytes of one weight. Scales and zero points, which add 3 to 6 % to int4, are not counted."""
+"""Bytes of one weight of a layer, without scales."""
 
 KV_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0}
 """Bytes of one key or value in the cache."""
+
+
+INT4_SCALE_BYTES = 20 / 8 / 128
+"""Bytes for each int4 weight of a scale in 16 bits and a zero point in 4, in groups of 128: the usual ones of GPTQ and AWQ."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSizes:
+    """Bytes of one weight, in the mean and with its share of scales: of the layers' weights, and of the tables (embedding and head)."""
+
+    layer: float
+    table: float
+
+
+def sizes_of(dtype: str) -> WeightSizes:
+    """The sizes of weights in a dtype of WEIGHT_BYTES. Quantizing leaves the tables in 16 bits."""
+    size = WEIGHT_BYTES[dtype]
+    return WeightSizes(layer=size + (INT4_SCALE_BYTES if dtype == "int4" else 0.0), table=max(size, 2.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +57,7 @@ class ModelShape:
     max_positions       longest context the model was made for
     is_encoder          no tokens are generated and nothing is cached
     is_assumed          its family is not known, and its sizes were read as those of Llama's
+    stored              sizes of the weights as a checkpoint stores them; None: those of the dtype that is asked about
     """
 
     name: str
@@ -62,28 +81,55 @@ class ModelShape:
     latent: LatentAttention | None = None
     is_encoder: bool = False
     is_assumed: bool = False
+    stored: WeightSizes | None = None
 
     # -- weights -----------------------------------------------------------------------------------------------------------------
 
     @property
     def num_params(self) -> int:
         """All weights: embeddings, layers, head. Biases are left out: less than a thousandth."""
+        return self.num_table_params + self.num_layer_params
+
+    @property
+    def num_table_params(self) -> int:
+        """Weights of the embedding and the head."""
         embeddings = self.vocab_size * self.hidden_size * (1 if self.is_tied or self.is_encoder else 2)
-        positions = self.max_positions * self.hidden_size if self.is_encoder else 0
-        return embeddings + positions + self.num_layers * self._attention_params + self._mlp_params(self.num_experts) + self.hidden_size
+        return embeddings + (self.max_positions * self.hidden_size if self.is_encoder else 0)
+
+    @property
+    def num_layer_params(self) -> int:
+        """All other weights."""
+        return self._num_read_layer_params(self.num_experts)
 
     @property
     def num_active_params(self) -> int:
         """Weights that one generated token is multiplied with: its own experts', and not the embedding table."""
-        head = 0 if self.is_encoder else self.vocab_size * self.hidden_size
-        return head + self.num_layers * self._attention_params + self._mlp_params(self.experts_per_token) + self.hidden_size
+        return self._num_head_params + self._num_read_layer_params(self.experts_per_token)
 
-    def num_read_params(self, num_tokens: float) -> float:
-        """Weights that a step over `num_tokens` tokens reads. Tokens choose experts independently; an expert without tokens is not read."""
-        if not self.num_experts:
-            return self.num_active_params
-        chosen = self.num_experts * (1.0 - (1.0 - self.experts_per_token / self.num_experts) ** num_tokens)
-        return self.num_active_params - self._mlp_params(self.experts_per_token) + self._mlp_params(chosen)
+    def sizes(self, dtype: str) -> WeightSizes:
+        """As stored, or else in this dtype."""
+        return self.stored or sizes_of(dtype)
+
+    def weights_bytes(self, dtype: str) -> float:
+        """Bytes of all weights."""
+        sizes = self.sizes(dtype)
+        return self.num_layer_params * sizes.layer + self.num_table_params * sizes.table
+
+    def read_bytes(self, dtype: str, num_tokens: float) -> float:
+        """Bytes of weights that a step over `num_tokens` tokens reads. Tokens choose experts independently; others are not read."""
+        chosen = 0.0
+        if self.num_experts:
+            chosen = self.num_experts * (1.0 - (1.0 - self.experts_per_token / self.num_experts) ** num_tokens)
+        sizes = self.sizes(dtype)
+        return self._num_head_params * sizes.table + self._num_read_layer_params(chosen) * sizes.layer
+
+    @property
+    def _num_head_params(self) -> int:
+        return 0 if self.is_encoder else self.vocab_size * self.hidden_size
+
+    def _num_read_layer_params(self, num_experts: float) -> int:
+        """Weights of all layers, where each layer with experts has this many, and of the last norm."""
+        return self.num_layers * self._attention_params + self._mlp_params(num_experts) + self.hidden_size
 
     @property
     def _attention_params(self) -> int:

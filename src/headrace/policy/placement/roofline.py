@@ -66,7 +66,7 @@ class Roofline:
 
     @property
     def weights_bytes(self) -> float:
-        return self.model.num_params * WEIGHT_BYTES[self.dtype]
+        return self.model.weights_bytes(self.dtype)
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -115,9 +115,8 @@ class Roofline:
 
     def read_weights_s(self, num_tokens: float) -> float:
         """Seconds to read the weights for one batch, over all pipeline stages one after the other."""
-        weight_bytes = WEIGHT_BYTES[self.dtype]
-        rate = self.device.bytes_per_s * self.device.weight_efficiency[weight_bytes]
-        return self.model.num_read_params(num_tokens) * weight_bytes / (self.layout.tp * rate)
+        rate = self.device.bytes_per_s * self.device.weight_efficiency[WEIGHT_BYTES[self.dtype]]
+        return self.model.read_bytes(self.dtype, num_tokens) / (self.layout.tp * rate)
 
     def read_kv_s(self, num_sequences: float, context: float) -> float:
         rate = self.device.bytes_per_s * KV_EFFICIENCY
@@ -134,7 +133,7 @@ class Roofline:
     def decode_bytes(self, num_sequences: float, context: float) -> float:
         """Bytes of weights and KV that all devices read while each sequence gets one token."""
         batch = self._batch(num_sequences)
-        weights = self.model.num_read_params(batch) * WEIGHT_BYTES[self.dtype] * num_sequences / batch
+        weights = self.model.read_bytes(self.dtype, batch) * num_sequences / batch
         return weights + num_sequences * self.kv_bytes(context)
 
     def _batch(self, num_sequences: float) -> float:

@@ -129,6 +129,11 @@ class Checkpoint:
         self._read.add(name)
 
     @property
+    def tensor_bytes(self) -> dict[str, int]:
+        """Bytes of each tensor in its file."""
+        return {name: tensor.end - tensor.begin for header in self._headers.values() for name, tensor in header.tensors.items()}
+
+    @property
     def files(self) -> list[Path]:
         """Paths of the weight files."""
         return [self.folder / file for file in self._headers]

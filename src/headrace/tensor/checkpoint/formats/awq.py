@@ -24,6 +24,7 @@ from headrace.core.errors import CheckpointError
 from headrace.tensor.checkpoint.config import ConfigFile
 from headrace.tensor.checkpoint.formats.format import StoredParts
 from headrace.tensor.checkpoint.formats.nibbles import decoded, nibbles
+from headrace.tensor.checkpoint.formats.scaled import Blocks, bytes_with_scales
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight
 
 PER_WORD = 8
@@ -82,6 +83,10 @@ class AwqFormat:
 
     def is_quantized(self, parts: StoredParts, stem: str) -> bool:
         return any(parts.has(f"{stem}.{part}") for part in ("qweight", "qzeros", "scales"))
+
+    def stored_bytes(self, stem: str, shape: tuple[int, int]) -> float:
+        """See `WeightFormat.stored_bytes`."""
+        return bytes_with_scales(shape, 4, Blocks(1, max(self.group, 0)), 16 + 4)
 
     def open(self, parts: StoredParts, stem: str, shape: tuple[int, int]) -> AwqWeight:
         """See `WeightFormat.open`."""

@@ -47,6 +47,7 @@ from headrace.tensor.checkpoint.formats.scaled import (
     TENSOR,
     Blocks,
     ScaledWeight,
+    bytes_with_scales,
     read_any,
     read_e2m1,
     read_e4m3,
@@ -86,6 +87,12 @@ class Scheme:
         if self.layout not in INTEGERS:
             return Precision.FP8 if self.layout == "float-quantized" and not self.blocks.columns else Precision.NONE
         return Precision.INT4 if self.bits <= 4 and not self.has_order else Precision.INT8
+
+    def stored_bytes(self, shape: tuple[int, int]) -> float:
+        """See `WeightFormat.stored_bytes`."""
+        bits = 8 if self.layout == "int-quantized" else self.bits
+        scale_bits = 8 if self.layout in FIXED_GROUPS else 16 + (0 if self.is_symmetric else bits)
+        return bytes_with_scales(shape, bits, self.blocks, scale_bits)
 
     def read(self, parts: StoredParts, stem: str, shape: tuple[int, int]) -> ScaledWeight:
         """Raises CheckpointError. Older writers store zero points of symmetric weights too, which are zero."""
@@ -131,6 +138,10 @@ class CompressedTensorsFormat:
     def is_quantized(self, parts: StoredParts, stem: str) -> bool:
         name = f"{stem}.weight"
         return parts.has(f"{stem}.weight_packed") or (parts.has(name) and parts.stored_dtype(name) in (E4M3, "I8"))
+
+    def stored_bytes(self, stem: str, shape: tuple[int, int]) -> float:
+        """See `WeightFormat.stored_bytes`."""
+        return self._scheme(stem).stored_bytes(shape)
 
     def open(self, parts: StoredParts, stem: str, shape: tuple[int, int]) -> ScaledWeight:
         """See `WeightFormat.open`."""

@@ -80,6 +80,13 @@ class WeightFormat(Protocol):
         """Whether the linear `stem`, such as "model.layers.0.mlp.down_proj", is stored in this format, and not as a plain weight."""
         ...
 
+    def stored_bytes(self, stem: str, shape: tuple[int, int]) -> float | None:
+        """Bytes of a weight of `shape` [N, K] in the files, with scales and zero points, by the configuration alone.
+
+        None where a rule of the configuration leaves the linear plain.
+        """
+        ...
+
     def open(self, parts: StoredParts, stem: str, shape: tuple[int, int]) -> QuantizedWeight:
         """Read the stored tensors of a weight of `shape` [N, K].
 

@@ -18,7 +18,18 @@ from dataclasses import dataclass
 
 from headrace.tensor.checkpoint.config import ConfigFile
 from headrace.tensor.checkpoint.formats.format import StoredParts
-from headrace.tensor.checkpoint.formats.scaled import CHANNEL, E8M0, FLOATS, NOT_ROUNDED, TENSOR, Blocks, ScaledWeight, is_e4m3, read_e4m3
+from headrace.tensor.checkpoint.formats.scaled import (
+    CHANNEL,
+    E8M0,
+    FLOATS,
+    NOT_ROUNDED,
+    TENSOR,
+    Blocks,
+    ScaledWeight,
+    bytes_with_scales,
+    is_e4m3,
+    read_e4m3,
+)
 from headrace.tensor.kernels.rounding import Precision
 
 SCHEMES = ("dynamic", "static")
@@ -45,6 +56,10 @@ class Fp8Format:
 
     def is_quantized(self, parts: StoredParts, stem: str) -> bool:
         return is_e4m3(parts, stem)
+
+    def stored_bytes(self, stem: str, shape: tuple[int, int]) -> float:
+        """See `WeightFormat.stored_bytes`."""
+        return bytes_with_scales(shape, 8, self.blocks or CHANNEL, 32)
 
     def open(self, parts: StoredParts, stem: str, shape: tuple[int, int]) -> ScaledWeight:
         """See `WeightFormat.open`."""

@@ -36,6 +36,7 @@ from headrace.tensor.checkpoint.config import ConfigFile
 from headrace.tensor.checkpoint.formats.format import StoredParts
 from headrace.tensor.checkpoint.formats.nibbles import decoded, nibbles
 from headrace.tensor.checkpoint.formats.patterns import Name, Pattern, read_patterns
+from headrace.tensor.checkpoint.formats.scaled import Blocks, bytes_with_scales
 from headrace.tensor.checkpoint.formats.unpacking import unpack
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight
 
@@ -176,6 +177,13 @@ class GptqFormat:
 
     def is_quantized(self, parts: StoredParts, stem: str) -> bool:
         return any(parts.has(f"{stem}.{part}") for part in ("qweight", "qzeros", "scales"))
+
+    def stored_bytes(self, stem: str, shape: tuple[int, int]) -> float | None:
+        """See `WeightFormat.stored_bytes`."""
+        if (scheme := self._scheme(stem)) is None:
+            return None
+        indices = 4 * shape[1]
+        return indices + bytes_with_scales(shape, scheme.bits, Blocks(1, max(scheme.group, 0)), 16 + scheme.bits)
 
     def open(self, parts: StoredParts, stem: str, shape: tuple[int, int]) -> GptqWeight:
         """See `WeightFormat.open`."""

@@ -25,9 +25,12 @@ from headrace.tensor.checkpoint.config import ConfigFile
 from headrace.tensor.checkpoint.formats.format import StoredParts
 from headrace.tensor.checkpoint.formats.fp8 import tensor_or_channel
 from headrace.tensor.checkpoint.formats.scaled import (
+    CHANNEL,
     E4M3,
     NOT_ROUNDED,
+    Blocks,
     ScaledWeight,
+    bytes_with_scales,
     is_e4m3,
     read_e2m1,
     read_e4m3,
@@ -62,6 +65,12 @@ class ModelOptFormat:
     def is_quantized(self, parts: StoredParts, stem: str) -> bool:
         name = f"{stem}.weight"
         return is_e4m3(parts, stem) or (parts.has(name) and parts.stored_dtype(name) == "U8")
+
+    def stored_bytes(self, stem: str, shape: tuple[int, int]) -> float:
+        """See `WeightFormat.stored_bytes`."""
+        if self.algorithm == "NVFP4":
+            return bytes_with_scales(shape, 4, Blocks(1, NVFP4_GROUP), 8)
+        return bytes_with_scales(shape, 8, CHANNEL, 32)
 
     def open(self, parts: StoredParts, stem: str, shape: tuple[int, int]) -> ScaledWeight:
         """See `WeightFormat.open`."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -137,6 +138,11 @@ class ScaledWeight:
 
 
 TENSOR, CHANNEL = Blocks(0, 0), Blocks(1, 0)
+
+
+def bytes_with_scales(shape: tuple[int, int], bits: int, blocks: Blocks, scale_bits: int) -> float:
+    """Bytes of a weight [N, K] of `bits` each. scale_bits: of a scale and its zero point, one for each of `blocks`"""
+    return (prod(shape) * bits + prod(blocks.stored_shapes(shape)[0]) * scale_bits) / 8
 
 
 def read_any(parts: StoredParts, name: str, shapes: Sequence[tuple[int, ...]], dtypes: tuple[str, ...]) -> Tensor:

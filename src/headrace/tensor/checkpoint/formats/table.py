@@ -52,17 +52,21 @@ FEW = 16
 
 def read_format(config: ConfigFile) -> WeightFormat | GgufFormat | None:
     """The format of the checkpoint's linears; None for plain weights. Raises CheckpointError for one that is not supported."""
-    name = next((name for name in ("quantization_config", "compression_config") if config.has(name)), None)
-    section = read_separate(config) if name is None else config.section(name)
-    if section is None:
+    if (section := find_section(config)) is None:
         return None
-    method = section.text("quant_method", "compressed-tensors" if name == "compression_config" else None)
+    method = section.text("quant_method", "compressed-tensors" if section.prefix == "compression_config." else None)
     if method == GgufFormat.method:
         return read_gguf_format(section)
     if method not in FORMATS:
         others = f"Supported: {', '.join(FORMATS)}; or use float32, bfloat16 or float16 weights."
         section.refuse("quant_method", "checkpoints of this format are not supported", INSTEAD.get(method, others))
     return FORMATS[method](section)
+
+
+def find_section(config: ConfigFile) -> ConfigFile | None:
+    """What describes the format: in config.json, or in a file beside it; None for plain weights. Raises CheckpointError."""
+    name = next((name for name in ("quantization_config", "compression_config") if config.has(name)), None)
+    return read_separate(config) if name is None else config.section(name)
 
 
 def resolve_precision(quantization: str, stored: WeightFormat | GgufFormat | None) -> Precision:
