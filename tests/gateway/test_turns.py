@@ -29,7 +29,7 @@ async def test_a_crowd_begins_a_few_in_each_round_and_in_order() -> None:
     turns, rounds, begun = BeginTurns(asyncio.get_running_loop().time), Rounds(), list[tuple[int, int]]()
 
     async def request(number: int) -> None:
-        await turns.take()
+        await turns.take("acme")
         begun.append((rounds.number, number))
 
     await asyncio.gather(*[request(number) for number in range(100)])
@@ -40,7 +40,7 @@ async def test_a_crowd_begins_a_few_in_each_round_and_in_order() -> None:
 async def test_a_request_that_comes_alone_waits_for_nothing() -> None:
     turns = BeginTurns(asyncio.get_running_loop().time)
     for _ in range(3):
-        taking = turns.take()
+        taking = turns.take("acme")
         with pytest.raises(StopIteration):
             taking.send(None)
         await asyncio.sleep(0)
@@ -50,7 +50,7 @@ async def test_a_cancelled_request_uses_no_turn() -> None:
     turns, begun = BeginTurns(asyncio.get_running_loop().time), list[int]()
 
     async def request(number: int) -> None:
-        await turns.take()
+        await turns.take("acme")
         begun.append(number)
 
     tasks = [asyncio.create_task(request(number)) for number in range(4 * BEGINS_PER_ROUND)]
@@ -65,13 +65,15 @@ async def test_requests_behind_a_slow_line_are_refused_as_they_come() -> None:
     now = 0.0
     turns = BeginTurns(lambda: now)
     for _ in range(BEGINS_PER_ROUND):
-        await turns.take()  # without a pause: all in this round
-    waiting = asyncio.ensure_future(turns.take())
-    late = turns.take()
+        await turns.take("acme")  # without a pause: all in this round
+    waiting = asyncio.ensure_future(turns.take("acme"))
+    late = turns.take("acme")
     late.send(None)
     now = MAX_WAIT_S + 0.1
     with pytest.raises(Overloaded, match="more requests than it can read"):
-        await turns.take()
+        await turns.take("acme")
+    other = asyncio.ensure_future(turns.take("other"))
+    await other
     late.close()
     await waiting
-    await turns.take()
+    await turns.take("acme")

@@ -137,7 +137,7 @@ class Gateway:
         if not (endpoint.generates or endpoint.has_limits):
             await endpoint.handler(service, exchange)
             return
-        await self._turns.take()
+        await self._turns.take(exchange.principal.tenant)
         keys = service.stored_keys if endpoint.generates else None
         with keys.uses.use(exchange.principal.key_id, exchange.end) if keys is not None else nullcontext():
             async with service.limiter.admit(exchange, service.config.limits):

@@ -99,7 +99,7 @@ def test_a_goal_for_the_first_token_shortens_the_wait_and_never_lengthens_it() -
 
 def test_a_lasting_overload_allows_a_short_wait_and_a_peak_a_longer_one() -> None:
     """The times of quick answers, of slow ones, and of answers that take longer than anybody may wait."""
-    for answer_s, short_s, peak_s in ((0.3, 1.0, 8.0), (0.7, 1.0, 8.0), (6.0, 6.0, 8.0), (50.0, 8.0, 8.0)):
+    for answer_s, short_s, peak_s in ((0.3, 0.5, 8.0), (0.7, 0.7, 8.0), (6.0, 6.0, 8.0), (50.0, 8.0, 8.0)):
         for is_overloaded, expected in ((True, short_s), (False, peak_s)):
             assert bound_s(QueueState(0, 0.0, answer_s=answer_s, is_overloaded=is_overloaded)) == expected
     assert AdmissionRules().wait_bound_s(0.3, None, is_overloaded=False) == 10.0

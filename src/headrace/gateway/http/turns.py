@@ -7,7 +7,7 @@ other socket is served once in it, so that running streams stall and what engine
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 
 from headrace.core.clock import Clock
 from headrace.core.errors import Overloaded
@@ -17,30 +17,36 @@ BEGINS_PER_ROUND = 8
 
 MAX_WAIT_S = 1.0
 """While the first in the line has waited longer than this, more requests arrive than this process can even refuse by their model's load.
-Further ones are refused as they come."""
+Further ones of the tenants that fill the line are refused as they come."""
 
 
 class BeginTurns:
     """Lets BEGINS_PER_ROUND requests begin in each round, in the order of their arrival. Used on one event loop."""
 
-    __slots__ = ("_clock", "_is_scheduled", "_num_left", "_waiting")
+    __slots__ = ("_clock", "_is_scheduled", "_num_left", "_tenants", "_waiting")
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._num_left = BEGINS_PER_ROUND
-        self._waiting: deque[tuple[asyncio.Future[None], float]] = deque()
+        self._waiting: deque[tuple[asyncio.Future[None], float, str]] = deque()
+        self._tenants: Counter[str] = Counter()  # of those that wait
         self._is_scheduled = False
 
-    async def take(self) -> None:
-        """Return in this round while turns are left, else in a later one. Raises Overloaded where the line is too slow."""
+    async def take(self, tenant: str) -> None:
+        """Return in this round while turns are left, else in a later one.
+
+        Raises Overloaded where the line is too slow and the tenant has its equal part of it, or more.
+        """
         if self._num_left and not self._waiting:
             self._use()
             return
         now = self._clock()
-        if self._waiting and now - self._waiting[0][1] > MAX_WAIT_S:
+        is_slow = bool(self._waiting) and now - self._waiting[0][1] > MAX_WAIT_S
+        if is_slow and self._tenants[tenant] * len(self._tenants) >= len(self._waiting):
             raise Overloaded("This server receives more requests than it can read; try again later.", retry_after_s=MAX_WAIT_S)
         turn = asyncio.get_running_loop().create_future()
-        self._waiting.append((turn, now))
+        self._waiting.append((turn, now, tenant))
+        self._tenants[tenant] += 1
         await turn
 
     def _use(self) -> None:
@@ -52,7 +58,10 @@ class BeginTurns:
     def _next_round(self) -> None:
         self._is_scheduled, self._num_left = False, BEGINS_PER_ROUND
         while self._waiting and self._num_left:
-            turn, _ = self._waiting.popleft()
+            turn, _, tenant = self._waiting.popleft()
+            self._tenants[tenant] -= 1
+            if not self._tenants[tenant]:
+                del self._tenants[tenant]
             if not turn.done():  # else its request was cancelled
                 turn.set_result(None)
                 self._use()

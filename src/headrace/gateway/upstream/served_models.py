@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 from headrace.core.errors import InvalidRequest, ModelNotFound, Unavailable
+from headrace.core.request import PriorityClass
 from headrace.gateway.access.open_requests import UseCount
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PlainPrompts, PrincipalFacts
@@ -24,7 +25,7 @@ class ServedModel:
     smaller  name of the model that answers while this one is busy; "" for none
     users    count of the requests that asked for this model and have not ended
     unsent   admitted requests that were not sent to a replica yet
-    overload  whether more requests come than the model answers
+    overload  by class, whether more requests come than the model answers
     """
 
     name: str
@@ -34,7 +35,7 @@ class ServedModel:
     users: UseCount = field(default_factory=UseCount)
     smaller: str = ""
     unsent: UnsentRequests = field(default_factory=UnsentRequests)
-    overload: OverloadWatch = field(default_factory=OverloadWatch)
+    overload: Mapping[PriorityClass, OverloadWatch] = field(default_factory=lambda: {each: OverloadWatch() for each in PriorityClass})
 
     @property
     def names(self) -> tuple[str, ...]:

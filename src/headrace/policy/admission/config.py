@@ -10,11 +10,12 @@ GOAL_SHARE = 0.5
 """Part of a tier's `ttft_ms` that a request may be predicted to wait. The rest is for the request's own prompt and for errors of the
 prediction. With all of the goal, overload would keep waits at the goal, and most served requests would miss it."""
 
-SHORT_WAIT_S = 1.0
-"""The wait in seconds that is always allowed. Where an answer by itself takes longer, its time is allowed."""
+SHORT_WAIT_S = 0.5
+"""The wait in seconds that is always allowed. Where an answer by itself takes longer, its time is allowed. On two cores that the clients of
+an overload share, the first token comes a second later than the wait that was predicted."""
 
-PEAK_WAITS = 10.0
-"""Allowed wait in a peak, as a multiple of the wait that is allowed in an overload."""
+PEAK_WAIT_S, PEAK_ANSWERS = 10.0, 10.0
+"""The wait that is allowed in a peak: so many seconds, or the time of so many answers where that is longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,5 +36,5 @@ class AdmissionRules:
     def wait_bound_s(self, answer_s: float, ttft_goal_s: float | None, *, is_overloaded: bool) -> float:
         """Longest predicted wait in seconds that a request of any class may join. ttft_goal_s: the tier's TTFT goal, None: it has none"""
         short_s = self.short_wait_s(answer_s)
-        bound_s = short_s if is_overloaded else min(self.max_wait_s, PEAK_WAITS * short_s)
+        bound_s = short_s if is_overloaded else min(self.max_wait_s, max(PEAK_WAIT_S, PEAK_ANSWERS * answer_s))
         return bound_s if ttft_goal_s is None else min(bound_s, GOAL_SHARE * ttft_goal_s)

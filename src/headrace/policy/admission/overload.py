@@ -1,4 +1,4 @@
-"""Tells a lasting overload of one model from a peak, by what one gateway sees of the model's requests. Pure; used on one event loop.
+"""Tells a lasting overload of one model from a peak, for each class apart, by what one gateway sees of it. Pure; used on one event loop.
 
 A peak should wait: it ends by itself, and what is refused comes back. In an overload each further second of waiting only makes all later
 answers late. Both look alike while the queue grows, so the watch waits for one of two signs:
@@ -17,14 +17,14 @@ from headrace.policy.admission.config import AdmissionRules
 from headrace.policy.admission.decision import QueueState
 
 GROWTH_SHARE = 0.2
-"""More requests come than end if the open ones have grown by more than this part of those that came."""
+"""More requests come than end if the open ones have grown by more than this part of those that came, and by more than chance does."""
 
 CALM_WAITS = 10.0
 """How long after the last refusal the overload is over, as a multiple of the short wait."""
 
 
 class OverloadWatch:
-    """One model, as one gateway sees it."""
+    """The requests of one class to one model, as one gateway sees them."""
 
     __slots__ = ("_has_begun_long", "_last_long", "_num_arrived", "_num_open", "_since", "_until")
 
@@ -45,7 +45,8 @@ class OverloadWatch:
         if queue.wait_s > short_s:
             self._last_long = now
         if now - self._since >= short_s:
-            if self._has_begun_long and num_open - self._num_open > GROWTH_SHARE * self._num_arrived:
+            least = GROWTH_SHARE * self._num_arrived + math.sqrt(self._num_arrived)
+            if self._has_begun_long and num_open - self._num_open > least:
                 self._until = now + CALM_WAITS * short_s
             self._watch_from(now, num_open, has_begun_long=True)
         return self.seen(queue, now)
