@@ -15,7 +15,7 @@ SHORT_WAIT_S = 0.5
 an overload share, the first token comes a second later than the wait that was predicted."""
 
 PEAK_WAIT_S, PEAK_ANSWERS = 10.0, 10.0
-"""The wait that is allowed in a peak: so many seconds, or the time of so many answers where that is longer."""
+"""The wait in seconds that is allowed in a peak, and the number of answers whose time is allowed where that is longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
