@@ -56,7 +56,8 @@ class UsageCounts(Struct):
     @property
     def has_any(self) -> bool:
         """Whether it counts prompt or output, and is no empty object."""
-        return any(count is not None for count in (self.prompt_tokens, self.input_tokens, self.completion_tokens, self.output_tokens))
+        prompts = (self.prompt_tokens, self.input_tokens, self.prompt_cache_hit_tokens, self.prompt_cache_miss_tokens)
+        return any(count is not None for count in (*prompts, self.completion_tokens, self.output_tokens, self.total_tokens))
 
     def said(self) -> SaidUsage:
         prompt_parts = self.prompt_tokens_details or self.input_tokens_details or NO_DETAILS

@@ -60,10 +60,11 @@ def joined_values(fields: Iterable[PassedField]) -> dict[str, Any]:
     for name, text in fields:
         value, before = json.loads(text), made.get(name)
         if isinstance(value, list) and isinstance(before, list):
-            value = [*before, *value]
+            before += value  # in place: an answer may have a piece for each token
         elif isinstance(value, dict) and isinstance(before, dict):
-            value = before | value
-        made[name] = value
+            before |= value
+        else:
+            made[name] = value
     return made
 
 
