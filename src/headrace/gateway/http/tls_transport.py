@@ -2,7 +2,8 @@
 
 It keeps what the transport of a plain connection keeps, which asyncio's and uvloop's TLS transports do not. The sending half can be closed
 alone. What arrives is handed on as it comes, so that the protocol above counts every byte that it discards. `pause_reading` stops the
-socket itself. `close` sends TLS's close_notify and waits for none. Nothing is buffered here beyond one record.
+socket itself. `close` sends TLS's close_notify and waits for none. No data waits here, but OpenSSL's two buffers keep the
+size of the largest read and write of their connection.
 """
 
 from __future__ import annotations
