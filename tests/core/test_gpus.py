@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,9 @@ pytestmark = pytest.mark.pure
 
 
 @pytest.fixture(autouse=True)
-def _asked_anew() -> None:
+def _asked_anew() -> Iterator[None]:
+    find_gpus.cache_clear()
+    yield
     find_gpus.cache_clear()
 
 
