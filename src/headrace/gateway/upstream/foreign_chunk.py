@@ -161,7 +161,7 @@ class AnswerPiece(Struct):
                 return counts
         if self.prompt_eval_count is None and self.eval_count is None:
             return None if self.timings is None else self.timings.counts()
-        return UsageCounts(self.prompt_eval_count, self.eval_count)
+        return UsageCounts(prompt_tokens=self.prompt_eval_count, completion_tokens=self.eval_count)
 
 
 decode_chunk = msgspec.json.Decoder(AnswerPiece).decode
