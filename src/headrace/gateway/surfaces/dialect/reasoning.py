@@ -7,7 +7,8 @@ the answer is whether reasoning is shown, and whether it is separated from the t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import groupby
 from operator import attrgetter
 from typing import Any, Literal, get_args
 
@@ -129,15 +130,19 @@ _DETAIL_TEXTS = ("text", "summary", "data")
 
 def joined_details(pieces: object) -> object:
     """OpenRouter's `reasoning_details` of a stream as those of a whole answer: consecutive pieces of one type and index become one."""
-    made: list[dict[str, Any]] = []
     if not isinstance(pieces, list) or not all(isinstance(piece, dict) for piece in pieces):
         return pieces
-    for piece in pieces:
-        last = made[-1] if made else {}
-        if not last or (last.get("type"), last.get("index")) != (piece.get("type"), piece.get("index")):
-            made.append(piece)
-            continue
-        given = {name: value for name, value in piece.items() if value is not None}
-        texts = [name for name in _DETAIL_TEXTS if isinstance(given.get(name), str) and isinstance(last.get(name), str)]
-        made[-1] = last | given | {name: last[name] + given[name] for name in texts}
-    return made
+    return [_joined(run) for _, run in groupby(pieces, key=lambda piece: (piece.get("type"), piece.get("index")))]
+
+
+def _joined(run: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """One detail of its pieces: its texts one after the other, of other fields the last value."""
+    made: dict[str, Any] = {}
+    texts: dict[str, list[str]] = {name: [] for name in _DETAIL_TEXTS}
+    for piece in run:
+        for name, value in piece.items():
+            if name in texts and isinstance(value, str):
+                texts[name].append(value)
+            elif value is not None or name not in made:
+                made[name] = value
+    return made | {name: "".join(found) for name, found in texts.items() if found}
