@@ -225,6 +225,13 @@ async def test_a_server_that_refuses_n_is_asked_for_each_choice(text: TextModel,
         assert results(near) == {"ok": 4}
 
 
+async def test_the_sum_of_all_counts_fits_the_records(text: TextModel) -> None:
+    most = event(choices=[], usage={"prompt_tokens": 2**27, "completion_tokens": 2**27})
+    async with scripted(text, ScriptedServer(head() + said("x", "stop") + most + DONE)) as near:
+        usage = (await chat(near, n=40)).json()["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (2**32 - 1, 2**32 - 1)
+
+
 async def test_the_choices_that_came_are_kept_where_a_server_gives_some_of_them(text: TextModel) -> None:
     first = head() + said("a", "stop", 0) + said("c", "stop", 2) + counted() + DONE
     server = ScriptedServer(answer=lambda body: first if body.get("n") == 4 else head() + said("x", "stop") + counted() + DONE)

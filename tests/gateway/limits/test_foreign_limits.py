@@ -12,7 +12,7 @@ import pytest
 from foreign_kit import DONE, FAR, HELLO, ScriptedServer, event, far_models, head, listening, said
 from gateway_kit import TestBench, eventually, open_bench
 
-from headrace.gateway.upstream.foreign import TEMPLATE_TOKENS, most_prompt_tokens
+from headrace.gateway.upstream.foreign import TEMPLATE_TOKENS, HttpUpstream, most_prompt_tokens
 from headrace.gateway.upstream.generation_request import Conversation, PlainPrompts
 from headrace.text.folder import TextModel
 
@@ -76,6 +76,42 @@ async def test_a_prompt_that_no_server_counts_is_charged_as_reserved(text: TextM
     async with opened(text, ScriptedServer(head(), *pieces), daily_tokens=1000) as bench:
         await ask(bench, max_tokens=20)
         assert await remaining(bench) == 1000 - BOUND - 1
+
+
+ONE = head() + said("Hi") + said("", "stop")
+"""The answer of a server that ignores `n`, without its counts."""
+
+
+async def test_a_prompt_is_reserved_as_often_as_it_is_sent_to_a_server_known_to_answer_one_at_a_time(text: TextModel) -> None:
+    async with opened(text, ScriptedServer(ONE + COUNTED + DONE), daily_tokens=10_000) as bench:
+        first = await ask(bench, n=4, max_tokens=20)
+        assert int(first.headers["x-ratelimit-remaining-tokens"]) == 10_000 - BOUND - 4 * 20
+        assert await remaining(bench) == 10_000 - 4 * (9 + 3), "what the server counted"
+        second = await ask(bench, n=4, max_tokens=20)
+        assert int(second.headers["x-ratelimit-remaining-tokens"]) == 10_000 - 4 * (9 + 3) - 4 * (BOUND + 20)
+        single = await ask(bench, max_tokens=20)
+        assert int(single.headers["x-ratelimit-remaining-tokens"]) == 10_000 - 8 * (9 + 3) - BOUND - 20
+        assert await remaining(bench) == 10_000 - 9 * (9 + 3)
+
+
+async def test_an_answer_without_max_tokens_leaves_room_for_every_copy_of_the_prompt(text: TextModel) -> None:
+    server = ScriptedServer(ONE + COUNTED + DONE)
+    async with opened(text, server, daily_tokens=2000) as bench:
+        upstream = bench.gateway.service.models.get(FAR).upstream
+        assert isinstance(upstream, HttpUpstream)
+        upstream.servers[0].refused.add("n")
+        assert (await ask(bench, n=2)).status_code == 200
+        assert server.bodies[-1]["max_tokens"] == (2000 - 2 * BOUND) // 2
+
+
+async def test_a_prompt_that_no_server_counts_is_charged_as_often_as_it_was_sent(text: TextModel) -> None:
+    busy = head("503 Service Unavailable", "text/plain")
+    async with opened(text, ScriptedServer(ONE + DONE), daily_tokens=10_000) as bench:
+        await ask(bench, n=4, max_tokens=20)
+        assert await remaining(bench) == 10_000 - 4 * (BOUND + 1)
+    async with opened(text, ScriptedServer(busy, before=(ONE + COUNTED + DONE, ONE + DONE)), daily_tokens=10_000) as bench:
+        assert (await ask(bench, n=4, max_tokens=20)).status_code == 503
+        assert await remaining(bench) == 10_000 - (9 + 3) - (BOUND + 1), "one counted, one not, and none for the refused one"
 
 
 @pytest.mark.pure

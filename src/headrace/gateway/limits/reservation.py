@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import ceil
 from typing import NamedTuple, Protocol
 
 from headrace.core.errors import Unavailable
@@ -60,9 +61,9 @@ class LimitReservation:
         "_last_completion",
         "_limiter",
         "_limits",
-        "_max_prompt_tokens",
         "_num_sequences",
         "_price",
+        "_prompt_tokens",
         "_reserved",
         "_tokens_taken",
         "_usage",
@@ -88,7 +89,7 @@ class LimitReservation:
         self._price: Price = FREE
         self._usage: Callable[[], TokenUsage] | None = None
         self._num_sequences = 1
-        self._max_prompt_tokens = 0
+        self._prompt_tokens = 0.0
         self._last_completion = 0
         self._first_taken: _LimitsTaken | None = None
         self._tokens_taken: _LimitsTaken | None = None
@@ -122,15 +123,17 @@ class LimitReservation:
         Raises RateLimitExceeded, QuotaExhausted, or Unavailable when the store fails.
         """
         num_sequences, max_output_tokens = prepared.num_sequences, prepared.max_output_tokens or 1
-        self._price, self._num_sequences, self._max_prompt_tokens = price, num_sequences, prepared.max_prompt_tokens
+        max_prompt_tokens = prepared.max_prompt_tokens * prepared.num_prompt_copies
+        self._price, self._num_sequences = price, num_sequences
+        self._prompt_tokens = prepared.max_prompt_tokens / max(1, len(prepared.prompts))
         rules = self._limits.token_rules
         if not rules:
             return
         first_tokens = min(max_output_tokens, FIRST_TAIL_TOKENS * num_sequences)
-        wanted = amounts_of(price, prompt_tokens=prepared.max_prompt_tokens, completion_tokens=max_output_tokens)
+        wanted = amounts_of(price, prompt_tokens=max_prompt_tokens, completion_tokens=max_output_tokens)
         first = wanted
         if first_tokens < max_output_tokens:
-            first = amounts_of(price, prompt_tokens=prepared.max_prompt_tokens, completion_tokens=first_tokens)
+            first = amounts_of(price, prompt_tokens=max_prompt_tokens, completion_tokens=first_tokens)
         self.is_held = True
         self.saved = _sum(self.used, first)
         await self._take(rules, [rule.claim(wanted[rule.unit]) for rule in rules])
@@ -163,12 +166,13 @@ class LimitReservation:
     def _of_usage(self, usage: TokenUsage) -> Amounts:
         """The amounts that a stream used, without the prompt and output of an earlier stream that it continues.
 
-        An uncounted prompt is charged as reserved: a foreign server counts it only at the end, and the client may leave before.
+        An uncounted prompt is charged as reserved, as often as it was sent: a foreign server counts it only at the end, and the client may
+        leave before.
         """
         charged = usage.charged
         return amounts_of(
             self._price,
-            prompt_tokens=charged.prompt_tokens if usage.prompt_tokens else self._max_prompt_tokens,
+            prompt_tokens=charged.prompt_tokens + ceil(usage.num_uncounted_prompts * self._prompt_tokens),
             completion_tokens=charged.completion_tokens,
             cached_tokens=charged.cached_tokens,
         )

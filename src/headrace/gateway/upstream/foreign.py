@@ -98,7 +98,9 @@ class HttpUpstream(Upstream):
 
     async def prepare(self, request: GenerationRequest, principal: PrincipalFacts) -> Prepared:
         max_prompt_tokens = most_prompt_tokens(request.prompt, self.max_model_len)
-        request = _within(request, principal.ceiling, max_prompt_tokens)
+        n = request.sampling.get("n") or 1
+        num_copies = n if any("n" in server.refused for server in self.servers) else 1
+        request = _within(request, principal.ceiling, max_prompt_tokens * num_copies)
         params = SamplingParams(**request.sampling).checked()
         prompts = _prompts(request.prompt)
         num_sequences = len(prompts) * params.n
@@ -115,6 +117,7 @@ class HttpUpstream(Upstream):
             prompts=prompts,
             prompt_tokens=None,
             max_prompt_tokens=max_prompt_tokens,
+            num_prompt_copies=num_copies,
             max_output_tokens=None if params.max_tokens is None else params.max_tokens * num_sequences,
             num_sequences=num_sequences,
             seed=params.seed,

@@ -84,6 +84,10 @@ class ForeignRequest:
             fields["seed"] = seed + first if seed <= MAX_SEED - first else seed - first
         return fields
 
+    def num_prompts_of(self, indices: Sequence[int]) -> int:
+        """The number of prompts that are sent to ask for these sequences."""
+        return len({index // self._n for index in indices})
+
     def share(self, indices: Sequence[int], refused: Collection[str]) -> Sequence[int]:
         """The part of the sequences that a server is asked for at once."""
         return indices[:1] if (SEVERAL_PROMPTS if self._n == 1 else "n") in refused else indices

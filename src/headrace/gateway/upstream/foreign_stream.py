@@ -18,6 +18,7 @@ from headrace.core.errors import HeadraceError, Overloaded, Unavailable
 from headrace.gateway.upstream.foreign_events import EventReader
 from headrace.gateway.upstream.foreign_request import ForeignRequest
 from headrace.gateway.upstream.foreign_server import BROKE, BUSY, NOT_NOW, AttemptFailed, AttemptResult, ForeignServer
+from headrace.gateway.upstream.foreign_usage import MAX_SUM
 from headrace.gateway.upstream.seam import NO_USAGE, EventListener, EventStream, OutputEvent, SequenceFacts, TokenUsage, added, merged
 from headrace.policy.routing.choice import Random, cheaper_of_two
 from headrace.policy.routing.retry_budget import RetryBudget
@@ -119,6 +120,7 @@ class HttpStream(EventStream):
         self._new_route = new_route
         self._used = NO_USAGE
         self._reader: EventReader | None = None
+        self._asked: Sequence[int] = ()
         self._server: ForeignServer | None = None
         self._task: asyncio.Task[None] | None = None
         self._listener: EventListener | None = None
@@ -143,7 +145,13 @@ class HttpStream(EventStream):
         self._listener = listener
 
     def usage(self) -> TokenUsage:
-        return self._used if self._reader is None else added(self._used, self._reader.answer.usage)
+        """The sum of the servers' counts, within the columns of the records."""
+        usage = self._used
+        if self._reader is not None:
+            counted = self._reader.answer.usage
+            num_uncounted = 0 if counted.prompt_tokens else self._request.num_prompts_of(self._asked)
+            usage = added(usage, counted._replace(num_uncounted_prompts=num_uncounted))
+        return TokenUsage._make([min(count, MAX_SUM) for count in usage])
 
     def facts(self, index: int) -> SequenceFacts:
         return SequenceFacts(None if self._server is None else self._server.name)
@@ -182,11 +190,13 @@ class HttpStream(EventStream):
         route = self._new_route()
         while True:
             server = self._server = route.pick()
-            asked = self._request.share(left, server.refused)
+            asked = self._asked = self._request.share(left, server.refused)
             reader = self._reader = EventReader(asked, self._request.request_id)
             try:
                 await server.attempt(self._request, asked, reader, self, counts=server not in route.tried)
             except AttemptFailed as failure:
+                if not reader.has_begun:
+                    self._reader = None  # it costs nothing
                 await asyncio.sleep(route.pause_s(server, failure))
                 continue
             self._used, self._reader = self.usage(), None

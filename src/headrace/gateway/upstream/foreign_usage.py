@@ -15,8 +15,10 @@ from msgspec import Meta, Struct
 from headrace.gateway.upstream.seam import TokenUsage
 
 MAX_TOKENS = 2**27
-"""Largest count that is believed, above any context. Sums for some sequences, at the highest price, fit the records' columns: 32 bits, and
-64 for money."""
+"""Largest count that is believed, above any context."""
+
+MAX_SUM = 2**32 - 1
+"""Largest sum of a request's counts: the records' columns have 32 bits, and 64 for money at the highest price."""
 
 Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 

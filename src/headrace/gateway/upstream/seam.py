@@ -184,11 +184,12 @@ def merged(events: Iterable[OutputEvent]) -> list[OutputEvent]:
 
 
 class TokenUsage(NamedTuple):
-    """Tokens that a request has used so far. A prompt counts once, however many sequences continue it.
+    """Tokens that a request has used so far. A prompt counts once for all sequences that continue it, or as often as it was sent.
 
     reasoning_tokens       part of `completion_tokens` whose text is reasoning, separated from the answer
     earlier_tokens         part of `completion_tokens` that was counted for the earlier request whose stream this one continues
     earlier_prompt_tokens  part of `prompt_tokens` that was counted for that request
+    num_uncounted_prompts  prompts that a foreign server was sent and has not counted, each as often as it was sent
     """
 
     prompt_tokens: int
@@ -197,6 +198,7 @@ class TokenUsage(NamedTuple):
     reasoning_tokens: int = 0
     earlier_tokens: int = 0
     earlier_prompt_tokens: int = 0
+    num_uncounted_prompts: int = 0
 
     @property
     def charged(self) -> TokenUsage:
@@ -328,6 +330,7 @@ class Prepared:
     stream             opens the stream; the first call of its `events` submits the request
     prompt_tokens      tokens of all prompts; None: only the foreign server can count them
     max_prompt_tokens  upper bound of `prompt_tokens`; equal to it if it is known
+    num_prompt_copies  times that each prompt is sent: one request at a time asks a server that ignores `n` for one sequence
     max_output_tokens  most output tokens of all sequences; None: not known
     num_sequences      sequences of all prompts
     seed               seed of the answer's random numbers; None: not known
@@ -346,6 +349,7 @@ class Prepared:
     ignored: Sequence[str] = ()
     taken: Collection[str] = ()
     keeps_events: bool = False
+    num_prompt_copies: int = 1
 
 
 class Tokenization(NamedTuple):
