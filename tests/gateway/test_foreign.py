@@ -27,7 +27,7 @@ from headrace.core.request import PriorityClass
 from headrace.gateway.config import config_from
 from headrace.gateway.generation.run import DEADLINE_GRACE_S
 from headrace.gateway.http.content_encoding import SLICE_BYTES
-from headrace.gateway.upstream import foreign_events, foreign_server, foreign_stream
+from headrace.gateway.upstream import foreign_events, foreign_framing, foreign_server, foreign_stream
 from headrace.gateway.upstream.foreign_errors import BrokenStream
 from headrace.gateway.upstream.foreign_events import EventReader, EventSink, SilenceLimit
 from headrace.gateway.upstream.foreign_session import read_key
@@ -293,9 +293,9 @@ async def test_a_silent_server_is_given_up(text: TextModel) -> None:
 @pytest.mark.parametrize(
     ("limited", "limit", "begin", "repeat"),
     [
-        ((foreign_events, "MAX_EVENT_BYTES"), 200_000, b"data: ", b"x" * 10_000),
-        ((foreign_events, "MAX_EVENT_BYTES"), 200_000, b"", b"data: " + b"x" * 1000 + b"\n"),
-        ((foreign_events, "MAX_EVENT_BYTES"), 200_000, b"{", b"x" * 1000 + b"\n"),
+        ((foreign_framing, "MAX_EVENT_BYTES"), 200_000, b"data: ", b"x" * 10_000),
+        ((foreign_framing, "MAX_EVENT_BYTES"), 200_000, b"", b"data: " + b"x" * 1000 + b"\n"),
+        ((foreign_framing, "MAX_EVENT_BYTES"), 200_000, b"{", b"x" * 1000 + b"\n"),
         ((foreign_events, "MAX_ANSWER_BYTES"), 300_000, b"", said("x" * 1000)),
         ((foreign_events, "MAX_ANSWER_BYTES"), 300_000, b"", b": " + b"x" * 1000 + b"\n"),
     ],
@@ -510,6 +510,25 @@ async def test_counts_that_come_after_done_count_and_are_waited_for_only_a_momen
         began = virtual_loop().time()
         assert (await near.client.post("/v1/chat/completions", json=chat_body(model=FAR))).status_code == 200
         assert virtual_loop().time() - began == pytest.approx(foreign_events.LATE_USAGE_S)
+
+
+async def test_a_server_that_counted_nothing_last_time_is_not_waited_for(text: TextModel) -> None:
+    """Until it counts again."""
+    silent, late = head() + said("one two", "stop") + DONE, event(choices=[], usage={"prompt_tokens": 7, "completion_tokens": 3})
+    server, at_once, moment = ScriptedServer(silent, hangs=True), foreign_events.END_OF_BODY_S, foreign_events.LATE_USAGE_S
+    async with scripted(text, server) as near:
+        for pieces, pause_s, seconds, num_prompt in (
+            ((silent,), 0.0, moment, 0),
+            ((silent,), 0.0, at_once, 0),
+            ((silent, late), 0.0, at_once, 7),
+            ((silent, late), moment / 2, moment, 7),
+            ((silent,), 0.0, moment, 0),
+        ):
+            server.pieces, server.pause_s = pieces, pause_s
+            began = virtual_loop().time()
+            usage = (await near.client.post("/v1/chat/completions", json=chat_body(model=FAR))).json()["usage"]
+            assert usage["prompt_tokens"] == num_prompt
+            assert virtual_loop().time() - began == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("is_streaming", [False, True])

@@ -10,9 +10,11 @@ import httpx2
 import pytest
 from foreign_kit import DONE, FAR, HELLO, ScriptedServer, event, far_models, head, listening, said, scripted
 from gateway_kit import TestBench, events_of, metric, open_bench
+from virtual_time import virtual_loop
 
 from headrace.core.ids import RequestId
 from headrace.core.sampling import MAX_SEED
+from headrace.gateway.upstream.foreign_events import END_OF_STREAM_S, NEXT_CHOICE_S
 from headrace.gateway.upstream.foreign_request import ForeignRequest, refuse, refused_field, written
 from headrace.text.folder import TextModel
 
@@ -223,6 +225,35 @@ async def test_a_server_that_refuses_n_is_asked_for_each_choice(text: TextModel,
             assert len((await chat(near, n=2)).json()["choices"]) == 2
         assert [body.get("n") for body in server.bodies] == [2, None, None, None, None]
         assert results(near) == {"ok": 4}
+
+
+@pytest.mark.parametrize("more", [{}, {"repeat": b": ping\n\n", "pause_s": 0.02}], ids=["is silent", "goes on"])
+async def test_the_choices_of_a_server_that_ignores_n_and_never_ends_are_whole(text: TextModel, more: Body) -> None:
+    server = ScriptedServer(head(), said("one "), said("two", "stop"), hangs=True, **more)
+    async with scripted(text, server) as near:
+        for num_waits, num_requests in ((1, 3), (0, 6)):
+            began = virtual_loop().time()
+            assert texts_of(await chat(near, n=3), is_streaming=False) == dict.fromkeys(range(3), "one two")
+            assert virtual_loop().time() - began == pytest.approx(num_waits * NEXT_CHOICE_S + (3 - num_waits) * END_OF_STREAM_S, abs=0.2)
+            assert len(server.bodies) == num_requests
+        assert results(near) == {"ok": 6}
+
+
+async def test_a_choice_may_begin_long_after_another_has_ended(text: TextModel) -> None:
+    pieces = [said("one", "stop", 0), said("two", None, 1), said("!", "stop", 1) + DONE]
+    server = ScriptedServer(head(), *pieces, pause_s=0.9 * NEXT_CHOICE_S)
+    async with scripted(text, server) as near:
+        assert texts_of(await chat(near, n=2), is_streaming=False) == {0: "one", 1: "two!"}
+        assert len(server.bodies) == 1
+
+
+@pytest.mark.parametrize("end", [b"", b"data: {\n\n"])
+async def test_a_server_that_is_lost_before_its_next_choice_has_broken_off(text: TextModel, end: bytes) -> None:
+    lost = head("200 OK", "text/event-stream", "content-length: 100000")
+    server = ScriptedServer(lost, said("one", "stop", 0), end)
+    async with scripted(text, server) as near:
+        assert (await chat(near, n=2)).status_code == 503
+        assert len(server.bodies) == 1
 
 
 async def test_the_sum_of_all_counts_fits_the_records(text: TextModel) -> None:

@@ -71,6 +71,10 @@ class _Output:
         self.ending: Ending | None = None
         self.is_whole = self.is_sure = self.is_revoked = self.is_over = False
 
+    @property
+    def has_begun(self) -> bool:
+        return self.has_tokens or self.ending is not None
+
     def added(self, choice: SentChoice) -> tuple[str, str, Sequence[SentCall]]:
         """Text, reasoning and call pieces that a choice adds: its delta, and the part of its message that no delta has given."""
         delta, message = choice.delta, choice.message
@@ -141,6 +145,14 @@ class ForeignAnswer:
         return self._said.meant(self._num_tokens, len(self._outputs))
 
     @property
+    def is_running(self) -> bool:
+        """Whether a sequence that began has no sure end, or none has begun. Those that never begin may be ignored, as `n` is by some."""
+        if not self.num_running or len(self._outputs) == 1:
+            return bool(self.num_running)
+        is_sure = [output.is_sure for output in self._outputs if output.has_begun]
+        return not is_sure or not all(is_sure)
+
+    @property
     def has_usage(self) -> bool:
         """Whether the server has sent token counts."""
         return self._said != SaidUsage()
@@ -181,7 +193,7 @@ class ForeignAnswer:
         is_marked    the server marked the end of the answer ([DONE])
         is_document  the body was one JSON text, whose end is the end of a whole answer
         """
-        begun = [output for output in self._outputs if output.has_tokens or output.ending is not None]
+        begun = [output for output in self._outputs if output.has_begun]
         for output in begun or self._outputs:
             if output.ending is None or not (output.is_sure or is_marked or (is_document and output.is_whole)):
                 sent = None if self._num_tokens else sent_error(self._without_choices)

@@ -1,17 +1,13 @@
 """Turns the body of an OpenAI-compatible server's answer into output events. Its bytes are not trusted: they are bounded and read, or
 refused.
 
-`EventFraming` splits the bytes into the data of events, `foreign_loose` reads values from the data, and `foreign_answer` makes output
-events of the values. The limits of size and time are here too.
-
-Event streams are read as their standard has them, and as servers write them: without the space, without blank lines between events, with
-any line ends, in upper case. A body of bare JSON is read too: a whole answer in one document, or a chunk in each line.
+`foreign_framing` splits the bytes into the data of events, `foreign_loose` reads values from the data, and `foreign_answer` makes output
+events of the values. The limits of size and time are here.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Protocol
@@ -23,7 +19,7 @@ from headrace.gateway.http.content_encoding import BodyDecoder, decoder_of
 from headrace.gateway.http.errors import BodyTooLarge
 from headrace.gateway.upstream.foreign_answer import ForeignAnswer
 from headrace.gateway.upstream.foreign_errors import BrokenStream, broken_by, sent_error
-from headrace.gateway.upstream.foreign_json import BYTE_ORDER_MARK
+from headrace.gateway.upstream.foreign_framing import DONE, EventFraming, Frame
 from headrace.gateway.upstream.seam import EventListener, OutputEvent
 
 PIECE_BYTES = 64 << 10
@@ -34,6 +30,9 @@ MAX_ANSWER_BYTES = 64 << 20
 MAX_SIGNS_OF_LIFE = 5
 """Most times `silence_s` between two tokens of a server that sends something else meanwhile: comments, pings, empty chunks, halves."""
 
+NEXT_CHOICE_S = 30.0
+"""Seconds a server may take for its next choice, after all that began have ended. Then it ignores `n`."""
+
 END_OF_STREAM_S = 5.0
 """Seconds a server may take for usage and [DONE] together after every sequence has ended."""
 
@@ -42,7 +41,7 @@ END_OF_BODY_S = 0.05
 request its handshakes."""
 
 LATE_USAGE_S = 0.5
-"""The same where the server has not counted yet: some send usage after [DONE]."""
+"""The same where the server has not counted yet, and counted its last answer: some send usage after [DONE]."""
 
 
 class EventSink(EventListener, Protocol):
@@ -75,12 +74,16 @@ class SilenceLimit:
 class EventReader:
     """The reader of one answer. has_begun: an event was given"""
 
-    def __init__(self, indices: Sequence[int], call_key: str) -> None:
-        """indices, call_key: as in `ForeignAnswer`"""
+    def __init__(self, indices: Sequence[int], call_key: str, *, late_usage_s: float = LATE_USAGE_S) -> None:
+        """
+        indices, call_key  as in `ForeignAnswer`
+        late_usage_s       seconds a server may take for its counts after [DONE]
+        """
         self.answer = ForeignAnswer(indices, call_key)
-        self._num_bytes = 0
         self.has_begun = False
-        self._deadline_at: float | None = None
+        self._late_usage_s = late_usage_s
+        self._num_bytes = 0
+        self._ended_at: float | None = None
 
     async def read(
         self,
@@ -113,7 +116,7 @@ class EventReader:
                 if events and not sink.has_room:
                     silence.suspend()
                     await sink.wait_for_room()
-                if answer.num_running:
+                if answer.is_running:
                     silence.heard(is_output=bool(events))
                 else:
                     silence.suspend()  # `_next_piece` has a limit of its own
@@ -153,7 +156,7 @@ class EventReader:
 
     async def _read_counts(self, response: aiohttp.ClientResponse, framing: EventFraming, decoder: BodyDecoder | None) -> None:
         """Read what follows [DONE], a moment long: token counts at some servers. Whatever else comes, the answer is complete."""
-        deadline_at = asyncio.get_running_loop().time() + (END_OF_BODY_S if self.answer.has_usage else LATE_USAGE_S)
+        deadline_at = asyncio.get_running_loop().time() + (END_OF_BODY_S if self.answer.has_usage else self._late_usage_s)
         num_bytes = 0
         with suppress(BrokenStream):
             while not response.content.is_eof() and (piece := await _read_until(deadline_at, response)):
@@ -168,16 +171,17 @@ class EventReader:
             self.answer.read_late_usage(data)
 
     async def _next_piece(self, response: aiohttp.ClientResponse) -> bytes:
-        """The next bytes; empty at the end. Once every sequence has ended, also empty if the server is silent for too long or is lost."""
-        if self.answer.num_running:
-            self._deadline_at = None
+        """The next bytes; empty at the end. Once every sequence that began has ended, also empty if no more output came for too long, and
+        once all have, if the server is lost."""
+        if self.answer.is_running:
+            self._ended_at = None
             return await response.content.read(PIECE_BYTES)
         now = asyncio.get_running_loop().time()
-        if self._deadline_at is None:
-            self._deadline_at = now + END_OF_STREAM_S
-        if now >= self._deadline_at:
-            return b""  # bytes that are there already would be read without a look at the clock
-        return await _read_until(self._deadline_at, response)
+        if self._ended_at is None:
+            self._ended_at = now
+        if self.answer.num_running:
+            return await _read_until(self._ended_at + NEXT_CHOICE_S, response, TimeoutError)
+        return await _read_until(self._ended_at + END_OF_STREAM_S, response)
 
 
 def decoder_for(response: aiohttp.ClientResponse, max_bytes: int) -> BodyDecoder | None:
@@ -204,155 +208,14 @@ def unpacked(decoder: BodyDecoder, piece: bytes) -> Iterator[bytes]:
         raise BrokenStream("its body cannot be unpacked") from None
 
 
-async def _read_until(deadline_at: float, response: aiohttp.ClientResponse) -> bytes:
-    """The next bytes of an answer whose sequences have all ended; empty at the end, at the deadline, and where the server is lost."""
-    with suppress(aiohttp.ClientError, OSError):  # TimeoutError is an OSError
+async def _read_until(deadline_at: float, response: aiohttp.ClientResponse, *passed_over: type[Exception]) -> bytes:
+    """The next bytes of an answer whose sequences have ended; empty at the end, at the deadline, and after an error that is passed over.
+
+    passed_over  by default also the loss of the server
+    """
+    if asyncio.get_running_loop().time() >= deadline_at:
+        return b""  # bytes that are there already would be read without a look at the clock
+    with suppress(*(passed_over or (aiohttp.ClientError, OSError))):  # TimeoutError is an OSError
         async with asyncio.timeout_at(deadline_at):
             return await response.content.read(PIECE_BYTES)
     return b""
-
-
-MAX_EVENT_BYTES = 1 << 20
-"""Most bytes of one event, and of a whole answer in one document."""
-
-DONE = b"[DONE]"
-
-NOTHING = (b"ping", b"heartbeat", b"keepalive", b"keep-alive", b"keep_alive")
-"""Names of events that only keep a connection open. Some servers send such a word as data."""
-
-_COMMENTS = re.compile(rb"^(?::[^\n]*+\n)++", re.MULTILINE)
-_BLANK_LINES = re.compile(rb"\n{3,}+")
-
-Frame = tuple[bytes, bytes]
-"""An event: its name, in lower case and empty for most, and its data: DONE, or anything."""
-
-
-class EventFraming:
-    """Splits one body into server-sent events.
-
-    fault            why the rest of the body cannot be read; empty: it can
-    is_one_document  valid at the end: the body was one JSON text and nothing else
-    """
-
-    def __init__(self, *, is_event_stream: bool) -> None:
-        """is_event_stream: the Content-Type is an event stream's; otherwise a line that is neither an event's field nor JSON is a fault"""
-        self.fault = ""
-        self.is_one_document = False
-        self._is_event_stream = is_event_stream
-        self._line = bytearray()
-        self._data = bytearray()
-        self._name = b""
-        self._has_begun = self._has_events = self._is_document = self._ends_in_brace = self._ends_in_return = False
-
-    def push(self, piece: bytes) -> list[Frame]:
-        """The events that end in `piece`."""
-        if not (self._line or self._data or self._name or self._is_document or self._ends_in_return or self.fault):
-            usual = _usual_events(piece)
-            if usual is not None:
-                self._has_begun = self._has_events = True
-                return usual
-        found: list[Frame] = []
-        if b"\r" in piece or self._ends_in_return:
-            piece = self._with_line_feeds(piece)
-        complete, mark, rest = piece.rpartition(b"\n")
-        if mark:
-            if self._line:
-                complete = bytes(self._line) + complete
-                self._line.clear()
-            for line in _without_silence(complete).split(b"\n"):
-                self._read_line(line, found)
-        self._line += rest
-        if len(self._line) + len(self._data) > MAX_EVENT_BYTES:
-            self.fault = self.fault or f"an event is longer than {MAX_EVENT_BYTES} bytes"
-        return found
-
-    def end(self) -> list[Frame]:
-        """The last event, if the body ends without a line end after it."""
-        found: list[Frame] = []
-        self._read_line(bytes(self._line), found)
-        self.is_one_document = self._is_document and not self._has_events
-        self._end_event(found)
-        return found
-
-    def _with_line_feeds(self, piece: bytes) -> bytes:
-        """The piece with all line ends as line feeds. A CR LF pair may be split between two pieces."""
-        if self._ends_in_return:
-            piece = piece.removeprefix(b"\n")
-        self._ends_in_return = piece.endswith(b"\r")
-        return piece.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-
-    def _read_line(self, line: bytes, found: list[Frame]) -> None:
-        if self.fault:
-            return
-        if not self._has_begun:
-            self._has_begun, line = True, line.removeprefix(BYTE_ORDER_MARK)
-        if line.startswith(b"data:"):
-            self._read_data(line[5:], found)
-        elif not line or line.isspace():
-            if not self._is_document:
-                self._end_event(found)
-        elif line[:1] != b":":  # a comment
-            self._read_field(line, found)
-
-    def _read_field(self, line: bytes, found: list[Frame]) -> None:
-        field, _, value = line.partition(b":")
-        field = field.strip().lower()
-        if field == b"data":
-            self._read_data(value, found)
-        elif self._is_document or (not self._data and line.lstrip()[:1] in (b"{", b"[")):
-            self._add(line, found, is_document=True)
-        elif field == b"event":
-            self._name = value.strip().lower()
-        elif field not in (b"", b"id", b"retry") and not self._is_event_stream:
-            self.fault = "it is no event stream"
-
-    def _read_data(self, value: bytes, found: list[Frame]) -> None:
-        value = value.removeprefix(b" ")
-        if value.startswith(b"data:"):  # wrapped twice
-            value = value[5:].lstrip()
-        if self._is_document:
-            self._end_event(found)
-        self._add(value, found, is_document=False)
-
-    def _add(self, value: bytes, found: list[Frame], *, is_document: bool) -> None:
-        """Add a line of data. A line that begins with `{`, after one that ends with `}`, begins another event."""
-        if value[:1] != b"{" and value.strip(b" \t\"'").upper() == DONE:
-            self._end_event(found)
-            self._has_events = True
-            found.append((b"", DONE))
-            return
-        if self._data:
-            if self._ends_in_brace and value.lstrip()[:1] == b"{":
-                self._end_event(found)
-            self._data += b"\n"
-        self._is_document, self._ends_in_brace = is_document, value.rstrip()[-1:] == b"}"
-        self._data += value
-        if len(self._data) > MAX_EVENT_BYTES:
-            self.fault = f"an event is longer than {MAX_EVENT_BYTES} bytes"
-
-    def _end_event(self, found: list[Frame]) -> None:
-        data, name = bytes(self._data).strip(), self._name
-        self._data.clear()
-        self._name, self._is_document = b"", False
-        if data and name not in NOTHING and (data[:1] == b"{" or data.strip(b" \t\"':").lower() not in (b"", *NOTHING)):
-            self._has_events = True
-            found.append((name, data))
-
-
-def _usual_events(piece: bytes) -> list[Frame] | None:
-    """The events of a piece in the form of nearly all: each one a line of JSON with a blank line behind it. None: it has another form."""
-    if len(piece) > MAX_EVENT_BYTES or piece[:7] != b"data: {" or piece[-3:] != b"}\n\n" or b"\r" in piece:
-        return None
-    found = []
-    for event in piece[:-2].split(b"\n\n"):
-        if event[:7] != b"data: {" or event[-1:] != b"}" or b"\n" in event:
-            return None
-        found.append((b"", event[6:]))
-    return found
-
-
-def _without_silence(lines: bytes) -> bytes:
-    """The lines without comments and without more than one blank line after another: a body may have millions of either."""
-    if lines[:1] == b":" or b"\n:" in lines:
-        lines = _COMMENTS.sub(b"", lines)
-    return _BLANK_LINES.sub(b"\n\n", lines) if b"\n\n\n" in lines else lines

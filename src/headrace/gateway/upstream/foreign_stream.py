@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError, Overloaded, Unavailable
-from headrace.gateway.upstream.foreign_events import EventReader
+from headrace.gateway.upstream.foreign_events import END_OF_BODY_S, LATE_USAGE_S, EventReader
 from headrace.gateway.upstream.foreign_request import ForeignRequest
 from headrace.gateway.upstream.foreign_server import BROKE, BUSY, NOT_NOW, AttemptFailed, AttemptResult, ForeignServer
 from headrace.gateway.upstream.foreign_usage import MAX_SUM
@@ -191,7 +191,8 @@ class HttpStream(EventStream):
         while True:
             server = self._server = route.pick()
             asked = self._asked = self._request.share(left, server.refused)
-            reader = self._reader = EventReader(asked, self._request.request_id)
+            late_usage_s = LATE_USAGE_S if server.sends_usage else END_OF_BODY_S
+            reader = self._reader = EventReader(asked, self._request.request_id, late_usage_s=late_usage_s)
             try:
                 await server.attempt(self._request, asked, reader, self, counts=server not in route.tried)
             except AttemptFailed as failure:
@@ -199,6 +200,7 @@ class HttpStream(EventStream):
                     self._reader = None  # it costs nothing
                 await asyncio.sleep(route.pause_s(server, failure))
                 continue
+            server.sends_usage = reader.answer.has_usage
             self._used, self._reader = self.usage(), None
             return [*reader.answer.left, *left[len(asked) :]]
 
