@@ -320,8 +320,10 @@ def test_a_request_is_written_for_any_of_its_sequences() -> None:
     assert [list(part) for part in several.parts()] == [[0, 1, 2], [3, 4, 5]]
     assert several.fields_of(range(3, 6)) == {"prompt": "b", "n": 3, "seed": MAX_SEED}
     assert several.fields_of([5]) == {"prompt": "b", "n": 1, "seed": MAX_SEED - 2}
-    assert several.share([3, 4], {"n"}) == [3]
-    assert several.share([3, 4], {"prompt"}) == [3, 4]
+    for takes_one_prompt in (False, True):
+        assert several.share([3, 4], {"n"}, takes_one_prompt=takes_one_prompt) == [3]
+        assert several.share([3, 4], {"prompt"}, takes_one_prompt=takes_one_prompt) == [3, 4]
+        assert lists.share([1, 2], {"n"}, takes_one_prompt=takes_one_prompt) == ([1] if takes_one_prompt else [1, 2])
 
 
 @pytest.mark.pure

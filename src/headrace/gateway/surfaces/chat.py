@@ -20,9 +20,10 @@ from headrace.gateway.surfaces.dialect.answers import ChoiceOutput, OpenAIAnswer
 from headrace.gateway.surfaces.dialect.conversation import ConversationFields, check_conversation
 from headrace.gateway.surfaces.dialect.field_table import CHAT
 from headrace.gateway.surfaces.dialect.logprobs import chat_logprobs, prompt_logprobs
-from headrace.gateway.surfaces.dialect.reasoning import REASONING_FIELDS, joined_details
+from headrace.gateway.surfaces.dialect.reasoning import joined_details
 from headrace.gateway.surfaces.endpoint import BodyParser
 from headrace.gateway.surfaces.generating import GeneratingSurface
+from headrace.gateway.upstream.generation_request import PASSED_IN_CHAT, REASONING_PASSED
 from headrace.gateway.upstream.seam import OutputEvent, Prepared, ToolCall, joined_values
 
 _encode = msgspec.json.encode
@@ -39,7 +40,7 @@ class ChatRequest(ConversationFields, kw_only=True):
 
 ParsedChat = parse.Parsed[ChatRequest]
 
-FOREIGN = ("max_completion_tokens", "prompt_cache_options", "cache_control")
+FOREIGN = ("max_completion_tokens", *PASSED_IN_CHAT)
 """Fields of a chat that a foreign server gets as the client wrote them."""
 
 
@@ -257,7 +258,7 @@ def _message(output: ChoiceOutput) -> AssistantMessage:
 def _without_reasoning(event: OutputEvent) -> OutputEvent:
     if not (event.reasoning or event.passed):
         return event
-    return event._replace(reasoning="", passed=[field for field in event.passed if field.name not in REASONING_FIELDS])
+    return event._replace(reasoning="", passed=[field for field in event.passed if field.name not in REASONING_PASSED])
 
 
 def _function(call: ToolCall) -> FunctionCall:

@@ -34,7 +34,7 @@ from headrace.gateway.upstream.foreign_server import AttemptResult, ForeignServe
 from headrace.gateway.upstream.foreign_session import open_session
 from headrace.gateway.upstream.foreign_stream import ForeignRoute, HttpStream
 from headrace.gateway.upstream.foreign_watch import watch
-from headrace.gateway.upstream.generation_request import MARKS, Conversation, GenerationRequest, PlainPrompts, PrincipalFacts
+from headrace.gateway.upstream.generation_request import PASSED, Conversation, GenerationRequest, PlainPrompts, PrincipalFacts
 from headrace.gateway.upstream.model_config import ForeignConfig, named
 from headrace.gateway.upstream.seam import Prepared, PreparedPrompt, ReplicaHealth, Tokenization, Upstream
 from headrace.observe.upstream_metrics import UpstreamReading
@@ -122,7 +122,7 @@ class HttpUpstream(Upstream):
             num_sequences=num_sequences,
             seed=params.seed,
             ignored=["priority"] if request.has_priority else [],  # not sent; other fields without effect are not known
-            taken=TAKEN,
+            taken=PASSED,
         )
 
     def _stream(self, request: ForeignRequest, max_tokens: int | None) -> HttpStream:
@@ -154,18 +154,6 @@ def _within(request: GenerationRequest, ceiling: RequestCeiling, max_prompt_toke
     given = [bound for bound in bounds if bound is not None]
     return dataclasses.replace(request, sampling={**request.sampling, "max_tokens": min(given)}) if given else request
 
-
-TAKEN = frozenset(
-    [
-        *("cache_control", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "user"),
-        *(f"messages[].{name}" for name in MARKS - {"prompt_cache_breakpoint", "reasoning"}),
-        *(f"messages[].content[].{name}" for name in ("cache_control", "prompt_cache_breakpoint")),
-        *(f"messages[].tool_calls[].{name}" for name in ("cache_control", "extra_content", "provider_specific_fields")),
-        "messages[].tool_calls[].function.provider_specific_fields",
-        *("tools[].cache_control", "tools[].function.cache_control"),
-    ]
-)
-"""Fields that our engines have no use for and that are sent, by their names in `x-headrace-ignored`."""
 
 CHAT_PROMPTS = (PreparedPrompt(""),)
 """The prompts of every conversation: its messages become text at the server."""

@@ -15,8 +15,6 @@ from headrace.core.finish import FinishReason
 from headrace.core.plan import TokenLogprobs
 from headrace.gateway.upstream.foreign_calls import CallPieces
 from headrace.gateway.upstream.foreign_chunk import (
-    CALL_PASSED,
-    DELTA_PASSED,
     AnswerPiece,
     ChosenToken,
     SentCall,
@@ -30,7 +28,7 @@ from headrace.gateway.upstream.foreign_loose import PieceReader
 from headrace.gateway.upstream.foreign_text import SaidText, SplitText
 from headrace.gateway.upstream.foreign_usage import SaidUsage, UsageCounts
 from headrace.gateway.upstream.foreign_words import Ending, ending
-from headrace.gateway.upstream.generation_request import string_bytes
+from headrace.gateway.upstream.generation_request import CALL_PASSED, REASONING_PASSED, string_bytes
 from headrace.gateway.upstream.seam import OutputEvent, PassedField, TokenUsage
 from headrace.text.logprobs import DecodedLogprobs
 
@@ -234,7 +232,7 @@ class ForeignAnswer:
                 return self._text_event(output, delta.content)
         text, reasoning, pieces = output.added(choice)
         calls = output.calls.read(pieces, [self._passed(output, each, CALL_PASSED) for each in pieces]) if pieces else None
-        passed = self._passed(output, choice.delta or choice.message, DELTA_PASSED)
+        passed = self._passed(output, choice.delta or choice.message, (*CALL_PASSED, *REASONING_PASSED))
         logprobs = (choice.logprobs and choice.logprobs.content) or ()
         num_tokens = len(logprobs) or (1 if text or reasoning or calls is not None else 0)
         if num_tokens:

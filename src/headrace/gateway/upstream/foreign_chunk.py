@@ -112,13 +112,6 @@ class SentDelta(Struct):
         return calls if calls or call is None else [SentCall(name=call.name, arguments=call.arguments)]
 
 
-CALL_PASSED = ("extra_content", "provider_specific_fields")
-"""Fields of a call that clients send back unchanged: the signatures of Gemini, of itself and by way of LiteLLM."""
-
-DELTA_PASSED = (*CALL_PASSED, "reasoning_details", "thinking_blocks")
-"""Such fields of a message: OpenRouter's and LiteLLM's reasoning with its signatures, beside those of calls."""
-
-
 class SentChoice(Struct):
     """message: in a whole answer, and in place of `delta` where servers mix the two up;  error: of this choice alone"""
 

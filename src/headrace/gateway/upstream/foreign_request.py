@@ -17,32 +17,21 @@ import msgspec
 from headrace.core.ids import RequestId
 from headrace.core.sampling import MAX_SEED
 from headrace.gateway.upstream.foreign_json import read_json
-from headrace.gateway.upstream.generation_request import MARKS, without
+from headrace.gateway.upstream.generation_request import MARKS, PASSED_IN_BODY, PASSED_IN_CHAT, without
 
 LIMITS = ("max_tokens", "max_completion_tokens")
 """The two names of one limit: OpenAI's reasoning models refuse the first, many servers know it alone."""
 
-WITHOUT_MEANING = frozenset(
-    (
-        "cache_control",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "stream_options",
-        "user",
-    )
-)
+WITHOUT_MEANING = frozenset(("stream_options", *PASSED_IN_BODY, *PASSED_IN_CHAT))
 """Fields of a body that are not about the answer."""
 
 LEFT_OUT_INSIDE = MARKS | {"reasoning_content"}
 """Fields of messages, their parts and calls, and of functions, that a server without them has no use for."""
 
-ADDED = frozenset(("model", "stream", "cache_salt"))
-"""Fields that a client did not write."""
+SALT = "cache_salt"
 
-SEVERAL_PROMPTS = "prompt"
-"""In the place of `n`, for a server that answers one prompt of several."""
+ADDED = frozenset(("model", "stream", SALT))
+"""Fields that a client did not write."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +77,9 @@ class ForeignRequest:
         """The number of prompts that are sent to ask for these sequences."""
         return len({index // self._n for index in indices})
 
-    def share(self, indices: Sequence[int], refused: Collection[str]) -> Sequence[int]:
-        """The part of the sequences that a server is asked for at once."""
-        return indices[:1] if (SEVERAL_PROMPTS if self._n == 1 else "n") in refused else indices
+    def share(self, indices: Sequence[int], refused: Collection[str], *, takes_one_prompt: bool) -> Sequence[int]:
+        """The part of the sequences that a server is asked for at once. takes_one_prompt: it answers one prompt of several"""
+        return indices[:1] if (takes_one_prompt if self._n == 1 else "n" in refused) else indices
 
 
 def written(fields: Mapping[str, Any], refused: Collection[str]) -> dict[str, Any]:

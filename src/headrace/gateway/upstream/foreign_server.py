@@ -30,7 +30,7 @@ from headrace.gateway.upstream.foreign_facts import ListedModel, ReportedLoad
 from headrace.gateway.upstream.foreign_rate_limits import exhausted_s, retry_after_s
 from headrace.gateway.upstream.foreign_request import (
     LIMITS,
-    SEVERAL_PROMPTS,
+    SALT,
     ForeignRequest,
     is_adaptable,
     names_in,
@@ -54,8 +54,6 @@ ERROR_BODY_S = 5.0
 
 LOAD_VALID_S = 5.0
 """Seconds after which a server's reported load is no longer used."""
-
-SALT = "cache_salt"
 
 RATE_LIMIT_S = 1.0
 """Seconds without new requests after a 429 that does not say how long."""
@@ -112,6 +110,7 @@ class ForeignServer:
     results         attempts by result
     left_out        counts of malformed fields in answers that were ignored
     sends_usage     the last answer had token counts, or there was none yet
+    takes_one_prompt  it answers one prompt of several
     refused         names of fields that the server does not take, see `foreign_request`
     """
 
@@ -130,6 +129,7 @@ class ForeignServer:
         self.results: Counter[AttemptResult] = Counter()
         self.left_out: Counter[SideField] = Counter()
         self.sends_usage = True
+        self.takes_one_prompt = False
         self.refused: set[str] = set()
         self._model = model
         self._clock = clock
@@ -269,8 +269,12 @@ class ForeignServer:
 
     def _learn(self, sent: dict[str, Any], num_asked: int, found: dict[str, None], answer: ForeignAnswer) -> None:
         """Keep the form in which a request for some sequences was answered. found: names that were refused before"""
-        if answer.left:
-            found[SEVERAL_PROMPTS if isinstance(sent.get("prompt"), list) and "n" not in sent else "n"] = None
+        if answer.left and isinstance(sent.get("prompt"), list) and "n" not in sent:
+            if not self.takes_one_prompt:
+                self.log_fact("answers one prompt of several")
+            self.takes_one_prompt = True
+        elif answer.left:
+            found["n"] = None
         limit = sent.get("max_completion_tokens")
         if limit is not None and answer.usage.completion_tokens > limit * num_asked:
             found["max_completion_tokens"] = None  # it knows the other name alone
@@ -281,7 +285,7 @@ class ForeignServer:
 
     async def _respond(self, request: ForeignRequest, fields: dict[str, Any]) -> aiohttp.ClientResponse:
         """The response, once its headers have arrived. Raises AttemptFailed if none comes."""
-        salt = {"cache_salt": request.salt.hex()} if self.config.cache_salt else {}
+        salt = {SALT: request.salt.hex()} if self.config.cache_salt else {}
         body = msgspec.json.encode(fields | {"model": self.far_name} | salt)
         try:
             response = await self.session.post(request.path, body, request.request_id)

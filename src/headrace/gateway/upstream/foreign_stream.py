@@ -190,7 +190,7 @@ class HttpStream(EventStream):
         route = self._new_route()
         while True:
             server = self._server = route.pick()
-            asked = self._asked = self._request.share(left, server.refused)
+            asked = self._asked = self._request.share(left, server.refused, takes_one_prompt=server.takes_one_prompt)
             late_usage_s = LATE_USAGE_S if server.sends_usage else END_OF_BODY_S
             reader = self._reader = EventReader(asked, self._request.request_id, late_usage_s=late_usage_s)
             try:

@@ -14,19 +14,30 @@ from headrace.policy.admission.unsent import UnsentRequest
 from headrace.policy.limits.ceiling import UNBOUNDED, RequestCeiling
 from headrace.text.template_switch import TemplateSwitch
 
-MARKS = frozenset(
-    (
-        "cache_control",
-        "extra_content",
-        "prompt_cache_breakpoint",
-        "provider_specific_fields",
-        "reasoning",
-        "reasoning_details",
-        "thinking_blocks",
-    )
-)
-"""Fields inside messages and functions that foreign servers read, and that no chat template is shown: marks of what is to be cached, and
-what a server wants back of its earlier answer, such as the signature of a call."""
+CALL_PASSED = ("extra_content", "provider_specific_fields")
+"""Fields of a call that clients get with an answer and send back unchanged: the signatures of Gemini, of itself and by way of LiteLLM."""
+
+REASONING_PASSED = ("reasoning_details", "thinking_blocks")
+"""Such fields of a message: OpenRouter's and LiteLLM's reasoning with its signatures. It may have those of calls too."""
+
+PASSED_IN_BODY = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+PASSED_IN_CHAT = ("prompt_cache_options", "cache_control")
+PASSED_INSIDE: Mapping[str, Sequence[str]] = {
+    "messages[]": (*REASONING_PASSED, *CALL_PASSED, "cache_control"),
+    "messages[].content[]": ("cache_control", "prompt_cache_breakpoint"),
+    "messages[].tool_calls[]": (*CALL_PASSED, "cache_control"),
+    "messages[].tool_calls[].function": ("provider_specific_fields",),
+    "tools[]": ("cache_control",),
+    "tools[].function": ("cache_control",),
+}
+"""The fields that foreign servers read and our engines have no use for, of every body, of a chat's, and by the object that they stand in:
+marks of what is to be cached, and what a server wants back of its earlier answer, such as the signature of a call."""
+
+PASSED = frozenset((*PASSED_IN_BODY, *PASSED_IN_CHAT, *(f"{place}.{name}" for place, names in PASSED_INSIDE.items() for name in names)))
+"""All of them, by their names in `x-headrace-ignored`."""
+
+MARKS = frozenset(name for names in PASSED_INSIDE.values() for name in names) | {"reasoning"}
+"""Fields inside messages and functions that no chat template is shown."""
 
 _HOLDS_MARKS = ("content", "tool_calls", "function")
 

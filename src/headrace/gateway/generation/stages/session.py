@@ -21,13 +21,13 @@ from headrace.gateway.sessions.history import FORM, History, Message, StoredSess
 from headrace.gateway.sessions.names import HEADER as SESSION_HEADER
 from headrace.gateway.sessions.names import METADATA_FIELD, RAW_HEADER, SessionKey, checked_session_id
 from headrace.gateway.sessions.sessions import MAX_SESSION_BYTES, ReadSession, Sessions
-from headrace.gateway.upstream.generation_request import Conversation
+from headrace.gateway.upstream.generation_request import REASONING_PASSED, Conversation
 from headrace.gateway.upstream.seam import OutputEvent, PassedField, Prepared, ToolCall, joined_values
 
 RENEW_S = 5.0
 """Seconds between two renewals of a claim."""
 
-NOT_KEPT = ("reasoning_content", "reasoning", "reasoning_details", "thinking_blocks")
+NOT_KEPT = ("reasoning_content", "reasoning", *REASONING_PASSED)
 """Fields of a message that no history has."""
 
 

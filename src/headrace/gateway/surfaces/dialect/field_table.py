@@ -18,6 +18,7 @@ from enum import StrEnum
 from functools import partial
 
 from headrace.core.grammar import MAX_GRAMMAR_BYTES
+from headrace.gateway.upstream.generation_request import PASSED_IN_BODY, PASSED_IN_CHAT, PASSED_INSIDE
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BOTH = (CHAT, COMPLETIONS)
@@ -120,11 +121,16 @@ def _row(
     return FieldRule(name, (places,) if isinstance(places, str) else places, treatment, note, off, is_any, kinds)
 
 
-_honoured, _inert, _passed, _refused = (partial(_row, treatment) for treatment in Treatment)
+_honoured, _inert, _refused = (partial(_row, each) for each in (Treatment.HONOURED, Treatment.INERT, Treatment.REFUSED))
 _unread = partial(_inert, is_any=True)
 """Makes the row of an inert field whose value is not checked."""
-_handed = partial(_passed, is_any=True)
-"""Makes the row of a passed field of any value."""
+
+
+def _passed(name: str, note: str) -> FieldRule:
+    """The row of a field that foreign servers read, with the places that it has there. Those of every body are short texts."""
+    bodies = BOTH if name in PASSED_IN_BODY else (CHAT,) if name in PASSED_IN_CHAT else ()
+    inside = [Inside(place) for place, names in PASSED_INSIDE.items() if name in names]
+    return _row(Treatment.PASSED, name, (*bodies, *inside), note, is_any=name not in PASSED_IN_BODY)
 
 
 _SERVED = (
@@ -199,15 +205,15 @@ _MESSAGES = (
     _refused("audio", Inside.MESSAGE, _TEXT_ONLY),
     _refused("function_call", Inside.MESSAGE, "Send tool_calls."),
     _refused("annotations", Inside.MESSAGE, "Answers hold none.", []),
-    _handed("reasoning_details", Inside.MESSAGE, _KEPT),
-    _handed("thinking_blocks", Inside.MESSAGE, _KEPT),
-    _handed("extra_content", (Inside.MESSAGE, Inside.CALL), f"{_KEPT} Gemini's signature of a call stands there."),
-    _handed("provider_specific_fields", (Inside.MESSAGE, Inside.CALL, Inside.CALLED_FUNCTION), _KEPT),
+    _passed("reasoning_details", _KEPT),
+    _passed("thinking_blocks", _KEPT),
+    _passed("extra_content", f"{_KEPT} Gemini's signature of a call stands there."),
+    _passed("provider_specific_fields", _KEPT),
     _refused("prefix", Inside.MESSAGE, "Use continue_final_message.", False),
-    _handed("cache_control", (Inside.MESSAGE, Inside.PART, Inside.CALL, Inside.TOOL, Inside.FUNCTION), _MARK),
+    _passed("cache_control", _MARK),
     _honoured("type", Inside.PART, '"text"; required.'),
     _honoured("text", Inside.PART, "A string; required."),
-    _handed("prompt_cache_breakpoint", Inside.PART, _MARK),
+    _passed("prompt_cache_breakpoint", _MARK),
     _honoured("id", Inside.CALL, "A string. Handed to the template."),
     _honoured("type", Inside.CALL, '"function", also where absent.', kinds=("function",)),
     _honoured("function", Inside.CALL, "What was called; required."),
@@ -308,12 +314,11 @@ _STRUCTURED = (
 )
 
 _OPENAI = (
-    _passed("user", BOTH, _SHORT_TEXT),
-    _passed("safety_identifier", BOTH, _SHORT_TEXT),
-    _passed("prompt_cache_key", BOTH, f"{_SHORT_TEXT} Our engines find prefixes by content."),
-    _passed("prompt_cache_retention", BOTH, f"{_SHORT_TEXT} {_CACHE}"),
-    _handed("prompt_cache_options", CHAT, _MARK),
-    _handed("cache_control", CHAT, _MARK),
+    _passed("user", _SHORT_TEXT),
+    _passed("safety_identifier", _SHORT_TEXT),
+    _passed("prompt_cache_key", f"{_SHORT_TEXT} Our engines find prefixes by content."),
+    _passed("prompt_cache_retention", f"{_SHORT_TEXT} {_CACHE}"),
+    _passed("prompt_cache_options", _MARK),
     _honoured("metadata", CHAT, f"{_METADATA} `session_id` names the session (docs/sessions.md); other entries have no effect."),
     _inert("metadata", COMPLETIONS, _METADATA),
     _refused("store", BOTH, "Answers are not stored.", False),

@@ -35,7 +35,7 @@ from headrace.gateway.surfaces.dialect.field_table import (
 )
 from headrace.gateway.surfaces.dialect.schemas import SamplingFields
 from headrace.gateway.surfaces.dialect.structured import requested_grammar
-from headrace.gateway.upstream.generation_request import Conversation, PlainPrompts, RequestedGrammar
+from headrace.gateway.upstream.generation_request import PASSED_IN_BODY, Conversation, PlainPrompts, RequestedGrammar
 
 T = TypeVar("T", bound=msgspec.Struct)
 FieldsT = TypeVar("FieldsT", bound=SamplingFields)
@@ -65,10 +65,7 @@ AS_GIVEN = (
 )
 """Sampling parameters that are handed on as they are."""
 
-PASSED = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
-"""Fields of every body that only foreign servers read."""
-
-_as_given_of, _from_model_of, _passed_of = attrgetter(*AS_GIVEN), attrgetter(*FROM_MODEL), attrgetter(*PASSED)
+_as_given_of, _from_model_of, _passed_of = attrgetter(*AS_GIVEN), attrgetter(*FROM_MODEL), attrgetter(*PASSED_IN_BODY)
 
 _PATH = re.compile(r"(?P<what>.*?)(?: - at (?P<is_key>`key` in )?`\$\.?(?P<path>.*)`)?\Z", re.DOTALL)
 _EXPECTED = re.compile(r"Expected (?P<kinds>`[^`]*`)(?:, got .*)?\Z", re.DOTALL)
@@ -232,7 +229,7 @@ def shared_request(parsed: Parsed[SamplingFields], principal: Principal, prompt:
         has_priority=request.priority is not None,
         cache_salt=request.cache_salt,
         cache=CacheControl.of(request.cache),
-        foreign_fields={name: value for name, value in zip(PASSED, _passed_of(request), strict=True) if value is not None},
+        foreign_fields={name: value for name, value in zip(PASSED_IN_BODY, _passed_of(request), strict=True) if value is not None},
     )
 
 

@@ -122,9 +122,6 @@ def _switch(field: str, given: bool | str) -> TemplateSwitch:
     return TemplateSwitch(field=field, values={"reasoning_effort": given}, given=given)
 
 
-REASONING_FIELDS = ("reasoning_details", "thinking_blocks")
-"""Fields of a foreign server's message that hold reasoning in its own form, with signatures."""
-
 _DETAIL_TEXTS = ("text", "summary", "data")
 
 
