@@ -512,8 +512,8 @@ async def test_counts_that_come_after_done_count_and_are_waited_for_only_a_momen
         assert virtual_loop().time() - began == pytest.approx(foreign_events.LATE_USAGE_S)
 
 
-async def test_a_server_that_counted_nothing_last_time_is_not_waited_for(text: TextModel) -> None:
-    """Until it counts again."""
+async def test_a_server_that_never_counted_is_not_waited_for(text: TextModel) -> None:
+    """Once it has counted it always is: a charge is worth the wait."""
     silent, late = head() + said("one two", "stop") + DONE, event(choices=[], usage={"prompt_tokens": 7, "completion_tokens": 3})
     server, at_once, moment = ScriptedServer(silent, hangs=True), foreign_events.END_OF_BODY_S, foreign_events.LATE_USAGE_S
     async with scripted(text, server) as near:
@@ -523,6 +523,7 @@ async def test_a_server_that_counted_nothing_last_time_is_not_waited_for(text: T
             ((silent, late), 0.0, at_once, 7),
             ((silent, late), moment / 2, moment, 7),
             ((silent,), 0.0, moment, 0),
+            ((silent, late), moment / 2, moment, 7),
         ):
             server.pieces, server.pause_s = pieces, pause_s
             began = virtual_loop().time()

@@ -24,11 +24,13 @@ BOUND = len(json.dumps(HELLO, separators=(",", ":"))) + TEMPLATE_TOKENS
 
 
 @asynccontextmanager
-async def opened(text: TextModel, server: ScriptedServer, **numbers: Any) -> AsyncIterator[TestBench]:
+async def opened(
+    text: TextModel, server: ScriptedServer, timeouts: dict[str, float] | None = None, **numbers: Any
+) -> AsyncIterator[TestBench]:
     keys = [{"key": KEY, "tenant": "acme", "tier": "small"}]
     async with (
         listening(server) as ports,
-        open_bench(text, models=far_models(*ports), api_keys=keys, tiers={"small": numbers}) as bench,
+        open_bench(text, models=far_models(*ports), api_keys=keys, tiers={"small": numbers}, timeouts=timeouts or {}) as bench,
     ):
         bench.client.headers["authorization"] = f"Bearer {KEY}"
         yield bench
@@ -112,6 +114,17 @@ async def test_a_prompt_that_no_server_counts_is_charged_as_often_as_it_was_sent
     async with opened(text, ScriptedServer(busy, before=(ONE + COUNTED + DONE, ONE + DONE)), daily_tokens=10_000) as bench:
         assert (await ask(bench, n=4, max_tokens=20)).status_code == 503
         assert await remaining(bench) == 10_000 - (9 + 3) - (BOUND + 1), "one counted, one not, and none for the refused one"
+
+
+@pytest.mark.loop
+async def test_a_request_that_ends_before_its_server_answers_costs_what_was_sent(text: TextModel) -> None:
+    silent = ScriptedServer(head(), hangs=True, before=(ONE + COUNTED + DONE,))
+    async with opened(text, silent, timeouts={"request_s": 5.0}, daily_tokens=10_000) as bench:
+        assert (await ask(bench, n=3, max_tokens=20)).status_code == 504
+        assert len(silent.bodies) == 2
+        assert await remaining(bench) == 10_000 - (9 + 3) - BOUND
+        assert (await ask(bench, max_tokens=20)).status_code == 504
+        assert await remaining(bench) == 10_000 - (9 + 3) - 2 * BOUND
 
 
 @pytest.mark.pure

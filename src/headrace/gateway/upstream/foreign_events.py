@@ -41,7 +41,7 @@ END_OF_BODY_S = 0.05
 request its handshakes."""
 
 LATE_USAGE_S = 0.5
-"""The same where the server has not counted yet, and counted its last answer: some send usage after [DONE]."""
+"""The same where the server has not counted yet, unless it never did: some send usage after [DONE]."""
 
 
 class EventSink(EventListener, Protocol):

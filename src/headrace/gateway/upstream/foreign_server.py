@@ -109,7 +109,7 @@ class ForeignServer:
     listed          the model in the server's list of models; None: the list was not read yet
     results         attempts by result
     left_out        counts of malformed fields in answers that were ignored
-    sends_usage     the last answer had token counts, or there was none yet
+    sends_usage     an answer had token counts; None: it gave no answer yet
     takes_one_prompt  it answers one prompt of several
     refused         names of fields that the server does not take, see `foreign_request`
     """
@@ -128,7 +128,7 @@ class ForeignServer:
         self.listed: ListedModel | None = None
         self.results: Counter[AttemptResult] = Counter()
         self.left_out: Counter[SideField] = Counter()
-        self.sends_usage = True
+        self.sends_usage: bool | None = None
         self.takes_one_prompt = False
         self.refused: set[str] = set()
         self._model = model

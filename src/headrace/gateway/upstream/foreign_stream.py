@@ -191,7 +191,7 @@ class HttpStream(EventStream):
         while True:
             server = self._server = route.pick()
             asked = self._asked = self._request.share(left, server.refused, takes_one_prompt=server.takes_one_prompt)
-            late_usage_s = LATE_USAGE_S if server.sends_usage else END_OF_BODY_S
+            late_usage_s = END_OF_BODY_S if server.sends_usage is False else LATE_USAGE_S
             reader = self._reader = EventReader(asked, self._request.request_id, late_usage_s=late_usage_s)
             try:
                 await server.attempt(self._request, asked, reader, self, counts=server not in route.tried)
@@ -200,7 +200,7 @@ class HttpStream(EventStream):
                     self._reader = None  # it costs nothing
                 await asyncio.sleep(route.pause_s(server, failure))
                 continue
-            server.sends_usage = reader.answer.has_usage
+            server.sends_usage = server.sends_usage or reader.answer.has_usage
             self._used, self._reader = self.usage(), None
             return [*reader.answer.left, *left[len(asked) :]]
 
