@@ -27,7 +27,7 @@ from headrace.core.request import PriorityClass
 from headrace.gateway.config import config_from
 from headrace.gateway.generation.run import DEADLINE_GRACE_S
 from headrace.gateway.http.content_encoding import SLICE_BYTES
-from headrace.gateway.upstream import foreign_events, foreign_framing, foreign_server, foreign_stream
+from headrace.gateway.upstream import foreign_events, foreign_failures, foreign_framing, foreign_server, foreign_stream
 from headrace.gateway.upstream.foreign_errors import BrokenStream
 from headrace.gateway.upstream.foreign_events import EventReader, EventSink, SilenceLimit
 from headrace.gateway.upstream.foreign_session import read_key
@@ -756,7 +756,7 @@ async def test_what_some_servers_send_besides_is_no_broken_answer_and_loses_no_t
 
 
 async def test_an_error_whose_body_does_not_end_is_an_answer_all_the_same(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign_server, "ERROR_BODY_S", 0.1)
+    monkeypatch.setattr(foreign_failures, "ERROR_BODY_S", 0.1)
     for server in (
         ScriptedServer(head("400 Bad Request", "application/json") + b"{", hangs=True),
         ScriptedServer(head("400 Bad Request", "application/json"), repeat=b" " * 10_000),

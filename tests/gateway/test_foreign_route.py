@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from headrace.core.errors import HeadraceError, Unavailable
 from headrace.gateway.upstream.foreign_facts import ListedModel, ReportedLoad
-from headrace.gateway.upstream.foreign_server import AttemptFailed, AttemptResult, ForeignServer
+from headrace.gateway.upstream.foreign_failures import AttemptFailed, AttemptResult
+from headrace.gateway.upstream.foreign_server import ForeignServer
 from headrace.gateway.upstream.foreign_session import ForeignSession
 from headrace.gateway.upstream.foreign_stream import CAN_PASS, MAX_ATTEMPTS, MAX_RETRY_WAIT_S, ForeignRoute
 from headrace.gateway.upstream.model_config import ForeignConfig

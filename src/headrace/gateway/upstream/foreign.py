@@ -29,8 +29,9 @@ from headrace.core.sampling import FROM_MODEL, SamplingParams
 from headrace.core.tools import CallMode
 from headrace.gateway.http.errors import context_overflow
 from headrace.gateway.upstream.foreign_chunk import SideField
+from headrace.gateway.upstream.foreign_failures import AttemptResult
 from headrace.gateway.upstream.foreign_request import ForeignRequest
-from headrace.gateway.upstream.foreign_server import AttemptResult, ForeignServer
+from headrace.gateway.upstream.foreign_server import ForeignServer
 from headrace.gateway.upstream.foreign_session import open_session
 from headrace.gateway.upstream.foreign_stream import ForeignRoute, HttpStream
 from headrace.gateway.upstream.foreign_watch import watch

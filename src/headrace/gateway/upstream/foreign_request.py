@@ -1,14 +1,14 @@
-"""Writes the body of a request for one foreign server, and learns from the server's refusals which of its fields it takes.
+"""Writes the body of a request for one foreign server, in a form that the server takes.
 
-A server may refuse by name a field that says nothing about the answer, such as `stream_options`, or know `max_tokens` by one of its two
-names only, or give one choice whatever `n` says. It is asked again in a form that it takes; `ForeignServer` keeps that form for later
-requests once an answer came in it. A field that does say something about the answer is never left out: the client gets its name.
+A server may refuse a field that says nothing about the answer, such as `stream_options`, or know `max_tokens` by one of its two names only,
+or give one choice whatever `n` says. It is asked again in another form. `ForeignServer` keeps that form for later requests once an answer
+came in it, if the server does not know the field's name (`foreign_field_errors`): a value that it refuses is one client's. A field that
+does say something about the answer is never left out: the client gets its name.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,17 +16,11 @@ import msgspec
 
 from headrace.core.ids import RequestId
 from headrace.core.sampling import MAX_SEED
-from headrace.gateway.upstream.foreign_json import read_json
-from headrace.gateway.upstream.generation_request import MARKS, PASSED_IN_BODY, PASSED_IN_CHAT, without
-
-LIMITS = ("max_tokens", "max_completion_tokens")
-"""The two names of one limit: OpenAI's reasoning models refuse the first, many servers know it alone."""
+from headrace.gateway.upstream.foreign_field_errors import LEFT_OUT_INSIDE, LIMITS, Refusal
+from headrace.gateway.upstream.generation_request import PASSED_IN_BODY, PASSED_IN_CHAT, without
 
 WITHOUT_MEANING = frozenset(("stream_options", *PASSED_IN_BODY, *PASSED_IN_CHAT))
 """Fields of a body that are not about the answer."""
-
-LEFT_OUT_INSIDE = MARKS | {"reasoning_content"}
-"""Fields of messages, their parts and calls, and of functions, that a server without them has no use for."""
 
 SALT = "cache_salt"
 
@@ -34,12 +28,13 @@ ADDED = frozenset(("model", "stream", SALT))
 """Fields that a client did not write."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ForeignRequest:
     """A request in OpenAI's form, for any of the model's servers.
 
-    fields  the body without the fields that differ between servers
-    salt    the tenant's salt
+    fields        the body without the fields that differ between servers
+    salt          the tenant's salt
+    is_n_refused  a server refused `n` in this request; its other sequences are asked for one by one
     """
 
     request_id: RequestId
@@ -48,6 +43,7 @@ class ForeignRequest:
     salt: bytes
     num_prompts: int
     num_sequences: int
+    is_n_refused: bool = False
 
     @property
     def _n(self) -> int:
@@ -79,7 +75,7 @@ class ForeignRequest:
 
     def share(self, indices: Sequence[int], refused: Collection[str], *, takes_one_prompt: bool) -> Sequence[int]:
         """The part of the sequences that a server is asked for at once. takes_one_prompt: it answers one prompt of several"""
-        return indices[:1] if (takes_one_prompt if self._n == 1 else "n" in refused) else indices
+        return indices[:1] if (takes_one_prompt if self._n == 1 else self.is_n_refused or "n" in refused) else indices
 
 
 def written(fields: Mapping[str, Any], refused: Collection[str]) -> dict[str, Any]:
@@ -102,80 +98,15 @@ def refuse(refused: set[str], name: str) -> None:
     refused.add(name)
 
 
-def is_adaptable(name: str, found: Collection[str]) -> bool:
-    """Whether a request in another form asks for the same answer, perhaps in several requests. found: names refused before"""
-    if name in LIMITS:
-        return not any(limit in found for limit in LIMITS)
-    return name not in found and (name in WITHOUT_MEANING or name in LEFT_OUT_INSIDE or name == "n")
+def is_adaptable(refusal: Refusal, tried: Collection[Refusal]) -> bool:
+    """Whether a request in another form asks for the same answer, perhaps in several requests. tried: refusals of the request before
 
-
-# ------------------------------------------------------------------------------------------------------------------------ refusals
-
-_TEXTS = ("message", "msg", "detail", "error", "title", "reason")
-_IN_MESSAGES = ("messages", "tools")
-_NAME = re.compile(r"[A-Za-z_]\w*")
-_OTHER_FIELDS = re.compile(
-    r"\b(?:expected one of|must be one of|did you mean|use ['\"`]|supported (?:fields|parameters|params))", re.IGNORECASE
-)
-_CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
-_ONE_CHOICE = re.compile(
-    r"\bn (?:must|should|can|has to|is|>|=)|\bonly (?:one|1|a single) (?:\w+ )?(?:choice|completion)|multiple (?:choices|completions)",
-    re.IGNORECASE,
-)
-
-
-def refused_field(body: bytes, names: Collection[str]) -> str | None:
-    """The field that an error names. Its texts are only searched, never shown.
-
-    body   of the error
-    names  of the fields that the request had, inside messages and functions too
-
-    A place (`param`, `loc`) decides before any text, in which the first name counts.
+    A limit that is too large stays what it is: a server that ignores the other name would give a longer answer.
     """
-    try:
-        error = read_json(body)
-    except ValueError:
-        return None
-    found = list(_said(error))
-    places = [found_in for is_place, value in found if is_place and (found_in := _named_by_place(value, names))]
-    texts = [found_in for is_place, value in found if not is_place and (found_in := _named_by_text(value, names))]
-    return next(iter([*places, *texts]), None)
-
-
-def _said(value: object) -> Iterator[tuple[bool, str]]:
-    """(whether it is a place, text) of all that an error says, without what it quotes of the request."""
-    if isinstance(value, list):
-        for each in value:
-            yield from _said(each)
-    elif isinstance(value, dict):
-        for name, each in value.items():
-            if name == "param" and isinstance(each, str):
-                yield True, each
-            elif name == "loc" and isinstance(each, list):
-                yield True, ".".join(map(str, each))
-            elif name in _TEXTS:
-                yield from [(False, each)] if isinstance(each, str) else _said(each)
-
-
-def _named_by_place(place: str, names: Collection[str]) -> str | None:
-    parts = [part for part in _NAME.findall(place) if part != "body"]
-    inside = [part for part in parts if part in LEFT_OUT_INSIDE and part in names] if parts[:1] and parts[0] in _IN_MESSAGES else parts[:1]
-    return next((part for part in inside if part in names), None)
-
-
-def _named_by_text(text: str, names: Collection[str]) -> str | None:
-    """The first of the names in a text. A name that is a word of English has to be quoted, or to stand behind a colon or `parameter`."""
-    if (other := _OTHER_FIELDS.search(text)) is not None:
-        text = text[: other.start()]
-    text = _CAMEL.sub("_", text).lower()
-    found = {}
-    for name in names:
-        before = "" if "_" in name else r"(?:[\"'`.(]|: |\b(?:parameter|param|field|argument|property|option)s? )"
-        if (match := re.search(rf"{before}(?<![a-z0-9_]){name}(?![a-z0-9_])", text)) is not None:
-            found[match.start()] = name
-    if not found and "n" in names and _ONE_CHOICE.search(text) is not None:
-        return "n"
-    return found[min(found)] if found else None
+    names = {each.field for each in tried}
+    if refusal.field in LIMITS:
+        return refusal.is_name and names.isdisjoint(LIMITS)
+    return refusal.field not in names and (refusal.field in WITHOUT_MEANING or refusal.field in LEFT_OUT_INSIDE or refusal.field == "n")
 
 
 def names_in(fields: Mapping[str, Any]) -> set[str]:

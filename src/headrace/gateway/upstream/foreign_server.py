@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from enum import StrEnum
 from functools import partial
 from typing import Any
 
@@ -18,26 +17,27 @@ import aiohttp
 import msgspec
 
 from headrace.core.clock import Clock
-from headrace.core.errors import HeadraceError, InvalidRequest, Overloaded, Unavailable
+from headrace.core.errors import Unavailable
 from headrace.core.ids import RequestId
 from headrace.gateway.http.descriptors import MAX_FOREIGN_CONNECTIONS
-from headrace.gateway.http.errors import ContentRefused, foreign_overflow
 from headrace.gateway.upstream.foreign_answer import ForeignAnswer
 from headrace.gateway.upstream.foreign_chunk import SideField
-from headrace.gateway.upstream.foreign_errors import CLIENT_FAULTS, MAX_ERROR_BYTES, BrokenStream, ErrorKind, SentError, sent_error
-from headrace.gateway.upstream.foreign_events import EventReader, EventSink, SilenceLimit, decoder_for, unpacked
+from headrace.gateway.upstream.foreign_errors import CLIENT_FAULTS, BrokenStream, ErrorKind, SentError, sent_error
+from headrace.gateway.upstream.foreign_events import EventReader, EventSink, SilenceLimit
 from headrace.gateway.upstream.foreign_facts import ListedModel, ReportedLoad
-from headrace.gateway.upstream.foreign_rate_limits import exhausted_s, retry_after_s
-from headrace.gateway.upstream.foreign_request import (
-    LIMITS,
-    SALT,
-    ForeignRequest,
-    is_adaptable,
-    names_in,
-    refuse,
-    refused_field,
-    written,
+from headrace.gateway.upstream.foreign_failures import (
+    ANSWERS,
+    BROKE,
+    NOT_NOW,
+    AttemptFailed,
+    AttemptResult,
+    error_body,
+    known_failure,
+    result_of,
 )
+from headrace.gateway.upstream.foreign_field_errors import Refusal, refused_field
+from headrace.gateway.upstream.foreign_rate_limits import exhausted_s, retry_after_s
+from headrace.gateway.upstream.foreign_request import SALT, ForeignRequest, is_adaptable, names_in, refuse, written
 from headrace.gateway.upstream.foreign_session import NOT_CONNECTED, ForeignSession
 from headrace.gateway.upstream.model_config import ForeignConfig
 from headrace.policy.routing.circuit_breaker import CircuitBreaker, CircuitState
@@ -45,58 +45,11 @@ from headrace.policy.routing.tenant_failures import TenantFailures
 
 log = logging.getLogger("headrace.gateway")
 
-NOT_NOW = "The server behind this model does not answer now; the request can be sent again."
-BROKE = "The server behind this model broke off its answer; the request can be sent again."
-BUSY = "The server behind this model has too much to do."
-
-ERROR_BODY_S = 5.0
-"""Seconds a server may take for an error's body after its status."""
-
 LOAD_VALID_S = 5.0
 """Seconds after which a server's reported load is no longer used."""
 
 RATE_LIMIT_S = 1.0
 """Seconds without new requests after a 429 that does not say how long."""
-
-
-class AttemptResult(StrEnum):
-    """How one attempt ended. The values are the label `result` of headrace_upstream_attempts_total."""
-
-    OK = "ok"
-    INVALID = "invalid"
-    """The server refused the request for what it asks: 400, 413, 422."""
-    OVERFLOW = "overflow"
-    """As INVALID: the prompt is too long for this server's context."""
-    RATE_LIMITED = "rate_limited"
-    """The account's rate limit, or a server with too much to do."""
-    CONNECT = "connect"
-    """No connection, or it was closed before the status: nothing was answered."""
-    SERVER_ERROR = "server_error"
-    REFUSED = "refused"
-    """About the server's configuration or ours, which another attempt does not change: its key, its model, a redirect."""
-    FORBIDDEN = "forbidden"
-    """The server does not take this request, and another one may: its content filter, its account's limit, a feature that it lacks. Or it
-    may be the client's fault: a 403, words about a key or a model that may quote the client."""
-    LOST = "lost"
-    """Silence beyond a timeout, or an answer that broke off or was none."""
-    ABANDONED = "abandoned"
-    """The client left, or its deadline passed."""
-
-
-ANSWERS = (AttemptResult.OK, AttemptResult.INVALID, AttemptResult.OVERFLOW, AttemptResult.FORBIDDEN, AttemptResult.RATE_LIMITED)
-"""Results of a server that works, or may: a client's prompts alone cannot open its circuit."""
-
-
-class AttemptFailed(HeadraceError):
-    """One attempt of a request at a foreign server failed. The client gets `error` if no other attempt follows.
-
-    has_begun  the client was given tokens of the attempt's answer
-    field      the field that the server refused; None: it named none
-    """
-
-    def __init__(self, result: AttemptResult, error: HeadraceError, *, has_begun: bool = False, field: str | None = None) -> None:
-        self.result, self.error, self.has_begun, self.field = result, error, has_begun, field
-        super().__init__(str(error))
 
 
 class ForeignServer:
@@ -209,21 +162,21 @@ class ForeignServer:
         self.num_sent += 1
 
         begin = partial(self.breaker.begin, ticket)
-        fields, found = request.fields_of(asked), dict[str, None]()
+        fields, refused, tried = request.fields_of(asked), set(self.refused), list[Refusal]()
         try:
-            async with asyncio.timeout(None) as deadline, await self._accepted(request, fields, found, deadline) as response:
+            async with asyncio.timeout(None) as deadline, await self._accepted(request, fields, refused, tried, deadline) as response:
                 await reader.read(response, sink, silence=SilenceLimit(deadline, self.config.silence_s), on_begun=begin)
             result = AttemptResult.OK
-            self._learn(written(fields, self.refused | found.keys()), len(asked), found, reader.answer)
+            self._learn(request, written(fields, refused), len(asked), tried[-1:], reader.answer)
         except AttemptFailed as failure:
             result = failure.result
             raise
         except (BrokenStream, aiohttp.ClientError, OSError, TimeoutError) as error:
             sent = error.sent if isinstance(error, BrokenStream) else None
-            refusal = None if sent is None else self._refusal(sent, None, request.request_id)
-            result = AttemptResult.LOST if refusal is None else refusal.result
-            if refusal is not None and not reader.has_begun:
-                raise refusal from None
+            known = None if sent is None else self._known(sent, None, request.request_id)
+            result = AttemptResult.LOST if known is None else known.result
+            if known is not None and not reader.has_begun:
+                raise known from None
             reason = error if isinstance(error, BrokenStream) else type(error).__name__
             self.log_fault(f"broke off an answer: {reason} (request {request.request_id})")
             raise AttemptFailed(result, Unavailable(BROKE if reader.has_begun else NOT_NOW), has_begun=reader.has_begun) from None
@@ -244,14 +197,14 @@ class ForeignServer:
         return result is not AttemptResult.CONNECT and self._tenant_failures.is_tenants(tenant, self._clock())
 
     async def _accepted(
-        self, request: ForeignRequest, fields: dict[str, Any], found: dict[str, None], deadline: asyncio.Timeout
+        self, request: ForeignRequest, fields: dict[str, Any], refused: set[str], tried: list[Refusal], deadline: asyncio.Timeout
     ) -> aiohttp.ClientResponse:
         """The response to the request, in a form that the server takes. Raises AttemptFailed.
 
-        found     receives the names of fields that the server refused and that were then left out or written otherwise
+        refused   names of fields to be left out or written otherwise; more are added
+        tried     receives the refusals for which the request was sent again
         deadline  set anew whenever the request is sent, and not in force while the body of an error is read, which has a time of its own
         """
-        refused = set(self.refused)
         while True:
             sent = written(fields, refused)
             deadline.reschedule(asyncio.get_running_loop().time() + self.config.first_token_s)
@@ -261,24 +214,29 @@ class ForeignServer:
             deadline.reschedule(None)
             async with response:
                 failure = await self._failure(response, request.request_id, sent)
-            name = failure.field
-            if name is None or not is_adaptable(name, found):
+            refusal = failure.refusal
+            if refusal is None or not is_adaptable(refusal, tried):
                 raise failure
-            found[name] = None
-            refuse(refused, name)
+            tried.append(refusal)
+            refuse(refused, refusal.field)
+            request.is_n_refused = request.is_n_refused or refusal.field == "n"
 
-    def _learn(self, sent: dict[str, Any], num_asked: int, found: dict[str, None], answer: ForeignAnswer) -> None:
-        """Keep the form in which a request for some sequences was answered. found: names that were refused before"""
-        if answer.left and isinstance(sent.get("prompt"), list) and "n" not in sent:
-            if not self.takes_one_prompt:
-                self.log_fact("answers one prompt of several")
+    def _learn(self, request: ForeignRequest, sent: dict[str, Any], num_asked: int, last: Sequence[Refusal], answer: ForeignAnswer) -> None:
+        """Keep what an answer proves of the server. sent: fields of the request, for num_asked sequences
+
+        last  the refusal after which the server took the request, if there was one. Those before it may have been misread: the server
+              refused the request all the same.
+        """
+        names = [refusal.field for refusal in last if refusal.is_name]
+        if answer.left and "n" in sent:
+            names.append("n")
+        elif answer.left and request.num_prompts == request.num_sequences and not self.takes_one_prompt:
+            self.log_fact("answers one prompt of several")
             self.takes_one_prompt = True
-        elif answer.left:
-            found["n"] = None
         limit = sent.get("max_completion_tokens")
-        if limit is not None and answer.usage.completion_tokens > limit * num_asked:
-            found["max_completion_tokens"] = None  # it knows the other name alone
-        for name in found:
+        if limit is not None and "max_tokens" not in {*self.refused, *names} and answer.usage.completion_tokens > limit * num_asked:
+            names.append("max_completion_tokens")  # it knows the other name alone
+        for name in names:
             if name not in self.refused:
                 self.log_fact(f"does not take the field {name} as it was sent")
                 refuse(self.refused, name)
@@ -311,86 +269,38 @@ class ForeignServer:
 
     async def _failure(self, response: aiohttp.ClientResponse, request_id: RequestId, sent: dict[str, Any]) -> AttemptFailed:
         """The failure of an answer that is an error. sent: fields of the request"""
-        status, body = response.status, await _error_body(response)
+        status, body = response.status, await error_body(response)
         error = sent_error(body, status)
-        field = self._refused_field(body, status, sent) if error.kind in (None, ErrorKind.INVALID) else None
-        refusal = self._refusal(error, retry_after_s(response.headers, self._unix_time()), request_id, field=field)
-        if refusal is not None:
-            return refusal
+        refusal = self._refusal(body, status, sent) if error.kind in (None, ErrorKind.INVALID) else None
+        failure = self._known(error, retry_after_s(response.headers, self._unix_time()), request_id, refusal=refusal)
+        if failure is not None:
+            return failure
         self.log_fault(f"answered with status {status} (request {request_id})")
-        return AttemptFailed(_result_of(status), Unavailable(NOT_NOW, retry_after_s=self._retry_after_s()), field=field)
+        return AttemptFailed(result_of(status), Unavailable(NOT_NOW, retry_after_s=self._retry_after_s()), refusal=refusal)
 
-    def _refused_field(self, body: bytes, status: int, sent: dict[str, Any]) -> str | None:
-        """The field of the request that an error names."""
+    def _refusal(self, body: bytes, status: int, sent: dict[str, Any]) -> Refusal | None:
+        """The refusal of a field of the request that an error names."""
         is_about_n = "n" in sent and status in (500, 501)  # of llama.cpp for example
         if not is_about_n and status not in CLIENT_FAULTS:
             return None
-        field = refused_field(body, {"n"} if is_about_n else names_in(sent) | ({SALT} if self.config.cache_salt else set()))
-        if field == SALT:
+        refusal = refused_field(body, {"n"} if is_about_n else names_in(sent) | ({SALT} if self.config.cache_salt else set()))
+        if refusal is not None and refusal.field == SALT:
             self.log_fault("refuses the field cache_salt: with cache_salt: false it is left out, and tenants share the server's cache")
-        return field
+        return refusal
 
-    def _refusal(self, sent: SentError, asked_s: float | None, request_id: RequestId, *, field: str | None = None) -> AttemptFailed | None:
-        """The failure for an error of a known kind, in whatever form the server sent it; None: another failure.
-
-        asked_s  seconds by the header Retry-After; None: it has none
-        field    field that the server named
-        """
-        match sent.kind:
-            case ErrorKind.OVERFLOW:
-                return AttemptFailed(AttemptResult.OVERFLOW, foreign_overflow())
-            case ErrorKind.ACCOUNT_LIMIT:
-                return AttemptFailed(AttemptResult.FORBIDDEN, foreign_overflow())
-            case ErrorKind.RATE_LIMIT:
-                return self._rate_limit(sent, asked_s)
-            case ErrorKind.FILTERED:
-                return AttemptFailed(AttemptResult.FORBIDDEN, ContentRefused())
-            case ErrorKind.KEY | ErrorKind.MODEL:
-                what = "refuses its key or account" if sent.kind is ErrorKind.KEY else f"does not have the model {self.far_name!r}"
-                self.log_fault(f"{what} (status {sent.status}, request {request_id})")
-                result = AttemptResult.REFUSED if sent.is_certain else AttemptResult.FORBIDDEN
-                return AttemptFailed(result, Unavailable(NOT_NOW, retry_after_s=self._retry_after_s()))
-            case ErrorKind.INVALID:
-                result = AttemptResult.INVALID if sent.status in CLIENT_FAULTS else AttemptResult.FORBIDDEN
-                return AttemptFailed(result, _invalid(sent.status, field), field=field)
-        return None
-
-    def _rate_limit(self, sent: SentError, asked_s: float | None) -> AttemptFailed:
-        """The failure for a rate limit, which holds back other requests where the server surely meant one."""
+    def _known(
+        self, sent: SentError, asked_s: float | None, request_id: RequestId, *, refusal: Refusal | None = None
+    ) -> AttemptFailed | None:
+        """The failure for an error of a known kind; None: another failure. A rate limit holds back other requests where the server surely
+        meant one. asked_s: seconds by the header Retry-After, None: it has none"""
         wait_s = sent.wait_s if asked_s is None else asked_s
-        if sent.is_certain or asked_s is not None:
+        if sent.kind is ErrorKind.RATE_LIMIT and (sent.is_certain or asked_s is not None):
             self._hold_for(RATE_LIMIT_S if wait_s is None else wait_s, by_outage=False)
-        return AttemptFailed(AttemptResult.RATE_LIMITED, Overloaded(BUSY, retry_after_s=max(self._retry_after_s(), wait_s or 0.0)))
+        if sent.kind in (ErrorKind.KEY, ErrorKind.MODEL):
+            what = "refuses its key or account" if sent.kind is ErrorKind.KEY else f"does not have the model {self.far_name!r}"
+            self.log_fault(f"{what} (status {sent.status}, request {request_id})")
+        asked_s = (wait_s or 0.0) if sent.kind is ErrorKind.RATE_LIMIT else 0.0
+        return known_failure(sent, retry_after_s=max(self._retry_after_s(), asked_s), refusal=refusal)
 
     def _retry_after_s(self) -> float:
         return self.held_s(self._clock()) or 1.0
-
-
-def _invalid(status: int | None, field: str | None) -> InvalidRequest:
-    """The error of a request that the server does not take. field: that it named; None: none, or one that the client did not write"""
-    limit = f"what the server behind this model accepts (it said {status or 'so in its answer'})"
-    if field is None or field == SALT:
-        return InvalidRequest("body", limit, None, "Leave out rare fields.")
-    return InvalidRequest(LIMITS[0] if field in LIMITS else field, limit, None, "Leave it out, or change it.")
-
-
-def _result_of(status: int) -> AttemptResult:
-    """The result for a status that is neither the client's fault nor a rate limit."""
-    if status >= 500 or status in (408, 425):
-        return AttemptResult.SERVER_ERROR
-    return AttemptResult.FORBIDDEN if status in (403, 451) else AttemptResult.REFUSED
-
-
-async def _error_body(response: aiohttp.ClientResponse) -> bytes:
-    """The decoded body of an error, as much as arrives within its bounds of bytes and time."""
-    body, num_read = bytearray(), 0
-    try:
-        decoder = decoder_for(response, MAX_ERROR_BYTES)
-        async with asyncio.timeout(ERROR_BODY_S):
-            while piece := await response.content.read(MAX_ERROR_BYTES - num_read):
-                num_read += len(piece)
-                for part in (piece,) if decoder is None else unpacked(decoder, piece):
-                    body += part
-    except (aiohttp.ClientError, OSError, TimeoutError, BrokenStream):
-        pass  # the status is known, and what came may say why
-    return bytes(body)

@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError, Overloaded, Unavailable
 from headrace.gateway.upstream.foreign_events import END_OF_BODY_S, LATE_USAGE_S, EventReader
+from headrace.gateway.upstream.foreign_failures import BROKE, BUSY, NOT_NOW, AttemptFailed, AttemptResult
 from headrace.gateway.upstream.foreign_request import ForeignRequest
-from headrace.gateway.upstream.foreign_server import BROKE, BUSY, NOT_NOW, AttemptFailed, AttemptResult, ForeignServer
+from headrace.gateway.upstream.foreign_server import ForeignServer
 from headrace.gateway.upstream.foreign_usage import MAX_SUM
 from headrace.gateway.upstream.seam import NO_USAGE, EventListener, EventStream, OutputEvent, SequenceFacts, TokenUsage, added, merged
 from headrace.policy.routing.choice import Random, cheaper_of_two

@@ -1,0 +1,159 @@
+"""Finds the field of a request that an error of a foreign server is about, and whether the server refuses its name or its value.
+
+A refused name is one that the server does not know, or not for this model: it refuses the field of every client. A refused value is the
+fault of one client. Where the words leave it open, it counts as a value. Texts are only searched, never shown. They may quote what the
+client wrote, so a place (`param`, `loc`) decides where there is one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+from headrace.gateway.upstream.foreign_json import read_json
+from headrace.gateway.upstream.generation_request import MARKS
+
+LIMITS = ("max_tokens", "max_completion_tokens")
+"""The two names of one limit: OpenAI's reasoning models refuse the first, many servers know it alone."""
+
+LEFT_OUT_INSIDE = MARKS | {"reasoning_content"}
+"""Fields of messages, their parts and calls, and of functions, that a server without them has no use for."""
+
+
+class Refusal(NamedTuple):
+    """is_name: the server refuses the field whatever its value"""
+
+    field: str
+    is_name: bool
+
+
+class _Said(NamedTuple):
+    """What one object of an error says. place: parts of its path in the request; empty: it names none"""
+
+    place: list[str]
+    codes: str
+    texts: list[str]
+
+
+_TEXTS = ("message", "msg", "detail", "error", "title", "reason")
+_IN_MESSAGES = ("messages", "tools")
+_NO_PLACE = ("body", "None", "null")
+_MAX_DEPTH = 8
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_SCHEMA_PLACE = re.compile(r" - '([\w.\[\]]+)'$")
+"""The place at the end of what Python's `jsonschema` says: `5 is not of type 'string' - 'user'`."""
+
+_OTHER_FIELDS = re.compile(
+    r"\b(?:expected one of|must be one of|did you mean|use ['\"`]|supported (?:fields|parameters|params))", re.IGNORECASE
+)
+_CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
+_ONE_CHOICE = re.compile(
+    r"\bn (?:must|should|can|has to|is|>|=)|\bonly (?:one|1|a single) (?:\w+ )?(?:choice|completion)|multiple (?:choices|completions)",
+    re.IGNORECASE,
+)
+
+
+def refused_field(body: bytes, names: Collection[str]) -> Refusal | None:
+    """What an error says of a field of the request; None: it names none of them.
+
+    body   of the error
+    names  of the fields that the request had, inside messages and functions too
+    """
+    try:
+        said = list(_said(read_json(body)))
+    except ValueError:
+        return None
+    has_place = any(each.place for each in said)
+    for place, codes, texts in said:
+        if place and (field := _named_by_place(place, names)) is not None:
+            return Refusal(field, _is_name(field, f"{codes}. {' '.join(texts)}"))
+        for text in () if has_place else texts:
+            if (field := _named_by_text(text, names)) is not None:
+                return Refusal(field, _is_name(field, f"{codes}. {text}"))
+            if "n" in names and _ONE_CHOICE.search(text) is not None:
+                return Refusal("n", is_name=False)
+    return None
+
+
+def _said(value: object, depth: int = 0) -> Iterator[_Said]:
+    """What an error says, without what it quotes of the request in fields of their own."""
+    if depth == _MAX_DEPTH:
+        return
+    if isinstance(value, list):
+        for each in value:
+            yield from _said(each, depth + 1)
+    elif isinstance(value, dict):
+        texts = [text for name in _TEXTS if isinstance(text := value.get(name), str)]
+        codes = " ".join([code for name in ("code", "type") if isinstance(code := value.get(name), str)])
+        yield _Said(_place(value.get("param"), value.get("loc"), texts), codes, texts)
+        for name in _TEXTS:
+            yield from _said(value.get(name), depth + 1)
+
+
+def _place(param: object, loc: object, texts: list[str]) -> list[str]:
+    path = ".".join(map(str, loc)) if isinstance(loc, list) else param if isinstance(param, str) else ""
+    if not path:
+        path = next((found[1] for text in texts if (found := _SCHEMA_PLACE.search(text)) is not None), "")
+    return [part for part in _NAME.findall(path) if part not in _NO_PLACE]
+
+
+def _named_by_place(place: list[str], names: Collection[str]) -> str | None:
+    inside = [part for part in place if part in LEFT_OUT_INSIDE] if place[0] in _IN_MESSAGES else place[:1]
+    return next((part for part in inside if part in names), None)
+
+
+def _named_by_text(text: str, names: Collection[str]) -> str | None:
+    """The first of the names in a text. A name that is a word of English has to be quoted, or to stand at the beginning with a colon
+    behind it, or behind a colon or `parameter`."""
+    if (other := _OTHER_FIELDS.search(text)) is not None:
+        text = text[: other.start()]
+    text = _plain(text)
+    found = {}
+    for name in names:
+        before = "" if "_" in name else r"(?:[\"'`.(]|: |\b(?:parameter|param|field|argument|property|option)s? )"
+        pattern = rf"{before}(?<![a-z0-9_]){name}(?![a-z0-9_])"
+        if (match := re.search(pattern if name in _IN_MESSAGES else rf"{pattern}|\A{name}:", text)) is not None:
+            found[match.start()] = name
+    inside = {place: name for place, name in found.items() if name in LEFT_OUT_INSIDE}
+    found = inside if found and found[min(found)] in _IN_MESSAGES and inside else found
+    return found[min(found)] if found else None
+
+
+# ---------------------------------------------------------------------------------------------------------------- a name or a value
+
+_FIELD = r"(?:param(?:eter)?|field|arg(?:ument)?|property|propertie|key|keyword|name|option|attribute)s?"
+_NOT = r"(?:un(?:supported|known|recogni[sz]ed|expected)|extra(?:neous)?|additional)"
+_NOT_TAKEN = (
+    r"(?:unsupported|unknown|unrecogni[sz]ed|unexpected|deprecated|no longer supported"
+    rf"|not (?:supported|permitted|recogni[sz]ed|known|allowed|accepted|a (?:valid|known|supported) {_FIELD}))"
+)
+_REFUSED_NAME = (
+    rf"\b{_NOT}[ _](?:request |keyword )?{_FIELD}(?![a-z])",
+    r"\bextra_forbidden\b|\bvalue_error\.extra\b|\bextra inputs\b",
+    rf"\b{_FIELD} (?:is |are )?{_NOT_TAKEN}",
+    rf"NAME['\"`\])]* (?:is |was |are )?{_NOT_TAKEN}",
+    rf"\b(?:not|doesn't|cannot) (?:support|accept|allow|know|recogni[sz]e) (?:the |a )?(?:{_FIELD} )?['\"`]?NAME",
+    rf"\b(?:use|using|favou?r of|replaced by|renamed to) (?:the )?(?:{_FIELD} )?['\"`]?OTHER(?![a-z0-9_])",
+)
+"""Words about a field's name. NAME: the field; OTHER: the other name of a limit"""
+
+_REFUSED_VALUE = (
+    r"\b(?:values?|range|when|while|unless|if|above|below|over|under|between|greater|less|larger|smaller|more than|at most|at least"
+    r"|too [a-z]+|together|combin\w+|exceed\w*|(?:must|should|has to|can only) be(?! satisfied))\b",
+    r"NAME['\"`)]*(?: of | is | to |[ :=(]+)['\"]?-?\d",
+)
+"""Words about its value, or about its use beside other fields."""
+
+
+def _is_name(name: str, text: str) -> bool:
+    text, other = _plain(text), dict(zip(LIMITS, LIMITS[::-1], strict=True)).get(name, "OTHER")
+
+    def is_said(patterns: tuple[str, ...]) -> bool:
+        return any(re.search(pattern.replace("NAME", name).replace("OTHER", other), text) is not None for pattern in patterns)
+
+    return is_said(_REFUSED_NAME) and not is_said(_REFUSED_VALUE)
+
+
+def _plain(text: str) -> str:
+    return _CAMEL.sub("_", text).lower()
