@@ -12,7 +12,7 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from gateway_kit import TestBench, chat_body, dial, dial_tcp, eventually, metric, open_bench, post, serving
@@ -22,7 +22,7 @@ from virtual_time import virtual_loop
 from headrace.gateway.http import connection, server
 from headrace.gateway.http.config import HttpTls
 from headrace.gateway.http.https import load_context
-from headrace.gateway.http.tls_transport import MAX_OWN_BYTES, TlsTransport
+from headrace.gateway.http.tls_transport import MAX_OWN_BYTES, RECORD_BYTES, TlsTransport
 from headrace.text.folder import TextModel
 
 pytestmark = pytest.mark.loop
@@ -215,6 +215,31 @@ async def test_refusals_beyond_the_cap_are_bounded_in_number_and_time(text: Text
         assert not await is_served(port)
 
 
+async def test_refused_connections_that_cannot_be_taken_give_their_places_back(
+    text: TextModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Eight of them shut the door to refusals for good: every later client was closed without an answer."""
+
+    async def refused(_make: object, client: socket.socket) -> None:
+        client.close()
+        raise OSError("no room")
+
+    async with (
+        open_bench(text, limits={"max_connections": 1}) as bench,
+        serving(bench.gateway) as port,
+        asyncio.timeout(60),
+        dialled(port),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(virtual_loop(), "connect_accepted_socket", refused)
+            for _ in range(9):
+                async with dial_tcp(port) as (reader, _), asyncio.timeout(20):
+                    with suppress(ConnectionError):
+                        assert await reader.read() == b""
+        assert [record.message for record in caplog.records] == ["a connection could not be taken: OSError('no room')"] * 9
+        assert not await is_served(port), "it is answered 503"
+
+
 async def test_a_server_that_stops_does_not_wait_for_handshakes(text: TextModel) -> None:
     async with open_bench(text) as bench, asyncio.timeout(60):
         async with serving(bench.gateway) as port:
@@ -295,6 +320,12 @@ class Recording(asyncio.Protocol):
     transport: asyncio.Transport | None = None
     is_lost = False
 
+    def __init__(self) -> None:
+        self.received: list[bytes] = []
+
+    def data_received(self, data: bytes) -> None:
+        self.received.append(data)
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
@@ -330,6 +361,76 @@ async def test_a_client_that_breaks_tls_and_does_not_read_is_dropped(https: Http
         assert not above.is_lost
         await asyncio.sleep(5.0)
         assert above.is_lost
+
+
+class Measured:
+    """A buffer of OpenSSL, which keeps the largest size that it had. most: that size"""
+
+    def __init__(self, buffer: ssl.MemoryBIO) -> None:
+        self._buffer = buffer
+        self.most = 0
+
+    @property
+    def pending(self) -> int:
+        self.most = max(self.most, self._buffer.pending)
+        return self._buffer.pending
+
+    def write(self, data: bytes) -> None:
+        self._buffer.write(data)
+        assert self.pending
+
+    def read(self) -> bytes:
+        return self._buffer.read(self.pending)
+
+
+class Wire(asyncio.Transport):
+    """The transport of a socket that takes everything, into `sent`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent = bytearray()
+
+    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
+        self.sent += data
+
+    def is_closing(self) -> bool:
+        return False
+
+    def taken(self) -> bytes:
+        sent, self.sent = bytes(self.sent), bytearray()
+        return sent
+
+
+@pytest.mark.parametrize("at_once", [1, 100, RECORD_BYTES, 1 << 20])
+async def test_the_buffers_of_a_connection_stay_small(https: HttpTls, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    """One long read or write gave a connection buffers of its size until it ended."""
+    above = Recording()
+    server_end = TlsTransport(load_context(https), above, handshake_s=5.0, on_handshake=lambda *_: None)
+    buffers = [Measured(server_end._incoming), Measured(server_end._outgoing)]
+    monkeypatch.setattr(server_end, "_incoming", buffers[0])
+    monkeypatch.setattr(server_end, "_outgoing", buffers[1])
+    wire, incoming, outgoing = Wire(), ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = trusting_context().wrap_bio(incoming, outgoing, server_hostname="localhost")
+    server_end.connection_made(wire)
+
+    def send() -> None:
+        data = outgoing.read()
+        for start in range(0, len(data), at_once):
+            server_end.data_received(data[start : start + at_once])
+        incoming.write(wire.taken())
+
+    while above.transport is None:
+        with suppress(ssl.SSLWantReadError):
+            client.do_handshake()
+        send()
+    num_bytes = min(500_000, 1000 * at_once)
+    client.write(b"x" * num_bytes)
+    send()
+    assert b"".join(above.received) == b"x" * num_bytes
+    above.transport.write(b"y" * 500_000)
+    send()
+    assert sum(len(client.read(RECORD_BYTES)) for _ in range(-(-500_000 // RECORD_BYTES))) == 500_000
+    assert max(buffer.most for buffer in buffers) < 2 * RECORD_BYTES + 1024
 
 
 class Chatty(ssl.SSLContext):

@@ -141,8 +141,10 @@ class Listener:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             log.warning("a connection could not be taken: %r", error)
-        if error is not None or not isinstance(protocol, TlsTransport):
+        if not isinstance(protocol, TlsTransport):
             self._opening.discard(protocol)
+        elif error is not None:
+            protocol.connection_lost(None)  # nothing else ends its handshake, and its place is kept until then
 
     def _handshake_ended(self, transport: TlsTransport, failure: str | None) -> None:
         self._opening.discard(transport)

@@ -2,8 +2,8 @@
 
 It keeps what the transport of a plain connection keeps, which asyncio's and uvloop's TLS transports do not. The sending half can be closed
 alone. What arrives is handed on as it comes, so that the protocol above counts every byte that it discards. `pause_reading` stops the
-socket itself. `close` sends TLS's close_notify and waits for none. No data waits here, but OpenSSL's two buffers keep the
-size of the largest read and write of their connection.
+socket itself. `close` sends TLS's close_notify and waits for none. No data waits here: OpenSSL's two buffers, which never
+shrink, take and give a record at a time.
 """
 
 from __future__ import annotations
@@ -55,9 +55,18 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         self._timer = asyncio.get_running_loop().call_later(self._handshake_s, self._handshake_late)
 
     def data_received(self, data: bytes) -> None:
-        self._incoming.write(data)
-        if not self._in_handshake or self._shake_hands():
-            self._read()
+        pieces: list[bytes] = []
+        is_over: bool | None = None
+        for start in range(0, len(data), RECORD_BYTES):
+            self._incoming.write(memoryview(data)[start : start + RECORD_BYTES])
+            if not self._in_handshake or self._shake_hands():
+                is_over = self._read(pieces)
+            elif not self._in_handshake:
+                return  # it failed
+            if is_over is not None:
+                break
+        if not self._in_handshake:
+            self._hand_on(b"".join(pieces), is_over)
 
     def eof_received(self) -> None:
         """The client closed its sending half, of TLS or of the socket."""
@@ -99,29 +108,31 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
             self._in_handshake = False
             self._on_handshake(self, failure)
 
-    def _read(self) -> None:
-        pieces: list[bytes] = []
-        has_ended, is_broken = False, False
+    def _read(self, pieces: list[bytes]) -> bool | None:
+        """Add what is complete to `pieces`. None: more may come; True: the client closed its half; False: it broke TLS."""
+        is_over: bool | None = True
         try:
             while piece := self._tls.read(RECORD_BYTES):
                 pieces.append(piece)
-            has_ended = True
         except ssl.SSLWantReadError:
-            pass
+            is_over = None
         except ssl.SSLZeroReturnError:
-            has_ended = True
+            pass
         except ssl.SSLError:
-            is_broken = True
+            is_over = False
         self._own_bytes += self._outgoing.pending
         self._flush()
+        return is_over
+
+    def _hand_on(self, data: bytes, is_over: bool | None) -> None:
         if self._protocol is NO_PROTOCOL:  # only now: what it closes at once has no record left to trip over
             self._protocol, self._waiting = self._waiting, NO_PROTOCOL
             self._protocol.connection_made(self)
-        if pieces:
-            self._protocol.data_received(b"".join(pieces))
-        if is_broken or self._own_bytes > MAX_OWN_BYTES:
+        if data:
+            self._protocol.data_received(data)
+        if is_over is False or self._own_bytes > MAX_OWN_BYTES:
             self._fail("")
-        elif has_ended:
+        elif is_over:
             self.eof_received()
 
     def _fail(self, reason: str) -> None:
@@ -143,13 +154,11 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         if not data or self.is_closing():
             return
         try:
-            num_written = self._tls.write(data)
-            while num_written < len(data):
-                num_written += self._tls.write(memoryview(data)[num_written:])
+            for start in range(0, len(data), RECORD_BYTES):
+                self._tls.write(memoryview(data)[start : start + RECORD_BYTES])
+                self._flush()
         except ssl.SSLError:
             self.abort()
-        else:
-            self._flush()
 
     def can_write_eof(self) -> bool:
         return True
