@@ -113,3 +113,14 @@ def test_a_file_system_that_does_not_answer_is_given_up(monkeypatch: pytest.Monk
     finally:
         answered.set()
     left.join()
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), RuntimeError("a bug"), KeyboardInterrupt()])
+def test_every_error_of_the_thread_is_the_callers(error: BaseException) -> None:
+    """Whatever was no OSError was called a file system that does not answer."""
+
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        in_time(fail)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -12,15 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat, load_pem_private_key
 from gateway_kit import TestBench, chat_body, gateway_config, open_bench, serving
 from tls_kit import authority, write_certificates, write_whole
 
 from headrace.core.errors import ConfigError
+from headrace.core.regular_files import MAX_SECRET_BYTES
 from headrace.fleet.authority import SiteAuthority
 from headrace.gateway.config import config_from
-from headrace.gateway.http import origins, server
+from headrace.gateway.http import https, origins, server
 from headrace.gateway.http.config import HttpTls, check_networks
-from headrace.gateway.http.https import STAMP_S, ServerCertificate
+from headrace.gateway.http.https import STAMP_S, ServerCertificate, load_context
 from headrace.gateway.http.origins import MAX_HOPS, TrustedProxies
 from headrace.text.folder import TextModel
 from headrace.wire.tls.files import TlsRole
@@ -113,11 +116,63 @@ async def test_a_changed_certificate_is_used_by_new_connections_and_open_ones_st
     certificate(tmp_path, signer)
     assert watched.context() is before, "the files are not looked at for every connection"
     now[0] += STAMP_S
-    after = watched.context()
+    after = looked(watched)
     assert after is not before, "a renewal needs no signal"
     write_whole(Path(files.key), b"broken")
     now[0] += STAMP_S
-    assert watched.context() is after, "the last good one stays"
+    assert looked(watched) is after, "the last good one stays"
+
+
+def looked(watched: ServerCertificate) -> ssl.SSLContext:
+    """The context of a connection that comes when the files have been looked at."""
+    watched.context()
+    watched._reader.join()
+    return watched.context()
+
+
+@pytest.mark.socket
+async def test_no_certificate_is_read_on_the_event_loop(text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that hangs would hold up every stream; it holds up neither connections nor more than one thread."""
+    threads: list[threading.Thread] = []
+    files, now, answered = certificate(tmp_path), [0.0], threading.Event()
+    async with open_bench(text, tls=plain(files)) as bench, serving(bench.gateway, bench.reloader):
+
+        def load(files: HttpTls) -> ssl.SSLContext:
+            threads.append(threading.current_thread())
+            return load_context(files)
+
+        monkeypatch.setattr(https, "load_context", load)
+        await bench.reloader.reload(lambda: bench.reloader.config)
+        watched = ServerCertificate(files, lambda: now[0])
+        monkeypatch.setattr(https, "stamp_of", lambda _: answered.wait() and (None,))
+        for _ in range(3):
+            now[0] += STAMP_S
+            assert watched.context() is not None
+        assert [thread.name for thread in threading.enumerate()].count("certificate") == 1
+        answered.set()
+        watched._reader.join()
+    assert threading.main_thread() not in (threads[0], threads[-1])
+    assert len(threads) == 3
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("name", ["certificate", "key"])
+def test_a_file_of_any_size_is_not_given_to_openssl(tmp_path: Path, name: str) -> None:
+    files = certificate(tmp_path)
+    with Path(getattr(files, name)).open("r+b") as file:
+        file.truncate(MAX_SECRET_BYTES + 1)
+    with pytest.raises(ConfigError, match=rf"tls\.{name}: .* cannot be read \(larger than 1048576 bytes\)"):
+        load_context(files)
+
+
+@pytest.mark.pure
+def test_a_key_with_a_passphrase_is_refused_and_nobody_is_asked_for_it(tmp_path: Path) -> None:
+    files = certificate(tmp_path)
+    key = load_pem_private_key(Path(files.key).read_bytes(), None)
+    locked = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret"))
+    write_whole(Path(files.key), locked)
+    with pytest.raises(ConfigError, match=r"tls\.key: .* is no PEM file without passphrase beside"):
+        load_context(files)
 
 
 async def test_a_reload_with_a_certificate_that_cannot_be_used_changes_nothing(text: TextModel, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TypeVar
 
@@ -44,25 +45,24 @@ def read_file(path: str | Path, max_bytes: int) -> bytes:
 
 
 def in_time(work: Callable[[], Value]) -> Value:
-    """The result of `work`, which asks the file system, done by a thread that ends with the process. Raises its OSError, or TimeoutError
-    after READ_S seconds."""
-    results: list[Value] = []
-    errors: list[OSError] = []
+    """The result of `work`, which asks the file system, done by a thread that ends with the process.
+
+    Raises what `work` raises, OSError for a path with a NUL, or TimeoutError after READ_S seconds.
+    """
+    done: Future[Value] = Future()
 
     def run() -> None:
         try:
-            results.append(work())
-        except OSError as error:
-            errors.append(error)
+            done.set_result(work())
         except ValueError as error:  # a NUL in the path
-            errors.append(OSError(errno.EINVAL, str(error)))
+            done.set_exception(OSError(errno.EINVAL, str(error)))
+        except BaseException as error:  # raised to the caller below
+            done.set_exception(error)
 
-    thread = threading.Thread(target=run, name="file", daemon=True)
-    thread.start()
-    thread.join(READ_S)
-    if results:
-        return results[0]
-    raise errors[0] if errors else TimeoutError(errno.ETIMEDOUT, f"no answer within {READ_S:g} s")
+    threading.Thread(target=run, name="file", daemon=True).start()
+    if not wait([done], READ_S).done:
+        raise TimeoutError(errno.ETIMEDOUT, f"no answer within {READ_S:g} s")
+    return done.result()
 
 
 def check_regular(path: str | Path) -> None:

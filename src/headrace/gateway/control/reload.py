@@ -51,8 +51,8 @@ Read = Callable[[], GatewayConfig]
 """Reads and checks the configuration again. May block. Raises ConfigError."""
 
 Follow = Callable[[GatewayConfig], Callable[[], None]]
-"""Prepares a changed configuration for one shared object, without changing the object. Calling the result applies the change. Raises
-ConfigError."""
+"""Prepares a changed configuration for one shared object, without changing the object; may read files, in a thread. Calling the result
+applies the change. Raises ConfigError."""
 
 
 class Reloader:
@@ -91,7 +91,7 @@ class Reloader:
         before = self.config
         check_change(before, config)
         async with AsyncExitStack() as undo:
-            follows = [follow(config) for follow in self._followers]
+            follows = [await asyncio.to_thread(follow, config) for follow in self._followers]
             request_log = self._request_log(config)
             if request_log is not self._app.request_log:
                 undo.push_async_callback(asyncio.to_thread, request_log.close)

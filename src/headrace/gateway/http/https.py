@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import ssl
+import threading
 import time
 
 from headrace.core.clock import Clock
 from headrace.core.errors import ConfigError
-from headrace.core.regular_files import MAX_SECRET_BYTES, read_file
+from headrace.core.regular_files import MAX_SECRET_BYTES, in_time, read_file
 from headrace.gateway.http.config import HttpTls
 from headrace.wire.private_files import check_private_file
 from headrace.wire.tls.files import stamp_of
@@ -30,13 +31,19 @@ class ServerCertificate:
         self._clock = clock
         self._stamp, self._looked_at = stamp_of((files.certificate, files.key)), clock()
         self._context = load_context(files)
+        self._reader = threading.Thread()
 
     def context(self) -> ssl.SSLContext:
-        """The TLS context of a new connection. Changed files that are unusable are logged once; the last good ones stay."""
+        """The TLS context of a new connection.
+
+        A thread looks at the files meanwhile, and what it finds is used by later connections. Changed files that are unusable are logged
+        once; the last good ones stay.
+        """
         now = self._clock()
-        if now - self._looked_at >= STAMP_S:
+        if now - self._looked_at >= STAMP_S and not self._reader.is_alive():
             self._looked_at = now
-            self._read_changed()
+            self._reader = threading.Thread(target=self._read_changed, name="certificate", daemon=True)
+            self._reader.start()
         return self._context
 
     def _read_changed(self) -> None:
@@ -54,17 +61,18 @@ class ServerCertificate:
 def load_context(files: HttpTls) -> ssl.SSLContext:
     """Raises ConfigError for a file that cannot be read, and a key that other users can read or that does not match the certificate."""
     check_private_file("tls.key", files.key)
-    try:
-        read_file(files.certificate, MAX_SECRET_BYTES)  # OpenSSL opens it by its path, and waits for what is no regular file
-    except OSError as error:
-        raise ConfigError("tls.certificate", f"{files.certificate} cannot be read ({error.strerror})") from error
+    for name, path in (("tls.certificate", files.certificate), ("tls.key", files.key)):
+        try:
+            read_file(path, MAX_SECRET_BYTES)  # OpenSSL opens it by its path, without a bound, and waits for what is no regular file
+        except OSError as error:
+            raise ConfigError(name, f"{path} cannot be read ({error.strerror})") from error
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols([ALPN])
     try:
         # An empty passphrase: OpenSSL would ask for one on the terminal.
-        context.load_cert_chain(files.certificate, files.key, password="")
+        in_time(lambda: context.load_cert_chain(files.certificate, files.key, password=""))
     except (ssl.SSLError, OSError) as error:
         what = "does not fit" if getattr(error, "reason", "") == "KEY_VALUES_MISMATCH" else "is no PEM file without passphrase beside"
         raise ConfigError("tls.key", f"{files.key} {what} {files.certificate}") from error

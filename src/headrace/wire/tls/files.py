@@ -15,7 +15,7 @@ from pathlib import Path
 
 from headrace.core.errors import ConfigError
 from headrace.core.folders import expanded
-from headrace.core.regular_files import MAX_SECRET_BYTES, read_file
+from headrace.core.regular_files import MAX_SECRET_BYTES, in_time, read_file
 from headrace.wire.private_files import check_private_file
 from headrace.wire.tls.faults import EXPIRED, NOT_YET_VALID, certificate_fault
 
@@ -177,7 +177,7 @@ def stamp_of(paths: Iterable[str]) -> tuple[tuple[int, int, int] | None, ...]:
 
 def _file_stamp(path: str) -> tuple[int, int, int] | None:
     try:
-        info = os.stat(path)
+        info = in_time(lambda: os.stat(path))
     except OSError:
         return None
     return info.st_mtime_ns, info.st_size, info.st_ino
