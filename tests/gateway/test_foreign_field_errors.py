@@ -151,12 +151,12 @@ def test_a_value_that_a_server_refuses_teaches_nothing(name: str) -> None:
 @pytest.mark.parametrize(
     ("error", "found"),
     [
-        (error("use max_tokens or user", param="messages[0].name"), None),
+        (error("use max_tokens or user", param="messages[0].name"), "messages"),
         (error("'stream_options' is not known", param="foo"), None),
         (error("messages with the role user must follow"), None),
         (error("unknown field `foo`, expected one of `seed`, `user`"), None),
         (error("does not support parameter maxTokens"), "max_tokens"),
-        (error("wrong 'seed'", param="tools[0].function.parameters.properties.seed"), None),
+        (error("wrong 'seed'", param="tools[0].function.parameters.properties.seed"), "tools"),
         ({"detail": [{"loc": ["body", "messages", 0, "content", 0, "cache_control"], "msg": "no"}]}, "cache_control"),
         ({"detail": [{"loc": ["body"], "msg": "stream_options needs stream"}]}, "stream_options"),
         ({"detail": [{"msg": "no", "input": {"seed": "'seed'"}}]}, None),

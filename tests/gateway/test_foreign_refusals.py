@@ -143,6 +143,36 @@ async def test_words_that_a_client_wrote_and_a_server_quotes_hold_nothing_back(t
             assert server.can_take(server._clock())
 
 
+OWN_FAULTS = {
+    "a schema": error(
+        "Invalid schema for function 'f': the api key is required, authorization error",
+        type="invalid_request_error",
+        code="invalid_function_parameters",
+        param="tools[0].function.parameters",
+    ),
+    "a message": {
+        "detail": [{"loc": ["body", "messages", 0], "msg": "content: violates the content policy's type", "type": "string_type"}]
+    },
+    "a model in words": error("the model 'x' does not exist", param="messages[0].content"),
+}
+
+
+@pytest.mark.parametrize("name", OWN_FAULTS)
+async def test_a_fault_of_the_client_is_its_400_whatever_words_its_error_quotes(
+    text: TextModel, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    sent = status("400 Bad Request", OWN_FAULTS[name])
+    bad, good = ScriptedServer(sent), ScriptedServer(GOOD)
+    async with listening(bad, good) as ports, open_bench(text, models=in_order(*ports)) as near:
+        response = await ask(near, tools=[{"type": "function", "function": {"name": "f"}}])
+        expected = "tools" if name == "a schema" else "messages"
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_value")
+        assert response.json()["error"]["param"] == expected
+        assert metric(near.gateway, "headrace_upstream_attempts_total", model=FAR, replica="foreign-0", result="invalid") == 1
+        assert not good.heads
+        assert "refuses its key" not in caplog.text
+
+
 WAITS = {
     "as 429": status("429 Too Many Requests", error("Please try again in 7.66s.", code="rate_limit_exceeded")),
     "as 429, by its header": status("429 Too Many Requests", error("Please try again in 2h."), "retry-after: 8"),

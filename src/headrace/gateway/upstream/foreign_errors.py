@@ -2,14 +2,17 @@
 
 Servers say the same few things with any status, in an event or in a body of status 200, by a code or in a sentence. `_TABLE` has them: a
 code that names the kind is believed first, then words, then the status. A sentence may quote what the client wrote. So a kind that rests on
-words alone (`SentError.is_certain`) has no effect on other clients' requests: no pause of the server, no failure for its circuit.
+words alone (`SentError.is_certain`) has no effect on other clients' requests: no pause of the server, no failure for its circuit. And where
+an error names a field of the client's request, words about the server, its key or its filter are not believed at all.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from headrace.gateway.upstream.foreign_field_errors import place_in
 from headrace.gateway.upstream.foreign_json import integer_of, read_json
 from headrace.gateway.upstream.foreign_rate_limits import duration_s, stated_wait_s
 
@@ -117,7 +120,8 @@ _TABLE: tuple[tuple[ErrorKind, tuple[str, ...], tuple[Words, ...]], ...] = (
         (
             (("content filter", "content_filter", "content polic", "content management polic", "content exists risk", "high risk"), ANY),
             (("usage guidelines", "usage polic", "inappropriate content", "sensitive content", "prohibited content", "safety check"), ANY),
-            (("flagged", "moderation", "violat"), ("input", "prompt", "content", "polic", "message", "moderation")),
+            (("flagged", "moderation"), ("input", "prompt", "content", "polic", "message", "moderation")),
+            (("violat",), ("polic", "guideline", "terms", "safety")),
         ),
     ),
     (
@@ -135,7 +139,9 @@ _TABLE: tuple[tuple[ErrorKind, tuple[str, ...], tuple[Words, ...]], ...] = (
                 ),
             ),
             (("invalid_api_key", "api_key_invalid", "unauthorized", "unauthenticated", "permission denied", "not authorized"), ANY),
-            (("authentication", "authorization"), ("fail", "error", "required", "invalid", "missing")),
+            (("authentication fail", "authentication error", "authentication required", "authentication is required"), ANY),
+            (("authorization fail", "authorization error", "authorization required", "authorization header"), ANY),
+            (("invalid auth", "missing auth"), ("authentication", "authorization")),
             (("insufficient balance", "insufficient credit", "insufficient funds", "credit balance", "payment required"), ANY),
             (("account",), ("not active", "deactivated", "suspended", "overdue", "arrears")),
             (("location is not supported", "have access", "have permission"), ANY),
@@ -163,6 +169,22 @@ _TABLE: tuple[tuple[ErrorKind, tuple[str, ...], tuple[Words, ...]], ...] = (
 tokens" is a rate limit where it says to wait, and a server that refuses a key may call that an invalid argument."""
 
 
+_OF_REQUEST = (ErrorKind.OVERFLOW, ErrorKind.ACCOUNT_LIMIT)
+"""Kinds that may name a field of the request, such as `messages`."""
+
+_FIELD_CODES = (
+    *("functionparam", "unsupportedparam", "unsupportedvalue", "unknownparam", "missingrequired", "invalidvalue", "invalidtype"),
+    *("extraforbidden", "schema", "abovemax", "belowmin"),
+)
+"""Parts of codes for a field of the request."""
+
+_OURS = ("model", "header", "headers", "path", "query", "authorization", "api", "api_key", "apikey", "key", "x")
+"""First words of places that the gateway writes: `header.authorization`, `x-api-key`."""
+
+_QUOTED_NAME = re.compile(r"""((?<!: )"|['`])[\w.$-]+\1""")
+"""A quoted name such as that of a function's parameter, which the client chose. After a colon it may be JSON of another server."""
+
+
 def sent_error(body: bytes, status: int | None = None) -> SentError:
     """The error in a body, which need not be JSON. status: of the answer, None inside an event stream"""
     try:
@@ -179,7 +201,7 @@ def error_in(value: object, status: int | None = None) -> SentError:
     status = stated[0] if status is None and stated else status
     codes = " ".join(_plain(fact) for fact in facts.codes if isinstance(fact, str))
     words = " ".join(facts.texts)[:MAX_WORDS_CHARS].lower()
-    kind, is_certain = _kind(codes, words, status)
+    kind, is_certain = _kind(codes, words, status, _is_about_field(codes, facts.places))
     return SentError(kind, status, is_certain, next(filter(None, facts.waits), stated_wait_s(words)))
 
 
@@ -187,10 +209,13 @@ def broken_by(error: SentError) -> BrokenStream:
     return BrokenStream("it ended with an error", sent=error)
 
 
-def _kind(codes: str, words: str, status: int | None) -> tuple[ErrorKind | None, bool]:
+def _kind(codes: str, words: str, status: int | None, is_about_field: bool) -> tuple[ErrorKind | None, bool]:
     """The kind, and whether it is certain."""
     *named, invalid = _TABLE
-    said = next((kind for kind, _, patterns in named if _says(words, patterns)), None)
+    is_about_field = is_about_field and status not in _CERTAIN
+    without_names = _QUOTED_NAME.sub(r"\1\1", words) if status in CLIENT_FAULTS else words
+    believed = [row for row in named if row[0] in _OF_REQUEST or not is_about_field]
+    said = next((kind for kind, _, patterns in believed if _says(words if kind in _OF_REQUEST else without_names, patterns)), None)
     if said is ErrorKind.ACCOUNT_LIMIT:  # its code is that of a rate limit
         return said, False
     coded = next((kind for kind, parts, _ in named if any(part in codes for part in parts)), None)
@@ -201,7 +226,14 @@ def _kind(codes: str, words: str, status: int | None) -> tuple[ErrorKind | None,
     if status in _STATUS_TO_KIND:
         return _STATUS_TO_KIND[status], True
     kind, parts, patterns = invalid
-    return (kind if any(part in codes for part in parts) or _says(words, patterns) else None), False
+    return (kind if is_about_field or any(part in codes for part in parts) or _says(words, patterns) else None), False
+
+
+def _is_about_field(codes: str, places: list[list[str]]) -> bool:
+    """Whether an error names a field that the client wrote."""
+    if places:
+        return any(place[0].lower() not in _OURS for place in places)
+    return any(part in codes for part in _FIELD_CODES)
 
 
 def _says(text: str, patterns: tuple[Words, ...]) -> bool:
@@ -215,21 +247,23 @@ def _plain(code: str) -> str:
 _CODES = ("code", "type", "status", "status_code", "error_type", "error_code", "reason")
 _TEXTS = ("message", "msg", "detail", "error", "error_description", "status_msg", "raw", "title")
 _WAITS = {"retry_after_ms": 0.001, "retry_after": 1.0, "retry_after_seconds": 1.0, "retryDelay": 1.0}
-_INSIDE = ("error", "errors", "detail", "details", "metadata", "innererror", "base_resp")
-_MAX_DEPTH, _MAX_LISTED = 6, 8
+_INSIDE = ("error", "errors", "detail", "details", "metadata", "innererror", "base_resp", "fieldViolations")
+_MAX_DEPTH, _MAX_LISTED = 8, 8
 
 
 class _Facts:
     """What the known fields of an error hold, the outer ones first. A validation error quotes the client's request in other fields, which
     are not read.
 
-    waits  seconds
+    waits   seconds
+    places  parts of the paths of fields of the request
     """
 
     def __init__(self) -> None:
         self.codes: list[object] = []
         self.texts: list[str] = []
         self.waits: list[float | None] = []
+        self.places: list[list[str]] = []
 
     def read(self, value: object, depth: int = 0) -> None:
         if isinstance(value, str):
@@ -245,6 +279,8 @@ class _Facts:
         self.codes += [fields[name] for name in _CODES if name in fields]
         self.waits += [duration_s(fields[name], unit_s) for name, unit_s in _WAITS.items() if name in fields]
         self.texts += [text for name in _TEXTS if isinstance(text := fields.get(name), str)]
+        if place := place_in(fields):
+            self.places.append(place)
         for name in _INSIDE:
             if isinstance(inner := fields.get(name), dict | list):
                 self.read(inner, depth + 1)

@@ -2,13 +2,13 @@
 
 A refused name is one that the server does not know, or not for this model: it refuses the field of every client. A refused value is the
 fault of one client. Where the words leave it open, it counts as a value. Texts are only searched, never shown. They may quote what the
-client wrote, so a place (`param`, `loc`) decides where there is one.
+client wrote, so a place (`param`, `loc`, `field`) decides where there is one.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from headrace.gateway.upstream.foreign_json import read_json
@@ -19,6 +19,10 @@ LIMITS = ("max_tokens", "max_completion_tokens")
 
 LEFT_OUT_INSIDE = MARKS | {"reasoning_content"}
 """Fields of messages, their parts and calls, and of functions, that a server without them has no use for."""
+
+
+MAX_PLACE_CHARS = 256
+"""Most characters of a place that are looked at."""
 
 
 class Refusal(NamedTuple):
@@ -86,21 +90,26 @@ def _said(value: object, depth: int = 0) -> Iterator[_Said]:
     elif isinstance(value, dict):
         texts = [text for name in _TEXTS if isinstance(text := value.get(name), str)]
         codes = " ".join([code for name in ("code", "type") if isinstance(code := value.get(name), str)])
-        yield _Said(_place(value.get("param"), value.get("loc"), texts), codes, texts)
+        yield _Said(place_in(value), codes, texts)
         for name in _TEXTS:
             yield from _said(value.get(name), depth + 1)
 
 
-def _place(param: object, loc: object, texts: list[str]) -> list[str]:
-    path = ".".join(map(str, loc)) if isinstance(loc, list) else param if isinstance(param, str) else ""
+def place_in(error: Mapping[str, object]) -> list[str]:
+    """Parts of the path in the request that one object of an error names; empty: it names none."""
+    if isinstance(loc := error.get("loc"), list):
+        path = ".".join(map(str, loc))
+    else:
+        path = next((place for name in ("param", "field") if isinstance(place := error.get(name), str) and place), "")
     if not path:
+        texts = [text for name in _TEXTS if isinstance(text := error.get(name), str)]
         path = next((found[1] for text in texts if (found := _SCHEMA_PLACE.search(text)) is not None), "")
-    return [part for part in _NAME.findall(path) if part not in _NO_PLACE]
+    return [part for part in _NAME.findall(path[:MAX_PLACE_CHARS]) if part not in _NO_PLACE]
 
 
 def _named_by_place(place: list[str], names: Collection[str]) -> str | None:
-    inside = [part for part in place if part in LEFT_OUT_INSIDE] if place[0] in _IN_MESSAGES else place[:1]
-    return next((part for part in inside if part in names), None)
+    marks = [part for part in place if part in LEFT_OUT_INSIDE] if place[0] in _IN_MESSAGES else []
+    return next((part for part in (*marks, place[0]) if part in names), None)
 
 
 def _named_by_text(text: str, names: Collection[str]) -> str | None:
