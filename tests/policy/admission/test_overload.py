@@ -10,7 +10,7 @@ import pytest
 
 from headrace.core.request import PriorityClass
 from headrace.policy.admission.config import PEAK_WAIT_S, SHORT_WAIT_S, AdmissionRules
-from headrace.policy.admission.decision import AdmissionOutcome, QueueState, decide
+from headrace.policy.admission.decision import AdmissionOutcome, QueueState, TenantTurn, decide
 from headrace.policy.admission.overload import CALM_WAITS, OverloadWatch
 
 pytestmark = pytest.mark.pure
@@ -122,3 +122,60 @@ def test_a_refusal_for_a_tiers_goal_is_no_overload() -> None:
     assert server.ask(0.1, goal_s=1.0) is None
     assert server.ask(0.2) is not None
     assert not server.overloaded
+
+
+class FairServer:
+    """A server that answers tenants in turns, one request after another. let_in: tenant, arrival and begin of each, as they begin"""
+
+    def __init__(self, rate: float) -> None:
+        self.rate, self.free_at = rate, 0.0
+        self.watch = OverloadWatch()
+        self.waiting: dict[str, list[float]] = {"flood": [], "small": []}
+        self.refused = dict.fromkeys(self.waiting, 0)
+        self.let_in: list[tuple[str, float, float]] = []
+        self.last = "flood"
+
+    def serve(self, until: float) -> None:
+        while self.free_at <= until and any(self.waiting.values()):
+            self.last = min((name for name in self.waiting if self.waiting[name]), key=lambda name: name == self.last)
+            arrived = self.waiting[self.last].pop(0)
+            begin = max(self.free_at, arrived)
+            self.let_in.append((self.last, arrived, begin))
+            self.free_at = begin + 1 / self.rate
+
+    def ask(self, tenant: str, now: float) -> None:
+        self.serve(now)
+        counts = {name: len(waiting) + (name == tenant) for name, waiting in self.waiting.items()}
+        num_open = sum(counts.values())
+        whole = QueueState(num_open - 1, max(0.0, self.free_at - now) + (num_open - 1) / self.rate, num_slots=1, answer_s=0.5)
+        turn = TenantTurn(counts[tenant], num_open, sum(map(bool, counts.values())))
+        queue = self.watch.arrive(whole, RULES, num_open=num_open, now=now).at_turn(turn)
+        if decide(queue, None, has_smaller=False, priority=PriorityClass.STANDARD, rules=RULES).outcome is AdmissionOutcome.REFUSED:
+            self.watch.refuse(queue, RULES, now=now)
+            self.refused[tenant] += 1
+        else:
+            self.waiting[tenant].append(now)
+
+
+def test_a_flood_of_twenty_times_the_load_refuses_nothing_of_a_tenant_with_a_tenth() -> None:
+    server = FairServer(40.0)
+    flood = [("flood", now) for now in arrivals(lambda _: 800.0, 20.0)]
+    small = [("small", now) for now in arrivals(lambda _: 4.0, 20.0)]
+    for tenant, now in sorted([*flood, *small], key=lambda pair: pair[1]):
+        server.ask(tenant, now)
+    assert not server.refused["small"]
+    assert server.refused["flood"] > 10_000
+    assert max(begin - arrived for tenant, arrived, begin in server.let_in if tenant == "small") <= 8 / server.rate, "its turns"
+
+
+def test_a_small_tenants_burst_is_not_refused_for_the_queue_that_a_flood_has_filled() -> None:
+    """The flood fills a peak's bound in half a second, and is an overload from then on. 30 turns of two tenants take 1.5 s."""
+    server = FairServer(40.0)
+    for now in arrivals(lambda _: 800.0, 2.0):
+        server.ask("flood", now)
+    assert server.refused["flood"]
+    for _ in range(30):
+        server.ask("small", 2.0)
+    assert not server.refused["small"]
+    server.serve(60.0)
+    assert max(begin - arrived for tenant, arrived, begin in server.let_in if tenant == "small") == pytest.approx(1.5, abs=0.1)

@@ -62,6 +62,9 @@ class QueueState:
 
         Each time that one of the tenant's requests is served, so is one of every other tenant. A turn within a quarter of the slots counts
         as no wait: the engine preempts a sequence of a tenant that holds four times as many (docs/fairness.md).
+
+        A tenant with at most half of its equal part of the open requests did not cause the overload, and keeps the bound of a peak. An
+        overload that all tenants cause ends as soon nevertheless: they cannot all be below half of their mean.
         """
         if not self.num_slots or turn.num_tenants < 2:
             return self
@@ -69,7 +72,8 @@ class QueueState:
         if num_before <= self.num_slots / 4:
             return replace(self, depth=0, wait_s=0.0)
         part = min(1.0, num_before / turn.num_open)
-        return replace(self, depth=math.ceil(self.depth * part), wait_s=self.wait_s * part)
+        is_overloaded = self.is_overloaded and part > 0.5
+        return replace(self, depth=math.ceil(self.depth * part), wait_s=self.wait_s * part, is_overloaded=is_overloaded)
 
 
 class TenantTurn(NamedTuple):
