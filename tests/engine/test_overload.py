@@ -114,16 +114,15 @@ def test_at_ten_times_the_load_as_many_requests_keep_their_goals_as_at_once(name
     assert good[10.0] >= 0.9 * good[1.0]
 
 
-@pytest.mark.parametrize("times", [2.0, 10.0])
-def test_without_goals_most_answers_of_an_overload_are_in_time(times: float) -> None:
+def test_without_goals_most_answers_of_an_overload_are_in_time() -> None:
     """What is good is what begins within two seconds. Those that joined at the overload's beginning, as if it were a peak, are late."""
-    site, seconds, good = SITES["all slots are taken"], 40.0, {}
-    for load in (1.0, times):
+    site, seconds, good = SITES["every step is full from the first one on"], 40.0, {}
+    for times in (1.0, 2.0, 10.0):
         engine = site.engine()
-        engine.run(site.load(load, seconds, tier=TierTerms(name="none")))
-        good[load] = sum(engine.is_within(name, 2.0, 0.1) for name in engine.ended)
+        engine.run(site.load(times, seconds, tier=TierTerms(name="none")))
+        good[times] = sum(engine.is_within(name, 2.0, 0.1) for name in engine.ended)
         assert len(engine.ended) >= 0.9 * seconds * site.rate
-    assert good[times] >= 0.7 * good[1.0]
+    assert min(good.values()) >= 0.7 * good[1.0]
 
 
 @pytest.mark.parametrize("name", SITES)

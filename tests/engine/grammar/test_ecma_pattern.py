@@ -122,6 +122,7 @@ REFUSED = {
     "(?<=a)b": "look-behind",
     "(?<!a)b": "look-behind",
     "a(?=b)": "directly after",
+    "(?=a)b": "directly after.*Write \\^ before it",
     "(?=a)b|c": "directly after",
     "^(?=a)b|c": "directly after",
     "^a(?=b)": "directly after",

@@ -94,6 +94,28 @@ def joined(sets: Iterable[CharSet], *, is_excluding: bool = False) -> CharSet:
     return CharSet.of(ranges, [name for chars in found for name in chars.properties], is_excluding=is_excluding)
 
 
+def with_case(chars: CharSet) -> CharSet | None:
+    """The characters in either case, by Unicode's simple case folding: k has the Kelvin sign beside K, s the long s beside S.
+
+    None for letters beyond ASCII, except in sets that hold all of them or none.
+    """
+    if chars in _IN_EITHER_CASE:
+        return chars
+    if chars.properties or any(last > 0x7F and (first != last or _has_case(chr(first))) for first, last in chars.ranges):
+        return None
+    ranges = list(chars.ranges)
+    for first, last in chars.ranges:
+        for begin, offset in ((0x41, 32), (0x61, -32)):
+            if first <= begin + 25 and begin <= last:
+                ranges.append((max(first, begin) + offset, min(last, begin + 25) + offset))
+        ranges += [
+            (special, special)
+            for special, plain in ((0x17F, 0x53), (0x17F, 0x73), (0x212A, 0x4B), (0x212A, 0x6B))
+            if first <= plain <= last
+        ]
+    return CharSet.of(ranges)
+
+
 def char_text(char: str) -> str:
     """A character, so that it stands for itself outside of brackets."""
     return f"\\{char}" if char in "\\^$.*+?()[]{}|/" else _plain(char)
@@ -166,3 +188,21 @@ def _others(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 def _without(ranges: Iterable[Range], excluded: Iterable[Range]) -> tuple[Range, ...]:
     return _others(_merged([*_others(ranges), *excluded]))
+
+
+def _has_case(char: str) -> bool:
+    return char.lower() != char or char.upper() != char
+
+
+DIGITS = CharSet.of([(0x30, 0x39)])
+WORD = CharSet.of([(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)])
+SPACE = CharSet.of(
+    [(9, 13), *((point, point) for point in (0x20, 0xA0, 0x1680, 0x202F, 0x205F, 0x3000, 0xFEFF)), (0x2000, 0x200A), (0x2028, 0x2029)]
+)
+LINE_ENDS = CharSet.of([(10, 10), (13, 13), (0x2028, 0x2029)])
+DOT = ANY.minus(LINE_ENDS)
+
+_WORD_IN_EITHER_CASE = CharSet.of([*WORD.ranges, (0x17F, 0x17F), (0x212A, 0x212A)])
+_CLOSED = (DIGITS, SPACE, _WORD_IN_EITHER_CASE)
+_IN_EITHER_CASE = frozenset({ANY, DOT, *_CLOSED, *(ANY.minus(chars) for chars in _CLOSED)})
+"""Sets that have each letter in both cases, or in none."""

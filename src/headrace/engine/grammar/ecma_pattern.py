@@ -13,19 +13,11 @@ import re
 from dataclasses import dataclass
 from typing import NoReturn
 
-from headrace.engine.grammar.char_sets import ANY, CharSet, joined, property_set
+from headrace.engine.grammar.char_sets import ANY, DIGITS, DOT, SPACE, WORD, CharSet, joined, property_set, with_case
 from headrace.engine.grammar.limits import MAX_COUNT
 
 MAX_GROUP_DEPTH = 60
 """Groups within each other. Deeper expressions are refused, before the stack ends."""
-
-DIGITS = CharSet.of([(0x30, 0x39)])
-WORD = CharSet.of([(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)])
-SPACE = CharSet.of(
-    [(9, 13), *((point, point) for point in (0x20, 0xA0, 0x1680, 0x202F, 0x205F, 0x3000, 0xFEFF)), (0x2000, 0x200A), (0x2028, 0x2029)]
-)
-LINE_ENDS = CharSet.of([(10, 10), (13, 13), (0x2028, 0x2029)])
-DOT = ANY.minus(LINE_ENDS)
 
 _ESCAPED_SETS = {"d": DIGITS, "w": WORD, "s": SPACE}
 _CONTROLS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13}
@@ -226,7 +218,7 @@ class _Parser:
         char = self._next()
         if char.lower() in _ESCAPED_SETS:
             chars = _ESCAPED_SETS[char.lower()]
-            chars = _with_case(chars) if char in "wW" and "i" in self._flags else chars
+            chars = self._cased([chars]) if char in "wW" else chars
             return chars if char.islower() else ANY.minus(chars)
         if char in "pP":
             return self._property(char)
@@ -279,9 +271,10 @@ class _Parser:
 
     def _cased(self, sets: list[CharSet], *, is_excluding: bool = False) -> CharSet:
         """All characters of the sets, in either case where the flag i is set."""
-        if "i" in self._flags:
-            sets = [_with_case(each) for each in sets]
-        return joined(sets, is_excluding=is_excluding)
+        found = [with_case(each) if "i" in self._flags else each for each in sets]
+        if None in found:
+            raise PatternRefused("a pattern whose groups of the flag i hold characters of ASCII", "Write both cases out.")
+        return joined((each for each in found if each is not None), is_excluding=is_excluding)
 
     def _next(self) -> str:
         if self.at >= len(self._text):
@@ -308,40 +301,8 @@ def _point(chars: CharSet) -> int | None:
     return first if first == last and not others and not chars.properties else None
 
 
-def _with_case(chars: CharSet) -> CharSet:
-    """The characters in either case, by Unicode's simple case folding: k has the Kelvin sign beside K, s the long s beside S.
-
-    Raises PatternRefused for letters beyond ASCII, except in sets that hold all of them or none.
-    """
-    if chars in _IN_EITHER_CASE:
-        return chars
-    if chars.properties or any(last > 0x7F and (first != last or _has_case(chr(first))) for first, last in chars.ranges):
-        raise PatternRefused("a pattern whose groups of the flag i hold characters of ASCII", "Write both cases out.")
-    ranges = list(chars.ranges)
-    for first, last in chars.ranges:
-        for begin, offset in ((0x41, 32), (0x61, -32)):
-            if first <= begin + 25 and begin <= last:
-                ranges.append((max(first, begin) + offset, min(last, begin + 25) + offset))
-        ranges += [
-            (special, special)
-            for special, plain in ((0x17F, 0x53), (0x17F, 0x73), (0x212A, 0x4B), (0x212A, 0x6B))
-            if first <= plain <= last
-        ]
-    return CharSet.of(ranges)
-
-
-def _has_case(char: str) -> bool:
-    return char.lower() != char or char.upper() != char
-
-
 def _counted(digits: str) -> int:
     number = digits.lstrip("0")
     if len(number) > len(str(MAX_COUNT)) or int(digits) > MAX_COUNT:
         raise PatternRefused(f"counts of at most {MAX_COUNT} in a regular expression", "Lower it, or use + or *.", number[:10])
     return int(digits)
-
-
-_WORD_IN_EITHER_CASE = CharSet.of([*WORD.ranges, (0x17F, 0x17F), (0x212A, 0x212A)])
-_CLOSED = (DIGITS, SPACE, _WORD_IN_EITHER_CASE)
-_IN_EITHER_CASE = frozenset({ANY, DOT, *_CLOSED, *(ANY.minus(chars) for chars in _CLOSED)})
-"""Sets that have each letter in both cases, or in none."""

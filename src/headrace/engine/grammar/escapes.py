@@ -21,11 +21,11 @@ def escape_options(schema: dict[str, Any]) -> Mapping[str, object]:
 
     Raises InvalidRequest for a listed text that has no spelling under them.
     """
-    nodes = list(_objects(schema))
+    nodes = [value for value in _values(schema) if isinstance(value, dict)]  # some are no schemas, and may cost an escape for nothing
     if not any(_tells_names_apart(node) for node in nodes):
         return {}
-    for text in (text for node in nodes for keyword in ("const", "enum") if keyword in node for text in _texts(node[keyword])):
-        if not has_only_short_escapes(text):
+    for text in (text for node in nodes for keyword in ("const", "enum") for text in _values(node.get(keyword))):
+        if isinstance(text, str) and not has_only_short_escapes(text):
             limit = "const and enum without control characters where an object lists some of its properties and allows others"
             raise InvalidRequest("grammar", limit, text, 'Set "additionalProperties": false.')
     return SHORT_ESCAPES
@@ -37,23 +37,11 @@ def _tells_names_apart(node: dict[str, Any]) -> bool:
     return is_listed + is_matched + (node.get("additionalProperties") is not False) > 1
 
 
-def _objects(value: Any) -> Iterator[dict[str, Any]]:
-    """All objects in a JSON value. Some are no schemas: those may cost an escape that they did not have to."""
+def _values(value: Any) -> Iterator[Any]:
+    """A JSON value and all values in it, without the names of properties: they have one spelling."""
     unseen = [value]
     while unseen:
         found = unseen.pop()
-        if isinstance(found, dict):
-            yield found
+        yield found
         if isinstance(found, dict | list):
-            unseen += found.values() if isinstance(found, dict) else found
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """The texts in a JSON value; the names of its properties have one spelling."""
-    unseen = [value]
-    while unseen:
-        found = unseen.pop()
-        if isinstance(found, str):
-            yield found
-        elif isinstance(found, dict | list):
             unseen += found.values() if isinstance(found, dict) else found

@@ -329,7 +329,7 @@ def _translate_names(node: Keywords, place: Place) -> None:
     for expression, rule in node.pop("patternProperties", {}).items():
         translation, *others = _translated(expression, (place, expression))
         if others:
-            raise refused(place, "expressions without look-around", expression, "Leave it out.")
+            raise refused(place, "expressions without look-around", expression, "Write the names that it lets pass, as in ^[b-z].")
         if translation in found:
             raise refused(place, "expressions that no name matches two of", expression, "Leave one out.")
         found[translation] = rule

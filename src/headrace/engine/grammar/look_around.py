@@ -14,16 +14,20 @@ from headrace.engine.grammar.ecma_pattern import Anchor, Chars, Choice, Concaten
 _START, _END = Anchor(is_start=True), Anchor(is_start=False)
 _REST = Repeat(Chars(ANY))
 
+AFTER_START = "a pattern whose look-around stands directly after ^"
+
 MAX_EXCLUDED_CHARS = 40
 """Characters of an excluded beginning. Each takes a level of groups."""
 
 
 def without_look_around(node: Node) -> list[Node]:
-    """Trees that together match the texts of this one. Look-around elsewhere stays in them. Raises PatternRefused."""
+    """Trees that together match the texts of this one. Look-around elsewhere in it stays in them. Raises PatternRefused."""
     parts = node.parts if isinstance(node, Concatenation) else (node,)
     num_conditions = 0
     while num_conditions + 1 < len(parts) and parts[0] == _START and isinstance(parts[num_conditions + 1], LookAhead):
         num_conditions += 1
+    if parts and isinstance(parts[0], LookAhead):
+        raise PatternRefused(AFTER_START, "Write ^ before it.")
     if not num_conditions:
         return [node]
     found: list[Node] = []

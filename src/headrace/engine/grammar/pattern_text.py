@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from headrace.engine.grammar.char_sets import ANY
 from headrace.engine.grammar.ecma_pattern import Anchor, Chars, Choice, Concatenation, LookAhead, Node, PatternRefused, Repeat, parsed
-from headrace.engine.grammar.look_around import without_look_around
+from headrace.engine.grammar.look_around import AFTER_START, without_look_around
 
 MAX_CHARS = 256 << 10
 """Characters of a translation. Pieces may repeat parts of the expression."""
@@ -78,7 +78,7 @@ def pieces_of(node: Node) -> Pieces:
         case Repeat(part, least, most):
             return _repeat(pieces_of(part), least, most)
         case LookAhead():
-            raise PatternRefused("a pattern whose look-around stands directly after ^", "Leave it out, or write what may follow.")
+            raise PatternRefused(AFTER_START, "Leave it out, or write what may follow.")
 
 
 def _sequence(parts: list[Pieces]) -> Pieces:
