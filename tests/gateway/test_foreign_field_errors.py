@@ -130,6 +130,8 @@ REFUSED_VALUES: dict[str, tuple[Any, str]] = {
     "a pair of fields": (error("'n' is not supported together with 'seed'"), "n"),
     "a condition": (error("max_tokens is not supported when stream is false"), "max_tokens"),
     "a number": (error("max_tokens of 9000 is not supported"), "max_tokens"),
+    "a quoted sentence": (error("Invalid 'user': 'Unknown parameter: max_tokens'", param="user"), "user"),
+    "a quoted sentence, no place": (error("Parameter user is wrong: 'max_tokens, unknown parameter stream_options'"), "user"),
     "a quoted word": (error("Invalid 'user': unknown id 'unsupported'", param="user"), "user"),
     "nothing more": (error("no", param="max_tokens"), "max_tokens"),
 }

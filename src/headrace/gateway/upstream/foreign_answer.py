@@ -11,9 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from headrace.core.finish import FinishReason
 from headrace.core.plan import TokenLogprobs
-from headrace.gateway.upstream.foreign_calls import CallPieces
 from headrace.gateway.upstream.foreign_chunk import (
     AnswerPiece,
     ChosenToken,
@@ -25,10 +23,11 @@ from headrace.gateway.upstream.foreign_chunk import (
 )
 from headrace.gateway.upstream.foreign_errors import BrokenStream, broken_by, error_in, says_something, sent_error
 from headrace.gateway.upstream.foreign_loose import PieceReader
-from headrace.gateway.upstream.foreign_text import SaidText, SplitText
+from headrace.gateway.upstream.foreign_sequence import SequenceOutput
+from headrace.gateway.upstream.foreign_text import MAX_NAMES_BYTES, NamedTexts
 from headrace.gateway.upstream.foreign_usage import SaidUsage, UsageCounts
 from headrace.gateway.upstream.foreign_words import Ending, ending
-from headrace.gateway.upstream.generation_request import CALL_PASSED, REASONING_PASSED, string_bytes
+from headrace.gateway.upstream.generation_request import CALL_PASSED, REASONING_PASSED
 from headrace.gateway.upstream.seam import OutputEvent, PassedField, TokenUsage
 from headrace.text.logprobs import DecodedLogprobs
 
@@ -37,80 +36,6 @@ SPARE_CHOICES = 8
 
 MAX_PASSED_BYTES = 1 << 20
 """Most bytes of the fields of a sequence that clients send back."""
-
-_NOTHING_NEW = SentDelta()
-
-
-class _Output:
-    """The state of one sequence.
-
-    has_tokens         the client was given output
-    num_logprob_chars  characters of the tokens that had log-probabilities
-    said_text, said_reasoning, has_calls  output in deltas so far; a server may also send a whole message, which repeats it
-    is_whole           all output came as one message or text, as in an answer without streaming
-    ending             the end that the server named last; None: it has not named one
-    is_sure            the named end needs no other sign of the end
-    is_revoked         output followed a named end
-    is_over            the client was given the end
-    num_passed_bytes   of the fields that clients send back
-    """
-
-    __slots__ = (
-        *("index", "text", "reasoning", "calls", "has_tokens", "said_text", "said_reasoning", "has_calls"),
-        *("num_logprob_chars", "num_passed_bytes", "ending", "is_whole", "is_sure", "is_revoked", "is_over"),
-    )
-
-    def __init__(self, index: int, call_key: str) -> None:
-        self.index = index
-        self.text, self.reasoning, self.calls = SplitText(), SplitText(), CallPieces(call_key)
-        self.said_text, self.said_reasoning = SaidText(), SaidText()
-        self.num_logprob_chars = self.num_passed_bytes = 0
-        self.has_tokens = self.has_calls = False
-        self.ending: Ending | None = None
-        self.is_whole = self.is_sure = self.is_revoked = self.is_over = False
-
-    @property
-    def has_begun(self) -> bool:
-        return self.has_tokens or self.ending is not None
-
-    def added(self, choice: SentChoice) -> tuple[str, str, Sequence[SentCall]]:
-        """Text, reasoning and call pieces that a choice adds: its delta, and the part of its message that no delta has given."""
-        delta, message = choice.delta, choice.message
-        self.is_whole = delta is None and not self.has_tokens
-        delta = delta or _NOTHING_NEW
-        text, reasoning, calls = delta.content or delta.refusal or choice.text or "", delta.any_reasoning, delta.calls
-        self.said_text.add(text)
-        self.said_reasoning.add(reasoning)
-        self.has_calls = self.has_calls or bool(calls)
-        if message is None:
-            return text, reasoning, calls
-        return (
-            text + _unsaid(self.said_text, message.content or message.refusal or ""),
-            reasoning + _unsaid(self.said_reasoning, message.any_reasoning),
-            calls if self.has_calls else message.calls,
-        )
-
-    def end(self, end: Ending) -> OutputEvent:
-        """The last event. Raises BrokenStream for a call without a name."""
-        is_cut = (end.stop_reason is not None or end.is_filtered) and not end.is_called and self.calls.is_open
-        return OutputEvent(
-            index=self.index,
-            text=self.text.rest(),
-            finish=end.finish,
-            stop_reason=end.stop_reason,
-            reasoning=self.reasoning.rest(),
-            tool_calls=self.calls.finish(is_whole=end.finish is FinishReason.STOP and not is_cut),
-            is_call_cut=is_cut,
-            is_filtered=end.is_filtered,
-        )
-
-
-def _unsaid(said: SaidText, whole: str) -> str:
-    """The rest of a whole message after the text of deltas; empty if the message does not begin with that text."""
-    rest = said.rest_of(whole) or ""
-    if said.num_chars:
-        said.add(rest)
-    return rest
 
 
 class ForeignAnswer:
@@ -128,7 +53,7 @@ class ForeignAnswer:
         """
         self.num_running = len(indices)
         self.left: list[int] = []
-        self._outputs = [_Output(index, f"{call_key}/{index}") for index in indices]
+        self._outputs = [SequenceOutput(index, f"{call_key}/{index}") for index in indices]
         self._pieces = PieceReader()
         self.left_out = self._pieces.left_out
         self._names = NamedTexts()
@@ -222,7 +147,7 @@ class ForeignAnswer:
             self._only_index = index
         return 0
 
-    def _event(self, output: _Output, choice: SentChoice) -> OutputEvent | None:
+    def _event(self, output: SequenceOutput, choice: SentChoice) -> OutputEvent | None:
         """The event of a choice; None: it has no output, such as the first one with only the role. Raises BrokenStream."""
         if choice.error is not None and says_something(choice.error):
             raise broken_by(error_in({"error": choice.error}))
@@ -253,7 +178,7 @@ class ForeignAnswer:
             passed=passed,
         )
 
-    def _passed(self, output: _Output, sent: SentDelta | SentCall | None, names: Sequence[str]) -> tuple[PassedField, ...]:
+    def _passed(self, output: SequenceOutput, sent: SentDelta | SentCall | None, names: Sequence[str]) -> tuple[PassedField, ...]:
         """The fields of a delta or call that clients send back. What is no JSON, too much, or behind the end is left out and counted."""
         found = []
         for name in names:
@@ -270,14 +195,14 @@ class ForeignAnswer:
                 found.append(field)
         return tuple(found)
 
-    def _text_event(self, output: _Output, text: str) -> OutputEvent:
+    def _text_event(self, output: SequenceOutput, text: str) -> OutputEvent:
         """The event of a choice with text alone, as nearly every choice is."""
         self._go_on(output)
         self._num_tokens += 1
         output.said_text.add(text)
         return OutputEvent(output.index, output.text.push(text), 1)
 
-    def _decoded(self, output: _Output, tokens: Sequence[ChosenToken]) -> tuple[DecodedLogprobs, ...]:
+    def _decoded(self, output: SequenceOutput, tokens: Sequence[ChosenToken]) -> tuple[DecodedLogprobs, ...]:
         """The log-probabilities of a sequence's next tokens. tokens: not empty"""
         if self._names.num_bytes > MAX_NAMES_BYTES:
             self._names = NamedTexts()
@@ -291,7 +216,7 @@ class ForeignAnswer:
             output.num_logprob_chars += len(token.token)
         return (replace(found, texts_bytes=self._names.num_bytes - known_bytes),)
 
-    def _go_on(self, output: _Output) -> None:
+    def _go_on(self, output: SequenceOutput) -> None:
         """Note output of a sequence. Raises BrokenStream if the client was given the end already, since the output would be lost."""
         if output.is_over:
             raise BrokenStream("it went on after its end")
@@ -300,7 +225,7 @@ class ForeignAnswer:
             self.num_running += output.is_sure
             output.is_sure, output.is_revoked = False, True
 
-    def _note_ending(self, output: _Output, named: Ending) -> None:
+    def _note_ending(self, output: SequenceOutput, named: Ending) -> None:
         """Note a named end. An unknown word does not replace a known one."""
         if output.is_over or (output.ending is not None and output.ending.is_known and not named.is_known):
             return
@@ -308,7 +233,7 @@ class ForeignAnswer:
         if named.is_known and not output.is_revoked:
             self._make_sure(output)
 
-    def _make_sure(self, output: _Output) -> None:
+    def _make_sure(self, output: SequenceOutput) -> None:
         if not output.is_sure:
             output.is_sure = True
             self.num_running -= 1
@@ -322,37 +247,6 @@ class ForeignAnswer:
         for output in self._outputs:
             if output.ending is not None and not (has_tokens and (output.is_revoked or not output.ending.is_known)):
                 self._make_sure(output)
-
-
-NAME_BYTES = 200
-"""Memory of one token name without its text and its bytes."""
-
-MAX_NAMES_BYTES = 128 << 10
-"""Most memory of one table of token names, about 600 of them; then a new table begins, so that a long stream does not grow it."""
-
-
-class NamedTexts:
-    """A `TokenTexts` for tokens that a server names by text alone: numbers them as they come. num_bytes: memory of the table"""
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self._numbers: dict[tuple[str, bytes], int] = {}
-        self._names: list[tuple[str, bytes]] = []
-
-    def number(self, token: str, raw: bytes) -> int:
-        name = (token, raw)
-        number = self._numbers.get(name)
-        if number is None:
-            number = self._numbers[name] = len(self._names)
-            self._names.append(name)
-            self.num_bytes += NAME_BYTES + string_bytes(token) + len(raw)
-        return number
-
-    def token_text(self, token_id: int) -> str:
-        return self._names[token_id][0]
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return self._names[token_id][1]
 
 
 def _raw(token: SentToken) -> bytes:

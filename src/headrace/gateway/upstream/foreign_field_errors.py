@@ -51,6 +51,7 @@ _SCHEMA_PLACE = re.compile(r" - '([\w.\[\]]+)'$")
 _OTHER_FIELDS = re.compile(
     r"\b(?:expected one of|must be one of|did you mean|use ['\"`]|supported (?:fields|parameters|params))", re.IGNORECASE
 )
+_QUOTED_WORDS = re.compile(r"""(?<!\w)'[^']*\s[^']*'(?!\w)|(?<!\w)"[^"]*\s[^"]*"(?!\w)""")
 _CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 _ONE_CHOICE = re.compile(
     r"\bn (?:must|should|can|has to|is|>|=)|\bonly (?:one|1|a single) (?:\w+ )?(?:choice|completion)|multiple (?:choices|completions)",
@@ -165,4 +166,5 @@ def _is_name(name: str, text: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    return _CAMEL.sub("_", text).lower()
+    """The text in lower case, without the quotes of several words: names have one."""
+    return _CAMEL.sub("_", _QUOTED_WORDS.sub("''", text)).lower()

@@ -293,14 +293,15 @@ class ForeignServer:
     ) -> AttemptFailed | None:
         """The failure for an error of a known kind; None: another failure. A rate limit holds back other requests where the server surely
         meant one. asked_s: seconds by the header Retry-After, None: it has none"""
-        wait_s = sent.wait_s if asked_s is None else asked_s
-        if sent.kind is ErrorKind.RATE_LIMIT and (sent.is_certain or asked_s is not None):
-            self._hold_for(RATE_LIMIT_S if wait_s is None else wait_s, by_outage=False)
-        if sent.kind in (ErrorKind.KEY, ErrorKind.MODEL):
+        wait_s = None
+        if sent.kind is ErrorKind.RATE_LIMIT:
+            wait_s = sent.wait_s if asked_s is None else asked_s
+            if sent.is_certain or asked_s is not None:
+                self._hold_for(RATE_LIMIT_S if wait_s is None else wait_s, by_outage=False)
+        elif sent.kind in (ErrorKind.KEY, ErrorKind.MODEL):
             what = "refuses its key or account" if sent.kind is ErrorKind.KEY else f"does not have the model {self.far_name!r}"
             self.log_fault(f"{what} (status {sent.status}, request {request_id})")
-        asked_s = (wait_s or 0.0) if sent.kind is ErrorKind.RATE_LIMIT else 0.0
-        return known_failure(sent, retry_after_s=max(self._retry_after_s(), asked_s), refusal=refusal)
+        return known_failure(sent, retry_after_s=max(self._retry_after_s(), wait_s or 0.0), refusal=refusal)
 
     def _retry_after_s(self) -> float:
         return self.held_s(self._clock()) or 1.0

@@ -1,10 +1,13 @@
-"""Joins texts that come from foreign servers in pieces: a character may be split between two pieces, or a text be sent again as a whole."""
+"""Joins texts that come from foreign servers in pieces: a character may be split between two pieces, or a text be sent again as a whole.
+Numbers tokens that come by their text."""
 
 from __future__ import annotations
 
 import codecs
 import re
 import zlib
+
+from headrace.gateway.upstream.generation_request import string_bytes
 
 _LONE = re.compile("[\ud800-\udfff]")
 _NO_BYTE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
@@ -65,3 +68,34 @@ class SplitText:
     def rest(self) -> str:
         """The text that still waits, at the end."""
         return self.push("", is_last=True) if self._is_waiting else ""
+
+
+NAME_BYTES = 200
+"""Memory of one token name without its text and its bytes."""
+
+MAX_NAMES_BYTES = 128 << 10
+"""Most memory of one table of token names, about 600 of them; then a new table begins, so that a long stream does not grow it."""
+
+
+class NamedTexts:
+    """A `TokenTexts` for tokens that a server names by text alone: numbers them as they come. num_bytes: memory of the table"""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._numbers: dict[tuple[str, bytes], int] = {}
+        self._names: list[tuple[str, bytes]] = []
+
+    def number(self, token: str, raw: bytes) -> int:
+        name = (token, raw)
+        number = self._numbers.get(name)
+        if number is None:
+            number = self._numbers[name] = len(self._names)
+            self._names.append(name)
+            self.num_bytes += NAME_BYTES + string_bytes(token) + len(raw)
+        return number
+
+    def token_text(self, token_id: int) -> str:
+        return self._names[token_id][0]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._names[token_id][1]
