@@ -179,7 +179,7 @@ _FIELD_CODES = (
 """Parts of codes for a field of the request."""
 
 _OURS = ("model", "header", "headers", "path", "query", "authorization", "api", "api_key", "apikey", "key", "x")
-"""First words of places that the gateway writes: `header.authorization`, `x-api-key`."""
+"""First words of places that the gateway writes, such as its header for the key."""
 
 _QUOTED_NAME = re.compile(r"""((?<!: )"|['`])[\w.$-]+\1""")
 """A quoted name such as that of a function's parameter, which the client chose. After a colon it may be JSON of another server."""
