@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -19,12 +20,14 @@ from headrace.cli import config as loading
 from headrace.cli import config_source
 from headrace.cli.config import load
 from headrace.cli.config_source import ServeSource
+from headrace.cli.config_yaml import dump_yaml, parse_yaml
 from headrace.cli.serve_config import ServeConfig
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.fleet.config import FleetConfig
 from headrace.fleet.config_change import check_can_become, with_choices_of_start
 from headrace.fleet.files import ReplicaFiles, gateway_content
-from headrace.gateway.config import config_from, load_config
+from headrace.gateway.config import GatewayConfig, config_from, load_config
+from headrace.gateway.control.protections import check_keeps_protections
 from headrace.gateway.control.reload import check_change
 from headrace.gateway.http.config import HttpTls
 from headrace.gateway.http.https import load_context
@@ -65,6 +68,8 @@ models:
     upstreams:
       - url: "https://api.example/v1"
         api_key_file: FOLDER/token
+      - url: "https://other.example/v1"
+        api_key_file: FOLDER/ca.pem
 tiers:
   standard:
     requests_per_minute: 60
@@ -78,6 +83,13 @@ tiers:
     monthly_budget: 1000
     models:
       - m
+  silver:
+    monthly_budget: 500
+    models:
+      - far
+  premium:
+    class: premium
+    max_context_tokens: 4096
 prices:
   m:
     input: 1.5
@@ -132,6 +144,9 @@ gateway:
       tenant: nightly
       tier: batch
     - sha256: "fcde2b2edba56bf408601fb721fe9b5c338d10ee429ea04fae5511b68fbf8fb9"
+    - sha256: "b5bb9d8014a0f9b1d61e21e796d78dccdf1352f23cd32812f4850b878ae4944c"
+      user: bob
+      tier: premium
 drain_timeout_s: 60
 """
 WORD = "gateway:\n  access: open\n"
@@ -140,13 +155,14 @@ WORD = "gateway:\n  access: open\n"
 class Site:
     """A running deployment's configuration, and its file as it is read again."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, layout: Callable[[str], str] = str) -> None:
+        """layout: writes the file's data in another form"""
         for name in ("token", "ca.pem"):
             (folder / name).write_text("word")
         (folder / "kafka.properties").write_text("security.protocol=SASL_SSL\nsasl.mechanism=PLAIN\nsasl.username=u\nsasl.password=p\n")
         for file in folder.iterdir():
             file.chmod(0o600)
-        self.full = FULL.replace("FOLDER", str(folder))
+        self.full = layout(FULL.replace("FOLDER", str(folder)))
         self.path = folder / "headrace.yaml"
         self.path.write_text(self.full)
         self.held = load(self.path, ENVIRONMENT)
@@ -166,6 +182,16 @@ class Site:
     def _of_gateways(self, fleet: FleetConfig) -> dict[str, object]:
         engines = [ReplicaFiles("r", model.name, "unix:/nowhere/r", Path()) for model in fleet.models if model.replicas]
         return gateway_content(fleet, engines)
+
+    def kept(self, data: bytes) -> str:
+        """`refused` or `kept`, if a reload of these bytes leaves each value that stays as it is; else what it would change."""
+        try:
+            config = self.read(data)
+        except ConfigError:
+            return "refused"
+        after = values(config)
+        changed = [path for path, value in values(self.held).items() if path in after and not _is_within(after[path], value)]
+        return f"changed {changed}" if changed else "kept"
 
     def lost(self, data: bytes) -> set[str] | None:
         """What a reload of these bytes would lose of what protects; None where it is refused."""
@@ -225,12 +251,59 @@ def protections(config: ServeConfig) -> set[str]:
     return {name for name, is_there in found.items() if is_there}
 
 
+def values(config: ServeConfig) -> dict[str, object]:
+    """The value of everything that protects, by the key, name or address that it is about."""
+    gateway = config.gateway
+    found: dict[str, object] = {
+        f"key {key.sha256} {name}": getattr(key, name) for key in gateway.api_keys for name in ("tenant", "user", "tier")
+    }
+    for name, tier in all_tiers(config.tiers).items():
+        found |= {f"tier {name} {item.name}": getattr(tier, item.name) for item in fields(tier) if item.default in (None, ())}
+    for model in config.models:
+        name, price = model.served_name, config.prices.get(model.served_name)
+        found |= {f"price {name}": price, f"engine {name}": model.engine and model.engine.model}
+        # Without its key or token a server refuses what is sent to it, and that of another one is not sent.
+        found |= {f"upstream {name} {each.url}": each.api_key_file for each in model.upstreams if each.api_key_file}
+        remote = model.remote.gateway_replicas() if model.remote is not None else ()
+        found |= {f"engine {name} {each.name}": (each.address, each.tls_dir) for each in remote}
+        found |= {f"token {name} {each.name}": each.token_file for each in remote if each.token_file}
+    found |= {name: getattr(gateway, name) for name in ("tls", "store", "sessions", "host", "allowed_hosts")}
+    found |= {"metrics_tenants": gateway.metrics_tenants} if gateway.metrics_tenants else {}  # without one nobody reads those of all
+    found |= {"request_s": gateway.timeouts.request_s, "budgets": gateway.limits.budget, "cached": gateway.cache.models}
+    return found | {"usage": config.usage, "state": config.state, "access": gateway.access}
+
+
+def _is_within(new: object, old: object) -> bool:
+    """Whether a value is the same, or a list with some of the names. An empty one stands for all names."""
+    return new == old or (isinstance(new, tuple) and isinstance(old, tuple) and bool(new) and set(new) <= set(old))
+
+
+def reversed_yaml(text: str) -> str:
+    """The same data with every mapping in the reverse order: what names an entry comes last."""
+    return dump_yaml(_reversed(parse_yaml(text, "")))
+
+
+def _reversed(data: object) -> object:
+    if isinstance(data, dict):
+        return {name: _reversed(value) for name, value in reversed(data.items())}
+    return [_reversed(each) for each in data] if isinstance(data, list) else data
+
+
+def json_lines(text: str) -> str:
+    return json.dumps(parse_yaml(text, ""), indent=1) + "\n"
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (loading, config_source):
             patch.setattr(module, "has_stored_keys", lambda *_: False)  # no store is asked
         yield Site(tmp_path_factory.mktemp("site"))
+
+
+@pytest.fixture(scope="module", params=[str, reversed_yaml, json_lines], ids=["yaml", "reversed", "json"])
+def each_site(site: Site, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Site:
+    return Site(tmp_path_factory.mktemp("site"), request.param)
 
 
 def without(text: str, *begins: str) -> str:
@@ -261,7 +334,7 @@ def test_a_file_that_says_nothing_is_refused_by_name_at_a_start_too(site: Site, 
 
 
 LOST = [
-    ("api_keys:", r"gateway\.api_keys: would be gone, so that no request needs a key any more \(3 keys now\)\. .* `access: open`"),
+    ("api_keys:", r"gateway\.api_keys: would be gone, so that no request needs a key any more \(4 keys now\)\. .* `access: open`"),
     ("tls:", r"gateway\.tls: protects the running server and would be gone\. Write what it was"),
     ("allowed_hosts:", r"gateway\.allowed_hosts: protects"),
     ("tls_dir:", r"models\[far\]\.remote\.tls_dir of the engine far-0: protects"),
@@ -294,7 +367,9 @@ def test_the_answers_of_all_models_are_not_cached_because_a_list_was_lost(site: 
     cache = "    enabled: true\n    models:\n      - m\n"
     with pytest.raises(ConfigError, match=r"^gateway\.cache\.models: protects"):
         site.read(site.full.replace(cache, "    enabled: true\n").encode())
-    site.read(site.full.replace(cache, "    enabled: false\n").encode())
+    with pytest.raises(ConfigError, match=r"^gateway\.cache\.models: protects"):  # the next reload would cache those of all
+        site.read(site.full.replace(cache, "    enabled: false\n").encode())
+    site.read(site.full.replace("    enabled: true\n", "").encode())
 
 
 def test_a_file_that_lost_its_models_does_not_serve_the_bundled_one_instead(site: Site) -> None:
@@ -379,6 +454,90 @@ def test_a_key_does_not_become_one_of_another_tenant(site: Site) -> None:
         site.read((site.full[:first] + site.full[last:]).encode())
 
 
+MELTED = [
+    (
+        "      tier: gold",
+        "      tier: batch",
+        r".*\[key-9b74c9897bac\]\.tier: would be taken from .*\[key-2c26b46b68ff\], which",
+    ),
+    (
+        '    - sha256: "b5bb',
+        "      user: bob",
+        r".*\[key-fcde2b2edba5\]\.(user|tier): would be taken from .*\[key-b5bb9d8014a0\]",
+    ),
+    (
+        "    monthly_budget: 1000",
+        "    monthly_budget: 500",
+        r"tiers\.gold(\.monthly_budget)?: would be taken from tiers\.silver",
+    ),
+    ("  silver:", "      - far\n  premium", r"tiers\.gold: would be taken from tiers\.silver, which goes in the same reload"),
+    ("  premium:", "prices:", r"tiers\.premium: protects the running server and would be gone"),
+    (
+        "        api_key_file: FOLDER/token\n      - url",
+        "        api_key_file: FOLDER/ca.pem",
+        r"models\[elsewhere\]\.upstreams\[https://api\.example/v1\]\.api_key_file: would be taken from .*other\.example/v1\], which",
+    ),
+]
+
+
+@pytest.mark.parametrize(("first", "behind", "message"), MELTED)
+def test_two_entries_do_not_become_one_where_lines_are_lost(site: Site, first: str, behind: str, message: str) -> None:
+    """The lines from `first` until `behind` are lost: what stays would have the rights of what went."""
+    begin, end = (site.full.index(line.replace("FOLDER", str(site.path.parent))) for line in (first, behind))
+    assert begin < end
+    text = site.full[:begin] + site.full[end:]
+    with pytest.raises(ConfigError, match=rf"^{message}.*"):
+        site.read(text.encode())
+
+
+def test_a_key_moves_to_the_tier_of_one_that_goes_in_two_reloads(site: Site) -> None:
+    moved = site.full.replace("      tier: gold\n", "      tier: batch\n")
+    both = without(moved, '- sha256: "2c26')
+    with pytest.raises(ConfigError, match=r"which goes in the same reload, as where lines are lost\. If that is meant, reload twice:"):
+        site.read(both.encode())
+    before, after = (gateway_of(text, site) for text in (moved, both))
+    check_keeps_protections(site.held.gateway_before_start(), before, has_stored_keys=False)
+    check_keeps_protections(before, after, has_stored_keys=False)
+
+
+def gateway_of(text: str, site: Site) -> GatewayConfig:
+    site.path.write_text(text)
+    return load(site.path, ENVIRONMENT).gateway_before_start()
+
+
+def test_a_tier_and_a_key_may_be_renamed_and_rotated_at_once(site: Site) -> None:
+    renamed = site.full.replace("  gold:", "  platinum:").replace("tier: gold", "tier: platinum")
+    site.read(renamed.replace("9b74c9897bac770f", "0074c9897bac770f").encode())
+
+
+def priced(*models: tuple[str, list[str], str], **prices: float) -> GatewayConfig:
+    """Models by name, aliases and what their server calls them."""
+    found = [{"name": name, "aliases": aliases, "upstreams": [{"url": "http://h/v1", "model": model}]} for name, aliases, model in models]
+    return config_from({"models": found, "prices": {name: {"input": price} for name, price in prices.items()}})
+
+
+@pytest.mark.parametrize(
+    ("after", "is_kept"),
+    [
+        (priced(("n", ["m"], "other")), False),
+        (priced(("n", ["old"], "other")), False),
+        (priced(("n", [], "x")), False),
+        (priced(("free", ["m"], "y")), False),
+        (priced(("n", ["m"], "x"), n=0.5), True),
+        (priced(("free", [], "y")), True),
+        (priced(("free", [], "y"), ("new", [], "z")), True),
+        (priced(("m", ["old"], "x"), ("again", [], "x"), m=1), True),
+    ],
+)
+def test_a_model_keeps_its_price_under_another_name(after: GatewayConfig, is_kept: bool) -> None:
+    before = priced(("m", ["old"], "x"), ("free", [], "y"), m=1)
+    if is_kept:
+        check_keeps_protections(before, after, has_stored_keys=False)
+        return
+    with pytest.raises(ConfigError, match=r"^prices\.(n|free)\.input: protects the running server and would be gone"):
+        check_keeps_protections(before, after, has_stored_keys=False)
+
+
 # -- every prefix, every deletion, every damage --------------------------------------------------------------------------------------------
 
 
@@ -386,6 +545,17 @@ def test_every_prefix_in_lines_is_refused_or_keeps_every_protection(site: Site) 
     lines = site.full.splitlines(keepends=True)
     outcomes = Counter(_word(site.lost("".join(lines[:number]).encode())) for number in range(len(lines)))
     assert set(outcomes) <= {"refused", "kept"}, outcomes
+
+
+@settings(max_examples=100)
+@given(data=st.data())
+def test_any_deletion_of_lines_is_refused_or_leaves_each_value_that_stays_as_it_is(each_site: Site, data: st.DataObject) -> None:
+    """One to three runs of lines go: what is left of a key, a tier, a price or an engine has nothing of another one."""
+    lines = each_site.full.splitlines(keepends=True)
+    run = st.builds(_run, st.integers(0, len(lines)), st.integers(1, 12))
+    gone = set[int]().union(*data.draw(st.lists(run, min_size=1, max_size=3)))
+    left = "".join(line for number, line in enumerate(lines) if number not in gone)
+    assert each_site.kept(left.encode()) in ("refused", "kept")
 
 
 def test_a_file_without_any_one_line_is_refused_or_keeps_every_protection(site: Site) -> None:

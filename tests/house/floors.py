@@ -225,7 +225,8 @@ PACKAGE_EXPORTS = _ours("llm", "core.sampling", "core.structured")
 FOLDERS_WITHOUT_CIRCLES = ("gateway", "policy", "tensor")
 """Packages whose sub-folders and top modules, each taken as a whole, import one another in no circle."""
 
-HOLD_WHOLE_CONFIG = _ours(*(f"gateway.{name}" for name in ("config", "compose", "app", "main", "process", "control.reload")))
+_OF_RELOAD = ("control.reload", "control.protections")
+HOLD_WHOLE_CONFIG = _ours(*(f"gateway.{name}" for name in ("config", "compose", "app", "main", "process", *_OF_RELOAD)))
 """Modules of the gateway that may hold its whole configuration. Any other one takes the sections or the numbers that it reads."""
 
 PRIVATE = _ours("tensor.kernels.cpu", "tensor.kernels.gpu")

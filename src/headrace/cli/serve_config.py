@@ -333,14 +333,14 @@ class ServeConfig:
 
 
 def _as_gateway_model(model: ModelSection) -> ModelConfig:
-    """The model in the form of the gateway's configuration. Replicas that are not started yet get a placeholder address."""
+    """The model in the form of the gateway's configuration, its folder as the file names it. Replicas that are not started yet get a
+    placeholder address."""
     answered = ModelConfig(name=model.served_name, aliases=model.aliases, upstreams=model.upstreams, smaller=model.smaller)
-    if model.engine is None and model.remote is None:
-        return answered
-    replicas: tuple[ReplicaConfig, ...] = (ReplicaConfig(name="-", address="unix:/run/replica"),)
     if model.remote is not None:
-        replicas = model.remote.gateway_replicas()
-    return replace(answered, folder="/", replicas=replicas)
+        return replace(answered, folder=model.remote.model, replicas=model.remote.gateway_replicas())
+    if model.engine is not None:
+        return replace(answered, folder=model.engine.model, replicas=(ReplicaConfig(name="-", address="unix:/run/replica"),))
+    return answered
 
 
 def _check_answers(where: str, model: ModelSection) -> None:

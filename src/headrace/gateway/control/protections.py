@@ -2,25 +2,26 @@
 
 A file that is empty for a moment, cut off, or without some of its lines is often a valid one that allows more. So what protects may be
 changed by a reload, and does not vanish by one: keys as a whole, the tenant and tier of a key that stays, TLS, a limit, a budget, a price,
-a sink of usage records, names of hosts. Bounds with a default always bound something and are not listed here. Giving up the keys takes
-`gateway.access: open` in the file, the rest a restart. What takes a restart anyway (stores, sessions, site key) is refused elsewhere.
+a sink of usage records, names of hosts. Nor does a value that stays become one that goes in the same reload: two entries become one where
+lines are lost. Bounds with a default always bound something and are not listed here. Giving up the keys takes `gateway.access: open` in
+the file, the rest a restart. What takes a restart anyway (stores, sessions, site key) is refused elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterator
+from dataclasses import fields
+from itertools import chain
+from typing import Any
 
 from headrace.core.counted import counted
 from headrace.core.errors import ConfigError
 from headrace.core.hosts import is_loopback
 from headrace.gateway.access.principal import OPEN_ACCESS, ApiKey
-from headrace.gateway.cache.config import CacheConfig
-from headrace.gateway.http.config import HttpTls, Limits, Timeouts
+from headrace.gateway.config import GatewayConfig
 from headrace.gateway.ledger.config import UsageConfig
 from headrace.gateway.upstream.model_config import ModelConfig
-from headrace.policy.limits.price import Price
-from headrace.policy.limits.tier import Tier, all_tiers
+from headrace.policy.limits.tier import BUILT_IN_TIERS, all_tiers
 
 OF_TIER = (
     "requests_per_minute",
@@ -53,41 +54,19 @@ SECTIONS = {
 }
 """Path of a section -> its keys that protect where they are set."""
 
+LISTS = ("allowed_hosts", "allowed_origins", "metrics_tenants", "trusted_proxies")
+"""Lists of the gateway that may stand behind each other in the file."""
 
-class Protecting(Protocol):
-    """What protects in the gateway's configuration."""
 
-    @property
-    def api_keys(self) -> Sequence[ApiKey]: ...
-    @property
-    def access(self) -> str: ...
-    @property
-    def host(self) -> str: ...
-    @property
-    def allowed_hosts(self) -> Sequence[str]: ...
-    @property
-    def tls(self) -> HttpTls | None: ...
-    @property
-    def limits(self) -> Limits: ...
-    @property
-    def timeouts(self) -> Timeouts: ...
-    @property
-    def cache(self) -> CacheConfig: ...
-    @property
-    def usage(self) -> UsageConfig: ...
-    @property
-    def tiers(self) -> Mapping[str, Tier]: ...
-    @property
-    def prices(self) -> Mapping[str, Price]: ...
-    @property
-    def models(self) -> Sequence[ModelConfig]: ...
-
+Entries = dict[str, set[tuple[str, object]]]
+"""Path of each part of the file that protects -> what it says, as (name, value). The items of lists have no name."""
 
 MAX_SHOWN = 5
 RESTORE = "Write what it was: only a restart gives it up."
+TWICE = "If that is meant, reload twice: with the change, and then without the other."
 
 
-def check_keeps_protections(before: Protecting, after: Protecting, *, has_stored_keys: bool) -> None:
+def check_keeps_protections(before: GatewayConfig, after: GatewayConfig, *, has_stored_keys: bool) -> None:
     """Raise ConfigError that names what a reload from `before` to `after` would lose. Paths are those of the operator's file.
 
     has_stored_keys: whether the store has keys, so that requests need one in any case
@@ -95,29 +74,32 @@ def check_keeps_protections(before: Protecting, after: Protecting, *, has_stored
     if gives_up_keys(before, after) and not has_stored_keys:
         reason = f"would be gone, so that no request needs a key any more ({counted(len(before.api_keys), 'key')} now)"
         raise ConfigError("gateway.api_keys", reason, f"Write the keys again, or `access: {OPEN_ACCESS}` below `gateway` if that is meant.")
-    if lost := [*_lost_sections(before, after), *_lost_of_keys(before, after), *_lost_limits(before, after), *_lost_tls(before, after)]:
+    found = chain(_lost_sections(before, after), _lost_of_keys(before, after), _lost_limits(before, after), _lost_tls(before, after))
+    if lost := list(dict.fromkeys(found)):
         more = [*lost[1:MAX_SHOWN], *([f"{len(lost) - MAX_SHOWN} more"] if len(lost) > MAX_SHOWN else [])]
         raise ConfigError(lost[0], "protects the running server and would be gone" + f", and {', '.join(more)}" * bool(more), RESTORE)
+    for where, source in _taken_over(before, after):
+        raise ConfigError(where, f"would be taken from {source}, which goes in the same reload, as where lines are lost", TWICE)
 
 
-def gives_up_keys(before: Protecting, after: Protecting) -> bool:
+def gives_up_keys(before: GatewayConfig, after: GatewayConfig) -> bool:
     """Whether the configuration would lose its last key without the word for it."""
     return bool(before.api_keys) and not after.api_keys and after.access != OPEN_ACCESS
 
 
-def _lost_sections(before: Protecting, after: Protecting) -> Iterator[str]:
+def _lost_sections(before: GatewayConfig, after: GatewayConfig) -> Iterator[str]:
     for path, names in SECTIONS.items():
         old, new = _section(before, path), _section(after, path)
         yield from (f"{path}.{name}" for name in _vanished(old, new, names) if new is not None)
     if before.allowed_hosts and not after.allowed_hosts and not is_loopback(after.host):
         yield "gateway.allowed_hosts"
-    if before.cache.models and after.cache.enabled and not after.cache.models:
+    if before.cache.models and not after.cache.models:
         yield "gateway.cache.models"
     if before.usage.retention_days > after.usage.retention_days == UsageConfig().retention_days:
         yield "usage.retention_days"
 
 
-def _section(config: Protecting, path: str) -> object:
+def _section(config: GatewayConfig, path: str) -> object:
     found: object = config
     for step in path.removeprefix("gateway").split("."):
         found = getattr(found, step) if step and found is not None else found
@@ -129,17 +111,21 @@ def _vanished(before: object, after: object, names: tuple[str, ...]) -> Iterator
     return (name for name in names if getattr(before, name, None) and not getattr(after, name, None))
 
 
-def _lost_of_keys(before: Protecting, after: Protecting) -> Iterator[str]:
+def _lost_of_keys(before: GatewayConfig, after: GatewayConfig) -> Iterator[str]:
     """What a key that stays would no longer say. It keeps its tenant too: another one's data are not for the holder of this key."""
     held = {key.sha256: key for key in before.api_keys}
     tenants = {key.tenant for key in before.api_keys}
     for key in after.api_keys:
         if (old := held.get(key.sha256)) is None:
             continue
-        where = f"gateway.api_keys[key-{key.sha256[:12]}]"
+        where = _path_of(key)
         if key.tenant != old.tenant and (_said(old, "tenant") or key.tenant in tenants):
             yield f"{where}.tenant"
         yield from (f"{where}.{name}" for name in OF_KEY if _said(old, name) and not _said(key, name))
+
+
+def _path_of(key: ApiKey) -> str:
+    return f"gateway.api_keys[key-{key.sha256[:12]}]"
 
 
 def _said(key: ApiKey, name: str) -> str:
@@ -148,22 +134,67 @@ def _said(key: ApiKey, name: str) -> str:
     return "" if value == f"key-{key.sha256[:12]}" else value
 
 
-def _lost_limits(before: Protecting, after: Protecting) -> Iterator[str]:
+def _lost_limits(before: GatewayConfig, after: GatewayConfig) -> Iterator[str]:
     """Limits of tiers, built-in ones included, and prices of models that stay. A tier that is no longer there lets no request in."""
     tiers = all_tiers(after.tiers)
     for name, tier in all_tiers(before.tiers).items():
         if name in tiers:
             yield from (f"tiers.{name}.{limit}" for limit in _vanished(tier, tiers[name], OF_TIER))
-    served = {model.name for model in after.models}
-    for name, price in before.prices.items():
-        if name in served:
-            yield from (f"prices.{name}.{each}" for each in _vanished(price, after.prices.get(name), OF_PRICE))
+        if name in before.tiers and name not in after.tiers and tier != BUILT_IN_TIERS.get(name, tier):
+            yield f"tiers.{name}"  # the numbers of the built-in tier would hold again
+    held, served = {model.name for model in before.models}, {model.name for model in after.models}
+    for old in (model for model in before.models if model.name in before.prices):
+        for new in after.models:
+            is_renamed = old.name not in served and new.name not in held and _answers(old) & _answers(new)
+            if is_renamed or {old.name, *old.aliases} & {new.name, *new.aliases}:
+                gone = _vanished(before.prices[old.name], after.prices.get(new.name), OF_PRICE)
+                yield from (f"prices.{new.name}.{each}" for each in gone)
 
 
-def _lost_tls(before: Protecting, after: Protecting) -> Iterator[str]:
+def _answers(model: ModelConfig) -> set[tuple[str, str]]:
+    """What answers for a model, whatever its name: a folder, and models of foreign servers."""
+    return {("", model.folder), *((upstream.url, upstream.model or model.name) for upstream in model.upstreams)} - {("", "")}
+
+
+def _lost_tls(before: GatewayConfig, after: GatewayConfig) -> Iterator[str]:
     """Certificates towards engines that stay."""
     held = {(model.name, replica.name): replica for model in before.models for replica in model.replicas}
     for model in after.models:
         for replica in model.replicas:
             if (old := held.get((model.name, replica.name))) is not None and old.tls_dir and not replica.tls_dir:
                 yield f"models[{model.name}].remote.tls_dir of the engine {replica.name}"
+
+
+def _taken_over(before: GatewayConfig, after: GatewayConfig) -> Iterator[tuple[str, str]]:
+    """Values of what stays that were those of what goes, each with the path of the latter."""
+    old, new = _entries(before), _entries(after)
+    left = {value: path for path in old if path not in new for value in old[path]}
+    for path, values in new.items():
+        yield from ((f"{path}.{value[0]}".rstrip("."), left[value]) for value in values - old.get(path, values) if value in left)
+
+
+def _entries(config: GatewayConfig) -> Entries:
+    found: Entries = {
+        _path_of(key): {(name, _said(key, name)) for name in ("tenant", *OF_KEY) if _said(key, name)} for key in config.api_keys
+    }
+    found |= {f"tiers.{name}": _values(tier) for name, tier in config.tiers.items()}
+    found |= {f"prices.{name}": _values(price) for name, price in config.prices.items()}
+    for model in config.models:
+        found |= {f"models[{model.name}].remote.replicas[{each.name}]": _values(each) for each in model.replicas}
+        found |= {f"models[{model.name}].upstreams[{each.url}]": _values(each, "api_key_file", "api_key_env") for each in model.upstreams}
+    lists: Entries = {f"gateway.{name}": {("", each) for each in getattr(config, name)} for name in LISTS}
+    found |= {path: values for path, values in lists.items() if values}
+    return found | {
+        "gateway.limits": _values(config.limits, "daily_budget", "monthly_budget"),
+        "gateway.cache": _values(config.cache, "models"),
+    }
+
+
+def _values(entry: Any, *names: str) -> set[tuple[str, object]]:
+    """What the file says of an entry, or of its fields `names` alone. A default is not said."""
+    found: set[tuple[str, object]] = set()
+    for item in fields(entry):
+        value = getattr(entry, item.name)
+        if value != item.default and item.name in (names or (item.name,)):
+            found |= {("", each) for each in value} if isinstance(value, tuple) else {(item.name, value)}
+    return found
