@@ -9,15 +9,24 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
+from headrace.cli.bench_common import make_shape
+from headrace.engine.config import EngineConfig
+from headrace.lab.metrics import LoadRecord, summarize
 from headrace.lab.plan.catalogue import Catalogue, read_catalogue
 from headrace.lab.plan.plan import dollars_per_1m_tokens
 from headrace.lab.plan.shapes import find_entry
 from headrace.lab.plan.sizings import fleet, known_sizings, levers, resident, routing_saving, shape, standby_replicas
-from headrace.policy.placement.layout import Goals, Need, Traffic, choose_layout
+from headrace.lab.simulate.build import planned_model
+from headrace.lab.simulate.load import drawn
+from headrace.lab.simulate.options import on_device
+from headrace.lab.simulate.site import SimulatedSite
+from headrace.policy.placement.layout import Placement, choose_layout, judge
+from headrace.policy.placement.load import at_rate, step_tokens
+from headrace.policy.placement.need import Goals, Need, Traffic
 from headrace.policy.placement.roofline import Layout, Roofline
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = tuple(ROOT / "docs" / name for name in ("planning.md", "sizings.md", "cost.md", "choosing.md", "hardware.md"))
+PAGES = tuple(ROOT / "docs" / name for name in ("planning.md", "simulation.md", "sizings.md", "cost.md", "choosing.md", "hardware.md"))
 
 PLACE = re.compile(r"(<!-- plan: ([a-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -61,6 +70,54 @@ def beside(catalogue: Catalogue) -> Iterator[str]:
     for name, device, tp, context, theirs in BESIDE:
         ours = resident(catalogue, name, device, tp, context, memory_fraction=0.9)[1]
         yield f"| {name} on {tp} x {device}, {context} tokens each | {theirs} | {ours} |"
+
+
+SIMULATED = (
+    ("llama-3-8b", "h100", "bf16"),
+    ("mistral-7b", "l40s", "bf16"),
+    ("qwen2.5-32b", "h200", "bf16"),
+    ("mixtral-8x7b", "h200", "fp8"),
+    ("llama-70b", "b200", "fp8"),
+)
+"""Model, device and dtype of weights."""
+
+SHARES = (0.2, 0.5, 0.8)
+"""Loads, as shares of the planned capacity."""
+
+
+def beside_simulate(catalogue: Catalogue) -> Iterator[str]:
+    yield "| model, device | requests/s | TPOT planned, ms | simulated | TTFT planned, ms | simulated |"
+    yield "|---|---|---|---|---|---|"
+    for name, device, dtype in SIMULATED:
+        traffic = Traffic(prompt_tokens=512, output_tokens=128, counts_prompts=True)
+        need = Need(
+            model=shape(catalogue, name),
+            device=catalogue.device(device),
+            dtype=dtype,
+            kv_dtype="bf16",
+            traffic=traffic,
+            goals=Goals(tpot_s=0.05),
+            memory_fraction=0.9,
+        )
+        judged, latency = judge(need, Layout()), Roofline(need.model, need.device, Layout(), dtype, "bf16")
+        for share in SHARES:
+            rate = share * judged.full_tokens_per_s
+            load = at_rate(need, latency, rate, judged.batch)
+            found = summarize(simulate(need, judged, rate, num_requests=400, seed=0))
+            tpot = f"{load.tpot_s * 1e3:.1f} | {found.tpot_s.mean * 1e3:.1f}"
+            ttft = f"{load.ttft_s * 1e3:.0f} | {found.ttft_s.mean * 1e3:.0f}"
+            yield f"| {name}, {dtype}, {device} | {rate / traffic.output_tokens:.1f} | {tpot} | {ttft} |"
+
+
+def simulate(need: Need, judged: Placement, tokens_per_s: float, *, num_requests: int, seed: int) -> list[LoadRecord]:
+    """Simulate one replica of a planned layout, with the limits of the plan, under a load of equal lengths at random moments."""
+    traffic = need.traffic
+    limits = {"max_num_seqs": judged.max_num_seqs, "max_num_batched_tokens": max(step_tokens(need), judged.max_num_seqs)}
+    engine = on_device(EngineConfig(model=need.model.name, **limits), tuple(limits), need.device.name)  # type: ignore[arg-type]
+    model, _ = planned_model(engine, need, judged.layout.tp)
+    lengths = make_shape("random", traffic.prompt_tokens, traffic.output_tokens, 0.0, 0, 1, 2000)
+    rate = tokens_per_s / traffic.output_tokens
+    return SimulatedSite([model], seed=seed).run(drawn(rate, num_requests / rate, lengths, seed=seed, spike=None))
 
 
 def fit(catalogue: Catalogue) -> Iterator[str]:
@@ -130,7 +187,7 @@ def loads(catalogue: Catalogue) -> Iterator[str]:
             best, hourly = plan.best, plan.dollars_per_hour or 0.0
             dollars = dollars_per_1m_tokens(hourly, mean * ANSWER) + plan.figures["egress_per_1m_tokens"].value
             replicas = f"{best.replicas} x {best.layout} | {best.num_devices}"
-            yield f"| {label} | {plan.need.device.name} | {replicas} | {best.tpot_s * 1e3:.0f} ms | ${hourly:,.2f} | ${dollars:.2f} |"
+            yield f"| {label} | {plan.need.device.name} | {replicas} | {best.load.tpot_s * 1e3:.0f} ms | ${hourly:,.2f} | ${dollars:.2f} |"
 
 
 def up_or_out(catalogue: Catalogue) -> Iterator[str]:
@@ -145,11 +202,12 @@ def up_or_out(catalogue: Catalogue) -> Iterator[str]:
             traffic=Traffic(prompt_tokens=1536, output_tokens=512),
             goals=Goals(tpot_s=0.05),
             num_devices=8,
+            compares_all=True,
         )
         for each in sorted(choose_layout(need), key=lambda each: each.layout.num_devices):
             if each.layout.pp == 1 and each.batch:
-                rate = each.decode_tokens_per_s
-                times = f"{each.tpot_s * 1e3:.1f} ms | {each.ttft_s * 1e3:.0f} ms"
+                rate = each.full_tokens_per_s
+                times = f"{each.load.tpot_s * 1e3:.1f} ms | {each.load.ttft_s * 1e3:.0f} ms"
                 yield f"| {device}, {each.layout} | {each.batch} | {times} | {rate:,.0f} | {rate / each.layout.num_devices:,.0f} |"
 
 
@@ -188,6 +246,7 @@ def spike(catalogue: Catalogue) -> Iterator[str]:
 TABLES: Mapping[str, Callable[[Catalogue], Iterable[str]]] = {
     "fit": fit,
     "beside": beside,
+    "beside simulate": beside_simulate,
     "sizings": sizings,
     "matrix": matrix,
     "devices": devices,

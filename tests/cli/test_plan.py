@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from headrace.lab.plan.report import WORDS
 from tests.cli.conftest import Headrace
 
 pytestmark = pytest.mark.pure
 
 
 def planned(headrace: Headrace, *arguments: str) -> dict[str, object]:
-    done = headrace("plan", *arguments, "--json")
+    done = headrace("plan", *arguments, "--layouts", "all", "--json")
     assert done.returncode in (0, 1), done.stderr
     found = json.loads(done.stdout)
     assert isinstance(found, dict)
@@ -27,11 +28,11 @@ def test_seventy_billion_on_four_h100(headrace: Headrace) -> None:
     assert found["kv_bytes_per_token"] == 327_680
     assert found["resident_tokens"] == pytest.approx(560_000, rel=0.02)
     assert found["sequences"] == pytest.approx(270, rel=0.02)
-    assert isinstance(found["cost_per_1m_tokens"], float)
+    assert isinstance(found["cost_per_1m_at_capacity"], float)
     layouts = found["layouts"]
     assert isinstance(layouts, list)
     assert (layouts[0]["tp"], layouts[0]["pp"], layouts[0]["reason"]) == (4, 1, "")
-    assert set(found["formulas"]) >= {"weights_bytes", "tpot_s", "cost_per_1m_tokens"}  # type: ignore[call-overload]
+    assert set(found["formulas"]) >= {"weights_bytes", "tpot_s", "cost_per_1m_at_capacity"}  # type: ignore[call-overload]
 
 
 def test_less_memory_of_each_device_holds_less(headrace: Headrace) -> None:
@@ -45,7 +46,7 @@ def test_less_memory_of_each_device_holds_less(headrace: Headrace) -> None:
 
 
 def test_the_cheapest_device_is_found_and_the_others_are_shown(headrace: Headrace) -> None:
-    done = headrace("plan", "llama-70b", "--users", "1000", "--tokens-per-user", "30", "--context", "2048")
+    done = headrace("plan", "llama-70b", "--users", "1000", "--tokens-per-user", "30", "--context", "2048", "--layouts", "all")
     assert done.returncode == 0, done.stderr
     assert "Cheapest first:" in done.stdout
     assert "h100       8 x TP 4" in done.stdout
@@ -54,20 +55,20 @@ def test_the_cheapest_device_is_found_and_the_others_are_shown(headrace: Headrac
 
 
 def test_two_cards_and_fifty_users(headrace: Headrace) -> None:
-    done = headrace("plan", "llama-3-8b", "--gpu", "rtx4090", "--count", "2", "--users", "50")
+    done = headrace("plan", "llama-3-8b", "--gpu", "rtx4090", "--count", "2", "--users", "50", "--layouts", "all")
     assert done.returncode == 0, done.stderr
-    assert "Chosen: 1 x TP 2, 2 device(s)." in done.stdout
+    assert "Chosen: 1 x TP 2, 2 NVIDIA RTX 4090 24 GB." in done.stdout
     assert "No --tokens-per-user: 20 per second" in done.stdout
 
 
 def test_what_nothing_serves_ends_with_1_and_says_why(headrace: Headrace) -> None:
-    done = headrace("plan", "llama-3-405b", "--gpu", "rtx4090", "--count", "2")
+    done = headrace("plan", "llama-3-405b", "--gpu", "rtx4090", "--count", "2", "--layouts", "all")
     assert done.returncode == 1
     assert "No layout serves this: weights of 811.7 GB do not fit in 48.0 GB." in done.stdout
 
 
 def test_devices_that_are_left_over_are_named(headrace: Headrace) -> None:
-    assert "1 of 5 devices are not needed" in headrace("plan", "llama-70b", "--gpu", "h100", "--count", "5").stdout
+    assert "1 of 5 devices are not needed" in headrace("plan", "llama-70b", "--gpu", "h100", "--count", "5", "--layouts", "all").stdout
 
 
 def test_every_goal_of_an_encoder_counts(headrace: Headrace) -> None:
@@ -79,19 +80,19 @@ def test_every_number_has_its_formula(headrace: Headrace) -> None:
     arguments = ("mistral-7b", "--gpu", "h100", "--count", "1")
     formulas = planned(headrace, *arguments)["formulas"]
     assert isinstance(formulas, dict)
-    shown = headrace("plan", *arguments, "--explain").stdout
+    shown = headrace("plan", *arguments, "--layouts", "all", "--explain").stdout
     for name, formula in formulas.items():
-        assert re.search(rf"  {name} +\S.*  = {re.escape(formula)}\n", shown), name
+        assert re.search(rf"  {WORDS[name]} +\S.*  = {re.escape(formula)}\n", shown), name
         assert re.search(r"\d", formula) or name in ("num_params", "num_active_params"), f"{name} has no number: {formula}"
     assert formulas["kv_bytes_per_token"] == "2 (key, value) x 32 layers x 8 KV heads x 128 x 2 bytes"
 
 
 def test_three_cards_are_all_used(headrace: Headrace) -> None:
-    assert "Chosen: 3 x TP 1, 3 device(s)." in headrace("plan", "llama-3-8b", "--gpu", "h100", "--count", "3").stdout
+    assert "Chosen: 3 x TP 1, 3 NVIDIA H100 SXM 80 GB." in headrace("plan", "llama-3-8b", "--gpu", "h100", "--count", "3").stdout
 
 
 def test_no_pipeline_over_machines_is_advised_where_one_machine_does(headrace: Headrace) -> None:
-    assert "Chosen: 1 x TP 8, 8 device(s)." in headrace("plan", "llama-3-70b", "--gpu", "h100").stdout
+    assert "Chosen: 1 x TP 8, 8 NVIDIA H100 SXM 80 GB." in headrace("plan", "llama-3-70b", "--gpu", "h100", "--layouts", "all").stdout
 
 
 def test_a_device_that_is_named_twice_is_compared_once(headrace: Headrace) -> None:
@@ -102,7 +103,7 @@ def test_a_device_that_is_named_twice_is_compared_once(headrace: Headrace) -> No
 
 def test_a_price_is_not_asked_for_where_there_is_none(headrace: Headrace) -> None:
     assert "look up its price" in headrace("plan", "llama-3-8b", "--gpu", "h100").stdout
-    shown = headrace("plan", "llama-3-8b", "--gpu", "groq").stdout
+    shown = headrace("plan", "llama-3-8b", "--gpu", "groq", "--layouts", "all").stdout
     assert "more than a year old." in shown
     assert "look up its price" not in shown
     assert "No layout serves this: weights of 16.1 GB do not fit in 14.7 GB." in shown
@@ -117,14 +118,62 @@ def test_an_encoder_has_no_time_per_token(headrace: Headrace) -> None:
     assert layouts[0]["tpot_s"] is None
 
 
-def test_the_cost_of_tokens_has_one_meaning(headrace: Headrace) -> None:
+def test_costs_at_capacity_and_at_demand_are_apart(headrace: Headrace) -> None:
     found = planned(headrace, "llama-3-8b", "--gpu", "h100", "--users", "10")
-    cost, layouts = found["cost_per_1m_tokens"], found["layouts"]
+    layouts = found["layouts"]
     assert isinstance(layouts, list)
-    assert isinstance(cost, float)
-    assert "cost_per_1m_tokens" not in layouts[0]
-    per_hour = layouts[0]["price_per_hour"] / (200 * 3600) * 1e6  # 10 users, 20 tokens/s each
-    assert cost == pytest.approx(per_hour + found["egress_per_1m_tokens"] + found["storage_per_1m_tokens"])
+    for name, rate in (("demand", 200), ("capacity", found["capacity_tokens_per_s"])):  # 10 users, 20 tokens/s each
+        devices = layouts[0]["price_per_hour"] / (rate * 3600) * 1e6  # type: ignore[operator]
+        stored = found["storage_per_month"] / 730 / (rate * 3600) * 1e6  # type: ignore[operator]
+        assert found[f"cost_per_1m_at_{name}"] == pytest.approx(devices + stored + found["egress_per_1m_tokens"])
+
+
+def test_a_user_who_reads_slowly_does_not_make_the_devices_slow(headrace: Headrace) -> None:
+    slow, fast = (planned(headrace, "llama-3-8b", "--gpu", "h100", "--users", "1", "--tokens-per-user", each) for each in ("1", "10"))
+    assert slow["cost_per_1m_at_capacity"] == pytest.approx(fast["cost_per_1m_at_capacity"], rel=0.2)
+    assert slow["cost_per_1m_at_demand"] > 9 * fast["cost_per_1m_at_demand"]  # type: ignore[operator]
+
+
+def test_what_this_version_runs_is_chosen_and_the_rest_is_apart(headrace: Headrace) -> None:
+    done = headrace("plan", "llama-3-8b", "--gpu", "h100", "--count", "2")
+    assert "Chosen: 2 x TP 1, 2 NVIDIA H100 SXM 80 GB." in done.stdout
+    served, apart = done.stdout.split("Not run by this version, and not chosen: this version runs a replica on one device.")
+    assert "TP 2" not in served
+    assert "TP 2" in apart
+    too_large = headrace("plan", "llama-70b", "--gpu", "h100")
+    assert too_large.returncode == 1
+    assert "No layout serves this: weights of 138.0 GB do not fit in 80.0 GB." in too_large.stdout
+    assert (
+        "No layout serves this: Headrace has no backend for AMD MI300X 192 GB." in headrace("plan", "mistral-7b", "--gpu", "mi300x").stdout
+    )
+
+
+def test_the_command_that_starts_the_plan_is_accepted_by_serve(headrace: Headrace) -> None:
+    from headrace.cli.vllm_flags import translated
+
+    found = planned(headrace, "headrace-tiny", "--gpu", "cpu", "--requests-per-second", "5", "--input-len", "100", "--output-len", "20")
+    command = found["command"]
+    assert isinstance(command, str)
+    assert re.fullmatch(
+        r"headrace serve headrace-tiny --device cpu --replicas \d+ --max-model-len 120 --max-num-seqs \d+ --max-num-batched-tokens 512",
+        command,
+    )
+    assert translated(command.split()[1:])[1] == []
+    assert headrace(*command.split()[1:], "--help").returncode == 0
+
+
+def test_a_day_has_a_mean_and_a_peak(headrace: Headrace) -> None:
+    lengths = ("--input-len", "500", "--output-len", "200")
+    flat, peaked = (
+        planned(headrace, "llama-3-8b", "--gpu", "h100", "--requests-per-day", "1e6", "--peak", peak, *lengths) for peak in ("1", "6")
+    )
+    assert flat["demand_tokens_per_s"] == pytest.approx(1e6 * 200 / 86_400)
+    assert peaked["demand_tokens_per_s"] == pytest.approx(6e6 * 200 / 86_400)
+    assert peaked["price_per_day"] == pytest.approx(24 * peaked["price_per_hour"])  # type: ignore[operator]
+    ratio = peaked["price_per_day"] / flat["price_per_day"]  # type: ignore[operator]
+    assert ratio > 1
+    paid = [each["cost_per_1m_at_demand"] - each["egress_per_1m_tokens"] for each in (flat, peaked)]  # type: ignore[operator]
+    assert paid[1] / paid[0] == pytest.approx(ratio, rel=1e-3), "devices are there for the peak, and the mean pays for them"
 
 
 def test_prices_are_written_in_the_order_of_the_help(headrace: Headrace, tmp_path: Path) -> None:
@@ -170,7 +219,7 @@ def test_goals_are_kept(headrace: Headrace) -> None:
 def test_a_bundled_model_and_an_embedding_model_are_planned(headrace: Headrace) -> None:
     assert planned(headrace, "headrace-tiny", "--gpu", "cpu", "--count", "1")["is_met"] is True
     embedding = planned(headrace, "bge-m3", "--gpu", "l40s", "--requests-per-second", "500", "--context", "512")
-    assert embedding["tokens_per_s"] >= 256_000  # type: ignore[operator]
+    assert embedding["capacity_tokens_per_s"] >= 256_000  # type: ignore[operator]
     assert "kv_bytes_per_token" not in embedding
 
 
@@ -193,6 +242,16 @@ def test_a_bundled_model_and_an_embedding_model_are_planned(headrace: Headrace) 
         ),
         (["llama-70b", "--requests-per-second", "0"], 2, "--requests-per-second: expected a number from 1e-06 to 1e+09, got 0"),
         (["llama-70b", "--users", "10", "--tokens-per-user", "10", "--requests-per-second", "500"], 2, "an answer must have at least 1"),
+        (["llama-70b", "--layouts", "some"], 2, "--layouts: 'some' is not known. One of runnable, all."),
+        (["llama-70b", "--requests-per-day", "5", "--requests-per-second", "5"], 2, "give it or --requests-per-second, not both"),
+        (["llama-70b", "--peak", "2"], 2, "--peak needs a load"),
+        (["llama-70b", "--requests-per-day", "9", "--peak", "0.5"], 2, "--peak: expected a number from 1 to 1000, got 0.5"),
+        (
+            ["llama-70b", "--context", "300", "--input-len", "100", "--output-len", "200"],
+            2,
+            "--context: it is --input-len and --output-len",
+        ),
+        (["llama-70b", "--context", "300", "--input-len", "300"], 2, "--input-len: 300 must be less than the context's 300"),
         (["llama-70b", "--prices", "/nowhere.toml"], 3, "/nowhere.toml: cannot be read"),
         (["llama-70b", "--gpu", ","], 2, "names no device"),
         (["bge-m3", "--users", "50"], 2, "bge-m3 generates nothing"),
@@ -202,7 +261,11 @@ def test_a_bundled_model_and_an_embedding_model_are_planned(headrace: Headrace) 
         (["llama-70b", "--slo", f"tpot={'9' * 400}s"], 2, "--slo: tpot must be from 1e-06 to 1e+06 s, got inf s"),
         (["llama-70b", "--plot", "plan.png"], 2, "--plot: an SVG is written, so the file must end in .svg, got plan.png"),
         (["bge-m3", "--plot", "plan.svg"], 2, "--plot: bge-m3 generates nothing"),
-        (["llama-3-405b", "--gpu", "rtx4090", "--count", "2", "--plot", "plan.svg"], 3, "nothing is there to draw: weights of 811.7 GB"),
+        (
+            ["llama-3-405b", "--gpu", "rtx4090", "--count", "2", "--layouts", "all", "--plot", "plan.svg"],
+            3,
+            "nothing is there to draw: weights of 811.7 GB",
+        ),
         (["llama-70b", "--requests-per-second", "1e300"], 2, "--requests-per-second: expected a number from 1e-06 to 1e+09, got 1e+300"),
         (["llama-70b", "--users", "1", "--tokens-per-user", "1e300"], 2, "--tokens-per-user: expected a number from 0.001 to 1e+06"),
         (["llama-70b", "--users", f"1{'0' * 29}", "--tokens-per-user", "1"], 2, "--users"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,84 +18,80 @@ if TYPE_CHECKING:
     from headrace.lab.plan.catalogue import Catalogue
     from headrace.lab.plan.plan import CapacityPlan
     from headrace.policy.placement.device import Device
-    from headrace.policy.placement.layout import Goals, Need, Traffic
     from headrace.policy.placement.model import ModelShape
+    from headrace.policy.placement.need import Goals, Need
 
 SLO_NAMES = {"ttft": "ttft_s", "ttft_p95": "ttft_p95_s", "tpot": "tpot_s"}
-
-DEFAULT_CONTEXT = 4096
-
-DEFAULT_USER_TOKENS_PER_S = 20.0
 
 MAX_NUM_USERS = 10**9
 MAX_NUM_DEVICES = 10**6
 MAX_CONTEXT = 2**26
 
-RATE_LIMITS = {"--tokens-per-user": (1e-3, 1e6), "--requests-per-second": (1e-6, 1e9)}
-"""Flag -> (least, most) allowed values: outside them a figure would overflow, and no plan is like that."""
+LAYOUTS = ("runnable", "all")
+
+ROUNDED = ("fp8", "int8", "int4")
+"""Values of --dtype that `headrace serve --quantization` has too."""
 
 MIN_MEMORY_FRACTION = 0.01
 GOAL_LIMITS_S = (1e-6, 1e6)
 
 
 def plan(
-    model: Annotated[
-        str,
-        typer.Argument(help="A folder with config.json, a .gguf file, a bundled model or a catalogue's name.", show_default=False),
-    ],
-    gpu: Annotated[
-        str | None, typer.Option("--gpu", help="As h100, or several: h100,a100,l40s,rtx4090; default: all with a price, compared.")
-    ] = None,
+    model: Annotated[str, typer.Argument(help="A folder, a .gguf file, a bundled model or a catalogue's name.", show_default=False)],
+    gpu: Annotated[str | None, typer.Option("--gpu", help="As h100, or several: h100,a100; default: all with a price, compared.")] = None,
     count: Annotated[int | None, typer.Option("--count", min=1, max=MAX_NUM_DEVICES, help="Devices; default: what it takes.")] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="Weights: fp32, bf16, fp16, fp8, int8, int4; default: the model's.")] = None,
     kv_dtype: Annotated[str, typer.Option("--kv-dtype", help="KV cache: fp32, bf16, fp16, fp8, int8.")] = "bf16",
     context: Annotated[int | None, typer.Option("--context", min=2, max=MAX_CONTEXT, help="Tokens of prompt and answer.")] = None,
+    input_len: Annotated[int | None, typer.Option("--input-len", min=1, max=MAX_CONTEXT, help="Tokens of a prompt.")] = None,
+    output_len: Annotated[int | None, typer.Option("--output-len", min=1, max=MAX_CONTEXT, help="Tokens of an answer.")] = None,
     users: Annotated[int | None, typer.Option("--users", min=1, max=MAX_NUM_USERS, help="Users served at the same time.")] = None,
     tokens_per_user: Annotated[float | None, typer.Option("--tokens-per-user", help="Tokens per second that each of them sees.")] = None,
     requests_per_second: Annotated[
         float | None, typer.Option("--requests-per-second", help="Requests that begin per second; their prompts count as load then.")
     ] = None,
+    requests_per_day: Annotated[float | None, typer.Option("--requests-per-day", help="The same, in the mean of a day.")] = None,
+    peak: Annotated[float, typer.Option("--peak", help="Load of the busiest time over the mean of a day; devices are for the peak.")] = 1.0,
     slo: Annotated[str | None, typer.Option("--slo", help="Goals: ttft_p95=500ms,tpot=40ms; also ttft, the mean.")] = None,
     prices: Annotated[
         Path | None, typer.Option("--prices", help="TOML: egress_per_gb, storage_per_gb_month, then [gpu] and h100 = 2.5.")
     ] = None,
-    catalogue: Annotated[
-        Path | None, typer.Option("--catalogue", help="TOML with more devices and models, as in docs/planning.md.")
-    ] = None,
+    catalogue: Annotated[Path | None, typer.Option("--catalogue", help="TOML with more devices and models (docs/planning.md).")] = None,
     memory_fraction: Annotated[float, typer.Option("--memory-fraction", help="Share of memory for weights and KV cache.")] = 1.0,
+    layouts: Annotated[str, typer.Option("--layouts", help="runnable: those that this version runs; all.")] = "runnable",
     explain: Annotated[bool, typer.Option("--explain", help="Show the formula of every number.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="Write tokens/s and TPOT over the batch as SVG.")] = None,
 ) -> None:
     """Plan memory, layout, speed and cost of a model on devices that you may not have yet; exit 1 when nothing serves it."""
     from headrace.cli.planned_model import find_model
+    from headrace.cli.planned_traffic import AskedTraffic
     from headrace.lab.plan.catalogue import read_catalogue
     from headrace.lab.plan.plan import make_plan
-    from headrace.policy.placement.layout import Need
+    from headrace.policy.placement.need import Need
 
     known = read_catalogue(catalogue, prices)
-    _check(dtype, kv_dtype, memory_fraction, plot)
+    _check(dtype, kv_dtype, memory_fraction, layouts, plot)
     found = find_model(model, known.models, dtype)
-    shape = found.shape
-    traffic, notes = _traffic(shape, context, users, tokens_per_user, requests_per_second)
-    goals = _goals(slo, shape)
-    needs = [
-        Need(
-            model=shape,
-            device=device,
-            dtype=found.dtype,
-            kv_dtype=kv_dtype,
-            traffic=traffic,
-            goals=goals,
-            num_devices=count,
-            memory_fraction=memory_fraction,
-        )
-        for device in _devices(gpu, known)
-    ]
-    plans = sorted([make_plan(need, known.prices, [*found.notes, *notes, *_age_notes(need)]) for need in needs], key=_cheapness)
+    asked = AskedTraffic(context, input_len, output_len, users, tokens_per_user, requests_per_second, requests_per_day, peak)
+    first, *others = _devices(gpu, known)
+    need = Need(
+        model=found.shape,
+        device=first,
+        dtype=found.dtype,
+        kv_dtype=kv_dtype,
+        traffic=asked.traffic(found.shape),
+        goals=_goals(slo, found.shape),
+        num_devices=count,
+        memory_fraction=memory_fraction,
+        compares_all=layouts == "all",
+        rounding=dtype if dtype in ROUNDED else "",
+    )
+    needs = [need, *(replace(need, device=device) for device in others)]
+    plans = sorted([make_plan(each, known.prices, [*found.notes, *asked.notes, *_age_notes(each)]) for each in needs], key=_cheapness)
     if plot is not None:
         _draw(plot, plans)
-    _print(plans, explain, as_json)
+    _print(plans, model if found.is_here else f"./{found.shape.name}", explain, as_json)
     if not plans[0].is_met:
         raise typer.Exit(CommandExitCode.FAILED)
 
@@ -107,17 +104,17 @@ def _draw(file: Path, plans: list[CapacityPlan]) -> None:
     write_chart(file, plans)
 
 
-def _print(plans: list[CapacityPlan], explain: bool, as_json: bool) -> None:
-    """Print the cheapest plan, and if there are several devices the best plan of each."""
+def _print(plans: list[CapacityPlan], model: str, explain: bool, as_json: bool) -> None:
+    """Print the cheapest plan, and if there are several devices the best plan of each. model: as `headrace serve` is to name it"""
     from headrace.lab.plan.report import as_object, comparison, lines
 
     if as_json:
-        several = {"plans": [as_object(each) for each in plans], "cheapest": plans[0].need.device.name}
-        print(json.dumps(several if len(plans) > 1 else as_object(plans[0]), indent=2, allow_nan=False))
+        several = {"plans": [as_object(each, model) for each in plans], "cheapest": plans[0].need.device.name}
+        print(json.dumps(several if len(plans) > 1 else as_object(plans[0], model), indent=2, allow_nan=False))
         return
     if len(plans) > 1:
         print("\n".join(["Cheapest first:", *comparison(plans), ""]))
-    print("\n".join(lines(plans[0], explains=explain)))
+    print("\n".join(lines(plans[0], model=model, explains=explain)))
 
 
 def _devices(gpu: str | None, known: Catalogue) -> list[Device]:
@@ -137,58 +134,8 @@ def _cheapness(plan: CapacityPlan) -> tuple[bool, float, int]:
     return not plan.is_met, math.inf if cost is None else cost, plan.best.num_devices
 
 
-def _traffic(
-    shape: ModelShape, context: int | None, users: int | None, tokens_per_user: float | None, requests_per_second: float | None
-) -> tuple[Traffic, list[str]]:
-    """The traffic asked for, and the assumptions made. The length of an answer follows from users, their speed and the rate of requests."""
-    from headrace.lab.plan.plan import OUTPUT_SHARE
-    from headrace.policy.placement.layout import Traffic
-
-    for flag, value in (("--tokens-per-user", tokens_per_user), ("--requests-per-second", requests_per_second)):
-        low, high = RATE_LIMITS[flag]
-        if value is not None and not low <= value <= high:
-            raise UsageRefused(f"{flag}: expected a number from {low:g} to {high:g}, got {value:g}.")
-    if (tokens_per_user is None) is not (users is None) and requests_per_second is None:
-        missing, given = ("--tokens-per-user", "--users") if users is not None else ("--users", "--tokens-per-user")
-        if missing == "--users":
-            raise UsageRefused(f"{given} needs {missing}: how many users there are.")
-    notes: list[str] = []
-    length = context or min(DEFAULT_CONTEXT, shape.max_positions)
-    if context is None:
-        notes.append(f"No --context: {length} tokens of prompt and answer are assumed.")
-    if users is not None and tokens_per_user is None:
-        tokens_per_user = DEFAULT_USER_TOKENS_PER_S
-        notes.append(f"No --tokens-per-user: {tokens_per_user:g} per second, faster than people read, are assumed.")
-    if shape.is_encoder:
-        if users is not None or tokens_per_user is not None:
-            raise UsageRefused(f"--users: {shape.name} generates nothing. Give --requests-per-second, inputs that are read.")
-        rate = (requests_per_second or 0.0) * length
-        return Traffic(prompt_tokens=length, output_tokens=0, tokens_per_s=rate, counts_prompts=True), notes
-    rate = users * tokens_per_user if users is not None and tokens_per_user is not None else 0.0
-    output = length // OUTPUT_SHARE
-    if requests_per_second is not None:
-        if rate:
-            output = round(rate / requests_per_second)
-            if not 1 <= output < length:
-                each = f"{rate:,.0f} tokens/s in all are {rate / requests_per_second:,.1f} tokens for each request"
-                raise UsageRefused(f"--requests-per-second: {each}; an answer must have at least 1 and fewer than the context's {length}.")
-        else:
-            rate = requests_per_second * output
-            notes.append(f"Answers of {output} tokens, a quarter of the context, are assumed: --users and --tokens-per-user would say.")
-    return (
-        Traffic(
-            prompt_tokens=length - output,
-            output_tokens=output,
-            tokens_per_s=rate,
-            user_tokens_per_s=tokens_per_user or 0.0,
-            counts_prompts=requests_per_second is not None,
-        ),
-        notes,
-    )
-
-
 def _goals(slo: str | None, shape: ModelShape) -> Goals:
-    from headrace.policy.placement.layout import Goals
+    from headrace.policy.placement.need import Goals
 
     values: dict[str, float] = {}
     for part in (slo or "").split(","):
@@ -209,7 +156,7 @@ def _goals(slo: str | None, shape: ModelShape) -> Goals:
     return Goals(**values)
 
 
-def _check(dtype: str | None, kv_dtype: str, memory_fraction: float, plot: Path | None) -> None:
+def _check(dtype: str | None, kv_dtype: str, memory_fraction: float, layouts: str, plot: Path | None) -> None:
     from headrace.policy.placement.model import KV_BYTES, WEIGHT_BYTES
 
     if dtype is not None and dtype not in WEIGHT_BYTES:
@@ -218,6 +165,8 @@ def _check(dtype: str | None, kv_dtype: str, memory_fraction: float, plot: Path 
         raise UsageRefused(f"--kv-dtype: {kv_dtype!r} is not known. One of {', '.join(KV_BYTES)}.")
     if not MIN_MEMORY_FRACTION <= memory_fraction <= 1:
         raise UsageRefused(f"--memory-fraction: expected a share from {MIN_MEMORY_FRACTION:g} to 1, got {memory_fraction:g}.")
+    if layouts not in LAYOUTS:
+        raise UsageRefused(f"--layouts: {layouts!r} is not known. One of {', '.join(LAYOUTS)}.")
     if plot is not None and plot.suffix.lower() != ".svg":
         raise UsageRefused(f"--plot: an SVG is written, so the file must end in .svg, got {plot}.")
 

@@ -32,11 +32,12 @@ HELD_BYTES = {"none": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5}
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """dtype: of the weights, as `policy.placement.model.WEIGHT_BYTES` calls it; notes: for the reader of a plan"""
+    """dtype: of the weights, as `policy.placement.model.WEIGHT_BYTES` calls it; is_here: its files are; notes: for the reader of a plan"""
 
     shape: ModelShape
     dtype: str
     notes: tuple[str, ...] = ()
+    is_here: bool = True
 
 
 def find_model(name: str, catalogue: Mapping[str, Mapping[str, object]], dtype: str | None = None) -> PlannedModel:
@@ -55,7 +56,7 @@ def find_model(name: str, catalogue: Mapping[str, Mapping[str, object]], dtype: 
     folder = path if path.is_dir() else bundled_path(name)
     if folder is None:
         shape, kept = find_entry(name, catalogue)
-        return PlannedModel(shape, dtype or kept)
+        return PlannedModel(shape, dtype or kept, is_here=False)
     return _planned(read_config(folder), folder.resolve().name, dtype, None)
 
 

@@ -17,6 +17,7 @@ import typer
 
 from headrace.cli.bench_common import AsJson, Flag, Seed, make_shape
 from headrace.cli.exits import CommandExitCode, UsageRefused
+from headrace.core.parallelism import why_not_run
 
 if TYPE_CHECKING:
     from headrace.engine.config import EngineConfig
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     from headrace.lab.simulate.build import SimulatedModel
     from headrace.lab.simulate.load import Arrival, Spike
     from headrace.lab.simulate.site import Death
-    from headrace.policy.placement.layout import Traffic
     from headrace.policy.placement.model import ModelShape
+    from headrace.policy.placement.need import Traffic
 
 GATEWAY_S = 0.002
 """Seconds that a gateway adds to a request, before its engine and behind it: 1.2 to 2.6 ms were measured (docs/experiments.md)."""
@@ -53,7 +54,7 @@ def simulate(
     model: Annotated[str | None, Flag("--model", help="Served name in the file; without one a folder or a name of the catalogue.")] = None,
     gpu: Annotated[str | None, Flag("--gpu", help="Device whose roofline gives the steps' times.")] = None,
     steps: Annotated[Path | None, Flag("--steps", help="Steps' times measured by `headrace bench steps`, instead of --gpu.")] = None,
-    tp: Annotated[int | None, Flag("--tp", min=1, help="Devices of one replica; default: the fewest that the model fits on.")] = None,
+    tp: Annotated[int | None, Flag("--tp", min=1, help="Devices of one replica, also more than this version runs; default: 1.")] = None,
     replicas: Annotated[int | None, Flag("--replicas", min=1, max=MAX_REPLICAS, help="Default: the file's.")] = None,
     load: Annotated[str | None, Flag("--load", help="Requests per second; several with commas are simulated one by one.")] = None,
     trace: Annotated[Path | None, Flag("--trace", help="JSON lines: timestamp (ms), input_length, output_length, hash_ids.")] = None,
@@ -211,7 +212,9 @@ def _planned_site(asked: _Asked, section: _Section | None, lengths: WorkloadShap
     count = asked.replicas or section.replicas
     price = None if device.price_per_hour is None else device.price_per_hour * count * best.layout.num_devices
     cache = f"{need.dtype}, {simulated.num_blocks * engine.block_size:,} tokens of KV ({need.kv_dtype}) each"
-    return _Site(simulated, count, section.gateway, f"{count} x {shape.name} on {best.layout} {device.name}", cache, price)
+    unrun = why_not_run(best.layout.tp)
+    where = f"{best.layout} {device.name}" + (f" ({unrun})" if unrun else "")
+    return _Site(simulated, count, section.gateway, f"{count} x {shape.name} on {where}", cache, price)
 
 
 def _measured_site(asked: _Asked, steps: Path, section: _Section | None) -> _Site:
@@ -265,9 +268,9 @@ def _check_lengths(lengths: WorkloadShape, max_model_len: int) -> None:
 
 def _traffic(lengths: WorkloadShape | None, longest: int) -> Traffic:
     """The traffic to choose a layout for. A trace's lengths are not known before it is read: they are assumed as in `headrace plan`."""
-    from headrace.cli.plan import DEFAULT_CONTEXT
+    from headrace.cli.planned_traffic import DEFAULT_CONTEXT
     from headrace.lab.plan.plan import OUTPUT_SHARE
-    from headrace.policy.placement.layout import Traffic
+    from headrace.policy.placement.need import Traffic
 
     if lengths is not None:
         return Traffic(prompt_tokens=lengths.input_tokens, output_tokens=lengths.output_tokens, counts_prompts=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from headrace.cli.exits import UsageRefused
 from headrace.cli.values_of_flags import dashed, is_flag
+from headrace.core.parallelism import RUN_PP, RUN_TP
 from headrace.core.vllm_options import REMEDIES, WITHOUT_EFFECT
 
 
@@ -90,10 +91,10 @@ TABLE: dict[str, RefusedFlag | IgnoredFlag | TranslatedFlag] = {
     "--enable-prompt-tokens-details": IgnoredFlag("usage always says how many prompt tokens were cached"),
     # not here
     "--calculate-kv-scales": RefusedFlag(_QUANTIZED, None),
-    "--tensor-parallel-size": RefusedFlag(_PARALLEL, ("1",)),
-    "-tp": RefusedFlag(_PARALLEL, ("1",)),
-    "--pipeline-parallel-size": RefusedFlag(_PARALLEL, ("1",)),
-    "-pp": RefusedFlag(_PARALLEL, ("1",)),
+    "--tensor-parallel-size": RefusedFlag(_PARALLEL, tuple(map(str, RUN_TP))),
+    "-tp": RefusedFlag(_PARALLEL, tuple(map(str, RUN_TP))),
+    "--pipeline-parallel-size": RefusedFlag(_PARALLEL, tuple(map(str, RUN_PP))),
+    "-pp": RefusedFlag(_PARALLEL, tuple(map(str, RUN_PP))),
     "--enable-expert-parallel": RefusedFlag(_PARALLEL, None),
     "--distributed-executor-backend": RefusedFlag(_PARALLEL, ("mp", "uni")),
     "--enable-lora": RefusedFlag(REMEDIES["enable_lora"], None),

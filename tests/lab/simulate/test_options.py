@@ -14,7 +14,8 @@ from headrace.lab.plan.shapes import find_entry
 from headrace.lab.simulate.build import SimulatedModel, measured_model, planned_model
 from headrace.lab.simulate.options import MEASURED, check_measured, make_need, on_device
 from headrace.lab.simulate.step_times import FittedLatency
-from headrace.policy.placement.layout import Placement, Traffic, choose_layout
+from headrace.policy.placement.layout import Placement, choose_layout
+from headrace.policy.placement.need import Traffic
 
 pytestmark = pytest.mark.pure
 
@@ -89,7 +90,9 @@ def test_what_a_device_cannot_have_is_refused_by_name(options: dict[str, Any], n
 
 def test_a_named_cache_takes_a_replica_that_holds_it() -> None:
     wanted = 8_000_000_000_000 // 131_072 // 16 // 50
-    simulated, best = planned(num_kv_blocks=wanted)
+    with pytest.raises(ConfigError, match="num_kv_blocks: 76,293 do not fit: TP 1 h100 holds 487,819 tokens of KV, 30,488 blocks"):
+        planned(num_kv_blocks=wanted)
+    simulated, best = planned(4, num_kv_blocks=wanted)
     assert simulated.num_blocks == wanted
     assert best.layout.tp == 4
 
@@ -108,12 +111,10 @@ def test_a_gpu_has_defaults_of_its_own_where_the_file_names_none() -> None:
 
 
 def test_a_replica_is_the_one_that_the_planner_prefers() -> None:
-    shape, dtype = find_entry("llama-70b", KNOWN.models)
-    config = on_device(EngineConfig(model="llama-70b"), (), "h100")
-    chosen = next(each for each in choose_layout(make_need(config, shape, dtype, KNOWN.device("h100"), TRAFFIC)) if each.layout.pp == 1)
-    simulated, best = planned(name="llama-70b")
-    assert best == chosen
-    assert simulated.num_blocks * 16 > 100_000, "the fewest devices that the weights fit on would leave 9,000 tokens"
+    shape, dtype = find_entry("llama-3-8b", KNOWN.models)
+    config = on_device(EngineConfig(model="llama-3-8b"), (), "h100")
+    chosen = choose_layout(make_need(config, shape, dtype, KNOWN.device("h100"), TRAFFIC))[0]
+    assert planned()[1] == chosen
 
 
 def test_heads_that_devices_cannot_share_are_refused_as_the_planner_refuses_them() -> None:

@@ -10,21 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.policy.placement.device import Device, Link
-from headrace.policy.placement.layout import (
-    HEADROOM,
-    MAX_NUM_SEQS,
-    TIE,
-    Goals,
-    Need,
-    Placement,
-    Traffic,
-    capacity,
-    choose_layout,
-    judge,
-    ttft,
-)
-from headrace.policy.placement.layout import tpot_s as tpot_s_of
+from headrace.policy.placement.layout import HEADROOM, MAX_NUM_SEQS, TIE, Placement, capacity, choose_layout, judge
+from headrace.policy.placement.load import at_rate, at_running
 from headrace.policy.placement.model import LatentAttention, ModelShape, WeightSizes
+from headrace.policy.placement.need import Goals, Need, Traffic
 from headrace.policy.placement.roofline import COMPUTING, Layout, Roofline
 
 pytestmark = pytest.mark.pure
@@ -60,7 +49,7 @@ EXPERTS = replace(SMALL, name="experts", num_experts=8, experts_per_token=2, exp
 
 def need(model: ModelShape = SMALL, device: Device = CARD, *, context: int = 2048, goals: Goals = Goals(), **traffic: float) -> Need:  # noqa: B008
     asked = Traffic(prompt_tokens=context * 3 // 4, output_tokens=context - context * 3 // 4, **traffic)  # type: ignore[arg-type]
-    return Need(model=model, device=device, dtype="bf16", kv_dtype="bf16", traffic=asked, goals=goals)
+    return Need(model=model, device=device, dtype="bf16", kv_dtype="bf16", traffic=asked, goals=goals, compares_all=True)
 
 
 def best(asked: Need) -> Placement:
@@ -92,15 +81,34 @@ def test_a_chosen_layout_keeps_every_goal_with_its_headroom(users: int, tpot_s: 
         return
     latency = Roofline(asked.model, CARD, found.layout, "bf16", "bf16")
     assert 1 <= found.batch <= found.num_sequences
-    assert found.tpot_s <= HEADROOM * tpot_s
-    assert found.ttft_p95_s <= HEADROOM * ttft_s
-    assert found.tokens_per_s >= users * 10.0 - 1e-6
-    assert found.ttft_p95_s >= found.ttft_s >= latency.prefill_s(asked.traffic.prompt_tokens) + latency.decode_s(found.batch, 2048) / 2
-    if found.batch < min(found.num_sequences, MAX_NUM_SEQS):
-        late = (
-            ttft(asked, latency, found.batch + 1)[1] > HEADROOM * ttft_s or tpot_s_of(asked, latency, found.batch + 1) > HEADROOM * tpot_s
-        )
+    assert found.load.tpot_s <= HEADROOM * tpot_s
+    assert found.load.ttft_p95_s <= HEADROOM * ttft_s
+    assert found.capacity_tokens_per_s >= users * 10.0 - 1e-6
+    assert found.load.ttft_p95_s >= found.load.ttft_s >= latency.prefill_s(asked.traffic.prompt_tokens)
+    more = at_running(asked, latency, found.batch + 1)
+    if more.slots <= min(found.num_sequences, MAX_NUM_SEQS):
+        late = more.ttft_p95_s > HEADROOM * ttft_s or more.tpot_s > HEADROOM * tpot_s
         assert late, "one sequence more would break a goal"
+
+
+@given(st.floats(0.01, 1.0), st.booleans())
+def test_a_replica_at_a_part_of_its_rate_is_earlier_than_a_full_one(share: float, counts_prompts: bool) -> None:
+    asked = need(goals=Goals(tpot_s=0.05), counts_prompts=counts_prompts)
+    full = best(asked)
+    latency = Roofline(asked.model, CARD, full.layout, "bf16", "bf16")
+    part = at_rate(asked, latency, share * full.full_tokens_per_s, full.batch)
+    assert part.tokens_per_s == pytest.approx(share * full.full_tokens_per_s, rel=1e-6)
+    assert part.running <= full.load.running
+    assert part.tpot_s <= full.load.tpot_s * (1 + 1e-9)
+    assert part.ttft_s <= full.load.ttft_s * (1 + 1e-9)
+
+
+def test_what_this_version_does_not_run_is_not_chosen() -> None:
+    runnable = replace(need(LARGE, tokens_per_s=1000.0), compares_all=False)
+    found = choose_layout(runnable)
+    assert found[0].reason == "weights of 138.0 GB do not fit in 80.0 GB"
+    assert {each.reason for each in found if each.layout.num_devices > 1} == {"this version runs a replica on one device"}
+    assert not best(replace(runnable, compares_all=True)).reason
 
 
 @given(st.integers(1, 2000))
@@ -188,7 +196,7 @@ def test_an_encoder_is_planned_by_the_tokens_that_it_reads() -> None:
         )
     )
     assert not found.reason
-    assert found.tokens_per_s >= 1e6
+    assert found.capacity_tokens_per_s >= 1e6
     assert found.resident_tokens == 0
 
 
@@ -202,7 +210,7 @@ def test_of_layouts_with_as_many_devices_the_smaller_replicas_are_chosen() -> No
 def test_with_a_count_and_no_rate_the_devices_that_are_there_give_the_most_tokens(count: int, model: ModelShape) -> None:
     found = choose_layout(replace(need(model), num_devices=count))
     if not found[0].reason:
-        assert found[0].tokens_per_s >= (1 - TIE) * max(each.tokens_per_s for each in found)
+        assert found[0].capacity_tokens_per_s >= (1 - TIE) * max(each.capacity_tokens_per_s for each in found)
 
 
 def test_three_cards_for_a_model_that_fits_on_one_are_three_replicas() -> None:
@@ -212,7 +220,7 @@ def test_three_cards_for_a_model_that_fits_on_one_are_three_replicas() -> None:
 
 def test_a_pipeline_over_machines_is_not_chosen_for_a_few_percent() -> None:
     found = choose_layout(need(LARGE, context=4096))
-    per_device = {str(each.layout): each.tokens_per_s / each.num_devices for each in found}
+    per_device = {str(each.layout): each.capacity_tokens_per_s / each.num_devices for each in found}
     assert per_device["TP 4 x PP 4"] > per_device["TP 8"] > (1 - TIE) * per_device["TP 4 x PP 4"]
     assert found[0].layout == Layout(8)
     reasons = {str(each.layout): each.reason for each in found}
@@ -261,9 +269,8 @@ def test_weights_that_a_device_has_no_products_for_are_multiplied_as_16_bits() -
 
 def test_bandwidth_use_is_that_of_the_time_between_tokens_prompts_included() -> None:
     found = judge(need(tokens_per_s=1000.0, counts_prompts=True), Layout(1))
-    read = 2 * SMALL.num_active_params + found.batch * 2048 * SMALL.num_kv_values * 2
-    assert found.mbu == pytest.approx(read / found.tpot_s / 3350e9)
-    assert found.mbu < 0.7 * judge(need(tokens_per_s=1000.0), Layout(1)).mbu
+    read = 2 * SMALL.num_active_params + found.load.running * 2048 * SMALL.num_kv_values * 2
+    assert found.mbu == pytest.approx(read / found.load.tpot_s / 3350e9)
 
 
 @given(st.integers(2, 1000), st.integers(64, 8192), st.sampled_from([SMALL, LARGE, EXPERTS]), st.sampled_from(["bf16", "fp8"]))

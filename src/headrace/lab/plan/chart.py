@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from headrace.core.errors import ConfigError
 from headrace.lab.plan.plan import CapacityPlan
 from headrace.lab.svg import write_svg
-from headrace.policy.placement.layout import MAX_NUM_SEQS, decode_rate, tpot_s
+from headrace.policy.placement.layout import MAX_NUM_SEQS
+from headrace.policy.placement.load import at_running
 from headrace.policy.placement.roofline import Roofline
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ def curve(plan: CapacityPlan) -> tuple[list[int], list[float], list[float]]:
     latency = Roofline(need.model, need.device, best.layout, need.dtype, need.kv_dtype)
     most = min(best.num_sequences, MAX_NUM_SEQS)
     batches = sorted({best.batch or 1, *(round(most ** (step / 60)) for step in range(61))})
-    rates = [decode_rate(need, latency, batch) / best.layout.num_devices for batch in batches]
-    return batches, rates, [tpot_s(need, latency, batch) for batch in batches]
+    loads = [at_running(need, latency, batch) for batch in batches]
+    return batches, [load.tokens_per_s / best.layout.num_devices for load in loads], [load.tpot_s for load in loads]
 
 
 def _figure(pyplot: Any, drawn: Sequence[CapacityPlan]) -> Figure:
@@ -43,12 +44,12 @@ def _figure(pyplot: Any, drawn: Sequence[CapacityPlan]) -> Figure:
         (line,) = rates.plot(batches, per_device, label=label)
         times.plot(batches, [1e3 * each for each in seconds], color=line.get_color(), label=label)
         if best.batch:
-            rates.plot(best.batch, best.decode_tokens_per_s / best.layout.num_devices, "o", color=line.get_color())
-            times.plot(best.batch, 1e3 * best.tpot_s, "o", color=line.get_color())
+            rates.plot(best.load.running, best.load.tokens_per_s / best.layout.num_devices, "o", color=line.get_color())
+            times.plot(best.load.running, 1e3 * best.load.tpot_s, "o", color=line.get_color())
     goal = drawn[0].need.goals.tpot_s
     if goal is not None:
         times.axhline(1e3 * goal, color="grey", linestyle="--", label="goal")
-    rates.set_title("Tokens/s per device (dot: planned batch)")
+    rates.set_title("Tokens/s per device (dot: the planned load)")
     times.set_title("TPOT (ms)")
     for axes in (rates, times):
         axes.set_xscale("log", base=2)

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 from headrace.lab.plan.catalogue import HOURS_PER_MONTH, Prices
 from headrace.policy.placement.device import KV_EFFICIENCY
-from headrace.policy.placement.layout import HEADROOM, TAIL, Need, Placement, choose_layout, free_bytes, ttft_terms
+from headrace.policy.placement.layout import HEADROOM, Placement, choose_layout, free_bytes
+from headrace.policy.placement.load import TAIL, step_tokens
 from headrace.policy.placement.model import KV_BYTES, WEIGHT_BYTES
+from headrace.policy.placement.need import Need
 from headrace.policy.placement.roofline import COLLECTIVES, COMPUTING, GAPS, READING_KV, READING_WEIGHTS, Roofline
 
 EGRESS_BYTES_PER_TOKEN = 250
@@ -62,7 +64,8 @@ class CapacityPlan:
 
     @property
     def cost_per_1m_tokens(self) -> float | None:
-        figure = self.figures.get("cost_per_1m_tokens")
+        """In dollars, at the rate that is asked for; without one, at that of full replicas."""
+        figure = self.figures.get("cost_per_1m_at_demand", self.figures.get("cost_per_1m_at_capacity"))
         return None if figure is None else figure.value
 
 
@@ -123,8 +126,9 @@ def _kv_formula(need: Need) -> str:
 
 
 def _speed_figures(need: Need, best: Placement, latency: Roofline) -> dict[str, Figure]:
-    traffic = need.traffic
-    asked = f"{traffic.tokens_per_s:,.0f} tokens/s that are asked for / {best.decode_tokens_per_s:,.1f} of one replica, rounded up"
+    traffic, full = need.traffic, best.full_tokens_per_s
+    each = f"{best.batch} users x {traffic.user_tokens_per_s:g}" if traffic.user_tokens_per_s else f"{full:,.1f} of a full replica"
+    asked = f"{traffic.tokens_per_s:,.0f} tokens/s that are asked for / {each}, rounded up"
     there = "one: no rate is asked for" if need.num_devices is None else f"{need.num_devices} devices / {best.layout.num_devices} of one"
     prompt_s = latency.prefill_busy_s(traffic.prompt_tokens)
     terms = _sum(need, latency, latency.prefill_terms(traffic.prompt_tokens))
@@ -135,32 +139,36 @@ def _speed_figures(need: Need, best: Placement, latency: Roofline) -> dict[str, 
             best.prefill_tokens_per_s, "tokens/s", f"{traffic.prompt_tokens} tokens / {prompt_s * 1e3:.3f} ms: {terms}"
         ),
     }
-    if need.model.is_encoder:
-        formula = f"{best.replicas} x {HEADROOM:.0%} of the prefill rate"
-        return figures | {"tokens_per_s": Figure(best.tokens_per_s, "tokens/s", formula)}
-    return figures | _decode_figures(need, best, latency)
+    each = f"{HEADROOM:.0%} of the prefill rate" if need.model.is_encoder else f"{full:,.1f} tokens/s of a full one"
+    if not need.model.is_encoder:
+        figures |= _decode_figures(need, best, latency)
+    figures["capacity_tokens_per_s"] = Figure(best.capacity_tokens_per_s, "tokens/s", f"{best.replicas} replica(s) x {each}")
+    if traffic.tokens_per_s:
+        figures["demand_tokens_per_s"] = Figure(traffic.tokens_per_s, "tokens/s", "asked for")
+    return figures
 
 
 def _decode_figures(need: Need, best: Placement, latency: Roofline) -> dict[str, Figure]:
-    traffic, batch, layout = need.traffic, best.batch, best.layout
-    step = f"of {batch} sequences: {_sum(need, latency, latency.decode_terms(batch, traffic.context))}"
-    if traffic.ratio:
-        token_s = latency.prefill_busy_s(traffic.prompt_tokens) / traffic.prompt_tokens
-        prompts_s = batch * traffic.ratio * token_s
-        step += f" + prompts {prompts_s * 1e3:.3f} ms ({batch} x {traffic.ratio:.3g} prompt tokens x {token_s * 1e6:.1f} us)"
-    own_s, steps_s, wait_s = ttft_terms(need, latency, batch)
-    own = f"prompt alone {own_s * 1e3:.3f} ms + half a step and one per chunk {steps_s * 1e3:.3f} ms"
-    filled, wished = f"{batch} / {best.tpot_s * 1e3:.3f} ms", f"{batch} users x {traffic.user_tokens_per_s:g}, all that they ask for"
-    is_wish = traffic.user_tokens_per_s and best.decode_tokens_per_s < batch / best.tpot_s
-    read = latency.decode_bytes(batch, traffic.context)
-    there = f"{best.tpot_s * 1e3:.3f} ms x {layout.num_devices} x {need.device.bytes_per_s / 1e9:,.0f} GB/s"
+    traffic, load, layout = need.traffic, best.load, best.layout
+    together = load.running + 1 if traffic.counts_prompts else load.running
+    context = traffic.prompt_tokens + traffic.output_tokens / 2 if traffic.counts_prompts else traffic.context
+    step = f"of {together:.4g} sequences: {_sum(need, latency, latency.decode_terms(together, context))}"
+    if traffic.counts_prompts:
+        more_s = load.tpot_s - load.decode_s - load.prompts_s
+        step += f" + prompts in a step {load.prompts_s * 1e3:.3f} ms + those that came with its own prompt {more_s * 1e3:.3f} ms"
+    own, steps = f"prompt alone {load.own_s * 1e3:.3f} ms", f"steps that run or are planned {load.steps_s * 1e3:.3f} ms"
+    read = latency.decode_bytes(load.running, traffic.context)
+    there = f"{load.tpot_s * 1e3:.3f} ms x {layout.num_devices} x {need.device.bytes_per_s / 1e9:,.0f} GB/s"
+    room = f"room for {best.max_num_seqs} ({step_tokens(need):,} tokens in a step)"
+    at = f"at {load.tokens_per_s:,.1f} tokens/s" + ("" if traffic.tokens_per_s else ", full: no rate is asked for")
     return {
-        "batch": Figure(batch, "sequences", f"most that keep {HEADROOM:.0%} of every goal, and that fit"),
-        "tpot_s": Figure(best.tpot_s, "s", step),
-        "ttft_s": Figure(best.ttft_s, "s", f"{own} + mean wait for other prompts (M/D/1) {wait_s * 1e3:.3f} ms"),
-        "ttft_p95_s": Figure(best.ttft_p95_s, "s", f"{own} + {TAIL:.2f} times that wait (exponential tail) {TAIL * wait_s * 1e3:.3f} ms"),
-        "decode_tokens_per_s": Figure(best.decode_tokens_per_s, "tokens/s", f"of one replica: {wished if is_wish else filled}"),
-        "tokens_per_s": Figure(best.tokens_per_s, "tokens/s", f"{best.replicas} replica(s) x {best.decode_tokens_per_s:,.1f} tokens/s"),
+        "batch": Figure(best.batch, "sequences", f"most in the mean that keep {HEADROOM:.0%} of every goal, and that fit; {room}"),
+        "running": Figure(load.running, "sequences", f"of one replica, in the mean, {at}"),
+        "tpot_s": Figure(load.tpot_s, "s", step),
+        "ttft_s": Figure(load.ttft_s, "s", f"{own} + {steps} + mean wait for other prompts {load.wait_s * 1e3:.3f} ms"),
+        "ttft_p95_s": Figure(
+            load.ttft_p95_s, "s", f"{own} + {steps} + {TAIL:.2f} times that wait (exponential tail) {TAIL * load.wait_s * 1e3:.3f} ms"
+        ),
         "mbu": Figure(best.mbu, "", f"{read / 1e9:,.3f} GB of weights and KV read per token of every sequence / ({there})"),
     }
 
@@ -180,29 +188,28 @@ def _sum(need: Need, latency: Roofline, terms: Mapping[str, float]) -> str:
 
 
 def _cost_figures(need: Need, best: Placement, prices: Prices) -> dict[str, Figure]:
-    """Costs at the rate asked for, at most that of filled replicas; without one, at the rate of filled replicas."""
-    rate = min(need.traffic.tokens_per_s or best.tokens_per_s, best.tokens_per_s)
+    """Costs of 1M tokens at what full replicas give, and at what is asked for where that is less."""
     egress_bytes = 0 if need.model.is_encoder else EGRESS_BYTES_PER_TOKEN
     egress = egress_bytes * 1e6 / 1e9 * prices.egress_per_gb
-    weights_gb = need.model.weights_bytes(need.dtype) / 1e9
-    storage = weights_gb * prices.storage_per_gb_month / (rate * 3600 * HOURS_PER_MONTH) * 1e6
-    figures = {
-        "egress_per_1m_tokens": Figure(egress, "$", f"{egress_bytes} bytes per token x 1M x ${prices.egress_per_gb:g} per GB"),
-        "storage_per_1m_tokens": Figure(
-            storage, "$", f"{weights_gb:.1f} GB x ${prices.storage_per_gb_month:g} per month / tokens of a month at {rate:,.0f}/s"
-        ),
-    }
-    if best.price_per_hour is None:
+    stored = need.model.weights_bytes(need.dtype) / 1e9 * prices.storage_per_gb_month
+    figures = {"egress_per_1m_tokens": Figure(egress, "$", f"{egress_bytes} bytes per token x 1M x ${prices.egress_per_gb:g} per GB")}
+    figures["storage_per_month"] = Figure(
+        stored, "$", f"{need.model.weights_bytes(need.dtype) / 1e9:.1f} GB x ${prices.storage_per_gb_month:g} per month"
+    )
+    if (hourly := best.price_per_hour) is None:
         return figures
-    hourly = dollars_per_1m_tokens(best.price_per_hour, rate)
-    total = hourly + egress + storage
-    return figures | {
-        "price_per_hour": Figure(best.price_per_hour, "$", f"{best.num_devices} devices x ${need.device.price_per_hour:g}"),
-        "price_per_month": Figure(best.price_per_hour * HOURS_PER_MONTH, "$", f"price per hour x {HOURS_PER_MONTH}"),
-        "devices_per_1m_tokens": Figure(hourly, "$", f"${best.price_per_hour:g} per hour / 3600 / {rate:,.0f} tokens/s x 1M"),
-        "cost_per_1m_tokens": Figure(total, "$", f"devices ${hourly:.6f} + egress ${egress:.6f} + storage ${storage:.6f}"),
-        "cost_per_1k_tokens": Figure(total / 1000, "$", "cost per 1M tokens / 1000"),
+    figures |= {
+        "price_per_hour": Figure(hourly, "$", f"{best.num_devices} devices x ${need.device.price_per_hour:g}"),
+        "price_per_day": Figure(hourly * 24, "$", "price per hour x 24"),
+        "price_per_month": Figure(hourly * HOURS_PER_MONTH, "$", f"price per hour x {HOURS_PER_MONTH}"),
     }
+    demand = need.traffic.mean_tokens_per_s or need.traffic.tokens_per_s
+    for name, rate in (("capacity", best.capacity_tokens_per_s), ("demand", min(demand, best.capacity_tokens_per_s))):
+        if rate:
+            devices, kept = dollars_per_1m_tokens(hourly, rate), dollars_per_1m_tokens(stored / HOURS_PER_MONTH, rate)
+            formula = f"at {rate:,.0f} tokens/s: devices ${devices:.6f} + egress ${egress:.6f} + storage ${kept:.6f}"
+            figures[f"cost_per_1m_at_{name}"] = Figure(devices + egress + kept, "$", formula)
+    return figures
 
 
 def dollars_per_1m_tokens(price_per_hour: float, tokens_per_s: float) -> float:

@@ -5,77 +5,109 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from headrace.core.parallelism import why_not_run
 from headrace.lab.plan.plan import CapacityPlan, Figure
 from headrace.policy.placement.layout import Placement
+from headrace.policy.placement.load import step_tokens
 
 SHOWN_LAYOUTS = 12
 
+WORDS = {
+    "num_params": "weights, number",
+    "num_active_params": "weights of one token",
+    "weights_bytes": "weights",
+    "memory_bytes": "memory",
+    "free_bytes": "memory beside weights",
+    "kv_bytes_per_token": "KV of a token",
+    "resident_tokens": "tokens in the cache",
+    "sequences": "whole sequences there",
+    "replicas": "replicas",
+    "devices": "devices",
+    "prefill_tokens_per_s": "prompts alone",
+    "batch": "together, full replica",
+    "running": "together, at the load",
+    "tpot_s": "TPOT",
+    "ttft_s": "TTFT, mean",
+    "ttft_p95_s": "TTFT, p95",
+    "mbu": "bandwidth used",
+    "capacity_tokens_per_s": "capacity",
+    "demand_tokens_per_s": "demand",
+    "egress_per_1m_tokens": "traffic of 1M tokens",
+    "storage_per_month": "storage per month",
+    "price_per_hour": "devices per hour",
+    "price_per_day": "devices per day",
+    "price_per_month": "devices per month",
+    "cost_per_1m_at_capacity": "1M tokens at capacity",
+    "cost_per_1m_at_demand": "1M tokens at demand",
+}
+"""Figure -> what it is called in the text."""
 
-def lines(plan: CapacityPlan, *, explains: bool = False) -> Iterator[str]:
-    """One plan as text. explains: with the formula of every number"""
+EXPLAINED = frozenset({"num_params", "num_active_params", "replicas", "devices", "egress_per_1m_tokens", "storage_per_month"})
+"""Figures that only --explain shows."""
+
+
+def lines(plan: CapacityPlan, *, model: str, explains: bool = False) -> Iterator[str]:
+    """One plan as text. model: as `headrace serve` is to name it; explains: with the formula of every number"""
     need, best = plan.need, plan.best
-    yield f"{need.model.name}, {need.dtype} weights, {need.kv_dtype} KV, on {need.device.title}"
-    yield ""
-    if explains:
-        for name, figure in plan.figures.items():
-            yield f"  {name:<22} {shown(figure):>16}  = {figure.formula}"
+    if plan.is_met:
+        yield f"Chosen: {best.replicas} x {best.layout}, {best.num_devices} {need.device.title}."
+        if command := serve_command(plan, model):
+            yield f"  {command}"
     else:
-        for name in _SUMMARY:
-            if name in plan.figures:
-                yield f"  {name:<22} {shown(plan.figures[name]):>16}"
+        yield f"No layout serves this: {best.reason}."
+    yield ""
+    yield f"{need.model.name}, {need.dtype} weights, {need.kv_dtype} KV, on {need.device.title}"
+    for name, figure in plan.figures.items():
+        if explains:
+            yield f"  {WORDS[name]:<22} {shown(figure):>18}  = {figure.formula}"
+        elif name not in EXPLAINED:
+            yield f"  {WORDS[name]:<22} {shown(figure):>18}"
     if plan.sequences:
         yield ""
         yield "  context       " + "".join(f"{_thousands(context):>9}" for context in plan.sequences)
         yield "  sequences     " + "".join(f"{number:>9,}" for number in plan.sequences.values())
     yield ""
-    yield from _table(plan.placements)
+    yield from _table(plan)
     yield ""
-    verdict = (
-        f"Chosen: {best.replicas} x {best.layout}, {best.num_devices} device(s)."
-        if plan.is_met
-        else f"No layout serves this: {best.reason}."
-    )
-    yield verdict
     for note in plan.notes:
         yield f"- {note}"
 
 
-_SUMMARY = (
-    "weights_bytes",
-    "kv_bytes_per_token",
-    "memory_bytes",
-    "free_bytes",
-    "resident_tokens",
-    "sequences",
-    "batch",
-    "tpot_s",
-    "ttft_s",
-    "ttft_p95_s",
-    "prefill_tokens_per_s",
-    "tokens_per_s",
-    "mbu",
-    "price_per_hour",
-    "price_per_month",
-    "cost_per_1k_tokens",
-    "cost_per_1m_tokens",
-)
+def serve_command(plan: CapacityPlan, model: str) -> str:
+    """The command that starts what the plan chose, with the limits that it assumed; empty where no command of this version does."""
+    need, best = plan.need, plan.best
+    if need.model.is_encoder or not need.device.is_served or why_not_run(best.layout.tp, best.layout.pp):
+        return ""
+    flags = {
+        "--device": "cpu" if need.device.name == "cpu" else "cuda",
+        "--replicas": best.replicas,
+        "--max-model-len": need.traffic.context,
+        "--max-num-seqs": best.max_num_seqs,
+        "--max-num-batched-tokens": max(step_tokens(need), best.max_num_seqs),
+    }
+    if need.rounding:
+        flags["--quantization"] = need.rounding
+    if need.kv_dtype in ("fp8", "int8"):
+        flags["--kv-cache-dtype"] = need.kv_dtype
+    return " ".join(["headrace serve", model, *(f"{flag} {value}" for flag, value in flags.items())])
 
 
 def comparison(plans: Sequence[CapacityPlan]) -> Iterator[str]:
     """The best layout of each device as text, the cheapest first."""
-    widths = (-10, -18, 7, 10, 9, 9, 9, 8)
-    yield _row(widths, "device", "layout", "devices", "tokens/s", "TPOT", "TTFT", "$/hour", "$/1M")
+    widths = (-10, -16, 7, 11, 9, 9, 9, 9, 9)
+    yield _row(widths, "device", "layout", "devices", "capacity", "TPOT", "TTFT", "$/hour", "$/day", "$/1M")
     for plan in plans:
         best, name = plan.best, plan.need.device.name
         if not plan.is_met:
             yield f"  {name:<10} {best.reason}"
             continue
-        layout = f"{best.replicas} x {best.layout}"
-        rate, prices = _rate(best.tokens_per_s), (_dollars(best.price_per_hour), _dollars(plan.cost_per_1m_tokens))
-        yield _row(widths, name, layout, best.num_devices, rate, _tpot(best), _ms(best.ttft_s), *prices)
+        day = None if best.price_per_hour is None else best.price_per_hour * 24
+        prices = _dollars(best.price_per_hour), _dollars(day), _dollars(plan.cost_per_1m_tokens)
+        times = _tpot(best), _ms(best.load.ttft_s)
+        yield _row(widths, name, f"{best.replicas} x {best.layout}", best.num_devices, _rate(best.capacity_tokens_per_s), *times, *prices)
 
 
-def as_object(plan: CapacityPlan) -> dict[str, Any]:
+def as_object(plan: CapacityPlan, model: str) -> dict[str, Any]:
     """The plan as plain data. Counts are integers, times seconds, sizes bytes, costs dollars; null: not known."""
     need = plan.need
     return {
@@ -85,8 +117,7 @@ def as_object(plan: CapacityPlan) -> dict[str, Any]:
         "kv_dtype": need.kv_dtype,
         "context": need.traffic.context,
         "is_met": plan.is_met,
-        "cost_per_1m_tokens": None,
-        "cost_per_1k_tokens": None,
+        "command": (serve_command(plan, model) or None) if plan.is_met else None,
         **{name: _number(figure) for name, figure in plan.figures.items()},
         "sequences_by_context": {str(context): number for context, number in plan.sequences.items()},
         "layouts": [_layout(placement) for placement in plan.placements],
@@ -109,17 +140,29 @@ def shown(figure: Figure) -> str:
     return f"{value:.0%}" if not figure.unit and 0 < value < 1 else f"{_rate(value)} {figure.unit}".strip()
 
 
-def _table(placements: Sequence[Placement]) -> Iterator[str]:
+def _table(plan: CapacityPlan) -> Iterator[str]:
+    """The layouts that this version runs, and below them those that it does not: with --layouts all these are compared too."""
+    apart = [each for each in plan.placements if not plan.need.compares_all and why_not_run(each.layout.tp, each.layout.pp)]
     widths = (-16, 8, 7, 6, 10, 10, 9, 9, 5, 9)
     yield _row(widths, "layout", "replicas", "devices", "batch", "tokens/s", "prefill/s", "TPOT", "TTFT", "MBU", "$/hour")
-    for each in placements[:SHOWN_LAYOUTS]:
-        if not each.batch:
-            yield f"  {each.layout!s:<16} {each.reason}"
-            continue
-        rates = _rate(each.tokens_per_s), _rate(each.prefill_tokens_per_s)
-        times = _tpot(each), _ms(each.ttft_s), f"{each.mbu:.0%}" if each.mbu else "-", _dollars(each.price_per_hour)
-        row = _row(widths, each.layout, each.replicas, each.num_devices, each.batch, *rates, *times)
-        yield f"{row}  {each.reason}".rstrip()
+    shown_here = [each for each in plan.placements if each not in apart]
+    for each in shown_here[:SHOWN_LAYOUTS]:
+        yield from _table_row(widths, each, each.reason)
+    if apart:
+        yield f"  Not run by this version, and not chosen: {apart[0].reason}."
+        for each in apart[: SHOWN_LAYOUTS - len(shown_here)]:
+            yield from _table_row(widths, each, "")
+
+
+def _table_row(widths: Sequence[int], each: Placement, reason: str) -> Iterator[str]:
+    if not each.batch:
+        yield f"  {each.layout!s:<16} {each.reason}"
+        return
+    rates = _rate(each.capacity_tokens_per_s), _rate(each.prefill_tokens_per_s)
+    times = _tpot(each), _ms(each.load.ttft_s), f"{each.mbu:.0%}" if each.mbu else "-", _dollars(each.price_per_hour)
+    yield _row(widths, each.layout, each.replicas, each.num_devices, each.batch, *rates, *times)
+    if reason:
+        yield f"    {reason}"
 
 
 def _row(widths: Sequence[int], *cells: object) -> str:
@@ -131,17 +174,19 @@ def _layout(each: Placement) -> dict[str, Any]:
     return {
         "tp": each.layout.tp,
         "pp": each.layout.pp,
+        "is_run": not why_not_run(each.layout.tp, each.layout.pp),
         "replicas": each.replicas,
         "devices": each.num_devices,
         "resident_tokens": each.resident_tokens,
         "sequences": each.num_sequences,
         "batch": each.batch,
-        "tpot_s": each.tpot_s or None,
-        "ttft_s": each.ttft_s,
-        "ttft_p95_s": each.ttft_p95_s,
-        "decode_tokens_per_s": each.decode_tokens_per_s,
+        "running": each.load.running,
+        "tpot_s": each.load.tpot_s or None,
+        "ttft_s": each.load.ttft_s,
+        "ttft_p95_s": each.load.ttft_p95_s,
+        "full_tokens_per_s": each.full_tokens_per_s,
         "prefill_tokens_per_s": each.prefill_tokens_per_s,
-        "tokens_per_s": each.tokens_per_s,
+        "capacity_tokens_per_s": each.capacity_tokens_per_s,
         "mbu": each.mbu or None,
         "price_per_hour": each.price_per_hour,
         "reason": each.reason,
@@ -149,7 +194,8 @@ def _layout(each: Placement) -> dict[str, Any]:
 
 
 def _number(figure: Figure) -> float | int:
-    return int(figure.value) if figure.unit in ("bytes", "tokens", "sequences") or float(figure.value).is_integer() else figure.value
+    whole = figure.unit in ("bytes", "tokens") or float(figure.value).is_integer()
+    return int(figure.value) if whole else figure.value
 
 
 def _rate(value: float) -> str:
@@ -158,7 +204,7 @@ def _rate(value: float) -> str:
 
 def _tpot(each: Placement) -> str:
     """The TPOT as text; encoders have none."""
-    return _ms(each.tpot_s) if each.tpot_s else "-"
+    return _ms(each.load.tpot_s) if each.load.tpot_s else "-"
 
 
 def _ms(seconds: float) -> str:

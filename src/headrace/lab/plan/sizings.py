@@ -1,5 +1,5 @@
 """Lists sizings that are often asked for, each computed by the planner from shapes and devices. docs/sizings.md and docs/cost.md print
-them.
+them. They compare every layout, also those that this version does not run.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from headrace.lab.plan.catalogue import Catalogue
 from headrace.lab.plan.plan import CapacityPlan, dollars_per_1m_tokens, make_plan
 from headrace.lab.plan.shapes import find_entry
-from headrace.policy.placement.layout import Goals, Need, Traffic, capacity, judge, layouts
+from headrace.policy.placement.layout import capacity, judge, layouts
 from headrace.policy.placement.model import KV_BYTES, ModelShape
+from headrace.policy.placement.need import Goals, Need, Traffic
 from headrace.policy.placement.roofline import Layout, Roofline
 
 
@@ -48,6 +49,7 @@ def resident(catalogue: Catalogue, name: str, device: str, tp: int, context: int
         kv_dtype="fp16",
         traffic=Traffic(prompt_tokens=context - 1, output_tokens=1),
         memory_fraction=memory_fraction,
+        compares_all=True,
     )
     return capacity(need, Layout(tp))
 
@@ -80,6 +82,7 @@ def fleet(
                 counts_prompts=bool(output_tokens),
             ),
             goals=Goals(tpot_s=tpot_s),
+            compares_all=True,
         ),
         catalogue.prices,
     )
@@ -117,15 +120,16 @@ def _fleets(catalogue: Catalogue) -> Iterator[Sizing]:
         "1,000 users at 30 tokens/s, 70B on H100",
         "30,000 tok/s, 8 x 4 = 32 H100",
         f"{users.best.replicas} x {users.best.layout.num_devices} = {users.best.num_devices} H100",
-        f"{users.best.batch} users per replica at TPOT {users.best.tpot_s * 1e3:.1f} ms, 80 % of 33.3 ms; prompts not counted",
+        f"up to {users.best.batch} users per replica, {users.best.load.running:.0f} at TPOT {users.best.load.tpot_s * 1e3:.1f} ms; "
+        "prompts not counted",
     )
     first, second = mixed_fleet(catalogue)
     yield Sizing(
         "200,000 tokens/s, 40 % by 70B and 60 % by 7B, on A100",
         "80 + 30 A100",
         f"{first.best.num_devices} + {second.best.num_devices} A100",
-        f"70B with {first.need.traffic.context} tokens of context: {first.best.tokens_per_s / first.best.num_devices:,.0f} tok/s per A100; "
-        f"7B with {second.need.traffic.context:,}: {second.best.tokens_per_s / second.best.num_devices:,.0f}",
+        f"70B with {first.need.traffic.context} tokens of context: {_per_device(first):,.0f} tok/s per A100; "
+        f"7B with {second.need.traffic.context:,}: {_per_device(second):,.0f}",
     )
     each = [
         fleet(catalogue, name, "a100", context=2048, tokens_per_s=200_000, user_tokens_per_s=200).best
@@ -138,6 +142,10 @@ def _fleets(catalogue: Catalogue) -> Iterator[Sizing]:
         f"yes: 7B {found[0]}, 70B {found[1]}",
         f"a TPOT of 5 ms; 70B over {each[1].layout}: {each[1].reason or 'it is'}",
     )
+
+
+def _per_device(plan: CapacityPlan) -> float:
+    return plan.best.capacity_tokens_per_s / plan.best.num_devices
 
 
 def _memory(catalogue: Catalogue) -> Iterator[Sizing]:
@@ -176,7 +184,8 @@ def _memory(catalogue: Catalogue) -> Iterator[Sizing]:
 def smallest_layout(catalogue: Catalogue, name: str, device: str, dtype: str) -> Layout:
     """The layout of the fewest devices that hold the weights and one sequence of 2K tokens. Raises ValueError if there is none."""
     traffic = Traffic(prompt_tokens=2047, output_tokens=1)
-    need = Need(model=shape(catalogue, name), device=catalogue.device(device), dtype=dtype, kv_dtype="fp16", traffic=traffic)
+    model, there = shape(catalogue, name), catalogue.device(device)
+    need = Need(model=model, device=there, dtype=dtype, kv_dtype="fp16", traffic=traffic, compares_all=True)
     return min((each for each in layouts(need) if judge(need, each).batch), key=lambda each: (each.num_devices, each.pp))
 
 
@@ -213,7 +222,7 @@ def cost_ratio(catalogue: Catalogue, large: str, small: str, *, counts_prompts: 
     """Device time per token of `large`, over that of `small`. Each has its best layout on H100 for a TPOT of 50 ms and 2K of context."""
     output = 512 if counts_prompts else 0
     plans = [fleet(catalogue, name, "h100", context=2048, tokens_per_s=0, tpot_s=0.05, output_tokens=output) for name in (large, small)]
-    dear, cheap = (plan.figures["devices_per_1m_tokens"].value for plan in plans)
+    dear, cheap = (plan.figures["price_per_hour"].value / plan.best.capacity_tokens_per_s for plan in plans)
     return dear / cheap
 
 
@@ -253,7 +262,7 @@ def _dollars_per_1m(catalogue: Catalogue, name: str, dtype: str, batch: int | No
     plan = _on_a100(catalogue, name, dtype)
     best, need = plan.best, plan.need
     assert best.price_per_hour is not None, "the catalogue's A100 has a price"
-    rate = best.tokens_per_s
+    rate = best.capacity_tokens_per_s
     if batch is not None:
         rate = best.replicas * batch / Roofline(need.model, need.device, best.layout, dtype, "fp16").decode_s(batch, need.traffic.context)
     return dollars_per_1m_tokens(best.price_per_hour, rate)

@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from headrace.core.errors import ConfigError
 from headrace.core.kvgroup import KvGroup
 from headrace.core.model_info import ModelInfo
+from headrace.core.parallelism import why_not_run
 from headrace.engine.config import EngineConfig
 from headrace.lab.simulate.replica import SimulatedReplica, TimedRunner
 from headrace.lab.simulate.step_times import step_s
-from headrace.policy.placement.layout import Need, Placement, choose_layout
+from headrace.policy.placement.layout import Placement, choose_layout
 from headrace.policy.placement.model import ModelShape
+from headrace.policy.placement.need import Need
 from headrace.policy.placement.roofline import Roofline, StepLatency
 
 VOCAB_SIZE = 2_000_000_012
@@ -48,16 +50,17 @@ class SimulatedModel:
 
 
 def planned_model(config: EngineConfig, need: Need, tp: int | None) -> tuple[SimulatedModel, Placement]:
-    """A model on the roofline of `tp` devices, or of those that `choose_layout` prefers, and its placement. Pipelines are not simulated.
+    """A model on the roofline of `tp` devices, or of those that this version runs, and its placement. Pipelines are not simulated.
 
     Raises ConfigError if no layout serves the model, or none holds the KV cache that the options ask for.
     """
-    flat = [each for each in choose_layout(need) if each.layout.pp == 1 and tp in (None, each.layout.tp)]
+    flat = [each for each in choose_layout(need) if each.layout.pp == 1 and _is_meant(each.layout.tp, tp)]
     if not flat:
         raise ConfigError("--tp", f"{need.device.name} has no layout of {tp} devices", "A power of two, within one machine's links.")
     usable = [each for each in flat if each.batch]
     if not usable:
-        raise ConfigError("--gpu" if tp is None else "--tp", flat[0].reason)
+        remedy = "--tp N simulates a replica on several devices, which this version does not run." if tp is None else ""
+        raise ConfigError("--gpu" if tp is None else "--tp", flat[0].reason, remedy)
     best = next((each for each in usable if _num_blocks(config, need, each) * config.block_size <= each.resident_tokens), None)
     if best is None:
         most = max(usable, key=lambda each: each.resident_tokens)
@@ -66,6 +69,10 @@ def planned_model(config: EngineConfig, need: Need, tp: int | None) -> tuple[Sim
         raise ConfigError(option, f"{reason}, {most.resident_tokens // config.block_size:,} blocks")
     latency = Roofline(need.model, need.device, best.layout, need.dtype, need.kv_dtype)
     return _model(config, latency, _num_blocks(config, need, best), need.model), best
+
+
+def _is_meant(tp: int, asked: int | None) -> bool:
+    return not why_not_run(tp) if asked is None else tp == asked
 
 
 def _num_blocks(config: EngineConfig, need: Need, placement: Placement) -> int:

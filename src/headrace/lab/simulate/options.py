@@ -13,8 +13,8 @@ from headrace.core.errors import ConfigError
 from headrace.core.option import options
 from headrace.engine.config import ROUNDINGS, EngineConfig
 from headrace.policy.placement.device import Device
-from headrace.policy.placement.layout import Need, Traffic
 from headrace.policy.placement.model import ModelShape
+from headrace.policy.placement.need import Need, Traffic
 
 MEASURED = (
     "dtype",

@@ -46,7 +46,7 @@ class Device:
     link             within a machine; network: between machines
     price_per_hour   of one device, in dollars; None: not known
     as_of            date of the entry, yyyy-mm; source: what kind of source it has
-    is_served        Headrace has, or plans, a backend for it
+    is_served        Headrace has a backend for it
     """
 
     name: str

@@ -1,8 +1,8 @@
 """Chooses a model's layout over devices and the number of its replicas. Every possible layout is judged by the same rules, and the cheapest
 that meets the goals is chosen. Every other layout says why it was not.
 
-A replica is filled until its goals are used to HEADROOM. Where prompts are counted, `ratio` prompt tokens are computed for each token
-generated, and a step of n sequences then takes decode_s(n) + n * ratio * (seconds of one prompt token).
+A replica is filled until its goals are used to HEADROOM, and that says how many there must be. What users see is then computed at the rate
+that is asked for, divided over these replicas.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from headrace.policy.placement.device import Device
+from headrace.core.parallelism import why_not_run
+from headrace.policy.placement.load import Load, at_rate, at_running
 from headrace.policy.placement.model import ModelShape
-from headrace.policy.placement.roofline import CHUNK_TOKENS, Layout, Roofline
+from headrace.policy.placement.need import Need
+from headrace.policy.placement.roofline import Layout, Roofline
 
 HEADROOM = 0.8
 """Share of a goal that a plan uses. The rest is for bursts, and for steps that are longer than predicted."""
-
-TAIL = -math.log(0.05)
-"""p95 of a waiting time over its mean, where it has an exponential tail."""
 
 MAX_NUM_SEQS = 1024
 """Most sequences that a replica decodes together, whatever its memory holds."""
@@ -32,62 +31,14 @@ TIE = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Goals:
-    """Goals in seconds; None: no goal. ttft_s is for the mean."""
-
-    ttft_s: float | None = None
-    ttft_p95_s: float | None = None
-    tpot_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    """The load to be served.
-
-    prompt_tokens, output_tokens  per request; a sequence's context is their sum
-    tokens_per_s                  rate to generate in all (for an encoder: to read); 0: as much as the devices can
-    user_tokens_per_s             rate that each user should see; 0: no wish
-    counts_prompts                whether the rate of prompts is known, so that their computation is part of the load
-    """
-
-    prompt_tokens: int
-    output_tokens: int
-    tokens_per_s: float = 0.0
-    user_tokens_per_s: float = 0.0
-    counts_prompts: bool = False
-
-    @property
-    def context(self) -> int:
-        return self.prompt_tokens + self.output_tokens
-
-    @property
-    def ratio(self) -> float:
-        """Prompt tokens to be computed for each generated one."""
-        return self.prompt_tokens / self.output_tokens if self.counts_prompts and self.output_tokens else 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
-    """The inputs of a choice. memory_fraction: part of a device's memory for weights and cache; num_devices: None: no limit"""
-
-    model: ModelShape
-    device: Device
-    dtype: str
-    kv_dtype: str
-    traffic: Traffic
-    goals: Goals = Goals()
-    num_devices: int | None = None
-    memory_fraction: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """One layout with its predicted figures.
 
     resident_tokens, num_sequences  capacity of one replica's cache; a sequence has the traffic's whole context
     batch                           sequences that a full replica decodes together; 0: the layout cannot be used
-    tpot_s, ttft_s, ttft_p95_s      at that batch; an encoder has no tpot_s and no mbu: 0
-    decode_tokens_per_s             of one replica at that batch, which also computes its share of prompts
+    max_num_seqs                    sequences that a full replica must have room for
+    full_tokens_per_s               that a full replica generates when nothing holds it back
+    load                            of one replica at the rate that is asked for; without one, of a full replica
     prefill_tokens_per_s            of one replica that does nothing else
     mbu                             share of the data sheet's bandwidth that decoding uses
     replicas                        as many as the traffic needs, or as the devices allow
@@ -99,10 +50,9 @@ class Placement:
     resident_tokens: int
     num_sequences: int
     batch: int
-    tpot_s: float
-    ttft_s: float
-    ttft_p95_s: float
-    decode_tokens_per_s: float
+    max_num_seqs: int
+    full_tokens_per_s: float
+    load: Load
     prefill_tokens_per_s: float
     mbu: float
     replicas: int
@@ -114,9 +64,9 @@ class Placement:
         return self.replicas * self.layout.num_devices
 
     @property
-    def tokens_per_s(self) -> float:
-        """The rate of all replicas together."""
-        return self.replicas * self.decode_tokens_per_s
+    def capacity_tokens_per_s(self) -> float:
+        """The most that all replicas together generate within the goals; an encoder reads."""
+        return self.replicas * self.full_tokens_per_s
 
 
 def choose_layout(need: Need) -> list[Placement]:
@@ -145,28 +95,30 @@ def judge(need: Need, layout: Layout) -> Placement:
     refused = _why_impossible(need, layout, resident, sequences)
     if need.model.is_encoder:
         return _encoder(need, latency, refused)
-    most = min(sequences, MAX_NUM_SEQS)
-    batch = 0 if refused else _largest(most, lambda batch: not _why_late(need, latency, batch))
-    reason = refused or ("" if batch else _why_late(need, latency, 1))
-    shown = max(1, batch)
-    step_s, rate = tpot_s(need, latency, shown), decode_rate(need, latency, shown)
-    replicas, lacking = _replicas(need, layout, rate)
-    ttft_s, ttft_p95_s = ttft(need, latency, shown)
-    price = need.device.price_per_hour
+    room = min(sequences, MAX_NUM_SEQS)
+
+    def is_kept(batch: int) -> bool:
+        load = at_running(need, latency, batch)
+        return load.slots <= room and not _why_late(need, load)
+
+    batch = 0 if refused else _largest(room, is_kept)
+    full = load = at_running(need, latency, max(1, batch))
+    replicas, lacking = _replicas(need, layout, full.tokens_per_s)
+    if batch and need.traffic.tokens_per_s and replicas:
+        load = at_rate(need, latency, min(need.traffic.tokens_per_s / replicas, full.tokens_per_s), full.running)
     return Placement(
         layout=layout,
         resident_tokens=resident,
         num_sequences=sequences,
         batch=batch,
-        tpot_s=step_s,
-        ttft_s=ttft_s,
-        ttft_p95_s=ttft_p95_s,
-        decode_tokens_per_s=rate if batch else 0.0,
+        max_num_seqs=full.slots,
+        full_tokens_per_s=(full.tokens_per_s if need.traffic.counts_prompts else batch / full.tpot_s) if batch else 0.0,
+        load=load,
         prefill_tokens_per_s=need.traffic.prompt_tokens / latency.prefill_busy_s(need.traffic.prompt_tokens),
-        mbu=latency.decode_bytes(shown, need.traffic.context) / (step_s * layout.num_devices * need.device.bytes_per_s),
+        mbu=latency.decode_bytes(load.running, need.traffic.context) / (load.tpot_s * layout.num_devices * need.device.bytes_per_s),
         replicas=replicas,
-        price_per_hour=None if price is None else price * replicas * layout.num_devices,
-        reason=reason or lacking,
+        price_per_hour=_price(need, replicas, layout),
+        reason=refused or ("" if batch else _why_late(need, full) or _why_few(room)) or _why_not_run(need, layout) or lacking,
     )
 
 
@@ -185,55 +137,38 @@ def free_bytes(need: Need, layout: Layout) -> float:
     return layout.tp * need.device.memory_bytes * need.memory_fraction / share - need.model.weights_bytes(need.dtype)
 
 
-def ttft(need: Need, latency: Roofline, batch: float) -> tuple[float, float]:
-    """Mean and p95 of the time to the first token, in seconds.
-
-    The sum of half a step, the prompt's own computation among decode steps, and the wait for earlier prompts (M/D/1: a queue with one
-    server and equal service times).
-    """
-    own_s, steps_s, wait_s = ttft_terms(need, latency, batch)
-    return own_s + steps_s + wait_s, own_s + steps_s + TAIL * wait_s
-
-
-def ttft_terms(need: Need, latency: Roofline, batch: float) -> tuple[float, float, float]:
-    """Seconds of the prompt's own computation, of decode steps meanwhile, and of the mean wait for other prompts."""
-    prompt, context = need.traffic.prompt_tokens, need.traffic.context
-    step_s, busy_s = latency.decode_s(batch, context), latency.prefill_busy_s(prompt)
-    use = min(batch * need.traffic.ratio / max(prompt, 1) * busy_s / tpot_s(need, latency, batch), 0.999) if need.traffic.ratio else 0.0
-    return latency.prefill_s(prompt), (0.5 + math.ceil(prompt / CHUNK_TOKENS)) * step_s, use / (2 * (1 - use)) * busy_s
-
-
-def tpot_s(need: Need, latency: Roofline, batch: float) -> float:
-    """Seconds from one token to the next. Includes the prompts computed in between, where the traffic counts them."""
-    prompt, context = need.traffic.prompt_tokens, need.traffic.context
-    prompts_s = batch * need.traffic.ratio * latency.prefill_busy_s(prompt) / prompt if need.traffic.ratio else 0.0
-    return latency.decode_s(batch, context) + prompts_s
-
-
-def decode_rate(need: Need, latency: Roofline, batch: int) -> float:
-    """Tokens per second that a full replica generates, at most `user_tokens_per_s` for each sequence."""
-    wanted = need.traffic.user_tokens_per_s
-    rate = batch / tpot_s(need, latency, batch)
-    return min(rate, batch * wanted) if wanted else rate
-
-
-def _why_late(need: Need, latency: Roofline, batch: int) -> str:
-    """The goal that a replica with this batch misses; empty where it meets all."""
-    for name, value_s, most_s in _limits(need, latency, batch):
+def _why_late(need: Need, load: Load) -> str:
+    """The goal that a replica with this load misses; empty where it meets all."""
+    for name, value_s, most_s in _limits(need, load):
         if value_s > most_s:
             value, most = _apart(value_s * 1e3, most_s * 1e3, 1)
-            return f"{name} {value} ms with {batch} sequence(s): more than {most} ms, {HEADROOM:.0%} of the goal"
+            return f"{name} {value} ms with {load.running:.3g} sequence(s): more than {most} ms, {HEADROOM:.0%} of the goal"
     return ""
 
 
-def _limits(need: Need, latency: Roofline, batch: int) -> Iterator[tuple[str, float, float]]:
-    """Each goal's name, the predicted seconds with this batch, and the limit in seconds."""
+def _limits(need: Need, load: Load) -> Iterator[tuple[str, float, float]]:
+    """Each goal's name, the predicted seconds at this load, and the limit in seconds."""
     goals, wanted = need.goals, need.traffic.user_tokens_per_s
     if limits := [limit for limit in (goals.tpot_s, 1 / wanted if wanted else None) if limit]:
-        yield "TPOT", tpot_s(need, latency, batch), HEADROOM * min(limits)
-    for name, goal, value in zip(("TTFT", "TTFT p95"), (goals.ttft_s, goals.ttft_p95_s), ttft(need, latency, batch), strict=True):
+        yield "TPOT", load.tpot_s, HEADROOM * min(limits)
+    for name, goal, value in (("TTFT", goals.ttft_s, load.ttft_s), ("TTFT p95", goals.ttft_p95_s, load.ttft_p95_s)):
         if goal is not None:
             yield name, value, HEADROOM * goal
+
+
+def _why_few(room: int) -> str:
+    return f"the cache holds {room} sequence(s): too few where requests come at random moments"
+
+
+def _why_not_run(need: Need, layout: Layout) -> str:
+    if need.compares_all:
+        return ""
+    return why_not_run(layout.tp, layout.pp) if need.device.is_served else f"Headrace has no backend for {need.device.title}"
+
+
+def _price(need: Need, replicas: int, layout: Layout) -> float | None:
+    price = need.device.price_per_hour
+    return None if price is None else price * replicas * layout.num_devices
 
 
 def _why_indivisible(model: ModelShape, tp: int) -> str:
@@ -276,23 +211,22 @@ def _encoder(need: Need, latency: Roofline, refused: str) -> Placement:
     rate = HEADROOM * prompt / latency.prefill_busy_s(prompt)
     most_s = _encoder_limit_s(need)
     taken, most = _apart(alone_s * 1e3, most_s * 1e3, 1)
-    reason = refused or (f"{taken} ms for one input: more than {most} ms, {HEADROOM:.0%} of the goal" if alone_s > most_s else "")
+    late = f"{taken} ms for one input: more than {most} ms, {HEADROOM:.0%} of the goal" if alone_s > most_s else ""
+    reason = refused or late
     replicas, lacking = _replicas(need, latency.layout, rate)
-    price = need.device.price_per_hour
     return Placement(
         layout=latency.layout,
         resident_tokens=0,
         num_sequences=0,
         batch=0 if reason else 1,
-        tpot_s=0.0,
-        ttft_s=alone_s,
-        ttft_p95_s=alone_s,
-        decode_tokens_per_s=rate,
+        max_num_seqs=0,
+        full_tokens_per_s=rate,
+        load=Load(0.0, 0.0, rate, 0.0, 0.0, 0.0, alone_s, 0.0, 0.0),
         prefill_tokens_per_s=rate / HEADROOM,
         mbu=0.0,
         replicas=replicas,
-        price_per_hour=None if price is None else price * replicas * latency.layout.num_devices,
-        reason=reason or lacking,
+        price_per_hour=_price(need, replicas, latency.layout),
+        reason=reason or _why_not_run(need, latency.layout) or lacking,
     )
 
 
@@ -312,7 +246,7 @@ def _largest(most: int, is_good: Callable[[int], bool]) -> int:
 
 def _output(need: Need, each: Placement) -> float:
     """The quantity to maximize when no rate is given: tokens per second of the existing devices, else per device."""
-    return each.tokens_per_s if need.num_devices is not None else each.tokens_per_s / each.num_devices
+    return each.capacity_tokens_per_s if need.num_devices is not None else each.capacity_tokens_per_s / each.num_devices
 
 
 def _is_tie(need: Need, each: Placement, most: float) -> bool:
@@ -324,9 +258,9 @@ def _cost(need: Need, each: Placement, most: float) -> tuple[float, float, float
     among the layouts that give `most` tokens or nearly as many: devices per replica, then pipeline stages."""
     layout = each.layout
     if need.traffic.tokens_per_s:
-        return each.num_devices, layout.num_devices, each.tpot_s, 0.0
+        return each.num_devices, layout.num_devices, each.load.tpot_s, 0.0
     if _is_tie(need, each, most):
-        return 0.0, layout.num_devices, layout.pp, each.tpot_s
+        return 0.0, layout.num_devices, layout.pp, each.load.tpot_s
     return 1.0, -_output(need, each), layout.num_devices, layout.pp
 
 
@@ -335,15 +269,17 @@ def _shortfall(need: Need, each: Placement) -> tuple[int, float]:
     layout = each.layout
     latency = Roofline(need.model, need.device, layout, need.dtype, need.kv_dtype)
     lacking_bytes = (0.0 if need.model.is_encoder else latency.kv_bytes(need.traffic.context)) - free_bytes(need, layout)
+    if _why_not_run(need, layout):
+        return 4, layout.num_devices
     if _why_indivisible(need.model, layout.tp):
         return 3, layout.tp
     if lacking_bytes > 0:
         return 2, lacking_bytes
     if each.batch:
-        return 0, need.traffic.tokens_per_s / each.decode_tokens_per_s * layout.num_devices
+        return 0, need.traffic.tokens_per_s / each.full_tokens_per_s * layout.num_devices
     if need.model.is_encoder:
-        return 1, each.ttft_s / _encoder_limit_s(need)
-    return 1, max((value_s / most_s for _, value_s, most_s in _limits(need, latency, 1)), default=0.0)
+        return 1, each.load.ttft_s / _encoder_limit_s(need)
+    return 1, max((value_s / most_s for _, value_s, most_s in _limits(need, each.load)), default=0.0)
 
 
 def _why_not(need: Need, each: Placement, best: Placement, most: float) -> str:

@@ -19,6 +19,7 @@ import torch
 from headrace.core.errors import CheckpointError, ConfigError, shorten
 from headrace.core.kvgroup import KvGroup
 from headrace.core.model_info import LOAD_FORMATS
+from headrace.core.parallelism import why_not_run
 from headrace.tensor.backends import load_backend
 from headrace.tensor.checkpoint.config import ConfigFile, read_config, read_sampling_defaults
 from headrace.tensor.checkpoint.end_tokens import read_end_tokens
@@ -189,8 +190,8 @@ def load_model(
 def _check_options(load_format: str, world: int) -> None:
     if load_format not in LOAD_FORMATS:
         raise ConfigError("load_format", f"{load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
-    if world != 1:
-        raise ConfigError("tensor_parallel_size", f"{world}: one model on several ranks is not supported yet", "Use 1.")
+    if refused := why_not_run(world):
+        raise ConfigError("tensor_parallel_size", f"{world}: {refused}", "Use 1.")
 
 
 @dataclass(slots=True)

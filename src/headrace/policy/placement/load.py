@@ -1,0 +1,168 @@
+"""Predicts what the users of one replica see at a load: the time from token to token, the wait for the first one, and the rate.
+
+Where the traffic counts prompts, requests begin at random moments (Poisson), and prompts are computed in steps beside the decoding
+sequences. The engine plans one step ahead: a prompt waits for the step that runs and for the one that is planned already, and the next
+one computes it. With D seconds of a step without prompts, s of one prompt and r requests per second, a step takes
+
+    T = D + r T s - c (1 - exp(-r T))
+
+in the mean, where c is what the first prompt of a step saves because the weights are read for it and for the decoding sequences once. A
+request meets a step of E[T^2] / E[T] = T + r s^2 / (1 - (r s)^2): long steps are met more often. It finds as many sequences as there are
+in the mean, and is one more. A prompt of several steps waits for those before it as in a queue with equal service times (M/D/1).
+
+tests/lab/plan/test_beside_simulation.py holds this to the simulator, which runs the scheduler itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headrace.policy.placement.need import Need
+from headrace.policy.placement.roofline import CHUNK_TOKENS, Roofline
+
+TAIL = -math.log(0.05)
+"""p95 of a waiting time over its mean, where it has an exponential tail."""
+
+STEP_TOKENS = {"cpu": 512}
+GPU_STEP_TOKENS = 8192
+"""Most tokens of a step by device: the engine's defaults of max_num_batched_tokens."""
+
+MOST_USE = 0.98
+"""Share of its time for which a replica computes prompts, at most: above it the queue grows for as long as anyone looks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A replica at one load.
+
+    running       sequences that decode together, in the mean; waiting: those that have no first token yet
+    tokens_per_s  generated
+    tpot_s        from one token to the next
+    decode_s      of a step without prompts; prompts_s: of the prompts in a step, in the mean
+    own_s         of a prompt's own computation
+    steps_s       of steps that a prompt waits for whatever the load
+    wait_s        of the mean wait that other prompts cause
+    """
+
+    running: float
+    waiting: float
+    tokens_per_s: float
+    tpot_s: float
+    decode_s: float
+    prompts_s: float
+    own_s: float
+    steps_s: float
+    wait_s: float
+
+    @property
+    def ttft_s(self) -> float:
+        """Mean time to the first token, in seconds."""
+        return self.own_s + self.steps_s + self.wait_s
+
+    @property
+    def ttft_p95_s(self) -> float:
+        return self.own_s + self.steps_s + TAIL * self.wait_s
+
+    @property
+    def slots(self) -> int:
+        """Sequences that the replica must have room for: random arrivals are three deviations more than their mean at times."""
+        present = self.running + self.waiting
+        return math.ceil(present + 3 * math.sqrt(present)) if self.waiting else math.ceil(present)
+
+
+def step_tokens(need: Need) -> int:
+    """Most tokens of a step on this device."""
+    return STEP_TOKENS.get(need.device.name, GPU_STEP_TOKENS)
+
+
+def at_running(need: Need, latency: Roofline, running: float) -> Load:
+    """The load at which `running` sequences decode together; a lower one where prompts alone keep the replica busy before that."""
+    traffic = need.traffic
+    if traffic.counts_prompts:
+        return _random_arrivals(need, latency, running)
+    step_s = latency.decode_s(running, traffic.context)
+    wanted = traffic.user_tokens_per_s
+    rate = min(running / step_s, running * wanted) if wanted else running / step_s
+    num_steps = 0.5 + math.ceil(traffic.prompt_tokens / CHUNK_TOKENS)
+    return Load(running, 0.0, rate, step_s, step_s, 0.0, latency.prefill_s(traffic.prompt_tokens), num_steps * step_s, 0.0)
+
+
+def at_rate(need: Need, latency: Roofline, tokens_per_s: float, most: float) -> Load:
+    """The load that generates `tokens_per_s`, with at most `most` sequences that decode together."""
+    return at_running(need, latency, _least(most, lambda running: at_running(need, latency, running).tokens_per_s >= tokens_per_s))
+
+
+def _random_arrivals(need: Need, latency: Roofline, running: float) -> Load:
+    """See the module's header."""
+    traffic = need.traffic
+    prompt, decoding = traffic.prompt_tokens, traffic.output_tokens - 1 or 1
+    wanted = traffic.user_tokens_per_s
+    step_s = latency.decode_s(running + 1, prompt + traffic.output_tokens / 2)
+    tokens = running + 1
+    many_s = (latency.prefill_busy_s(tokens + 2 * CHUNK_TOKENS) - latency.prefill_busy_s(tokens + CHUNK_TOKENS)) / CHUNK_TOKENS * prompt
+    first_s = latency.prefill_busy_s(tokens + prompt) - latency.prefill_busy_s(tokens)
+    saved_s = min(max(0.0, many_s - first_s), many_s)
+    num_steps = prompt / max(1.0, step_tokens(need) - running)
+    service_s = many_s + step_s * num_steps
+
+    def at(rate: float) -> tuple[float, float, float]:
+        """(mean step, prompts' share of it, TPOT) at `rate` requests per second."""
+        mean_s = _mean_step_s(rate, step_s, many_s, saved_s)
+        share = 1 - step_s / mean_s
+        own_s = step_s + many_s + rate * many_s * _met_step_s(rate, mean_s, many_s)
+        # prompts that came during the request's own prompt are in the steps after it, and those that came during these in later ones
+        more_s = share * (1 - share**decoding) / (1 - share) * (own_s - mean_s) / decoding
+        return mean_s, share, mean_s + max(0.0, more_s)
+
+    def is_enough(rate: float) -> bool:
+        tpot_s = max(at(rate)[2], 1 / wanted if wanted else 0.0)
+        return rate * decoding * tpot_s >= running
+
+    rate = _least(MOST_USE / service_s, is_enough)
+    mean_s, share, tpot_s = at(rate)
+    use = rate * service_s
+    met_s = _met_step_s(rate, mean_s, many_s)
+    wait_s = (0.5 + use) * met_s if num_steps <= 1 else 0.5 * met_s + use * service_s / (2 * (1 - use))
+    alone_s, beside = latency.prefill_s(prompt), min(1.0, running)
+    own_s = (1 - beside) * alone_s + beside * (many_s - saved_s * math.exp(-rate * mean_s)) + math.ceil(num_steps) * step_s
+    own_s += alone_s - latency.prefill_busy_s(prompt)  # a pipeline is filled first
+    ttft_s = own_s + mean_s + wait_s
+    return Load(
+        waiting=rate * ttft_s,
+        running=min(running, rate * decoding * max(tpot_s, 1 / wanted if wanted else 0.0)),
+        tokens_per_s=rate * traffic.output_tokens,
+        tpot_s=tpot_s,
+        decode_s=step_s,
+        prompts_s=mean_s * share,
+        own_s=own_s,
+        steps_s=mean_s,
+        wait_s=wait_s,
+    )
+
+
+def _mean_step_s(rate: float, step_s: float, prompt_s: float, saved_s: float) -> float:
+    """T of the module's header, by Newton's method from below, where the function is concave and rises."""
+    mean_s = 0.0
+    for _ in range(8):
+        none = math.exp(-rate * mean_s)
+        lacking = mean_s * (1 - rate * prompt_s) - step_s + saved_s * (1 - none)
+        mean_s -= lacking / (1 - rate * prompt_s + saved_s * rate * none)
+    return mean_s
+
+
+def _met_step_s(rate: float, mean_s: float, prompt_s: float) -> float:
+    """Mean length of the step that a request meets."""
+    return mean_s + rate * prompt_s**2 / (1 - (rate * prompt_s) ** 2)
+
+
+def _least(most: float, is_enough: Callable[[float], bool]) -> float:
+    """The least number from 0 to `most` that is enough, `most` where none is. If a number is enough, so are those above it."""
+    low, high = 0.0, most
+    if not is_enough(most):
+        return most
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return high
