@@ -15,9 +15,11 @@ from headrace.core.errors import Overloaded
 BEGINS_PER_ROUND = 8
 """Requests that begin in one round of the event loop. Each takes about a millisecond until it is refused or waits for its prompt."""
 
-MAX_WAIT_S = 1.0
+MAX_WAIT_S = 0.1
 """While the first in the line has waited longer than this, more requests arrive than this process can even refuse by their model's load.
-Further ones of the tenants that fill the line are refused as they come."""
+Further ones of the tenants that fill the line are refused as they come. A refusal is to take 100 ms at the median of an overload."""
+
+RETRY_S = 1.0
 
 
 class BeginTurns:
@@ -43,7 +45,7 @@ class BeginTurns:
         now = self._clock()
         is_slow = bool(self._waiting) and now - self._waiting[0][1] > MAX_WAIT_S
         if is_slow and self._tenants[tenant] * len(self._tenants) >= len(self._waiting):
-            raise Overloaded("This server receives more requests than it can read; try again later.", retry_after_s=MAX_WAIT_S)
+            raise Overloaded("This server receives more requests than it can read; try again later.", retry_after_s=RETRY_S)
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append((turn, now, tenant))
         self._tenants[tenant] += 1
