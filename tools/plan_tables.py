@@ -5,6 +5,7 @@ A place is `<!-- plan: NAME -->` ... `<!-- end -->`. tests/tools/test_plan_table
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -33,20 +34,11 @@ PLACE = re.compile(r"(<!-- plan: ([a-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 MATRIX_MODELS = ("mistral-7b", "qwen2.5-32b", "llama-3-70b", "mixtral-8x7b", "llama-3-405b")
 MATRIX_DEVICES = ("rtx4090", "l40s", "a100", "h100", "h200")
 
-MEASURED = (
-    ("bf16", 1, 164),
-    ("bf16", 8, 1252),
-    ("bf16", 32, 4450),
-    ("bf16", 128, 12_774),
-    ("bf16", 256, 17_609),
-    ("fp8", 1, 232),
-    ("fp8", 32, 5418),
-    ("fp8", 256, 20_876),
-)
-"""dtype, streams, tokens/s of decode steps: an 8B model on one H100, contexts of 512 to 640 tokens (torch 2.11, CUDA 13, 2026-11-26)."""
+RECORD = ROOT / "bench" / "results" / "nvidia-h100-80gb" / "gpu.json"
+"""An 8B model on one H100: decode steps of contexts of 512 to 640 tokens, and prompts of 2,048."""
 
-MEASURED_PREFILL = (("bf16", 40_919), ("fp8", 63_530))
-"""dtype, tokens/s of eight prompts of 2,048 tokens on the same device."""
+RECORDED = {"none": "bf16", "fp8": "fp8", "int4": "int4"}
+"""The record's name of a quantization -> dtype."""
 
 
 ANSWER = 200
@@ -120,16 +112,24 @@ def simulate(need: Need, judged: Placement, tokens_per_s: float, *, num_requests
     return SimulatedSite([model], seed=seed).run(drawn(rate, num_requests / rate, lengths, seed=seed, spike=None))
 
 
+def measured() -> Iterator[tuple[str, int, float]]:
+    """dtype, streams (0: prompts), tokens/s of the record."""
+    values = json.loads(RECORD.read_text(encoding="utf-8"))["values"]
+    for name, dtype in RECORDED.items():
+        for key, value in values[name].items():
+            if key.startswith("decode_"):
+                yield dtype, int(key.removeprefix("decode_")), value["tok_s"]
+        yield dtype, 0, values[name]["prefill_tok_s"]
+
+
 def fit(catalogue: Catalogue) -> Iterator[str]:
     yield "| weights | streams | measured tokens/s | planned | planned / measured |"
     yield "|---|---|---|---|---|"
     model, device = shape(catalogue, "llama-3-8b"), catalogue.device("h100")
-    for dtype, batch, measured in MEASURED:
-        planned = batch / Roofline(model, device, Layout(), dtype, "bf16").decode_s(batch, 576)
-        yield f"| {dtype} | {batch} | {measured:,} | {planned:,.0f} | {planned / measured:.2f} |"
-    for dtype, measured in MEASURED_PREFILL:
-        planned = 2048 / Roofline(model, device, Layout(), dtype, "bf16").prefill_busy_s(2048)
-        yield f"| {dtype} | prefill of 2,048 | {measured:,} | {planned:,.0f} | {planned / measured:.2f} |"
+    for dtype, streams, rate in measured():
+        latency = Roofline(model, device, Layout(), dtype, "bf16")
+        planned = streams / latency.decode_s(streams, 576) if streams else 2048 / latency.prefill_busy_s(2048)
+        yield f"| {dtype} | {streams or 'prefill of 2,048'} | {rate:,.0f} | {planned:,.0f} | {planned / rate:.2f} |"
 
 
 def sizings(catalogue: Catalogue) -> Iterator[str]:

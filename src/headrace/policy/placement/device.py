@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-WEIGHT_EFFICIENCY = {4.0: 0.80, 2.0: 0.80, 1.0: 0.70, 0.5: 0.40}
+WEIGHT_EFFICIENCY = {4.0: 0.80, 2.0: 0.80, 1.0: 0.70, 0.5: 0.60}
 """Bytes of one weight -> share of the sheet's bandwidth at which a decode step reads weights."""
 
 KV_EFFICIENCY = 0.80
