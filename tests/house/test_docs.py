@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -92,3 +94,26 @@ def test_source_is_ascii() -> None:
 def test_every_module_says_what_it_is(house: dict[str, Module]) -> None:
     for module in house.values():
         assert module.name.endswith("_pb2") or ast.get_docstring(module.tree), f"{module.shown_path} has no docstring"
+
+
+RECORDED = {
+    "163 tok/s": ("none", "decode_1", "tok_s"),
+    "79 %": ("none", "decode_1", "mbu"),
+    "266 in FP8": ("fp8", "decode_1", "tok_s"),
+    "21,112 tok/s": ("fp8", "decode_256", "tok_s"),
+}
+"""Figure of README -> field of the record of one H100."""
+
+
+def test_each_figure_of_the_readme_is_that_of_a_record() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    record = json.loads((ROOT / "bench" / "results" / "nvidia-h100-80gb" / "gpu.json").read_text(encoding="utf-8"))
+    for figure, path in RECORDED.items():
+        value = reduce(lambda part, key: part[key], path, record["values"])
+        shown = f"{100 * value:.0f}" if path[-1] == "mbu" else f"{value:,.0f}"
+        assert figure.startswith(shown), figure
+        assert figure in text, figure
+    assert "9,531 of the whole run" in text
+    assert any(row.startswith("fp8") and "21,112 tok/s 71% (run 9,531)" in row for row in record["rows"])
+    units = re.findall(r"[\d.,]*\d (?:tok/s\b|tokens/s\b|%|ms\b|s\b|GB\b|x\b|times\b|minutes\b)", text)
+    assert set(units) <= set(RECORDED), "a figure without a record"
