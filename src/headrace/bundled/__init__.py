@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 DEFAULT_MODEL = "headrace-tiny"
+DRAFT_MODEL = "headrace-draft"
 FOLDER = Path(__file__).resolve().parent
 
 

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from headrace.bundled import DRAFT_MODEL
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.core.model_names import name_of_file
 from headrace.tensor.checkpoint.gguf.paths import SUFFIX, is_first, is_gguf, model_name
@@ -119,8 +120,10 @@ def shown(row: ModelRow) -> list[str]:
     if row.architecture:
         size = f"{row.num_parameters / 1e6:,.1f} M parameters, {row.weight_bytes / 2**20:,.1f} MiB as {row.dtype}"
         lines.append(f"  {row.architecture}, {size}, context {row.max_model_len} tokens")
+    if row.name == DRAFT_MODEL:
+        lines.append("  a draft for speculation, which is not done yet; it is served as a model of its own")
     if row.adapters:
-        lines.append(f"  adapters: {', '.join(row.adapters)}")
+        lines.append(f"  adapters: {', '.join(row.adapters)} (not served yet)")
     if row.problem:
         lines.append(f"  {row.problem}")
     return lines
