@@ -24,7 +24,7 @@ pytestmark = pytest.mark.process
 
 
 def test_a_server_that_cannot_start_fails_with_the_last_lines_of_its_log() -> None:
-    with pytest.raises(ServerFailed, match=r"ended before it answered\n.*neither a folder with a config.json"), started_server("/absent"):
+    with pytest.raises(ServerFailed, match=r"ended before it answered\n.*there is no folder '/absent'"), started_server("/absent"):
         pass
 
 

@@ -23,6 +23,7 @@ from headrace.fleet.files import ReplicaFiles, gateway_content
 from headrace.fleet.launcher import SECRET_VARIABLES, without_secrets
 from headrace.gateway.config import GatewayConfig, config_from
 from headrace.gateway.http.config import HttpTls
+from tests.cli.conftest import Headrace
 
 pytestmark = pytest.mark.pure
 
@@ -199,7 +200,7 @@ def test_default_model_is_served_when_nothing_names_one(tmp_path: Path, model_fo
         ("models: [{engine: {model: M, max_num_seqs: 0}}]", "models[0].engine.max_num_seqs", "0 is outside 1..4096"),
         ("models: [{engine: {model: M, dtype: int8}}]", "models[0].engine.dtype", "'int8' is not one of"),
         ("models: [{engine: {model: M}, replicas: 0}]", "models[0].replicas", "outside 1..64"),
-        ("models: [{engine: {model: /absent}}]", "models[0].engine.model", "neither a folder with a config.json nor"),
+        ("models: [{engine: {model: /absent}}]", "models[0].engine.model", "there is no folder '/absent'"),
         ("models: [{engine: {}}]", "models[0].engine.model", "is missing"),
         ("models: []", "models", "is empty"),
         ("models: [{engine: {model: M}, name: a}, {engine: {model: M}, name: a}]", "models[1].name", "is served twice"),
@@ -425,3 +426,31 @@ def test_vllms_flags_of_a_certificate_are_the_gateways(tmp_path: Path, model_fol
     assert config.gateway.tls == HttpTls(certificate="/c.pem", key="/k.pem")
     assert config.fleet(Path).gateway["tls"] == {"certificate": "/c.pem", "key": "/k.pem"}
     assert refusal(tmp_path, text, gateway__tls__certificate="/c.pem").where == "gateway.tls.key"
+
+
+def test_a_key_that_cannot_be_read_here_fails_the_check(headrace: Headrace, tmp_path: Path) -> None:
+    file = tmp_path / "site.yaml"
+    file.write_text("models: [{name: far, upstreams: [{url: 'http://127.0.0.1:9/v1', api_key_env: HEADRACE_TEST_NOT_SET}]}]")
+    done = headrace("config", "check", str(file))
+    assert done.returncode == 3
+    assert "models[0].upstreams[0].api_key_env: the variable HEADRACE_TEST_NOT_SET is not set" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("empty", "the folder 'FOLDER/empty' has no config.json. A model's folder holds config.json"),
+        ("files", "the folder 'FOLDER/files' has no config.json. Give its file: FOLDER/files/a.gguf."),
+        ("files/b.gguf", "there is no file 'FOLDER/files/b.gguf'. Did you mean FOLDER/files/a.gguf?"),
+        ("modl", "there is no folder 'FOLDER/modl'. Did you mean FOLDER/model?"),
+        ("elsewhere", "there is no folder 'FOLDER/elsewhere'."),
+    ],
+)
+def test_a_model_that_is_not_there_says_what_is(headrace: Headrace, tmp_path: Path, name: str, said: str) -> None:
+    for folder, file in (("empty", ""), ("files", "a.gguf"), ("model", "config.json")):
+        (tmp_path / folder).mkdir()
+        if file:
+            (tmp_path / folder / file).touch()
+    done = headrace("serve", str(tmp_path / name))
+    assert done.returncode == 3
+    assert said.replace("FOLDER", str(tmp_path)) in done.stderr

@@ -46,7 +46,7 @@ drain_timeout_s: -4
 """
 FOUND = [
     (3, "models[0].replicas", "expected int"),
-    (5, "models[0].engine.model", "neither a folder"),
+    (5, "models[0].engine.model", "there is no folder"),
     (6, "models[0].engine.max_num_seq", "Did you mean max_num_seqs?"),
     (7, "models[0].engine.dtype", "'float17' is not one of auto, float32, bfloat16, float16."),
     (8, "models[0].engine.seed", "expected int"),

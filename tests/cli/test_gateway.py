@@ -147,7 +147,7 @@ def test_several_workers_are_started_by_a_supervisor_without_engines(monkeypatch
             "--replica: must name at least one replica, each name once",
         ),
         (["--replica", "a/b=unix:/a"], CommandExitCode.CONFIG, "--replica: 'a/b' is not a replica name"),
-        (["/absent", "--replica", "a=unix:/a"], CommandExitCode.CONFIG, "MODEL: '/absent' is neither a folder"),
+        (["/absent", "--replica", "a=unix:/a"], CommandExitCode.CONFIG, "MODEL: there is no folder '/absent'"),
         (["--replica", "a=unix:/a", "--host", "0.0.0.0"], CommandExitCode.CONFIG, "--host: 0.0.0.0 can be reached from other machines"),
         (["--replica", "a=unix:/a", "--workers", "65"], CommandExitCode.CONFIG, "--workers: 65 is outside 1..64"),
         (["--config", "/absent.yaml"], CommandExitCode.CONFIG, "/absent.yaml"),

@@ -96,8 +96,8 @@ def test_version_is_the_packages(headrace: Headrace) -> None:
         (["serve", "--max-model-len", "many"], CommandExitCode.USAGE, "--max-model-len"),
         (["serve", "--tensor-parallel-size", "2"], CommandExitCode.USAGE, "--replicas"),
         (["serve", "a", "--model", "b"], CommandExitCode.USAGE, "give one of them"),
-        (["serve", "/absent/folder"], CommandExitCode.CONFIG, "headrace: MODEL: '/absent/folder' is neither a folder"),
-        (["serve", "--model", "/absent/folder"], CommandExitCode.CONFIG, "headrace: --model: '/absent/folder' is neither a folder"),
+        (["serve", "/absent/folder"], CommandExitCode.CONFIG, "headrace: MODEL: there is no folder '/absent/folder'"),
+        (["serve", "--model", "/absent/folder"], CommandExitCode.CONFIG, "headrace: --model: there is no folder '/absent/folder'"),
         (["serve", "--max-num-seqs", "0"], CommandExitCode.CONFIG, "headrace: --max-num-seqs: 0 is outside"),
         (["serve", "--gpu-memory-utilization", "3"], CommandExitCode.CONFIG, "headrace: --gpu-memory-utilization: 3.0 is outside"),
         (

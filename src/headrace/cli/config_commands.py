@@ -64,6 +64,7 @@ def check(file: Annotated[Path, typer.Argument(help="YAML file.")]) -> None:
         print(f"headrace: {line}", file=sys.stderr)
     leave_if_faulty(file)
     config = load(file, os.environ)
+    _check_keys(config)
     replicas = sum(model.num_replicas for model in config.models)
     names = ", ".join(model.served_name for model in config.models)
     models, engines = counted(len(config.models), "model"), counted(replicas, "replica")
@@ -97,6 +98,18 @@ def leave_if_faulty(file: Path) -> None:
             print(fault.message(file), file=sys.stderr)
         print(f"headrace: {file}: {counted(len(found), 'fault')}", file=sys.stderr)
         raise typer.Exit(CommandExitCode.CONFIG)
+
+
+def _check_keys(config: ServeConfig) -> None:
+    """Raises ConfigError for a foreign server's key that cannot be read here and now."""
+    from headrace.gateway.upstream.foreign_session import read_key
+
+    for number, model in enumerate(config.models):
+        for place, upstream in enumerate(model.upstreams):
+            try:
+                read_key(upstream)
+            except ConfigError as error:
+                raise error.at(f"models[{number}].upstreams[{place}].{error.where}") from None
 
 
 @config_app.command()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 
 from headrace.bundled import bundled_path
@@ -27,7 +28,7 @@ from headrace.gateway.upstream.model_config import ForeignConfig, ModelConfig, R
 from headrace.observe.logs import LogFormat
 from headrace.policy.limits.price import Price
 from headrace.policy.limits.tier import Tier
-from headrace.tensor.checkpoint.gguf.paths import is_gguf, model_name
+from headrace.tensor.checkpoint.gguf.paths import SUFFIX, is_first, is_gguf, model_name
 from headrace.text.output.formats import AUTO, reasoning_format, tool_format
 from headrace.wire.tls.files import token_path
 
@@ -355,8 +356,16 @@ def _check_answers(where: str, model: ModelSection) -> None:
 
 def _check_folder(where: str, name: str) -> None:
     path = expanded(name)
-    if not (is_fetched(name) or bundled_path(name) or (path / "config.json").is_file() or (is_gguf(name) and path.is_file())):
-        raise ConfigError(where, f"{name!r} is neither a folder with a config.json nor a .gguf file nor a model's name")
+    if is_fetched(name) or bundled_path(name) or (path / "config.json").is_file() or (is_gguf(name) and path.is_file()):
+        return
+    if path.is_dir():
+        files = sorted(each.name for each in path.glob(f"*{SUFFIX}") if is_first(each))
+        remedy = f"Give its file: {path / files[0]}." if files else "A model's folder holds config.json, tokenizer.json and *.safetensors."
+        raise ConfigError(where, f"the folder {name!r} has no config.json", remedy)
+    kind, there = ("file", path.parent.glob(f"*{SUFFIX}")) if is_gguf(name) else ("folder", path.parent.glob("*/config.json"))
+    known = [str(each if is_gguf(name) else each.parent) for each in there]
+    near = get_close_matches(str(path), known, n=1)
+    raise ConfigError(where, f"there is no {kind} {name!r}", f"Did you mean {near[0]}?" if near else "")
 
 
 def is_fetched(model: str) -> bool:

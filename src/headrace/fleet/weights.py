@@ -7,6 +7,7 @@ files is ever fetched: no pickles, no code.
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
 from pathlib import Path
 
 from headrace.bundled import FOLDER, bundled_names, bundled_path
@@ -46,7 +47,9 @@ def resolve_model(name_or_path: str, *, experimental: bool = False, bundled: Pat
         raise ConfigError("model", f"there is no {'file' if is_gguf(name_or_path) else 'folder'} {name_or_path}", _known(bundled))
     if not experimental:
         reason = f"{name_or_path!r} is no folder here, and fetching from a hub has not been run where Headrace is tested"
-        raise ConfigError("model", reason, f"To try it: headrace serve --experimental, or LLM(experimental=True). {_known(bundled)}")
+        raise ConfigError(
+            "model", reason, f"{_known(bundled, name_or_path)} To try the hub: headrace serve --experimental, or LLM(experimental=True)."
+        )
     return _from_hub(name_or_path, bundled)
 
 
@@ -70,6 +73,8 @@ def _from_hub(name: str, bundled: Path) -> Path:
     return Path(folder)
 
 
-def _known(bundled: Path) -> str:
+def _known(bundled: Path, name: str = "") -> str:
     names = bundled_names(bundled)
-    return f"Bundled: {', '.join(names)}." if names else "Give the path of a model folder."
+    near = get_close_matches(name, names, n=1)
+    known = f"Bundled: {', '.join(names)}." if names else "Give the path of a model folder."
+    return f"Did you mean {near[0]}? {known}" if near else known
