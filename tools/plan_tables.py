@@ -94,7 +94,7 @@ def beside_simulate(catalogue: Catalogue) -> Iterator[str]:
         judged, latency = judge(need, Layout()), Roofline(need.model, need.device, Layout(), dtype, "bf16")
         for share in SHARES:
             rate = share * judged.full_tokens_per_s
-            load = at_rate(need, latency, rate, judged.batch)
+            load = at_rate(need, latency, rate, judged.load.running)
             found = summarize(simulate(need, judged, rate, num_requests=400, seed=0))
             tpot = f"{load.tpot_s * 1e3:.1f} | {found.tpot_s.mean * 1e3:.1f}"
             ttft = f"{load.ttft_s * 1e3:.0f} | {found.ttft_s.mean * 1e3:.0f}"

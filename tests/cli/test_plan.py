@@ -23,7 +23,7 @@ def planned(headrace: Headrace, *arguments: str) -> dict[str, object]:
 
 
 def test_seventy_billion_on_four_h100(headrace: Headrace) -> None:
-    found = planned(headrace, "llama-70b", "--gpu", "h100", "--count", "4", "--context", "2048")
+    found = planned(headrace, "llama-70b", "--gpu", "h100", "--count", "4", "--context", "2048", "--memory-fraction", "1")
     assert found["weights_bytes"] == pytest.approx(138e9, rel=0.01)
     assert found["kv_bytes_per_token"] == 327_680
     assert found["resident_tokens"] == pytest.approx(560_000, rel=0.02)
@@ -64,7 +64,7 @@ def test_two_cards_and_fifty_users(headrace: Headrace) -> None:
 def test_what_nothing_serves_ends_with_1_and_says_why(headrace: Headrace) -> None:
     done = headrace("plan", "llama-3-405b", "--gpu", "rtx4090", "--count", "2", "--layouts", "all")
     assert done.returncode == 1
-    assert "No layout serves this: weights of 811.7 GB do not fit in 48.0 GB." in done.stdout
+    assert "No layout serves this: weights of 811.7 GB do not fit in 43.2 GB." in done.stdout
 
 
 def test_devices_that_are_left_over_are_named(headrace: Headrace) -> None:
@@ -106,7 +106,7 @@ def test_a_price_is_not_asked_for_where_there_is_none(headrace: Headrace) -> Non
     shown = headrace("plan", "llama-3-8b", "--gpu", "groq", "--layouts", "all").stdout
     assert "more than a year old." in shown
     assert "look up its price" not in shown
-    assert "No layout serves this: weights of 16.1 GB do not fit in 14.7 GB." in shown
+    assert "No layout serves this: weights of 16.1 GB do not fit in 13.2 GB." in shown
 
 
 def test_an_encoder_has_no_time_per_token(headrace: Headrace) -> None:
@@ -142,7 +142,7 @@ def test_what_this_version_runs_is_chosen_and_the_rest_is_apart(headrace: Headra
     assert "TP 2" in apart
     too_large = headrace("plan", "llama-70b", "--gpu", "h100")
     assert too_large.returncode == 1
-    assert "No layout serves this: weights of 138.0 GB do not fit in 80.0 GB." in too_large.stdout
+    assert "No layout serves this: weights of 138.0 GB do not fit in 72.0 GB." in too_large.stdout
     assert (
         "No layout serves this: Headrace has no backend for AMD MI300X 192 GB." in headrace("plan", "mistral-7b", "--gpu", "mi300x").stdout
     )
@@ -155,11 +155,36 @@ def test_the_command_that_starts_the_plan_is_accepted_by_serve(headrace: Headrac
     command = found["command"]
     assert isinstance(command, str)
     assert re.fullmatch(
-        r"headrace serve headrace-tiny --device cpu --replicas \d+ --max-model-len 120 --max-num-seqs \d+ --max-num-batched-tokens 512",
+        r"headrace serve headrace-tiny --device cpu --replicas \d+ --max-model-len 120 --max-num-seqs \d+ --max-num-batched-tokens 512 "
+        r"--gpu-memory-utilization 0.5 --kv-cache-dtype bfloat16 --dtype bfloat16",
         command,
     )
     assert translated(command.split()[1:])[1] == []
     assert headrace(*command.split()[1:], "--help").returncode == 0
+
+
+def test_no_command_is_printed_that_would_not_start_the_plan(headrace: Headrace) -> None:
+    longer = planned(headrace, "llama-2-7b", "--gpu", "h100", "--context", "61000")
+    assert longer["is_met"] is True
+    assert longer["command"] is None
+    assert planned(headrace, "llama-2-7b", "--gpu", "h100", "--kv-dtype", "fp32")["command"] is None
+    rounded = planned(headrace, "llama-3-8b", "--gpu", "h100", "--dtype", "fp8", "--memory-fraction", "0.5", "--count", "1")["command"]
+    assert "--gpu-memory-utilization 0.5 --kv-cache-dtype bfloat16 --quantization fp8" in str(rounded)
+
+
+def test_more_requests_together_than_prompts_leave_time_for_are_not_planned(headrace: Headrace) -> None:
+    """Steps of a CPU are short: where hundreds decode, no room is left in them for prompts."""
+    lengths = ("--requests-per-second", "0.1", "--input-len", "100", "--output-len", "20", "--memory-fraction", "1")
+    found = planned(headrace, "llama-3-8b", "--gpu", "cpu", *lengths)
+    assert found["replicas"] == 1
+    assert found["capacity_tokens_per_s"] > 7  # type: ignore[operator]
+
+
+def test_a_weaker_wish_of_the_users_takes_no_more_devices(headrace: Headrace) -> None:
+    def devices(*wish: str) -> object:
+        return planned(headrace, "llama-3-8b", "--gpu", "h100", "--requests-per-second", "20", "--context", "640", *wish)["devices"]
+
+    assert devices("--tokens-per-user", "0.05") == devices("--tokens-per-user", "5") == devices() == 1
 
 
 def test_a_day_has_a_mean_and_a_peak(headrace: Headrace) -> None:

@@ -57,7 +57,9 @@ def plan(
         Path | None, typer.Option("--prices", help="TOML: egress_per_gb, storage_per_gb_month, then [gpu] and h100 = 2.5.")
     ] = None,
     catalogue: Annotated[Path | None, typer.Option("--catalogue", help="TOML with more devices and models (docs/planning.md).")] = None,
-    memory_fraction: Annotated[float, typer.Option("--memory-fraction", help="Share of memory for weights and KV cache.")] = 1.0,
+    memory_fraction: Annotated[
+        float | None, typer.Option("--memory-fraction", help="Share of memory for weights and KV cache; default: the engine's.")
+    ] = None,
     layouts: Annotated[str, typer.Option("--layouts", help="runnable: those that this version runs; all.")] = "runnable",
     explain: Annotated[bool, typer.Option("--explain", help="Show the formula of every number.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
@@ -83,17 +85,27 @@ def plan(
         traffic=asked.traffic(found.shape),
         goals=_goals(slo, found.shape),
         num_devices=count,
-        memory_fraction=memory_fraction,
+        memory_fraction=_fraction(first, memory_fraction),
         compares_all=layouts == "all",
         rounding=dtype if dtype in ROUNDED else "",
     )
-    needs = [need, *(replace(need, device=device) for device in others)]
+    needs = [need, *(replace(need, device=device, memory_fraction=_fraction(device, memory_fraction)) for device in others)]
     plans = sorted([make_plan(each, known.prices, [*found.notes, *asked.notes, *_age_notes(each)]) for each in needs], key=_cheapness)
     if plot is not None:
         _draw(plot, plans)
     _print(plans, model if found.is_here else f"./{found.shape.name}", explain, as_json)
     if not plans[0].is_met:
         raise typer.Exit(CommandExitCode.FAILED)
+
+
+def _fraction(device: Device, asked: float | None) -> float:
+    """The share of memory that is asked for, else what an engine takes on such a device."""
+    from headrace.core.option import options
+    from headrace.engine.config import EngineConfig, default_on
+
+    if asked is not None:
+        return asked
+    return float(str(default_on("cpu" if device.name == "cpu" else "cuda", dict(options(EngineConfig))["memory_fraction"])))
 
 
 def _draw(file: Path, plans: list[CapacityPlan]) -> None:
@@ -156,14 +168,14 @@ def _goals(slo: str | None, shape: ModelShape) -> Goals:
     return Goals(**values)
 
 
-def _check(dtype: str | None, kv_dtype: str, memory_fraction: float, layouts: str, plot: Path | None) -> None:
+def _check(dtype: str | None, kv_dtype: str, memory_fraction: float | None, layouts: str, plot: Path | None) -> None:
     from headrace.policy.placement.model import KV_BYTES, WEIGHT_BYTES
 
     if dtype is not None and dtype not in WEIGHT_BYTES:
         raise UsageRefused(f"--dtype: {dtype!r} is not known. One of {', '.join(WEIGHT_BYTES)}.")
     if kv_dtype not in KV_BYTES:
         raise UsageRefused(f"--kv-dtype: {kv_dtype!r} is not known. One of {', '.join(KV_BYTES)}.")
-    if not MIN_MEMORY_FRACTION <= memory_fraction <= 1:
+    if memory_fraction is not None and not MIN_MEMORY_FRACTION <= memory_fraction <= 1:
         raise UsageRefused(f"--memory-fraction: expected a share from {MIN_MEMORY_FRACTION:g} to 1, got {memory_fraction:g}.")
     if layouts not in LAYOUTS:
         raise UsageRefused(f"--layouts: {layouts!r} is not known. One of {', '.join(LAYOUTS)}.")

@@ -46,7 +46,7 @@ def compared(catalogue: Catalogue, seed: int) -> Compared:
             continue
         rate = drawn_by.uniform(0.02, 0.95) * judged.full_tokens_per_s
         latency = Roofline(need.model, need.device, layout, need.dtype, need.kv_dtype)
-        planned = at_rate(need, latency, rate, judged.batch)
+        planned = at_rate(need, latency, rate, max(judged.batch, judged.load.running))
         if planned.running <= MOST_RUNNING:
             break
     records = simulate(need, judged, rate, num_requests=NUM_REQUESTS, seed=seed)
@@ -66,7 +66,7 @@ def _need(catalogue: Catalogue, drawn_by: random.Random) -> tuple[Need, Layout]:
         dtype=drawn_by.choice(["bf16", "fp8", "int4"]),
         kv_dtype="bf16",
         traffic=Traffic(
-            prompt_tokens=drawn_by.choice([32, 100, 256, 512, 1000]),
+            prompt_tokens=drawn_by.choice([32, 100, 256, 512, 1000, 3000, 9000]),
             output_tokens=drawn_by.choice([8, 16, 32, 64, 128]),
             counts_prompts=True,
         ),
@@ -81,6 +81,8 @@ def check(found: Compared) -> None:
     simulated_s, chance_s = fmean(found.ttft_s), 3 * stdev(found.ttft_s) / sqrt(len(found.ttft_s))
     assert found.planned.ttft_s >= simulated_s - chance_s, "a plan promises an earlier first token than users get"
     assert found.planned.ttft_s <= 2.5 * simulated_s
+    late_s = sorted(found.ttft_s)[int(0.95 * len(found.ttft_s))]
+    assert 0.75 * late_s <= found.planned.ttft_p95_s <= 3 * late_s
     assert 0.75 * found.tpot_s <= found.planned.tpot_s <= 2.7 * found.tpot_s
 
 

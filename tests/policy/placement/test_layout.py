@@ -96,7 +96,7 @@ def test_a_replica_at_a_part_of_its_rate_is_earlier_than_a_full_one(share: float
     asked = need(goals=Goals(tpot_s=0.05), counts_prompts=counts_prompts)
     full = best(asked)
     latency = Roofline(asked.model, CARD, full.layout, "bf16", "bf16")
-    part = at_rate(asked, latency, share * full.full_tokens_per_s, full.batch)
+    part = at_rate(asked, latency, share * full.full_tokens_per_s, full.load.running)
     assert part.tokens_per_s == pytest.approx(share * full.full_tokens_per_s, rel=1e-6)
     assert part.running <= full.load.running
     assert part.tpot_s <= full.load.tpot_s * (1 + 1e-9)

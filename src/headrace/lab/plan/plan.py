@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from headrace.lab.plan.catalogue import HOURS_PER_MONTH, Prices
 from headrace.policy.placement.device import KV_EFFICIENCY
 from headrace.policy.placement.layout import HEADROOM, Placement, choose_layout, free_bytes
-from headrace.policy.placement.load import TAIL, step_tokens
+from headrace.policy.placement.load import step_tokens
 from headrace.policy.placement.model import KV_BYTES, WEIGHT_BYTES
 from headrace.policy.placement.need import Need
 from headrace.policy.placement.roofline import COLLECTIVES, COMPUTING, GAPS, READING_KV, READING_WEIGHTS, Roofline
@@ -142,6 +142,8 @@ def _speed_figures(need: Need, best: Placement, latency: Roofline) -> dict[str, 
     each = f"{HEADROOM:.0%} of the prefill rate" if need.model.is_encoder else f"{full:,.1f} tokens/s of a full one"
     if not need.model.is_encoder:
         figures |= _decode_figures(need, best, latency)
+        if not traffic.counts_prompts:
+            del figures["ttft_p95_s"]  # no queue of prompts is modelled
     figures["capacity_tokens_per_s"] = Figure(best.capacity_tokens_per_s, "tokens/s", f"{best.replicas} replica(s) x {each}")
     if traffic.tokens_per_s:
         figures["demand_tokens_per_s"] = Figure(traffic.tokens_per_s, "tokens/s", "asked for")
@@ -166,9 +168,7 @@ def _decode_figures(need: Need, best: Placement, latency: Roofline) -> dict[str,
         "running": Figure(load.running, "sequences", f"of one replica, in the mean, {at}"),
         "tpot_s": Figure(load.tpot_s, "s", step),
         "ttft_s": Figure(load.ttft_s, "s", f"{own} + {steps} + mean wait for other prompts {load.wait_s * 1e3:.3f} ms"),
-        "ttft_p95_s": Figure(
-            load.ttft_p95_s, "s", f"{own} + {steps} + {TAIL:.2f} times that wait (exponential tail) {TAIL * load.wait_s * 1e3:.3f} ms"
-        ),
+        "ttft_p95_s": Figure(load.ttft_p95_s, "s", f"{own} + {steps} + what 95 % wait at most {load.wait_p95_s * 1e3:.3f} ms"),
         "mbu": Figure(best.mbu, "", f"{read / 1e9:,.3f} GB of weights and KV read per token of every sequence / ({there})"),
     }
 
@@ -241,7 +241,7 @@ def _notes(need: Need, best: Placement) -> list[str]:
     if need.dtype in ("fp8", "int8") and need.dtype not in device.flops:
         notes.append(f"{device.title} has no {need.dtype} products: {need.dtype} weights save memory and are multiplied in 16 bits.")
     if need.memory_fraction == 1:
-        notes.append("All memory counts. An engine needs some for activations: --memory-fraction 0.9 is what engines take.")
+        notes.append("All memory counts. An engine needs some for activations.")
     if not device.is_served:
         notes.append(f"Headrace has no backend for {device.title}: its figures are arithmetic alone.")
     if best.batch and best.price_per_hour is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -73,10 +74,16 @@ def lines(plan: CapacityPlan, *, model: str, explains: bool = False) -> Iterator
         yield f"- {note}"
 
 
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+KV_DTYPES = {"bf16": "bfloat16", "fp16": "bfloat16", "fp8": "fp8", "int8": "int8"}
+"""Planned dtype -> value of --dtype, of --kv-cache-dtype. A cache of float16 is as large as one of bfloat16."""
+
+
 def serve_command(plan: CapacityPlan, model: str) -> str:
-    """The command that starts what the plan chose, with the limits that it assumed; empty where no command of this version does."""
+    """The command that starts what the plan chose, with what it assumed; empty where no command of this version does."""
     need, best = plan.need, plan.best
-    if need.model.is_encoder or not need.device.is_served or why_not_run(best.layout.tp, best.layout.pp):
+    is_run = need.device.is_served and not why_not_run(best.layout.tp, best.layout.pp)
+    if need.model.is_encoder or not is_run or need.kv_dtype not in KV_DTYPES or need.traffic.context > need.model.max_positions:
         return ""
     flags = {
         "--device": "cpu" if need.device.name == "cpu" else "cuda",
@@ -84,12 +91,14 @@ def serve_command(plan: CapacityPlan, model: str) -> str:
         "--max-model-len": need.traffic.context,
         "--max-num-seqs": best.max_num_seqs,
         "--max-num-batched-tokens": max(step_tokens(need), best.max_num_seqs),
+        "--gpu-memory-utilization": f"{need.memory_fraction:g}",
+        "--kv-cache-dtype": KV_DTYPES[need.kv_dtype],
     }
     if need.rounding:
         flags["--quantization"] = need.rounding
-    if need.kv_dtype in ("fp8", "int8"):
-        flags["--kv-cache-dtype"] = need.kv_dtype
-    return " ".join(["headrace serve", model, *(f"{flag} {value}" for flag, value in flags.items())])
+    elif need.dtype in DTYPES and need.model.stored is None:
+        flags["--dtype"] = DTYPES[need.dtype]
+    return " ".join(["headrace serve", shlex.quote(model), *(f"{flag} {value}" for flag, value in flags.items())])
 
 
 def comparison(plans: Sequence[CapacityPlan]) -> Iterator[str]:

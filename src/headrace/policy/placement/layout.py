@@ -26,6 +26,12 @@ MAX_NUM_SEQS = 1024
 MAX_DEVICES = 64
 """Most devices of one replica."""
 
+LEAST_RUNNING = 1e-3
+"""Sequences that decode together at the smallest load that is tried."""
+
+FULLEST_STEPS = 16
+"""Halvings of the logarithm of the load: it is found within a tenth of a percent."""
+
 TIE = 0.05
 """Layouts whose rates differ by no more than this share are equally good: the roofline is not more exact."""
 
@@ -96,13 +102,8 @@ def judge(need: Need, layout: Layout) -> Placement:
     if need.model.is_encoder:
         return _encoder(need, latency, refused)
     room = min(sequences, MAX_NUM_SEQS)
-
-    def is_kept(batch: int) -> bool:
-        load = at_running(need, latency, batch)
-        return load.slots <= room and not _why_late(need, load)
-
-    batch = 0 if refused else _largest(room, is_kept)
-    full = load = at_running(need, latency, max(1, batch))
+    full = load = _fullest(need, latency, room)
+    batch = 0 if refused or _why_late(need, full) or full.slots > room else max(1, round(full.running))
     replicas, lacking = _replicas(need, layout, full.tokens_per_s)
     if batch and need.traffic.tokens_per_s and replicas:
         load = at_rate(need, latency, min(need.traffic.tokens_per_s / replicas, full.tokens_per_s), full.running)
@@ -120,6 +121,25 @@ def judge(need: Need, layout: Layout) -> Placement:
         price_per_hour=_price(need, replicas, layout),
         reason=refused or ("" if batch else _why_late(need, full) or _why_few(room)) or _why_not_run(need, layout) or lacking,
     )
+
+
+def _fullest(need: Need, latency: Roofline, room: int) -> Load:
+    """The largest load that keeps the goals and has room; the smallest one that is tried where none does."""
+
+    def is_kept(load: Load) -> bool:
+        return load.slots <= room and not _why_late(need, load)
+
+    if not need.traffic.counts_prompts:
+        return at_running(need, latency, max(1, _largest(room, lambda batch: is_kept(at_running(need, latency, batch)))))
+    low, high = math.log(LEAST_RUNNING), math.log(max(1, room))
+    least = at_running(need, latency, LEAST_RUNNING)
+    for _ in range(FULLEST_STEPS):
+        middle = (low + high) / 2
+        load = at_running(need, latency, math.exp(middle))
+        is_busy = load.running < math.exp(middle) * (1 - 1e-6)  # prompts alone keep it busy: more sequences never decode together
+        low, high = (low, middle) if is_busy or not is_kept(load) else (middle, high)
+        least = load if low == middle else least
+    return least
 
 
 def capacity(need: Need, layout: Layout) -> tuple[int, int]:
@@ -221,7 +241,7 @@ def _encoder(need: Need, latency: Roofline, refused: str) -> Placement:
         batch=0 if reason else 1,
         max_num_seqs=0,
         full_tokens_per_s=rate,
-        load=Load(0.0, 0.0, rate, 0.0, 0.0, 0.0, alone_s, 0.0, 0.0),
+        load=Load(0.0, 0.0, rate, 0.0, 0.0, 0.0, alone_s, 0.0, 0.0, 0.0),
         prefill_tokens_per_s=rate / HEADROOM,
         mbu=0.0,
         replicas=replicas,

@@ -22,9 +22,6 @@ from dataclasses import dataclass
 from headrace.policy.placement.need import Need
 from headrace.policy.placement.roofline import CHUNK_TOKENS, Roofline
 
-TAIL = -math.log(0.05)
-"""p95 of a waiting time over its mean, where it has an exponential tail."""
-
 STEP_TOKENS = {"cpu": 512}
 GPU_STEP_TOKENS = 8192
 """Most tokens of a step by device: the engine's defaults of max_num_batched_tokens."""
@@ -42,8 +39,8 @@ class Load:
     tpot_s        from one token to the next
     decode_s      of a step without prompts; prompts_s: of the prompts in a step, in the mean
     own_s         of a prompt's own computation
-    steps_s       of steps that a prompt waits for whatever the load
-    wait_s        of the mean wait that other prompts cause
+    steps_s       of steps that a prompt waits for whatever the load; for users alone, of those beside it
+    wait_s        of the mean wait that other prompts cause; wait_p95_s: what 95 % of them wait at most
     """
 
     running: float
@@ -55,6 +52,7 @@ class Load:
     own_s: float
     steps_s: float
     wait_s: float
+    wait_p95_s: float
 
     @property
     def ttft_s(self) -> float:
@@ -63,7 +61,7 @@ class Load:
 
     @property
     def ttft_p95_s(self) -> float:
-        return self.own_s + self.steps_s + TAIL * self.wait_s
+        return self.own_s + self.steps_s + self.wait_p95_s
 
     @property
     def slots(self) -> int:
@@ -86,7 +84,7 @@ def at_running(need: Need, latency: Roofline, running: float) -> Load:
     wanted = traffic.user_tokens_per_s
     rate = min(running / step_s, running * wanted) if wanted else running / step_s
     num_steps = 0.5 + math.ceil(traffic.prompt_tokens / CHUNK_TOKENS)
-    return Load(running, 0.0, rate, step_s, step_s, 0.0, latency.prefill_s(traffic.prompt_tokens), num_steps * step_s, 0.0)
+    return Load(running, 0.0, rate, step_s, step_s, 0.0, latency.prefill_s(traffic.prompt_tokens), num_steps * step_s, 0.0, 0.0)
 
 
 def at_rate(need: Need, latency: Roofline, tokens_per_s: float, most: float) -> Load:
@@ -98,40 +96,38 @@ def _random_arrivals(need: Need, latency: Roofline, running: float) -> Load:
     """See the module's header."""
     traffic = need.traffic
     prompt, decoding = traffic.prompt_tokens, traffic.output_tokens - 1 or 1
-    wanted = traffic.user_tokens_per_s
     step_s = latency.decode_s(running + 1, prompt + traffic.output_tokens / 2)
     tokens = running + 1
     many_s = (latency.prefill_busy_s(tokens + 2 * CHUNK_TOKENS) - latency.prefill_busy_s(tokens + CHUNK_TOKENS)) / CHUNK_TOKENS * prompt
     first_s = latency.prefill_busy_s(tokens + prompt) - latency.prefill_busy_s(tokens)
-    saved_s = min(max(0.0, many_s - first_s), many_s)
+    many_s = max(many_s, first_s)
+    saved_s = many_s - max(0.0, first_s)
     num_steps = prompt / max(1.0, step_tokens(need) - running)
     service_s = many_s + step_s * num_steps
 
-    def at(rate: float) -> tuple[float, float, float]:
-        """(mean step, prompts' share of it, TPOT) at `rate` requests per second."""
+    def at(rate: float) -> tuple[float, float, float, float]:
+        """(mean step, prompts' share of it, mean wait, TPOT) at `rate` requests per second."""
         mean_s = _mean_step_s(rate, step_s, many_s, saved_s)
-        share = 1 - step_s / mean_s
-        own_s = step_s + many_s + rate * many_s * _met_step_s(rate, mean_s, many_s)
+        share, use = 1 - step_s / mean_s, rate * service_s
+        met_s = mean_s + rate * many_s**2 / (1 - (rate * many_s) ** 2)
+        if num_steps <= 1:
+            wait_s, own_s = (0.5 + use) * met_s, step_s + many_s + rate * many_s * met_s
+        else:
+            wait_s = 0.5 * met_s + use * service_s / (2 * (1 - use))
+            own_s = math.ceil(num_steps) * step_s + many_s + wait_s
         # prompts that came during the request's own prompt are in the steps after it, and those that came during these in later ones
         more_s = share * (1 - share**decoding) / (1 - share) * (own_s - mean_s) / decoding
-        return mean_s, share, mean_s + max(0.0, more_s)
+        return mean_s, share, wait_s, mean_s + max(0.0, more_s)
 
-    def is_enough(rate: float) -> bool:
-        tpot_s = max(at(rate)[2], 1 / wanted if wanted else 0.0)
-        return rate * decoding * tpot_s >= running
-
-    rate = _least(MOST_USE / service_s, is_enough)
-    mean_s, share, tpot_s = at(rate)
-    use = rate * service_s
-    met_s = _met_step_s(rate, mean_s, many_s)
-    wait_s = (0.5 + use) * met_s if num_steps <= 1 else 0.5 * met_s + use * service_s / (2 * (1 - use))
+    rate = _least(MOST_USE / service_s, lambda rate: rate * decoding * at(rate)[3] >= running)
+    mean_s, share, wait_s, tpot_s = at(rate)
     alone_s, beside = latency.prefill_s(prompt), min(1.0, running)
     own_s = (1 - beside) * alone_s + beside * (many_s - saved_s * math.exp(-rate * mean_s)) + math.ceil(num_steps) * step_s
     own_s += alone_s - latency.prefill_busy_s(prompt)  # a pipeline is filled first
     ttft_s = own_s + mean_s + wait_s
     return Load(
         waiting=rate * ttft_s,
-        running=min(running, rate * decoding * max(tpot_s, 1 / wanted if wanted else 0.0)),
+        running=min(running, rate * decoding * tpot_s),
         tokens_per_s=rate * traffic.output_tokens,
         tpot_s=tpot_s,
         decode_s=step_s,
@@ -139,7 +135,13 @@ def _random_arrivals(need: Need, latency: Roofline, running: float) -> Load:
         own_s=own_s,
         steps_s=mean_s,
         wait_s=wait_s,
+        wait_p95_s=wait_s * _tail(rate * service_s),
     )
+
+
+def _tail(use: float) -> float:
+    """p95 of a wait over its mean, where a share `use` of the requests waits, for times with an exponential tail."""
+    return max(math.log(20), math.log(20 * use) / use) if use > 0 else 0.0
 
 
 def _mean_step_s(rate: float, step_s: float, prompt_s: float, saved_s: float) -> float:
@@ -152,17 +154,12 @@ def _mean_step_s(rate: float, step_s: float, prompt_s: float, saved_s: float) ->
     return mean_s
 
 
-def _met_step_s(rate: float, mean_s: float, prompt_s: float) -> float:
-    """Mean length of the step that a request meets."""
-    return mean_s + rate * prompt_s**2 / (1 - (rate * prompt_s) ** 2)
-
-
 def _least(most: float, is_enough: Callable[[float], bool]) -> float:
     """The least number from 0 to `most` that is enough, `most` where none is. If a number is enough, so are those above it."""
     low, high = 0.0, most
     if not is_enough(most):
         return most
-    for _ in range(40):
+    for _ in range(32):
         middle = (low + high) / 2
         low, high = (low, middle) if is_enough(middle) else (middle, high)
     return high
