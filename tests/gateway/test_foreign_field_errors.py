@@ -12,7 +12,8 @@ from headrace.gateway.upstream.foreign_field_errors import refused_field
 
 pytestmark = pytest.mark.pure
 
-NAMES = {"seed", "n", "user", "max_tokens", "cache_control", "messages", "tools", "stream_options", "temperature", "response_format"}
+NAMES = {"seed", "n", "user", "max_tokens", "messages", "tools", "stream_options", "temperature", "response_format"}
+NAMES |= {"prompt_cache_options", "cache_control", "messages.cache_control", "messages.thinking_blocks"}
 NEWER = NAMES - {"max_tokens"} | {"max_completion_tokens"}
 
 
@@ -53,13 +54,18 @@ REFUSED_NAMES: dict[str, tuple[Any, str]] = {
         "max_completion_tokens",
     ),
     "Anthropic": (error("stream_options: Extra inputs are not permitted", type="invalid_request_error"), "stream_options"),
-    "Anthropic, a mark": (error("messages.0.content.0.cache_control: Extra inputs are not permitted"), "cache_control"),
+    "Anthropic, a mark": (error("messages.0.content.0.cache_control: Extra inputs are not permitted"), "messages.cache_control"),
+    "Anthropic, a mark of the body": (error("cache_control: Extra inputs are not permitted"), "cache_control"),
+    "OpenAI, a mark": (
+        error("Unknown parameter: 'messages[0].cache_control'.", param="messages[0].cache_control", code="unknown_parameter"),
+        "messages.cache_control",
+    ),
     "Gemini": ([error('Invalid JSON payload received. Unknown name "user": Cannot find field.', code=400)], "user"),
     "Bedrock": ({"message": "Malformed input request: #: extraneous key [stream_options] is not permitted"}, "stream_options"),
     "Groq": (error("property 'user' is unsupported", type="invalid_request_error"), "user"),
     "Groq, a mark": (
         error("'messages.0' : for 'role:user' the following must be satisfied[('messages.0' : property 'cache_control' is unsupported)]"),
-        "cache_control",
+        "messages.cache_control",
     ),
     "Cerebras": (error("body.stream_options: property 'body.stream_options' is unsupported", param="stream_options"), "stream_options"),
     "TGI": (
@@ -76,6 +82,8 @@ REFUSED_NAMES: dict[str, tuple[Any, str]] = {
     "Python": ({"detail": "create() got an unexpected keyword argument 'stream_options'"}, "stream_options"),
     "a deprecated name": (error("max_tokens is deprecated, use max_completion_tokens"), "max_tokens"),
     "n": (error("Unsupported parameter: 'n'", param="n"), "n"),
+    "for a model": (error("'stream_options' is not supported for the o1 model."), "stream_options"),
+    "by a server": (error("The parameter user is not supported with this endpoint"), "user"),
 }
 
 # a value of one client: nothing is learned
@@ -134,6 +142,45 @@ REFUSED_VALUES: dict[str, tuple[Any, str]] = {
     "a quoted sentence, no place": (error("Parameter user is wrong: 'max_tokens, unknown parameter stream_options'"), "user"),
     "a quoted word": (error("Invalid 'user': unknown id 'unsupported'", param="user"), "user"),
     "nothing more": (error("no", param="max_tokens"), "max_tokens"),
+    "inside, OpenAI": (
+        error("Unknown parameter: 'prompt_cache_options.foo'.", param="prompt_cache_options.foo", code="unknown_parameter"),
+        "prompt_cache_options",
+    ),
+    "inside, FastAPI": (
+        {"detail": [forbidden("body", "messages", 0, "content", 0, "text", "cache_control", "ephemeral", "foo")]},
+        "messages.cache_control",
+    ),
+    "inside, Anthropic": (
+        error("messages.0.content.0.text.cache_control.ephemeral.foo: Extra inputs are not permitted"),
+        "messages.cache_control",
+    ),
+    "inside, an item": (error("messages.1.thinking_blocks.0.foo: Extra inputs are not permitted"), "messages.thinking_blocks"),
+    "inside, vLLM": (
+        {"message": "[{'type': 'extra_forbidden', 'loc': ('body', 'prompt_cache_options', 'foo'), 'msg': 'Extra', 'input': 1}]"},
+        "prompt_cache_options",
+    ),
+    "inside, a pointer": (error("/prompt_cache_options/foo: additional properties are not allowed"), "prompt_cache_options"),
+    "inside, brackets": (error("Unknown parameter: prompt_cache_options['foo']"), "prompt_cache_options"),
+    "inside, another name": (error("Unrecognized key(s) in object: 'foo'", param="prompt_cache_options"), "prompt_cache_options"),
+    "inside, jsonschema": (
+        error("Additional properties are not allowed ('foo' was unexpected) - 'prompt_cache_options'"),
+        "prompt_cache_options",
+    ),
+    "a quoted code": (error("user 'unknown_parameter' is invalid", param="user"), "user"),
+    "a quoted code, no place": (error('Parameter user: "extra_forbidden" is no id'), "user"),
+    "a quoted path": (error("Invalid user: 'unknown_parameter.user'", param="user"), "user"),
+    "a quoted code, pydantic": (
+        {"message": "[{'type': 'string_type', 'loc': ('body', 'user'), 'input': {'type': 'extra_forbidden'}}]"},
+        "user",
+    ),
+    "beside tools": (error("stream_options is not supported with tools"), "stream_options"),
+    "for images": (error("'stream_options' is not supported for requests with images"), "stream_options"),
+    "beside tools, does not": (error("This model does not support stream_options with tools", param="stream_options"), "stream_options"),
+    "beside tools, a code": (
+        error("Unsupported parameter: 'stream_options' with this model and tools", param="stream_options", code="unsupported_parameter"),
+        "stream_options",
+    ),
+    "in some requests": (error("stream_options is not allowed in batch requests"), "stream_options"),
 }
 
 
@@ -159,7 +206,10 @@ def test_a_value_that_a_server_refuses_teaches_nothing(name: str) -> None:
         (error("unknown field `foo`, expected one of `seed`, `user`"), None),
         (error("does not support parameter maxTokens"), "max_tokens"),
         (error("wrong 'seed'", param="tools[0].function.parameters.properties.seed"), "tools"),
-        ({"detail": [{"loc": ["body", "messages", 0, "content", 0, "cache_control"], "msg": "no"}]}, "cache_control"),
+        ({"detail": [{"loc": ["body", "messages", 0, "content", 0, "cache_control"], "msg": "no"}]}, "messages.cache_control"),
+        (error("no", param="tools[0].cache_control"), "tools"),
+        (error("no", param="thinking_blocks"), "messages.thinking_blocks"),
+        (error("property 'thinking_blocks' is unsupported"), "messages.thinking_blocks"),
         ({"detail": [{"loc": ["body"], "msg": "stream_options needs stream"}]}, "stream_options"),
         ({"detail": [{"msg": "no", "input": {"seed": "'seed'"}}]}, None),
         ({"message": ["'seed' is not known"]}, None),

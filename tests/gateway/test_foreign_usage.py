@@ -84,7 +84,9 @@ def moonshot(true: Truth) -> Fields:
 
 
 def beside_by_the_total(true: Truth) -> Fields:
-    return openai(true) | {"prompt_tokens": true.rest, "total_tokens": true.total}
+    """What stands in the prompt's details is a part of it, whatever the total is."""
+    details = {"prompt_tokens_details": {}, "cached_tokens": true.cached, "cache_creation_input_tokens": true.written}
+    return openai(true) | {"prompt_tokens": true.rest, "total_tokens": true.total} | details
 
 
 def beside_by_the_number(true: Truth) -> Fields:
@@ -103,6 +105,10 @@ def gemini(true: Truth) -> Fields:
     return {"prompt_tokens": true.prompt, "completion_tokens": true.text, "total_tokens": true.total}
 
 
+def gemini_with_details(true: Truth) -> Fields:
+    return gemini(true) | {"prompt_tokens_details": {"cached_tokens": true.cached}}
+
+
 FORMS: dict[Callable[[Truth], Fields], Callable[[Truth], bool]] = {
     openai: lambda _: True,
     lambda true: openai(true) | {"total_tokens": true.total}: lambda _: True,
@@ -113,9 +119,10 @@ FORMS: dict[Callable[[Truth], Fields], Callable[[Truth], bool]] = {
     moonshot: lambda _: True,
     beside_by_the_total: lambda true: true.parts not in (0, true.reasoning),
     beside_by_the_number: lambda true: true.parts > true.rest,
-    xai: lambda true: true.reasoning not in (true.parts, 2 * true.parts) or not true.parts,
+    xai: lambda _: True,
     xai_without_a_total: lambda true: true.reasoning > true.text,
     gemini: lambda true: true.text > 0 and true.reasoning != true.parts,
+    gemini_with_details: lambda true: true.text > 0,
 }
 """A form of a true usage -> whether it can be told from the others: where its parts are less, its numbers could be another form's."""
 
@@ -161,6 +168,11 @@ def test_any_mix_of_forms_means_the_one_true_usage(given_usage: tuple[Truth, lis
     assert found.reasoning_tokens <= true.reasoning
     if any("cached_tokens" in str(each) or "cache_read" in str(each) or "hit" in str(each) for each in objects):
         assert found.cached_tokens == true.cached
+
+
+def test_reasoning_without_a_name_is_no_cached_prompt_where_both_are_as_many() -> None:
+    counts = {"prompt_tokens": 1000, "completion_tokens": 50, "total_tokens": 1250}
+    assert meant([counts | {"prompt_tokens_details": {"cached_tokens": 200}}])[:4] == (1000, 250, 200, 200)
 
 
 BESIDE = {"input_tokens": 10, "cache_read_input_tokens": 900, "output_tokens": 3}

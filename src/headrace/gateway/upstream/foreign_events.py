@@ -31,7 +31,7 @@ MAX_SIGNS_OF_LIFE = 5
 """Most times `silence_s` between two tokens of a server that sends something else meanwhile: comments, pings, empty chunks, halves."""
 
 NEXT_CHOICE_S = 30.0
-"""Seconds a server may take for its next choice, after all that began have ended. Then it ignores `n`."""
+"""Seconds a server may take for its next choice, after all that began have ended. Then the rest is asked for one by one."""
 
 END_OF_STREAM_S = 5.0
 """Seconds a server may take for usage and [DONE] together after every sequence has ended."""
@@ -72,7 +72,11 @@ class SilenceLimit:
 
 
 class EventReader:
-    """The reader of one answer. has_begun: an event was given"""
+    """The reader of one answer.
+
+    has_begun  an event was given
+    is_cut     the server stayed silent where choices were missing, and was waited for no longer
+    """
 
     def __init__(self, indices: Sequence[int], call_key: str, *, late_usage_s: float = LATE_USAGE_S) -> None:
         """
@@ -81,6 +85,7 @@ class EventReader:
         """
         self.answer = ForeignAnswer(indices, call_key)
         self.has_begun = False
+        self.is_cut = False
         self._late_usage_s = late_usage_s
         self._num_bytes = 0
         self._ended_at: float | None = None
@@ -180,7 +185,9 @@ class EventReader:
         if self._ended_at is None:
             self._ended_at = now
         if self.answer.num_running:
-            return await _read_until(self._ended_at + NEXT_CHOICE_S, response, TimeoutError)
+            piece = await _read_until(self._ended_at + NEXT_CHOICE_S, response, TimeoutError)
+            self.is_cut = not piece and not response.content.at_eof()
+            return piece
         return await _read_until(self._ended_at + END_OF_STREAM_S, response)
 
 

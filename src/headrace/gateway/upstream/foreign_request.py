@@ -12,20 +12,23 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from headrace.core.ids import RequestId
 from headrace.core.sampling import MAX_SEED
 from headrace.gateway.upstream.foreign_field_errors import LEFT_OUT_INSIDE, LIMITS, Refusal
-from headrace.gateway.upstream.generation_request import PASSED_IN_BODY, PASSED_IN_CHAT, without
+from headrace.gateway.upstream.generation_request import PASSED_IN_BODY, PASSED_IN_CHAT, names_inside, without
 
 WITHOUT_MEANING = frozenset(("stream_options", *PASSED_IN_BODY, *PASSED_IN_CHAT))
 """Fields of a body that are not about the answer."""
+
+_MARKED = ("messages", "tools")
 
 SALT = "cache_salt"
 
 ADDED = frozenset(("model", "stream", SALT))
 """Fields that a client did not write."""
+
+MAX_ADAPTATIONS = 3
+"""Most times that a request is written in another form for one server."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,7 +37,7 @@ class ForeignRequest:
 
     fields        the body without the fields that differ between servers
     salt          the tenant's salt
-    is_n_refused  a server refused `n` in this request; its other sequences are asked for one by one
+    is_one_by_one  a server refused `n` in this request, or left choices out; its other sequences are asked for one by one
     """
 
     request_id: RequestId
@@ -43,7 +46,7 @@ class ForeignRequest:
     salt: bytes
     num_prompts: int
     num_sequences: int
-    is_n_refused: bool = False
+    is_one_by_one: bool = False
 
     @property
     def _n(self) -> int:
@@ -75,7 +78,7 @@ class ForeignRequest:
 
     def share(self, indices: Sequence[int], refused: Collection[str], *, takes_one_prompt: bool) -> Sequence[int]:
         """The part of the sequences that a server is asked for at once. takes_one_prompt: it answers one prompt of several"""
-        return indices[:1] if (takes_one_prompt if self._n == 1 else self.is_n_refused or "n" in refused) else indices
+        return indices[:1] if self.is_one_by_one or (takes_one_prompt if self._n == 1 else "n" in refused) else indices
 
 
 def written(fields: Mapping[str, Any], refused: Collection[str]) -> dict[str, Any]:
@@ -87,8 +90,10 @@ def written(fields: Mapping[str, Any], refused: Collection[str]) -> dict[str, An
         if name in refused and name in made:
             made[other] = made.pop(name)
             break
-    marks = LEFT_OUT_INSIDE.intersection(refused)
-    return made | {name: without(made[name], marks) for name in ("messages", "tools") if marks and name in made}
+    for place in _MARKED:
+        if (marks := {name for name in LEFT_OUT_INSIDE if f"{place}.{name}" in refused}) and place in made:
+            made[place] = without(made[place], marks)
+    return made
 
 
 def refuse(refused: set[str], name: str) -> None:
@@ -104,12 +109,16 @@ def is_adaptable(refusal: Refusal, tried: Collection[Refusal]) -> bool:
     A limit that is too large stays what it is: a server that ignores the other name would give a longer answer.
     """
     names = {each.field for each in tried}
+    if len(tried) == MAX_ADAPTATIONS:
+        return False
     if refusal.field in LIMITS:
         return refusal.is_name and names.isdisjoint(LIMITS)
-    return refusal.field not in names and (refusal.field in WITHOUT_MEANING or refusal.field in LEFT_OUT_INSIDE or refusal.field == "n")
+    is_mark = refusal.field.startswith(tuple(f"{place}." for place in _MARKED))
+    may_go = is_mark or refusal.field in WITHOUT_MEANING or refusal.field == "n"
+    return may_go and refusal.field not in names
 
 
 def names_in(fields: Mapping[str, Any]) -> set[str]:
-    """The names of a body's fields, and of the marks inside its messages and functions."""
-    text = msgspec.json.encode([fields.get("messages"), fields.get("tools")])
-    return set(fields) - ADDED | {name for name in LEFT_OUT_INSIDE if name.encode() in text}
+    """The names of a body's fields, and of the marks inside its messages and functions with their place: `messages.cache_control`."""
+    marks = {f"{place}.{name}" for place in _MARKED for name in LEFT_OUT_INSIDE & names_inside(fields.get(place))}
+    return set(fields) - ADDED | marks

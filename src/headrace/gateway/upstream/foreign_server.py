@@ -20,7 +20,6 @@ from headrace.core.clock import Clock
 from headrace.core.errors import Unavailable
 from headrace.core.ids import RequestId
 from headrace.gateway.http.descriptors import MAX_FOREIGN_CONNECTIONS
-from headrace.gateway.upstream.foreign_answer import ForeignAnswer
 from headrace.gateway.upstream.foreign_chunk import SideField
 from headrace.gateway.upstream.foreign_errors import CLIENT_FAULTS, BrokenStream, ErrorKind, SentError, sent_error
 from headrace.gateway.upstream.foreign_events import EventReader, EventSink, SilenceLimit
@@ -167,7 +166,7 @@ class ForeignServer:
             async with asyncio.timeout(None) as deadline, await self._accepted(request, fields, refused, tried, deadline) as response:
                 await reader.read(response, sink, silence=SilenceLimit(deadline, self.config.silence_s), on_begun=begin)
             result = AttemptResult.OK
-            self._learn(request, written(fields, refused), len(asked), tried[-1:], reader.answer)
+            self._learn(request, written(fields, refused), len(asked), tried[-1:], reader)
         except AttemptFailed as failure:
             result = failure.result
             raise
@@ -203,11 +202,12 @@ class ForeignServer:
 
         refused   names of fields to be left out or written otherwise; more are added
         tried     receives the refusals for which the request was sent again
-        deadline  set anew whenever the request is sent, and not in force while the body of an error is read, which has a time of its own
+        deadline  set once for all forms, and not in force while the body of an error is read, which has a time of its own
         """
+        first_token_at = asyncio.get_running_loop().time() + self.config.first_token_s
         while True:
             sent = written(fields, refused)
-            deadline.reschedule(asyncio.get_running_loop().time() + self.config.first_token_s)
+            deadline.reschedule(first_token_at)
             response = await self._respond(request, sent)
             if 200 <= response.status < 300:  # some frameworks answer a POST with 201
                 return response
@@ -219,16 +219,18 @@ class ForeignServer:
                 raise failure
             tried.append(refusal)
             refuse(refused, refusal.field)
-            request.is_n_refused = request.is_n_refused or refusal.field == "n"
+            request.is_one_by_one = request.is_one_by_one or refusal.field == "n"
 
-    def _learn(self, request: ForeignRequest, sent: dict[str, Any], num_asked: int, last: Sequence[Refusal], answer: ForeignAnswer) -> None:
+    def _learn(self, request: ForeignRequest, sent: dict[str, Any], num_asked: int, last: Sequence[Refusal], reader: EventReader) -> None:
         """Keep what an answer proves of the server. sent: fields of the request, for num_asked sequences
 
         last  the refusal after which the server took the request, if there was one. Those before it may have been misread: the server
               refused the request all the same.
         """
-        names = [refusal.field for refusal in last if refusal.is_name]
-        if answer.left and "n" in sent:
+        names, answer = [refusal.field for refusal in last if refusal.is_name], reader.answer
+        if answer.left and reader.is_cut:
+            request.is_one_by_one = True  # it may have been slow
+        elif answer.left and "n" in sent:
             names.append("n")
         elif answer.left and request.num_prompts == request.num_sequences and not self.takes_one_prompt:
             self.log_fact("answers one prompt of several")
@@ -283,7 +285,8 @@ class ForeignServer:
         is_about_n = "n" in sent and status in (500, 501)  # of llama.cpp for example
         if not is_about_n and status not in CLIENT_FAULTS:
             return None
-        refusal = refused_field(body, {"n"} if is_about_n else names_in(sent) | ({SALT} if self.config.cache_salt else set()))
+        is_salt_ours = self.config.cache_salt and b"cachesalt" not in msgspec.json.encode(sent).lower().replace(b"_", b"")
+        refusal = refused_field(body, {"n"} if is_about_n else names_in(sent) | ({SALT} if is_salt_ours else set()))
         if refusal is not None and refusal.field == SALT:
             self.log_fault("refuses the field cache_salt: with cache_salt: false it is left out, and tenants share the server's cache")
         return refusal

@@ -1,8 +1,9 @@
 """Reads the token counts of foreign servers, under the names that they use, into one meaning.
 
 Servers agree on what a count is called far more than on what it includes. Cached tokens are a part of the prompt (OpenAI, DeepSeek) or
-beside it (Anthropic); reasoning is a part of the completion (OpenAI) or beside it (xAI, Gemini). The name tells, then the total, then that
-no part exceeds its whole. Each object of an answer is read by itself, since a server may change its form from one to the next.
+beside it (Anthropic); reasoning is a part of the completion (OpenAI) or beside it (xAI, Gemini). The name tells, and what stands in the
+prompt's details is a part of it. Then the total tells, then that no part exceeds its whole. Each object of an answer is read by itself,
+since a server may change its form from one to the next.
 docs/compatibility.md has the table of servers.
 """
 
@@ -73,7 +74,8 @@ class UsageCounts(TokenDetails, kw_only=True):
         cached, written = cached or self.cache_read_input_tokens or 0, prompt_parts.written or self.written
         is_named = self.cache_read_input_tokens is not None and not (self.prompt_tokens or prompt_parts.cached_tokens)
         parts, more = cached + written, total - prompt - completion
-        is_beside = is_named or (parts > 0 and more != reasoning and more in (parts, parts + reasoning))
+        is_inside = bool(prompt_parts.cached_tokens or prompt_parts.written)
+        is_beside = is_named or (parts > 0 and not is_inside and more != reasoning and more in (parts, parts + reasoning))
         return SaidUsage(
             prompt=0 if is_beside else prompt,
             uncached=(prompt if is_beside else 0) or self.prompt_cache_miss_tokens or 0,

@@ -51,6 +51,15 @@ def without(value: Any, names: Collection[str]) -> Any:
     return {name: without(each, names) if name in _HOLDS_MARKS else each for name, each in value.items() if name not in names}
 
 
+def names_inside(value: Any) -> set[str]:
+    """The names of all fields that `without` can remove."""
+    if isinstance(value, list):
+        return set().union(*map(names_inside, value))
+    if not isinstance(value, dict):
+        return set()
+    return set(value).union(*(names_inside(value[name]) for name in _HOLDS_MARKS if name in value))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
     """One prompt, to be rendered by a chat template.
