@@ -107,11 +107,24 @@ async def test_a_tenant_with_few_requests_is_not_refused_for_the_flood_of_anothe
         assert big.info is not None
         big.info = replace(big.info, model=replace(big.info.model, queue_policy="fair"))
         load_of(big, num_waiting=500, num_queued_tokens=20_000, step_fixed_s=0.01, step_token_s=0.001)
-        open_requests = bench.gateway.service.open_requests
-        with ExitStack() as flood:
-            for number in range(100):
-                flood.enter_context(open_requests.admit(RequestId(f"flood-{number}"), "second", lambda _: None))
-            assert (await asked(bench, "key-batch-000"))[0] == 200
+        for _ in range(100):
+            bench.gateway.service.models.get(MODEL).users.enter("second")
+        assert (await asked(bench, "key-batch-000"))[0] == 200
+        assert (await asked(bench, "key-standard"))[0] == 429
+
+
+async def test_open_requests_of_another_model_excuse_no_flood(text: TextModel) -> None:
+    """Half of its queue would be within the bound."""
+    async with open_bench(text, models=two_models(smaller=""), api_keys=KEYS, admission={"max_wait_s": 5.0}) as bench:
+        big, service = bench.replicas["big"], bench.gateway.service
+        assert big.info is not None
+        big.info = replace(big.info, model=replace(big.info.model, queue_policy="fair"))
+        load_of(big, num_waiting=8, num_queued_tokens=5_000, step_fixed_s=0.01, step_token_s=0.001)
+        with ExitStack() as others:
+            for model, tenant, number in ((MODEL, "second", 100), (SMALL, "third", 300)):
+                for each in range(number):
+                    others.enter_context(service.open_requests.admit(RequestId(f"{model}-{each}"), tenant, lambda _: None))
+                    service.models.get(model).users.enter(tenant)
             assert (await asked(bench, "key-standard"))[0] == 429
 
 

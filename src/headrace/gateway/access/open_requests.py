@@ -20,20 +20,30 @@ from headrace.policy.admission.decision import TenantTurn
 class UseCount:
     """Counts the requests that use something that is closed after them. num_users: requests that have entered and not left"""
 
-    __slots__ = ("_unused", "num_users")
+    __slots__ = ("_tenants", "_unused", "num_users")
 
     def __init__(self) -> None:
         self.num_users = 0
+        self._tenants: Counter[str] = Counter()
         self._unused: asyncio.Event | None = None
 
-    def enter(self) -> None:
+    def enter(self, tenant: str) -> None:
         self.num_users += 1
+        self._tenants[tenant] += 1
 
-    def leave(self) -> None:
-        assert self.num_users > 0, "left without having entered"
+    def leave(self, tenant: str) -> None:
+        assert self._tenants[tenant] > 0, "left without having entered"
         self.num_users -= 1
+        self._tenants[tenant] -= 1
+        if not self._tenants[tenant]:
+            del self._tenants[tenant]
         if self._unused is not None and not self.num_users:
             self._unused.set()
+
+    def turn_of(self, tenant: str, *, num_new: int = 0) -> TenantTurn:
+        """The turn of a tenant's newest request. num_new: its requests that have not entered"""
+        num_tenants = len(self._tenants) + (num_new > 0 and tenant not in self._tenants)
+        return TenantTurn(self._tenants[tenant] + num_new, self.num_users + num_new, num_tenants)
 
     async def wait_unused(self) -> None:
         """Return once there is no user. The caller must keep later users from entering."""
@@ -104,10 +114,6 @@ class OpenRequests:
                 del self._tenants[tenant]
             if not self._open:
                 self._empty.set()
-
-    def turn_of(self, tenant: str) -> TenantTurn:
-        """The turn of a tenant's newest request, which `admit` has counted."""
-        return TenantTurn(self._tenants[tenant], len(self._open), len(self._tenants))
 
     def drain(self) -> None:
         """Admit no further request; open ones go on."""

@@ -10,6 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.core.errors import HeadraceError
@@ -85,13 +86,13 @@ class Exchange:
     __slots__ = (
         "_closed",
         "_is_event_stream",
+        "_leave_used",
         "_lost",
         "_on_ended",
         "_receive",
         "_repeated",
         "_send",
         "_unsent",
-        "_used",
         "_values",
         "arrived_at",
         "body_digest",
@@ -141,16 +142,15 @@ class Exchange:
         self.connection: ClientTransport | None = scope.get("extensions", {}).get(CONNECTION_EXTENSION)
         self._closed = False
         self._is_event_stream = False
-        self._used: UseCount | None = None
+        self._leave_used: Callable[[], None] | None = None
         self._unsent: UnsentRequest | None = None
         self._on_ended: list[Callable[[], None]] = []
 
     def use(self, count: UseCount) -> None:
-        """Enter `count`, and leave the count that was entered before."""
-        count.enter()
-        if self._used is not None:
-            self._leave()
-        self._used = count
+        """Enter `count` for the principal's tenant, and leave the count that was entered before."""
+        count.enter(self.principal.tenant)
+        self._leave()
+        self._leave_used = partial(count.leave, self.principal.tenant)
 
     def count_unsent(self, unsent: UnsentRequest) -> None:
         """Count the request as unsent until it is sent to a replica, at most until its end."""
@@ -162,9 +162,9 @@ class Exchange:
         self._leave()
 
     def _leave(self) -> None:
-        if self._used is not None:
-            self._used.leave()
-            self._used = None
+        if self._leave_used is not None:
+            self._leave_used()
+            self._leave_used = None
         if self._unsent is not None:
             self._unsent.uncount()
             self._unsent = None

@@ -77,7 +77,7 @@ class QueueState:
 
 
 class TenantTurn(NamedTuple):
-    """Open requests as one gateway counts them. All requests count alike: weights are left out.
+    """Open requests of one model as one gateway counts them. All requests count alike: weights are left out.
 
     num_own      requests of the tenant, the newest included
     num_open     requests of all tenants

@@ -31,13 +31,16 @@ def _choose(generation: Generation) -> None:
     service, exchange, asked, priority = generation.service, generation.exchange, generation.asked, generation.parsed.priority
     rules, now = service.config.admission, service.clock()
     smaller = _smaller(asked, service.models.usable_by(exchange.principal))
-    turn, goal_ms = service.open_requests.turn_of(exchange.principal.tenant), exchange.principal.tier.ttft_ms
+    tenant, goal_ms = exchange.principal.tenant, exchange.principal.tier.ttft_ms
     whole = asked.upstream.queue(priority, asked.unsent)
-    queue = None if whole is None else asked.overload[priority].arrive(whole, rules, num_open=asked.users.num_users, now=now).at_turn(turn)
+    overload, turn = asked.overload[priority], asked.users.turn_of(tenant)
+    queue = None if whole is None else overload.arrive(whole, rules, num_open=turn.num_open, now=now).at_turn(turn)
     smaller_queue = None if smaller is None else smaller.upstream.queue(priority, smaller.unsent)
+    if smaller is not None and smaller_queue is not None:
+        smaller_queue = smaller.overload[priority].seen(smaller_queue, now).at_turn(smaller.users.turn_of(tenant, num_new=1))
     verdict = decide(
         queue,
-        None if smaller is None or smaller_queue is None else smaller.overload[priority].seen(smaller_queue, now).at_turn(turn),
+        smaller_queue,
         has_smaller=smaller is not None,
         rules=rules,
         priority=priority,
@@ -49,7 +52,7 @@ def _choose(generation: Generation) -> None:
         exchange.record.model = smaller.name
     exchange.add_headers(*headers_of(generation.model, verdict.outcome))
     if verdict.outcome is AdmissionOutcome.REFUSED and queue is not None:
-        asked.overload[priority].refuse(queue, rules, now=now)
+        overload.refuse(queue, rules, now=now)
         raise ModelBusy(f"The queue of the model {asked.name} is full; try again later.", retry_after_s=verdict.retry_after_s)
     generation.unsent = generation.model.unsent.add(priority)
     exchange.count_unsent(generation.unsent)
