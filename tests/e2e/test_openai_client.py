@@ -189,7 +189,7 @@ def test_a_prompt_beyond_the_context_is_refused_with_the_arithmetic(client: Open
 
 def test_a_streamed_request_that_is_refused_has_its_status(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError):
-        client.chat.completions.create(model="random", messages=MESSAGES, stream=True, top_p=0)
+        client.chat.completions.create(model="random", messages=MESSAGES, stream=True, top_p=2)
 
 
 def test_a_model_nobody_serves_is_not_found(client: OpenAI) -> None:
