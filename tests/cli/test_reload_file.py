@@ -69,9 +69,17 @@ models:
       - url: "https://api.example/v1"
         api_key_file: FOLDER/token
       - url: "https://other.example/v1"
+        name: first
         api_key_file: FOLDER/ca.pem
+      - url: "https://other.example/v1"
+        name: second
+        api_key_file: FOLDER/kafka.properties
+      - url: "https://other.example/v1"
+        name: third
+        api_key_file: FOLDER/token
 tiers:
   standard:
+    weight: 0.5
     requests_per_minute: 60
     input_tokens_per_minute: 100000
     max_concurrent_requests: 4
@@ -245,6 +253,7 @@ def protections(config: ServeConfig) -> set[str]:
     assert len(unlimited) == 12
     for tier_name, tier in all_tiers(config.tiers).items():
         found |= {f"tier {tier_name} {name}": getattr(tier, name) for name in unlimited}
+        found |= {f"tier {tier_name} low class": tier.class_ == "batch", f"tier {tier_name} weight": tier.weight != 1}
     for model_name, price in config.prices.items():
         found |= {f"price {model_name} input": price.input, f"price {model_name} output": price.output}
     found |= {f"tls of {model.served_name}": model.remote.tls_dir for model in config.models if model.remote is not None}
@@ -263,7 +272,9 @@ def values(config: ServeConfig) -> dict[str, object]:
         name, price = model.served_name, config.prices.get(model.served_name)
         found |= {f"price {name}": price, f"engine {name}": model.engine and model.engine.model}
         # Without its key or token a server refuses what is sent to it, and that of another one is not sent.
-        found |= {f"upstream {name} {each.url}": each.api_key_file for each in model.upstreams if each.api_key_file}
+        found |= {
+            f"upstream {name} {each.url} {each.model} {each.name}": each.api_key_file for each in model.upstreams if each.api_key_file
+        }
         remote = model.remote.gateway_replicas() if model.remote is not None else ()
         found |= {f"engine {name} {each.name}": (each.address, each.tls_dir) for each in remote}
         found |= {f"token {name} {each.name}": each.token_file for each in remote if each.token_file}
@@ -350,6 +361,8 @@ LOST = [
     ("usage:", r"usage\.kafka: protects .*, and usage\.clickhouse"),
     ("standard:", r"tiers\.standard\.requests_per_minute: protects .*max_concurrent_requests"),
     ("daily_tokens:", r"tiers\.batch\.daily_tokens: protects"),
+    ("class: batch", r"tiers\.batch\.class: protects"),
+    ("weight: 0.5", r"tiers\.standard\.weight: protects"),
     ("tenant: acme", r"api_keys\[key-9b74c9897bac\]\.tenant: protects"),
     ("tier: batch", r"api_keys\[key-2c26b46b68ff\]\.tier: protects"),
     ("user: ada", r"api_keys\[key-9b74c9897bac\]\.user: protects"),
@@ -433,6 +446,9 @@ def test_keys_may_move_into_the_store(site: Site, monkeypatch: pytest.MonkeyPatc
         ("requests_per_minute: 60", "requests_per_minute: 600"),
         ("monthly_budget: 2000", "monthly_budget: 20000"),
         ("output: 2.5", "output: 0.1"),
+        ("class: batch", "class: premium"),
+        ("weight: 0.5", "weight: 4"),
+        ("    class: premium\n", ""),  # it falls
         ("api.example\n    - localhost", "www.example"),
         ("    max_requests: 16\n", ""),  # there is a bound without it
         ("  - name: far\n", "  - name: near\n"),
@@ -474,8 +490,13 @@ MELTED = [
     ("  premium:", "prices:", r"tiers\.premium: protects the running server and would be gone"),
     (
         "        api_key_file: FOLDER/token\n      - url",
-        "        api_key_file: FOLDER/ca.pem",
-        r"models\[elsewhere\]\.upstreams\[https://api\.example/v1\]\.api_key_file: would be taken from .*other\.example/v1\], which",
+        "        api_key_file: FOLDER/kafka.properties",
+        r"models\[elsewhere\]\.upstreams\[https://api\.example/v1\]\.api_key_file: would be taken from .*v1  second\], which",
+    ),
+    (
+        "        api_key_file: FOLDER/kafka.properties",
+        "        api_key_file: FOLDER/token\ntiers",
+        r"models\[elsewhere\]\.upstreams\[https://other\.example/v1  second\]\.api_key_file: would be taken from .*v1  third\], which",
     ),
 ]
 
@@ -681,6 +702,12 @@ def _fifo(path: Path) -> None:
     os.mkfifo(path)
 
 
+def _link_to_fifo(path: Path) -> None:
+    fifo = path.with_suffix(".fifo")
+    os.mkfifo(fifo)
+    path.symlink_to(fifo)
+
+
 def _loop(path: Path) -> None:
     path.symlink_to(path)
 
@@ -691,10 +718,11 @@ def _loop(path: Path) -> None:
         (_fifo, r"cannot be read \(a FIFO, not a regular file\)"),
         (Path.mkdir, r"cannot be read \(a directory, not a regular file\)"),
         (lambda path: path.symlink_to("/dev/zero"), r"cannot be read \(a device, not a regular file\)"),
+        (_link_to_fifo, r"cannot be read \(a FIFO, not a regular file\)"),
         (_loop, r"cannot be read \(Too many levels of symbolic links\)"),
         (lambda path: None, r"cannot be read \(No such file or directory\)"),
     ],
-    ids=["FIFO", "folder", "device", "loop of links", "nothing"],
+    ids=["FIFO", "folder", "device", "link to a FIFO", "loop of links", "nothing"],
 )
 def test_a_path_that_is_no_file_is_refused_and_the_right_file_is_read_again(site: Site, make: Callable[[Path], None], message: str) -> None:
     """A FIFO kept every later reload waiting, and the end of the process too."""

@@ -442,6 +442,41 @@ async def test_a_hangup_is_held_against_what_is_in_force_and_a_supervisor_is_fol
         assert (await bench.chat()).status_code == 200
 
 
+async def test_many_hangups_are_few_reloads_and_the_last_one_reads_the_file_as_it_is_then(
+    bench: TestBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each was a reload of its own, and a supervisor's waited behind a thousand."""
+    hangups: list[Callable[[], None]] = []
+
+    @contextmanager
+    def hearing(reload: Callable[[], None], stop: StopSignals) -> Iterator[None]:
+        hangups.append(reload)
+        yield
+
+    class SilentLeash:
+        def listen(self, hear: Callable[[LeashRequest], None] | None) -> None:
+            return
+
+    reads: list[int] = []
+    written = 0
+
+    def read() -> GatewayConfig:
+        reads.append(written)
+        return gateway_config(models=[model(MODEL, "r0")], limits={"max_requests": written})
+
+    monkeypatch.setattr(control_reload, "on_hangup", hearing)
+    async with control_reload.answering(cast(Leash, SilentLeash()), bench.reloader, read, cast(StopSignals, None)):
+        for written in range(1, 1001):
+            hangups[0]()
+            if written % 250 == 0:
+                await asyncio.sleep(0)
+        await eventually(lambda: bench.reloader.config.limits.max_requests == 1000)
+    assert len(reads) <= 5
+    assert names(bench) == ["r0"]
+    assert (await bench.chat()).status_code == 200
+    bench.reloader.check()
+
+
 async def test_hosts_origins_and_open_metrics_change(bench: TestBench) -> None:
     foreign = {"host": "h.example", "origin": "https://app.example"}
     assert (await bench.client.get("/v1/models", headers=foreign)).status_code == 403
@@ -628,8 +663,13 @@ async def test_a_file_with_a_fault_changes_nothing(bench: TestBench) -> None:
     def read() -> GatewayConfig:
         raise ConfigError("models", "is empty")
 
-    with pytest.raises(ConfigError, match="models: is empty"):
-        await bench.reloader.reload(read)
+    ready = await bench.client.get("/ready")
+    for _ in range(3):
+        with pytest.raises(ConfigError, match="models: is empty"):
+            await bench.reloader.reload(read)
+        again = await bench.client.get("/ready")
+        assert (again.status_code, again.content) == (ready.status_code, ready.content)
+    assert ready.status_code == 200
     assert (await bench.chat()).status_code == 200
 
 

@@ -21,7 +21,7 @@ from headrace.gateway.access.principal import OPEN_ACCESS, ApiKey
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.ledger.config import UsageConfig
 from headrace.gateway.upstream.model_config import ModelConfig
-from headrace.policy.limits.tier import BUILT_IN_TIERS, all_tiers
+from headrace.policy.limits.tier import BUILT_IN_TIERS, Tier, all_tiers
 
 OF_TIER = (
     "requests_per_minute",
@@ -38,6 +38,9 @@ OF_TIER = (
     "models",
 )
 """Limits of a tier, which has none of them by default."""
+
+DEFAULT = Tier()
+"""What a tier is without lines of its own."""
 
 OF_KEY = ("user", "tier")
 """What a key that stays goes on to say of its caller. Another value is fine."""
@@ -139,7 +142,7 @@ def _lost_limits(before: GatewayConfig, after: GatewayConfig) -> Iterator[str]:
     tiers = all_tiers(after.tiers)
     for name, tier in all_tiers(before.tiers).items():
         if name in tiers:
-            yield from (f"tiers.{name}.{limit}" for limit in _vanished(tier, tiers[name], OF_TIER))
+            yield from (f"tiers.{name}.{limit}" for limit in chain(_vanished(tier, tiers[name], OF_TIER), _risen(tier, tiers[name])))
         if name in before.tiers and name not in after.tiers and tier != BUILT_IN_TIERS.get(name, tier):
             yield f"tiers.{name}"  # the numbers of the built-in tier would hold again
     held, served = {model.name for model in before.models}, {model.name for model in after.models}
@@ -149,6 +152,14 @@ def _lost_limits(before: GatewayConfig, after: GatewayConfig) -> Iterator[str]:
             if is_renamed or {old.name, *old.aliases} & {new.name, *new.aliases}:
                 gone = _vanished(before.prices[old.name], after.prices.get(new.name), OF_PRICE)
                 yield from (f"prices.{new.name}.{each}" for each in gone)
+
+
+def _risen(before: Tier, after: Tier) -> Iterator[str]:
+    """What lets a tier's requests pass those of other tiers, where it is the default again and was less."""
+    if before.priority > after.priority == DEFAULT.priority:  # a lower value is served first
+        yield "class"
+    if before.weight < after.weight == DEFAULT.weight:
+        yield "weight"
 
 
 def _answers(model: ModelConfig) -> set[tuple[str, str]]:
@@ -181,7 +192,10 @@ def _entries(config: GatewayConfig) -> Entries:
     found |= {f"prices.{name}": _values(price) for name, price in config.prices.items()}
     for model in config.models:
         found |= {f"models[{model.name}].remote.replicas[{each.name}]": _values(each) for each in model.replicas}
-        found |= {f"models[{model.name}].upstreams[{each.url}]": _values(each, "api_key_file", "api_key_env") for each in model.upstreams}
+        for each in model.upstreams:  # a key stays at its address, and with its account where several are at one
+            for server in {each.url, f"{each.url} {each.model} {each.name}".rstrip()}:
+                entry = found.setdefault(f"models[{model.name}].upstreams[{server}]", set())
+                entry |= _values(each, "api_key_file", "api_key_env")
     lists: Entries = {f"gateway.{name}": {("", each) for each in getattr(config, name)} for name in LISTS}
     found |= {path: values for path, values in lists.items() if values}
     return found | {

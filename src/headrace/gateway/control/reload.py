@@ -142,6 +142,7 @@ async def answering(leash: Leash, reloader: Reloader, read: Read | None, stop: S
     read  reads the configuration again; None: there is no file, and SIGHUP drains
     """
     waiting: asyncio.Queue[LeashRequest | None] = asyncio.Queue()  # None: asked by a signal, which gets no answer but the log
+    is_hangup_waiting = asyncio.Event()  # one reload answers all signals that came before it
     loop = asyncio.get_running_loop()
 
     def take(request: LeashRequest) -> None:
@@ -154,9 +155,16 @@ async def answering(leash: Leash, reloader: Reloader, read: Read | None, stop: S
         with suppress(RuntimeError):  # the loop is closed: this process ends
             loop.call_soon_threadsafe(take, request)
 
+    def hang_up() -> None:
+        if not is_hangup_waiting.is_set():
+            is_hangup_waiting.set()
+            waiting.put_nowait(None)
+
     async def reload_in_order() -> None:
         while True:
             request = await waiting.get()
+            if request is None:
+                is_hangup_waiting.clear()
             # A supervisor has checked its file, and takes a change back that another gateway refuses.
             reason = await _why_refused(reloader.reload_file if request is None else reloader.reload, read)
             if reason:
@@ -169,7 +177,7 @@ async def answering(leash: Leash, reloader: Reloader, read: Read | None, stop: S
     leash.listen(hand_over)
     reloading = loop.create_task(reload_in_order(), name="reloads")
     try:
-        with on_hangup(None if read is None else lambda: waiting.put_nowait(None), stop):
+        with on_hangup(None if read is None else hang_up, stop):
             yield
     finally:
         leash.listen(None)
