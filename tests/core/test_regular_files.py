@@ -35,16 +35,22 @@ def test_a_file_is_read_up_to_its_bound(tmp_path: Path) -> None:
     assert read_file(file, 100) == b""
 
 
+def link_to_fifo(path: str) -> None:
+    os.mkfifo(f"{path}.fifo")
+    os.symlink(f"{path}.fifo", path)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (os.mkfifo, "a FIFO, not a regular file"),
         (os.mkdir, "a directory, not a regular file"),
         (lambda path: os.symlink("/dev/zero", path), "a device, not a regular file"),
+        (link_to_fifo, "a FIFO, not a regular file"),
         (lambda path: os.symlink(path, path), "Too many levels of symbolic links"),
         (lambda path: None, "No such file or directory"),
     ],
-    ids=["FIFO", "folder", "device", "loop", "nothing"],
+    ids=["FIFO", "folder", "device", "link to a FIFO", "loop", "nothing"],
 )
 def test_what_is_no_regular_file_is_named(tmp_path: Path, make: Callable[[str], None], words: str) -> None:
     path = tmp_path / "path"
@@ -99,6 +105,32 @@ def test_a_file_that_becomes_a_fifo_before_it_is_opened_keeps_nobody_waiting(tmp
     os.mkfifo(tmp_path / "path")
     monkeypatch.setattr(regular_files, "check_regular", lambda path: None)
     assert reason(tmp_path / "path") == "a FIFO, not a regular file"
+
+
+@pytest.mark.parametrize("call", ["open", "fstat"])
+def test_a_file_that_is_replaced_while_it_is_read_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """Before it is opened the new one, afterwards the old one, and never a part of each."""
+    file, new = tmp_path / "file", tmp_path / "new"
+    file.write_bytes(b"old" * 9)
+    new.write_bytes(b"new, and longer" * 3)
+    real = getattr(os, call)
+
+    def replaced(*args: object) -> object:
+        if new.exists():
+            new.replace(file)
+        return real(*args)
+
+    monkeypatch.setattr(os, call, replaced)
+    assert read_file(file, 100) == (b"new, and longer" * 3 if call == "open" else b"old" * 9)
+    assert read_file(file, 100) == b"new, and longer" * 3
+
+
+def test_where_no_thread_can_be_started_the_file_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert reason(tmp_path / "file") == "can't start new thread"
 
 
 def test_a_file_system_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

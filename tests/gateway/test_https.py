@@ -9,23 +9,25 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat, load_pem_private_key
 from gateway_kit import TestBench, chat_body, gateway_config, open_bench, serving
-from tls_kit import authority, write_certificates, write_whole
+from tls_kit import LONG_AGO, NOW, authority, write_certificates, write_whole
 
 from headrace.core.errors import ConfigError
-from headrace.core.regular_files import MAX_SECRET_BYTES
+from headrace.core.regular_files import MAX_SECRET_BYTES, FileThread
 from headrace.fleet.authority import SiteAuthority
 from headrace.gateway.config import config_from
 from headrace.gateway.http import https, origins, server
 from headrace.gateway.http.config import HttpTls, check_networks
-from headrace.gateway.http.https import STAMP_S, ServerCertificate, load_context
+from headrace.gateway.http.https import ServerCertificate, load_context
 from headrace.gateway.http.origins import MAX_HOPS, TrustedProxies
 from headrace.text.folder import TextModel
+from headrace.wire.tls import watched
 from headrace.wire.tls.files import TlsRole
 
 pytestmark = pytest.mark.loop
@@ -101,7 +103,7 @@ async def test_an_offer_of_http2_is_ignored_over_tls_too(text: TextModel, tmp_pa
 
 
 async def test_a_changed_certificate_is_used_by_new_connections_and_open_ones_stay(text: TextModel, tmp_path: Path) -> None:
-    signer, now = authority(), [0.0]
+    signer = authority()
     files = certificate(tmp_path, signer)
     async with open_bench(text, tls=plain(files)) as bench, serving(bench.gateway, bench.reloader) as port, connected(port) as old:
         first = old.presented
@@ -111,31 +113,13 @@ async def test_a_changed_certificate_is_used_by_new_connections_and_open_ones_st
             assert new.presented != first
             assert (await new.ask("GET", "/live"))[0] == 200
         assert (await old.ask("GET", "/live"))[0] == 200, "the open connection lives on"
-    watched = ServerCertificate(files, lambda: now[0])
-    before = watched.context()
-    certificate(tmp_path, signer)
-    assert watched.context() is before, "the files are not looked at for every connection"
-    now[0] += STAMP_S
-    after = looked(watched)
-    assert after is not before, "a renewal needs no signal"
-    write_whole(Path(files.key), b"broken")
-    now[0] += STAMP_S
-    assert looked(watched) is after, "the last good one stays"
-
-
-def looked(watched: ServerCertificate) -> ssl.SSLContext:
-    """The context of a connection that comes when the files have been looked at."""
-    watched.context()
-    watched._reader.join()
-    return watched.context()
 
 
 @pytest.mark.socket
 async def test_no_certificate_is_read_on_the_event_loop(text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system that hangs would hold up every stream; it holds up neither connections nor more than one thread."""
+    """A file system that hangs would hold up every stream."""
     threads: list[threading.Thread] = []
-    files, now, answered = certificate(tmp_path), [0.0], threading.Event()
-    async with open_bench(text, tls=plain(files)) as bench, serving(bench.gateway, bench.reloader):
+    async with open_bench(text, tls=plain(certificate(tmp_path))) as bench, serving(bench.gateway, bench.reloader):
 
         def load(files: HttpTls) -> ssl.SSLContext:
             threads.append(threading.current_thread())
@@ -143,16 +127,50 @@ async def test_no_certificate_is_read_on_the_event_loop(text: TextModel, tmp_pat
 
         monkeypatch.setattr(https, "load_context", load)
         await bench.reloader.reload(lambda: bench.reloader.config)
-        watched = ServerCertificate(files, lambda: now[0])
-        monkeypatch.setattr(https, "stamp_of", lambda _: answered.wait() and (None,))
+    assert len(threads) == 1
+    assert threading.main_thread() not in threads
+
+
+@pytest.mark.socket
+async def test_connections_are_accepted_where_no_thread_can_be_started(
+    text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the limit of tasks the look at the files failed within the acceptance of a connection, which was lost."""
+    monkeypatch.setattr(watched, "LOOK_S", 0.0)
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async with open_bench(text, tls=plain(certificate(tmp_path))) as bench, serving(bench.gateway) as port:
+        monkeypatch.setattr(FileThread, "start", refuse)
         for _ in range(3):
-            now[0] += STAMP_S
-            assert watched.context() is not None
-        assert [thread.name for thread in threading.enumerate()].count("certificate") == 1
-        answered.set()
-        watched._reader.join()
-    assert threading.main_thread() not in (threads[0], threads[-1])
-    assert len(threads) == 3
+            async with connected(port) as client:
+                assert (await client.ask("GET", "/live"))[0] == 200
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(("now", "words"), [(LONG_AGO, "has expired"), (NOW + timedelta(days=10), "is not valid yet"), (NOW, "")])
+def test_a_certificate_that_is_not_valid_now_is_loaded_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, now: datetime, words: str
+) -> None:
+    """It may be renewed later; until then the log says why clients leave, at a start, a reload and a renewal."""
+    files = write_certificates(tmp_path, authority(), TlsRole.ENGINE, "localhost", now=now)
+    load_context(HttpTls(certificate=files.certificate, key=files.key))
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == bool(words)
+    assert not words or said[0].startswith(f"{files.certificate} {words}")
+
+
+async def test_a_reload_with_a_certificate_that_has_expired_is_done_and_says_so(
+    text: TextModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = certificate(tmp_path)
+    async with open_bench(text, tls=plain(files)) as bench, serving(bench.gateway, bench.reloader) as port:
+        write_certificates(tmp_path, authority(), TlsRole.ENGINE, "localhost", now=LONG_AGO)
+        await bench.reloader.reload(lambda: bench.reloader.config)
+        assert f"{files.certificate} has expired; clients refuse it" in caplog.text
+        async with connected(port) as client:
+            assert client.presented == ssl.PEM_cert_to_DER_cert(Path(files.certificate).read_text())
 
 
 @pytest.mark.pure

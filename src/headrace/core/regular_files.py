@@ -44,25 +44,42 @@ def read_file(path: str | Path, max_bytes: int) -> bytes:
     return in_time(lambda: _read(path, max_bytes))
 
 
-def in_time(work: Callable[[], Value]) -> Value:
-    """The result of `work`, which asks the file system, done by a thread that ends with the process.
+class FileThread(threading.Thread):
+    """A thread that may wait for the file system for ever, and ends with the process. `in_time` in it starts no other one."""
 
-    Raises what `work` raises, OSError for a path with a NUL, or TimeoutError after READ_S seconds.
+    def __init__(self, work: Callable[[], object]) -> None:
+        super().__init__(target=work, name="file", daemon=True)
+
+
+def in_time(work: Callable[[], Value]) -> Value:
+    """The result of `work`, which asks the file system, done by a `FileThread`. In such a thread it is done there, and without a limit.
+
+    Raises what `work` raises, OSError for a path with a NUL or where no thread can be started, or TimeoutError after READ_S seconds.
     """
+    if isinstance(threading.current_thread(), FileThread):
+        return _asked(work)
     done: Future[Value] = Future()
 
     def run() -> None:
         try:
-            done.set_result(work())
-        except ValueError as error:  # a NUL in the path
-            done.set_exception(OSError(errno.EINVAL, str(error)))
+            done.set_result(_asked(work))
         except BaseException as error:  # raised to the caller below
             done.set_exception(error)
 
-    threading.Thread(target=run, name="file", daemon=True).start()
+    try:
+        FileThread(run).start()
+    except RuntimeError as error:  # the limit of threads
+        raise OSError(errno.EAGAIN, str(error)) from error
     if not wait([done], READ_S).done:
         raise TimeoutError(errno.ETIMEDOUT, f"no answer within {READ_S:g} s")
     return done.result()
+
+
+def _asked(work: Callable[[], Value]) -> Value:
+    try:
+        return work()
+    except ValueError as error:  # a NUL in the path
+        raise OSError(errno.EINVAL, str(error)) from error
 
 
 def check_regular(path: str | Path) -> None:

@@ -78,7 +78,7 @@ class AdminAddress:
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """A TLS context for the supervisor, which requires a client certificate. Changed files are read at the next connection.
+    """A TLS context for the supervisor, which requires a client certificate. Changed files hold for later connections.
 
     Raises ConfigError when a file is unreadable or invalid.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import stat
 from pathlib import Path
@@ -73,28 +72,6 @@ def test_a_certificate_of_another_authority_or_role_is_refused_by_its_own_end(tm
 def test_an_expired_certificate_loads_with_a_warning_since_it_may_be_renewed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     Certificates(write_certificates(tmp_path, SITE, TlsRole.GATEWAY, now=LONG_AGO), TlsRole.GATEWAY)
     assert "tls.crt has expired; other machines refuse it" in caplog.text
-
-
-def test_changed_files_are_read_again_and_unchanged_ones_are_not(tmp_path: Path) -> None:
-    certificates = Certificates(gateway_files(tmp_path), TlsRole.GATEWAY)
-    first = certificates.current()
-    assert certificates.current() is first
-    gateway_files(tmp_path)
-    assert certificates.current().certificate != first.certificate
-
-
-def test_changed_files_that_cannot_be_used_leave_the_last_good_ones(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A renewal writes three files, one after the other: between them the key does not fit."""
-    files = gateway_files(tmp_path / "a")
-    certificates = Certificates(files, TlsRole.GATEWAY)
-    good = certificates.current()
-    new = gateway_files(tmp_path / "b")
-    os.replace(new.certificate, files.certificate)
-    with caplog.at_level(logging.ERROR):
-        assert [certificates.current() for _ in range(3)] == [good] * 3
-    assert caplog.text.count("the changed certificates are not used") == 1
-    os.replace(new.key, files.key)
-    assert certificates.current().key == Path(files.key).read_bytes() != good.key
 
 
 def test_a_key_with_a_passphrase_is_refused_without_asking_for_it(tmp_path: Path) -> None:

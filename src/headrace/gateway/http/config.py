@@ -32,7 +32,7 @@ class HttpTls:
 
     certificate: str = required(
         "PEM file with the certificate of the port, intermediate ones after it: the port speaks https alone then. Changed files are read "
-        "again for new connections, within a second.",
+        "beside a later connection, at most once a second, and hold for those after it: after a quiet time one more gets the old one.",
         "--ssl-certfile",
     )
     key: str = required("PEM file with its private key, without passphrase; refused where other users can read it.", "--ssl-keyfile")

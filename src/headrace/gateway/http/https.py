@@ -5,61 +5,36 @@ from __future__ import annotations
 import logging
 import math
 import ssl
-import threading
 import time
+from functools import partial
 
 from headrace.core.clock import Clock
 from headrace.core.errors import ConfigError
 from headrace.core.regular_files import MAX_SECRET_BYTES, in_time, read_file
 from headrace.gateway.http.config import HttpTls
 from headrace.wire.private_files import check_private_file
-from headrace.wire.tls.files import stamp_of
+from headrace.wire.tls.faults import EXPIRED, NOT_YET_VALID, certificate_fault
+from headrace.wire.tls.files import shake_hands
+from headrace.wire.tls.watched import Watched
 
 log = logging.getLogger(__name__)
 
 ALPN = "http/1.1"
-STAMP_S = 1.0
-"""Seconds between two looks at the files, which the next new connection after them makes."""
 
 
-class ServerCertificate:
-    """The port's certificate, read again when its files change."""
+class ServerCertificate(Watched[ssl.SSLContext]):
+    """The port's certificate, loaded again when its files change."""
 
     def __init__(self, files: HttpTls, clock: Clock = time.monotonic) -> None:
         """Raises ConfigError with the file that cannot be used and why."""
-        self._files = files
-        self._clock = clock
-        self._stamp, self._looked_at = stamp_of((files.certificate, files.key)), clock()
-        self._context = load_context(files)
-        self._reader = threading.Thread()
-
-    def context(self) -> ssl.SSLContext:
-        """The TLS context of a new connection.
-
-        A thread looks at the files meanwhile, and what it finds is used by later connections. Changed files that are unusable are logged
-        once; the last good ones stay.
-        """
-        now = self._clock()
-        if now - self._looked_at >= STAMP_S and not self._reader.is_alive():
-            self._looked_at = now
-            self._reader = threading.Thread(target=self._read_changed, name="certificate", daemon=True)
-            self._reader.start()
-        return self._context
-
-    def _read_changed(self) -> None:
-        stamp = stamp_of((self._files.certificate, self._files.key))
-        if stamp == self._stamp:
-            return
-        self._stamp = stamp
-        try:
-            self._context = load_context(self._files)
-            log.info("the certificate was read again: %s", self._files.certificate)
-        except ConfigError as error:
-            log.error("the changed certificate is not used: %s", error)
+        super().__init__((files.certificate, files.key), partial(load_context, files), clock)
 
 
 def load_context(files: HttpTls) -> ssl.SSLContext:
-    """Raises ConfigError for a file that cannot be read, and a key that other users can read or that does not match the certificate."""
+    """The TLS context of connections. A certificate that is not valid now is logged and loaded: it may be renewed later.
+
+    Raises ConfigError for a file that cannot be read, and a key that other users can read or that does not match the certificate.
+    """
     check_private_file("tls.key", files.key)
     for name, path in (("tls.certificate", files.certificate), ("tls.key", files.key)):
         try:
@@ -76,10 +51,24 @@ def load_context(files: HttpTls) -> ssl.SSLContext:
     except (ssl.SSLError, OSError) as error:
         what = "does not fit" if getattr(error, "reason", "") == "KEY_VALUES_MISMATCH" else "is no PEM file without passphrase beside"
         raise ConfigError("tls.key", f"{files.key} {what} {files.certificate}") from error
+    _warn_if_not_valid_now(files, context)
     return context
 
 
-log = logging.getLogger(__name__)
+def _warn_if_not_valid_now(files: HttpTls, context: ssl.SSLContext) -> None:
+    """Log that clients refuse a certificate for its dates, as a handshake shows with a client that trusts this certificate itself."""
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    try:
+        in_time(lambda: client.load_verify_locations(files.certificate))
+        shake_hands(client, context)
+    except ssl.SSLCertVerificationError as error:
+        if error.verify_code in (EXPIRED, NOT_YET_VALID):
+            log.warning("%s %s; clients refuse it", files.certificate, certificate_fault(error, files.certificate))
+    except OSError:  # no fault of its dates; SSLError is one of these
+        return
+
 
 TLS_HANDSHAKE = 0x16
 """First byte of a TLS handshake; HTTP begins with a letter."""

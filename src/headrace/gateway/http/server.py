@@ -126,7 +126,7 @@ class Listener:
     def _connect(self, client: socket.socket) -> None:
         protocol = self._make_protocol()
         if self.certificate is not None:
-            context = self.certificate.context()
+            context = self.certificate.current()
             protocol = TlsTransport(context, protocol, handshake_s=HANDSHAKE_S, on_handshake=self._handshake_ended)
         self._opening.add(protocol)
         self._hand_over(client, protocol)
@@ -168,7 +168,7 @@ class Listener:
         self._on_refused(request_id, 503, MESSAGE)
         answer = refusal_bytes(503, request_id, UNAVAILABLE, RETRY_AFTER)
         if self.certificate is not None:
-            self._refuse_in_tls(client, answer, self.certificate.context())
+            self._refuse_in_tls(client, answer, self.certificate.current())
             return
         if len(self._refused) >= self.limit.max_refusals:
             self._drop(next(iter(self._refused)))

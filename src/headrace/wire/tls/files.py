@@ -6,18 +6,20 @@ No certificate is parsed here: OpenSSL verifies the files when one end, at start
 from __future__ import annotations
 
 import logging
-import os
 import ssl
-from collections.abc import Iterable
+import time
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
+from headrace.core.clock import Clock
 from headrace.core.errors import ConfigError
 from headrace.core.folders import expanded
-from headrace.core.regular_files import MAX_SECRET_BYTES, in_time, read_file
+from headrace.core.regular_files import MAX_SECRET_BYTES, read_file
 from headrace.wire.private_files import check_private_file
 from headrace.wire.tls.faults import EXPIRED, NOT_YET_VALID, certificate_fault
+from headrace.wire.tls.watched import Watched
 
 log = logging.getLogger(__name__)
 
@@ -78,27 +80,13 @@ class LoadedCertificates:
     key: bytes
 
 
-class Certificates:
-    """The certificates of one end, read again when their files change."""
+class Certificates(Watched[LoadedCertificates]):
+    """The certificates of one end, loaded again when their files change."""
 
-    def __init__(self, files: TlsFiles, role: TlsRole) -> None:
+    def __init__(self, files: TlsFiles, role: TlsRole, clock: Clock = time.monotonic) -> None:
         """Raises ConfigError with the file that cannot be used and why."""
+        super().__init__(files.paths, partial(load_certificates, files, role), clock)
         self.files = files
-        self.role = role
-        self._stamp = stamp_of(files.paths)
-        self._loaded = load_certificates(files, role)
-
-    def current(self) -> LoadedCertificates:
-        """The certificates, read again if a file has changed. Changed files that are unusable are logged once; the last good ones stay."""
-        stamp = stamp_of(self.files.paths)
-        if stamp != self._stamp:
-            self._stamp = stamp
-            try:
-                self._loaded = load_certificates(self.files, self.role)
-                log.info("the certificates were read again: %s", self.files.certificate)
-            except ConfigError as error:
-                log.error("the changed certificates are not used: %s", error)
-        return self._loaded
 
 
 def load_certificates(files: TlsFiles, role: TlsRole) -> LoadedCertificates:
@@ -144,7 +132,7 @@ def _check_own(files: TlsFiles, role: TlsRole) -> None:
     client.verify_mode = ssl.CERT_NONE
     _require_peer(client if role is TlsRole.ENGINE else server, files)
     try:
-        _shake_hands(client, server)
+        shake_hands(client, server)
     except ssl.SSLCertVerificationError as error:
         fault = certificate_fault(error, files.ca)
         if error.verify_code not in (EXPIRED, NOT_YET_VALID):
@@ -152,7 +140,8 @@ def _check_own(files: TlsFiles, role: TlsRole) -> None:
         log.warning("%s %s; other machines refuse it", files.certificate, fault)
 
 
-def _shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> None:
+def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> None:
+    """A handshake in memory. Raises ssl.SSLError with what one end has against the other's certificate."""
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     waiting = [client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True)]
     while waiting:
@@ -168,16 +157,3 @@ def _read(path: str) -> bytes:
         return read_file(path, MAX_SECRET_BYTES)
     except OSError as error:
         raise ConfigError("tls_dir", f"{path} cannot be read ({error.strerror})") from error
-
-
-def stamp_of(paths: Iterable[str]) -> tuple[tuple[int, int, int] | None, ...]:
-    """A value for each file (mtime, size, inode) that changes when the file does; None for a file that is not there."""
-    return tuple(_file_stamp(path) for path in paths)
-
-
-def _file_stamp(path: str) -> tuple[int, int, int] | None:
-    try:
-        info = in_time(lambda: os.stat(path))
-    except OSError:
-        return None
-    return info.st_mtime_ns, info.st_size, info.st_ino
