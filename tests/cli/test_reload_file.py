@@ -531,6 +531,17 @@ def test_a_tier_and_a_key_may_be_renamed_and_rotated_at_once(site: Site) -> None
     site.read(renamed.replace("9b74c9897bac770f", "0074c9897bac770f").encode())
 
 
+def test_a_key_goes_to_no_other_address_where_the_name_of_the_model_there_is_lost_too() -> None:
+    def served_by(*servers: dict[str, str]) -> GatewayConfig:
+        return config_from({"models": [{"name": "m", "upstreams": list(servers)}]})
+
+    one, other = ({"url": f"http://{host}/v1", "model": "x", "api_key_env": f"KEY_{host}"} for host in "ab")
+    with pytest.raises(ConfigError, match=r"upstreams\[http://a/v1\]\.api_key_env: would be taken from"):
+        check_keeps_protections(
+            served_by(one, other), served_by({"url": one["url"], "api_key_env": other["api_key_env"]}), has_stored_keys=False
+        )
+
+
 def priced(*models: tuple[str, list[str], str], **prices: float) -> GatewayConfig:
     """Models by name, aliases and what their server calls them."""
     found = [{"name": name, "aliases": aliases, "upstreams": [{"url": "http://h/v1", "model": model}]} for name, aliases, model in models]
