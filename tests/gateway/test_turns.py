@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from headrace.core.errors import Overloaded
-from headrace.gateway.http.turns import BEGINS_PER_ROUND, MAX_WAIT_S, BeginTurns
+from headrace.gateway.http.turns import BEGINS_PER_ROUND, MAX_WAIT_S, STORM_S, STORM_WAIT_S, BeginTurns
 
 pytestmark = pytest.mark.loop
 
@@ -77,3 +77,36 @@ async def test_requests_behind_a_slow_line_are_refused_as_they_come() -> None:
     late.close()
     await waiting
     await turns.take("acme")
+
+
+async def test_a_crowd_of_one_moment_is_let_in_and_a_storm_is_held_to_a_short_line() -> None:
+    now = 0.0
+    turns = BeginTurns(lambda: now)
+
+    async def is_let_in(*, waited_s: float) -> bool:
+        """Whether a request is, behind one that has waited so long."""
+        nonlocal now
+        for _ in range(BEGINS_PER_ROUND):
+            await turns.take("acme")
+        first = asyncio.ensure_future(turns.take("acme"))
+        late = turns.take("acme")
+        late.send(None)
+        now += waited_s
+        try:
+            turns.take("acme").send(None)
+        except Overloaded:
+            return False
+        finally:
+            late.close()
+            await first
+            while turns._waiting:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        return True
+
+    assert await is_let_in(waited_s=MAX_WAIT_S)
+    assert not await is_let_in(waited_s=MAX_WAIT_S + 0.01)
+    assert not await is_let_in(waited_s=STORM_WAIT_S + 0.01)
+    assert await is_let_in(waited_s=STORM_WAIT_S - 0.01)
+    now += STORM_S
+    assert await is_let_in(waited_s=MAX_WAIT_S)

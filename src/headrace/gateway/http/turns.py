@@ -15,17 +15,19 @@ from headrace.core.errors import Overloaded
 BEGINS_PER_ROUND = 8
 """Requests that begin in one round of the event loop. Each takes about a millisecond until it is refused or waits for its prompt."""
 
-MAX_WAIT_S = 0.1
-"""While the first in the line has waited longer than this, more requests arrive than this process can even refuse by their model's load.
-Further ones of the tenants that fill the line are refused as they come. A refusal is to take 100 ms at the median of an overload."""
+MAX_WAIT_S = 1.0
+"""When the first in the line has waited longer than this, more requests arrive than this process can even refuse by their model's load.
+Further ones of the tenants that fill the line are refused as they come. A crowd that comes in one moment has begun before that."""
 
-RETRY_S = 1.0
+STORM_WAIT_S = 0.1
+STORM_S = 5.0
+"""For STORM_S after that, the line is held to STORM_WAIT_S: a refusal is to take 100 ms at the median of an overload."""
 
 
 class BeginTurns:
     """Lets BEGINS_PER_ROUND requests begin in each round, in the order of their arrival. Used on one event loop."""
 
-    __slots__ = ("_clock", "_is_scheduled", "_num_left", "_tenants", "_waiting")
+    __slots__ = ("_clock", "_is_scheduled", "_num_left", "_storm_until", "_tenants", "_waiting")
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -33,6 +35,7 @@ class BeginTurns:
         self._waiting: deque[tuple[asyncio.Future[None], float, str]] = deque()
         self._tenants: Counter[str] = Counter()  # of those that wait
         self._is_scheduled = False
+        self._storm_until = 0.0
 
     async def take(self, tenant: str) -> None:
         """Return in this round while turns are left, else in a later one.
@@ -43,13 +46,19 @@ class BeginTurns:
             self._use()
             return
         now = self._clock()
-        is_slow = bool(self._waiting) and now - self._waiting[0][1] > MAX_WAIT_S
-        if is_slow and self._tenants[tenant] * len(self._tenants) >= len(self._waiting):
-            raise Overloaded("This server receives more requests than it can read; try again later.", retry_after_s=RETRY_S)
+        if self._is_slow(now) and self._tenants[tenant] * len(self._tenants) >= len(self._waiting):
+            raise Overloaded("This server receives more requests than it can read; try again later.", retry_after_s=MAX_WAIT_S)
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append((turn, now, tenant))
         self._tenants[tenant] += 1
         await turn
+
+    def _is_slow(self, now: float) -> bool:
+        limit_s = STORM_WAIT_S if now < self._storm_until else MAX_WAIT_S
+        if not self._waiting or now - self._waiting[0][1] <= limit_s:
+            return False
+        self._storm_until = now + STORM_S
+        return True
 
     def _use(self) -> None:
         self._num_left -= 1
