@@ -23,7 +23,8 @@ MODELS = ("llama-2-7b", "llama-3-8b", "mistral-7b", "qwen2.5-32b", "mixtral-8x7b
 DEVICES = ("rtx4090", "l40s", "a100", "h100", "h200")
 
 NUM_REQUESTS = 150
-"""Of a simulation: of 1,500 a plan's mean TTFT is 1.1 to 2.1 times the simulated one also where that of 150 is earlier by chance."""
+MANY_REQUESTS = 600
+"""Of a simulation: where few requests run together and prompts are long, chance moves the times of 150 by a half."""
 
 MOST_RUNNING = 40
 """A load of NUM_REQUESTS is steady only where far fewer run together."""
@@ -36,20 +37,20 @@ class Compared:
     tpot_s: float
 
 
-def compared(catalogue: Catalogue, seed: int) -> Compared:
+def compared(catalogue: Catalogue, seed: int, num_requests: int = NUM_REQUESTS) -> Compared:
     """A load drawn by `seed`, planned and simulated."""
     drawn_by = random.Random(seed)
     while True:
         need, layout = _need(catalogue, drawn_by)
         judged = judge(need, layout)
-        if judged.reason:
+        if judged.reason or need.traffic.context > need.model.max_positions:
             continue
         rate = drawn_by.uniform(0.02, 0.95) * judged.full_tokens_per_s
         latency = Roofline(need.model, need.device, layout, need.dtype, need.kv_dtype)
         planned = at_rate(need, latency, rate, max(judged.batch, judged.load.running))
         if planned.running <= MOST_RUNNING:
             break
-    records = simulate(need, judged, rate, num_requests=NUM_REQUESTS, seed=seed)
+    records = [record for record in simulate(need, judged, rate, num_requests=num_requests, seed=seed) if record.chunk_s]
     output = need.traffic.output_tokens
     return Compared(
         planned,
@@ -95,4 +96,4 @@ def test_a_plan_is_never_better_than_a_simulation(seed: int) -> None:
 def test_two_hundred_plans_are_never_better_than_simulations() -> None:
     catalogue = read_catalogue()
     for seed in range(200):
-        check(compared(catalogue, seed))
+        check(compared(catalogue, seed, MANY_REQUESTS))
