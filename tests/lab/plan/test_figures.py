@@ -7,11 +7,14 @@ from xml.etree import ElementTree
 
 import pytest
 
+from headrace.core.option import options
+from headrace.engine.config import EngineConfig, default_on
 from headrace.lab.plan.catalogue import Catalogue, read_catalogue
 from headrace.lab.plan.chart import curve, write_chart
 from headrace.lab.plan.plan import CapacityPlan, Figure, make_plan
 from headrace.lab.plan.report import shown
 from headrace.lab.plan.shapes import find_entry
+from headrace.policy.placement.load import step_tokens
 from headrace.policy.placement.need import Goals, Need, Traffic
 
 pytestmark = pytest.mark.pure
@@ -121,3 +124,16 @@ def test_a_slow_rate_is_a_number_and_no_share() -> None:
     assert shown(Figure(0.0456, "tokens/s", "")) == "0.0456 tokens/s"
     assert shown(Figure(0.456, "", "")) == "46%"
     assert shown(Figure(1234.5, "tokens/s", "")) == "1,234 tokens/s"
+
+
+def test_int4_beyond_what_was_measured_is_said(catalogue: Catalogue) -> None:
+    few, many = (planned(catalogue, "llama-3-8b", "h100", "int4", tokens_per_s=rate, num_devices=1) for rate in (100.0, 8000.0))
+    said = "INT4 beyond 32 sequences at a time was measured slower"
+    assert said not in "\n".join(few.notes)
+    assert said in "\n".join(many.notes)
+
+
+@pytest.mark.parametrize(("device", "kind"), [("cpu", "cpu"), ("h100", "cuda")])
+def test_steps_are_as_long_as_an_engine_makes_them(catalogue: Catalogue, device: str, kind: str) -> None:
+    need = planned(catalogue, "mistral-7b", device, num_devices=1).need
+    assert step_tokens(need) == default_on(kind, dict(options(EngineConfig))["max_num_batched_tokens"])

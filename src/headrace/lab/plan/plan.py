@@ -25,6 +25,10 @@ OUTPUT_SHARE = 4
 """Assumed context tokens per answer token, where nothing else gives the length of answers."""
 
 
+INT4_STREAMS = 32
+"""Sequences at a time up to which INT4 is planned as it was measured on a GPU."""
+
+
 @dataclass(frozen=True, slots=True)
 class Figure:
     """One number of a plan. unit: empty for a plain number; formula: with the numbers filled in"""
@@ -238,6 +242,8 @@ def _notes(need: Need, best: Placement) -> list[str]:
         notes.append(f"No queue of prompts is modelled here: ttft_p95 is the mean.{remedy}")
     if need.model.is_assumed:
         notes.append("model_type is none that the planner knows: the shape is read as Llama's.")
+    if need.dtype == "int4" and device.name != "cpu" and best.load.running > INT4_STREAMS:
+        notes.append(f"INT4 beyond {INT4_STREAMS} sequences at a time was measured slower than this: docs/planning.md shows by how much.")
     if need.dtype in ("fp8", "int8") and need.dtype not in device.flops:
         notes.append(f"{device.title} has no {need.dtype} products: {need.dtype} weights save memory and are multiplied in 16 bits.")
     if need.memory_fraction == 1:
