@@ -126,7 +126,7 @@ def test_a_configuration_names_a_file_and_serves_it_under_the_files_name(tmp_pat
     [model] = config.fleet(resolve_model).models
     assert model.folder is not None
     assert (model.folder / "tokenizer.json").is_file()
-    with pytest.raises(ConfigError, match=r"nor a .gguf file"):
+    with pytest.raises(ConfigError, match=r"there is no file"):
         from_raw({"models": [{"engine": {"model": str(tmp_path / "none.gguf")}}]})
 
 
