@@ -98,7 +98,7 @@ def test_the_next_flag_is_never_taken_for_a_missing_value(name: str, rest: list[
 
 
 @pytest.mark.parametrize(
-    "word", ["--disable-uvicorn-access-log=", "--disable-uvicorn-access-log=x", "--no-enable-lora=x", "--enforce-eager=1"]
+    "word", ["--disable-uvicorn-access-log=", "--disable-uvicorn-access-log=x", "--no-enable-lora=x", "--disable-log-stats=1"]
 )
 def test_a_value_after_a_flag_without_one_is_refused(word: str) -> None:
     with pytest.raises(UsageRefused, match=f"^{word}: the flag takes no value"):

@@ -101,6 +101,7 @@ def test_every_keyword_changes_the_configuration(model_folder: Path) -> None:
         "scheduling_policy": "fair",
         "kernels": "reference",
         "deterministic": True,
+        "enforce_eager": True,
         "device": "cuda",
         "depth": 2,
         "max_num_batched_tokens": 77,
@@ -186,7 +187,7 @@ def test_values_that_ask_for_what_happens_anyway_are_accepted(built: list[Engine
 def test_a_keyword_without_effect_gives_the_notice_of_the_flag(
     name: str, built: list[EngineConfig], model_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """`LLM(enforce_eager=True)` said nothing where `--enforce-eager` said that it changes nothing."""
+    """The keyword said nothing where the flag said that it changes nothing."""
     value = 7 if name != "disable_log_stats" else "yes"
     for given in (None, False, value):
         with pytest.raises(ConfigError, match="enough"):

@@ -78,7 +78,6 @@ TABLE: dict[str, RefusedFlag | IgnoredFlag | TranslatedFlag] = {
     "--uvicorn-log-level": IgnoredFlag("there is one log level; --request-log says where the line per request goes", takes_value=True),
     "--swap-space": IgnoredFlag(WITHOUT_EFFECT["swap_space"], takes_value=True, accepted=("0",)),
     "--preemption-mode": IgnoredFlag(WITHOUT_EFFECT["preemption_mode"], takes_value=True, accepted=("recompute",)),
-    "--enforce-eager": IgnoredFlag(WITHOUT_EFFECT["enforce_eager"]),
     "--max-seq-len-to-capture": IgnoredFlag(WITHOUT_EFFECT["max_seq_len_to_capture"], takes_value=True),
     "--compilation-config": IgnoredFlag(WITHOUT_EFFECT["compilation_config"], takes_value=True),
     "--disable-custom-all-reduce": IgnoredFlag(WITHOUT_EFFECT["disable_custom_all_reduce"]),

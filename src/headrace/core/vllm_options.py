@@ -16,15 +16,13 @@ _MEDIA = "Only text models are served."
 _TEXT_GENERATION = "Only text generation is served."
 
 _SWAP = "preempted sequences are recomputed, nothing is swapped"
-_GRAPHS = "no graphs are captured and nothing is compiled ahead"
 
 WITHOUT_EFFECT: Mapping[str, str] = {
     "disable_log_stats": "no statistics are logged",
     "swap_space": _SWAP,
     "preemption_mode": _SWAP,
-    "enforce_eager": _GRAPHS,
-    "max_seq_len_to_capture": _GRAPHS,
-    "compilation_config": _GRAPHS,
+    "max_seq_len_to_capture": "graphs that a GPU captures hold for contexts of every length; a CPU captures none",
+    "compilation_config": "kernels and captured sizes are built in; enforce_eager captures no graphs",
     "disable_custom_all_reduce": "a replica is one process",
     "max_parallel_loading_workers": "weights are read by one process",
     "use_v2_block_manager": "there is one block manager",

@@ -134,6 +134,11 @@ class EngineConfig:
         "The same bits for a sequence alone and in any batch, preempted or not ([models.md](models.md#determinism)). Refused at start "
         "where the kernels cannot promise it.",
     )
+    enforce_eager: bool = option(
+        False,
+        "On a GPU launch every kernel by itself and capture no graphs: the start is shorter and more memory is free, and steps of few "
+        "rows are slower. A CPU captures none.",
+    )
     num_threads: int | None = option(
         None, "Threads of one engine: fewer leave cores to other processes.", shown="from cores and cgroup", low=1
     )

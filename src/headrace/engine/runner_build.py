@@ -46,6 +46,7 @@ from headrace.tensor.host.threads import ThreadPlan, plan_threads
 from headrace.tensor.kernels import Backend
 from headrace.tensor.kernels.filters import draw as plain_draw
 from headrace.tensor.kernels.rounding import Precision
+from headrace.tensor.launches import EagerLaunches
 from headrace.tensor.layers.rope import LinearScaling
 from headrace.tensor.models import LoadedModel, ModelDescription, describe, load_model
 from headrace.tensor.models.spec import DecoderSpec
@@ -139,7 +140,7 @@ class _Choices:
     def lines(self, config: EngineConfig) -> tuple[str, ...]:
         """One line per choice, for the log of a start."""
         return (
-            f"device: {DEVICES[config.device].identity}",
+            f"device: {DEVICES[config.device].identity}{', no graphs are captured' if config.enforce_eager else ''}",
             f"dtype: {_name(self.dtype)}, {self.why_dtype}",
             f"kernels: {self.backend.name}, {self.why_kernels}{_invariant(config)}{_compile_cache(self.backend)}",
             f"draw: {self._draw()}",
@@ -328,6 +329,7 @@ def _make_runner(
     """A `DeviceRunner` where steps are launched and finished separately, else a `ModelRunner`, behind a queue if `depth` is above 1."""
     launches = DEVICES[config.device].make_launches()
     if launches is not None and backend.choice is not None:
+        launches = EagerLaunches(launches) if config.enforce_eager else launches
         return DeviceRunner(
             loaded.model,
             kv,
@@ -361,7 +363,7 @@ def _warm_up(runner: AnyRunner, config: EngineConfig, sizing: KvSizing, loaded: 
     if isinstance(runner, DeviceRunner):
         runner.capture()
         log.info(
-            "%s of the device's memory are free once steps are captured", describe_bytes(DEVICES[config.device].free_memory().num_bytes)
+            "%s of the device's memory are free once steps are prepared", describe_bytes(DEVICES[config.device].free_memory().num_bytes)
         )
         most_tokens = step_tokens(config, sizing.max_model_len)
     warm_up(runner, config, max_model_len=sizing.max_model_len, vocab_size=loaded.vocab_size, most_tokens=most_tokens)

@@ -55,9 +55,9 @@ class StepGraphs:
             self._captured[key] = self._launches.capture(body)
             if (now := time.perf_counter()) - logged >= LOG_INTERVAL_S:
                 logged = now
-                log.info("captured %d of %d graphs in %.0f s", len(self._captured), len(bodies), now - began)
+                log.info("prepared %d of %d parts of steps in %.0f s", len(self._captured), len(bodies), now - began)
         most = self.prompt_sizes[-1].tokens
-        log.info("captured %d graphs, of %d rows and %d prompt tokens at most, in %.1f s", len(bodies), max(self._sizes), most,
+        log.info("prepared %d parts of steps, of %d rows and %d prompt tokens at most, in %.1f s", len(bodies), max(self._sizes), most,
                  time.perf_counter() - began)  # fmt: skip
 
     def decode(self, count: int) -> None:

@@ -76,6 +76,7 @@ class LLM:
         seed: int | None = None,
         kernels: str | None = None,
         deterministic: bool | None = None,
+        enforce_eager: bool | None = None,
         num_threads: int | None = None,
         device: str | None = None,
         depth: int | None = None,

@@ -91,6 +91,18 @@ class CudaLaunches:
         return isinstance(error, RuntimeError) and "Triton Error [CUDA]" in text and "out of " not in text
 
 
+class EagerLaunches:
+    """Another's launches without captures: what is to be enqueued again is launched kernel by kernel."""
+
+    def __init__(self, launches: Launches) -> None:
+        self.pins, self.mark, self.is_lost = launches.pins, launches.mark, launches.is_lost
+
+    def capture(self, body: Callable[[], None]) -> Callable[[], None]:
+        """As `Launches.capture`. `body` runs once, so that its kernels are compiled."""
+        body()
+        return body
+
+
 def pinned(shape: tuple[int, ...], dtype: torch.dtype, launches: Launches) -> Tensor:
     """Host memory, not written yet, for one copy to or from the device: it may be dropped as soon as the copy is enqueued."""
     return torch.empty(shape, dtype=dtype, pin_memory=launches.pins)

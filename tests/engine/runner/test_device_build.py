@@ -53,15 +53,18 @@ def engine(**config: object) -> RealEngine:
 
 
 @pytest.mark.usefixtures("launching")
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("depth", "enforce_eager"), [(1, False), (2, False), (2, True)])
 def test_an_engine_over_launched_steps_answers_as_the_plain_one(
-    depth: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    depth: int, enforce_eager: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, "headrace")
-    with engine(depth=depth) as launched:
+    launches = HostLaunches()
+    monkeypatch.setattr(Cpu, "make_launches", lambda self: launches)
+    with engine(depth=depth, enforce_eager=enforce_eager) as launched:
         assert isinstance(launched.engine._steps.runner, DeviceRunner)
         launched.run(*REQUESTS)
-    assert "captured 55 graphs, of 8 rows and 64 prompt tokens at most" in caplog.text
+    assert "prepared 55 parts of steps, of 8 rows and 64 prompt tokens at most" in caplog.text
+    assert launches.captured == (0 if enforce_eager else 55)
     monkeypatch.setattr(Cpu, "make_launches", lambda self: None)
     with engine() as plain:
         assert isinstance(plain.engine._steps.runner, ModelRunner)

@@ -132,6 +132,7 @@ DIFFERENT: dict[str, Any] = {
     "device": "cuda",
     "kernels": "reference",
     "deterministic": True,
+    "enforce_eager": True,
     "num_threads": 3,
 }
 

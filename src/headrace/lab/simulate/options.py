@@ -1,7 +1,7 @@
 """Derives from an engine's options what a simulated replica has: its device, its defaults there, its dtypes and its memory.
 
-Three options are not simulated on a device of the catalogue, since a roofline does not know them: `kernels`, `deterministic` and
-`num_threads`.
+Four options are not simulated on a device of the catalogue, since a roofline does not know them: `kernels`, `deterministic`,
+`enforce_eager` and `num_threads`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ MEASURED = (
     "device",
     "kernels",
     "deterministic",
+    "enforce_eager",
     "num_threads",
 )
 """Options that decide how long a step takes and how many blocks there are. Measured steps apply only to the same values."""
