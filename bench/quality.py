@@ -1,7 +1,7 @@
 """Measures what a precision costs in answers: exact match of the bundled model per task, on its held-out prompts, decoded greedily by the
 engine.
 
-    python -m bench.quality [--num-per-task 500] -> bench/results/quality.json; the table in docs/benchmarks.md comes with `make bench`
+    python -m bench.quality [--num-per-task 500] -> bench/results/quality.json, and from then on a table in docs/benchmarks.md
 
 Prompts, expected answers and what "exact" means are those of the model's card (`tools/train_tiny`): the answer, token by token, its end
 included. The card's own figures are computed by transformers without generating; these come out of the engine.
@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 
 from transformers import AutoTokenizer
 
-from bench.harness import RESULTS, write_portable
+from bench.harness import write_portable
+from bench.report import QUALITY, newest_results, write_page
 from headrace import LLM, SamplingParams
 from headrace.bundled import DEFAULT_MODEL
 from headrace.fleet.weights import resolve_model
@@ -72,7 +73,8 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{name}: mean {mean:.1%} ({time.monotonic() - began:.0f} s so far)", flush=True)
     counts = {task: len(found) for task, found in examples.items()}
     options = {name: PRECISIONS[name] for name in table}
-    write_portable(RESULTS / "quality.json", {"environment": environment(), "options": options, "n": counts, "exact_match": table})
+    write_portable(QUALITY, {"environment": environment(), "options": options, "n": counts, "exact_match": table})
+    write_page(newest_results())
 
 
 if __name__ == "__main__":

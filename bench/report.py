@@ -13,6 +13,9 @@ from bench import static_batching
 from bench.harness import RESULTS
 from headrace.lab.pairs import Ratio, paired_ratio
 
+QUALITY = RESULTS / "quality.json"
+"""Written by `bench.quality`; the page has its table where the file is there."""
+
 PAGE = RESULTS.parents[1] / "docs" / "benchmarks.md"
 HEADER = """# Benchmarks
 
@@ -40,7 +43,26 @@ def write_page(files: list[Path], page: Path = PAGE) -> None:
         machines.setdefault(_machine(data), []).append(_title(data))
     where = [f"{', '.join(titles)}: {machine}\n" for machine, titles in machines.items()]
     simulated = static_batching.section(json.loads(static_batching.FILE.read_bytes()))
-    page.write_text("\n".join([HEADER, *where, *sections, *simulated]), encoding="utf-8")
+    measured = list(quality(json.loads(QUALITY.read_bytes()))) if QUALITY.is_file() else []
+    page.write_text("\n".join([HEADER, *where, *sections, *measured, *simulated]), encoding="utf-8")
+
+
+def quality(data: dict[str, Any]) -> Iterator[str]:
+    """The section of exact answers per task and precision."""
+    shares, counts, environment = data["exact_match"], data["n"], data["environment"]
+    yield "## What a precision costs in answers\n"
+    yield (
+        "Exact match per task of the bundled model on its held-out prompts, decoded greedily by the engine. Differences of a few answers "
+        f"are within chance: two standard errors are {1 / math.sqrt(min(counts.values())):.1%} at most.\n"
+    )
+    yield "| task | prompts | " + " | ".join(shares) + " |"
+    yield "|---" * (len(shares) + 2) + "|"
+    for task, count in counts.items():
+        yield f"| {task} | {count} | " + " | ".join(f"{found[task]:.1%}" for found in shares.values()) + " |"
+    means = " | ".join(f"{statistics.mean(found.values()):.1%}" for found in shares.values())
+    yield f"| mean | {sum(counts.values())} | {means} |\n"
+    where = f"[{QUALITY.name}](../bench/results/{QUALITY.name})"
+    yield f"{environment['time']}, commit {environment['commit']}, {environment['cpu']}: {where}.\n"
 
 
 def section(data: dict[str, Any], file: Path) -> Iterator[str]:

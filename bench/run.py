@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 
 from bench import chunked_prefill, continuous_batching, one_at_a_time, paged_memory, prefix_cache, static_batching
 from bench.engine_options import add_engine_options, engine_config
@@ -19,7 +20,10 @@ from headrace.engine.config import EngineConfig
 TABLES: dict[str, Callable[[EngineConfig], Table]] = {
     "continuous-batching": continuous_batching.table,
     "continuous-batching-skewed": continuous_batching.skewed_table,
-    "one-at-a-time": one_at_a_time.table,
+    "continuous-batching-equal-latency": continuous_batching.equal_latency_table,
+    "continuous-batching-alone": continuous_batching.alone_table,
+    "one-at-a-time-32": one_at_a_time.table,
+    "one-at-a-time-64": partial(one_at_a_time.table, num_requests=64),
     "paged-memory": paged_memory.table,
     "chunked-prefill": chunked_prefill.table,
     "prefix-cache": prefix_cache.table,

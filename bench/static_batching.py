@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.continuous_batching import BATCH, SHAPE, skewed
+from bench.continuous_batching import BATCH, SHAPE, highest_rate, skewed
 from bench.harness import RESULTS, write_portable
 from bench.tinyllama import write_tinyllama
 from headrace.bundled import bundled_path
@@ -102,13 +102,12 @@ class Cell:
 
     def highest_rate(self, batching: str, at_most: float) -> float:
         """Requests per second, `at_most` at most."""
+
+        def run_at(rate: float) -> LoadReport:
+            return self.run(batching, send_times(NUM_REQUESTS, rate=rate, seed=1))
+
         goal_s = 2 * SHAPE.output_tokens * self.latency.decode_s(BATCH, CONTEXT)
-        low, high = 0.0, at_most
-        for _ in range(ROUNDS):
-            rate = (low + high) / 2
-            report = self.run(batching, send_times(NUM_REQUESTS, rate=rate, seed=1))
-            low, high = (rate, high) if report.e2el_s.quantiles["p50"] <= goal_s else (low, rate)
-        return low
+        return highest_rate(run_at, goal_s=goal_s, at_most=at_most, halvings=ROUNDS)[0]
 
 
 def measure(say: Callable[[str], None] = print) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import harness, static_batching
+from bench import harness, report, static_batching
 from bench.harness import Machine, run_table
 from bench.report import newest_results, write_page
 from bench.run import TABLES
@@ -48,7 +48,12 @@ def test_every_table_measures_what_it_names(name: str, monkeypatch: pytest.Monke
     match name:
         case "continuous-batching" | "continuous-batching-skewed":
             assert other["steps"] < base["steps"]
-        case "one-at-a-time":
+        case "continuous-batching-equal-latency":
+            assert other["highest rate"] > 2 * base["highest rate"] > 0, "a step costs nearly the same for any number of sequences"
+            assert all(0.8 * values["goal"] < values["E2EL p50 at that rate"] <= values["goal"] for values in results.values())
+        case "continuous-batching-alone":
+            assert other == pytest.approx(base)
+        case "one-at-a-time-32" | "one-at-a-time-64":
             assert other["output"] > 2 * base["output"]
             assert other["E2EL p50"] < base["E2EL p50"]
         case "paged-memory":
@@ -104,6 +109,21 @@ def test_rounds_are_interleaved_and_kept_and_become_a_page(tmp_path: Path, monke
     assert "3 rounds" in text
     assert file.name in text
     assert text.isascii()
+
+
+def test_the_page_has_the_answers_of_each_precision_once_they_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page, record = tmp_path / "page.md", tmp_path / "quality.json"
+    monkeypatch.setattr(report, "QUALITY", record)
+    write_page([], page)
+    assert "What a precision costs" not in page.read_text()
+    shares = {"float32": {"facts": 0.75, "copies": 0.5}, "int4": {"facts": 0.5, "copies": 0.5}}
+    environment = {"time": "now", "commit": "abc", "cpu": "a CPU"}
+    record.write_text(json.dumps({"environment": environment, "n": {"facts": 400, "copies": 100}, "exact_match": shares}))
+    write_page([], page)
+    text = page.read_text()
+    assert "two standard errors are 10.0% at most" in text
+    assert "| task | prompts | float32 | int4 |\n|---|---|---|---|\n| facts | 400 | 75.0% | 50.0% |" in text
+    assert "| mean | 500 | 62.5% | 50.0% |" in text
 
 
 def test_continuous_batching_gains_by_the_spread_of_lengths_where_a_step_costs_the_same_for_any_number_of_sequences(
