@@ -64,6 +64,22 @@ def beside(catalogue: Catalogue) -> Iterator[str]:
         yield f"| {name} on {tp} x {device}, {context} tokens each | {theirs} | {ours} |"
 
 
+QUOTED = (("vLLM", 2000, 50, 100), ("TensorRT-LLM", 2500, 40, 120), ("TGI", 1500, 80, 80))
+"""Engine, tokens/s, ms, and sequences at once, as they are quoted of LLaMA-7B on one A100; of what the ms are is not said."""
+
+
+def quoted(catalogue: Catalogue) -> Iterator[str]:
+    ours = "TPOT at 512 tokens | tokens/s | tokens each that fit"
+    yield f"| LLaMA-7B, one A100, as quoted | tokens/s | ms | sequences | sequences / ms | {ours} |"
+    yield "|---" * 8 + "|"
+    latency = Roofline(shape(catalogue, "llama-2-7b"), catalogue.device("a100"), Layout(), "fp16", "fp16")
+    tokens = resident(catalogue, "llama-2-7b", "a100", 1, 512, memory_fraction=0.9)[0]
+    for engine, rate, milliseconds, sequences in QUOTED:
+        seconds = latency.decode_s(sequences, 512)
+        said = f"{rate:,} | {milliseconds} | {sequences} | {1000 * sequences / milliseconds:,.0f} tokens/s"
+        yield f"| {engine} | {said} | {seconds * 1e3:.1f} ms | {sequences / seconds:,.0f} | {tokens // sequences:,} |"
+
+
 SIMULATED = (
     ("llama-3-8b", "h100", "bf16"),
     ("mistral-7b", "l40s", "bf16"),
@@ -246,6 +262,7 @@ def spike(catalogue: Catalogue) -> Iterator[str]:
 TABLES: Mapping[str, Callable[[Catalogue], Iterable[str]]] = {
     "fit": fit,
     "beside": beside,
+    "quoted": quoted,
     "beside simulate": beside_simulate,
     "sizings": sizings,
     "matrix": matrix,

@@ -102,7 +102,7 @@ def test_rates_of_7b_on_one_a100_are_those_of_the_page() -> None:
         model, device = shape(catalogue, "llama-2-7b"), catalogue.device("a100")
         need = Need(model=model, device=device, dtype="fp16", kv_dtype="fp16", traffic=traffic, goals=Goals(tpot_s=0.05), num_devices=1)
         rates.append(choose_layout(need)[0].capacity_tokens_per_s)
-    text = " ".join((ROOT / "docs" / "choosing.md").read_text(encoding="utf-8").split())
+    text = " ".join((ROOT / "docs" / "sizings.md").read_text(encoding="utf-8").split())
     assert f"the planner gives {round(rates[0], -2):,.0f} at 2K of context and {round(rates[1], -2):,.0f} at 512 tokens" in text
 
 
