@@ -18,6 +18,7 @@ from headrace.gateway.cache import replays
 from headrace.gateway.cache.replays import LEASE_S
 from headrace.gateway.stores.guard import REQUEST_WAIT_S
 from headrace.text.folder import TextModel
+from tests.house.reader import ROOT
 
 pytestmark = pytest.mark.loop
 
@@ -251,3 +252,42 @@ async def test_a_replay_and_a_hit_take_nothing_of_the_tenants_limits(text: TextM
         assert [answer.status_code for answer in answers] == [200] * 6
         assert [is_replay(answer) for answer in answers] == [False, True, True, False, False, False]
         assert len(bench.replica.requests) == 1
+
+
+class WithWebhook:
+    """The client of a gateway, for which one address is another server's. told: what was posted there"""
+
+    HOOK = "http://hooks.example/done"
+
+    def __init__(self, bench: TestBench) -> None:
+        self._client = bench.client
+        self.told: list[Any] = []
+
+    async def post(self, url: str, *, json: Any, headers: dict[str, str] | None = None) -> httpx2.Response:
+        if url == self.HOOK:
+            self.told.append(json)
+            return httpx2.Response(200)
+        return await self._client.post(url, json=json, headers=headers)
+
+
+async def test_the_webhook_of_the_page_is_told_the_answer_of_a_client_that_was_killed(one: TestBench) -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    code = page.partition("and webhooks")[2].partition("```python")[2].partition("```")[0]
+    names: dict[str, Any] = {}
+    exec(compile(code, "api.md", "exec"), names)
+    predict, client, body = names["predict"], WithWebhook(one), chat_body(**SAMPLED)
+    one.replica.go.clear()
+    async with serving(one.gateway) as port:
+        async with dial(port) as (_, writer):
+            writer.write(post(PATH, body, "idempotency-key: a"))
+            await eventually(lambda: bool(one.replica.requests))
+        again = asyncio.create_task(predict(client, body, "a", client.HOOK))
+        await asyncio.sleep(3)
+        assert not again.done(), "the first one runs"
+        one.replica.go.set()
+        await again
+    assert len(one.replica.requests) == 1
+    [told] = client.told
+    assert (told["id"], told["status"], told["output"]["choices"][0]["finish_reason"]) == ("a", "succeeded", "length")
+    await predict(client, {"model": "nothing"}, "b", client.HOOK)
+    assert client.told[1]["status"] == "failed"
