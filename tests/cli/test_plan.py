@@ -14,10 +14,14 @@ from tests.cli.conftest import Headrace
 pytestmark = pytest.mark.pure
 
 
+def not_finite(word: str) -> float:
+    raise AssertionError(f"{word} is no figure, and no JSON")
+
+
 def planned(headrace: Headrace, *arguments: str) -> dict[str, object]:
     done = headrace("plan", *arguments, "--layouts", "all", "--json")
     assert done.returncode in (0, 1), done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(done.stdout, parse_constant=not_finite)
     assert isinstance(found, dict)
     return found
 
@@ -215,17 +219,24 @@ def test_a_shape_of_an_unknown_family_is_said_to_be_read_as_llama(headrace: Head
     assert "the shape is read as Llama's" in headrace("plan", str(tmp_path), "--gpu", "h100").stdout
 
 
-def test_the_largest_numbers_that_are_accepted_give_finite_figures(headrace: Headrace) -> None:
-    for arguments in (
-        ["--requests-per-second", "1e9"],
-        ["--requests-per-second", "1e-6"],
-        ["--users", "1000000000", "--tokens-per-user", "30"],
-        ["--count", "1000000"],
-        ["--context", "67108864"],
-        ["--memory-fraction", "0.01"],
-        ["--slo", "tpot=1000000s,ttft=0.001ms"],
-    ):
-        planned(headrace, "llama-3-8b", "--gpu", "h100", *arguments)
+@pytest.mark.parametrize(
+    ("arguments", "is_met"),
+    [
+        (["--requests-per-second", "1e9"], True),
+        (["--requests-per-second", "1e-6"], True),
+        (["--users", "1000000000", "--tokens-per-user", "30"], True),
+        (["--count", "1000000"], True),
+        (["--context", "67108864"], False),
+        (["--memory-fraction", "0.01"], True),
+        (["--slo", "tpot=1000000s,ttft=0.001ms"], False),
+    ],
+)
+def test_the_largest_numbers_that_are_accepted_give_finite_figures(headrace: Headrace, arguments: list[str], is_met: bool) -> None:
+    found = planned(headrace, "llama-3-8b", "--gpu", "h100", *arguments)
+    assert found["is_met"] is is_met
+    shown = headrace("plan", "llama-3-8b", "--gpu", "h100", "--layouts", "all", *arguments).stdout
+    assert not re.search(r"\b(inf|nan)\b", shown)
+    assert ("No layout serves this:" in shown) is not is_met
 
 
 def test_prompts_count_where_their_rate_is_known(headrace: Headrace) -> None:
