@@ -18,6 +18,7 @@ from wire_kit import socket_dir
 from headrace.cli import control_client
 from headrace.cli.control import drain, reload, rollout, scale, status
 from headrace.cli.exits import ServerFailed, UsageRefused
+from headrace.core.errors import ConfigError
 from headrace.fleet.files import run_dir
 
 pytestmark = pytest.mark.pure
@@ -110,18 +111,21 @@ def test_the_status_names_what_runs_and_why_something_does_not(scripted: type[Sc
     ready = {**facts, "name": "tiny-1", "phase": "serving", "ready": True, "open": 3, "pid": 12}
     failed = {**facts, "name": "tiny-2", "phase": "failed", "ready": False, "open": 0, "pid": None, "reason": "no memory."}
     leaving = {**facts, "name": "old-0", "phase": "draining", "ready": False, "open": None, "pid": 14}
-    model = {"name": "tiny", "served": "here", "wanted": 2, "revision": 1, "rollout": {"max_surge": 1}, "failure": ""}
+    model = {"name": "tiny", "served": "here", "upstreams": [], "wanted": 2, "revision": 1, "rollout": {"max_surge": 1}, "failure": ""}
     scripted.state = {
+        "address": "127.0.0.1:8000",
+        "config": "/etc/site.yaml",
         "command": "rollout tiny",
         "gateways": [{"name": "gateway", "pid": 11, "serving": True, "starts": 1}],
         "models": [
             {**model, "replicas": [ready, failed]},
-            {"name": "far", "served": "elsewhere", "failure": "tokenizer.json: is missing."},
+            {"name": "far", "served": "elsewhere", "upstreams": ["far:7001"], "failure": "tokenizer.json: is missing."},
         ],
         "leaving": [leaving],
     }
     status()
     assert capsys.readouterr().out.splitlines() == [
+        "at 127.0.0.1:8000, /etc/site.yaml",
         "gateways: gateway (pid 11)",
         "command: rollout tiny is running",
         "",
@@ -129,14 +133,14 @@ def test_the_status_names_what_runs_and_why_something_does_not(scripted: type[Sc
         "  tiny-1: serving (revision 1, pid 12, 3 open, 1 start)",
         "  tiny-2: failed (revision 1, no process, 0 open, 1 start): no memory.",
         "",
-        "far: its engines were not started here",
+        "far: answered by far:7001",
         "  tokenizer.json: is missing.",
         "",
         "of models that were removed:",
         "  old-0: draining (revision 1, pid 14, ? open, 1 start)",
     ]
     status(as_json=True)
-    assert re.match(r'\{\n "command": "rollout tiny"', capsys.readouterr().out)
+    assert re.match(r'\{\n "address": "127.0.0.1:8000"', capsys.readouterr().out)
 
 
 def test_a_deployment_that_does_not_run_is_named(tmp_path: Path) -> None:
@@ -153,6 +157,25 @@ def test_the_run_directory_of_the_service_is_found_by_its_variable(monkeypatch: 
             assert control_client.find_deployment(None) == folder
             with pytest.raises(ServerFailed, match=f"runs in {parent / 'other'}"):
                 control_client.find_deployment(parent / "other")
+
+
+def test_of_several_deployments_each_is_described_with_the_flag_that_chooses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    far = {"name": "far", "served": "elsewhere", "upstreams": ["https://host/v1"], "failure": ""}
+    found = {"address": "127.0.0.1:8000", "config": "/etc/site.yaml", "models": [{"name": "tiny", "upstreams": []}, far]}
+    with socket_dir() as parent, run_dir(parent) as answers, run_dir(parent) as starting:
+        monkeypatch.setattr(control_client.AdminClient, "status", lambda client: found)
+        (answers / "admin.token").write_text("token")
+        with pytest.raises(ConfigError) as refused:
+            status(parent)
+    first, *lines = str(refused.value).splitlines()
+    assert first == "--run-dir: is missing, and 2 deployments run. Add one of:"
+    assert sorted(lines) == sorted(
+        [
+            f"  --run-dir {answers}: 127.0.0.1:8000, /etc/site.yaml; tiny; far, answered by https://host/v1",
+            f"  --run-dir {starting}: {starting}/admin.token cannot be read (No such file or directory): the deployment is starting or "
+            "has ended",
+        ]
+    )
 
 
 @pytest.mark.socket

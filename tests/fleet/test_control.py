@@ -136,6 +136,17 @@ async def test_a_model_scales_up_and_down() -> None:
             assert word in refused["reason"]
 
 
+async def test_the_status_says_where_it_listens_what_it_read_and_what_answers_elsewhere() -> None:
+    async with scripted_site() as site:
+        await site.all_serving()
+        foreign = ModelSpec(name="far", replicas=0, upstreams=({"url": "https://host/v1"},))
+        site.source.config = replace(site.source.config, models=(*site.source.config.models, foreign))
+        assert (await site.do("reload"))[-1] == {"event": "done"}
+        found = await site.status()
+        assert (found["address"], found["config"]) == (f"127.0.0.1:{site.written['port']}", "/etc/site.yaml")
+        assert {model["name"]: model["upstreams"] for model in found["models"]} == {"tiny": [], "far": ["https://host/v1"]}
+
+
 async def test_a_reload_adds_and_removes_models() -> None:
     async with scripted_site() as site:
         await site.all_serving()

@@ -15,7 +15,7 @@ class FileSource:
     """A `fleet.control.ConfigSource`. make: the file's content -> the configuration"""
 
     def __init__(self, path: Path, make: Callable[[dict[str, Any]], FleetConfig]) -> None:
-        self._path = path
+        self.file = path
         self._make = make
         self._held = self._last = json.loads(path.read_text())
 
@@ -24,7 +24,7 @@ class FileSource:
         return self._make(self._held)
 
     def read(self) -> FleetConfig:
-        self._last = json.loads(self._path.read_text())
+        self._last = json.loads(self.file.read_text())
         return self._make(self._last).checked()
 
     def differences(self) -> list[str]:

@@ -195,6 +195,8 @@ class ScriptedLauncher:
 class ScriptedSource:
     """A `fleet.control.ConfigSource`. config: what the next reload reads"""
 
+    file = Path("/etc/site.yaml")
+
     def __init__(self, config: FleetConfig) -> None:
         self.config = config
 

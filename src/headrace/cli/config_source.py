@@ -18,12 +18,16 @@ from headrace.gateway.control.protections import check_keeps_protections, gives_
 class ServeSource:
     """The configuration of `headrace serve` as a `fleet.control.ConfigSource`."""
 
-    def __init__(self, held: ServeConfig, load: Callable[[], ServeConfig], resolve: Callable[[str], Path]) -> None:
+    def __init__(
+        self, held: ServeConfig, load: Callable[[], ServeConfig], resolve: Callable[[str], Path], file: Path | None = None
+    ) -> None:
         """
         held     the configuration that the deployment was started with
         load     reads the whole configuration again
         resolve  name of a model in the file -> its local folder
+        file     the configuration file, as it is shown to operators
         """
+        self.file = None if file is None else file.absolute()
         self._held = self._last = held
         self._load = load
         self._resolve = resolve

@@ -142,8 +142,10 @@ def _ended(client: AdminClient, within_s: float) -> CommandExitCode:
 
 
 def _shown(found: Mapping[str, Any]) -> list[str]:
+    from headrace.cli.control_client import shown_place
+
     gateways = [f"{each['name']} (pid {each['pid']}{'' if each['serving'] else ', not serving'})" for each in found["gateways"]]
-    lines = [f"gateways: {', '.join(gateways)}"]
+    lines = [f"at {shown_place(found)}", f"gateways: {', '.join(gateways)}"]
     if found["command"]:
         lines.append(f"command: {found['command']} is running")
     for model in found["models"]:
@@ -154,12 +156,16 @@ def _shown(found: Mapping[str, Any]) -> list[str]:
 
 
 def _shown_model(model: Mapping[str, Any]) -> list[str]:
+    from headrace.cli.control_client import shown_upstreams
+
+    upstreams = shown_upstreams(model)
     if model["served"] == "elsewhere":
-        lines = [f"{model['name']}: its engines were not started here"]
+        lines = [f"{model['name']}: {', '.join(upstreams)}"]
         return [*lines, f"  {model['failure']}"] if model["failure"] else lines
     ready = sum(replica["ready"] for replica in model["replicas"])
     rollout = ", a rollout is under way" if model["rollout"] else ""
-    lines = [f"{model['name']}: {ready} of {model['wanted']} replicas ready, revision {model['revision']}{rollout}"]
+    state = f"{ready} of {model['wanted']} replicas ready, revision {model['revision']}{rollout}"
+    lines = [f"{model['name']}: {', '.join([state, *upstreams])}"]
     lines += map(_shown_replica, model["replicas"])
     is_shown = any(replica["reason"] and replica["reason"] in model["failure"] for replica in model["replicas"])
     return lines if is_shown or not model["failure"] else [*lines, f"  {model['failure']}"]

@@ -49,8 +49,28 @@ def find_deployment(run_dir: Path | None) -> Path:
         place = f"in {run_dir}" if run_dir is not None else "for this user"
         raise ServerFailed(f"no deployment of `headrace serve` runs {place}. Name its run directory: --run-dir DIR.")
     if len(found) > 1:
-        raise ConfigError("--run-dir", f"is missing, and {len(found)} deployments run", f"One of: {', '.join(map(str, found))}.")
+        choices = "".join(f"\n  --run-dir {folder}: {_described(folder)}" for folder in found)
+        raise ConfigError("--run-dir", f"is missing, and {len(found)} deployments run", f"Add one of:{choices}")
     return found[0]
+
+
+def _described(folder: Path) -> str:
+    """The address, configuration, models and upstreams of a deployment, in one line."""
+    try:
+        found = AdminClient(folder).status()
+    except ServerFailed as error:
+        return str(error)
+    return "; ".join([shown_place(found), *(", ".join([model["name"], *shown_upstreams(model)]) for model in found["models"])])
+
+
+def shown_place(found: Mapping[str, Any]) -> str:
+    """Where a deployment listens, and its configuration file. found: as `AdminClient.status` returns it"""
+    return f"{found['address']}, {found['config'] or 'without a configuration file'}"
+
+
+def shown_upstreams(model: Mapping[str, Any]) -> list[str]:
+    """The servers elsewhere that answer for a model, in words; empty where there are none."""
+    return [f"answered by {' and '.join(model['upstreams'])}"] if model["upstreams"] else []
 
 
 class AdminClient:

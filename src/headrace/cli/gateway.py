@@ -150,7 +150,7 @@ def _run_by_hand(context: typer.Context, file: Path | None) -> int:
         check_no_engines(config)
         if config.gateway.workers > 1:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # the supervisor's own
-            return run(config, read_again=None if file is None else load_again)
+            return run(config, read_again=None if file is None else load_again, file=file)
         make_state_folder(Path(config.state))
         values = gateway_of(config)
     read_again = None if file is None else lambda: _changed_gateway(load_again(), config)

@@ -127,7 +127,7 @@ def serve(
     resolved = load_to_start(config, flags, names)
     read_again = None if config is None else partial(load, config, os.environ, flags, flag_names=names)
     with named_by_origin(os.environ, ENV_PREFIX, names):  # a port in use is found only now
-        raise typer.Exit(run(resolved, read_again=read_again))
+        raise typer.Exit(run(resolved, read_again=read_again, file=config))
 
 
 def flags_of(params: Mapping[str, object], engine: Given) -> dict[str, object]:
@@ -148,10 +148,11 @@ def flags_of(params: Mapping[str, object], engine: Given) -> dict[str, object]:
     return {path: value for path, value in flags.items() if value is not None}
 
 
-def run(config: ServeConfig, *, read_again: Callable[[], ServeConfig] | None = None) -> int:
+def run(config: ServeConfig, *, read_again: Callable[[], ServeConfig] | None = None, file: Path | None = None) -> int:
     """Serve until stopped. Returns the exit code. Raises ConfigError and FleetFailed.
 
     read_again  reads the configuration at a reload; None: there is no file
+    file        the configuration file, as it is shown to operators
     """
     from headrace.cli.announcement import announce_when_ready
     from headrace.cli.config_source import ServeSource
@@ -178,7 +179,7 @@ def run(config: ServeConfig, *, read_again: Callable[[], ServeConfig] | None = N
         threading.Thread(target=announce_when_ready, args=(config, ready), name="announce", daemon=True).start()
 
     resolve = partial(resolve_model, experimental=config.experimental)
-    source = None if read_again is None else ServeSource(config, read_again, resolve)
+    source = None if read_again is None else ServeSource(config, read_again, resolve, file)
 
     def held() -> ServeConfig:
         return config if source is None else source.held

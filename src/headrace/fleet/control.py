@@ -10,16 +10,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from headrace.core.errors import ConfigError
 from headrace.fleet.audit import CommandAudit
 from headrace.fleet.command_slot import CommandSlot
-from headrace.fleet.config import MAX_REPLICAS, FleetConfig
+from headrace.fleet.config import MAX_REPLICAS, FleetConfig, ModelSpec
 from headrace.fleet.config_change import check_can_become, with_choices_of_start
 from headrace.fleet.progress import Hear, ModelProgress, no_operator
 from headrace.fleet.reconciler import Reconciler
 from headrace.policy.deployment import Deployment, RolloutOptions
+from headrace.wire.listening import shown_host
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +32,10 @@ STARTS_S = 10.0
 
 
 class ConfigSource(Protocol):
-    """Where the deployment's configuration is read again."""
+    """Where the deployment's configuration is read again. file: its absolute path, shown to operators"""
+
+    @property
+    def file(self) -> Path | None: ...
 
     def read(self) -> FleetConfig:
         """The whole current configuration, checked. May block. Raises ConfigError."""
@@ -74,13 +79,16 @@ class FleetControl:
         """The deployment as JSON data, with what the gateways see now."""
         reconciler = self._reconciler
         await reconciler.look()
+        host, port = reconciler.config.gateway_address
         return {
+            "address": f"{shown_host(host)}:{port}",
+            "config": str(self._source.file) if self._source is not None and self._source.file is not None else None,
             "command": self._slot.holder or None,
             "gateways": [
                 {"name": keeper.label, "pid": keeper.pid, "serving": keeper.is_serving, "starts": keeper.num_starts}
                 for keeper in reconciler.gateways.keepers
             ],
-            "models": [self._model_status(model.name) for model in reconciler.config.models],
+            "models": [self._model_status(model) for model in reconciler.config.models],
             "leaving": [
                 self._replica_status(replica.name)
                 for replica in reconciler.deployment.replicas.values()
@@ -200,15 +208,17 @@ class FleetControl:
                 return f"{model}: {replica.name} cannot be started: {reason}"
         return ""
 
-    def _model_status(self, model: str) -> dict[str, object]:
-        reconciler = self._reconciler
+    def _model_status(self, spec: ModelSpec) -> dict[str, object]:
+        reconciler, model = self._reconciler, spec.name
         target = reconciler.deployment.targets.get(model)
+        upstreams = [*(str(engine["address"]) for engine in spec.remote), *(str(upstream["url"]) for upstream in spec.upstreams)]
         if target is None:
-            return {"name": model, "served": "elsewhere", "failure": reconciler.view.why_refused(model)}
+            return {"name": model, "served": "elsewhere", "upstreams": upstreams, "failure": reconciler.view.why_refused(model)}
         rollout = None if target.rollout is None else {"max_surge": target.rollout.max_surge, "allow_outage": target.rollout.allow_outage}
         return {
             "name": model,
             "served": "here",
+            "upstreams": upstreams,
             "wanted": target.num_replicas,
             "revision": target.revision,
             "rollout": rollout,
