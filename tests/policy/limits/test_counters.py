@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.policy.limits.counters import DAY_MS, Moment, Window, bucket_of, first_day_of, month_of, reset_ms, retry_after_s, used_of
+from headrace.policy.limits.counters import DAY_MS, Moment, Window, bucket_of, first_day_of, month_of, reset_ms, retry_after_ms, used_of
 
 pytestmark = pytest.mark.pure
 
@@ -53,7 +53,7 @@ def test_nothing_fades_within_a_bucket() -> None:
 @given(st.integers(0, 10**7), st.integers(0, 1000), st.integers(0, 1000), st.integers(0, 1000))
 def test_a_retry_after_its_time_succeeds_and_one_before_does_not(steady_ms: int, current: int, previous: int, allowed: int) -> None:
     now = Moment(steady_ms, 0)
-    wait_ms = round(1000 * retry_after_s(Window.MINUTE, now, current=current, previous=previous, allowed=allowed))
+    wait_ms = retry_after_ms(Window.MINUTE, now, current=current, previous=previous, allowed=allowed)
     assert wait_ms >= 0
 
     def used_after(ms: int) -> int:

@@ -129,7 +129,7 @@ class Limiter:
 
     def budget_readings(self) -> list[BudgetReading]:
         """The latest reading of the deployment's budget; empty without a budget, or when the store failed."""
-        return [BudgetReading(rule.label, rule.number / NANOS, used / NANOS) for rule, used, _ in self._budget_states]
+        return [BudgetReading(each.rule.label, each.rule.number / NANOS, each.used / NANOS) for each in self._budget_states]
 
     def check(self) -> None:
         """Assert that no request is open or uncharged. For a gateway without requests."""

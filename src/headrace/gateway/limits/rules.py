@@ -18,7 +18,7 @@ from headrace.gateway.http.errors import QuotaExhausted, RateLimitExceeded
 from headrace.gateway.limits.store import LimitStore
 from headrace.policy.limits.book import Claim, ClaimReading, TakeResult, is_over
 from headrace.policy.limits.ceiling import RequestCeiling
-from headrace.policy.limits.counters import Amounts, Moment, Unit, Window, reset_ms, retry_after_s, used_of
+from headrace.policy.limits.counters import Amounts, Moment, Unit, Window, reset_ms, retry_after_ms, used_of
 from headrace.policy.limits.price import Price
 from headrace.policy.limits.tier import NO_BUDGET, DeploymentBudget, Tier
 
@@ -206,9 +206,9 @@ _OF_TOKENS = (b"x-ratelimit-limit-tokens", b"x-ratelimit-remaining-tokens", b"x-
 SHOWN = {Unit.REQUESTS: _OF_REQUESTS, Unit.INPUT: _OF_TOKENS, Unit.OUTPUT: _OF_TOKENS, Unit.TOKENS: _OF_TOKENS}
 """Unit of a limit -> the headers that may be about it. They are about the one of which the smallest part is left."""
 
-DEPLOYMENT_RETRY_S = 60.0
-"""Most seconds after which a client is asked to send a request beyond the deployment's budget again. Running requests of other tenants may
-give back what they reserved long before the day or the month ends; the counter does not show how much of it is reserved."""
+DEPLOYMENT_RETRY_MS = 60_000
+"""Most milliseconds after which a client is asked to send a request beyond the deployment's budget again. Running requests of other
+tenants may give back what they reserved long before the day or the month ends; the counter does not show how much of it is reserved."""
 
 _OF_DEPLOYMENT = "The {} has no room for this request now. Try again later, or with a smaller max_tokens."
 
@@ -216,11 +216,16 @@ _WINDOWS = {Window.OPEN: "at once", Window.MINUTE: "in any 60 s", Window.DAY: "i
 
 
 class LimitState(NamedTuple):
-    """One limit after a `take` at `now`. used: amount that counts then, with this request's"""
+    """One limit after a `take` at `now`.
+
+    used     amount that counts then, with this request's if it was admitted
+    wait_ms  milliseconds until the refused request fits, if nothing else is sent; 0: this limit does not refuse it
+    """
 
     rule: LimitRule
     used: int
     now: Moment
+    wait_ms: int = 0
 
     @property
     def remaining(self) -> int:
@@ -228,14 +233,16 @@ class LimitState(NamedTuple):
 
     @property
     def reset_ms(self) -> int:
-        return reset_ms(self.rule.window, self.now) if self.used else 0
+        """Milliseconds until the refused request fits; of a limit that refuses nothing, until all that is used is free again."""
+        return self.wait_ms or reset_ms(self.rule.window, self.now) if self.used else 0
 
 
 def states(rules: Sequence[LimitRule], claims: Sequence[Claim], result: TakeResult) -> list[LimitState]:
     found = []
     for rule, claim, reading in zip(rules, claims, result.readings, strict=True):
         used = used_of(rule.window, result.now, *reading) + ((claim.amount or 0) if result.is_admitted else 0)
-        found.append(LimitState(rule, used, result.now))
+        is_refused = not result.is_admitted and is_over(claim, reading, result.now)
+        found.append(LimitState(rule, used, result.now, _wait_ms(rule, claim, reading, result.now) if is_refused else 0))
     return found
 
 
@@ -247,26 +254,22 @@ async def limits_now(store: LimitStore, rules: Sequence[LimitRule]) -> list[Limi
 
 def refusal(rules: Sequence[LimitRule], claims: Sequence[Claim], result: TakeResult) -> RateLimitExceeded | QuotaExhausted:
     """The error of a refused `take`: about the exceeded limit with the longest retry time."""
-    over = [
-        (_retry_s(claim, reading, result.now), rule, claim.amount or 0, used_of(rule.window, result.now, *reading))
-        for rule, claim, reading in zip(rules, claims, result.readings, strict=True)
-        if is_over(claim, reading, result.now)
-    ]
-    wait_s, rule, amount, used = max(over, key=lambda one: one[0])
+    state, claim = max(zip(states(rules, claims, result), claims, strict=True), key=lambda one: one[0].wait_ms)
+    rule, amount, wait_s = state.rule, claim.amount or 0, state.wait_ms / 1000
     if rule.is_of_deployment:
-        return RateLimitExceeded(_OF_DEPLOYMENT.format(rule.name), limit=rule.label, retry_after_s=min(wait_s, DEPLOYMENT_RETRY_S))
+        return RateLimitExceeded(_OF_DEPLOYMENT.format(rule.name), limit=rule.label, retry_after_s=wait_s)
     kind = QuotaExhausted if rule.is_quota else RateLimitExceeded
-    return kind(f"{_sentence(rule, amount, used)} {_remedy(rule, amount, wait_s)}", limit=rule.label, retry_after_s=wait_s)
+    return kind(f"{_sentence(rule, amount, state.used)} {_remedy(rule, amount, state.wait_ms)}", limit=rule.label, retry_after_s=wait_s)
 
 
 def headers(found: Iterable[LimitState]) -> list[tuple[bytes, bytes]]:
-    """The x-ratelimit headers: for requests and for tokens, the limit of which the smallest part is left."""
-    tightest: dict[HeaderNames, tuple[float, LimitState]] = {}
+    """The x-ratelimit headers: for requests and for tokens, the limit that refuses for longest, else that with the smallest part left."""
+    tightest: dict[HeaderNames, tuple[tuple[int, float], LimitState]] = {}
     for state in found:
         if (names := SHOWN.get(state.rule.unit)) is not None:
-            part = state.remaining / state.rule.number
-            if names not in tightest or part < tightest[names][0]:
-                tightest[names] = part, state
+            key = -state.wait_ms, state.remaining / state.rule.number
+            if names not in tightest or key < tightest[names][0]:
+                tightest[names] = key, state
     made = []
     for (limit, remaining, reset), (_, state) in sorted(tightest.items()):
         made += [
@@ -278,18 +281,21 @@ def headers(found: Iterable[LimitState]) -> list[tuple[bytes, bytes]]:
 
 
 def duration(ms: int) -> str:
-    """A duration as OpenAI writes it: 120ms, 1.5s, 6m0s, 23h59m59s."""
+    """A duration as OpenAI writes it, to the millisecond: 120ms, 1.5s, 6m0s, 1m30.951s, 23h59m59s."""
     if ms < 1000:
         return f"{ms}ms"
     seconds, rest_ms = divmod(ms, 1000)
     minutes, seconds = divmod(seconds, 60)
     hours, minutes = divmod(minutes, 60)
     larger = f"{hours}h{minutes}m" if hours else f"{minutes}m" if minutes else ""
-    return f"{larger}{seconds}{f'.{rest_ms:03}'.rstrip('0') if rest_ms and not larger else ''}s"
+    return f"{larger}{seconds}{f'.{rest_ms:03}'.rstrip('0') if rest_ms else ''}s"
 
 
-def _retry_s(claim: Claim, reading: ClaimReading, now: Moment) -> float:
-    return retry_after_s(claim.window, now, current=reading.current, previous=reading.previous, allowed=claim.limit - (claim.amount or 0))
+def _wait_ms(rule: LimitRule, claim: Claim, reading: ClaimReading, now: Moment) -> int:
+    """Milliseconds until the claim fits, if nothing else is used."""
+    allowed = claim.limit - (claim.amount or 0)
+    wait_ms = retry_after_ms(claim.window, now, current=reading.current, previous=reading.previous, allowed=allowed)
+    return min(wait_ms, DEPLOYMENT_RETRY_MS) if rule.is_of_deployment else wait_ms
 
 
 def _sentence(rule: LimitRule, amount: int, used: int) -> str:
@@ -297,9 +303,9 @@ def _sentence(rule: LimitRule, amount: int, used: int) -> str:
     return f"The limit {rule.name} is {number} {_WINDOWS[rule.window]}; {before} is used or reserved, and this request needs {wanted}."
 
 
-def _remedy(rule: LimitRule, amount: int, wait_s: float) -> str:
+def _remedy(rule: LimitRule, amount: int, wait_ms: int) -> str:
     if amount <= rule.number:
-        return f"Try again in {duration(round(1000 * wait_s))}."
+        return f"Try again in {duration(wait_ms)}."
     return "It asks for more than the limit allows at all: send less text, or a smaller max_tokens."
 
 

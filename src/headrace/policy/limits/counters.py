@@ -16,8 +16,8 @@ from typing import NamedTuple
 MINUTE_MS = 60_000
 DAY_MS = 86_400_000
 
-OPEN_RETRY_S = 1.0
-"""Retry time in seconds of a request beyond the limit of open requests, since nothing tells when one ends."""
+OPEN_RETRY_MS = 1000
+"""Retry time of a request beyond the limit of open requests, since nothing tells when one ends."""
 
 KEPT_BUCKETS = 8
 """Buckets kept per counter; a new one replaces the oldest. A clock that jumps ahead and back makes one extra bucket, so the counts of the
@@ -99,13 +99,13 @@ def used_of(window: Window, now: Moment, current: int, previous: int) -> int:
     return current - (-previous * left_ms // MINUTE_MS)
 
 
-def retry_after_s(window: Window, now: Moment, *, current: int, previous: int, allowed: int) -> float:
-    """Seconds until at most `allowed` counts, if nothing more is used. If that never happens, the length of the window."""
+def retry_after_ms(window: Window, now: Moment, *, current: int, previous: int, allowed: int) -> int:
+    """Milliseconds until at most `allowed` counts, if nothing more is used. If that never happens, the length of the window."""
     if window is Window.OPEN:
-        return OPEN_RETRY_S
+        return OPEN_RETRY_MS
     if window is Window.MINUTE:
-        return _minute_ms(now, current=current, previous=previous, allowed=allowed) / 1000
-    return reset_ms(window, now) / 1000
+        return _minute_ms(now, current=current, previous=previous, allowed=allowed)
+    return reset_ms(window, now)
 
 
 def reset_ms(window: Window, now: Moment) -> int:
