@@ -234,6 +234,18 @@ def test_a_tenant_may_turn_the_cache_on_off_and_back_to_the_gateways_default() -
     assert "one of true, false" in str(refused("tenants", "set", "acme", "--option", "cache=on"))
 
 
+@pytest.mark.parametrize("words", [("keys", "create", "--tenant", "acme"), ("tenants", "create", "acme")], ids=lambda words: words[0])
+def test_an_unknown_tier_is_answered_with_the_known_ones_and_where_others_are_declared(words: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "site.yaml"
+    file.write_text(FILE)
+    said = str(refused(*words, "--tier", "gold"))
+    assert f"one of {', '.join(BUILT_IN_TIERS)}" in said
+    assert "Declare others under `tiers` of the server's configuration file; a command learns them by --config FILE." in said
+    assert ", gold" in str(refused(*words, "--tier", "golden", "--config", str(file)))
+    done(*words, "--tier", "gold", "--config", str(file))
+    assert all(name in " ".join(done(*words[:2], "--help").split()) for name in BUILT_IN_TIERS)
+
+
 def test_a_tenant_is_created_changed_and_removed() -> None:
     done("tenants", "create", "acme", "--tier", "free", "--option", "log_prompts=true")
     done("tenants", "set", "acme", "--budget", "5", "--option", "context_fitting=summary", "--option", "log_prompts=")

@@ -11,11 +11,15 @@ from typing import Annotated, Any
 import typer
 
 from headrace.cli.directory import AsJson, KeyDirectory, of_directory
+from headrace.policy.limits.tier import BUILT_IN_TIERS
 
 keys_app = typer.Typer(help="Create, list, rotate and revoke API keys.", no_args_is_help=True, rich_markup_mode=None)
 
 LIMIT_COLUMNS = ("of", "limit", "number", "used", "left", "reset_s")
 """Columns of a table of limits: the JSON keys of one limit in `limits.report`."""
+
+TIERS = f"{', '.join(BUILT_IN_TIERS)}, or one of `tiers` in the file of --config"
+"""The values of --tier, for help texts."""
 
 KeyId = Annotated[str, typer.Argument(metavar="ID", help="As `headrace keys list` shows it.")]
 
@@ -25,7 +29,7 @@ KeyId = Annotated[str, typer.Argument(metavar="ID", help="As `headrace keys list
 def create(
     directory: KeyDirectory,
     tenant: Annotated[str, typer.Option("--tenant", help="Team or customer; created where it is not there yet.")],
-    tier: Annotated[str | None, typer.Option("--tier", help="The key's rules. Default: its tenant's.")] = None,
+    tier: Annotated[str | None, typer.Option("--tier", help=f"The key's rules: {TIERS}. Default: its tenant's.")] = None,
     user: Annotated[str, typer.Option("--user", help="Person or program that gets the key.")] = "",
     expires: Annotated[str | None, typer.Option("--expires", metavar="TIME", help="30d, 12h, ... from now. Default: never.")] = None,
     budget: Annotated[float | None, typer.Option("--budget", help="Money per UTC month, in the currency of `prices`.")] = None,

@@ -9,12 +9,12 @@ from typing import Annotated
 import typer
 
 from headrace.cli.directory import AsJson, KeyDirectory, of_directory
-from headrace.cli.keys import LIMIT_COLUMNS, print_rows, print_with_limits
+from headrace.cli.keys import LIMIT_COLUMNS, TIERS, print_rows, print_with_limits
 
 tenants_app = typer.Typer(help="Create, list, change and remove tenants.", no_args_is_help=True, rich_markup_mode=None)
 
 Name = Annotated[str, typer.Argument(metavar="TENANT")]
-TierName = Annotated[str | None, typer.Option("--tier", help="The tenant's rules. A new tenant without one is standard.")]
+TierName = Annotated[str | None, typer.Option("--tier", help=f"The tenant's rules: {TIERS}. A new tenant without one is standard.")]
 Budget = Annotated[float | None, typer.Option("--budget", help="Money per UTC month in the place of the tier's; 0: the tier's again.")]
 Options = Annotated[
     list[str] | None,

@@ -303,7 +303,7 @@ class Administration:
 
     def _check_tier(self, tier: str | None) -> None:
         if tier is not None and tier not in self._tiers:
-            remedy = "Tiers of a configuration file are known where it is named: --config FILE."
+            remedy = "Declare others under `tiers` of the server's configuration file; a command learns them by --config FILE."
             raise InvalidRequest("tier", f"one of {', '.join(self._tiers)}", tier, remedy)
 
     def _check_name(self, name: str) -> None:
