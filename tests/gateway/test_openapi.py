@@ -9,10 +9,12 @@ from typing import Any
 
 import api_tables
 import pytest
-from gateway_kit import TestBench
+from gateway_kit import MODEL, TestBench, open_bench
 
+import headrace
 from headrace.gateway.surfaces.dialect.field_table import CHAT, COMPLETIONS, TABLE
 from headrace.gateway.surfaces.routes import ENDPOINTS
+from headrace.text.folder import TextModel
 from tools import vendor_web
 
 pytestmark = pytest.mark.loop
@@ -73,6 +75,19 @@ async def test_docs_page_loads_nothing_from_elsewhere(bench: TestBench) -> None:
     for link in links:
         assert link.startswith("/docs/")
         assert (await bench.client.get(link)).status_code == 200
+
+
+async def test_a_browser_opens_the_docs_of_a_server_with_keys_and_enters_one_there(bench: TestBench, text: TextModel) -> None:
+    async with open_bench(text, api_keys=[{"key": "sk-0123456789"}]) as keyed:
+        for path in ("/docs", "/docs/docs.js", "/docs/swagger-ui.css", "/openapi.json"):
+            shown = await keyed.client.get(path, headers={"accept": "text/html"})
+            assert (shown.status_code, shown.content) == (200, (await bench.client.get(path)).content), "the same on every server"
+        made = await document(keyed)
+        assert (await keyed.client.post("/docs")).status_code == 405
+    assert MODEL not in str(made)
+    assert headrace.__version__ not in str(made["info"]), "GET /version wants a key"
+    chat = made["paths"]["/v1/chat/completions"]["post"]
+    assert [made["components"]["securitySchemes"][name] for name in chat["security"][0]] == [{"type": "http", "scheme": "bearer"}]
 
 
 @pytest.mark.parametrize("name", ["VENDORED.json", "swagger-ui.LICENSE", "nope.js", "..%2fapp.py", "%2e%2e/app.py", "docs.html/x"])

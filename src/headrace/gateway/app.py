@@ -104,7 +104,7 @@ class Gateway:
         with StoreWait(active.service.clock) as store_wait:
             try:
                 exchange.use(active.choosing)
-                host = active.host_check(exchange, is_probe=path is not None and path.is_public)
+                host = active.host_check(exchange, is_probe=path is not None and path.is_probe)
                 active.origins.check(exchange, host)
                 if is_preflight(exchange):
                     await answer_preflight(exchange)

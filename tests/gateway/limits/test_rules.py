@@ -21,8 +21,10 @@ pytestmark = pytest.mark.pure
 
 NUMBERS = st.none() | st.integers(1, 50)
 MONEY = st.none() | st.integers(1, 50).map(lambda number: number * 1e-9)
-OF_TENANTS = ("requests_per_minute", "input_tokens_per_minute", "output_tokens_per_minute", "user_requests_per_minute")
-OF_TENANTS += ("max_concurrent_requests", "daily_tokens", "monthly_tokens")
+OF_TENANTS = (
+    *("requests_per_minute", "input_tokens_per_minute", "output_tokens_per_minute", "user_requests_per_minute"),
+    *("max_concurrent_requests", "daily_tokens", "monthly_tokens"),
+)
 BUDGETS = st.fixed_dictionaries({"daily_budget": MONEY, "monthly_budget": MONEY})
 ALL_RULES = st.builds(
     lambda counts, money, of_key, of_all: rules_of(

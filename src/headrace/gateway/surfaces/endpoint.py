@@ -79,7 +79,8 @@ class Endpoint(Generic[HandlerT]):
     framing     framing of the path's API
     generates   it generates tokens; headrace_requests_total counts its requests
     has_limits  it does other work for its caller, and its requests count in the caller's limits on requests
-    is_public   needs no key, and answers under every Host, or without one over HTTP/1.0: only the probes and the front page
+    is_probe    needs no key, and answers under every Host, or without one over HTTP/1.0: only the probes and the front page
+    is_manual   needs no key, since it is the same on every server: a browser sends none before its page has asked for one
     is_quiet    a completed answer has no line in the request log, since machines ask every second
     may_be_503  answers 503 with its own reply type instead of an error
     """
@@ -97,9 +98,14 @@ class Endpoint(Generic[HandlerT]):
     framing: Framing = OPENAI
     generates: bool = False
     has_limits: bool = False
-    is_public: bool = False
+    is_probe: bool = False
+    is_manual: bool = False
     is_quiet: bool = False
     may_be_503: bool = False
+
+    @property
+    def is_public(self) -> bool:
+        return self.is_probe or self.is_manual
 
     @property
     def shown_path(self) -> str:

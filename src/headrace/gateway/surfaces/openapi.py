@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-import headrace
 from headrace.core.grammar import MAX_GRAMMAR_BYTES
 from headrace.core.sampling import BOUNDS, MAX_LOGIT_BIAS, MAX_STOP, MAX_STOP_BYTES, MAX_STOP_TOKEN_IDS, Bound
 from headrace.core.tools import FUNCTION_NAME, MAX_TOOLS
@@ -88,7 +87,7 @@ def document(endpoints: Sequence[Endpoint[object]]) -> bytes:
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",
-            "info": {"title": "Headrace", "version": headrace.__version__, "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"}},
+            "info": {"title": "Headrace", "version": "v1", "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"}},
             "paths": paths,
             "components": {
                 "schemas": _schemas(endpoints),

@@ -4,7 +4,8 @@ The front page is JSON for everything but browsers. It needs no key and shows no
 (HAProxy's `option httpchk`), which is answered as /health is.
 
 /docs is Swagger UI from files in this package. It loads nothing from elsewhere (no CDN, no fonts, no validator), so it works on a machine
-without network. Files are served from a table made at start; a name in a URL is looked up there and never joined to a path.
+without network. Files are served from a table made at start; a name in a URL is looked up there and never joined to a path. These paths and
+/openapi.json need no key, and are the same on every server: they show nothing of the site, not even its version.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from headrace.gateway.http.errors import RouteNotFound
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.surfaces import probes
 
-ABOUT = "Headrace answers OpenAI's API here. Where the server has keys, every path but / and the probes wants 'Authorization: Bearer KEY'."
+ABOUT = "Headrace answers OpenAI's API here. Where it has keys, all but /, the docs and the probes want 'Authorization: Bearer KEY'."
 _CSP = b"default-src 'none'"
 
 

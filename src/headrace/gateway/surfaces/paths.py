@@ -28,6 +28,7 @@ class AnsweredPath:
     generates  one of the endpoints generates tokens
     is_quiet   all endpoints are quiet
     is_public  all endpoints are public: the path needs no key
+    is_probe   all endpoints are probes: every Host is allowed
     framing    framing of the path's API
     """
 
@@ -37,6 +38,7 @@ class AnsweredPath:
     generates: bool = False
     is_quiet: bool = True
     is_public: bool = True
+    is_probe: bool = True
     framing: Framing = OPENAI
 
     def add(self, endpoint: Endpoint[Handler]) -> None:
@@ -46,10 +48,11 @@ class AnsweredPath:
         self.framing = endpoint.framing
         self.is_quiet = self.is_quiet and endpoint.is_quiet
         self.is_public = self.is_public and endpoint.is_public
+        self.is_probe = self.is_probe and endpoint.is_probe
 
     def endpoint(self, method: str) -> Endpoint[Handler]:
         """Raises MethodNotAllowed."""
-        is_get = method == "HEAD" or (method == "OPTIONS" and self.is_public)  # OPTIONS: how load balancers ask by default
+        is_get = method == "HEAD" or (method == "OPTIONS" and self.is_probe)  # OPTIONS: how load balancers ask by default
         found = self.methods.get("GET" if is_get else method)
         if found is None:
             raise MethodNotAllowed(method, tuple(sorted({*self.methods, "HEAD"} if "GET" in self.methods else self.methods)))
