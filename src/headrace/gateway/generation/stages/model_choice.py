@@ -11,7 +11,7 @@ from headrace.gateway.upstream.served_models import ModelTable, ServedModel
 from headrace.policy.admission.decision import AdmissionOutcome, decide
 
 MODEL_HEADER, REASON_HEADER = b"x-headrace-model", b"x-headrace-reason"
-"""Headers of every generating answer, a refusal too: the model that answers, and the `AdmissionOutcome`."""
+"""Headers of every generating answer but a continued stream, a refusal too: the model that answers, and the `AdmissionOutcome`."""
 
 AdmittedHeaders = tuple[tuple[bytes, bytes], ...]
 
