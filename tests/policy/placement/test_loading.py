@@ -1,0 +1,21 @@
+"""The cold start of a replica."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.lab.plan.catalogue import read_catalogue
+from headrace.lab.plan.sizings import shape
+from headrace.policy.placement.loading import START_S, load_seconds
+
+pytestmark = pytest.mark.pure
+
+
+def test_seventy_billion_weights_in_sixteen_bits_load_in_half_a_minute_to_two_minutes() -> None:
+    model = shape(read_catalogue(), "llama-70b")
+    assert 30 <= load_seconds(model.weights_bytes("fp16")) <= 120
+
+
+def test_a_faster_drive_shortens_the_reading_alone() -> None:
+    assert load_seconds(100e9, 10e9) == START_S + 10
+    assert load_seconds(0.0, 10e9) == START_S
