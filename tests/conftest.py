@@ -81,8 +81,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(SLOW_LIMIT_S))
 
 
-def pytest_collection_finish() -> None:
-    """What is imported by now stays: a full collection would walk all modules' objects again and again, torch's among them."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Importing makes no garbage to look for."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        freeze_heap()
+        gc.enable()
+
+
+def freeze_heap() -> None:
+    """What there is by now stays: each full collection would walk it again, torch's objects among it.
+
+    Called when all is imported, and after each file of tests, since what it imported, read and cached stays too. A gateway that is idle
+    collects garbage twice, and on virtual time nearly every request is followed by that.
+    """
     gc.collect()
     gc.freeze()
 
@@ -90,12 +105,10 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="module")
 def frozen_heap() -> Iterator[None]:
     """What earlier tests of this process left is not walked by the collections of a module that measures times."""
-    gc.collect()
-    gc.freeze()
+    freeze_heap()
     yield
     gc.unfreeze()
-    gc.collect()
-    gc.freeze()
+    freeze_heap()
 
 
 @pytest.fixture(autouse=True)
@@ -115,13 +128,15 @@ def limit_s(item: pytest.Item) -> float:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool, bool]:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, bool, bool]:
     if limit := limit_s(item):
         faulthandler.dump_traceback_later(limit + GRACE_S, exit=True, file=item.config.stash[_stderr])
     try:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+        if nextitem is None or nextitem.path != item.path:
+            freeze_heap()
 
 
 @pytest.hookimpl(wrapper=True)

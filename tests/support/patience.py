@@ -19,7 +19,12 @@ def until(condition: Callable[[], object], within_s: float = PATIENCE_S, *, said
 
 
 async def eventually(condition: Callable[[], object], within_s: float = PATIENCE_S) -> None:
-    """Wait while the event loop goes on, on virtual time too. Raises TimeoutError."""
+    """Wait while the event loop goes on, on virtual time too. Raises TimeoutError.
+
+    Looks each 2 ms, and after a second at each five-hundredth of the wait: a minute of virtual time has 2,500 looks instead of 30,000.
+    """
+    clock = asyncio.get_running_loop().time
+    began = clock()
     async with asyncio.timeout(within_s):
         while not condition():
-            await asyncio.sleep(0.002)
+            await asyncio.sleep(max(0.002, 0.002 * (clock() - began)))
