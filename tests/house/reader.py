@@ -67,18 +67,21 @@ def _read(path: Path, folder: Path, package: str, known: set[str]) -> Module:
 
 
 def _imports(tree: ast.AST, name: str, known: frozenset[str], is_package: bool) -> Iterator[Import]:
-    for node, is_lazy, is_typing in _walk(tree, is_lazy=False, is_typing=False):
+    for node, is_lazy, is_typing in _walk(tree):
         for target in _targets(node, name, known, is_package):
             yield Import(target, getattr(node, "lineno", 0), is_lazy, is_typing)
 
 
-def _walk(node: ast.AST, *, is_lazy: bool, is_typing: bool) -> Iterator[tuple[ast.AST, bool, bool]]:
-    yield node, is_lazy, is_typing
-    inside = is_lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-    guard = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-    for child in ast.iter_child_nodes(node):
-        typing = is_typing or (guard and isinstance(node, ast.If) and child in node.body)
-        yield from _walk(child, is_lazy=inside, is_typing=typing)
+def _walk(tree: ast.AST) -> Iterator[tuple[ast.AST, bool, bool]]:
+    """Every node in the order of the text, whether it stands inside a function, and whether under `if TYPE_CHECKING`."""
+    rest = [(tree, False, False)]
+    while rest:
+        node, is_lazy, is_typing = found = rest.pop()
+        yield found
+        inside = is_lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        guarded = node.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) else []
+        children = [(child, inside, is_typing or child in guarded) for child in ast.iter_child_nodes(node)]
+        rest += reversed(children)
 
 
 def _targets(node: ast.AST, name: str, known: frozenset[str], is_package: bool) -> Iterator[str]:
