@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import multiprocessing.util
+import re
 import sys
 import threading
 import time
@@ -24,6 +25,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +37,8 @@ KINDS = ("pure", "loop", "socket", "process")
 
 VIRTUAL = ("pure", "loop")
 """Kinds whose event loops are on virtual time."""
+
+MARK = re.compile(r"\bmark\.(\w+)")
 
 _PROCESS = frozenset({"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty", "os.exec", "os.system", "multiprocessing"})
 _SOCKET = frozenset({"socket.bind", "socket.connect", "socket.getaddrinfo", "socket.sendto", "grpc"})
@@ -136,6 +140,15 @@ def kind_of(node: pytest.Item | pytest.Collector) -> str:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kinds", help="run the tests of these kinds alone, such as pure,loop")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file that names kinds, and none of those that are to run, is not imported."""
+    wanted = config.getoption("--kinds")
+    if not wanted or not collection_path.match("test_*.py"):
+        return None
+    named = set(MARK.findall(collection_path.read_text(encoding="utf-8"))) & set(KINDS)
+    return True if named and not named & set(wanted.split(",")) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
