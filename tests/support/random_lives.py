@@ -78,8 +78,8 @@ def _life(rng: random.Random, name: str, common: list[list[int]]) -> Life:
     fate = rng.random()
     return Life(
         request,
-        rng.randrange(2 * LONGEST_OUTPUT) if fate < 0.3 else None,
-        rng.randint(1, LONGEST_OUTPUT) if 0.3 <= fate < 0.4 else None,
+        rng.randrange(LONGEST_OUTPUT) if fate < 0.5 else None,
+        rng.randint(1, LONGEST_OUTPUT // 2) if 0.5 <= fate < 0.8 else None,
     )
 
 
@@ -183,7 +183,7 @@ class LifeEngine:
                 open_.append(waiting.pop())
                 self.engine.submit(open_[-1].request)
             open_ = [life for life in open_ if self._look_after(life)]
-            if preempts and rng.random() < 0.06:
+            if preempts and rng.random() < 0.15:
                 self._preempt(rng)
             if faults is not None:
                 faults.is_on = True

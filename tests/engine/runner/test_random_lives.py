@@ -20,9 +20,9 @@ from headrace.tensor.models.decoder import DecoderModel
 
 pytestmark = pytest.mark.pure
 
-SEED, COUNT = 7, 500
+SEED, COUNT = 7, 200
 FEW_BLOCKS = 40
-FAULT_RATE = 0.015
+FAULT_RATE = 0.04
 POISON = 13
 FAULTS = [name for name in sites() if name.startswith(("device.", "runner.apply", "runner.prompt_logprobs"))]
 
