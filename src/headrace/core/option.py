@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
+from functools import cache
 from math import isfinite
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -155,10 +156,17 @@ def options(kind: type) -> Iterator[tuple[str, Option]]:
             yield item.name, item.metadata["option"]
 
 
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    """The types of a class's fields. They are evaluated once, since a configuration is checked at each reload."""
+    return get_type_hints(kind)
+
+
 def check_options(value: object, where: str = "") -> None:
     """Raises ConfigError for the first field of `value` that its `Option` does not allow. where: path of `value`"""
-    hints = get_type_hints(type(value))
-    for name, described in options(type(value)):
+    kind: type = type(value)
+    hints = _hints(kind)
+    for name, described in options(kind):
         described.check(joined(where, key_of(name)), getattr(value, name), inner(hints[name]))
 
 
@@ -179,7 +187,7 @@ class Leaf:
 
 def leaves(kind: type, where: str = "", reload: Reload = Reload.RESTART, role: Role | None = None) -> Iterator[Leaf]:
     """Every key of a file that is decoded as `kind`, in the order of the fields. reload, role: of the section around it"""
-    hints = get_type_hints(kind)
+    hints = _hints(kind)
     for item in fields(kind):
         path, hint = joined(where, key_of(item.name)), inner(hints[item.name])
         described: Option = item.metadata.get("option", Option(help=""))

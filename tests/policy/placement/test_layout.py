@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import cache
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.policy.placement.device import Device, Link
@@ -56,6 +57,17 @@ def best(asked: Need) -> Placement:
     return choose_layout(asked)[0]
 
 
+@cache
+def full_replica(counts_prompts: bool) -> tuple[Need, Placement]:
+    """A need that many examples share, and the layout that is chosen for it."""
+    asked = need(goals=Goals(tpot_s=0.05), counts_prompts=counts_prompts)
+    return asked, best(asked)
+
+
+FEW = settings(max_examples=30)
+"""Of a test that judges every layout in every example."""
+
+
 @given(memory_gb=st.integers(20, 400), more_gb=st.integers(0, 200), tp=st.sampled_from([1, 2, 4, 8]), context=st.integers(16, 100_000))
 def test_more_memory_never_holds_fewer_sequences(memory_gb: int, more_gb: int, tp: int, context: int) -> None:
     asked = need(LARGE, replace(CARD, memory_bytes=memory_gb * 1e9), context=context)
@@ -73,6 +85,7 @@ def test_a_larger_batch_takes_longer_and_gives_more_tokens(first: int, second: i
     assert low / latency.decode_s(low, context) <= high / latency.decode_s(high, context) * (1 + 1e-9)
 
 
+@FEW
 @given(st.integers(1, 300), st.floats(0.005, 0.2), st.floats(0.05, 5.0), st.booleans())
 def test_a_chosen_layout_keeps_every_goal_with_its_headroom(users: int, tpot_s: float, ttft_s: float, counts_prompts: bool) -> None:
     asked = need(goals=Goals(tpot_s=tpot_s, ttft_p95_s=ttft_s), tokens_per_s=users * 10.0, counts_prompts=counts_prompts)
@@ -93,8 +106,7 @@ def test_a_chosen_layout_keeps_every_goal_with_its_headroom(users: int, tpot_s: 
 
 @given(st.floats(0.01, 1.0), st.booleans())
 def test_a_replica_at_a_part_of_its_rate_is_earlier_than_a_full_one(share: float, counts_prompts: bool) -> None:
-    asked = need(goals=Goals(tpot_s=0.05), counts_prompts=counts_prompts)
-    full = best(asked)
+    asked, full = full_replica(counts_prompts)
     latency = Roofline(asked.model, CARD, full.layout, "bf16", "bf16")
     part = at_rate(asked, latency, share * full.full_tokens_per_s, full.load.running)
     assert part.tokens_per_s == pytest.approx(share * full.full_tokens_per_s, rel=1e-6)
@@ -111,6 +123,7 @@ def test_what_this_version_does_not_run_is_not_chosen() -> None:
     assert not best(replace(runnable, compares_all=True)).reason
 
 
+@FEW
 @given(st.integers(1, 2000))
 def test_no_other_layout_that_keeps_the_goals_takes_fewer_devices(users: int) -> None:
     asked = need(LARGE, goals=Goals(tpot_s=0.05), tokens_per_s=users * 20.0, user_tokens_per_s=20.0)
@@ -234,6 +247,7 @@ COMPARED = (
 )
 
 
+@FEW
 @given(st.floats(0.5, 1.0), st.integers(64, 8192), st.sampled_from([SMALL, LARGE, EXPERTS]), st.floats(1e-3, 1e3), st.floats(0.002, 0.05))
 def test_a_reason_never_compares_two_numbers_that_print_equal(
     fraction: float, context: int, model: ModelShape, slower: float, tpot_s: float
