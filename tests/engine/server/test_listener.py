@@ -207,8 +207,9 @@ async def test_a_wrong_token_is_named_on_both_ends_although_the_certificate_is_r
     assert any(message.startswith("refused a call") for message in said)
 
 
-async def test_renewed_certificates_of_both_ends_are_taken_without_a_restart(tmp_path: Path) -> None:
+async def test_renewed_certificates_of_both_ends_are_taken_without_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From an expired pair to a good one: the gateway connects by itself."""
+    monkeypatch.setattr("headrace.wire.client.LAST_RETRY_S", 0.05)
     engine_tls = write_certificates(tmp_path / "engine", SITE, TlsRole.ENGINE, HOST, now=LONG_AGO)
     gateway_tls = write_certificates(tmp_path / "gateway", SITE, TlsRole.GATEWAY, now=LONG_AGO)
     async with engine_at(HOST, engine_tls) as engine, ReplicaClient(engine.service.address, token=TOKEN, tls=gateway_tls) as replica:

@@ -38,7 +38,7 @@ def capacity_per_s(times: float = 1.0) -> float:
     return 1.0 / times / (PROMPT * 0.0001 + OUTPUT * (0.0001 + 0.005 / SEQUENCES))
 
 
-def run(models: Sequence[SimulatedModel], rate: float, *, seconds: float = 40.0) -> tuple[LoadReport, list[float]]:
+def run(models: Sequence[SimulatedModel], rate: float, *, seconds: float = 20.0) -> tuple[LoadReport, list[float]]:
     """The report, and each replica's share of the requests."""
     site = SimulatedSite(models)
     records = site.run(drawn(rate, seconds, WorkloadShape(input_tokens=PROMPT, output_tokens=OUTPUT, spread=1.0)))
