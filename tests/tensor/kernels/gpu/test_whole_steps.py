@@ -27,6 +27,7 @@ from headrace.tensor.kernels.gpu.backend import TritonKernels
 from headrace.tensor.kernels.gpu.choice import TritonChoice
 from headrace.tensor.kernels.gpu.linears import TritonPacking
 from headrace.tensor.kernels.gpu.tuning import read_tuning
+from headrace.tensor.launches import EagerLaunches
 from headrace.tensor.models import load_model
 
 IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -53,13 +54,14 @@ class NotRunWhenCaptured(HostLaunches):
         return body
 
 
-def make_triton_runner(folder: Path) -> DeviceRunner:
+def make_triton_runner(folder: Path, *, is_eager: bool) -> DeviceRunner:
     device, tuning = CPU if IS_INTERPRETED else CUDA, read_tuning()
     backend = Backend(name="triton", kernels=TritonKernels(tuning), packing=TritonPacking(tuning))
     loaded = load_model(folder, backend=backend, dtype=torch.float32, device=device, load_format="auto", seed=0, max_model_len=None)
     model = loaded.model
     kv = allocate_kv(model.kv_shapes, model.group_of, (32,), 4, torch.float32, device)
     launches = device.make_launches() or NotRunWhenCaptured()
+    launches = EagerLaunches(launches) if is_eager else launches
     runner = DeviceRunner(
         model, kv, TritonChoice(), launches, max_num_seqs=4, most_tokens=32, max_model_len=CONTEXT, device=device.name, eos_token_ids=(2,)
     )  # fmt: skip
@@ -83,6 +85,7 @@ def tokens_of(runner: Runner) -> list[list[list[int]]]:
     return [*tokens, row_tokens(tickets.pop().result())]
 
 
-def test_whole_steps_give_the_plain_runners_tokens(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_eager", [False] if IS_INTERPRETED else [False, True])
+def test_whole_steps_give_the_plain_runners_tokens(is_eager: bool, tmp_path: Path) -> None:
     folder = save_tiny_llama(tmp_path)
-    assert tokens_of(make_triton_runner(folder)) == tokens_of(make_runner(load_decoder(folder)))
+    assert tokens_of(make_triton_runner(folder, is_eager=is_eager)) == tokens_of(make_runner(load_decoder(folder)))
