@@ -93,11 +93,11 @@ def test_interval_covers_the_quantile_and_narrows_with_more_samples() -> None:
 def test_distribution_names_its_quantiles() -> None:
     found = distribution([3.0, 1.0, 2.0])
     assert (found.count, found.mean, found.max) == (3, 2.0, 3.0)
-    assert list(found.quantiles) == ["p50", "p90", "p99", "p99.9"]
+    assert list(found.quantiles) == ["p50", "p90", "p95", "p99", "p99.9"]
 
 
 def test_quantiles_are_known_once_one_sample_is_expected_beyond_them() -> None:
-    assert NEEDED_SAMPLES == {"p50": 2, "p90": 10, "p99": 100, "p99.9": 1000}
+    assert NEEDED_SAMPLES == {"p50": 2, "p90": 10, "p95": 20, "p99": 100, "p99.9": 1000}
     for name, count in NEEDED_SAMPLES.items():
         assert distribution(range(count - 1)).known(name) is None
         assert distribution(range(count)).known(name) == distribution(range(count)).quantiles[name]

@@ -25,30 +25,33 @@ def test_report_with_failures_is_strict_json(tmp_path: Path) -> None:
     file = tmp_path / "deep" / "result.json"
     write_json(file, {"report": summarize([GOOD, BAD], Slo(ttft_s=1.0)), "records": [GOOD, BAD]})
     data = json.loads(file.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert data["report"]["ttft_s"]["max"] == "inf"
+    ttft = data["report"]["ttft_s"]
+    assert (ttft["max"], ttft["mean"], ttft["failed"]) == (None, None, 1)
+    assert "inf" not in file.read_text().lower()
     assert data["report"]["errors"] == {"429 overloaded": 1}
     assert data["records"][0]["chunk_s"] == [0.1, 0.2]
     assert list(file.parent.iterdir()) == [file]
 
 
-@pytest.mark.parametrize(("count", "known"), [(3, ["p50"]), (100, ["p50", "p90", "p99"]), (1000, ["p50", "p90", "p99", "p99.9"])])
+@pytest.mark.parametrize(("count", "known"), [(3, ["p50"]), (100, ["p50", "p90", "p95", "p99"]), (1000, ["p50", "p90", "p95", "p99", "p99.9"])])
 def test_json_has_no_quantile_of_too_few_samples(count: int, known: list[str]) -> None:
     """It had an interpolated P99.9 of three."""
     data = json.loads(json.dumps(to_plain(summarize([GOOD] * count))))
     for measure in (data["ttft_s"], data["client_lag_s"]):
-        assert list(measure["quantiles"]) == list(measure["intervals"]) == ["p50", "p90", "p99", "p99.9"]
+        assert list(measure["quantiles"]) == list(measure["intervals"]) == ["p50", "p90", "p95", "p99", "p99.9"]
         for name, value in measure["quantiles"].items():
             assert (value is not None) == (measure["intervals"][name] is not None) == (name in known)
 
 
 def test_plain_values_of_all_kinds() -> None:
-    assert to_plain({"a": (math.nan, -math.inf, 1.5), 2: None}) == {"a": [None, "-inf", 1.5], "2": None}
+    assert to_plain({"a": (math.nan, -math.inf, 1.5), 2: None}) == {"a": [None, None, 1.5], "2": None}
 
 
 def test_lines_name_every_measure_and_failure() -> None:
     text = "\n".join(lines(summarize([GOOD, BAD], Slo(ttft_s=1.0))))
-    for word in ("TTFT", "TPOT", "ITL", "E2EL", "P99.9", "goodput", "2 / 1 / 1", "1 x 429 overloaded", "inf"):
+    for word in ("TTFT", "TPOT", "ITL", "E2EL", "P99.9", "goodput", "2 / 1 / 1", "1 x 429 overloaded", "-  (1 of 2 failed)"):
         assert word in text
+    assert "inf" not in text
     assert "VOID" not in text
 
 
@@ -62,6 +65,15 @@ def test_brackets_are_said_to_be_what_they_are_and_few_samples_show_no_tail() ->
     many = "\n".join(lines(summarize([GOOD] * 1000)))
     assert "needed" not in many
     assert "P99.9 TTFT (ms):                         100.00  [100.00, 100.00]" in many
+
+
+def test_a_percentile_shows_where_its_interval_meets_failures() -> None:
+    text = list(lines(summarize([*[GOOD] * 98, BAD, BAD], Slo(ttft_s=0.01))))
+    assert [line.split(":")[1].strip() for line in text if line.startswith(("P95 TTFT", "P99 TTFT"))] == [
+        "100.00  [100.00, failed]",
+        "-  (2 of 100 failed)",
+    ]
+    assert [line.split(":")[1].strip() for line in text if "goodput" in line] == ["no request met the goals"]
 
 
 def test_failures_are_counted_by_kind_with_the_words_of_the_first() -> None:

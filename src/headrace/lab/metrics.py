@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-QUANTILES = (0.5, 0.9, 0.99, 0.999)
+QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.999)
 Z_95 = 1.959964
 """Standard deviations around the mean of a normal distribution that hold 95 % of it."""
 MAX_CLIENT_LAG_S = 1e-3
@@ -169,13 +169,15 @@ NEEDED_SAMPLES = {f"p{quantile * 100:g}": needed_samples(quantile) for quantile 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Count, mean and quantiles of one measure, in the unit of its samples.
+    """Count, mean and quantiles of one measure, in the unit of its samples. Those that failed requests decide are infinite.
 
+    failed     samples of failed requests
     quantiles  name -> value, interpolated between ranks however few samples there are; reports use `known` instead
     intervals  name -> 95 % confidence interval of that quantile
     """
 
     count: int
+    failed: int
     mean: float
     max: float
     quantiles: Mapping[str, float] = field(default_factory=dict)
@@ -191,6 +193,7 @@ def distribution(samples: Iterable[float]) -> Distribution:
     names = {quantile: f"p{quantile * 100:g}" for quantile in QUANTILES}
     return Distribution(
         count=len(ordered),
+        failed=sum(map(math.isinf, ordered)),
         mean=math.fsum(ordered) / len(ordered) if ordered else math.nan,
         max=ordered[-1] if ordered else math.nan,
         quantiles={name: percentile(ordered, quantile) for quantile, name in names.items()},

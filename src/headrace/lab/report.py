@@ -23,7 +23,8 @@ MAX_CACHED_SHARE = 0.1
 def to_plain(value: object) -> object:
     """Dataclasses as plain data that strict JSON can hold.
 
-    Infinity becomes the string "inf", not-a-number null. A quantile of fewer samples than it needs is null too, with its interval.
+    What has no number is null: a mean, a quantile or an end of an interval that failed requests decide (`failed` counts them), and a
+    quantile of fewer samples than it needs, with its interval.
     """
     if is_dataclass(value) and not isinstance(value, type):
         plain = {item.name: getattr(value, item.name) for item in fields(value)}
@@ -33,7 +34,7 @@ def to_plain(value: object) -> object:
             plain |= {"quantiles": known, "intervals": intervals}
         return to_plain(plain)
     if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else "inf" if value > 0 else "-inf"
+        return None
     if isinstance(value, Mapping):
         return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -57,7 +58,7 @@ def lines(report: LoadReport) -> Iterator[str]:
     yield _row("Prompt / cached / output tokens", f"{report.prompt_tokens} / {report.cached_tokens} / {report.output_tokens}")
     yield _row("Request throughput (req/s)", report.request_throughput)
     if report.goodput is not None:
-        yield _row("Request goodput (req/s)", report.goodput)
+        yield _row("Request goodput (req/s)", report.goodput if report.goodput else "no request met the goals")
     yield _row("Output token throughput (tok/s)", report.output_throughput)
     yield _row("Total token throughput (tok/s)", report.total_throughput)
     yield _row("Peak concurrent requests", str(report.peak_concurrency))
@@ -105,14 +106,22 @@ def failures(report: LoadReport) -> Iterator[str]:
 
 def _section(title: str, name: str, samples: Distribution) -> Iterator[str]:
     yield _title(f"{title}, {samples.count} samples", "-")
-    yield _row(f"Mean {name} (ms)", samples.mean * 1000)
+    yield _row(f"Mean {name} (ms)", _ms(samples.mean, samples))
     for quantile in samples.quantiles:
         value = samples.known(quantile)
         if value is None:
             yield _row(f"{quantile.upper()} {name} (ms)", f"-  ({NEEDED_SAMPLES[quantile]} samples needed)")
             continue
-        low, high = samples.intervals[quantile]
-        yield _row(f"{quantile.upper()} {name} (ms)", f"{value * 1000:.2f}  [{low * 1000:.2f}, {high * 1000:.2f}]")
+        low, high = (f"{end * 1000:.2f}" if math.isfinite(end) else "failed" for end in samples.intervals[quantile])
+        shown = f"{_ms(value, samples)}  [{low}, {high}]" if math.isfinite(value) else _ms(value, samples)
+        yield _row(f"{quantile.upper()} {name} (ms)", shown)
+
+
+def _ms(value: float, samples: Distribution) -> str:
+    """A time in milliseconds, or the reason why there is none."""
+    if math.isinf(value):
+        return f"-  ({samples.failed} of {samples.count} failed)"
+    return "-" if math.isnan(value) else f"{value * 1000:.2f}"
 
 
 def _title(text: str, fill: str) -> str:
