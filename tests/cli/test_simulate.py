@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -60,8 +61,28 @@ def test_deaths_and_spikes_are_taken(headrace: Headrace, tmp_path: Path) -> None
     file.write_text(SITE)
     done = headrace("simulate", str(file), "--load", "5", *QUICK, "--kill", "2:0:1", "--spike", "1:2:4", "--json")
     assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)["runs"][0]["report"]
+    [run] = json.loads(done.stdout)["runs"]
+    report, events = run["report"], run["events"]
     assert report["finished"] == report["offered"]
+    assert [(each["event"], each["begin_s"], each["end_s"]) for each in events] == [
+        ("spike of 4 times the load", 1.0, 3.0),
+        ("death of replica 0", 2.0, 3.0),
+    ]
+    assert [sum(each[span]["requests"] for span in ("before", "during", "after")) for each in events] == [report["offered"]] * 2
+
+
+def test_a_replica_without_another_is_back_after_its_load_time_or_has_a_standby(headrace: Headrace) -> None:
+    one = ("simulate", "--model", "llama-3-8b", "--load", "20", *QUICK, "--kill", "2:0")
+    loading = headrace(*one, "--load-time", "1.5", "--goodput", "ttft:0.001")
+    assert "death of replica 0, from 2 to 3.5 s" in loading.stdout
+    assert "no request met the goals" in loading.stdout
+    assert not re.search(r"\b(inf|nan)\b", loading.stdout)
+    kept = headrace(*one, "--load-time", "1.5", "--standby", "1", "--json")
+    found = json.loads(kept.stdout, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert found["runs"][0]["report"]["errors"] == {}
+    assert ", 1 standby replica, " in found["site"]
+    assert found["price_per_hour"] == 6.0, "a standby costs what the replica costs"
+    assert "refused" in headrace(*one, "--load-time", "1.5", "--json").stdout
 
 
 def test_a_trace_is_replayed(headrace: Headrace, tmp_path: Path) -> None:
@@ -86,6 +107,8 @@ def test_a_trace_is_replayed(headrace: Headrace, tmp_path: Path) -> None:
         (["--gpu", "h100", "--load", "-5"], 2, "is no list"),
         (["--gpu", "h100", "--load", "5", "--duration", "0"], 2, "--duration"),
         (["--gpu", "h100", "--load", "5", "--kill", "3"], 2, "is not SECOND:REPLICA:BACK"),
+        (["--gpu", "h100", "--load", "5", "--kill", "3:0:1", "--load-time", "-1"], 2, "--load-time: -1 is not a number of seconds"),
+        (["--gpu", "h100", "--load", "5", "--standby", "1"], 2, "--load-time, --standby: they have an effect where a replica dies"),
         (["--gpu", "h100", "--load", "5", "--kill", "3:7:1"], 2, "names replica 7; there are replicas 0 to 0"),
         (["--gpu", "h100", "--load", "5", "--spike", "1:2:0"], 2, "no factor above 0"),
         (["--gpu", "h100", "--load", "5", "--tp", "3"], 3, "no layout of 3 devices"),

@@ -17,6 +17,7 @@ import typer
 
 from headrace.cli.bench_common import AsJson, Flag, Seed, make_shape
 from headrace.cli.exits import CommandExitCode, UsageRefused
+from headrace.core.counted import counted
 from headrace.core.parallelism import why_not_run
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from headrace.lab.datasets import WorkloadShape
     from headrace.lab.metrics import LoadReport, Slo
     from headrace.lab.simulate.build import SimulatedModel
+    from headrace.lab.simulate.events import EventReport
     from headrace.lab.simulate.load import Arrival, Spike
     from headrace.lab.simulate.site import Death
     from headrace.policy.placement.model import ModelShape
@@ -65,8 +67,13 @@ def simulate(
     prefix_len: Annotated[int, Flag("--random-prefix-len", "--prefix-len", help="Tokens at the prompts' beginning that are shared.")] = 0,
     spike: Annotated[str | None, Flag("--spike", help="BEGIN:SECONDS:FACTOR, as 30:20:3: three times the load for 20 s.")] = None,
     kill: Annotated[
-        list[str] | None, Flag("--kill", help="SECOND:REPLICA:BACK, as 30:0:90: replica 0 dies, and is back 90 s later.")
+        list[str] | None,
+        Flag("--kill", help="SECOND:REPLICA:BACK, as 30:0:90: replica 0 dies, and is back 90 s later; without :BACK after --load-time."),
     ] = None,
+    load_time: Annotated[float | None, Flag("--load-time", help="Seconds in which a replica starts and loads its weights.")] = None,
+    standby: Annotated[
+        int, Flag("--standby", min=0, max=MAX_REPLICAS, help="Further replicas, loaded and idle, that take a dead one's place.")
+    ] = 0,
     goodput: Annotated[list[str] | None, Flag("--goodput", help="ttft:MS, tpot:MS or e2el:MS; again for more.")] = None,
     seed: Seed = 0,
     as_json: AsJson = False,
@@ -74,6 +81,7 @@ def simulate(
 ) -> None:
     """Simulate a deployment under load: what users would see, without hardware and much faster than time passes."""
     from headrace.lab.metrics import parse_slo
+    from headrace.lab.simulate.events import with_standby
 
     if trace is not None:
         for name, flag in REPLACED_BY_TRACE.items():
@@ -89,21 +97,41 @@ def simulate(
         raise UsageRefused(f"--duration: expected a number of seconds above 0, got {duration:g}.")
     until = duration if trace is None else math.inf
     risen = _spike(spike, until)
-    site = _site(_Asked(config, model, gpu, steps, tp, replicas), None if trace else shape)
-    deaths = [_death(text, site.replicas, until) for text in kill or ()]
+    site = _site(_Asked(config, model, gpu, steps, tp, replicas, standby), None if trace else shape)
+    if not kill and (load_time is not None or standby):
+        raise UsageRefused("--load-time, --standby: they have an effect where a replica dies; give --kill.")
+    deaths = with_standby([_death(text, site.replicas, until, load_time) for text in kill or ()], standby)
     loads = _arrivals(load, trace, duration, shape, seed, risen)
-    reports = [(rate, _report(site, arrivals, deaths, slo, seed)) for rate, arrivals in loads]
+    runs = [_run(site, rate, arrivals, risen, deaths, slo, seed) for rate, arrivals in loads]
     if plot is not None:
         from headrace.lab.simulate.chart import write_chart
 
-        write_chart(plot, [(rate, report) for rate, report in reports if rate is not None], site.price_per_hour, site.title)
-    _print(site, reports, as_json)
-    if not any(report.finished for _, report in reports):
+        write_chart(plot, [(run.load, run.report) for run in runs if run.load is not None], site.price_per_hour, site.title)
+    _print(site, runs, as_json)
+    if not any(run.report.finished for run in runs):
         raise typer.Exit(CommandExitCode.FAILED)
 
 
-def _report(site: _Site, arrivals: Iterator[Arrival], deaths: Sequence[Death], slo: Slo | None, seed: int) -> LoadReport:
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One load and its simulation. load: requests per second; None for a trace"""
+
+    load: float | None
+    report: LoadReport
+    events: Sequence[EventReport]
+
+
+def _run(
+    site: _Site,
+    load: float | None,
+    arrivals: Iterator[Arrival],
+    spike: Spike | None,
+    deaths: Sequence[Death],
+    slo: Slo | None,
+    seed: int,
+) -> _Run:
     from headrace.lab.metrics import summarize
+    from headrace.lab.simulate.events import event_reports
     from headrace.lab.simulate.site import SimulatedSite
 
     failover_s = site.gateway.timeouts.failover_s
@@ -116,21 +144,24 @@ def _report(site: _Site, arrivals: Iterator[Arrival], deaths: Sequence[Death], s
     for death in deaths:
         if death.at > last:
             raise UsageRefused(f"--kill: replica {death.replica} would die at {death.at:g} s, after the last answer ({last:.1f} s).")
-    return summarize(records, slo)
+    return _Run(load, summarize(records, slo), event_reports(records, spike, deaths))
 
 
-def _print(site: _Site, reports: Sequence[tuple[float | None, LoadReport]], as_json: bool) -> None:
+def _print(site: _Site, runs: Sequence[_Run], as_json: bool) -> None:
     from headrace.lab.report import failures, lines, to_plain
+    from headrace.lab.simulate.events import event_lines
 
     if as_json:
-        found = [{"load": rate, "report": report} for rate, report in reports]
-        print(json.dumps(to_plain({"site": site.described, "price_per_hour": site.price_per_hour, "runs": found}), indent=1))
+        found = {"site": site.described, "price_per_hour": site.price_per_hour, "runs": runs}
+        print(json.dumps(to_plain(found), indent=1, allow_nan=False))
         return
     print(f"Simulated: {site.described}")
-    for rate, report in reports:
-        if rate is not None and len(reports) > 1:
-            print(f"Load {rate:g} requests/s")
-        print("\n".join([*(lines(report) if report.finished else failures(report)), ""]))
+    for run in runs:
+        if run.load is not None and len(runs) > 1:
+            print(f"Load {run.load:g} requests/s")
+        print("\n".join([*(lines(run.report) if run.report.finished else failures(run.report)), ""]))
+        for event in run.events:
+            print("\n".join([*event_lines(event), ""]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +170,13 @@ class _Site:
 
     title           model, replicas and devices
     details         assumptions about memory and steps
-    price_per_hour  of all replicas; None if no device with a price is named
+    standby         replicas beside `replicas`
+    price_per_hour  of all replicas, standby ones too; None if no device with a price is named
     """
 
     model: SimulatedModel
     replicas: int
+    standby: int
     gateway: GatewayConfig
     title: str
     details: str
@@ -153,7 +186,8 @@ class _Site:
     def described(self) -> str:
         config = self.model.config
         limits = f"steps of up to {config.max_num_seqs:,} sequences and {config.max_num_batched_tokens:,} tokens"
-        return f"{self.title}, {self.details}, {limits}"
+        standby = [counted(self.standby, "standby replica")] if self.standby else []
+        return ", ".join([self.title, *standby, self.details, limits])
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +200,7 @@ class _Asked:
     steps: Path | None
     tp: int | None
     replicas: int | None
+    standby: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,11 +245,11 @@ def _planned_site(asked: _Asked, section: _Section | None, lengths: WorkloadShap
     need = make_need(engine, shape, dtype, device, _traffic(lengths, longest))
     simulated, best = planned_model(engine, need, asked.tp)
     count = asked.replicas or section.replicas
-    price = None if device.price_per_hour is None else device.price_per_hour * count * best.layout.num_devices
+    price = None if device.price_per_hour is None else device.price_per_hour * (count + asked.standby) * best.layout.num_devices
     cache = f"{need.dtype}, {simulated.num_blocks * engine.block_size:,} tokens of KV ({need.kv_dtype}) each"
     unrun = why_not_run(best.layout.tp)
     where = f"{best.layout} {device.name}" + (f" ({unrun})" if unrun else "")
-    return _Site(simulated, count, section.gateway, f"{count} x {shape.name} on {where}", cache, price)
+    return _Site(simulated, count, asked.standby, section.gateway, f"{count} x {shape.name} on {where}", cache, price)
 
 
 def _measured_site(asked: _Asked, steps: Path, section: _Section | None) -> _Site:
@@ -239,7 +274,7 @@ def _measured_site(asked: _Asked, steps: Path, section: _Section | None) -> _Sit
     count = asked.replicas or section.replicas
     model = measured_model(engine, measured.latency, shape, measured.num_blocks)
     fitted = f"times of {steps}, whose fit is off by {measured.error:.1%} in the mean"
-    return _Site(model, count, section.gateway, f"{count} x {shape.name}", fitted, None)
+    return _Site(model, count, asked.standby, section.gateway, f"{count} x {shape.name}", fitted, None)
 
 
 def _shape(engine: EngineConfig, models: Mapping[str, Mapping[str, object]]) -> tuple[ModelShape, str]:
@@ -350,9 +385,16 @@ def _spike(text: str | None, until: float) -> Spike | None:
     return Spike(begin, seconds, factor)
 
 
-def _death(text: str, replicas: int, until: float) -> Death:
+def _death(text: str, replicas: int, until: float, load_s: float | None) -> Death:
+    """The death that a value of --kill describes. load_s: seconds until the replica is back where the value has none"""
     from headrace.lab.simulate.site import Death
 
+    if load_s is not None and not 0 <= load_s < math.inf:
+        raise UsageRefused(f"--load-time: {load_s:g} is not a number of seconds, 0 or more.")
+    if text.count(":") == 1:
+        if load_s is None:
+            raise UsageRefused(f"--kill: {text!r} does not say when the replica is back: give SECOND:REPLICA:BACK, or --load-time.")
+        text = f"{text}:{load_s!r}"
     at, replica, back_s = _three(text, "--kill", "SECOND:REPLICA:BACK")
     if not replica.is_integer() or replica >= replicas:
         raise UsageRefused(f"--kill: {text!r} names replica {replica:g}; there are replicas 0 to {replicas - 1}.")

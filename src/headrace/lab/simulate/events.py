@@ -1,0 +1,97 @@
+"""Says what clients saw before, during and after a spike or a replica's death, and lets standby replicas take over from dead ones."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from headrace.lab.metrics import Distribution, LoadRecord, distribution
+from headrace.lab.simulate.load import Spike
+from headrace.lab.simulate.site import Death
+
+SHOWN = ("p50", "p95")
+COLUMNS = ("requests", "failed", "TTFT p50", "p95 (ms)", "TPOT p50", "p95 (ms)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpanReport:
+    """The requests of one span of time."""
+
+    requests: int
+    failed: int
+    ttft_s: Distribution
+    tpot_s: Distribution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventReport:
+    """An event of a simulation, in seconds from the start, and the requests around it.
+
+    before  answered, or failed, before it began
+    during  open at its beginning or end, or at some time between
+    after   arrived after its end
+    """
+
+    event: str
+    begin_s: float
+    end_s: float
+    before: SpanReport
+    during: SpanReport
+    after: SpanReport
+
+
+def event_reports(records: Sequence[LoadRecord], spike: Spike | None, deaths: Sequence[Death]) -> list[EventReport]:
+    """A report for each event, in the order of their times. Every request is in one span of each event."""
+    events = [(death.at, death.at + death.back_s, f"death of replica {death.replica}") for death in deaths]
+    if spike is not None:
+        events.append((spike.begin_s, spike.begin_s + spike.seconds, f"spike of {spike.factor:g} times the load"))
+    return [_report(records, *event) for event in sorted(events)]
+
+
+def _report(records: Sequence[LoadRecord], begin_s: float, end_s: float, name: str) -> EventReport:
+    before = [record for record in records if record.end_s < begin_s]
+    after = [record for record in records if record.intended_s > end_s]
+    during = [record for record in records if record.end_s >= begin_s and record.intended_s <= end_s]
+    return EventReport(event=name, begin_s=begin_s, end_s=end_s, before=_span(before), during=_span(during), after=_span(after))
+
+
+def _span(records: Sequence[LoadRecord]) -> SpanReport:
+    return SpanReport(
+        requests=len(records),
+        failed=sum(not record.is_finished for record in records),
+        ttft_s=distribution(record.ttft_s for record in records),
+        tpot_s=distribution(tpot for record in records if (tpot := record.tpot_s) is not None),
+    )
+
+
+def event_lines(report: EventReport) -> Iterator[str]:
+    """An event as a table. A dash: too few requests for that percentile; "failed": it falls on requests that were not answered"""
+    until = f" to {report.end_s:g} s" if report.end_s > report.begin_s else " s, with a standby in its place at once"
+    yield f"{report.event}, {'from' if report.end_s > report.begin_s else 'at'} {report.begin_s:g}{until}"
+    yield " " * 8 + "".join(f"{name:>10}" for name in COLUMNS)
+    for name, span in (("before", report.before), ("during", report.during), ("after", report.after)):
+        times = [_cell(samples, quantile) for samples in (span.ttft_s, span.tpot_s) for quantile in SHOWN]
+        yield f"{name:8}" + "".join(f"{cell:>10}" for cell in (f"{span.requests:,}", f"{span.failed:,}", *times))
+
+
+def _cell(samples: Distribution, name: str) -> str:
+    value = samples.known(name)
+    return "-" if value is None else "failed" if math.isinf(value) else f"{value * 1000:,.1f}"
+
+
+def with_standby(deaths: Sequence[Death], num_standby: int) -> list[Death]:
+    """The deaths beside this many standby replicas, which are loaded and take a dead replica's place at once.
+
+    The dead replica is the next standby, once it is back. Gateways learn of a death when connections break, which takes no time here.
+    """
+    free_at, found = [0.0] * num_standby, []
+    for death in sorted(deaths, key=lambda each: each.at):
+        back_at = death.at + death.back_s
+        if free_at and free_at[0] < back_at:
+            taken_at = max(death.at, heapq.heapreplace(free_at, back_at))
+            found.append(replace(death, back_s=taken_at - death.at))
+        else:
+            found.append(death)
+    return found
