@@ -121,7 +121,6 @@ def test_a_trace_is_replayed(headrace: Headrace, tmp_path: Path) -> None:
         (["--gpu", "h100", "--trace", "/dev/null"], 2, "No request arrives"),
         (["--gpu", "h100", "--trace", "/dev/null", "--spike", "1:1:2"], 2, "--spike: a trace has its own times"),
         (["--gpu", "h100", "--trace", "/dev/null", "--duration", "9"], 2, "--duration: a trace has its own times"),
-        (["--gpu", "h100", "--trace", "/dev/null", "--plot", "x.svg"], 2, "--plot: a trace has its own times"),
         (["--gpu", "h100", "--load", "1", "--input-len", "100000000"], 2, "prompts of up to 150,000,000 and answers of up to 192"),
         (["--gpu", "h100", "--load", "1", "--input-len", "1400"], 2, "more than the longest context (2,048)"),
         (["--model", "llama-3-8b", "--gpu", "h100", "--load", "5", "--spike", "60:20:5"], 2, "requests arrive for 60 s"),

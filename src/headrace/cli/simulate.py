@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from headrace.lab.datasets import WorkloadShape
     from headrace.lab.metrics import LoadReport, Slo
     from headrace.lab.simulate.build import SimulatedModel
+    from headrace.lab.simulate.chart import Timeline
     from headrace.lab.simulate.events import EventReport
     from headrace.lab.simulate.load import Arrival, Spike
     from headrace.lab.simulate.site import Death
@@ -45,9 +46,8 @@ REPLACED_BY_TRACE = {
     "range_ratio": "--random-range-ratio",
     "prefix_len": "--prefix-len",
     "spike": "--spike",
-    "plot": "--plot",
 }
-"""Parameters, and their flags, that a trace replaces, or that need several loads."""
+"""Parameters, and their flags, that a trace replaces."""
 
 
 def simulate(
@@ -77,7 +77,9 @@ def simulate(
     goodput: Annotated[list[str] | None, Flag("--goodput", help="ttft:MS, tpot:MS or e2el:MS; again for more.")] = None,
     seed: Seed = 0,
     as_json: AsJson = False,
-    plot: Annotated[Path | None, Flag("--plot", help="Write TTFT, TPOT, goodput and cost over the load as SVG.")] = None,
+    plot: Annotated[
+        Path | None, Flag("--plot", help="Write an SVG: one load over the time; several as TTFT, TPOT and cost over the load.")
+    ] = None,
 ) -> None:
     """Simulate a deployment under load: what users would see, without hardware and much faster than time passes."""
     from headrace.lab.metrics import parse_slo
@@ -87,7 +89,7 @@ def simulate(
         for name, flag in REPLACED_BY_TRACE.items():
             source = context.get_parameter_source(name)
             if source is not None and source.name == "COMMANDLINE":
-                raise UsageRefused(f"{flag}: a trace has its own times and lengths, and is one load; give --load instead of --trace.")
+                raise UsageRefused(f"{flag}: a trace has its own times and lengths; give --load instead of --trace.")
     try:
         slo = parse_slo(goodput) if goodput else None
         shape = make_shape("random", input_len, output_len, range_ratio, prefix_len, 1, 2000)
@@ -104,9 +106,7 @@ def simulate(
     loads = _arrivals(load, trace, duration, shape, seed, risen)
     runs = [_run(site, rate, arrivals, risen, deaths, slo, seed) for rate, arrivals in loads]
     if plot is not None:
-        from headrace.lab.simulate.chart import write_chart
-
-        write_chart(plot, [(run.load, run.report) for run in runs if run.load is not None], site.price_per_hour, site.title)
+        _plot(plot, site, runs)
     _print(site, runs, as_json)
     if not any(run.report.finished for run in runs):
         raise typer.Exit(CommandExitCode.FAILED)
@@ -119,6 +119,7 @@ class _Run:
     load: float | None
     report: LoadReport
     events: Sequence[EventReport]
+    timeline: Timeline
 
 
 def _run(
@@ -131,6 +132,7 @@ def _run(
     seed: int,
 ) -> _Run:
     from headrace.lab.metrics import summarize
+    from headrace.lab.simulate.chart import timeline
     from headrace.lab.simulate.events import event_reports
     from headrace.lab.simulate.site import SimulatedSite
 
@@ -144,7 +146,17 @@ def _run(
     for death in deaths:
         if death.at > last:
             raise UsageRefused(f"--kill: replica {death.replica} would die at {death.at:g} s, after the last answer ({last:.1f} s).")
-    return _Run(load, summarize(records, slo), event_reports(records, spike, deaths))
+    return _Run(load, summarize(records, slo), event_reports(records, spike, deaths), timeline(records))
+
+
+def _plot(file: Path, site: _Site, runs: Sequence[_Run]) -> None:
+    from headrace.lab.simulate.chart import write_chart, write_timeline
+
+    if len(runs) > 1:
+        write_chart(file, [(run.load, run.report) for run in runs if run.load is not None], site.price_per_hour, site.title)
+        return
+    [run] = runs
+    write_timeline(file, run.timeline, run.events, site.title if run.load is None else f"{site.title}, {run.load:g} requests/s")
 
 
 def _print(site: _Site, runs: Sequence[_Run], as_json: bool) -> None:
@@ -152,7 +164,8 @@ def _print(site: _Site, runs: Sequence[_Run], as_json: bool) -> None:
     from headrace.lab.simulate.events import event_lines
 
     if as_json:
-        found = {"site": site.described, "price_per_hour": site.price_per_hour, "runs": runs}
+        shown = [{"load": run.load, "report": run.report, "events": run.events} for run in runs]
+        found = {"site": site.described, "price_per_hour": site.price_per_hour, "runs": shown}
         print(json.dumps(to_plain(found), indent=1, allow_nan=False))
         return
     print(f"Simulated: {site.described}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,26 @@ from headrace.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+TITLE_CHARS = 100
+"""Characters of a title in one line of a figure that is 11 inches wide."""
+
+
+def title_of(text: str) -> str:
+    """A title in as many lines as it needs."""
+    return textwrap.fill(text, TITLE_CHARS)
+
+
+def label_log_axis(axis: Any) -> None:
+    """Label an axis of a logarithmic scale, whose data is drawn, with round numbers that leave each other room. axis: `Axes.xaxis`, ..."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+
+    low, high = axis.get_view_interval()
+    few = (1.0, 2.0, 5.0) if high < 1000 * low else (1.0,)
+    axis.set_major_locator(LogLocator(subs=few) if high > 10 * low else MaxNLocator(5))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
 
 
 def write_svg(file: Path, draw: Callable[[Any], Figure]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.core.errors import ConfigError
 from headrace.lab.plan.plan import CapacityPlan
-from headrace.lab.svg import write_svg
+from headrace.lab.svg import label_log_axis, title_of, write_svg
 from headrace.policy.placement.layout import MAX_NUM_SEQS
 from headrace.policy.placement.load import at_running
 from headrace.policy.placement.roofline import Roofline
@@ -36,7 +36,7 @@ def curve(plan: CapacityPlan) -> tuple[list[int], list[float], list[float]]:
 
 
 def _figure(pyplot: Any, drawn: Sequence[CapacityPlan]) -> Figure:
-    figure, (rates, times) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    figure, (rates, times) = pyplot.subplots(1, 2, figsize=(11, 5.2), layout="constrained")
     for plan in drawn:
         best = plan.best
         batches, per_device, seconds = curve(plan)
@@ -54,10 +54,10 @@ def _figure(pyplot: Any, drawn: Sequence[CapacityPlan]) -> Figure:
     for axes in (rates, times):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter("{x:g}")
+        label_log_axis(axes.yaxis)
         axes.xaxis.set_major_formatter("{x:g}")
         axes.set_xlabel("sequences decoded together, per replica")
         axes.grid(alpha=0.3, which="both")
-    times.yaxis.set_minor_formatter("{x:g}")
-    rates.legend(fontsize=8)
+    figure.legend(handles=times.get_legend_handles_labels()[0], loc="outside lower center", ncols=4)
+    figure.suptitle(title_of(f"{drawn[0].need.model.name}, weights in {drawn[0].need.dtype}"))
     return figure  # type: ignore[no-any-return]
