@@ -11,6 +11,7 @@ import pytest
 from headrace.bundled import bundled_path
 from headrace.engine.config import EngineConfig
 from headrace.lab.simulate.step_times import FittedLatency, StepFile, write_steps
+from headrace.policy.placement.loading import load_seconds
 from tests.cli.conftest import Headrace
 
 pytestmark = pytest.mark.pure
@@ -82,7 +83,18 @@ def test_a_replica_without_another_is_back_after_its_load_time_or_has_a_standby(
     assert found["runs"][0]["report"]["errors"] == {}
     assert ", 1 standby replica, " in found["site"]
     assert found["price_per_hour"] == 6.0, "a standby costs what the replica costs"
-    assert "refused" in headrace(*one, "--load-time", "1.5", "--json").stdout
+    by_bytes = headrace(*one, "--json")
+    assert json.loads(by_bytes.stdout)["runs"][0]["events"][0]["end_s"] == pytest.approx(2 + load_seconds(16.06e9), rel=0.01)
+    assert "refused" in by_bytes.stdout
+
+
+def test_one_load_is_drawn_over_the_time(headrace: Headrace, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps({"timestamp": 100 * n, "input_length": 64, "output_length": 8}) + "\n" for n in range(20)))
+    file = tmp_path / "drawn.svg"
+    done = headrace("simulate", "--model", "llama-3-8b", "--gpu", "h100", "--trace", str(trace), "--plot", str(file))
+    assert done.returncode == 0, done.stderr
+    assert "time since the start (s)" in file.read_text()
 
 
 def test_a_trace_is_replayed(headrace: Headrace, tmp_path: Path) -> None:
@@ -107,8 +119,9 @@ def test_a_trace_is_replayed(headrace: Headrace, tmp_path: Path) -> None:
         (["--gpu", "h100", "--load", "-5"], 2, "is no list"),
         (["--gpu", "h100", "--load", "5", "--duration", "0"], 2, "--duration"),
         (["--gpu", "h100", "--load", "5", "--kill", "3"], 2, "is not SECOND:REPLICA:BACK"),
-        (["--gpu", "h100", "--load", "5", "--kill", "3:0:1", "--load-time", "-1"], 2, "--load-time: -1 is not a number of seconds"),
-        (["--gpu", "h100", "--load", "5", "--standby", "1"], 2, "--load-time, --standby: they have an effect where a replica dies"),
+        (["--gpu", "h100", "--load", "5", "--kill", "3:0", "--load-time", "-1"], 2, "--load-time: -1 is not a number of seconds"),
+        (["--gpu", "h100", "--load", "5", "--standby", "1"], 2, "--standby: it has an effect where a replica dies"),
+        (["--gpu", "h100", "--load", "5", "--kill", "3:0:1", "--load-time", "5"], 2, "--load-time: it is for replicas whose --kill"),
         (["--gpu", "h100", "--load", "5", "--kill", "3:7:1"], 2, "names replica 7; there are replicas 0 to 0"),
         (["--gpu", "h100", "--load", "5", "--spike", "1:2:0"], 2, "no factor above 0"),
         (["--gpu", "h100", "--load", "5", "--tp", "3"], 3, "no layout of 3 devices"),
@@ -230,6 +243,7 @@ def test_a_fit_that_is_far_off_is_warned_of(headrace: Headrace, tmp_path: Path) 
     [
         (["--model", "llama-3-8b"], 2, "--model: llama-3-8b has other steps than headrace-tiny"),
         (["--model", "headrace-draft"], 2, "--model: headrace-draft has other steps than headrace-tiny"),
+        (["--kill", "2:0"], 2, "--kill: '2:0' does not say when the replica is back: give SECOND:REPLICA:BACK, or --load-time"),
         (["--tp", "2"], 2, "--tp: the steps of --steps are those of the engine that was measured"),
     ],
 )

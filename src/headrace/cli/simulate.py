@@ -70,7 +70,7 @@ def simulate(
         list[str] | None,
         Flag("--kill", help="SECOND:REPLICA:BACK, as 30:0:90: replica 0 dies, and is back 90 s later; without :BACK after --load-time."),
     ] = None,
-    load_time: Annotated[float | None, Flag("--load-time", help="Seconds in which a replica starts and loads its weights.")] = None,
+    load_time: Annotated[float | None, Flag("--load-time", help="Seconds until a replica serves; default: by its weights.")] = None,
     standby: Annotated[
         int, Flag("--standby", min=0, max=MAX_REPLICAS, help="Further replicas, loaded and idle, that take a dead one's place.")
     ] = 0,
@@ -100,9 +100,12 @@ def simulate(
     until = duration if trace is None else math.inf
     risen = _spike(spike, until)
     site = _site(_Asked(config, model, gpu, steps, tp, replicas, standby), None if trace else shape)
-    if not kill and (load_time is not None or standby):
-        raise UsageRefused("--load-time, --standby: they have an effect where a replica dies; give --kill.")
-    deaths = with_standby([_death(text, site.replicas, until, load_time) for text in kill or ()], standby)
+    if standby and not kill:
+        raise UsageRefused("--standby: it has an effect where a replica dies; give --kill.")
+    if load_time is not None and all(text.count(":") > 1 for text in kill or ()):
+        raise UsageRefused("--load-time: it is for replicas whose --kill has no :BACK; there is none.")
+    load_s = site.load_s if load_time is None else load_time
+    deaths = with_standby([_death(text, site.replicas, until, load_s) for text in kill or ()], standby)
     loads = _arrivals(load, trace, duration, shape, seed, risen)
     runs = [_run(site, rate, arrivals, risen, deaths, slo, seed) for rate, arrivals in loads]
     if plot is not None:
@@ -184,12 +187,14 @@ class _Site:
     title           model, replicas and devices
     details         assumptions about memory and steps
     standby         replicas beside `replicas`
+    load_s          seconds in which a replica starts; None: its weights are not known
     price_per_hour  of all replicas, standby ones too; None if no device with a price is named
     """
 
     model: SimulatedModel
     replicas: int
     standby: int
+    load_s: float | None
     gateway: GatewayConfig
     title: str
     details: str
@@ -246,6 +251,7 @@ def _planned_site(asked: _Asked, section: _Section | None, lengths: WorkloadShap
     from headrace.lab.plan.catalogue import read_catalogue
     from headrace.lab.simulate.build import planned_model
     from headrace.lab.simulate.options import make_need, on_device
+    from headrace.policy.placement.loading import load_seconds
 
     known = read_catalogue()
     device = known.device(asked.gpu or "")
@@ -262,7 +268,8 @@ def _planned_site(asked: _Asked, section: _Section | None, lengths: WorkloadShap
     cache = f"{need.dtype}, {simulated.num_blocks * engine.block_size:,} tokens of KV ({need.kv_dtype}) each"
     unrun = why_not_run(best.layout.tp)
     where = f"{best.layout} {device.name}" + (f" ({unrun})" if unrun else "")
-    return _Site(simulated, count, asked.standby, section.gateway, f"{count} x {shape.name} on {where}", cache, price)
+    load_s = load_seconds(need.model.weights_bytes(need.dtype))
+    return _Site(simulated, count, asked.standby, load_s, section.gateway, f"{count} x {shape.name} on {where}", cache, price)
 
 
 def _measured_site(asked: _Asked, steps: Path, section: _Section | None) -> _Site:
@@ -287,7 +294,7 @@ def _measured_site(asked: _Asked, steps: Path, section: _Section | None) -> _Sit
     count = asked.replicas or section.replicas
     model = measured_model(engine, measured.latency, shape, measured.num_blocks)
     fitted = f"times of {steps}, whose fit is off by {measured.error:.1%} in the mean"
-    return _Site(model, count, asked.standby, section.gateway, f"{count} x {shape.name}", fitted, None)
+    return _Site(model, count, asked.standby, None, section.gateway, f"{count} x {shape.name}", fitted, None)
 
 
 def _shape(engine: EngineConfig, models: Mapping[str, Mapping[str, object]]) -> tuple[ModelShape, str]:
