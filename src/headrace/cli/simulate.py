@@ -83,7 +83,6 @@ def simulate(
 ) -> None:
     """Simulate a deployment under load: what users would see, without hardware and much faster than time passes."""
     from headrace.lab.metrics import parse_slo
-    from headrace.lab.simulate.events import with_standby
 
     if trace is not None:
         for name, flag in REPLACED_BY_TRACE.items():
@@ -100,12 +99,7 @@ def simulate(
     until = duration if trace is None else math.inf
     risen = _spike(spike, until)
     site = _site(_Asked(config, model, gpu, steps, tp, replicas, standby), None if trace else shape)
-    if standby and not kill:
-        raise UsageRefused("--standby: it has an effect where a replica dies; give --kill.")
-    if load_time is not None and all(text.count(":") > 1 for text in kill or ()):
-        raise UsageRefused("--load-time: it is for replicas whose --kill has no :BACK; there is none.")
-    load_s = site.load_s if load_time is None else load_time
-    deaths = with_standby([_death(text, site.replicas, until, load_s) for text in kill or ()], standby)
+    deaths = _deaths(kill or (), site, until, load_time)
     loads = _arrivals(load, trace, duration, shape, seed, risen)
     runs = [_run(site, rate, arrivals, risen, deaths, slo, seed) for rate, arrivals in loads]
     if plot is not None:
@@ -403,6 +397,17 @@ def _spike(text: str | None, until: float) -> Spike | None:
     if begin >= until:
         raise UsageRefused(f"--spike: {text!r} begins after the last arrival: requests arrive for {until:g} s (--duration).")
     return Spike(begin, seconds, factor)
+
+
+def _deaths(texts: Sequence[str], site: _Site, until: float, load_s: float | None) -> list[Death]:
+    """The deaths that values of --kill describe, beside the site's standby replicas. load_s: of --load-time"""
+    from headrace.lab.simulate.events import with_standby
+
+    if site.standby and not texts:
+        raise UsageRefused("--standby: it has an effect where a replica dies; give --kill.")
+    if load_s is not None and all(text.count(":") > 1 for text in texts):
+        raise UsageRefused("--load-time: it is for replicas whose --kill has no :BACK; there is none.")
+    return with_standby([_death(text, site.replicas, until, site.load_s if load_s is None else load_s) for text in texts], site.standby)
 
 
 def _death(text: str, replicas: int, until: float, load_s: float | None) -> Death:

@@ -23,7 +23,7 @@ def title_of(text: str) -> str:
 
 
 def label_log_axis(axis: Any) -> None:
-    """Label an axis of a logarithmic scale, whose data is drawn, with round numbers that leave each other room. axis: `Axes.xaxis`, ..."""
+    """Label an axis of a logarithmic scale, whose data is drawn, with round numbers that leave each other room."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
     low, high = axis.get_view_interval()
