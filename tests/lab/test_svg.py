@@ -44,7 +44,7 @@ def over_time(records: list[LoadRecord], spike: Spike | None, deaths: list[Death
 
 def death() -> None:
     records = [record(each.intended_s, 0.0, 0.0, error="refused") if 100 < each.intended_s < 200 else each for each in steady(700)]
-    over_time(records, None, [Death(100.0, 0, 100.0), Death(300.0, 1, 0.0), *(Death(400.0 + n, n, 5.0) for n in range(8))])
+    over_time(records, None, [Death(100.0, 0, 100.0), Death(300.0, 1, 0.0), *(Death(400.0 + n, n, 5.0) for n in range(200))])
 
 
 def over_loads() -> None:
@@ -95,7 +95,8 @@ def test_no_label_lies_on_another(monkeypatch: pytest.MonkeyPatch, case: str) ->
         assert figure.bbox.y0 <= box.y0 < box.y1 <= figure.bbox.y1, f"{text!r} is cut off"
     for (one, first), (other, second) in combinations(boxes, 2):
         assert not first.overlaps(second), f"{one!r} lies on {other!r}"
-    assert any(axes.get_xlabel() for axes in figure.axes)
+    for line in (line for axes in figure.axes for line in axes.get_lines()):
+        assert max((y for y in line.get_ydata() if y == y), default=0.0) <= line.axes.get_ylim()[1], "a curve is cut off"
     pyplot.close(figure)
 
 

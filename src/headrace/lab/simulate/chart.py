@@ -20,6 +20,9 @@ BIN_REQUESTS = 40
 
 MIN_BINS, MAX_BINS = 10, 60
 QUANTILES = ("p50", "p95", "p99")
+MAX_NAMED = 6
+"""Most events that the label of the time axis names."""
+
 UNITS = ((36_000.0, "h", 3600.0), (600.0, "min", 60.0), (0.0, "s", 1.0))
 """Seconds from which on a time axis has this unit, the unit, and its seconds."""
 
@@ -92,11 +95,12 @@ def _over_time(pyplot: Any, shown: Timeline, events: Sequence[EventReport], titl
         for event in events:
             axes.axvspan(event.begin_s / unit_s, max(event.end_s, event.begin_s + shown.bin_s / 4) / unit_s, color="grey", alpha=0.2)
         axes.set_title(name)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.1 * max((each for values in lines.values() for each in values if each > 0), default=1.0))  # nan is not
         axes.set_xlim(0, end_s / unit_s)
         axes.grid(alpha=0.3)
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-    shaded = f"; grey: {', '.join(event.event for event in events)}" if events else ""
+    named = [*(event.event for event in events[:MAX_NAMED]), *([f"{len(events) - MAX_NAMED} more"] if len(events) > MAX_NAMED else [])]
+    shaded = f"; grey: {', '.join(named)}" if events else ""
     panels[-1].set_xlabel(title_of(f"time since the start ({unit}); a point is of the requests in {shown.bin_s:.3g} s{shaded}"))
     figure.suptitle(title_of(title))
     return figure  # type: ignore[no-any-return]
