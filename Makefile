@@ -5,15 +5,19 @@ PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 ARGS   ?=
-# Processes that share out the test files: each torch test computes on few threads and often waits, so two keep two cores busy.
+# Processes that share out the test files, in the order of their names, whose last are short: each torch test computes on few threads and
+# often waits, so two keep two cores busy.
 JOBS   ?= 2
 BIN     = $(VENV)/bin
 STAMP   = $(VENV)/.headrace-setup
 PYTEST  = $(BIN)/python -m pytest -q
 COMMON  = not slow and not gpu and not timing
-FAST    = -m "$(COMMON)" --kinds pure,loop,socket -n $(JOBS) --dist loadfile
-# Deployments of several processes take both cores: one after the other.
-PROCESS = -m "$(COMMON)" --kinds process -n 0
+SHARED  = -m "$(COMMON)" -n $(JOBS) --dist loadfile --no-loadscope-reorder
+FAST    = $(SHARED) --kinds pure,loop,socket
+# Apart from the others, so that few processes start a deployment that several files share.
+PROCESS = $(SHARED) --kinds process
+# `make check` runs the tests of the house.
+SUITE   = tests --ignore=tests/tools --ignore=tests/house
 
 # Every process of the tests, those that tests start included, reads the bytecode that the first one wrote, and compiles nothing again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -35,8 +39,8 @@ serve: $(STAMP)
 	$(BIN)/headrace serve $(ARGS)
 
 test: test-control
-	$(PYTEST) $(FAST) tests --ignore=tests/tools $(addprefix --ignore=,$(CONTROL)) $(ARGS)
-	$(PYTEST) $(PROCESS) tests --ignore=tests/tools $(ARGS)
+	$(PYTEST) $(FAST) $(SUITE) $(addprefix --ignore=,$(CONTROL)) $(ARGS)
+	$(PYTEST) $(PROCESS) $(SUITE) $(ARGS)
 
 test-control: $(STAMP)
 	$(PYTEST) $(FAST) --no-torch $(if $(COVERAGE),$(MEASURED)) $(CONTROL) $(ARGS)
@@ -54,7 +58,7 @@ test-timing: $(STAMP)
 # What tests the tests, the benchmarks and the tools.
 test-tools: $(STAMP)
 	$(PYTEST) $(FAST) tests/tools $(ARGS)
-	$(PYTEST) $(PROCESS) tests/tools $(ARGS)
+	$(PYTEST) $(PROCESS) -n 0 tests/tools $(ARGS)
 
 # The tests that mirror what the working tree changes, within two minutes. ARGS: a commit to compare with.
 near: $(STAMP)
@@ -105,7 +109,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(PYTEST) tests/house
+	$(PYTEST) --strict-skips tests/house
 
 bench: $(STAMP)
 	$(BIN)/python -m bench.run $(ARGS)

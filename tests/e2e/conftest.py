@@ -1,6 +1,6 @@
 """Provides checkpoints and their plain loops, and the servers that several files share, once per session.
 
-Tests of processes run one after the other in one process, so that a session's server is started once.
+Each process that runs tests starts a session's server once.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 pure     no socket, no process, no sleep; files of its own folder alone. A loop that it runs by itself is on virtual time
 loop     asyncio on virtual time (`virtual_time`): nothing of the above either, and time passes only while everything waits
 socket   loopback, grpc and threads inside this process, in real time: waits for events, asserts no seconds
-process  starts another process, or stops one; these run one after the other
+process  starts another process, or stops one; these run after the others
 
 A test names its kind by a marker, of its own or of its module. The guard hears CPython's audit events, and wraps what raises none: sleeps
 of the main thread, grpc's channels and servers. A forbidden act is refused where it happens; the test fails also where it swallows the
