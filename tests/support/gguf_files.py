@@ -52,16 +52,17 @@ _GEMMA3_NAMES = {
 
 def gguf_bytes(keys: Mapping[str, object], tensors: Mapping[str, Entry], *, version: int = 3) -> bytes:
     """A whole file. Values of keys: bool, int (uint32), float (float32), str, lists of one of these, or `Raw`."""
-    head, data = [b"GGUF", struct.pack("<IQQ", version, len(tensors), len(keys))], b""
+    head, data, num_bytes = [b"GGUF", struct.pack("<IQQ", version, len(tensors), len(keys))], list[bytes](), 0
     for name, value in keys.items():
         head += [_text(name), _value(value)]
     for name, (kind, shape, content) in tensors.items():
-        data += b"\0" * (-len(data) % ALIGNMENT)
+        data += [b"\0" * (-num_bytes % ALIGNMENT), content]
+        num_bytes += len(data[-2])
         dims = struct.pack(f"<{len(shape)}Q", *reversed(shape))
-        head += [_text(name), struct.pack("<I", len(shape)), dims, struct.pack("<IQ", KIND_NUMBERS[kind], len(data))]
-        data += content
+        head += [_text(name), struct.pack("<I", len(shape)), dims, struct.pack("<IQ", KIND_NUMBERS[kind], num_bytes)]
+        num_bytes += len(content)
     header = b"".join(head)
-    return header + b"\0" * (-len(header) % ALIGNMENT) + data
+    return b"".join([header, b"\0" * (-len(header) % ALIGNMENT), *data])
 
 
 def _text(value: str) -> bytes:
