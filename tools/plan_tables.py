@@ -14,15 +14,18 @@ from headrace.cli.bench_common import make_shape
 from headrace.engine.config import EngineConfig
 from headrace.lab.metrics import LoadRecord, summarize
 from headrace.lab.plan.catalogue import Catalogue, read_catalogue
+from headrace.lab.plan.claims import findings
+from headrace.lab.plan.claims import rule as rule_rows
 from headrace.lab.plan.plan import dollars_per_1m_tokens
 from headrace.lab.plan.shapes import find_entry
-from headrace.lab.plan.sizings import fleet, known_sizings, levers, resident, routing_saving, shape, standby_replicas
+from headrace.lab.plan.sizings import Sizing, fleet, known_sizings, levers, resident, routing_saving, shape, standby_replicas
 from headrace.lab.simulate.build import planned_model
 from headrace.lab.simulate.load import drawn
 from headrace.lab.simulate.options import on_device
 from headrace.lab.simulate.site import SimulatedSite
 from headrace.policy.placement.layout import Placement, choose_layout, judge
 from headrace.policy.placement.load import at_rate, step_tokens
+from headrace.policy.placement.loading import LOAD_BYTES_PER_S, load_seconds
 from headrace.policy.placement.need import Goals, Need, Traffic
 from headrace.policy.placement.roofline import Layout, Roofline
 
@@ -149,10 +152,38 @@ def fit(catalogue: Catalogue) -> Iterator[str]:
 
 
 def sizings(catalogue: Catalogue) -> Iterator[str]:
+    return sizing_rows(known_sizings(catalogue))
+
+
+def rule(catalogue: Catalogue) -> Iterator[str]:
+    return sizing_rows(rule_rows(catalogue))
+
+
+def sizing_rows(rows: Iterable[Sizing]) -> Iterator[str]:
     yield "| question | often said | the planner | from |"
     yield "|---|---|---|---|"
-    for each in known_sizings(catalogue):
+    for each in rows:
         yield f"| {each.question} | {each.said} | {each.found} | {each.how} |"
+
+
+def claims(catalogue: Catalogue) -> Iterator[str]:
+    yield "| claim | assumed | decoding alone | prompts counted | holds |"
+    yield "|---|---|---|---|---|"
+    for each in findings(catalogue):
+        yield f"| {each.claim.text} | {each.case} | {each.decoding:,.0f} | {each.counted:,.0f} | {each.verdict} |"
+
+
+STARTS = (("llama-3-8b", "fp16"), ("llama-70b", "fp16"), ("llama-3-405b", "fp8"))
+
+
+def start(catalogue: Catalogue) -> Iterator[str]:
+    rates = (LOAD_BYTES_PER_S, 3e9, 14e9)
+    yield "| cold start, weights | " + " | ".join(f"{rate / 1e9:g} GB/s" for rate in rates) + " |"
+    yield "|---" * (len(rates) + 1) + "|"
+    for name, dtype in STARTS:
+        weights = shape(catalogue, name).weights_bytes(dtype)
+        cells = " | ".join(f"{load_seconds(weights, rate):.0f} s" for rate in rates)
+        yield f"| {name}, {dtype}, {weights / 1e9:,.0f} GB | {cells} |"
 
 
 def matrix(catalogue: Catalogue) -> Iterator[str]:
@@ -168,16 +199,18 @@ def matrix(catalogue: Catalogue) -> Iterator[str]:
 
 
 def devices(catalogue: Catalogue) -> Iterator[str]:
-    yield "| name | device | memory GB | GB/s | TFLOP/s bf16 | fp8 or int8 | link GB/s | $/hour | $/month | as of | source | CPU or CUDA |"
-    yield "|---" * 12 + "|"
+    figures = "memory GB | GB/s | TFLOP/s bf16 | fp8 or int8 | link GB/s"
+    yield f"| name | device | {figures} | $/hour | $/month | price from | as of | source | CPU or CUDA |"
+    yield "|---" * 13 + "|"
     for name, device in catalogue.devices.items():
         flops = device.flops
         eight = max(flops.get("fp8", 0.0), flops.get("int8", 0.0))
         price = device.price_per_hour
-        prices = ("-", "-") if price is None else (f"{price:g}", f"{price * 730:,.0f}")
+        costs = "- | - | -" if price is None else f"{price:g} | {price * 730:,.0f} | {device.price_source}"
         numbers = f"{device.memory_bytes / 1e9:g} | {device.bytes_per_s / 1e9:,.0f} | {flops['bf16'] / 1e12:,g}"
-        rest = f"{f'{eight / 1e12:,g}' if eight else '-'} | {device.link.bytes_per_s / 1e9:g} | {prices[0]} | {prices[1]}"
-        yield f"| {name} | {device.title} | {numbers} | {rest} | {device.as_of} | {device.source} | {'yes' if device.is_served else 'no'} |"
+        rest = f"{f'{eight / 1e12:,g}' if eight else '-'} | {device.link.bytes_per_s / 1e9:g}"
+        backend = "yes" if device.is_served else "no"
+        yield f"| {name} | {device.title} | {numbers} | {rest} | {costs} | {device.as_of} | {device.source} | {backend} |"
 
 
 def bill(catalogue: Catalogue) -> Iterator[str]:
@@ -191,8 +224,8 @@ def bill(catalogue: Catalogue) -> Iterator[str]:
 
 
 def loads(catalogue: Catalogue) -> Iterator[str]:
-    yield "| load | on | replicas | devices | TPOT | $/hour | $/1M tokens |"
-    yield "|---|---|---|---|---|---|---|"
+    yield "| load | on | replicas | devices | TPOT | $/hour | $/1M tokens | bandwidth allows |"
+    yield "|---|---|---|---|---|---|---|---|"
     for label, name, peak, mean in LOADS:
         plans = [
             fleet(catalogue, name, device.name, context=700, tokens_per_s=peak * ANSWER, output_tokens=ANSWER, tpot_s=0.05)
@@ -203,7 +236,10 @@ def loads(catalogue: Catalogue) -> Iterator[str]:
             best, hourly = plan.best, plan.dollars_per_hour or 0.0
             dollars = dollars_per_1m_tokens(hourly, mean * ANSWER) + plan.figures["egress_per_1m_tokens"].value
             replicas = f"{best.replicas} x {best.layout} | {best.num_devices}"
-            yield f"| {label} | {plan.need.device.name} | {replicas} | {best.load.tpot_s * 1e3:.0f} ms | ${hourly:,.2f} | ${dollars:.2f} |"
+            bound = plan.figures["bandwidth_tokens_per_s"].value / best.capacity_tokens_per_s
+            near = f"{bound:.2f} x, {'within' if plan.is_near_bandwidth else 'not within'} 2 x"
+            spent = f"${hourly:,.2f} | ${dollars:.2f} | {near}"
+            yield f"| {label} | {plan.need.device.name} | {replicas} | {best.load.tpot_s * 1e3:.0f} ms | {spent} |"
 
 
 def up_or_out(catalogue: Catalogue) -> Iterator[str]:
@@ -265,6 +301,9 @@ TABLES: Mapping[str, Callable[[Catalogue], Iterable[str]]] = {
     "quoted": quoted,
     "beside simulate": beside_simulate,
     "sizings": sizings,
+    "rule": rule,
+    "claims": claims,
+    "start": start,
     "matrix": matrix,
     "devices": devices,
     "bill": bill,

@@ -55,7 +55,7 @@ def test_the_cheapest_device_is_found_and_the_others_are_shown(headrace: Headrac
     assert "Cheapest first:" in done.stdout
     assert "h100       8 x TP 4" in done.stdout
     found = planned(headrace, "llama-70b", "--gpu", "h100,a100", "--users", "1000", "--tokens-per-user", "30", "--context", "2048")
-    assert found["cheapest"] == "h100"
+    assert found["cheapest"] == "a100"
 
 
 def test_two_cards_and_fifty_users(headrace: Headrace) -> None:
@@ -106,11 +106,23 @@ def test_a_device_that_is_named_twice_is_compared_once(headrace: Headrace) -> No
 
 
 def test_a_price_is_not_asked_for_where_there_is_none(headrace: Headrace) -> None:
-    assert "look up its price" in headrace("plan", "llama-3-8b", "--gpu", "h100").stdout
+    assert "look up its price" in headrace("plan", "llama-3-8b", "--gpu", "tpu-v5p").stdout
     shown = headrace("plan", "llama-3-8b", "--gpu", "groq", "--layouts", "all").stdout
     assert "more than a year old." in shown
     assert "look up its price" not in shown
     assert "No layout serves this: weights of 16.1 GB do not fit in 13.2 GB." in shown
+
+
+def test_replicas_that_stand_by_are_refused_beside_a_count_and_a_rate_out_of_range(headrace: Headrace) -> None:
+    counted = headrace("plan", "llama-3-8b", "--gpu", "h100", "--count", "2", "--standby", "1")
+    assert counted.returncode == 2
+    assert "--standby: it takes devices beside the 2 of --count" in counted.stderr
+    slow = headrace("plan", "llama-3-8b", "--gpu", "h100", "--load-gbps", "0")
+    assert slow.returncode == 2
+    assert "--load-gbps: expected a rate from 0.001 to 1e+06 GB/s, got 0" in slow.stderr
+    fast = headrace("plan", "llama-3-8b", "--gpu", "h100", "--load-gbps", "16", "--standby", "1").stdout
+    assert re.search(r"load of one replica +21\.0 s", fast)
+    assert re.search(r"replicas standing by +1", fast)
 
 
 def test_an_encoder_has_no_time_per_token(headrace: Headrace) -> None:

@@ -44,7 +44,7 @@ def test_a_file_of_serve_gives_replicas_limits_and_admission(headrace: Headrace,
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["site"].startswith("2 x llama-3-8b")
-    assert found["price_per_hour"] == 6.0
+    assert found["price_per_hour"] == 2 * 3.49
     few, many = (run["report"] for run in found["runs"])
     assert few["errors"] == {}
     assert many["errors"]["refused"] > 0

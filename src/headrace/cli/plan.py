@@ -17,6 +17,7 @@ from headrace.cli.exits import CommandExitCode, UsageRefused
 if TYPE_CHECKING:
     from headrace.lab.plan.catalogue import Catalogue
     from headrace.lab.plan.plan import CapacityPlan
+    from headrace.lab.plan.standby import Standby
     from headrace.policy.placement.device import Device
     from headrace.policy.placement.model import ModelShape
     from headrace.policy.placement.need import Goals, Need
@@ -34,6 +35,7 @@ ROUNDED = ("fp8", "int8", "int4")
 
 MIN_MEMORY_FRACTION = 0.01
 GOAL_LIMITS_S = (1e-6, 1e6)
+LOAD_LIMITS_GBPS = (1e-3, 1e6)
 
 
 def plan(
@@ -60,6 +62,12 @@ def plan(
     memory_fraction: Annotated[
         float | None, typer.Option("--memory-fraction", help="Share of memory for weights and KV cache; default: the engine's.")
     ] = None,
+    load_gbps: Annotated[
+        float | None, typer.Option("--load-gbps", help="GB/s at which a starting replica reads its weights; default: 2.")
+    ] = None,
+    standby: Annotated[
+        int, typer.Option("--standby", min=0, max=MAX_NUM_DEVICES, help="Replicas kept loaded for a spike, priced apart.")
+    ] = 0,
     layouts: Annotated[str, typer.Option("--layouts", help="runnable: those that this version runs; all.")] = "runnable",
     explain: Annotated[bool, typer.Option("--explain", help="Show the formula of every number.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
@@ -74,6 +82,7 @@ def plan(
 
     known = read_catalogue(catalogue, prices)
     _check(dtype, kv_dtype, memory_fraction, layouts, plot)
+    waiting = _standby(standby, load_gbps, count)
     found = find_model(model, known.models, dtype)
     asked = AskedTraffic(context, input_len, output_len, users, tokens_per_user, requests_per_second, requests_per_day, peak)
     first, *others = _devices(gpu, known)
@@ -90,12 +99,25 @@ def plan(
         rounding=dtype if dtype in ROUNDED else "",
     )
     needs = [need, *(replace(need, device=device, memory_fraction=_fraction(device, memory_fraction)) for device in others)]
-    plans = sorted([make_plan(each, known.prices, [*found.notes, *asked.notes, *_age_notes(each)]) for each in needs], key=_cheapness)
+    notes = (*found.notes, *asked.notes)
+    plans = sorted([make_plan(each, known.prices, [*notes, *_age_notes(each)], waiting) for each in needs], key=_cheapness)
     if plot is not None:
         _draw(plot, plans)
     _print(plans, model if found.is_here else f"./{found.shape.name}", explain, as_json)
     if not plans[0].is_met:
         raise typer.Exit(CommandExitCode.FAILED)
+
+
+def _standby(num_replicas: int, load_gbps: float | None, count: int | None) -> Standby:
+    from headrace.lab.plan.standby import Standby
+    from headrace.policy.placement.loading import LOAD_BYTES_PER_S
+
+    low, high = LOAD_LIMITS_GBPS
+    if load_gbps is not None and not low <= load_gbps <= high:
+        raise UsageRefused(f"--load-gbps: expected a rate from {low:g} to {high:g} GB/s, got {load_gbps:g}.")
+    if num_replicas and count is not None:
+        raise UsageRefused(f"--standby: it takes devices beside the {count} of --count, all of which serve. Leave one of them out.")
+    return Standby(num_replicas, LOAD_BYTES_PER_S if load_gbps is None else load_gbps * 1e9)
 
 
 def _fraction(device: Device, asked: float | None) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,7 @@ tflops = { bf16 = 10 }
 link = "wire"
 network = "ethernet"
 price_per_hour = 0.2
+price_source = "assumption"
 as_of = "2026-10"
 source = "measured"
 """
@@ -69,6 +71,14 @@ def test_devices_of_the_hardware_page_are_there() -> None:
     assert set(names.split()) <= set(read_catalogue().devices)
 
 
+def test_every_price_names_provider_list_and_month_or_is_an_assumption() -> None:
+    for name, device in read_catalogue().devices.items():
+        if device.price_per_hour is None:
+            assert device.price_source == "", name
+        else:
+            assert re.fullmatch(r"assumption|[^,:/]+, [^,:/]+, 20\d\d-\d\d", device.price_source), name
+
+
 def test_a_file_of_ones_own_adds_devices_links_and_models(tmp_path: Path) -> None:
     model = "[models.toy]\nhidden_size = 64\nintermediate_size = 128\nnum_hidden_layers = 2\nnum_attention_heads = 4\n"
     own = read_catalogue(written(tmp_path, DEVICE + model + "vocab_size = 100\nmax_position_embeddings = 64\n"))
@@ -89,6 +99,9 @@ def test_a_file_of_ones_own_adds_devices_links_and_models(tmp_path: Path) -> Non
         ('link = "wire"', 'link = "wires"', "devices.mine.link: 'wires' is no link"),
         ('as_of = "2026-10"', 'as_of = "October"', "devices.mine.as_of: 'October' is no month"),
         ('source = "measured"', "", "devices.mine.source: is missing"),
+        ('price_source = "assumption"', "", "own.toml: devices.mine.price_source: is missing beside price_per_hour"),
+        ('price_source = "assumption"', 'price_source = "a cloud"', "devices.mine.price_source: 'a cloud' names no provider and list"),
+        ("price_per_hour = 0.2", "", "devices.mine.price_source: has no price_per_hour beside it"),
         ("devices = 2", "devices = 0", "links.wire.devices: must be a number from 1 to 65536, got 0"),
         ("[devices.mine]", "[devices.mine", "is not TOML"),
         ("memory_gb = 10", "memory_gb = 1e308", "own.toml: devices.mine.memory_gb: must be a number from 0.001 to 1e+06, got 1e+308"),

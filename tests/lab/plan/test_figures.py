@@ -11,8 +11,9 @@ from headrace.core.option import options
 from headrace.engine.config import EngineConfig, default_on
 from headrace.lab.plan.catalogue import Catalogue, read_catalogue
 from headrace.lab.plan.chart import curve, write_chart
-from headrace.lab.plan.plan import CapacityPlan, Figure, make_plan
-from headrace.lab.plan.report import shown
+from headrace.lab.plan.figure import Figure
+from headrace.lab.plan.plan import CapacityPlan, make_plan
+from headrace.lab.plan.report import as_object, comparison, shown
 from headrace.lab.plan.shapes import find_entry
 from headrace.policy.placement.load import step_tokens
 from headrace.policy.placement.need import Goals, Need, Traffic
@@ -74,9 +75,36 @@ def test_a_step_that_computes_longer_than_it_reads_says_so(catalogue: Catalogue)
 def test_what_too_few_devices_cost_is_what_they_generate(catalogue: Catalogue) -> None:
     plan = planned(catalogue, "llama-3-8b", "h100", num_devices=1, tokens_per_s=1e6)
     assert not plan.is_met
-    assert plan.dollars_per_hour == 3.0
-    devices = 3.0 / 3600 / plan.best.capacity_tokens_per_s * 1e6
+    price = catalogue.device("h100").price_per_hour
+    assert price is not None
+    assert plan.dollars_per_hour == price
+    devices = price / 3600 / plan.best.capacity_tokens_per_s * 1e6
     assert f"devices ${devices:.6f}" in plan.figures["cost_per_1m_at_demand"].formula
+
+
+@pytest.mark.parametrize("device", ["h100", "l40s"])
+@pytest.mark.parametrize("traffic", [{}, {"tokens_per_s": 3000.0, "counts_prompts": True}])
+def test_bandwidth_alone_would_allow_more_than_the_plan_and_cost_less(catalogue: Catalogue, device: str, traffic: dict[str, float]) -> None:
+    plan = planned(catalogue, "llama-3-8b", device, **traffic)  # type: ignore[arg-type]
+    best, need = plan.best, plan.need
+    context = 3072 + 512 if traffic else 4096
+    read = need.model.read_bytes("bf16", best.batch) + best.batch * context * 131_072
+    rate = best.replicas * best.batch * best.layout.num_devices * need.device.bytes_per_s / read
+    assert plan.figures["bandwidth_tokens_per_s"].value == pytest.approx(rate)
+    assert rate > best.capacity_tokens_per_s
+    assert plan.figures["cost_per_1m_at_bandwidth"].value < plan.figures["cost_per_1m_at_capacity"].value
+    assert plan.is_near_bandwidth is (rate <= 2 * best.capacity_tokens_per_s)
+    word = "within" if plan.is_near_bandwidth else "not within"
+    assert sum(f"the plan is {word} 2 times of that maximum" in note for note in plan.notes) == 1
+
+
+def test_a_price_is_shown_with_its_source(catalogue: Catalogue) -> None:
+    for device in ("h100", "tpu-v5e"):
+        plan, source = planned(catalogue, "llama-3-8b", device), catalogue.device(device).price_source
+        assert f"({source})" in plan.figures["price_per_hour"].formula
+        assert any(note.endswith(f"per hour: {source}.") for note in plan.notes)
+        assert as_object(plan, "llama-3-8b")["price_source"] == source
+        assert f"  Price of {device}: {source}." in comparison([plan])
 
 
 @pytest.mark.parametrize(

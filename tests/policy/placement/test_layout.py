@@ -30,6 +30,7 @@ CARD = Device(
     link=NVLINK,
     network=NETWORK,
     price_per_hour=3.0,
+    price_source="assumption",
     as_of="2026-11",
     source="test",
 )

@@ -23,6 +23,9 @@ FOLDER = Path(__file__).resolve().parent
 MAX_FILE_BYTES = 1 << 20
 """Most bytes of a catalogue or of a file of prices."""
 
+ASSUMPTION = "assumption"
+"""The `price_source` of a price that no provider's list shows."""
+
 OLD_MONTHS = 12
 """Months after which an entry is reported as old."""
 
@@ -63,6 +66,7 @@ class DeviceEntry:
     link: str
     network: str
     price_per_hour: float | None = None
+    price_source: str = ""
     as_of: str
     source: str
     is_served: bool = True
@@ -117,7 +121,7 @@ def read_catalogue(own: Path | None = None, prices: Path | None = None) -> Catal
             is_misplaced = name in {item.name for item in fields(Prices)}
             remedy = "Write it above [gpu]." if is_misplaced else f"Known: {', '.join(sorted(made))}."
             raise ConfigError(f"{prices}: gpu.{name}", "is not in the catalogue", remedy)
-        made[name] = replace(made[name], price_per_hour=price, as_of="", source=f"{prices}")
+        made[name] = replace(made[name], price_per_hour=price, price_source=f"{prices}", as_of="")
     return Catalogue(devices=made, models=models, prices=asked)
 
 
@@ -151,6 +155,7 @@ def _device(name: str, entry: DeviceEntry, links: Mapping[str, LinkEntry], where
         _check_limit(f"{where}.tflops.{dtype}", rate, TFLOPS_LIMITS)
     if not re.fullmatch(r"20\d\d-(0[1-9]|1[0-2])", entry.as_of):
         raise ConfigError(f"{where}.as_of", f"{entry.as_of!r} is no month", "Write it as 2026-11.")
+    _check_price_source(entry, where)
     own_weight, own_compute = entry.weight_efficiency, entry.compute_efficiency
     return Device(
         name=name,
@@ -161,6 +166,7 @@ def _device(name: str, entry: DeviceEntry, links: Mapping[str, LinkEntry], where
         link=_link(entry.link, links, f"{where}.link"),
         network=_link(entry.network, links, f"{where}.network"),
         price_per_hour=entry.price_per_hour,
+        price_source=_price_source(entry),
         as_of=entry.as_of,
         source=entry.source,
         is_served=entry.is_served,
@@ -168,6 +174,21 @@ def _device(name: str, entry: DeviceEntry, links: Mapping[str, LinkEntry], where
         weight_efficiency=WEIGHT_EFFICIENCY if own_weight is None else dict.fromkeys(WEIGHT_EFFICIENCY, own_weight),
         compute_efficiency=COMPUTE_EFFICIENCY if own_compute is None else dict.fromkeys(COMPUTE_EFFICIENCY, own_compute),
     )
+
+
+def _check_price_source(entry: DeviceEntry, where: str) -> None:
+    remedy = f'Write "PROVIDER, LIST", which was true in the month of as_of, or "{ASSUMPTION}".'
+    if entry.price_per_hour is None:
+        if entry.price_source:
+            raise ConfigError(f"{where}.price_source", "has no price_per_hour beside it", "Give both, or neither.")
+    elif not entry.price_source:
+        raise ConfigError(f"{where}.price_source", "is missing beside price_per_hour", remedy)
+    elif entry.price_source != ASSUMPTION and not re.fullmatch(r"\s*\S[^,]*,.*\S.*", entry.price_source):
+        raise ConfigError(f"{where}.price_source", f"{entry.price_source!r} names no provider and list", remedy)
+
+
+def _price_source(entry: DeviceEntry) -> str:
+    return f"{entry.price_source}, {entry.as_of}" if entry.price_source not in ("", ASSUMPTION) else entry.price_source
 
 
 def _link(name: str, links: Mapping[str, LinkEntry], where: str) -> Link:

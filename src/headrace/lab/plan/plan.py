@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.lab.plan.catalogue import HOURS_PER_MONTH, Prices
+from headrace.lab.plan.figure import Figure
+from headrace.lab.plan.standby import NO_STANDBY, Standby, standby_figures, standby_note
 from headrace.policy.placement.device import KV_EFFICIENCY
 from headrace.policy.placement.layout import HEADROOM, Placement, choose_layout, free_bytes
 from headrace.policy.placement.load import step_tokens
@@ -28,14 +30,8 @@ OUTPUT_SHARE = 4
 INT4_STREAMS = 32
 """Sequences at a time up to which INT4 is planned as it was measured on a GPU."""
 
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One number of a plan. unit: empty for a plain number; formula: with the numbers filled in"""
-
-    value: float
-    unit: str
-    formula: str
+NEAR_BANDWIDTH = 2.0
+"""A plan should generate no fewer tokens than what bandwidth alone would allow, divided by this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,14 +68,22 @@ class CapacityPlan:
         figure = self.figures.get("cost_per_1m_at_demand", self.figures.get("cost_per_1m_at_capacity"))
         return None if figure is None else figure.value
 
+    @property
+    def is_near_bandwidth(self) -> bool | None:
+        """Whether the capacity is within NEAR_BANDWIDTH of what bandwidth alone would allow; None where nothing is decoded."""
+        bound = self.figures.get("bandwidth_tokens_per_s")
+        return None if bound is None else NEAR_BANDWIDTH * self.best.capacity_tokens_per_s >= bound.value
 
-def make_plan(need: Need, prices: Prices, notes: Sequence[str] = ()) -> CapacityPlan:
+
+def make_plan(need: Need, prices: Prices, notes: Sequence[str] = (), standby: Standby = NO_STANDBY) -> CapacityPlan:
     placements = choose_layout(need)
     best = placements[0]
     latency = Roofline(need.model, need.device, best.layout, need.dtype, need.kv_dtype)
     figures = _memory_figures(need, best, latency)
     if best.batch:
-        figures |= _speed_figures(need, best, latency) | _cost_figures(need, best, prices)
+        figures |= _speed_figures(need, best, latency)
+        figures |= _cost_figures(need, best, prices, figures) | standby_figures(need, best, standby)
+        notes = (*notes, standby_note(figures))
     return CapacityPlan(
         need=need, placements=placements, figures=figures, sequences=_sequences(need, best, latency), notes=(*notes, *_notes(need, best))
     )
@@ -157,8 +161,7 @@ def _speed_figures(need: Need, best: Placement, latency: Roofline) -> dict[str, 
 def _decode_figures(need: Need, best: Placement, latency: Roofline) -> dict[str, Figure]:
     traffic, load, layout = need.traffic, best.load, best.layout
     together = load.running + 1 if traffic.counts_prompts else load.running
-    context = traffic.prompt_tokens + traffic.output_tokens / 2 if traffic.counts_prompts else traffic.context
-    step = f"of {together:.4g} sequences: {_sum(need, latency, latency.decode_terms(together, context))}"
+    step = f"of {together:.4g} sequences: {_sum(need, latency, latency.decode_terms(together, traffic.decode_context))}"
     if traffic.counts_prompts:
         more_s = load.tpot_s - load.decode_s - load.prompts_s
         step += f" + prompts in a step {load.prompts_s * 1e3:.3f} ms + those that came with its own prompt {more_s * 1e3:.3f} ms"
@@ -174,7 +177,16 @@ def _decode_figures(need: Need, best: Placement, latency: Roofline) -> dict[str,
         "ttft_s": Figure(load.ttft_s, "s", f"{own} + {steps} + mean wait for other prompts {load.wait_s * 1e3:.3f} ms"),
         "ttft_p95_s": Figure(load.ttft_p95_s, "s", f"{own} + {steps} + what 95 % wait at most {load.wait_p95_s * 1e3:.3f} ms"),
         "mbu": Figure(best.mbu, "", f"{read / 1e9:,.3f} GB of weights and KV read per token of every sequence / ({there})"),
+        "bandwidth_tokens_per_s": _bandwidth_figure(need, best, latency),
     }
+
+
+def _bandwidth_figure(need: Need, best: Placement, latency: Roofline) -> Figure:
+    context = need.traffic.decode_context
+    read = latency.decode_bytes(best.batch, context)
+    value = best.replicas * latency.bandwidth_tokens_per_s(best.batch, context)
+    there = f"{best.num_devices} devices x {need.device.bytes_per_s / 1e9:,.0f} GB/s"
+    return Figure(value, "tokens/s", f"{best.batch} x {there} / {read / 1e9:,.3f} GB of weights and KV, of {context:,.0f} tokens each")
 
 
 def _sum(need: Need, latency: Roofline, terms: Mapping[str, float]) -> str:
@@ -191,8 +203,8 @@ def _sum(need: Need, latency: Roofline, terms: Mapping[str, float]) -> str:
     return " + ".join(f"{name} {seconds * 1e3:.3f} ms ({sources[name]})" for name, seconds in terms.items())
 
 
-def _cost_figures(need: Need, best: Placement, prices: Prices) -> dict[str, Figure]:
-    """Costs of 1M tokens at what full replicas give, and at what is asked for where that is less."""
+def _cost_figures(need: Need, best: Placement, prices: Prices, speeds: Mapping[str, Figure]) -> dict[str, Figure]:
+    """Costs of 1M tokens at what full replicas give, at what is asked for where that is less, and at what bandwidth alone would allow."""
     egress_bytes = 0 if need.model.is_encoder else EGRESS_BYTES_PER_TOKEN
     egress = egress_bytes * 1e6 / 1e9 * prices.egress_per_gb
     stored = need.model.weights_bytes(need.dtype) / 1e9 * prices.storage_per_gb_month
@@ -203,12 +215,15 @@ def _cost_figures(need: Need, best: Placement, prices: Prices) -> dict[str, Figu
     if (hourly := best.price_per_hour) is None:
         return figures
     figures |= {
-        "price_per_hour": Figure(hourly, "$", f"{best.num_devices} devices x ${need.device.price_per_hour:g}"),
+        "price_per_hour": Figure(hourly, "$", f"{best.num_devices} devices x ${need.device.price_per_hour:g} ({need.device.price_source})"),
         "price_per_day": Figure(hourly * 24, "$", "price per hour x 24"),
         "price_per_month": Figure(hourly * HOURS_PER_MONTH, "$", f"price per hour x {HOURS_PER_MONTH}"),
     }
     demand = need.traffic.mean_tokens_per_s or need.traffic.tokens_per_s
-    for name, rate in (("capacity", best.capacity_tokens_per_s), ("demand", min(demand, best.capacity_tokens_per_s))):
+    rates = {"capacity": best.capacity_tokens_per_s, "demand": min(demand, best.capacity_tokens_per_s)}
+    if (bound := speeds.get("bandwidth_tokens_per_s")) is not None:
+        rates["bandwidth"] = bound.value
+    for name, rate in rates.items():
         if rate:
             devices, kept = dollars_per_1m_tokens(hourly, rate), dollars_per_1m_tokens(stored / HOURS_PER_MONTH, rate)
             formula = f"at {rate:,.0f} tokens/s: devices ${devices:.6f} + egress ${egress:.6f} + storage ${kept:.6f}"
@@ -226,6 +241,14 @@ def _sequences(need: Need, best: Placement, latency: Roofline) -> dict[int, int]
     contexts = sorted({*(each for each in CONTEXTS if each <= need.model.max_positions), need.traffic.context})
     free = best.resident_tokens * latency.kv_bytes_per_token
     return {context: best.replicas * int(free // latency.kv_bytes(context)) for context in contexts}
+
+
+def _bandwidth_note(need: Need, best: Placement) -> str:
+    """Says as a word how far the plan is from what bandwidth alone would allow."""
+    latency = Roofline(need.model, need.device, best.layout, need.dtype, need.kv_dtype)
+    times = latency.bandwidth_tokens_per_s(best.batch, need.traffic.decode_context) / best.full_tokens_per_s
+    word = "within" if times <= NEAR_BANDWIDTH else "not within"
+    return f"Bandwidth alone would allow {times:.2f} times the capacity: the plan is {word} {NEAR_BANDWIDTH:g} times of that maximum."
 
 
 def _notes(need: Need, best: Placement) -> list[str]:
@@ -252,6 +275,10 @@ def _notes(need: Need, best: Placement) -> list[str]:
         notes.append(f"Headrace has no backend for {device.title}: its figures are arithmetic alone.")
     if best.batch and best.price_per_hour is None:
         notes.append(f"{device.title} has no price here: --prices FILE gives it one.")
+    if best.batch and best.price_per_hour is not None:
+        notes.append(f"The price of {device.name} is ${device.price_per_hour:g} per hour: {device.price_source}.")
+    if best.batch and not need.model.is_encoder:
+        notes.append(_bandwidth_note(need, best))
     if need.num_devices is not None and best.batch and (idle := need.num_devices - best.num_devices) > 0:
         notes.append(f"{idle} of {need.num_devices} devices are not needed, or are too few for one more replica.")
     reading = f"{device.weight_efficiency[WEIGHT_BYTES[need.dtype]]:.0%} of the bandwidth for weights"

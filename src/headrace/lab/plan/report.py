@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from headrace.core.parallelism import why_not_run
-from headrace.lab.plan.plan import CapacityPlan, Figure
+from headrace.lab.plan.figure import Figure
+from headrace.lab.plan.plan import CapacityPlan
+from headrace.policy.placement.device import Device
 from headrace.policy.placement.layout import Placement
 from headrace.policy.placement.load import step_tokens
 
@@ -31,6 +33,7 @@ WORDS = {
     "ttft_s": "TTFT, mean",
     "ttft_p95_s": "TTFT, p95",
     "mbu": "bandwidth used",
+    "bandwidth_tokens_per_s": "bandwidth would allow",
     "capacity_tokens_per_s": "capacity",
     "demand_tokens_per_s": "demand",
     "egress_per_1m_tokens": "traffic of 1M tokens",
@@ -40,6 +43,10 @@ WORDS = {
     "price_per_month": "devices per month",
     "cost_per_1m_at_capacity": "1M tokens at capacity",
     "cost_per_1m_at_demand": "1M tokens at demand",
+    "cost_per_1m_at_bandwidth": "1M tokens at bandwidth",
+    "load_s": "load of one replica",
+    "standby_replicas": "replicas standing by",
+    "standby_per_hour": "standing by, per hour",
 }
 """Figure -> what it is called in the text."""
 
@@ -102,9 +109,9 @@ def serve_command(plan: CapacityPlan, model: str) -> str:
 
 
 def comparison(plans: Sequence[CapacityPlan]) -> Iterator[str]:
-    """The best layout of each device as text, the cheapest first."""
-    widths = (-10, -16, 7, 11, 9, 9, 9, 9, 9)
-    yield _row(widths, "device", "layout", "devices", "capacity", "TPOT", "TTFT", "$/hour", "$/day", "$/1M")
+    """The best layout of each device as text, the cheapest first, and where the prices are from."""
+    widths = (-10, -16, 7, 11, 9, 9, 9, 9, 9, 9)
+    yield _row(widths, "device", "layout", "devices", "capacity", "TPOT", "TTFT", "$/hour", "$/day", "$/1M", "within 2x")
     for plan in plans:
         best, name = plan.best, plan.need.device.name
         if not plan.is_met:
@@ -112,8 +119,22 @@ def comparison(plans: Sequence[CapacityPlan]) -> Iterator[str]:
             continue
         day = None if best.price_per_hour is None else best.price_per_hour * 24
         prices = _dollars(best.price_per_hour), _dollars(day), _dollars(plan.cost_per_1m_tokens)
-        times = _tpot(best), _ms(best.load.ttft_s)
-        yield _row(widths, name, f"{best.replicas} x {best.layout}", best.num_devices, _rate(best.capacity_tokens_per_s), *times, *prices)
+        rates = _rate(best.capacity_tokens_per_s), _tpot(best), _ms(best.load.ttft_s)
+        yield _row(widths, name, f"{best.replicas} x {best.layout}", best.num_devices, *rates, *prices, _word(plan))
+    yield from (f"  Price of {names}: {source}." for source, names in price_sources([plan.need.device for plan in plans]).items())
+
+
+def price_sources(devices: Iterable[Device]) -> dict[str, str]:
+    """Source of a price -> the devices that have it."""
+    found: dict[str, list[str]] = {}
+    for device in devices:
+        if device.price_per_hour is not None:
+            found.setdefault(device.price_source, []).append(device.name)
+    return {source: ", ".join(names) for source, names in found.items()}
+
+
+def _word(plan: CapacityPlan) -> str:
+    return "-" if plan.is_near_bandwidth is None else "yes" if plan.is_near_bandwidth else "no"
 
 
 def as_object(plan: CapacityPlan, model: str) -> dict[str, Any]:
@@ -126,6 +147,8 @@ def as_object(plan: CapacityPlan, model: str) -> dict[str, Any]:
         "kv_dtype": need.kv_dtype,
         "context": need.traffic.context,
         "is_met": plan.is_met,
+        "is_within_2x_of_bandwidth": plan.is_near_bandwidth,
+        "price_source": need.device.price_source or None,
         "command": (serve_command(plan, model) or None) if plan.is_met else None,
         **{name: _number(figure) for name, figure in plan.figures.items()},
         "sequences_by_context": {str(context): number for context, number in plan.sequences.items()},

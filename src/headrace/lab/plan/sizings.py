@@ -112,25 +112,6 @@ def known_sizings(catalogue: Catalogue) -> Iterator[Sizing]:
 
 
 def _fleets(catalogue: Catalogue) -> Iterator[Sizing]:
-    tokens, sequences = resident(catalogue, "llama-70b", "h100", 4, 2048)
-    yield Sizing("Resident tokens, 70B fp16 on 4 H100", "560k", f"{tokens:,}", "(4 x 80 GB - 138 GB) / 320 KiB")
-    yield Sizing("Sequences of 2K tokens there", "270", f"{sequences:,}", "resident tokens / 2,048")
-    users = fleet(catalogue, "llama-70b", "h100", context=2048, tokens_per_s=30_000, user_tokens_per_s=30)
-    yield Sizing(
-        "1,000 users at 30 tokens/s, 70B on H100",
-        "30,000 tok/s, 8 x 4 = 32 H100",
-        f"{users.best.replicas} x {users.best.layout.num_devices} = {users.best.num_devices} H100",
-        f"up to {users.best.batch} users per replica, {users.best.load.running:.0f} at TPOT {users.best.load.tpot_s * 1e3:.1f} ms; "
-        "prompts not counted",
-    )
-    first, second = mixed_fleet(catalogue)
-    yield Sizing(
-        "200,000 tokens/s, 40 % by 70B and 60 % by 7B, on A100",
-        "80 + 30 A100",
-        f"{first.best.num_devices} + {second.best.num_devices} A100",
-        f"70B with {first.need.traffic.context} tokens of context: {_per_device(first):,.0f} tok/s per A100; "
-        f"7B with {second.need.traffic.context:,}: {_per_device(second):,.0f}",
-    )
     each = [
         fleet(catalogue, name, "a100", context=2048, tokens_per_s=200_000, user_tokens_per_s=200).best
         for name in ("mistral-7b", "llama-70b")
@@ -142,10 +123,6 @@ def _fleets(catalogue: Catalogue) -> Iterator[Sizing]:
         f"yes: 7B {found[0]}, 70B {found[1]}",
         f"a TPOT of 5 ms; 70B over {each[1].layout}: {each[1].reason or 'it is'}",
     )
-
-
-def _per_device(plan: CapacityPlan) -> float:
-    return plan.best.capacity_tokens_per_s / plan.best.num_devices
 
 
 def _memory(catalogue: Catalogue) -> Iterator[Sizing]:
@@ -226,10 +203,10 @@ def cost_ratio(catalogue: Catalogue, large: str, small: str, *, counts_prompts: 
     return dear / cheap
 
 
-def mixed_fleet(catalogue: Catalogue) -> tuple[CapacityPlan, CapacityPlan]:
-    """Plans for 200,000 tokens/s: 40 % by a 70B model, 60 % by a 7B model."""
-    large = fleet(catalogue, "llama-70b", "a100", context=700, tokens_per_s=80_000, tpot_s=0.05)
-    return large, fleet(catalogue, "mistral-7b", "a100", context=2100, tokens_per_s=120_000, tpot_s=0.05)
+def mixed_fleet(catalogue: Catalogue, large_context: int = 700, small_context: int = 2100) -> tuple[CapacityPlan, CapacityPlan]:
+    """Plans for 200,000 tokens/s: 40 % by a 70B model, 60 % by a 7B model. The default contexts are fitted to 80 and 30 A100."""
+    large = fleet(catalogue, "llama-70b", "a100", context=large_context, tokens_per_s=80_000, tpot_s=0.05)
+    return large, fleet(catalogue, "mistral-7b", "a100", context=small_context, tokens_per_s=120_000, tpot_s=0.05)
 
 
 @dataclass(frozen=True, slots=True)

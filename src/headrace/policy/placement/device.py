@@ -45,7 +45,8 @@ class Device:
                      with the efficiency of two bytes
     link             within a machine; network: between machines
     price_per_hour   of one device, in dollars; None: not known
-    as_of            date of the entry, yyyy-mm; source: what kind of source it has
+    price_source     provider, list and month of the price, or that it is an assumption; empty where there is no price
+    as_of            date of the entry, yyyy-mm; source: what kind of source its other figures have
     is_served        Headrace has a backend for it
     """
 
@@ -59,6 +60,7 @@ class Device:
     price_per_hour: float | None
     as_of: str
     source: str
+    price_source: str = ""
     is_served: bool = True
     layer_overhead_s: float = LAYER_OVERHEAD_S
     weight_efficiency: Mapping[float, float] = field(default_factory=lambda: WEIGHT_EFFICIENCY)

@@ -96,7 +96,7 @@ def _random_arrivals(need: Need, latency: Roofline, running: float) -> Load:
     """See the module's header."""
     traffic = need.traffic
     prompt, decoding = traffic.prompt_tokens, traffic.output_tokens - 1 or 1
-    step_s = latency.decode_s(running + 1, prompt + traffic.output_tokens / 2)
+    step_s = latency.decode_s(running + 1, traffic.decode_context)
     tokens = running + 1
     many_s = (latency.prefill_busy_s(tokens + 2 * CHUNK_TOKENS) - latency.prefill_busy_s(tokens + CHUNK_TOKENS)) / CHUNK_TOKENS * prompt
     first_s = latency.prefill_busy_s(tokens + prompt) - latency.prefill_busy_s(tokens)

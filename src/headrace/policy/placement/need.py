@@ -39,6 +39,11 @@ class Traffic:
     def context(self) -> int:
         return self.prompt_tokens + self.output_tokens
 
+    @property
+    def decode_context(self) -> float:
+        """Tokens before the one that a step computes, in the mean: with random arrivals, answers are half done."""
+        return self.prompt_tokens + self.output_tokens / 2 if self.counts_prompts else self.context
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:

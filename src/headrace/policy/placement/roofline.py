@@ -136,6 +136,10 @@ class Roofline:
         weights = self.model.read_bytes(self.dtype, batch) * num_sequences / batch
         return weights + num_sequences * self.kv_bytes(context)
 
+    def bandwidth_tokens_per_s(self, num_sequences: float, context: float) -> float:
+        """Tokens per second if a step took only as long as reading its weights and KV at the sheet's whole bandwidth."""
+        return num_sequences * self.layout.num_devices * self.device.bytes_per_s / self.decode_bytes(num_sequences, context)
+
     def _batch(self, num_sequences: float) -> float:
         """Sequences that pass a pipeline stage together. With fewer sequences than stages each passes alone, and some stages wait."""
         return max(num_sequences / self.layout.pp, min(num_sequences, 1.0))
