@@ -82,7 +82,7 @@ def test_a_replica_without_another_is_back_after_its_load_time_or_has_a_standby(
     found = json.loads(kept.stdout, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert found["runs"][0]["report"]["errors"] == {}
     assert ", 1 standby replica, " in found["site"]
-    assert found["price_per_hour"] == 6.0, "a standby costs what the replica costs"
+    assert found["price_per_hour"] == 2 * 3.49, "a standby costs what the replica costs"
     by_bytes = headrace(*one, "--json")
     assert json.loads(by_bytes.stdout)["runs"][0]["events"][0]["end_s"] == pytest.approx(2 + load_seconds(16.06e9), rel=0.01)
     assert "refused" in by_bytes.stdout

@@ -20,7 +20,7 @@ MIXES = ((700, 2100, ", fitted to 80 + 30"), (2048, 2048, ""))
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class QuotedRate:
     """A quoted rate, at least `least` tokens per second, of a device or else of a replica. cases: model, device and context"""
 
     text: str
@@ -30,23 +30,23 @@ class Claim:
 
 
 CLAIMS = (
-    Claim(
+    QuotedRate(
         "1,000 output tokens/s per A100",
         1000,
         True,
         (("llama-70b", "a100", 700), ("llama-70b", "a100", 2048), ("mistral-7b", "a100", 2048)),
     ),
-    Claim("1,000 tokens/s and more, 70B", 1000, False, (("llama-70b", "a100", 2048), ("llama-70b", "h100", 2048))),
-    Claim("4,000 tokens/s, 7B on one A100", 4000, True, (("mistral-7b", "a100", 2048), ("llama-2-7b", "a100", 2048))),
-    Claim("3,000 to 6,000 tokens/s per replica of 70B", 3000, False, (("llama-70b", "a100", 2048), ("llama-70b", "h100", 2048))),
+    QuotedRate("1,000 tokens/s and more, 70B", 1000, False, (("llama-70b", "a100", 2048), ("llama-70b", "h100", 2048))),
+    QuotedRate("4,000 tokens/s, 7B on one A100", 4000, True, (("mistral-7b", "a100", 2048), ("llama-2-7b", "a100", 2048))),
+    QuotedRate("3,000 to 6,000 tokens/s per replica of 70B", 3000, False, (("llama-70b", "a100", 2048), ("llama-70b", "h100", 2048))),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class PlannedRate:
     """What the planner says to one case of a claim. decoding, counted: tokens per second without and with the prompts as load"""
 
-    claim: Claim
+    claim: QuotedRate
     case: str
     decoding: float
     counted: float
@@ -58,7 +58,7 @@ class Finding:
         return "for decoding alone" if self.decoding >= self.claim.least else "no"
 
 
-def findings(catalogue: Catalogue) -> Iterator[Finding]:
+def findings(catalogue: Catalogue) -> Iterator[PlannedRate]:
     for claim in CLAIMS:
         for model, device, context in claim.cases:
             plans = [
@@ -67,10 +67,10 @@ def findings(catalogue: Catalogue) -> Iterator[Finding]:
             ]
             layouts = list(dict.fromkeys(str(plan.best.layout) for plan in plans))
             case = f"{model} on {device}, {' and '.join(layouts)}, {context:,} tokens of context"
-            yield Finding(claim, case, *(_rate(plan, claim) for plan in plans))
+            yield PlannedRate(claim, case, *(_rate(plan, claim) for plan in plans))
 
 
-def _rate(plan: CapacityPlan, claim: Claim) -> float:
+def _rate(plan: CapacityPlan, claim: QuotedRate) -> float:
     return plan.best.full_tokens_per_s / (plan.best.layout.num_devices if claim.is_per_device else 1)
 
 
