@@ -26,7 +26,7 @@ from typing import Any
 
 PROMPT_TOKENS = 16
 WRAPPED = ("describe", "choose_backend", "plan_threads", "load_model", "_size", "warm_up")
-"""Functions of `runner_build`, in the order in which they are called."""
+"""Functions of `build`, in the order in which they are called."""
 DD_BLOCK_BYTES = 4 << 20
 
 
@@ -85,7 +85,7 @@ def _import_in_stages(clock: Clock) -> None:
         import numba  # noqa: F401
 
         clock.stage("import numba")
-        from headrace.engine import runner_build
+        from headrace.engine.runner import build as runner_build
 
         clock.stage("import the engine")
         for name in WRAPPED:

@@ -17,7 +17,7 @@ from headrace.cli.child import started_server
 from headrace.cli.client import ApiClient
 from headrace.cli.exits import ServerFailed
 from headrace.fleet.config import COMMAND
-from headrace.wire.stop_signals import DUPLICATE_SIGNAL_S
+from headrace.machine.stop_signals import DUPLICATE_SIGNAL_S
 from tests.house.stand_in import stand_in
 
 pytestmark = pytest.mark.process

@@ -12,8 +12,8 @@ import pytest
 
 from headrace.cli import doctor_checks
 from headrace.cli.doctor_checks import Health
-from headrace.core.gpus import Gpus, unusable
-from headrace.core.memory import Available
+from headrace.machine.gpus import Gpus, unusable
+from headrace.machine.memory import Available
 from headrace.tensor.device import Cuda
 from headrace.tensor.host.cpu_features import CpuFeatures, parse_cpu_flags
 from tests.cli.conftest import Headrace

@@ -22,9 +22,9 @@ from headrace.fleet.config import FleetConfig
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.text_host.work import TextContext
 from headrace.gateway.upstream.model_config import ReplicaConfig
+from headrace.machine.hangup import on_hangup
+from headrace.machine.stop_signals import StopSignals
 from headrace.observe.logs import ENVIRONMENT
-from headrace.wire.hangup import on_hangup
-from headrace.wire.stop_signals import StopSignals
 from tests.cli.conftest import Headrace
 
 pytestmark = pytest.mark.pure

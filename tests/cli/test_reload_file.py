@@ -34,11 +34,11 @@ from headrace.gateway.http.https import load_context
 from headrace.gateway.ledger.clickhouse import ClickHouseSink
 from headrace.gateway.ledger.config import ClickHouseConfig
 from headrace.gateway.ledger.kafka_properties import read_properties
-from headrace.gateway.upstream.foreign_session import read_key
+from headrace.gateway.upstream.foreign.session import read_key
 from headrace.gateway.upstream.model_config import ForeignConfig
+from headrace.machine.private_files import read_token
 from headrace.policy.limits.tier import Tier, all_tiers
 from headrace.text.files import read_bytes
-from headrace.wire.private_files import read_token
 from headrace.wire.tls.files import TlsRole, files_in, load_certificates
 
 pytestmark = pytest.mark.pure

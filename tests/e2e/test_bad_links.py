@@ -1,7 +1,7 @@
 """Tests links between a gateway and its engines whose packets the kernel drops: no stream fails, and no request goes to a dead link.
 
-Links that are cut in either direction or flap, through a proxy and on every run: tests/gateway/test_dead_replicas.py. The storm with every
-fault and real models is `bench/storms/network.py`.
+Links that are cut in either direction or flap, through a proxy and on every run: tests/gateway/upstream/own/test_dead_replicas.py.
+The storm with every fault and real models is `bench/storms/network.py`.
 """
 
 from __future__ import annotations

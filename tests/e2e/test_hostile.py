@@ -21,7 +21,7 @@ from http_kit import Connection, Reply, ask, request_bytes, stream
 from plain_loop import Checkpoint
 from server_kit import KEY, Server
 
-from tests.gateway.test_connection import BROKEN
+from tests.gateway.http.test_connection import BROKEN
 
 pytestmark = pytest.mark.process
 

@@ -22,8 +22,8 @@ from headrace.core.grammar import Grammar, GrammarKind
 from headrace.core.ids import RequestId
 from headrace.core.plan import Plan, Result
 from headrace.core.request import EngineRequest
-from headrace.engine.runner import ModelRunner
-from headrace.engine.runner_overlapped import OverlappedRunner
+from headrace.engine.runner.model_runner import ModelRunner
+from headrace.engine.runner.overlapped import OverlappedRunner
 
 pytestmark = pytest.mark.pure
 

@@ -30,9 +30,9 @@ from headrace.engine.server.service import EngineService
 from headrace.gateway.app import Gateway
 from headrace.gateway.compose import open_gateway
 from headrace.gateway.text_host.work import TextContext
-from headrace.gateway.upstream import replica_health
-from headrace.gateway.upstream.replicas import ReplicaPool
-from headrace.gateway.upstream.tokens import TokenUpstream
+from headrace.gateway.upstream.own import replica_health
+from headrace.gateway.upstream.own.replicas import ReplicaPool
+from headrace.gateway.upstream.own.upstream import TokenUpstream
 from headrace.text.folder import load_text
 from headrace.wire import client, session
 from headrace.wire.service import HEARTBEAT_S

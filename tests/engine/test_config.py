@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from headrace.core.errors import ConfigError
-from headrace.core.gpus import Gpus, unusable
 from headrace.core.strict_decode import decode, plain
 from headrace.engine import config as engine_config
 from headrace.engine.config import EngineConfig
+from headrace.machine.gpus import Gpus, unusable
 
 pytestmark = pytest.mark.pure
 

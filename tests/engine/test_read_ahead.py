@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from headrace.bundled import DEFAULT_MODEL, bundled_path
-from headrace.core.memory import Available
 from headrace.engine import idle_work
 from headrace.engine import read_ahead as module
 from headrace.engine.build import WRITER, build_engine, build_served_engine
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine, Outbox
 from headrace.engine.read_ahead import read_ahead
+from headrace.machine.memory import Available
 from headrace.tensor.host.unfinished import UNFINISHED
 from headrace.tensor.packed import store as packed_store
 from headrace.tensor.packed.file import NOTE_SUFFIX, PackedFile
@@ -128,7 +128,7 @@ def test_a_start_that_is_refused_stops_reading(cache: Path, opened: list[int], m
         original(self)
 
     monkeypatch.setattr(PackedFile, "drop", spy)
-    monkeypatch.setattr("headrace.engine.runner_build.plan_threads", lambda requested: 1 / 0)
+    monkeypatch.setattr("headrace.engine.runner.build.plan_threads", lambda requested: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         started(CONFIG)
     assert opened == [1]

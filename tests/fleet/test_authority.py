@@ -12,7 +12,7 @@ import pytest
 
 from headrace.core.errors import ConfigError
 from headrace.fleet.authority import AUTHORITY_DAYS, AUTHORITY_KEY_NAME, CERTIFICATE_DAYS, init_site
-from headrace.wire.private_files import read_token
+from headrace.machine.private_files import read_token
 from headrace.wire.target import MIN_TOKEN_CHARS
 from headrace.wire.tls.files import Certificates, TlsRole, files_in
 

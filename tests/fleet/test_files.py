@@ -16,7 +16,6 @@ import pytest
 
 from headrace.cli.serve_config import ModelSection, ServeConfig
 from headrace.core.errors import ConfigError
-from headrace.core.gpus import Gpus
 from headrace.core.hashing import BLOCKS, SALTS, site_secret
 from headrace.engine.config import EngineConfig
 from headrace.engine.server.config import ProcessConfig, process_config_from
@@ -33,6 +32,7 @@ from headrace.fleet.files import (
     write_engine_file,
     write_gateway_file,
 )
+from headrace.machine.gpus import Gpus
 
 pytestmark = pytest.mark.pure
 

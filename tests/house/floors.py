@@ -29,7 +29,7 @@ def _ours(*names: str) -> tuple[str, ...]:
     return tuple(f"headrace.{name}" for name in names)
 
 
-GROUND = _ours("core", "text", "wire", "observe", "bundled")
+GROUND = _ours("core", "machine", "text", "wire", "observe", "bundled")
 EVERYTHING = ("headrace",)
 
 SEAM = ("gateway.upstream.generation_request", "gateway.upstream.seam")
@@ -51,7 +51,7 @@ RUNNER_SIDE = (
     "engine.kv_sizing",
     "engine.loop",
     "engine.read_ahead",
-    "engine.runner*",
+    "engine.runner",
     "engine.warmup",
 )
 
@@ -59,10 +59,11 @@ FLOORS: dict[str, Floor] = {
     # 0 words
     "headrace.core": Floor(),
     # 1 ground
+    "headrace.machine": Floor(_ours("core")),
     "headrace.bundled": Floor(),
-    "headrace.text": Floor(_ours("core"), ("tokenizers",), ("jinja2",)),
+    "headrace.text": Floor(_ours("core", "machine"), ("tokenizers",), ("jinja2",)),
     "headrace.text.chat_renderer": Floor((), ("jinja2",)),  # imported inside functions
-    "headrace.wire": Floor(_ours("core"), ("google", "grpc")),
+    "headrace.wire": Floor(_ours("core", "machine"), ("google", "grpc")),
     "headrace.observe": Floor(_ours("core"), ("prometheus_client",)),
     # 2 policy, tensors
     "headrace.policy": Floor(_ours("core")),
@@ -70,21 +71,21 @@ FLOORS: dict[str, Floor] = {
     "headrace.tensor.host.file_memory": Floor(),
     "headrace.tensor.host.unfinished": Floor(),
     "headrace.tensor.packed.file": Floor(_ours("core", "tensor.checkpoint.header", "tensor.host.file_memory", "tensor.host.unfinished")),
-    "headrace.tensor.backends": Floor(_ours("core", "tensor.host.cpu_features", "tensor.kernels")),
-    "headrace.tensor": Floor(_ours("core"), ("torch", "numpy")),
+    "headrace.tensor.backends": Floor(_ours("core", "machine", "tensor.host.cpu_features", "tensor.kernels")),
+    "headrace.tensor": Floor(_ours("core", "machine"), ("torch", "numpy")),
     "headrace.tensor.kernels": Floor(_ours("core", "tensor.batch", "tensor.device", "tensor.host"), ("torch", "numpy")),
     "headrace.tensor.kernels.cpu": Floor(
         _ours("core", "tensor.batch", "tensor.host", "tensor.kernels"), ("torch", "numpy", "numba", "llvmlite")
     ),
-    "headrace.tensor.kernels.gpu": Floor(_ours("core", "tensor.host", "tensor.kernels"), ("torch", "triton")),
+    "headrace.tensor.kernels.gpu": Floor(_ours("core", "machine", "tensor.host", "tensor.kernels"), ("torch", "triton")),
     # 3 engine: the loop knows no tensor, the runner no socket
-    "headrace.engine": Floor(_ours("core", "policy", "tensor", "wire", "observe")),
-    "headrace.engine.config": Floor(_ours("core", "policy.queues", "tensor.backends", "tensor.checkpoint.formats.names")),
+    "headrace.engine": Floor(_ours("core", "machine", "policy", "tensor", "wire", "observe")),
+    "headrace.engine.config": Floor(_ours("core", "machine", "policy.queues", "tensor.backends", "tensor.checkpoint.formats.names")),
     "headrace.engine.failpoints": Floor(_ours("core")),
     "headrace.engine.failures": Floor(_ours("core")),
-    "headrace.engine.grammar": Floor(_ours("core", "text.tokenizer"), (), ("llguidance",)),
+    "headrace.engine.grammar": Floor(_ours("core", "machine", "text.tokenizer"), (), ("llguidance",)),
     "headrace.engine.grammar.slots": Floor(
-        _ours("core", "tensor.sampling", "engine.failpoints", "engine.grammar", "engine.runner_masks"), ("numpy",), ("llguidance",)
+        _ours("core", "tensor.sampling", "engine.failpoints", "engine.grammar", "engine.runner.masks"), ("numpy",), ("llguidance",)
     ),
     "headrace.engine.inbox": Floor(_ours("core")),
     "headrace.engine.load_board": Floor(_ours("core", "policy", "engine.inbox", "engine.steps")),
@@ -94,14 +95,14 @@ FLOORS: dict[str, Floor] = {
     "headrace.engine.preparation": Floor(_ours("core", "policy", "engine.failures")),
     "headrace.engine.recovery": Floor(_ours("core", "policy", "engine.failures")),
     "headrace.engine.steps": Floor(_ours("core", "policy")),
-    "headrace.engine.runner*": Floor(_ours("core", "tensor", *RUNNER_SIDE), ("torch", "numpy")),
+    "headrace.engine.runner": Floor(_ours("core", "machine", "tensor", *RUNNER_SIDE), ("torch", "numpy")),
     "headrace.engine.kv_sizing": Floor(_ours("core", "engine.config")),
     "headrace.engine.read_ahead": Floor(
-        _ours("core", "engine.config", "tensor.host.cache_folder", "tensor.checkpoint.header", "tensor.packed.file")
+        _ours("core", "machine", "engine.config", "tensor.host.cache_folder", "tensor.checkpoint.header", "tensor.packed.file")
     ),
-    "headrace.engine.build": Floor(_ours("core", "policy", "engine")),
+    "headrace.engine.build": Floor(_ours("core", "machine", "policy", "engine")),
     "headrace.engine.server": Floor(
-        _ours("core", "policy", "wire", "observe", "engine.config", "engine.loop", "engine.failpoints"), ("grpc", "google")
+        _ours("core", "machine", "policy", "wire", "observe", "engine.config", "engine.loop", "engine.failpoints"), ("grpc", "google")
     ),
     # 4 edges
     "headrace.gateway": Floor((*GROUND, *_ours("policy")), ("uvicorn", "msgspec"), ("uvloop",)),
@@ -155,41 +156,41 @@ FLOORS: dict[str, Floor] = {
         _ours("core", *ABOVE_THE_SEAM, "gateway.generation.event_log", "gateway.stores", "observe"), ("msgspec",)
     ),
     "headrace.gateway.ledger": Floor(
-        _ours("core", "gateway.access.principal", "gateway.stores", "observe", "policy.limits", "wire.private_files"),
+        _ours("core", "gateway.access.principal", "machine", "gateway.stores", "observe", "policy.limits"),
         ("msgspec",),
         ("confluent_kafka",),
     ),
-    "headrace.gateway.stores": Floor(_ours("core", "wire.private_files"), ("msgspec",), ("redis",)),
+    "headrace.gateway.stores": Floor(_ours("core", "machine"), ("msgspec",), ("redis",)),
     "headrace.gateway.generation.progress": Floor(_ours("core", *SEAM, "observe")),
     **dict.fromkeys(
         _ours(*SEAM), Floor(_ours("core", *SEAM, "policy.admission", "policy.limits.ceiling", "text.logprobs", "text.template_switch"))
     ),
-    "headrace.gateway.upstream.foreign*": Floor(
+    "headrace.gateway.upstream.foreign": Floor(
         _ours(
             "core",
+            "machine",
             "gateway.upstream.model_config",
             "gateway.http.content_encoding",
             "gateway.http.descriptors",
             "gateway.http.errors",
-            "gateway.upstream.foreign*",
             *SEAM,
             "observe.upstream_metrics",
             "policy.admission",
             "policy.limits.ceiling",
             "policy.routing",
             "text.logprobs",
-            "wire.private_files",
         ),
         ("aiohttp", "msgspec"),
     ),
     "headrace.fleet": Floor((*GROUND, *_ours("policy")), (), ("aiohttp", "cryptography")),
     "headrace.fleet.weights": Floor(
-        _ours("core", "bundled", "tensor.checkpoint.gguf.folder", "tensor.checkpoint.gguf.paths"), (), ("huggingface_hub",)
+        _ours("core", "machine", "bundled", "tensor.checkpoint.gguf.folder", "tensor.checkpoint.gguf.paths"), (), ("huggingface_hub",)
     ),
     # 5 roof
     "headrace.lab": Floor(
         _ours(
             "core",
+            "machine",
             "text",
             "wire",
             "observe",
@@ -211,7 +212,7 @@ FLOORS: dict[str, Floor] = {
         ("matplotlib",),
     ),
     "headrace.lab.plan": Floor(_ours("core", "bundled", "policy.placement", "tensor.checkpoint.config", "lab.svg"), (), ("matplotlib",)),
-    "headrace.llm": Floor(_ours("core", "text", "policy", "tensor", "engine", "bundled", "fleet.weights"), (), ()),
+    "headrace.llm": Floor(_ours("core", "machine", "text", "policy", "tensor", "engine", "bundled", "fleet.weights"), (), ()),
     "headrace.__main__": Floor(_ours("cli.main")),
     "headrace.functions": Floor(_ours("core"), ("msgspec",)),
     "headrace.cli": Floor(EVERYTHING, ("typer", "yaml"), ("packaging",)),  # tests/cli: --help imports none
@@ -249,7 +250,5 @@ def floor_of(module: str) -> tuple[str, Floor]:
 
 
 def is_within(module: str, prefix: str) -> bool:
-    """`prefix` names the module or a package it lies in; a prefix that ends in * covers every name that begins with it."""
-    if prefix.endswith("*"):
-        return module.startswith(prefix[:-1])
+    """`prefix` names the module or a package it lies in."""
     return module == prefix or module.startswith(prefix + ".")

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, InvalidRequest, ModelNotFound, Overloaded
-from headrace.core.forks import FORKS, ForkedProcess, Forks
 from headrace.core.sampling import SamplingParams
 from headrace.engine.build import build_engine
 from headrace.engine.config import EngineConfig
 from headrace.llm.api import LLM
+from headrace.machine.forks import FORKS, ForkedProcess, Forks
 
 pytestmark = pytest.mark.pure
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from runner_kit import CONTEXT
 
-from headrace.engine.runner_device import DeviceRunner
-from headrace.engine.runner_device_steps import DeviceModel
-from headrace.engine.runner_masks import MaskSource
+from headrace.engine.runner.device.runner import DeviceRunner
+from headrace.engine.runner.device.steps import DeviceModel
+from headrace.engine.runner.masks import MaskSource
 from headrace.tensor.batch import allocate_kv
 from headrace.tensor.device import CPU
 from headrace.tensor.kernels.plain_choice import PlainChoice

@@ -15,8 +15,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from headrace.machine.stop_signals import StopSignals
 from headrace.wire.leash import Leash, LeashRequest, LeashRequestKind, ReplicaStatus
-from headrace.wire.stop_signals import StopSignals
 
 
 class Answers:

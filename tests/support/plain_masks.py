@@ -1,4 +1,4 @@
-"""Implements `engine.runner_masks.MaskSource` without a thread or a library: a grammar is a function from output ids to the next allowed
+"""Implements `engine.runner.masks.MaskSource` without a thread or a library: a grammar is a function from output ids to the next allowed
 ids.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import numpy as np
 
 from headrace.core.plan import Started
-from headrace.engine.runner_masks import StepMasks
+from headrace.engine.runner.masks import StepMasks
 from headrace.tensor.kernels.masks import num_words
 from headrace.tensor.sampling import RowMasks
 

@@ -19,8 +19,8 @@ from headrace.core.grammar import Grammar
 from headrace.core.ids import SlotId
 from headrace.core.plan import SYNCHRONOUS, Plan, Result, Started
 from headrace.core.sampling import SamplingParams
-from headrace.engine.runner import Model, ModelRunner
-from headrace.engine.runner_masks import MaskSource
+from headrace.engine.runner.masks import MaskSource
+from headrace.engine.runner.model_runner import Model, ModelRunner
 from headrace.tensor.backends import load_backend
 from headrace.tensor.batch import allocate_kv
 from headrace.tensor.device import CPU

@@ -16,9 +16,9 @@ from typing import Any
 
 from fleet_source import FileSource
 
-from headrace.core.standard_streams import prepare_standard_streams
 from headrace.fleet.config import FleetConfig, ModelSpec
 from headrace.fleet.supervisor import FleetReady, run_fleet
+from headrace.machine.standard_streams import prepare_standard_streams
 from headrace.observe.logs import set_up_logging
 
 ENGINE = Path(__file__).with_name("fleet_engine.py")

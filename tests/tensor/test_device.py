@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from headrace.core.errors import ConfigError
-from headrace.core.gpus import unusable
-from headrace.core.memory import Available
 from headrace.engine.config import EngineConfig
+from headrace.machine.gpus import unusable
+from headrace.machine.memory import Available
 from headrace.tensor import device
 from headrace.tensor.device import CPU, CUDA, DEVICES, META, driver_version
 from headrace.tensor.host.cpu_features import CpuFeatures

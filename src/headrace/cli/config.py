@@ -23,10 +23,10 @@ from headrace.cli.serve_config import ServeConfig
 from headrace.cli.state import state_folder
 from headrace.cli.stored_keys import has_stored_keys
 from headrace.core.errors import ConfigError
-from headrace.core.hosts import is_loopback
 from headrace.core.strict_decode import decode
 from headrace.gateway.access.principal import OPEN_ACCESS
 from headrace.gateway.config import GatewayConfig
+from headrace.machine.hosts import is_loopback
 
 ENV_PREFIX = "HEADRACE_"
 

@@ -102,7 +102,7 @@ def leave_if_faulty(file: Path) -> None:
 
 def _check_keys(config: ServeConfig) -> None:
     """Raises ConfigError for a foreign server's key that cannot be read here and now."""
-    from headrace.gateway.upstream.foreign_session import read_key
+    from headrace.gateway.upstream.foreign.session import read_key
 
     for number, model in enumerate(config.models):
         for place, upstream in enumerate(model.upstreams):

@@ -16,10 +16,10 @@ from urllib.parse import quote, urlencode, urlsplit
 
 from headrace.cli.exits import ServerFailed, UsageRefused
 from headrace.core.errors import ConfigError
-from headrace.core.hosts import is_loopback
 from headrace.fleet.admin import SOCKET_NAME, TOKEN_NAME
 from headrace.fleet.files import is_running, running_deployments
-from headrace.wire.private_files import read_token
+from headrace.machine.hosts import is_loopback
+from headrace.machine.private_files import read_token
 
 if TYPE_CHECKING:
     from ssl import SSLContext

@@ -19,9 +19,9 @@ from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 
-from headrace.core.cgroups import cpu_quota
-from headrace.core.cpus import allowed_cpus
-from headrace.core.gpus import Gpus
+from headrace.machine.cgroups import cpu_quota
+from headrace.machine.cpus import allowed_cpus
+from headrace.machine.gpus import Gpus
 from headrace.tensor.backends import find_working_gpus
 
 MIN_PYTHON = (3, 11)
@@ -117,7 +117,7 @@ def check_threads(quota: float | None, environment: Mapping[str, str]) -> Findin
 
 def check_memory(root: Path) -> Finding:
     """Check the memory that an engine could take now, measured as the engine does it."""
-    from headrace.core.memory import read_available
+    from headrace.machine.memory import read_available
 
     available = read_available(root)
     found = f"{available.num_bytes / 2**30:.1f} GiB to be had (bound by {available.source})"

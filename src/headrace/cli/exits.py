@@ -15,7 +15,7 @@ import sys
 from enum import IntEnum
 
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, InvalidRequest
-from headrace.core.standard_streams import OutputLost
+from headrace.machine.standard_streams import OutputLost
 
 
 class CommandExitCode(IntEnum):

@@ -36,7 +36,7 @@ from headrace.cli.usage import usage
 from headrace.cli.values_of_flags import refuse_missing_values
 from headrace.cli.vllm_flags import translated
 from headrace.core.errors import HeadraceError
-from headrace.core.standard_streams import OutputLost, prepare_standard_streams
+from headrace.machine.standard_streams import OutputLost, prepare_standard_streams
 
 app = typer.Typer(
     name="headrace",

@@ -93,7 +93,7 @@ def _run(plans: list[Plan], model: str, options: dict[str, object], *, as_json: 
     options |= {"max_num_seqs": seqs, "max_num_batched_tokens": max(seqs, *(plan.num_tokens for plan in plans))}
     config = decode(EngineConfig, {**options, "model": str(resolve_model(model))}).checked()
     with reading_ahead(config) as packed:
-        from headrace.engine.runner_build import build_runner
+        from headrace.engine.runner.build import build_runner
 
         runner, _ = build_runner(config, packed)
     try:

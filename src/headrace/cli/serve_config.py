@@ -14,7 +14,6 @@ from pathlib import Path
 
 from headrace.bundled import bundled_path
 from headrace.core.errors import ConfigError
-from headrace.core.folders import expanded
 from headrace.core.model_names import name_of_file
 from headrace.core.option import Reload, Role, check_options, option, required, section
 from headrace.core.strict_decode import NeedsExactlyOne, plain
@@ -25,6 +24,7 @@ from headrace.fleet.weights import HUB_ID
 from headrace.gateway.config import GatewayConfig, config_from
 from headrace.gateway.ledger.config import UsageConfig
 from headrace.gateway.upstream.model_config import ForeignConfig, ModelConfig, ReplicaConfig
+from headrace.machine.folders import expanded
 from headrace.observe.logs import LogFormat
 from headrace.policy.limits.price import Price
 from headrace.policy.limits.tier import Tier

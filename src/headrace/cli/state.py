@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from headrace.core.errors import ConfigError
-from headrace.core.folders import expanded
+from headrace.machine.folders import expanded
 
 VARIABLE = "HEADRACE_STATE"
 

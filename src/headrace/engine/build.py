@@ -9,7 +9,6 @@ from collections.abc import Callable, Generator
 from dataclasses import replace
 
 from headrace.core.clock import Clock
-from headrace.core.forks import FORKS
 from headrace.core.model_info import ModelInfo
 from headrace.engine.config import EngineConfig
 from headrace.engine.idle_work import do_while_idle
@@ -17,6 +16,7 @@ from headrace.engine.loop import Engine, Outbox
 from headrace.engine.preparation import Preparer
 from headrace.engine.read_ahead import reading_ahead
 from headrace.engine.steps import Runner
+from headrace.machine.forks import FORKS
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.schedule.scheduler import Scheduler
@@ -137,7 +137,7 @@ def _build(config: EngineConfig, outbox: Outbox, block_key: str = "") -> tuple[E
     config = config.checked()
     FORKS.begin_engine()
     with reading_ahead(config) as packed:
-        from headrace.engine.runner_build import build
+        from headrace.engine.runner.build import build
 
         built = build(config, packed)
     engine = assemble(config, built.runner, built.info, outbox, block_key=block_key, preparer=built.preparer)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from headrace.core.errors import ConfigError
-from headrace.core.gpus import find_gpus
 from headrace.core.model_info import LOAD_FORMATS
 from headrace.core.option import Option, Reload, Role, by_device, check_options, option, options, required
+from headrace.machine.gpus import find_gpus
 from headrace.policy.queues import QUEUES
 from headrace.tensor.backends import BACKENDS, find_working_gpus
 from headrace.tensor.checkpoint.formats.names import INSTEAD, METHODS

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from headrace.core.cpus import allowed_cpus
-from headrace.core.memory import read_available
 from headrace.engine.config import EngineConfig
+from headrace.machine.cpus import allowed_cpus
+from headrace.machine.memory import read_available
 from headrace.tensor.host.cache_folder import packed_directory
 from headrace.tensor.packed.file import PackedFolder
 

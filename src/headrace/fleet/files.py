@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.core.cpus import allowed_cpus
 from headrace.core.errors import ConfigError
-from headrace.core.gpus import find_gpus
 from headrace.core.hashing import BLOCKS, SALTS, site_secret
-from headrace.core.locked_folders import LockedFolder, is_locked, remove_unlocked
 from headrace.fleet.config import FleetConfig, ModelSpec
+from headrace.machine.cpus import allowed_cpus
+from headrace.machine.gpus import find_gpus
+from headrace.machine.locked_folders import LockedFolder, is_locked, remove_unlocked
 
 PREFIX = "headrace-"
 LOCK = "lock"

@@ -1,6 +1,7 @@
 """Reloads the supervisor's configuration when the process gets SIGHUP.
 
-`wire.hangup` handles the signal and sets the event that this module waits for. A SIGHUP from a closed terminal drains the process instead.
+`machine.hangup` handles the signal and sets the event that this module waits for. A SIGHUP from a closed terminal drains the process
+instead.
 """
 
 from __future__ import annotations

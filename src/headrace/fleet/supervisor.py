@@ -32,8 +32,8 @@ from headrace.fleet.keeper import ProcessKeeper
 from headrace.fleet.launcher import Launcher, ProcessLauncher
 from headrace.fleet.listening import reserved_port
 from headrace.fleet.reconciler import Reconciler
-from headrace.wire.hangup import on_hangup
-from headrace.wire.stop_signals import StopSignals, first_of
+from headrace.machine.hangup import on_hangup
+from headrace.machine.stop_signals import StopSignals, first_of
 
 log = logging.getLogger(__name__)
 

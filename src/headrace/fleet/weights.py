@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headrace.bundled import FOLDER, bundled_names, bundled_path
 from headrace.core.errors import ConfigError
-from headrace.core.folders import expanded
+from headrace.machine.folders import expanded
 from headrace.tensor.checkpoint.gguf.paths import is_gguf
 
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")

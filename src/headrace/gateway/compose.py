@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from headrace.core.errors import CheckpointError, ConfigError
-from headrace.core.memory import machine_bytes
 from headrace.gateway.access.key_store import open_keys
 from headrace.gateway.access.memory_charges import RequestMemory
 from headrace.gateway.access.open_requests import OpenRequests
@@ -46,6 +45,7 @@ from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.text_workers.processes import HostProcess
 from headrace.gateway.text_workers.workers import Workers
 from headrace.gateway.upstream.served_models import ModelTable
+from headrace.machine.memory import machine_bytes
 from headrace.observe.cache_metrics import AnswerCacheMetrics, ReplayMetrics
 from headrace.observe.logs import environment_format
 from headrace.observe.metrics import MemoryReading, Metrics

@@ -25,10 +25,10 @@ from headrace.gateway.http.server import Server
 from headrace.gateway.site.worker import GatewayWorker
 from headrace.gateway.text_workers.workers import Workers
 from headrace.gateway.upstream.served_models import ModelTable
+from headrace.machine.stop_signals import DUPLICATE_SIGNAL_S, StopSignals, first_of
 from headrace.text.folder import TextModel
 from headrace.wire.leash import Leash
 from headrace.wire.listening import shown_host
-from headrace.wire.stop_signals import DUPLICATE_SIGNAL_S, StopSignals, first_of
 
 log = logging.getLogger("headrace.gateway")
 

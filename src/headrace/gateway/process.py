@@ -18,13 +18,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError
-from headrace.core.memory import machine_bytes
 from headrace.gateway.config import GatewayConfig, load_config
 from headrace.gateway.site.worker import GatewayWorker, part_of
 from headrace.gateway.text_workers.frames import HostConfig
 from headrace.gateway.text_workers.processes import HostProcess
 from headrace.gateway.text_workers.workers import Workers
 from headrace.gateway.upstream.model_config import key_variables, text_folders
+from headrace.machine.memory import machine_bytes
 from headrace.observe.logs import set_up_logging
 from headrace.wire.leash import Leash
 

@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
-from headrace.core.cpus import num_allowed_cpus
 from headrace.core.errors import HeadraceError
+from headrace.machine.cpus import num_allowed_cpus
 
 PACKAGES = ("headrace", "torch", "numpy", "numba", "aiohttp")
 """Packages whose versions are recorded."""

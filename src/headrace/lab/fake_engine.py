@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 
 from headrace.core.errors import ConfigError
-from headrace.core.standard_streams import prepare_standard_streams
 from headrace.core.strict_decode import decode, read_json_object
 from headrace.engine.config import EngineConfig
 from headrace.engine.server.config import ProcessConfig, section
 from headrace.engine.server.process import EngineExitCode, leave, run_process
 from headrace.lab.fake_runner import FakeOptions, fake_engine
+from headrace.machine.standard_streams import prepare_standard_streams
 from headrace.observe.logs import set_up_logging
 from headrace.wire.leash import Leash
 

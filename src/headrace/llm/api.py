@@ -15,12 +15,10 @@ from typing import Self
 
 from headrace.bundled import DEFAULT_MODEL, bundled_path
 from headrace.core.errors import ConfigError, EngineFatal, InvalidRequest, Unavailable
-from headrace.core.forks import FORKS, ForkedProcess
 from headrace.core.grammar import Grammar
 from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import MAX_SEED, SamplingParams, params_from_mapping, with_default_max_tokens
-from headrace.core.standard_streams import open_standard_descriptors
 from headrace.core.structured import StructuredOutputsParams
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.config import EngineConfig
@@ -29,6 +27,8 @@ from headrace.llm.batch import ProgressLine, PromptBatch, PromptJob, outputs_of
 from headrace.llm.options import ENGINE_FIELDS, described, engine_config, refuse_unsupported
 from headrace.llm.outputs import RequestOutput
 from headrace.llm.prompts import ParsedPrompt, Prompt, parse_conversations, parse_params, parse_prompts
+from headrace.machine.forks import FORKS, ForkedProcess
+from headrace.machine.standard_streams import open_standard_descriptors
 from headrace.text.folder import TextModel, load_text
 from headrace.text.messages import Message, begun_answer
 from headrace.text.output.model_formats import ModelFormats

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from headrace.core.errors import ConfigError
-from headrace.core.gpus import VISIBLE, Gpus, find_gpus, run_probe, unusable
+from headrace.machine.gpus import VISIBLE, Gpus, find_gpus, run_probe, unusable
 
 if TYPE_CHECKING:
     from headrace.tensor.host.cpu_features import CpuFeatures

@@ -1,6 +1,6 @@
 """The description of one step that a model's forward pass takes as an argument, and the paged KV cache that it reads and writes.
 
-Made from a plan by `engine.runner_batch`; read by `tensor.layers` and `tensor.kernels`.
+Made from a plan by `engine.runner.batch`; read by `tensor.layers` and `tensor.kernels`.
 
 Shape letters used in the whole package: T tokens of the step, R rows (sequences) of the step, H query heads, K key/value heads,
 D head dimension, B blocks of a pool, S block size, M block-table width.

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.core.cgroups import read_text
 from headrace.core.errors import ConfigError
-from headrace.core.gpus import find_gpus
-from headrace.core.memory import Available, read_available
+from headrace.machine.cgroups import read_text
+from headrace.machine.gpus import find_gpus
+from headrace.machine.memory import Available, read_available
 from headrace.tensor.host import pages
 from headrace.tensor.host.cpu_features import CpuFeatures
 from headrace.tensor.launches import CudaLaunches, Launches

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from headrace.core.errors import CheckpointError
-from headrace.core.folders import inside
 from headrace.core.regular_files import check_regular
+from headrace.machine.folders import inside
 
 MAX_FILE_BYTES = 256 * 2**20
 """No tokenizer.json, config or template is larger; a bigger file is a mistake or an attack."""

@@ -1,7 +1,7 @@
 """Binds the sockets of a listener: one for each address that its host stands for, all at one port.
 
     ::          every address of this machine, of both families: `::` and 0.0.0.0, so that an IPv4 client is seen by its IPv4 address
-    localhost   127.0.0.1 and ::1, whatever a resolver says: `core.hosts` takes the name for loopback
+    localhost   127.0.0.1 and ::1, whatever a resolver says: `machine.hosts` takes the name for loopback
     any other   the address, in brackets or not, also with a zone (`fe80::1%eth0`); or the addresses of the name
 
 An address that this machine does not have is left out where the host has another one: many machines have no IPv6.

@@ -22,8 +22,8 @@ from typing import Any
 from urllib.parse import quote
 
 from headrace.core.errors import ConfigError
-from headrace.core.hosts import is_loopback
-from headrace.wire.private_files import read_token
+from headrace.machine.hosts import is_loopback
+from headrace.machine.private_files import read_token
 from headrace.wire.tls.files import TlsFiles, files_in, token_path
 
 TOKEN_METADATA = "headrace-token"

@@ -20,7 +20,7 @@ from headrace.core.plan import Started
 from headrace.core.sampling import SamplingParams
 from headrace.engine.grammar.compiling import compile_grammar
 from headrace.engine.grammar.slots import SlotGrammars
-from headrace.engine.runner_masks import NO_MASKS, StepMasks
+from headrace.engine.runner.masks import NO_MASKS, StepMasks
 
 pytestmark = pytest.mark.pure
 

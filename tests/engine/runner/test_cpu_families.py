@@ -14,8 +14,8 @@ from runner_kit import Planner, row_tokens
 pytest.importorskip("numba")
 
 from headrace.engine.config import EngineConfig
-from headrace.engine.runner import ModelRunner
-from headrace.engine.runner_build import build_runner
+from headrace.engine.runner.build import build_runner
+from headrace.engine.runner.model_runner import ModelRunner
 from headrace.tensor.host.cpu_features import CpuFeatures
 from headrace.tensor.kernels.cpu.backend import OutsideLinear
 from headrace.tensor.kernels.cpu.integer.quantized import IntegerLinear

@@ -14,7 +14,7 @@ from runner_kit import VOCAB, make_runner
 from torch import Tensor
 
 from headrace.core.finish import FinishReason
-from headrace.engine.runner_device import DeviceRunner
+from headrace.engine.runner.device.runner import DeviceRunner
 from headrace.tensor.batch import ForwardBatch, KvCache
 from headrace.tensor.models.decoder import DecoderModel
 

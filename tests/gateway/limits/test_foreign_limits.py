@@ -12,7 +12,7 @@ import pytest
 from foreign_kit import DONE, FAR, HELLO, ScriptedServer, event, far_models, head, listening, said
 from gateway_kit import TestBench, eventually, open_bench
 
-from headrace.gateway.upstream.foreign import TEMPLATE_TOKENS, HttpUpstream, most_prompt_tokens
+from headrace.gateway.upstream.foreign.upstream import TEMPLATE_TOKENS, HttpUpstream, most_prompt_tokens
 from headrace.gateway.upstream.generation_request import Conversation, PlainPrompts
 from headrace.text.folder import TextModel
 

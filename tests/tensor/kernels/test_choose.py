@@ -13,9 +13,9 @@ import pytest
 from runner_kit import DenseLlama, save_tiny_llama
 
 from headrace.core.errors import ConfigError
-from headrace.core.gpus import Gpus, unusable
 from headrace.engine.config import EngineConfig
-from headrace.engine.runner_build import build_runner
+from headrace.engine.runner.build import build_runner
+from headrace.machine.gpus import Gpus, unusable
 from headrace.tensor import backends
 from headrace.tensor.backends import BackendModule, choose_backend, find_working_gpus, load_backend, try_kernels
 from headrace.tensor.device import Cuda
@@ -46,7 +46,7 @@ except ConfigError as error:
     print(error)
 
 from headrace.engine.config import EngineConfig
-from headrace.engine.runner_build import build_runner
+from headrace.engine.runner.build import build_runner
 from runner_kit import Planner, row_tokens
 
 runner, info = build_runner(EngineConfig(model=sys.argv[1], num_kv_blocks=20, max_model_len=64))

@@ -16,9 +16,9 @@ import torch
 from headrace.core.ids import SlotId
 from headrace.core.plan import Started
 from headrace.core.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
-from headrace.engine.runner_batch import upload_each
-from headrace.engine.runner_choice import SlotChoice, read_chosen
-from headrace.engine.runner_slots import SlotState
+from headrace.engine.runner.batch import upload_each
+from headrace.engine.runner.device.choice import SlotChoice, read_chosen
+from headrace.engine.runner.slots import SlotState
 from headrace.tensor.backends import load_backend
 from headrace.tensor.kernels import Backend
 from headrace.tensor.kernels.choice import NUM_FIELDS, RowTensors, SlotTensors

@@ -10,7 +10,7 @@ import pytest
 from tls_kit import LONG_AGO, authority, write_certificates, write_whole
 
 from headrace.core.errors import ConfigError
-from headrace.wire.private_files import read_token
+from headrace.machine.private_files import read_token
 from headrace.wire.tls.files import Certificates, TlsFiles, TlsRole, files_in, token_path
 
 pytestmark = pytest.mark.pure

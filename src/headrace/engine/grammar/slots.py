@@ -25,7 +25,7 @@ from headrace.engine.failpoints import failpoint
 from headrace.engine.grammar.compiling import one_line
 from headrace.engine.grammar.deep_stack import start_deep_thread
 from headrace.engine.grammar.limits import MASK_BURST_S, MASK_CPU_S, MAX_RENEWAL_S
-from headrace.engine.runner_masks import NO_MASKS, StepMasks
+from headrace.engine.runner.masks import NO_MASKS, StepMasks
 from headrace.tensor.sampling import RowMasks
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class _Slot:
 
 
 class SlotGrammars:
-    """The `runner_masks.MaskSource` of a runner's slots. Its thread is started at the first mask."""
+    """The `masks.MaskSource` of a runner's slots. Its thread is started at the first mask."""
 
     def __init__(self, source: MatcherSource) -> None:
         self._source = source

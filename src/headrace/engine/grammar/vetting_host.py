@@ -30,11 +30,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 from headrace.core.errors import CheckpointError, InvalidRequest
 from headrace.core.grammar import Grammar
-from headrace.core.standard_streams import prepare_standard_streams
 from headrace.engine.grammar.compiling import NAMES, compile_grammar, one_line
 from headrace.engine.grammar.frames import OtherEndGone, receive_frame, send_frame
 from headrace.engine.grammar.limits import MAX_COMPILED_BYTES, NUM_VETTED_STEPS, VET_CPU_S, VET_MEMORY_BYTES, VET_STACK_BYTES, VET_WALL_S
 from headrace.engine.grammar.vocabulary import GrammarVocabulary, TokenTrie
+from headrace.machine.standard_streams import prepare_standard_streams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

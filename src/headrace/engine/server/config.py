@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headrace.core.errors import ConfigError
-from headrace.core.gpus import VISIBLE
 from headrace.core.hashing import BLOCKS, check_secret, site_secret
 from headrace.core.option import Role, check_options, option, required
 from headrace.core.strict_decode import decode, read_json_object
 from headrace.engine.config import EngineConfig
+from headrace.machine.gpus import VISIBLE
 from headrace.wire.target import GrpcTarget, check_target, target_of
 from headrace.wire.tls.files import TlsRole, load_certificates
 

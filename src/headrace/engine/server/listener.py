@@ -19,7 +19,7 @@ from pathlib import Path
 
 from headrace.core.clock import Clock
 from headrace.core.errors import ConfigError, HeadraceError
-from headrace.core.locked_folders import LockedFolder, remove_unlocked
+from headrace.machine.locked_folders import LockedFolder, remove_unlocked
 from headrace.wire.listening import close_all, listening_sockets
 from headrace.wire.service import LEASE_S
 from headrace.wire.target import MAX_UNIX_PATH_BYTES, GrpcTarget, check_private

@@ -26,8 +26,8 @@ from headrace.engine.server.dispatcher import ServedEngine
 from headrace.engine.server.listener import CannotListen, check_can_listen
 from headrace.engine.server.outbox import AsyncioOutbox, Updates, call_unless_closed
 from headrace.engine.server.service import EngineService
+from headrace.machine.stop_signals import StopSignals, first_of
 from headrace.wire.leash import Leash
-from headrace.wire.stop_signals import StopSignals, first_of
 
 log = logging.getLogger(__name__)
 

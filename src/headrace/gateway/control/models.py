@@ -20,12 +20,12 @@ from headrace.gateway.control.texts import FailedText, LoadedText
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.upstream.fallback import FallbackUpstream
 from headrace.gateway.upstream.model_config import ModelConfig, ReplicaConfig
-from headrace.gateway.upstream.model_text import ModelText
-from headrace.gateway.upstream.replica_health import Replica, ReplicaCircuit
-from headrace.gateway.upstream.replicas import ReplicaPool
+from headrace.gateway.upstream.own.model_text import ModelText
+from headrace.gateway.upstream.own.replica_health import Replica, ReplicaCircuit
+from headrace.gateway.upstream.own.replicas import ReplicaPool
+from headrace.gateway.upstream.own.upstream import TokenUpstream
 from headrace.gateway.upstream.seam import Upstream
 from headrace.gateway.upstream.served_models import ServedModel, UnreadableModel
-from headrace.gateway.upstream.tokens import TokenUpstream
 from headrace.policy.routing.choice import Random, ReplicaId
 from headrace.policy.routing.slow_start import SLOW_START_S
 from headrace.text.folder import TextModel
@@ -34,7 +34,7 @@ from headrace.wire.client import ReplicaClient
 from headrace.wire.service import Expectation
 
 if TYPE_CHECKING:
-    from headrace.gateway.upstream.foreign import HttpUpstream
+    from headrace.gateway.upstream.foreign.upstream import HttpUpstream
 
 MAX_DRAWN_SEED = 2**63
 """Exclusive. Seeds are signed 64-bit integers."""
@@ -198,7 +198,9 @@ class ModelOpener:
         return Replica(ReplicaId(config.name), self._connect(config, text.model, self._sources.clock), circuit)
 
     def _foreign_servers(self, config: ModelConfig) -> AbstractAsyncContextManager[HttpUpstream]:
-        from headrace.gateway.upstream.foreign import open_upstream  # aiohttp takes a fifth of a second, and most sites have no such server
+        from headrace.gateway.upstream.foreign.upstream import (
+            open_upstream,  # aiohttp takes a fifth of a second, and most sites have no such server
+        )
 
         sources = self._sources
         return open_upstream(config.name, config.upstreams, clock=sources.clock, unix_time=sources.unix_time, random=sources.random)

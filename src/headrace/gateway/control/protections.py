@@ -16,11 +16,11 @@ from typing import Any
 
 from headrace.core.counted import counted
 from headrace.core.errors import ConfigError
-from headrace.core.hosts import is_loopback
 from headrace.gateway.access.principal import OPEN_ACCESS, ApiKey
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.ledger.config import UsageConfig
 from headrace.gateway.upstream.model_config import ModelConfig
+from headrace.machine.hosts import is_loopback
 from headrace.policy.limits.tier import BUILT_IN_TIERS, Tier, all_tiers
 
 OF_TIER = (

@@ -25,10 +25,10 @@ from headrace.gateway.control.protections import check_keeps_protections, gives_
 from headrace.gateway.control.site_models import SiteModels
 from headrace.gateway.control.texts import LoadedTexts
 from headrace.gateway.upstream.served_models import ModelTable
+from headrace.machine.hangup import on_hangup
+from headrace.machine.stop_signals import StopSignals
 from headrace.observe.request_log import RequestLog
-from headrace.wire.hangup import on_hangup
 from headrace.wire.leash import Leash, LeashRequest, LeashRequestKind, ModelStatuses
-from headrace.wire.stop_signals import StopSignals
 
 CHANGEABLE = tuple(live_paths(GatewayConfig))
 """Paths that may change, each with all below it: of options and sections that say `Reload.LIVE`, since what runs follows them."""

@@ -18,7 +18,7 @@ from headrace.gateway.access.open_requests import UseCount
 from headrace.gateway.control.models import ModelOpener, OpenModel
 from headrace.gateway.control.texts import FailedText, LoadedText, ModelTexts
 from headrace.gateway.upstream.model_config import ModelConfig
-from headrace.gateway.upstream.replicas import RETIRED
+from headrace.gateway.upstream.own.replicas import RETIRED
 from headrace.gateway.upstream.seam import ReplicaHealth
 from headrace.gateway.upstream.served_models import ServedModel
 from headrace.observe.metrics import Metrics, ReplicaReading

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from headrace.core.descriptors import num_open, raise_limit
 from headrace.core.errors import ConfigError
+from headrace.machine.descriptors import num_open, raise_limit
 
 OWN = 40
 """Descriptors reserved for the event loop, gRPC, the request log, the listener, and files that are open for a moment."""

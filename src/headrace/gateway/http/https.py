@@ -12,7 +12,7 @@ from headrace.core.clock import Clock
 from headrace.core.errors import ConfigError
 from headrace.core.regular_files import MAX_SECRET_BYTES, in_time, read_file
 from headrace.gateway.http.config import HttpTls
-from headrace.wire.private_files import check_private_file
+from headrace.machine.private_files import check_private_file
 from headrace.wire.tls.faults import EXPIRED, NOT_YET_VALID, certificate_fault
 from headrace.wire.tls.files import shake_hands
 from headrace.wire.tls.watched import Watched

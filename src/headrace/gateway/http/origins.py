@@ -18,11 +18,11 @@ from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from itertools import islice
 
 from headrace.core.errors import InvalidRequest
-from headrace.core.hosts import is_loopback
 from headrace.gateway.http.asgi import Headers
 from headrace.gateway.http.config import ANY_ORIGIN, ORIGIN
 from headrace.gateway.http.errors import Forbidden
 from headrace.gateway.http.exchange import Exchange
+from headrace.machine.hosts import is_loopback
 
 PREFLIGHT_AGE_S = 600
 """Seconds for which a browser may keep the answer to a preflight."""

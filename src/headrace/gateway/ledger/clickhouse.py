@@ -23,7 +23,7 @@ from headrace.core.regular_files import MAX_SECRET_BYTES, read_file
 from headrace.gateway.ledger.config import ClickHouseConfig
 from headrace.gateway.ledger.record import SinkFailed, UsageRecord
 from headrace.gateway.ledger.usage_query import QUANTILES, SqlDialect, UsageQuery, rows_of, usage_statement
-from headrace.wire.private_files import read_token
+from headrace.machine.private_files import read_token
 
 CLICKHOUSE = "clickhouse"
 ANSWER_S = 30.0

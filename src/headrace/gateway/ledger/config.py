@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
 from headrace.core.errors import ConfigError
-from headrace.core.hosts import is_loopback
 from headrace.core.option import Role, check_options, option, required
 from headrace.gateway.ledger.kafka_properties import read_properties
 from headrace.gateway.stores.config import InsecureStore
+from headrace.machine.hosts import is_loopback
 
 TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")
 TABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,127}\.)?[A-Za-z_][A-Za-z0-9_]{0,127}")

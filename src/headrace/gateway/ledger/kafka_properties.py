@@ -11,7 +11,7 @@ import os
 import re
 
 from headrace.core.errors import ConfigError
-from headrace.wire.private_files import check_private_file, read_private_text
+from headrace.machine.private_files import check_private_file, read_private_text
 
 PROPERTIES: dict[str, tuple[str, ...]] = {
     "security.protocol": ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"),

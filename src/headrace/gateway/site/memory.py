@@ -19,7 +19,7 @@ PROMPT_SHARE = 16
 
 def memory_limits(limits: Limits, machine_bytes: int, tenant_share: Callable[[], float]) -> MemoryLimits:
     """
-    machine_bytes  what `core.memory.machine_bytes()` gives
+    machine_bytes  what `machine.memory.machine_bytes()` gives
     tenant_share   part of each sum that one tenant may hold
     """
     prompts = limits.max_prompt_bytes or default_prompt_bytes(machine_bytes)

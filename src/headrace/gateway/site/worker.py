@@ -42,7 +42,7 @@ class GatewayWorker:
 def part_of(limits: Limits, num_workers: int, machine_bytes: int) -> Limits:
     """One worker's part of the limits of a site.
 
-    machine_bytes  memory of the machine (`core.memory`); sets `max_prompt_bytes` where the site does not
+    machine_bytes  memory of the machine (`machine.memory`); sets `max_prompt_bytes` where the site does not
     """
     if limits.max_prompt_bytes is None:
         limits = replace(limits, max_prompt_bytes=default_prompt_bytes(machine_bytes))

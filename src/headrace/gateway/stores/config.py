@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from headrace.core.errors import ConfigError
-from headrace.core.hosts import is_loopback
 from headrace.core.option import option
-from headrace.wire.private_files import read_token
+from headrace.machine.hosts import is_loopback
+from headrace.machine.private_files import read_token
 
 URL_SCHEMES = ("redis://", "rediss://", "unix://")
 

@@ -1,6 +1,6 @@
 """Makes the endpoint of a surface that generates, from its path and types, the parser of its bodies, and the encoder of its answers.
 
-tests/gateway/test_another_surface.py has a whole surface of another API. An encoder numbers its events only where it uses
+tests/gateway/surfaces/test_another_surface.py has a whole surface of another API. An encoder numbers its events only where it uses
 `Generation.event_log`.
 """
 

@@ -39,10 +39,10 @@ from typing import Any, NoReturn
 import msgspec
 
 from headrace.core.errors import CheckpointError, HeadraceError
-from headrace.core.standard_streams import open_standard_descriptors, prepare_standard_streams
 from headrace.gateway.text_host.work import TextContext
 from headrace.gateway.text_workers import frames
 from headrace.gateway.text_workers.limits import MIB, START_MEMORY_BYTES, JobLimits
+from headrace.machine.standard_streams import open_standard_descriptors, prepare_standard_streams
 from headrace.text.folder import TextModel, load_text
 from headrace.text.template import import_engine
 

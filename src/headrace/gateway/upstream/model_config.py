@@ -1,7 +1,7 @@
 """Defines the configuration of served models: their replicas, their foreign servers, and the rules that hold among all models.
 
 Only the operator gives addresses of foreign servers, and even these are checked: no password in an address, no link-local address unless it
-is allowed. The second rule is applied to a host name when it is connected to (`upstream.foreign_session`), since its address may change.
+is allowed. The second rule is applied to a host name when it is connected to (`foreign.session`), since its address may change.
 `gateway.config` has the rest of the file.
 """
 
@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from urllib.parse import SplitResult, urlsplit
 
 from headrace.core.errors import ConfigError
-from headrace.core.hosts import is_link_local
 from headrace.core.model_names import check_model_names
 from headrace.core.option import Role, check_options, option, required
+from headrace.machine.hosts import is_link_local
 from headrace.text.output.formats import AUTO
 from headrace.wire.target import GrpcTarget, check_target, target_of
 

@@ -104,7 +104,7 @@ class OutputEvent(NamedTuple):
     error            beside FinishReason.ERROR: message for the operator
     is_call_cut      beside FinishReason.STOP: the client's stop string or stop token ended the output inside a call's arguments
     is_filtered      beside FinishReason.STOP: the moderation of a foreign server's provider ended the output
-    reasoning, tool_calls  output that was separated from the text, here (`upstream.output_stage`) or by a foreign server
+    reasoning, tool_calls  output that was separated from the text, here (`own.output_stage`) or by a foreign server
     passed           fields of a foreign server's message that clients send back unchanged
     """
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 from headrace.core.errors import CheckpointError, shorten
-from headrace.core.folders import inside
+from headrace.machine.folders import inside
 from headrace.tensor.checkpoint.config import ConfigFile, read_generation_config
 
 log = logging.getLogger(__name__)

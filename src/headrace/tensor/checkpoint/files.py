@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from headrace.core.errors import CheckpointError, shorten
-from headrace.core.folders import inside
+from headrace.machine.folders import inside
 
 MAX_JSON_BYTES = 4 * 2**20
 MAX_CONTAINERS = 2**17

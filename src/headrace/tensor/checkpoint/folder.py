@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from headrace.core.errors import CheckpointError, shorten
-from headrace.core.folders import inside
+from headrace.machine.folders import inside
 from headrace.tensor.checkpoint.config import ConfigFile
 from headrace.tensor.checkpoint.files import read_json
 from headrace.tensor.checkpoint.formats.names import SEPARATE

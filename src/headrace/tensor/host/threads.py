@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.core.cgroups import cpu_quota, read_text
-from headrace.core.cpus import allowed_cpus
 from headrace.core.errors import ConfigError
+from headrace.machine.cgroups import cpu_quota, read_text
+from headrace.machine.cpus import allowed_cpus
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from headrace.core.clock import Clock
 from headrace.core.errors import ConfigError
-from headrace.core.folders import expanded
 from headrace.core.regular_files import MAX_SECRET_BYTES, read_file
-from headrace.wire.private_files import check_private_file
+from headrace.machine.folders import expanded
+from headrace.machine.private_files import check_private_file
 from headrace.wire.tls.faults import EXPIRED, NOT_YET_VALID, certificate_fault
 from headrace.wire.tls.watched import Watched
 

@@ -16,7 +16,7 @@ from headrace.cli.config import from_raw
 from headrace.cli.serve_config import is_fetched
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.engine.config import EngineConfig
-from headrace.engine.runner_build import build_runner
+from headrace.engine.runner.build import build_runner
 from headrace.fleet.weights import resolve_model
 from headrace.tensor.checkpoint.gguf.folder import MAX_FOLDERS, NOTE, find_source, make_folder
 from headrace.tensor.host.cache_folder import ENVIRONMENT

@@ -18,7 +18,7 @@ from device_kit import HostLaunches
 from runner_kit import CONTEXT, Planner, load_decoder, make_runner, row_tokens, save_tiny_llama
 
 from headrace.core.sampling import SamplingParams
-from headrace.engine.runner_device import DeviceRunner
+from headrace.engine.runner.device.runner import DeviceRunner
 from headrace.engine.steps import Runner
 from headrace.tensor.batch import allocate_kv
 from headrace.tensor.device import CPU, CUDA

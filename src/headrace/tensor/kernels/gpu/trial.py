@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headrace.core.gpus import MIN_CAPABILITY, too_old
+from headrace.machine.gpus import MIN_CAPABILITY, too_old
 from headrace.tensor.kernels.gpu.compiler import TritonCompiler
 
 MAX_REASON = 300

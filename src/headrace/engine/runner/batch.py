@@ -1,0 +1,176 @@
+"""Turns a plan's columns into the tensors of one forward pass, by index arithmetic over whole columns. No Python runs per row or token.
+
+What a plan may ask for and this runner cannot do (adapters, drafts, moves other than copies) is refused here by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.core.plan import MoveKind, Plan
+from headrace.engine.runner.slots import Ints, SlotState, column
+from headrace.tensor.batch import ForwardBatch, GroupBatch
+
+
+class UnknownToken(Exception):
+    """A row needs a token id that was never sampled, because the step that should have sampled it failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A plan's row columns as int64 arrays [R]; row_starts [R + 1] is each row's first token in the step."""
+
+    slots: Ints
+    starts: Ints
+    counts: Ints
+    samples: Ints
+    mask_slots: Ints
+    row_starts: Ints
+
+    @property
+    def ends(self) -> Ints:
+        """[R] position after the row's last token: where a sampled token will stand."""
+        return self.starts + self.counts
+
+    def picked(self, places: Ints) -> Rows:
+        """Some of the rows, in this order."""
+        counts = self.counts[places]
+        return Rows(
+            self.slots[places], self.starts[places], counts, self.samples[places], self.mask_slots[places], _row_starts(counts)
+        )  # fmt: skip
+
+
+def read_rows(plan: Plan) -> Rows:
+    """The plan's row columns. Raises ValueError for adapters, which this runner does not have."""
+    slots, starts, counts, samples = (column(values) for values in (plan.slots, plan.starts, plan.counts, plan.samples))
+    mask_slots = column(plan.mask_slots) if plan.mask_slots else np.full(len(slots), -1)
+    if any(plan.adapter_slots):
+        raise ValueError("adapter_slots: this runner holds no adapters; every row must say 0")
+    return Rows(slots, starts, counts, samples, mask_slots, _row_starts(counts))
+
+
+def _row_starts(counts: Ints) -> Ints:
+    starts = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=starts[1:])
+    return starts
+
+
+def refuse_moves_but_copies(plan: Plan) -> None:
+    """Raises ValueError for moves to or from memory other than the device's, which this runner does not have."""
+    for kind in plan.move_kinds:
+        if kind != MoveKind.COPY:
+            name = MoveKind(kind).name if kind in set(MoveKind) else str(kind)
+            raise ValueError(f"move_kinds: this runner has no memory but the device's; every move must be COPY, got {name}")
+
+
+def refuse_drafts(plan: Plan) -> None:
+    """Raises ValueError for rows with drafted tokens, which this runner cannot verify. It drafts nothing itself."""
+    if plan.drafts:
+        raise ValueError(f"drafts: this runner verifies no drafted tokens; samples must be 0 or 1, got {max(plan.samples)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The step's tokens whose hidden states the model returns, [W] ascending; None: all. Less than half must be selected to be worth it."""
+
+    tokens: Ints | None
+
+    def places(self, tokens: Ints) -> Ints:
+        """For each of `tokens`, all selected, its row in the hidden states that the model returns."""
+        return tokens if self.tokens is None else np.searchsorted(self.tokens, tokens)
+
+
+ALL = Selection(None)
+
+
+def count_prompt_logprobs(rows: Rows, state: SlotState) -> Ints:
+    """[R] per row, the number of its leading tokens whose next token is a prompt token with log-probability asked for."""
+    asks = state.prompt_logprobs[rows.slots] >= 0
+    if not asks.any():  # the usual case
+        return np.zeros(len(asks), dtype=np.int64)
+    return np.where(asks, np.clip(state.num_prompt[rows.slots] - 1 - rows.starts, 0, rows.counts), 0)
+
+
+def select_tokens(rows: Rows, logprob_counts: Ints) -> Selection:
+    """The tokens whose hidden states the step needs: at sampled positions, and for prompt log-probabilities.
+
+    logprob_counts  `count_prompt_logprobs` of `rows`
+    """
+    num_tokens = int(rows.row_starts[-1])
+    if num_tokens == len(rows.slots):
+        return ALL
+    is_wanted = np.zeros(num_tokens, dtype=np.bool_)
+    is_wanted[rows.row_starts[1:][rows.samples > 0] - 1] = True
+    for row in np.flatnonzero(logprob_counts):
+        is_wanted[rows.row_starts[row] : rows.row_starts[row] + logprob_counts[row]] = True
+    tokens = np.flatnonzero(is_wanted)
+    return Selection(tokens) if 2 * len(tokens) <= num_tokens else ALL
+
+
+Upload = Callable[[Sequence[NDArray[Any]]], list[Tensor]]
+"""Copies arrays of 32- or 64-bit integers to a device: a tensor for each, of its dtype and shape."""
+
+
+def upload_each(arrays: Sequence[NDArray[Any]], device: str) -> list[Tensor]:
+    """An `Upload` that copies one array after another. Nothing is copied if the device is the host."""
+    return [torch.from_numpy(values).to(device) for values in arrays]
+
+
+def refuse_unknown_ids(rows: Rows, known: Ints, failed: NDArray[np.bool_]) -> None:
+    """Raises UnknownToken for a row that needs more ids than its slot has.
+
+    A slot whose sequence failed may lack ids: its row is computed with whatever ids it holds, and the result is dropped.
+
+    known   [R] number of ids of each row's slot
+    failed  [R] whether its sequence failed
+    """
+    unknown = (rows.ends > known) & ~failed
+    if unknown.any():
+        row = int(np.flatnonzero(unknown)[0])
+        raise UnknownToken(f"slot {rows.slots[row]} has {known[row]} known ids, the plan computes up to {rows.ends[row]}")
+
+
+def build_batch(rows: Rows, state: SlotState, upload: Upload, selected: Selection = ALL) -> tuple[Tensor, ForwardBatch]:
+    """The step's token ids [T] int64 and the batch that describes them, in one upload."""
+    token_slots, positions = token_places(rows)
+    tables = state.tables
+    arrays: list[NDArray[Any]] = [state.token_ids[token_slots, positions].astype(np.int64), positions, rows.row_starts.astype(np.int32)]
+    arrays.append(rows.ends.astype(np.int32))
+    arrays += [_block_table(table, rows, state.block_size) for table in tables]
+    arrays += state.cache_places(token_slots, positions)
+    if selected.tokens is not None:
+        arrays.append(selected.tokens)
+    ids, on_device, row_starts, context_lens, *rest = upload(arrays)
+    num_groups = len(tables)
+    batch = ForwardBatch(
+        positions=on_device,
+        row_starts=row_starts,
+        context_lens=context_lens,
+        max_count=int(rows.counts.max()),
+        groups=tuple(GroupBatch(table, mapping) for table, mapping in zip(rest[:num_groups], rest[num_groups:], strict=False)),
+        selected=None if selected.tokens is None else rest[-1],
+    )
+    return ids, batch
+
+
+def token_places(rows: Rows) -> tuple[Ints, Ints]:
+    """Slot and absolute position [T] of every token of the step."""
+    num_tokens = int(rows.row_starts[-1])
+    if num_tokens == len(rows.slots):
+        return rows.slots, rows.starts.copy()
+    positions = np.arange(num_tokens) + np.repeat(rows.starts - rows.row_starts[:-1], rows.counts)
+    return np.repeat(rows.slots, rows.counts), positions
+
+
+def _block_table(table: NDArray[np.int32], rows: Rows, block_size: int) -> NDArray[np.int32]:
+    """[R, M], as wide as the longest context needs. Entries beyond a row's context are the pad block."""
+    held = -(-rows.ends // block_size)
+    width = int(held.max())
+    return np.where(np.arange(width) < held[:, None], table[rows.slots, :width], np.int32(0))

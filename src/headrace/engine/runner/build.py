@@ -1,0 +1,399 @@
+"""Builds a runner from an engine's configuration, and logs every choice in words.
+
+The order: choose dtype, kernels and threads (`tensor.host`), load the weights, size the KV cache (`engine.kv_sizing`), warm up. The engine
+around the runner is made in `engine.build`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from headrace import __version__
+from headrace.core.digests import TEXT_FILES, text_digests
+from headrace.core.errors import ConfigError
+from headrace.core.kvgroup import KvGroup
+from headrace.core.model_info import ModelInfo
+from headrace.core.numerics import WEIGHTS
+from headrace.engine.config import EngineConfig
+from headrace.engine.grammar.compiler import GrammarCompiler
+from headrace.engine.grammar.preparer import GrammarPreparer
+from headrace.engine.grammar.slots import SlotGrammars
+from headrace.engine.grammar.store import GrammarStore
+from headrace.engine.kv_sizing import KvMemoryBudget, KvSizing, activation_bytes, describe_bytes, out_of_memory, size_kv, step_tokens
+from headrace.engine.runner.compiling import log_compiling
+from headrace.engine.runner.device.runner import DeviceRunner
+from headrace.engine.runner.masks import load_mask_kernel
+from headrace.engine.runner.model_runner import ModelRunner
+from headrace.engine.runner.overlapped import OverlappedRunner
+from headrace.engine.warmup import warm_up
+from headrace.machine.memory import Available
+from headrace.tensor.backends import choose_backend, load_backend, try_kernels
+from headrace.tensor.batch import KvCache, allocate_kv, stored_as
+from headrace.tensor.device import DEVICES
+from headrace.tensor.host.cpu_features import CpuFeatures, read_cpu_features
+from headrace.tensor.host.threads import ThreadPlan, plan_threads
+from headrace.tensor.kernels import Backend
+from headrace.tensor.kernels.filters import draw as plain_draw
+from headrace.tensor.kernels.rounding import Precision
+from headrace.tensor.launches import EagerLaunches
+from headrace.tensor.layers.rope import LinearScaling
+from headrace.tensor.models import LoadedModel, ModelDescription, describe, load_model
+from headrace.tensor.models.spec import DecoderSpec
+from headrace.tensor.packed.file import PackedFolder
+from headrace.tensor.packed.store import Pieces
+
+log = logging.getLogger(__name__)
+
+
+AnyRunner = ModelRunner | OverlappedRunner | DeviceRunner
+
+
+class Built(NamedTuple):
+    """The results of a start.
+
+    weights    hashes all weights and returns their digest; None: `info` holds it already
+    preparer   of the grammars that the runner follows
+    unwritten  packed weights to write for the next start, which keep this start's weights in memory; None: there are none
+    """
+
+    runner: AnyRunner
+    info: ModelInfo
+    weights: Callable[[], str] | None
+    preparer: GrammarPreparer
+    unwritten: Pieces | None
+
+
+def build_runner(
+    config: EngineConfig, packed: PackedFolder | None = None, features: CpuFeatures | None = None
+) -> tuple[AnyRunner, ModelInfo]:
+    """The runner and its model's facts, without the rest of `build`."""
+    return build(config, packed, features)[:2]
+
+
+def build(config: EngineConfig, packed: PackedFolder | None = None, features: CpuFeatures | None = None) -> Built:
+    """Choose threads, dtype and kernels, load the weights, size and reserve the KV cache, warm up. Slow stages are logged.
+
+    packed    the folder of packed linears, if there is one; reading may have begun (`engine.read_ahead`)
+    features  the CPU to choose for; None: this machine's
+
+    Raises: ConfigError, CheckpointError; before any weight is read where that is possible.
+    """
+    device = DEVICES[config.device]
+    device.check()
+    try_kernels(config.kernels, config.device)
+    found = describe(Path(config.model), max_model_len=config.max_model_len, quantization=config.quantization, has_fp8=device.has_fp8)
+    choices = _choose(config, found, packed, features or read_cpu_features())
+    with log_compiling(choices.backend.compiler):
+        loaded = _load(config, choices, packed)
+        kv_dtype, why_kv = _kv_dtype(config, choices.dtype, found.dtype_name, choices.features)
+        groups = tuple(stored_as(group, kv_dtype) for group in loaded.model.kv_groups)
+        sizing = _size(config, loaded, groups)
+        compiler = GrammarCompiler(Path(config.model), loaded.vocab_size, loaded.eos_token_ids)
+        grammars = GrammarStore(compiler)
+        with _memory_errors_named(config, groups, sizing), ExitStack() as unless_ready:
+            kv = allocate_kv(loaded.model.kv_shapes, loaded.model.group_of, sizing.num_blocks, config.block_size, kv_dtype, device)
+            runner = _make_runner(config, loaded, sizing, kv, choices.backend, SlotGrammars(grammars))
+            unless_ready.callback(runner.close)
+            load_mask_kernel(choices.backend.mask)
+            seconds = _warm_up(runner, config, sizing, loaded)
+            unless_ready.pop_all()
+    kv.clear_pad_block()
+    unwritten = None if loaded.store is None else loaded.store.save()  # only now: it holds the weights, which a failed start must release
+    decided = (
+        f"model: {loaded.architecture} from {config.model}, {describe_bytes(loaded.resident_bytes)} of weights{_rounded(loaded)}",
+        *choices.lines(config),
+        *(f"LongRoPE: {choice}" for choice in _longrope(loaded).values()),
+        *_linear_scaling(loaded.model.spec),
+        f"KV dtype: {_name(kv_dtype)}, {why_kv}",
+        *sizing.lines,
+        f"warm-up: {seconds:.1f} s",
+    )
+    numerics = _numerics(config, choices, loaded, _name(kv_dtype))
+    weights = None if numerics[WEIGHTS] or loaded.weights is None else loaded.weights.compute
+    info = _model_info(config, loaded, groups, sizing, _name(kv_dtype), decided, numerics)
+    return Built(runner, info, weights, GrammarPreparer(compiler, grammars), unwritten)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choices:
+    """The choices that a start makes before it reads a weight, with the reasons in words."""
+
+    features: CpuFeatures
+    dtype: torch.dtype
+    why_dtype: str
+    why_kernels: str
+    backend: Backend
+    threads: ThreadPlan
+    layer: str
+
+    def lines(self, config: EngineConfig) -> tuple[str, ...]:
+        """One line per choice, for the log of a start."""
+        return (
+            f"device: {DEVICES[config.device].identity}{', no graphs are captured' if config.enforce_eager else ''}",
+            f"dtype: {_name(self.dtype)}, {self.why_dtype}",
+            f"kernels: {self.backend.name}, {self.why_kernels}{_invariant(config)}{_compile_cache(self.backend)}",
+            f"draw: {self._draw()}",
+            f"threads: {self.threads.num_threads}, {self.threads.reason}; threading layer of the kernels: {self.layer}",
+        )
+
+    def _draw(self) -> str:
+        if self.backend.choice is not None:
+            return "on the device"
+        return "plain NumPy, slow for large vocabularies" if self.backend.draw is plain_draw else "compiled"
+
+
+def _choose(config: EngineConfig, found: ModelDescription, packed: PackedFolder | None, features: CpuFeatures) -> _Choices:
+    """Choose dtype, kernels and threads, and set the threads. Raises ConfigError, also if the weights do not fit the free memory."""
+    device, is_rounded = DEVICES[config.device], found.held in (Precision.INT8, Precision.INT4)
+    for name, wanted in (("quantization", found.precision.value), ("kv_cache_dtype", config.kv_cache_dtype)):
+        if wanted == "fp8" and not device.has_fp8:
+            raise ConfigError(name, f"{device.title} does not compute fp8", "Use int8.")
+    dtype, why_dtype = device.resolve_dtype(config.dtype, found.dtype_name, features, is_rounded=is_rounded)
+    _check_weights_fit(found, device.free_memory(), 0 if packed is None else packed.num_bytes_ahead)
+    kernels, why_kernels = choose_backend(config.kernels, config.device)
+    backend = load_backend(kernels, deterministic=config.deterministic, features=features)
+    threads = plan_threads(config.num_threads)
+    layer = backend.limit_threads(threads.num_threads)
+    return _Choices(
+        features=features,
+        dtype=dtype,
+        why_dtype=why_dtype,
+        why_kernels=why_kernels,
+        backend=backend,
+        threads=threads,
+        layer=layer,
+    )
+
+
+def _load(config: EngineConfig, choices: _Choices, packed: PackedFolder | None) -> LoadedModel:
+    log.info("loading %s", config.model)
+    began = time.perf_counter()
+    try:
+        loaded = load_model(
+            Path(config.model),
+            backend=choices.backend,
+            dtype=choices.dtype,
+            device=DEVICES[config.device],
+            load_format=config.load_format,
+            seed=config.seed,
+            max_model_len=config.max_model_len,
+            quantization=config.quantization,
+            packed=packed,
+        )
+    except torch.OutOfMemoryError as error:
+        reason = "the device's memory ran out while weights were loaded and packed"
+        raise ConfigError("model", reason, "Free the device's memory, or use a smaller model or --quantization.") from error
+    log.info("loaded %s of weights in %.1f s", describe_bytes(loaded.resident_bytes), time.perf_counter() - began)
+    return loaded
+
+
+def _numerics(config: EngineConfig, choices: _Choices, loaded: LoadedModel, kv_dtype: str) -> dict[str, str]:
+    """Everything that may change a bit of a result, by name; see `core.numerics`."""
+    backend = choices.backend
+    return {
+        WEIGHTS: loaded.model_digest if loaded.weights is None else loaded.weights.known,
+        "quantization": loaded.held if loaded.stored_as else loaded.precision.value,
+        "dtype": _name(loaded.dtype),
+        "KV dtype": kv_dtype,
+        "kernels": " ".join(filter(None, (backend.name, backend.numerics))),
+        "device": DEVICES[config.device].identity,
+        "CPU": f"{choices.features.machine} {choices.features.family}",
+        # Headrace's own kernels give the same bits with any number of threads; a library's may not.
+        "threads": "any" if config.deterministic else str(choices.threads.num_threads),
+        "deterministic": str(config.deterministic),
+        "versions": _versions(backend),
+        **_longrope(loaded),
+    }
+
+
+def _longrope(loaded: LoadedModel) -> dict[str, str]:
+    """The fact that says which of LongRoPE's factors are in use; empty for a model without LongRoPE."""
+    spec = loaded.model.spec
+    if spec.longrope is None:
+        return {}
+    is_long = spec.longrope.is_long(spec.max_positions)
+    trained = spec.longrope.original_positions
+    short = f"short factors, max_model_len is at most {trained}; a larger one takes the long factors for all sequences"
+    return {"LongRoPE": f"long factors for all sequences, max_model_len is above {trained}" if is_long else short}
+
+
+def _linear_scaling(spec: DecoderSpec) -> list[str]:
+    """A line for a context that linear scaling made longer. Whether max_position_embeddings includes the factor, config.json does not
+    say."""
+    scalings = [layer.attention.rope.scaling for layer in spec.layers]
+    longer = [scaling for scaling in scalings if isinstance(scaling, LinearScaling) and scaling.original_positions < spec.max_positions]
+    if not longer:
+        return []
+    trained, remedy = longer[0].original_positions, "if the model's card counts the factor in them, set max_model_len to"
+    return [f"linear scaling: {trained} positions x factor {longer[0].factor:g}; {remedy} {trained}"]
+
+
+def _kv_dtype(config: EngineConfig, computed: torch.dtype, stored: str, features: CpuFeatures) -> tuple[torch.dtype, str]:
+    """(dtype of the KV cache, why). stored: dtype of most stored weights."""
+    if config.kv_cache_dtype == "auto":
+        return DEVICES[config.device].default_kv_dtype(config.dtype, computed, stored, features)
+    if config.kv_cache_dtype == "fp8":
+        return torch.float8_e4m3fn, "as configured, without scales"
+    scales = ", with a scale per token and head" if config.kv_cache_dtype == "int8" else ""
+    return getattr(torch, config.kv_cache_dtype), f"as configured{scales}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _versions(backend: Backend) -> str:
+    """Versions of the software that may change a bit of a result: the libraries that compute, and those that compiled kernels."""
+    packages = ("llguidance", *(() if backend.compiler is None else backend.compiler.packages))
+    return ", ".join([f"headrace {__version__}", f"torch {torch.__version__}", *(f"{name} {_version(name)}" for name in packages)])
+
+
+def _version(package: str) -> str:
+    """The version of the package's distribution, or `__version__` of a package whose distribution has another name (pytorch-triton)."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return str(import_module(package).__version__)
+
+
+def _rounded(loaded: LoadedModel) -> str:
+    stored = f", stored as {loaded.stored_as} ({loaded.held})" if loaded.stored_as else ""
+    return stored if loaded.precision is Precision.NONE else f"{stored}, linears rounded to {loaded.precision.value}"
+
+
+def _check_weights_fit(found: ModelDescription, available: Available, num_bytes_ahead: int) -> None:
+    """Refuse weights that the free memory cannot hold, before loading them: the system would kill the process halfway.
+
+    found            its sizes are in the checkpoint's dtype, the least that the weights can take
+    num_bytes_ahead  bytes of weights that are in memory already
+
+    Raises: ConfigError.
+    """
+    if found.resident_bytes > available.num_bytes + num_bytes_ahead:
+        raise ConfigError(
+            "model",
+            f"{describe_bytes(found.resident_bytes)} of {found.dtype_name} weights do not fit the "
+            f"{describe_bytes(available.num_bytes + num_bytes_ahead)} that {available.source} leaves",
+            "Free memory or use a smaller model.",
+        )
+
+
+def _size(config: EngineConfig, loaded: LoadedModel, groups: tuple[KvGroup, ...]) -> KvSizing:
+    device, model = DEVICES[config.device], loaded.model
+    available, itemsize = device.free_memory(), device.step_itemsize(model.activations)
+    step_bytes = activation_bytes(config, model.spec.hidden_size, loaded.vocab_size, loaded.max_model_len, itemsize)
+    budget = KvMemoryBudget(
+        available_bytes=available.num_bytes,
+        source=available.source,
+        weight_bytes=loaded.resident_bytes,
+        activation_bytes=step_bytes + model.recorded_bytes + device.working_bytes(config.max_num_seqs, loaded.vocab_size),
+    )
+    return size_kv(config, groups, loaded.max_model_len, budget)
+
+
+@contextmanager
+def _memory_errors_named(config: EngineConfig, groups: tuple[KvGroup, ...], sizing: KvSizing) -> Iterator[None]:
+    """Turn a device's out-of-memory error in the block into a ConfigError with the size that would fit."""
+    try:
+        yield
+    except RuntimeError as error:  # torch's, the device's own, and Triton's: each says so in words
+        if "out of memory" not in str(error):
+            raise
+        found = re.search(r"Tried to allocate ([\d.]+) ([KMG])iB", str(error))
+        wanted = int(float(found.group(1)) * {"K": 2**10, "M": 2**20, "G": 2**30}[found.group(2)]) if found else 0
+        raise out_of_memory(config, groups, sizing, wanted) from error
+
+
+def _invariant(config: EngineConfig) -> str:
+    return "; deterministic: a sequence's bits do not depend on its batch" if config.deterministic else ""
+
+
+def _compile_cache(backend: Backend) -> str:
+    return "" if backend.compiler is None else f"; {backend.compiler.kept()[1]}"
+
+
+def _make_runner(
+    config: EngineConfig, loaded: LoadedModel, sizing: KvSizing, kv: KvCache, backend: Backend, masks: SlotGrammars
+) -> AnyRunner:
+    """A `DeviceRunner` where steps are launched and finished separately, else a `ModelRunner`, behind a queue if `depth` is above 1."""
+    launches = DEVICES[config.device].make_launches()
+    if launches is not None and backend.choice is not None:
+        launches = EagerLaunches(launches) if config.enforce_eager else launches
+        return DeviceRunner(
+            loaded.model,
+            kv,
+            backend.choice,
+            launches,
+            max_num_seqs=config.max_num_seqs,
+            most_tokens=step_tokens(config, sizing.max_model_len),
+            max_model_len=sizing.max_model_len,
+            device=config.device,
+            masks=masks,
+            eos_token_ids=loaded.eos_token_ids,
+        )
+    runner = ModelRunner(
+        loaded.model,
+        kv,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=sizing.max_model_len,
+        eos_token_ids=loaded.eos_token_ids,
+        device=config.device,
+        draw=backend.draw,
+        mask=backend.mask,
+        masks=masks,
+    )
+    return OverlappedRunner(runner) if config.depth > 1 else runner
+
+
+def _warm_up(runner: AnyRunner, config: EngineConfig, sizing: KvSizing, loaded: LoadedModel) -> float:
+    """Compile, load and capture the kernels that requests will run. Returns the seconds it took."""
+    began = time.perf_counter()
+    most_tokens = 0
+    if isinstance(runner, DeviceRunner):
+        runner.capture()
+        log.info(
+            "%s of the device's memory are free once steps are prepared", describe_bytes(DEVICES[config.device].free_memory().num_bytes)
+        )
+        most_tokens = step_tokens(config, sizing.max_model_len)
+    warm_up(runner, config, max_model_len=sizing.max_model_len, vocab_size=loaded.vocab_size, most_tokens=most_tokens)
+    return time.perf_counter() - began
+
+
+def _model_info(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    groups: tuple[KvGroup, ...],
+    sizing: KvSizing,
+    kv_dtype: str,
+    decided: tuple[str, ...],
+    numerics: dict[str, str],
+) -> ModelInfo:
+    folder = Path(config.model)
+    texts = {name: (folder / name).read_bytes() for names in TEXT_FILES.values() for name in names if (folder / name).is_file()}
+    return ModelInfo(
+        architecture=loaded.architecture,
+        vocab_size=loaded.vocab_size,
+        max_model_len=sizing.max_model_len,
+        eos_token_ids=loaded.eos_token_ids,
+        kv_groups=groups,
+        block_size=config.block_size,
+        num_blocks=sizing.num_blocks,
+        dtype=_name(loaded.dtype),
+        weight_bytes=loaded.weight_bytes,
+        costly_context=loaded.model.spec.costly_context(),
+        sampling_defaults=loaded.sampling_defaults,
+        digests={"model": loaded.model_digest, "kv_dtype": kv_dtype, **text_digests(texts)},
+        decided=decided,
+        numerics=numerics,
+    )

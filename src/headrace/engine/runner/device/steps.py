@@ -1,0 +1,194 @@
+"""Holds the tensors of a device's steps at fixed addresses, which captured graphs know, and enqueues kernels over them.
+
+`device.runner` decides the rows of a step, and when they are computed. Every method enqueues and returns at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.engine.runner.batch import Rows, Upload
+from headrace.engine.runner.device.graphs import StepGraphs
+from headrace.engine.runner.device.prompts import TOKEN_LINES, PromptSize, RowLine, fill, lines, sizes_up_to
+from headrace.engine.runner.slots import SlotState
+from headrace.tensor.batch import ForwardBatch, GroupBatch, KvCache
+from headrace.tensor.kernels.choice import (
+    FLOATS,
+    MAX_TABLE_CHANGES,
+    NUM_CHOSEN,
+    NUM_FIELDS,
+    PADDING,
+    ChoiceKind,
+    DeviceChoice,
+    Field,
+    RowTensors,
+    SlotTensors,
+)
+from headrace.tensor.kernels.masks import Words
+from headrace.tensor.launches import Launches, Mark, pinned, upload_together
+
+
+class DeviceModel(Protocol):
+    """What a device's steps need of a model, such as `tensor.models.decoder.DecoderModel`. activations: dtype of hidden states"""
+
+    vocab_size: int
+    hidden_size: int
+    activations: torch.dtype
+
+    def forward(self, ids: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
+        """As `runner.Model.forward`. Rows of one token are computed without waiting for the device, so that this can be captured."""
+        ...
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """hidden [N, E] -> logits [N, V], a new tensor."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HostInputs:
+    """One step's inputs in pinned memory.
+
+    fields   [NUM_FIELDS, N] of the rows; padding rows until filled
+    changes  to block tables; none until filled; see `DeviceChoice.write_tables`
+    """
+
+    buffer: Tensor
+    fields: NDArray[np.int32]
+    changes: NDArray[np.int32]
+
+
+class Choices(NamedTuple):
+    """The tokens that a step chose: [NUM_CHOSEN or 1, B] in host memory, valid once the device has reached the mark."""
+
+    chosen: Tensor
+    mark: Mark
+
+
+class DeviceSteps:
+    """Enqueues the parts of steps on the device.
+
+    slots        the device's data by slot
+    table_shape  (KV groups, blocks of the longest sequence)
+    most_tokens  the most tokens of one step
+    """
+
+    def __init__(
+        self, model: DeviceModel, kv: KvCache, choice: DeviceChoice, launches: Launches, *, max_num_seqs: int, most_tokens: int,
+        table_shape: tuple[int, int], max_ends: int, device: str,
+    ) -> None:  # fmt: skip
+        self.model, self.kv = model, kv
+        self.upload: Upload = partial(upload_together, device=device, launches=launches)
+        self._choice, self._launches = choice, launches
+        self._num_rows = max_num_seqs
+        with torch.inference_mode():
+            self.slots = SlotTensors.zeros(max_num_seqs, table_shape, model.vocab_size, max_ends, device)
+            self._rows = RowTensors.zeros(max_num_seqs, model.vocab_size, device)
+            self._hidden = torch.zeros((max_num_seqs + 1, model.hidden_size), dtype=model.activations, device=device)
+            self._row_starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
+            num_field_values = NUM_FIELDS * max_num_seqs
+            self._inputs = torch.zeros(num_field_values + 1 + 2 * MAX_TABLE_CHANGES, dtype=torch.int32, device=device)
+            self._fields = self._inputs[:num_field_values].view(NUM_FIELDS, max_num_seqs)
+            self._changes = self._inputs[num_field_values:]
+            self._graphs = StepGraphs(
+                launches, sizes_up_to(most_tokens, max_num_seqs), max_num_seqs, self._prompts, self._decode, self._choose
+            )  # fmt: skip
+            largest = self._graphs.prompt_sizes[-1]
+            self._prompt_inputs = torch.zeros(largest.num_values(len(kv.pools)), dtype=torch.int64, device=device)
+        self._padding = np.array([_bits(field) for field in Field], dtype=np.int32)[:, None]
+        self._padding[[Field.ROW_SLOT, Field.SLOT]] = max_num_seqs
+
+    def capture(self) -> None:
+        """Capture the graphs. Only padding rows are computed."""
+        with torch.inference_mode():
+            self.send(self.new_inputs())
+            self._graphs.capture()
+
+    def new_inputs(self) -> HostInputs:
+        buffer = pinned(tuple(self._inputs.shape), torch.int32, self._launches)
+        host = buffer.numpy()
+        fields, changes = host[: self._fields.numel()].reshape(NUM_FIELDS, -1), host[self._fields.numel() :]
+        fields[:], changes[0] = self._padding, 0
+        return HostInputs(buffer, fields, changes)
+
+    def send(self, inputs: HostInputs) -> None:
+        """Replace the inputs on the device by this step's."""
+        self._inputs.copy_(inputs.buffer, non_blocking=True)
+
+    def send_masks(self, words: Words) -> None:
+        """Send the step's grammar masks. words [M, ceil(V / 32)]"""
+        if len(words):
+            self._rows.masks[: len(words)] = self.upload([words.view(np.int32)])[0]
+
+    def write_tables(self, changes: Tensor | None = None) -> None:
+        """Write block-table entries: `changes`, or those of the step's inputs, which `decode` writes by itself."""
+        self._choice.write_tables(self.slots.tables, self._changes if changes is None else changes)
+
+    def decode(self, count: int) -> None:
+        """Compute the first `count` rows of the inputs, one token each. The choice reads their hidden states in the same order."""
+        self._graphs.decode(count)
+
+    def prompts(self, rows: Rows, state: SlotState, first_place: int) -> bool:
+        """Compute prompt rows. The choice reads those that sample from `first_place` on. False: the rows fit no captured size."""
+        size = self._graphs.prompt_size(int(rows.row_starts[-1]), len(rows.slots))
+        if size is None:
+            return False
+        buffer = pinned((size.num_values(len(state.tables)),), torch.int64, self._launches)
+        fill(buffer.numpy(), size, rows, state, first_place)
+        self._prompt_inputs[: len(buffer)].copy_(buffer, non_blocking=True)
+        self._graphs.prompts(size)
+        return True
+
+    def forward(self, ids: Tensor, batch: ForwardBatch) -> Tensor:
+        """Hidden states of any batch, enqueued layer by layer."""
+        return self.model.forward(ids, batch, self.kv)
+
+    def put_hidden(self, hidden: Tensor, first_place: int) -> None:
+        """Place hidden states [N, E] where the choice reads them, from `first_place` on."""
+        self._hidden[first_place : first_place + len(hidden)] = hidden
+
+    def choose(self, count: int, kind: ChoiceKind) -> None:
+        """Choose the tokens of the first `count` rows."""
+        self._graphs.choose(count, kind)
+
+    def read(self, count: int, *, is_reported: bool) -> Choices:
+        """Start copying the choices of the first `count` rows to the host."""
+        size = NUM_CHOSEN if is_reported else 1
+        chosen = pinned((size, count), torch.int32, self._launches)
+        chosen.copy_(self._rows.chosen[:size, :count], non_blocking=True)
+        return Choices(chosen, self._launches.mark())
+
+    def _decode(self, size: int) -> None:
+        """A forward pass over `size` rows of the inputs; the body of a graph."""
+        self.write_tables()
+        fields = self._fields[:, :size]
+        rows = self._choice.decode_rows(fields, self.slots, self.kv.block_size)
+        groups = tuple(GroupBatch(table, mapping) for table, mapping in zip(rows.block_tables, rows.slot_mappings, strict=True))
+        batch = ForwardBatch(rows.positions, self._row_starts[: size + 1], fields[Field.CONTEXT], 1, groups, num_decodes=size)
+        self.put_hidden(self.forward(rows.ids, batch), 0)
+
+    def _prompts(self, size: PromptSize) -> None:
+        """A forward pass over the inputs of prompts, padded to `size`; the body of a graph."""
+        of_tokens, of_rows = lines(self._prompt_inputs, size, len(self.kv.pools))
+        each = of_rows[:, : size.rows]
+        tables = (table.index_select(0, each[RowLine.SLOT]) for table in self.slots.tables)
+        groups = tuple(GroupBatch(table, mapping) for table, mapping in zip(tables, of_tokens[TOKEN_LINES:], strict=True))
+        batch = ForwardBatch(
+            of_tokens[1], of_rows[RowLine.FIRST].int(), each[RowLine.CONTEXT].int(), size.tokens, groups, selected=each[RowLine.LAST]
+        )  # fmt: skip
+        self._hidden.index_copy_(0, each[RowLine.PLACE], self.forward(of_tokens[0], batch))
+
+    def _choose(self, size: int, kind: ChoiceKind) -> None:
+        """Logits of the first `size` hidden states, and tokens from them; the body of a graph."""
+        self._choice.choose(self.model.head(self._hidden[:size]), self._fields[:, :size], self.slots, self._rows, kind)
+
+
+def _bits(field: Field) -> Any:
+    """The value of the field in a padding row, as int32 bits."""
+    return np.float32(PADDING[field]).view(np.int32) if field in FLOATS else PADDING[field]

@@ -1,0 +1,158 @@
+"""Executes a plan with tensors: one forward pass over a ragged batch, then sampling.
+
+`ModelRunner` computes inside `submit`. `overlapped` wraps a `ModelRunner` and computes on a thread of its own, so that the loop can
+make the next plan meanwhile. Both call the same `execute`, in the order of submission, on one thread, so nothing here is locked. A plan's
+columns become tensors in `batch`; what is remembered between steps is in `state`; grammars act in `masks`.
+
+After a step that raised, its state changes (ended, started, block tables, moves) may be applied and its tokens are not. Repeating its KV
+writes is harmless. A later plan that counted on the step's tokens raises `UnknownToken`. A later plan that succeeded all the same, and is
+then planned again, is rewound first, so that no token is counted twice.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.core.errors import EngineFatal
+from headrace.core.plan import NO_LOGPROBS, Plan, Result
+from headrace.engine.failpoints import failpoint
+from headrace.engine.runner.batch import (
+    Rows,
+    Selection,
+    build_batch,
+    count_prompt_logprobs,
+    read_rows,
+    refuse_unknown_ids,
+    select_tokens,
+    upload_each,
+)
+from headrace.engine.runner.masks import MaskSource, NoGrammars
+from headrace.engine.runner.results import PromptLogprobs, empty_result, make_result, row_errors
+from headrace.engine.runner.slots import Ints, SlotState
+from headrace.engine.runner.state import RunnerState
+from headrace.tensor.batch import ForwardBatch, KvCache
+from headrace.tensor.kernels.filters import Draw
+from headrace.tensor.kernels.masks import ApplyMasks, apply_masks
+from headrace.tensor.sampling import RowMasks, Sampled, Sampler
+
+
+class Model(Protocol):
+    """The interface that the runner needs of a loaded model; `tensor.models.decoder.DecoderModel` is one."""
+
+    vocab_size: int
+
+    def forward(self, ids: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
+        """ids [T] int64 -> hidden [T, E], or [W, E] for `batch.selected`; writes the step's keys and values into `kv`."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [N, E] -> [N, V], a new tensor."""
+        ...
+
+
+class CompletedStep:
+    """The ticket of a step that is already computed, or has already raised."""
+
+    def __init__(self, outcome: Result | Exception) -> None:
+        self._outcome = outcome
+
+    def result(self) -> Result:
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome
+
+
+class ModelRunner:
+    """One model, its KV cache and every slot's state. Used by one thread at a time.
+
+    max_num_seqs   number of slots, numbered from 0
+    max_model_len  tokens of the longest sequence, prompt and output together
+    draw           chooses the tokens of rows that are not greedy
+    mask           applies grammar masks
+    masks          masks of sequences that have a grammar; None: a sequence with a grammar is refused
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kv: KvCache,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        draw: Draw,
+        mask: ApplyMasks = apply_masks,
+        masks: MaskSource | None = None,
+        eos_token_ids: tuple[int, ...] = (),
+        device: str = "cpu",
+    ) -> None:
+        self.model, self.kv, self._device = model, kv, device
+        self._slots = SlotState(max_num_seqs, max_model_len, len(kv.pools), kv.block_size)
+        self._sampler = Sampler(model.vocab_size, eos_token_ids, draw, mask)
+        self._masks = masks or NoGrammars()
+        self._state = RunnerState(kv, self._slots, self._sampler, self._masks)
+        self._prompts = PromptLogprobs(model.logits, model.vocab_size, self._slots)
+        self._upload = partial(upload_each, device=device)
+
+    def submit(self, plan: Plan) -> CompletedStep:
+        """Compute the plan now. Never raises: the ticket's `result` raises the step's error."""
+        try:
+            return CompletedStep(self.execute(plan))
+        except Exception as error:
+            return CompletedStep(error)
+
+    def close(self) -> None:
+        """End the threads that fill masks. The garbage collector frees the rest."""
+        self._masks.close()
+
+    def execute(self, plan: Plan) -> Result:
+        """Apply the plan's changes, compute its rows, remember the sampled tokens.
+
+        Raises: the computation's error; EngineFatal if the device itself failed, after which no result of it can be trusted.
+        """
+        try:
+            with torch.inference_mode():
+                self._state.apply(plan)
+                if plan.num_rows == 0:
+                    return empty_result(plan)
+                return self._compute(plan)
+        except torch.AcceleratorError as error:
+            raise EngineFatal(f"the {self._device} device failed") from error
+
+    def _compute(self, plan: Plan) -> Result:
+        rows = read_rows(plan)
+        sampling = np.flatnonzero(rows.samples)
+        self._state.rewind(rows, sampling)
+        failpoint("runner.batch")
+        failed_before = self._slots.failed[rows.slots]
+        refuse_unknown_ids(rows, self._slots.known[rows.slots], failed_before)
+        logprob_counts = count_prompt_logprobs(rows, self._slots)
+        selected = select_tokens(rows, logprob_counts)
+        ids, batch = build_batch(rows, self._slots, self._upload, selected)
+        failpoint("runner.masks")
+        self._masks.begin(rows.mask_slots[sampling].tolist())
+        failpoint("runner.forward")
+        hidden = self.model.forward(ids, batch, self.kv)
+        prompts = self._prompts.compute(rows, logprob_counts, selected, hidden)
+        masks = self._masks.wait()
+        sampled = self._sample(rows, sampling, selected, hidden, masks.masks)
+        mask_failures = {int(sampling[place]): why for place, why in masks.failures.items()}
+        errors = row_errors(sampling, sampled, prompts, failed_before, mask_failures)
+        failpoint("runner.commit")
+        good = np.array([row not in errors for row in sampling.tolist()], dtype=np.bool_)
+        self._state.commit(rows.slots[sampling[good]], sampled.token_ids[good], rows.slots[list(errors)])
+        return make_result(plan, sampling, sampled, prompts, errors)
+
+    def _sample(self, rows: Rows, sampling: Ints, selected: Selection, hidden: Tensor, masks: RowMasks) -> Sampled:
+        """A token for each row in `sampling` [S], sampled from the logits of the row's last position."""
+        if not len(sampling):
+            return Sampled(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.bool_), NO_LOGPROBS)
+        last = torch.from_numpy(selected.places(rows.row_starts[sampling + 1] - 1)).to(hidden.device)
+        failpoint("runner.logits")
+        logits = self.model.logits(hidden if len(last) == len(hidden) else hidden[last])
+        failpoint("runner.sample")
+        return self._sampler.sample(logits, rows.slots[sampling], rows.ends[sampling], masks)

@@ -1,0 +1,122 @@
+"""Makes the `Result` of a computed step: sampled tokens, log-probabilities of prompts, rows that failed."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.core.plan import LogprobColumns, Plan, Result, int_column
+from headrace.engine.failpoints import failpoint
+from headrace.engine.runner.batch import Rows, Selection
+from headrace.engine.runner.slots import Ints, SlotState
+from headrace.tensor.sampling import Sampled, prompt_logprobs
+from headrace.tensor.sampling.sampler import NOT_A_DISTRIBUTION
+
+_PROMPT_LOGITS = 1 << 23
+"""Logits computed at a time for prompt log-probabilities, 32 MiB of float32: [T, V] of a long prompt would not fit into memory."""
+
+
+@dataclass(slots=True)
+class PromptLogprobColumns:
+    """Log-probabilities of prompt positions, with columns as in `Result`. failed: rows whose logits were not finite"""
+
+    rows: array[int] = field(default_factory=int_column)
+    counts: array[int] = field(default_factory=int_column)
+    logprobs: LogprobColumns = field(default_factory=LogprobColumns)
+    failed: set[int] = field(default_factory=set)
+
+
+class PromptLogprobs:
+    """Computes the log-probabilities of prompt tokens on the host, from hidden states.
+
+    head  hidden [N, E] -> logits [N, V]
+    """
+
+    def __init__(self, head: Callable[[Tensor], Tensor], vocab_size: int, slots: SlotState) -> None:
+        self._head, self._slots = head, slots
+        self._piece = max(1, _PROMPT_LOGITS // vocab_size)
+
+    def compute(self, rows: Rows, logprob_counts: Ints, selected: Selection, hidden: Tensor) -> PromptLogprobColumns:
+        """Log-probabilities of the prompt tokens computed in this step, for rows that asked for them.
+
+        logprob_counts  `count_prompt_logprobs` of `rows`
+        """
+        collected = PromptLogprobColumns()
+        asked = np.flatnonzero(logprob_counts)
+        for row, first in zip(asked.tolist(), selected.places(rows.row_starts[asked]).tolist(), strict=True):
+            found = self._of_row(int(rows.slots[row]), int(rows.starts[row]), hidden[first : first + logprob_counts[row]])
+            if found is None:
+                collected.failed.add(row)
+            else:
+                collected.rows.append(row)
+                collected.counts.append(len(found))
+                collected.logprobs.extend(found)
+        return collected
+
+    def _of_row(self, slot: int, start: int, hidden: Tensor) -> LogprobColumns | None:
+        """Log-probabilities of the N prompt tokens that follow positions start..start + N - 1, computed piece by piece.
+
+        hidden  [N, E] hidden states of those positions
+
+        Returns None if any of the logits are not finite.
+        """
+        slots, count = self._slots, len(hidden)
+        collected = LogprobColumns()
+        for begin in range(0, count, self._piece):
+            end = min(begin + self._piece, count)
+            failpoint("runner.prompt_logprobs")
+            logits = self._head(hidden[begin:end]).float().cpu().numpy()
+            next_ids = slots.token_ids[slot, start + begin + 1 : start + end + 1].astype(np.int64)
+            found = prompt_logprobs(logits, next_ids, int(slots.prompt_logprobs[slot]))
+            if found is None:
+                return None
+            collected.extend(found)
+        return collected
+
+
+def row_errors(
+    sampling: Ints, sampled: Sampled, prompts: PromptLogprobColumns, has_failed: NDArray[np.bool_], mask_failures: Mapping[int, str]
+) -> dict[int, str]:
+    """Row -> why its sequence failed.
+
+    has_failed     [R] whether the sequence had failed before
+    mask_failures  row -> why its grammar cannot go on
+    """
+    failed = {int(row) for row in np.flatnonzero(has_failed)} | prompts.failed | {int(row) for row in sampling[sampled.failed]}
+    return {**dict.fromkeys(failed, NOT_A_DISTRIBUTION), **mask_failures}
+
+
+def make_result(plan: Plan, sampling: Ints, sampled: Sampled, prompts: PromptLogprobColumns, errors: Mapping[int, str]) -> Result:
+    """The step's result.
+
+    sampling  [S] the rows that sample, ascending; `sampled` has their tokens
+    errors    row -> why its sequence failed; such a row gives no token
+    """
+    counts = array("i", bytes(4 * plan.num_rows))
+    token_ids = array("i")
+    kept: list[int] = []
+    for place, (row, token_id) in enumerate(zip(sampling.tolist(), sampled.token_ids.tolist(), strict=True)):
+        if row not in errors:
+            counts[row] = 1
+            token_ids.append(token_id)
+            kept.append(place)
+    return Result(
+        step_id=plan.step_id,
+        token_counts=counts,
+        token_ids=token_ids,
+        logprobs=sampled.logprobs if len(kept) == len(sampling) else sampled.logprobs.picked(kept),
+        prompt_rows=prompts.rows,
+        prompt_counts=prompts.counts,
+        prompt_logprobs=prompts.logprobs,
+        errors=tuple(sorted(errors.items())),
+    )
+
+
+def empty_result(plan: Plan) -> Result:
+    """The result of a plan without rows."""
+    return Result(step_id=plan.step_id, token_counts=array("i"), token_ids=array("i"))

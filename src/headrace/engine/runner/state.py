@@ -1,0 +1,55 @@
+"""Keeps a runner's state between steps, and applies the changes that a plan makes to it. The parts are `slots.SlotPart`s.
+
+A step that raised may have applied its changes or not; the loop sends them again. So applying, and rewinding, may be repeated.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.core.plan import Plan
+from headrace.engine.failpoints import failpoint
+from headrace.engine.runner.batch import Rows, refuse_drafts, refuse_moves_but_copies
+from headrace.engine.runner.slots import Ints, SlotPart, SlotState, column
+from headrace.tensor.batch import KvCache
+
+
+class RunnerState:
+    """Everything that a runner remembers. slots: the state that batches are built from; parts: the rest (sampling, grammars)"""
+
+    def __init__(self, kv: KvCache, slots: SlotState, *parts: SlotPart) -> None:
+        self.kv, self.slots = kv, slots
+        self._parts: tuple[SlotPart, ...] = (slots, *parts)
+
+    def apply(self, plan: Plan) -> None:
+        """Points 1 to 4 of `core.plan`. May be repeated. Raises ValueError, with nothing applied, for a move or draft it cannot do."""
+        failpoint("runner.apply")
+        refuse_moves_but_copies(plan)
+        refuse_drafts(plan)
+        ended = column(plan.ended)
+        for part in self._parts:
+            part.end(ended)
+            for started in plan.started:
+                part.start(started)
+        self.slots.write_tables(plan)
+        for group, source, target in zip(plan.move_groups, plan.move_sources, plan.move_targets, strict=True):
+            self.kv.copy_block(group, source, target)
+
+    def rewind(self, rows: Rows, sampling: Ints) -> None:
+        """Forget tokens of a plan that was rolled back: those at or after a position that is about to be sampled again.
+
+        sampling  [S] the rows that sample
+        """
+        slots, ends = self.slots, rows.ends
+        for row in sampling[slots.known[rows.slots[sampling]] > ends[sampling]]:
+            slot = int(rows.slots[row])
+            stale = slots.token_ids[slot, ends[row] : slots.known[slot]].astype(np.int64)
+            for part in self._parts:
+                part.retract(slot, stale)
+
+    def commit(self, slots: Ints, token_ids: Ints, failed: Ints | NDArray[np.bool_]) -> None:
+        """Point 6 of `core.plan`: record one sampled token of each of `slots` [N]; the sequences of the slots `failed` are over."""
+        for part in self._parts:
+            part.commit(slots, token_ids)
+        self.slots.failed[failed] = True

@@ -1,0 +1,244 @@
+"""Streams the answer to one request from a model's foreign servers: chooses the server, and decides what follows a failed attempt.
+
+A request goes to a server that takes it: circuit closed or due for its probe, no rate limit in force, room for one more. Servers that were
+not tried yet come first. Among these the choice prefers servers whose context holds the request, then servers that can be reached, then the
+lowest `order`. Of two random servers that are left the less loaded one is taken. Each server is tried once before one is tried again. A
+second try follows only a failure that may pass: no connection, a 5xx, a 429 whose Retry-After is short.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+from collections.abc import Callable, Sequence
+
+from headrace.core.clock import Clock
+from headrace.core.errors import HeadraceError, Overloaded, Unavailable
+from headrace.gateway.upstream.foreign.events import END_OF_BODY_S, LATE_USAGE_S, EventReader
+from headrace.gateway.upstream.foreign.failures import BROKE, BUSY, NOT_NOW, AttemptFailed, AttemptResult
+from headrace.gateway.upstream.foreign.request import ForeignRequest
+from headrace.gateway.upstream.foreign.server import ForeignServer
+from headrace.gateway.upstream.foreign.usage import MAX_SUM
+from headrace.gateway.upstream.seam import NO_USAGE, EventListener, EventStream, OutputEvent, SequenceFacts, TokenUsage, added, merged
+from headrace.policy.routing.choice import Random, cheaper_of_two
+from headrace.policy.routing.retry_budget import RetryBudget
+
+log = logging.getLogger("headrace.gateway")
+
+MAX_UNREAD_BYTES = 64 << 10
+"""Bytes read ahead of a slow client; beyond them the server's stream is not read."""
+
+EVENT_BYTES = 256
+"""Memory of an event without its content."""
+
+MAX_ATTEMPTS = 3
+"""Attempts of one request, or as many as the model has servers where these are more."""
+
+BACKOFF_S = 0.1
+"""Least seconds before a server is tried again; they double with every attempt, and up to a quarter is added at random."""
+
+MAX_RETRY_WAIT_S = 2.0
+"""Most seconds that a request waits for a server. Beyond them the client is asked to wait instead, by Retry-After."""
+
+CAN_PASS = (AttemptResult.CONNECT, AttemptResult.SERVER_ERROR, AttemptResult.RATE_LIMITED)
+"""Failures after which the same server is tried again."""
+
+
+class ForeignRoute:
+    """The attempts to have a server answer for some sequences of a request. tried: server -> how its last attempt ended"""
+
+    def __init__(
+        self, servers: Sequence[ForeignServer], *, max_tokens: int | None, budget: RetryBudget, clock: Clock, random: Random
+    ) -> None:
+        """max_tokens: of one sequence, None where not given"""
+        self.tried: dict[ForeignServer, AttemptResult] = {}
+        self._servers = list(servers)
+        self._max_tokens = max_tokens
+        self._budget = budget
+        self._clock = clock
+        self._random = random
+        self._num_attempts = 0
+        budget.deposit()
+
+    def pick(self) -> ForeignServer:
+        """The server for the next attempt. Raises Overloaded or Unavailable where none takes the request now."""
+        now = self._clock()
+        able = [server for server in self._servers if server.can_take(now)]
+        left = [server for server in able if server not in self.tried]
+        left = left or [server for server in able if self.tried[server] in CAN_PASS]
+        if not left:
+            raise self._refusal(now)
+        if len(left) == 1:
+            return left[0]
+        fit = [server for server in left if self._fits(server)] or left
+        reachable = [server for server in fit if server.is_reachable] or fit
+        order = min(server.config.order for server in reachable)
+        first = [server for server in reachable if server.config.order == order]
+        return cheaper_of_two(first, lambda server: server.outstanding(now), self._random)
+
+    def pause_s(self, server: ForeignServer, failure: AttemptFailed) -> float:
+        """Seconds to wait after a failed attempt before the next one. Raises the failure's error if there is no next one."""
+        self.tried[server] = failure.result
+        self._num_attempts += 1
+        if failure.result is AttemptResult.OVERFLOW:
+            self._servers = [each for each in self._servers if (each.max_model_len or 0) > (server.max_model_len or 0)]
+        is_final = failure.has_begun or failure.result is AttemptResult.INVALID or not self._servers
+        if is_final or self._num_attempts >= max(MAX_ATTEMPTS, len(self._servers)):
+            raise failure.error
+        now = self._clock()
+        if any(each.can_take(now) and each not in self.tried for each in self._servers):
+            return 0.0
+        waits = [each.wait_s(now) for each in self._servers if each.has_room and self.tried.get(each) in CAN_PASS]
+        pause_s = max(min(waits, default=0.0), BACKOFF_S * 2.0 ** (self._num_attempts - 1))
+        if not waits or pause_s > MAX_RETRY_WAIT_S or not self._budget.withdraw():
+            raise failure.error
+        return pause_s * (1.0 + self._random.randrange(256) / 1024)
+
+    def _fits(self, server: ForeignServer) -> bool:
+        """Whether the known context of the server holds `max_tokens` and a prompt of at least one token."""
+        return server.max_model_len is None or (self._max_tokens or 0) < server.max_model_len
+
+    def _refusal(self, now: float) -> HeadraceError:
+        wait_s = max(1.0, min(server.wait_s(now) for server in self._servers))
+        if not all(server.is_out for server in self._servers):
+            return Overloaded(BUSY, retry_after_s=wait_s)
+        return Unavailable(NOT_NOW, retry_after_s=wait_s)
+
+
+class HttpStream(EventStream):
+    """The event stream of one request at foreign servers. A task of its own reads, so that `cancel` ends it wherever it waits.
+
+    A server that answers for one sequence at a time is asked for one after the other.
+    """
+
+    unread_bytes = 0
+
+    def __init__(self, model: str, request: ForeignRequest, new_route: Callable[[], ForeignRoute]) -> None:
+        """model: its name here, for the log"""
+        self._model = model
+        self._request = request
+        self._new_route = new_route
+        self._used = NO_USAGE
+        self._reader: EventReader | None = None
+        self._asked: Sequence[int] = ()
+        self._server: ForeignServer | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._listener: EventListener | None = None
+        self._unread: list[OutputEvent] = []
+        self._error: HeadraceError | None = None
+        self._is_ended = False
+        self._wants_more: asyncio.Future[None] | None = None
+        self._wants_room: asyncio.Future[None] | None = None
+
+    async def events(self) -> list[OutputEvent]:
+        if self._task is None and not self._is_ended:
+            self._task = asyncio.create_task(self._read())
+        while not self._unread and not self._is_ended:
+            self._wants_more = asyncio.get_running_loop().create_future()
+            await self._wants_more
+        events = self._taken()
+        if not events and self._error is not None:
+            raise self._error
+        return events
+
+    def listen(self, listener: EventListener | None) -> None:
+        self._listener = listener
+
+    def usage(self) -> TokenUsage:
+        """The sum of the servers' counts, within the columns of the records."""
+        usage = self._used
+        if self._reader is not None:
+            counted = self._reader.answer.usage
+            num_uncounted = 0 if counted.prompt_tokens else self._request.num_prompts_of(self._asked)
+            usage = added(usage, counted._replace(num_uncounted_prompts=num_uncounted))
+        return TokenUsage._make([min(count, MAX_SUM) for count in usage])
+
+    def facts(self, index: int) -> SequenceFacts:
+        return SequenceFacts(None if self._server is None else self._server.name)
+
+    def cancel(self) -> None:
+        """Cancel the reading task and close the connection, by which the server notices."""
+        self._is_ended = True
+        self._unread.clear()
+        _wake(self._wants_more)
+        if self._task is not None:
+            self._task.cancel()
+
+    async def close(self) -> None:
+        self.cancel()
+        if self._task is not None and not self._task.done():
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _read(self) -> None:
+        """Have servers answer for all sequences. After the last failed attempt the stream fails with its error."""
+        try:
+            for left in self._request.parts():
+                while left:
+                    left = await self._answer(left)
+        except HeadraceError as error:
+            self._error = error
+        except Exception as error:  # the outermost: whatever went wrong, an answer that broke off must not look complete
+            place = "".join(traceback.format_tb(error.__traceback__))
+            log.error("model %s: reading from its server failed\n%s%s", self._model, place, type(error).__name__)
+            self._error = Unavailable(BROKE if self.usage().completion_tokens else NOT_NOW)
+        finally:
+            self._is_ended = True
+            _wake(self._wants_more)
+
+    async def _answer(self, left: Sequence[int]) -> Sequence[int]:
+        """Make attempts until one answers for at least one of these sequences. Returns the other ones."""
+        route = self._new_route()
+        while True:
+            server = self._server = route.pick()
+            asked = self._asked = self._request.share(left, server.refused, takes_one_prompt=server.takes_one_prompt)
+            late_usage_s = END_OF_BODY_S if server.sends_usage is False else LATE_USAGE_S
+            reader = self._reader = EventReader(asked, self._request.request_id, late_usage_s=late_usage_s)
+            try:
+                await server.attempt(self._request, asked, reader, self, counts=server not in route.tried)
+            except AttemptFailed as failure:
+                if not reader.has_begun:
+                    self._reader = None  # it costs nothing
+                await asyncio.sleep(route.pause_s(server, failure))
+                continue
+            server.sends_usage = server.sends_usage or reader.answer.has_usage
+            self._used, self._reader = self.usage(), None
+            return [*reader.answer.left, *left[len(asked) :]]
+
+    # -- what the reader gives its events to (`events.EventSink`) --------------------------------------------------------
+
+    @property
+    def has_room(self) -> bool:
+        return self.unread_bytes <= MAX_UNREAD_BYTES
+
+    async def wait_for_room(self) -> None:
+        while not self.has_room:
+            self._wants_room = asyncio.get_running_loop().create_future()
+            await self._wants_room
+
+    def take(self, events: Sequence[OutputEvent]) -> None:
+        self._unread += events
+        self.unread_bytes += sum([EVENT_BYTES + event.num_bytes for event in events])
+        if self._listener is not None and self._can_be_taken(self._listener):
+            self._listener.take(self._taken())
+        else:
+            _wake(self._wants_more)
+
+    def _can_be_taken(self, listener: EventListener) -> bool:
+        """Whether the listener may take the unread events: the consumer task waits, and the events are plain."""
+        if self._wants_more is None or self._wants_more.done() or not listener.has_room:
+            return False
+        return not any(event.finish is not None or event.logprobs for event in self._unread)
+
+    def _taken(self) -> list[OutputEvent]:
+        """Take the unread events, joined to one per sequence."""
+        events = self._unread if len(self._unread) == 1 else merged(self._unread)
+        self._unread = []
+        self.unread_bytes = 0
+        _wake(self._wants_room)
+        return events
+
+
+def _wake(waiting: asyncio.Future[None] | None) -> None:
+    if waiting is not None and not waiting.done():
+        waiting.set_result(None)

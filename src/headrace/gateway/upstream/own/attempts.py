@@ -1,0 +1,404 @@
+"""Submits the sequences of one call to a replica, to another one after a rejection, and continues them elsewhere after a loss.
+
+All n sequences of a call are submitted together. When their replica is lost, each sequence that has not ended is submitted by itself to a
+replica of equal numerics, with the token ids that were read of it. Without such a replica the call waits for one. The reader of the updates
+(`stream`) does not notice. docs/failover.md has the rules.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import NoReturn
+
+from headrace.core.errors import HeadraceError, Overloaded, RequestTooLarge, Unavailable
+from headrace.core.finish import FinishReason
+from headrace.core.ids import RequestId
+from headrace.core.numerics import Numerics, numerics_digest
+from headrace.core.request import EngineRequest
+from headrace.core.update import Rejected, SequenceUpdate
+from headrace.gateway.upstream.own.earlier_output import EarlierCallOutput
+from headrace.gateway.upstream.own.output_stage import OutputParsing
+from headrace.gateway.upstream.own.replica_health import ConnectionKey, Replica, ReplicaAttempt, ReplicaInstance
+from headrace.gateway.upstream.own.replicas import ReplicaPool
+from headrace.gateway.upstream.seam import ReplicaLost
+from headrace.policy.admission.unsent import UnsentRequest
+from headrace.wire.stream import NO_NUMERICS, PlainRowHandler, ReplicaStream
+
+LOST = "The engine that worked on this request was lost; it can be sent again."
+
+MAX_TRIES = 2
+"""A replica's rejection is re-routed once, then final: under overload more tries only add load."""
+
+SILENT_WAIT_S = 2.0
+"""A call that no replica takes waits at most this long while one is only silent: a process, its machine or a link may hang for a moment."""
+
+MAX_FRUITLESS_LOSSES = 3
+"""A call fails at this many losses in a row without a new token in between, so that a request which ends its engine does not end all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One prompt, with everything that is needed to run it, and to run it again.
+
+    request            first submission, with all sequences of the call. Its parameters are checked and have their seed
+    max_output_tokens  most output tokens of a sequence, by the parameters or by the rest of the context
+    parsing            how the outputs are parsed; None: they are plain text
+    earlier            output of an earlier stream that the sequences continue
+    answer_id          id of the earlier stream's request, from which ids of tool calls are made; None: `request_id` is used
+    preferred_replica, unsent, has_fallback  as in `GenerationRequest`
+    """
+
+    request: EngineRequest
+    max_output_tokens: int
+    parsing: OutputParsing | None = None
+    earlier: EarlierCallOutput | None = None
+    answer_id: RequestId | None = None
+    preferred_replica: str = ""
+    unsent: UnsentRequest | None = None
+    has_fallback: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class SequenceGroup:
+    """Sequences of a call that are submitted together: at first all of them, after a loss one per group.
+
+    indices     indices of the sequences within the call
+    numerics    numerics of the replica that computed the output ids so far; None: there are none, and any replica may be used
+    wait_until  after a loss, the time on the pool's clock at which waiting for a replica ends; None: no loss
+    epoch       number of the group's submission
+    num_read    output ids of the whole call that were read before the group was submitted
+    num_prompt_logprobs  prompt positions whose log-probabilities this submission has sent
+    is_earlier  the output ids come from an earlier stream of the client, not from a loss
+    """
+
+    indices: tuple[int, ...]
+    numerics: Numerics | None = None
+    wait_until: float | None = None
+    tried: set[ReplicaInstance] = field(default_factory=set)
+    request_id: RequestId | None = None
+    replica: Replica | None = None
+    attempt: ReplicaAttempt | None = None
+    updates: ReplicaStream | None = None
+    epoch: int = -1
+    num_read: int = 0
+    num_prompt_logprobs: int = 0
+    is_earlier: bool = False
+
+
+class CallAttempts:
+    """The attempts of one call.
+
+    output_ids   per sequence, every id that was read, also if its text is held back. The reader adds them by `keep`
+    replicas     per sequence, the name of its present or last replica; None before the first submission
+    epoch        number of the latest submission
+    num_resumes  submissions after a loss
+    """
+
+    def __init__(self, pool: ReplicaPool, call: Call) -> None:
+        num_sequences = call.request.params.n
+        self._pool = pool
+        self._call = call
+        self._max_output_tokens = call.max_output_tokens
+        self._open = set(range(num_sequences))
+        self._groups = [SequenceGroup(tuple(range(num_sequences)))]
+        self._reads: dict[asyncio.Task[list[SequenceUpdate]], SequenceGroup] = {}
+        self._waits: set[asyncio.Task[None]] = set()
+        self._handler: PlainRowHandler | None = None
+        self.replicas: list[str | None] = [None] * num_sequences
+        self._numerics: Numerics = NO_NUMERICS
+        self._num_read = 0
+        self._num_prompt_logprobs = 0
+        self._num_fruitless = 0
+        self._last_loss: tuple[ConnectionKey | None, int] = (None, -1)
+        self.output_ids = [array("i") for _ in range(num_sequences)]
+        self.epoch = -1
+        self.num_resumes = 0
+        pool.resume_budget.deposit()
+
+    # -- what the reader does ------------------------------------------------------------------------------------------------------
+
+    async def batch(self) -> list[SequenceUpdate]:
+        """New updates of any sequence; empty once all have ended, or after `cancel`.
+
+        Raises Unavailable when no replica takes the call, ReplicaLost when a call cannot be continued after a loss, and the error of a
+        final rejection.
+        """
+        while self._groups:
+            group, updates = await self._next()
+            if updates:
+                return updates
+            self._drop(group)
+        return []
+
+    def keep(self, index: int, token_ids: Sequence[int]) -> int:
+        """Keep output ids that were read, after which another replica could continue. Returns the sequence's number of kept ids."""
+        kept = self.output_ids[index]
+        room = self._max_output_tokens - len(kept)
+        kept.extend(token_ids if len(token_ids) <= room else token_ids[:room])
+        self._num_read += len(token_ids)
+        return len(kept)
+
+    def go_on(self, numerics: Numerics) -> None:
+        """Continue an earlier stream. Called before the first `batch`, after `keep` of the stream's output ids.
+
+        Each sequence that has not ended is submitted with its output ids, as after a loss. numerics: those the ids were computed with
+        """
+        self._numerics = numerics
+        wait_until = self._pool.clock() + self._pool.failover_s
+        self._groups = [
+            SequenceGroup((index,), numerics if self.output_ids[index] else None, wait_until, is_earlier=True)
+            for index in sorted(self._open)
+        ]
+
+    def end(self, index: int) -> None:
+        """Note that a sequence has ended, here or at its engine, so that it is not submitted again."""
+        self._open.discard(index)
+
+    def finish(self, index: int, keep_tokens: int, reason: FinishReason) -> None:
+        """Ask the engine to end a sequence that it still computes."""
+        for group in self._groups:
+            if index in group.indices and group.replica is not None and group.request_id is not None:
+                group.replica.connection.finish(group.request_id, index, keep_tokens, reason)
+
+    def handle_plain_rows(self, handler: PlainRowHandler | None) -> None:
+        """Set the plain row handler of present and later streams of updates (`wire.stream`)."""
+        self._handler = handler
+        for group in self._groups:
+            if group.updates is not None:
+                group.updates.plain_row_handler = handler
+
+    def cancel(self) -> None:
+        """Cancel the call at its engines, and end `batch`. May be called at any time."""
+        self._drop_all()
+        for wait in self._waits:
+            wait.cancel()
+
+    async def close(self) -> None:
+        """`cancel`, and wait until no task is left."""
+        self.cancel()
+        tasks = list(self._reads)
+        self._reads.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def unread_bytes(self) -> int:
+        return sum([group.updates.unread_bytes for group in self._groups if group.updates is not None])
+
+    @property
+    def numerics(self) -> Numerics:
+        """Numerics of the replica that sent the latest ids, also after it is lost."""
+        for group in self._groups:
+            if group.updates is not None:
+                return group.updates.numerics
+        return self._numerics
+
+    # -- reading -------------------------------------------------------------------------------------------------------------------
+
+    async def _next(self) -> tuple[SequenceGroup, list[SequenceUpdate]]:
+        """The next group with updates or an end. A single group is read in the caller's task; several groups have a task each."""
+        if len(self._groups) == 1 and not self._reads:
+            return self._groups[0], await self._read(self._groups[0])
+        for group in self._groups:
+            if group not in self._reads.values():
+                self._reads[asyncio.create_task(self._read(group))] = group
+        done, _ = await asyncio.wait(self._reads, return_when=asyncio.FIRST_COMPLETED)
+        task = min(done, key=lambda read: read.cancelled() or read.exception() is None)  # an error drops the other groups, which then end
+        return self._reads.pop(task), task.result()
+
+    async def _read(self, group: SequenceGroup) -> list[SequenceUpdate]:
+        """The group's new updates; empty once it has ended, was cancelled, or was split after a loss."""
+        while group in self._groups:
+            if group.updates is None:
+                await self._place(group)
+                continue
+            try:
+                updates = await group.updates.batch()
+            except Unavailable as error:  # clients get LOST; this error names sockets, and is its cause for the log
+                self._lose(group, error)
+                continue
+            if updates and isinstance(updates[0], Rejected):
+                await self._reroute(group, updates[0].error)
+                continue
+            read = [update for update in updates if isinstance(update, SequenceUpdate)]
+            if group.attempt is not None:
+                group.attempt.read(read)
+            return [self._trimmed(group, update) for update in read]
+        return []
+
+    def _trimmed(self, group: SequenceGroup, update: SequenceUpdate) -> SequenceUpdate:
+        """The update without the values that an earlier attempt has already given."""
+        if update.prompt_logprobs:
+            begin = group.num_prompt_logprobs
+            group.num_prompt_logprobs += len(update.prompt_logprobs)
+            num_known = self._num_prompt_logprobs
+            self._num_prompt_logprobs = max(num_known, group.num_prompt_logprobs)
+            if num_known > begin:
+                update = update._replace(prompt_logprobs=update.prompt_logprobs[num_known - begin :])
+        if group.wait_until is not None:
+            update = update._replace(num_cached_tokens=None, queue_time_s=None)
+        return update
+
+    def _drop(self, group: SequenceGroup) -> None:
+        if group.updates is not None:
+            self._numerics = group.updates.numerics
+        if group in self._groups:
+            self._groups.remove(group)
+            if group.attempt is not None:
+                group.attempt.end()
+
+    def _drop_all(self) -> None:
+        """Drop all groups and cancel them at their engines."""
+        for group in list(self._groups):
+            self._drop(group)
+            if group.replica is not None and group.request_id is not None:
+                group.replica.connection.cancel(group.request_id)
+
+    # -- submitting ----------------------------------------------------------------------------------------------------------------
+
+    async def _place(self, group: SequenceGroup) -> None:
+        """Submit the group. After a loss, wait for a replica that takes it. Raises Unavailable, or ReplicaLost after a loss."""
+        silent_until = self._pool.clock() + SILENT_WAIT_S
+        while group in self._groups:
+            try:
+                self._submit(group)
+                return
+            except Unavailable as error:
+                remaining_s = silent_until - self._pool.clock()
+                if group.wait_until is not None:
+                    await self._wait(group, error)
+                elif remaining_s > 0 and self._pool.failover_s and self._pool.has_silent and not self._call.has_fallback:
+                    await self._wait_for_change(group, remaining_s)
+                else:
+                    self._drop_all()
+                    raise
+
+    def _submit(self, group: SequenceGroup) -> None:
+        """Submit to the replica that routing picks, or to the next if that one is lost at this moment. Raises Unavailable."""
+        whole = replace(self._call.request, epoch=self.epoch + 1)
+        num_output, max_tokens = max(len(self.output_ids[index]) for index in group.indices), whole.params.max_tokens
+        while True:
+            replica = self._pool.pick(
+                prompt_tokens=len(whole.prompt_ids) + num_output,
+                max_output_tokens=None if max_tokens is None else max_tokens - num_output,
+                tried=group.tried,
+                numerics=group.numerics,
+                preferred=self._call.preferred_replica,
+            )
+            group.tried.add(replica.instance)
+            request = whole if group.wait_until is None else self._resumed(group, whole)
+            try:
+                group.updates = replica.connection.submit(request)
+            except Unavailable:
+                continue
+            group.attempt = self._pool.note_sent(replica)
+            if self._call.unsent is not None:
+                self._call.unsent.uncount()
+            self.epoch += 1
+            self.num_resumes += group.wait_until is not None and not group.is_earlier
+            group.replica, group.request_id, group.num_read = replica, request.request_id, self._num_read
+            group.epoch = self.epoch
+            group.num_prompt_logprobs = 0
+            group.updates.plain_row_handler = self._handler
+            for index in group.indices:
+                self.replicas[index] = str(replica.name)
+            return
+
+    def _resumed(self, group: SequenceGroup, whole: EngineRequest) -> EngineRequest:
+        """The request for the rest of the call: the whole call if nothing was read, else the group's only sequence with its output ids."""
+        if whole.params.prompt_logprobs is not None and self._num_prompt_logprobs >= len(whole.prompt_ids) - 1:
+            whole = replace(whole, params=whole.params.with_(prompt_logprobs=None))
+        if len(group.indices) == len(self.output_ids):
+            output_ids = tuple(self.output_ids[0])
+            return whole if not output_ids else whole.resumed(0, output_ids, numerics_digest(group.numerics or {}))
+        (index,) = group.indices
+        if index != 0 and whole.params.prompt_logprobs is not None:
+            whole = replace(whole, params=whole.params.with_(prompt_logprobs=None))
+        request = replace(whole, request_id=RequestId(f"{whole.request_id}.{index}"))
+        return request.resumed(index, self.output_ids[index], numerics_digest(group.numerics or {}))
+
+    async def _reroute(self, group: SequenceGroup, error: Exception) -> None:
+        """Send a rejected group to another replica: once, or after a loss until `wait_until`. Otherwise raises the rejection's error.
+
+        A replica rejects when it is full, when it drains (its notice and the request crossed), or when it has too little memory.
+        """
+        group.updates = None
+        if group.attempt is not None:
+            group.attempt.end()
+        if not isinstance(error, Overloaded | Unavailable | RequestTooLarge):
+            self._drop_all()
+            raise error if isinstance(error, HeadraceError) else Unavailable(LOST)
+        if group.wait_until is not None:
+            await self._wait(group, error)
+            return
+        if len(group.tried) < MAX_TRIES:
+            with suppress(Unavailable):
+                self._submit(group)
+                return
+        self._drop_all()
+        raise error
+
+    # -- after a loss --------------------------------------------------------------------------------------------------------------
+
+    def _lose(self, group: SequenceGroup, error: Unavailable) -> None:
+        """Make groups of the open sequences of a lost replica, to wait for another one. Raises ReplicaLost if they must not wait."""
+        assert group.updates is not None
+        assert group.attempt is not None
+        group.attempt.lose()
+        self._numerics = numerics = group.updates.numerics
+        self._drop(group)
+        indices = [index for index in group.indices if index in self._open]
+        if not indices:
+            return
+        wait_s = self._pool.failover_s
+        if not wait_s or not self._may_resume_again(group):
+            self._give_up(numerics if any(self.output_ids) else None, error)
+        wait_until = self._pool.clock() + wait_s
+        if len(indices) == len(self.output_ids) and not any(self.output_ids):
+            self._groups.append(SequenceGroup(group.indices, None, wait_until))
+            return
+        for index in indices:
+            self._groups.append(SequenceGroup((index,), numerics if self.output_ids[index] else None, wait_until))
+
+    def _may_resume_again(self, group: SequenceGroup) -> bool:
+        """Whether to resume after a loss: always after a new token, and at the first loss without one; later by the pool's budget.
+
+        Several groups at one lost connection count as one loss.
+        """
+        assert group.attempt is not None
+        connection, last_epoch = self._last_loss
+        if group.attempt.connection == connection and group.epoch <= last_epoch:
+            return True
+        self._last_loss = group.attempt.connection, self.epoch
+        self._num_fruitless = 0 if self._num_read > group.num_read else self._num_fruitless + 1
+        if self._num_fruitless < 2:
+            return True
+        return self._num_fruitless < MAX_FRUITLESS_LOSSES and self._pool.resume_budget.withdraw()
+
+    async def _wait(self, group: SequenceGroup, error: Exception) -> None:
+        """Wait for a ready replica, at most until `wait_until`. Raises ReplicaLost once that time is over."""
+        assert group.wait_until is not None
+        remaining_s = group.wait_until - self._pool.clock()
+        if remaining_s <= 0 or (self._call.has_fallback and not self._num_read):
+            self._give_up(group.numerics, error)
+        await self._wait_for_change(group, remaining_s)
+
+    async def _wait_for_change(self, group: SequenceGroup, timeout_s: float) -> None:
+        """Wait for a ready replica, at most `timeout_s`. Every replica may be tried again then."""
+        group.tried.clear()
+        wait = asyncio.ensure_future(self._pool.wait_for_change())
+        self._waits.add(wait)
+        try:
+            await asyncio.wait((wait,), timeout=timeout_s)
+        finally:
+            self._waits.discard(wait)
+            wait.cancel()
+
+    def _give_up(self, numerics: Numerics | None, error: Exception) -> NoReturn:
+        self._drop_all()
+        raise ReplicaLost(LOST, why_not_resume=self._pool.why_not_resume(numerics)) from error

@@ -1,0 +1,360 @@
+"""Keeps the replicas of one model as this gateway sees them: holds their connections, and chooses among them.
+
+Replicas come and go while requests run. A retired one gets no new request; its connection stays until its last request has left, or its
+engine has ended. `replica_health` judges whether a replica is ready.
+
+The pool watches its replicas for the running calls: it moves calls off a replica that hangs, and wakes the calls that wait for one. A
+replica hangs when it makes no progress for `MOVE_AFTER_S` beyond its predicted step. A stream of such a replica is given up only if another
+ready replica may continue it, or may begin it where no output has come yet. Otherwise the stream stays until the wire's lease ends, since
+the replica may recover. A retired replica is watched as well: its streams move off it when it hangs, and none moves to it. Without a
+`failover_s` nothing moves, and only the calls that wait already are woken. See docs/failover.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from types import TracebackType
+
+from headrace.core.clock import Clock
+from headrace.core.errors import Unavailable
+from headrace.core.model_info import ModelInfo
+from headrace.core.numerics import Numerics, may_resume, numerics_digest, why_not_resume
+from headrace.core.request import PriorityClass
+from headrace.gateway.upstream.own.replica_health import EJECTED, Replica, ReplicaAttempt, ReplicaInstance, stalled_s
+from headrace.gateway.upstream.seam import ReplicaHealth
+from headrace.policy.admission.decision import QueueState, queue_state, served_before
+from headrace.policy.admission.unsent import UnsentRequests
+from headrace.policy.queues import traits_of
+from headrace.policy.routing.choice import Random, ReplicaId, choose
+from headrace.policy.routing.ejection import ejected
+from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince, mean_output_tokens
+from headrace.policy.routing.retry_budget import RetryBudget
+from headrace.policy.routing.slow_start import started, started_share
+from headrace.wire.client import ConnectionState
+
+log = logging.getLogger(__name__)
+
+RESUME_BURST = 100.0
+RESUME_SHARE = 0.2
+"""Budget of a model's resumes that follow one without a new token: RESUME_BURST, and RESUME_SHARE more with each request."""
+
+
+UNAVAILABLE_RETRY_S = 10.0
+"""Seconds after which a client may try a model again that has no replica at all: its engines cannot be started, or are being replaced."""
+
+RETIRED = "retired"
+"""Why a retired replica is not ready."""
+
+CLOSE_CHECK_S = 0.05
+"""Seconds between two looks whether the last request of a retired replica has left."""
+
+UNKNOWN_PROMPT_TOKENS = 128
+"""Length expected of a prompt before any of the model's replicas has finished a request."""
+
+
+TICK_S = 0.1
+"""Seconds between two looks at the replicas."""
+
+MOVE_AFTER_S = 2.0
+"""Seconds without progress, beyond the predicted step, after which streams leave a replica for another one."""
+
+RETRY_S = 0.5
+"""Calls that wait for a replica try again after this many seconds where one is ready and nothing has changed: it was full, perhaps."""
+
+
+class ReplicaPool:
+    """All replicas of one model. `async with` keeps the connections open.
+
+    replicas       replicas for new requests
+    retired        replicas without new requests that are still connected
+    unavailable    why there is no replica, in words that clients may read; empty if there are some
+    failover_s     most seconds that a call waits for another replica after a loss; 0: the call ends
+    resume_budget  budget of resumes after a resume without a new token
+    """
+
+    def __init__(
+        self,
+        model: str,
+        replicas: Sequence[Replica],
+        *,
+        random: Random,
+        clock: Clock = time.monotonic,
+        failover_s: float = 0.0,
+        slow_start_s: float = 0.0,
+        on_closed: Callable[[ReplicaId], None] = lambda _: None,
+    ) -> None:
+        """
+        slow_start_s  seconds for which the share of a newly connected replica grows (`policy.routing.slow_start`)
+        on_closed     called after a retired replica's connection has closed
+        """
+        self.model = model
+        self.replicas = tuple(replicas)
+        self.retired: tuple[Replica, ...] = ()
+        self.unavailable = ""
+        self.failover_s = failover_s
+        self.resume_budget = RetryBudget(share=RESUME_SHARE, burst=RESUME_BURST)
+        self.clock = clock
+        self._change: asyncio.Future[None] | None = None
+        self._last_ready: frozenset[tuple[str, str, str]] = frozenset()
+        self._woken_at = clock()
+        self._watching: asyncio.Task[None] | None = None
+        self._random = random
+        self._slow_start_s = slow_start_s
+        self._on_closed = on_closed
+        self._closing: set[asyncio.Task[None]] = set()
+        self._last_info: ModelInfo | None = None
+
+    async def __aenter__(self) -> ReplicaPool:
+        for replica in self.replicas:
+            replica.connection.start()
+        self._start_watch()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        closing = [*self._closing, *([] if self._watching is None else [self._watching])]
+        for task in closing:
+            task.cancel()
+        await asyncio.gather(*closing, return_exceptions=True)
+        for replica in (*self.replicas, *self.retired):
+            await replica.connection.close()
+
+    def follow(self, failover_s: float) -> None:
+        """Change `failover_s` for later losses. A wait that has begun keeps its end."""
+        self.failover_s = failover_s
+        self._start_watch()
+
+    def _start_watch(self) -> None:
+        if self.failover_s and self._watching is None:
+            self._watching = asyncio.get_running_loop().create_task(self._watch(), name="replica watch")
+
+    def change(self, *, add: Collection[Replica] = (), retire: Collection[Replica] = ()) -> None:
+        """Connect the replicas `add`, and send no new requests to `retire`, which must be among `replicas`."""
+        assert set(retire) <= set(self.replicas), "a replica is retired once"
+        self.replicas = (*(replica for replica in self.replicas if replica not in retire), *add)
+        self.retired = (*self.retired, *retire)
+        for replica in add:
+            replica.connection.start()
+        for replica in retire:
+            task = asyncio.get_running_loop().create_task(self._close_unused(replica), name=f"retired {replica.name}")
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def _close_unused(self, replica: Replica) -> None:
+        """Close a retired replica's connection after its last request. If its engine ends before, its requests move to other replicas."""
+        while replica.connection.num_open:
+            await asyncio.sleep(CLOSE_CHECK_S)
+        await replica.connection.close()
+        self.retired = tuple(other for other in self.retired if other is not replica)
+        self._on_closed(replica.name)
+
+    def check(self) -> None:
+        """Assert that no replica is both in use and retired, and that each retired one is being closed."""
+        assert len(set(self.replicas)) == len(self.replicas)
+        assert len({replica.name for replica in self.replicas}) == len(self.replicas), "two replicas with one name"
+        assert not set(self.replicas) & set(self.retired)
+        assert len(self._closing) >= len(self.retired)
+
+    @property
+    def info(self) -> ModelInfo | None:
+        """Model facts from the replica with the largest `max_model_len`; without a connection, the last known facts.
+
+        `max_model_len` depends on a replica's memory, so replicas of one model may differ.
+        """
+        models = [info.model for replica in self.replicas if (info := replica.connection.info) is not None]
+        self._last_info = max(models, key=lambda model: model.max_model_len, default=self._last_info)
+        return self._last_info
+
+    @property
+    def has_silent(self) -> bool:
+        """Whether a connected replica is silent or not reading, so that it may recover in a moment."""
+        silent = (ConnectionState.SILENT, ConnectionState.NOT_READING)
+        return any(replica.connection.state in silent for replica in self.replicas)
+
+    def pick(
+        self,
+        *,
+        prompt_tokens: int,
+        max_output_tokens: int | None = None,
+        tried: Collection[ReplicaInstance] = (),
+        numerics: Numerics | None = None,
+        preferred: str = "",
+    ) -> Replica:
+        """The replica for a request. Raises Unavailable when no connected replica is left that fits the request and was not tried.
+
+        max_output_tokens  most output tokens of one sequence; None: any rest of the context is enough
+        numerics           for a resume, numerics of the replica that computed the output ids; only a replica of equal numerics is chosen
+        preferred          name of a replica whose prefix cache has the prompt's beginning; empty: none is known
+
+        A silent replica is never chosen. A connected replica that is not ready (its step hangs while its heartbeats go on), or that failed
+        several requests in a row, is chosen only when no other is left.
+        """
+        num_tokens = prompt_tokens + (max_output_tokens or 1)
+        size = RequestSize(prompt_tokens, self._expected_output_tokens(max_output_tokens))
+        left = [replica for replica in self.replicas if replica.instance not in tried and replica.max_model_len >= num_tokens]
+        if numerics is not None:
+            left = [replica for replica in left if not why_not_resume(numerics, replica.numerics)]
+        ready = self.ready()
+        left_out = self._ejected(ready)
+        first = [replica for replica in ready if replica in left and replica.name not in left_out]
+        connected = [replica for replica in left if replica.connection.state is ConnectionState.CONNECTED]
+        if not (first or connected):
+            raise self.why_unavailable()
+        return self._choose(first or connected, size, preferred)
+
+    def queue(self, priority: PriorityClass, unsent: UnsentRequests) -> QueueState | None:
+        """The shortest queue ahead of a request of this class at a ready replica; None: no connected replica has reported its load.
+
+        Where no replica is ready, the queues of the connected ones count: one may be ready again in a moment, and until then requests
+        would join without a bound. With a queue policy without classes all waiting requests are ahead.
+
+        unsent  admitted requests not sent yet, which are counted in equal parts for all replicas
+        """
+        info, size = self.info, RequestSize(self._mean_prompt_tokens(), self._expected_output_tokens(None))
+        traits = traits_of(info.queue_policy if info else "")
+        lowest = traits.lowest_before(priority)
+        seen = [replica.candidate(lowest) for replica in self.ready() or self.replicas]
+        num_unsent = unsent.num_requests(lowest)
+        joined = self._joined(num_unsent, len(seen)) if num_unsent and seen else NOTHING_SENT
+        loads = [(served_before(each.snapshot, lowest), each.sent.plus(joined)) for each in seen if each.snapshot is not None]
+        states = [queue_state(load, sent, size, block_size=info.block_size if info else 16) for load, sent in loads]
+        if traits.has_tenants:
+            states = [replace(state, num_slots=load.max_num_seqs) for state, (load, _) in zip(states, loads, strict=True)]
+        return min(states, key=lambda state: (state.wait_s, state.depth), default=None)
+
+    def note_sent(self, replica: Replica) -> ReplicaAttempt:
+        """Note that a request was sent. The caller must report its outcome to the result."""
+        info = replica.connection.info
+        return replica.circuit.send(None if info is None else (info.instance_id, info.connected_at), self.clock)
+
+    def _ejected(self, ready: Sequence[Replica]) -> frozenset[ReplicaId]:
+        """The ready replicas that get no requests because several failed in a row."""
+        return ejected({replica.name: replica.circuit.breaker for replica in ready}, self.clock())
+
+    def _started(self, fit: Sequence[Replica]) -> list[Replica]:
+        """The replicas of `fit` that take part in this decision. A newly connected replica takes part in a growing share of decisions."""
+        now, infos = self.clock(), [replica.connection.info for replica in fit]
+        connected_s = [0.0 if info is None else now - info.connected_at for info in infos]
+        return started(fit, [started_share(seconds, self._slow_start_s) for seconds in connected_s], self._random)
+
+    def why_unavailable(self) -> Unavailable:
+        """The error of a request that no replica takes."""
+        if self.unavailable and not self.replicas:
+            return Unavailable(f"The model {self.model} cannot be served now. {self.unavailable}", retry_after_s=UNAVAILABLE_RETRY_S)
+        return Unavailable(f"No replica of {self.model} takes requests now.", retry_after_s=1.0)
+
+    def _choose(self, fit: Sequence[Replica], size: RequestSize, preferred: str) -> Replica:
+        """Choose one of `fit`, which is not empty."""
+        if len(fit) == 1:
+            return fit[0]
+        info = self.info
+        chosen = choose(
+            [replica.candidate() for replica in self._started(fit)],
+            size=size,
+            block_size=info.block_size if info else 16,
+            random=self._random,
+            preferred=ReplicaId(preferred),
+        )
+        assert chosen is not None, "one of the largest share always takes part"
+        return next(replica for replica in fit if replica.name == chosen.replica_id)
+
+    def _expected_output_tokens(self, max_output_tokens: int | None) -> int:
+        """Mean output tokens of the model's finished requests, at most `max_output_tokens`."""
+        num_finished, _, num_tokens = self._counted()
+        mean = mean_output_tokens(num_finished, num_tokens)
+        return mean if max_output_tokens is None else max(1, min(mean, max_output_tokens))
+
+    def _counted(self) -> tuple[int, int, int]:
+        """(finished requests, their prompt tokens, their output tokens), summed over the model's replicas."""
+        counted = [seen.load.counters for replica in self.replicas if (seen := replica.connection.snapshot) is not None]
+        num_finished = sum(sum(counters.finished.values()) for counters in counted)
+        return num_finished, sum(counters.prompt_tokens for counters in counted), sum(counters.generation_tokens for counters in counted)
+
+    def _joined(self, num_requests: int, num_replicas: int) -> SentSince:
+        """One replica's equal part of unsent requests, with prompts of mean length."""
+        num_each = -(-num_requests // num_replicas)
+        return SentSince(num_each, num_each * self._mean_prompt_tokens())
+
+    def _mean_prompt_tokens(self) -> int:
+        num_finished, num_tokens, _ = self._counted()
+        return num_tokens // num_finished if num_finished else UNKNOWN_PROMPT_TOKENS
+
+    def why_not_resume(self, numerics: Numerics | None) -> str:
+        """For each connected replica, the reason why it may not continue a stream; empty: one may.
+
+        numerics  numerics of the replica that computed the stream's tokens so far; None: there are none, and any replica may begin
+        """
+        connected = [replica for replica in self.replicas if replica.connection.state is ConnectionState.CONNECTED]
+        reasons = {replica.name: "" if numerics is None else why_not_resume(numerics, replica.numerics) for replica in connected}
+        if "" in reasons.values():
+            return ""
+        return "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "no other replica is connected"
+
+    def ready(self) -> list[Replica]:
+        now = self.clock()
+        return [replica for replica in self.replicas if not replica.verdict(now)]
+
+    def health(self) -> list[ReplicaHealth]:
+        now, left_out = self.clock(), self._ejected(self.ready())
+        return [replica.health(EJECTED if replica.name in left_out else replica.verdict(now), now) for replica in self.replicas]
+
+    def retired_health(self) -> list[ReplicaHealth]:
+        now = self.clock()
+        return [replica.health(RETIRED, now) for replica in self.retired]
+
+    # -- the watch over its replicas -----------------------------------------------------------------------------------------------
+
+    async def wait_for_change(self) -> None:
+        """Wait until a replica becomes ready, or until RETRY_S have passed and a replica is ready."""
+        if self._change is None:
+            self._change = asyncio.get_running_loop().create_future()
+            self._woken_at = self.clock()
+            self._last_ready = self._ready_instances()
+        await asyncio.shield(self._change)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            try:
+                for replica in (*self.replicas, *self.retired) if self.failover_s else ():
+                    self._look_at(replica)
+                if self._change is not None:
+                    self._wake()
+            except Exception:  # the outermost loop: without it a bug of ours would leave every later stall unnoticed
+                log.exception("looking at the replicas failed")
+
+    def _look_at(self, replica: Replica) -> None:
+        """Move requests off a replica that hangs (all of them) or does not read (those that it has not counted).
+
+        Requests without output may move to any ready replica, others only if one has equal numerics.
+        """
+        connection, name = replica.connection, replica.instance[0]
+        is_hanging = stalled_s(connection.state, connection.snapshot, connection.silent_s, self.clock()) >= MOVE_AFTER_S
+        if not connection.num_open or not (is_hanging or connection.unread_s >= MOVE_AFTER_S):
+            return
+        reason = f"replica {name} {'hangs' if is_hanging else 'does not read what is sent'}"
+        others = [other for other in self.ready() if other is not replica]
+        if not any(may_resume(numerics_digest(replica.numerics), numerics_digest(other.numerics)) for other in others):
+            num_moved = connection.abandon_unbegun(reason) if others else 0
+        elif is_hanging:
+            num_moved = connection.num_open
+            connection.abandon(reason)
+        else:
+            num_moved = connection.abandon_unseen(reason)
+        if num_moved:
+            log.warning("%s: %d of its requests move to another one", reason, num_moved)
+
+    def _wake(self) -> None:
+        assert self._change is not None
+        ready, now = self._ready_instances(), self.clock()
+        if ready - self._last_ready or (ready and now - self._woken_at >= RETRY_S):
+            self._change.set_result(None)
+            self._change = None
+        self._last_ready = ready
+
+    def _ready_instances(self) -> frozenset[tuple[str, str, str]]:
+        """Name, instance id and numerics digest of each ready replica. The digest may become known only later."""
+        return frozenset((*replica.instance, numerics_digest(replica.numerics)) for replica in self.ready())

@@ -1,0 +1,62 @@
+"""Tests that the first signal drains, a later one ends at once, and one that comes while the process ends changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from headrace.machine.stop_signals import DUPLICATE_SIGNAL_S, StopSignals
+
+pytestmark = pytest.mark.loop
+
+BOTH = signal.SIGTERM, signal.SIGINT
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    kept = [signal.getsignal(number) for number in BOTH]
+    yield
+    for number, handler in zip(BOTH, kept, strict=True):
+        signal.signal(number, handler)
+
+
+async def sent(*numbers: signal.Signals) -> None:
+    for number in numbers:
+        os.kill(os.getpid(), number)
+        await asyncio.sleep(0.001)  # the handler runs
+
+
+async def test_the_first_one_drains_and_a_later_one_means_now() -> None:
+    with StopSignals(duplicate_signal_s=0.0) as stop:
+        await sent(signal.SIGTERM)
+        assert (stop.soft.result(), stop.hard.done()) == ("stopped by SIGTERM", False)
+        await sent(signal.SIGINT)
+        assert stop.hard.done()
+
+
+async def test_one_that_comes_twice_within_half_a_second_counts_once() -> None:
+    with StopSignals() as stop:
+        await sent(signal.SIGINT, signal.SIGINT)
+        await asyncio.sleep(DUPLICATE_SIGNAL_S - 0.01)
+        await sent(signal.SIGTERM)
+        assert (stop.soft.done(), stop.hard.done()) == (True, False)
+        await asyncio.sleep(0.01)
+        await sent(signal.SIGINT)
+        assert stop.hard.done()
+
+
+async def test_after_a_block_without_one_they_have_their_default_actions() -> None:
+    with StopSignals():
+        pass
+    assert [signal.getsignal(number) for number in BOTH] == [signal.SIG_DFL, signal.default_int_handler]
+
+
+@pytest.mark.parametrize("num_sent", [1, 2])
+async def test_after_the_block_of_a_process_that_was_stopped_they_are_ignored(num_sent: int) -> None:
+    with StopSignals(duplicate_signal_s=0.0):
+        await sent(*[signal.SIGTERM] * num_sent)
+    await sent(*BOTH)  # would end this process
