@@ -110,6 +110,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(PYTEST) --strict-skips tests/house
+	$(BIN)/python tools/growth.py
 
 bench: $(STAMP)
 	$(BIN)/python -m bench.run $(ARGS)
