@@ -121,6 +121,7 @@ def test_a_trace_is_replayed(headrace: Headrace, tmp_path: Path) -> None:
         (["--gpu", "h100", "--load", "5", "--kill", "3"], 2, "is not SECOND:REPLICA:BACK"),
         (["--gpu", "h100", "--load", "5", "--kill", "3:0", "--load-time", "-1"], 2, "--load-time: -1 is not a number of seconds"),
         (["--gpu", "h100", "--load", "5", "--standby", "1"], 2, "--standby: it has an effect where a replica dies"),
+        (["--gpu", "h100", "--load", "5", "--kill", "3:0", "--standby", "5"], 2, "--standby: 5 are more than the 1 death of --kill"),
         (["--gpu", "h100", "--load", "5", "--kill", "3:0:1", "--load-time", "5"], 2, "--load-time: it is for replicas whose --kill"),
         (["--gpu", "h100", "--load", "5", "--kill", "3:7:1"], 2, "names replica 7; there are replicas 0 to 0"),
         (["--gpu", "h100", "--load", "5", "--spike", "1:2:0"], 2, "no factor above 0"),

@@ -79,6 +79,14 @@ def test_a_percentile_shows_where_its_interval_meets_failures() -> None:
     assert [line.split(":")[1].strip() for line in text if "goodput" in line] == ["no request met the goals"]
 
 
+def test_failed_requests_are_no_share_of_the_gaps_of_all_requests() -> None:
+    text = list(lines(summarize([GOOD, replace(BAD, chunk_s=(0.1, 0.2, 0.3))])))
+    assert [line.split(":")[1].strip() for line in text if line.startswith(("Mean ITL", "Mean E2EL"))] == [
+        "-  (1 request failed)",
+        "-  (1 of 2 failed)",
+    ]
+
+
 def test_failures_are_counted_by_kind_with_the_words_of_the_first() -> None:
     other = LoadRecord(intended_s=-1.0, sent_s=0.0, end_s=1.0, status=404, error="404 model_not_found", detail="tiny is served")
     assert list(failures(summarize([BAD, other, BAD]))) == [

@@ -405,6 +405,11 @@ def _deaths(texts: Sequence[str], site: _Site, until: float, load_s: float | Non
 
     if site.standby and not texts:
         raise UsageRefused("--standby: it has an effect where a replica dies; give --kill.")
+    if site.standby > len(texts):
+        deaths = counted(len(texts), "death")
+        raise UsageRefused(
+            f"--standby: {site.standby} are more than the {deaths} of --kill, and some have no effect; give at most {len(texts)}."
+        )
     if load_s is not None and all(text.count(":") > 1 for text in texts):
         raise UsageRefused("--load-time: it is for replicas whose --kill has no :BACK; there is none.")
     return with_standby([_death(text, site.replicas, until, site.load_s if load_s is None else load_s) for text in texts], site.standby)

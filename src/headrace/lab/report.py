@@ -106,19 +106,21 @@ def failures(report: LoadReport) -> Iterator[str]:
 
 def _section(title: str, name: str, samples: Distribution) -> Iterator[str]:
     yield _title(f"{title}, {samples.count} samples", "-")
-    yield _row(f"Mean {name} (ms)", _ms(samples.mean, samples))
+    yield _row(f"Mean {name} (ms)", _ms(samples.mean, name, samples))
     for quantile in samples.quantiles:
         value = samples.known(quantile)
         if value is None:
             yield _row(f"{quantile.upper()} {name} (ms)", f"-  ({NEEDED_SAMPLES[quantile]} samples needed)")
             continue
         low, high = (f"{end * 1000:.2f}" if math.isfinite(end) else "failed" for end in samples.intervals[quantile])
-        shown = f"{_ms(value, samples)}  [{low}, {high}]" if math.isfinite(value) else _ms(value, samples)
+        shown = f"{_ms(value, name, samples)}  [{low}, {high}]" if math.isfinite(value) else _ms(value, name, samples)
         yield _row(f"{quantile.upper()} {name} (ms)", shown)
 
 
-def _ms(value: float, samples: Distribution) -> str:
-    """A time in milliseconds, or the reason why there is none."""
+def _ms(value: float, name: str, samples: Distribution) -> str:
+    """A time in milliseconds, or the reason why there is none. Samples of ITL are gaps: no count of requests is a share of them."""
+    if math.isinf(value) and name == "ITL":
+        return f"-  ({counted(samples.failed, 'request')} failed)"
     if math.isinf(value):
         return f"-  ({samples.failed} of {samples.count} failed)"
     return "-" if math.isnan(value) else f"{value * 1000:.2f}"

@@ -47,6 +47,24 @@ def test_a_table_has_counts_and_words_where_there_is_no_time() -> None:
 
 
 @pytest.mark.parametrize(
+    ("back_s", "num_standby", "title"),
+    [
+        (0, 0, "death of replica 0, at 10 s"),
+        (30, 0, "death of replica 0, from 10 to 40 s"),
+        (30, 1, "death of replica 0, at 10 s, taken over by a standby"),
+    ],
+)
+def test_a_standby_is_named_where_it_took_a_place(back_s: float, num_standby: int, title: str) -> None:
+    [report] = event_reports([record(0, 1)], None, with_standby([Death(10, 0, back_s)], num_standby))
+    assert next(event_lines(report)) == title
+
+
+def test_a_standby_that_had_to_be_loaded_is_named_too() -> None:
+    reports = event_reports([record(0, 1)], None, with_standby([Death(10, 0, 30), Death(20, 1, 30)], 1))
+    assert next(event_lines(reports[1])) == "death of replica 1, from 20 to 40 s, taken over by a standby"
+
+
+@pytest.mark.parametrize(
     ("num_standby", "back_s"),
     [(0, [30, 30, 30]), (1, [0, 20, 20]), (2, [0, 0, 10]), (3, [0, 0, 0])],
 )

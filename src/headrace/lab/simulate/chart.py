@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.lab.metrics import LoadRecord, LoadReport, distribution
+from headrace.lab.metrics import Distribution, LoadRecord, LoadReport, distribution
 from headrace.lab.simulate.events import EventReport
 from headrace.lab.svg import label_log_axis, title_of, write_svg
 
@@ -29,7 +29,8 @@ UNITS = ((36_000.0, "h", 3600.0), (600.0, "min", 60.0), (0.0, "s", 1.0))
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What clients saw in bins of `bin_s` seconds. Times are of the requests that arrived in a bin; nan where failed ones decide them.
+    """What clients saw in bins of `bin_s` seconds. Times are of the requests that arrived in a bin; nan where failed ones decide them, or
+    there are too few for that quantile.
 
     begin_s         beginning of each bin
     ttft_s, tpot_s  quantile -> its value in each bin
@@ -65,8 +66,14 @@ def timeline(records: Sequence[LoadRecord]) -> Timeline:
 
 
 def _quantiles(bins: Iterable[list[float]]) -> dict[str, list[float]]:
-    found = [distribution(samples).quantiles for samples in bins]
-    return {name: [each[name] if math.isfinite(each[name]) else math.nan for each in found] for name in QUANTILES[:2]}
+    found = [distribution(samples) for samples in bins]
+    return {name: [_drawn(each, name) for each in found] for name in QUANTILES[:2]}
+
+
+def _drawn(samples: Distribution, name: str) -> float:
+    """The quantile that reports print; nan where they print none."""
+    value = samples.known(name)
+    return value if value is not None and math.isfinite(value) else math.nan
 
 
 def write_chart(file: Path, runs: Sequence[tuple[float, LoadReport]], price_per_hour: float | None, title: str) -> None:
@@ -114,10 +121,11 @@ def _over_loads(pyplot: Any, runs: Sequence[tuple[float, LoadReport]], price_per
         (ttft, "Time to first token (ms)", [report.ttft_s for _, report in runs]),
         (tpot, "Time per token (ms)", [report.tpot_s for _, report in runs]),
     ):
-        for quantile in QUANTILES:
-            values = [1e3 * measure.quantiles[quantile] for measure in measures]
-            axes.plot(loads, [each if math.isfinite(each) else math.nan for each in values], "o-", label=quantile)
-        axes.set_title(f"{name}; a gap: too many failed" if any(measure.failed for measure in measures) else name)
+        curves = {quantile: [1e3 * _drawn(measure, quantile) for measure in measures] for quantile in QUANTILES}
+        for quantile, values in curves.items():
+            axes.plot(loads, values, "o-", label=quantile)
+        has_gap = any(math.isnan(value) for values in curves.values() for value in values)
+        axes.set_title(f"{name}; a gap: too few were answered" if has_gap else name)
         axes.set_yscale("log")
         label_log_axis(axes.yaxis)
         axes.legend()

@@ -29,6 +29,8 @@ class SpanReport:
 class EventReport:
     """An event of a simulation, in seconds from the start, and the requests around it.
 
+    has_standby  whether a standby replica took a dead one's place
+
     before  answered, or failed, before it began
     during  open at its beginning or end, or at some time between
     after   arrived after its end
@@ -37,6 +39,7 @@ class EventReport:
     event: str
     begin_s: float
     end_s: float
+    has_standby: bool
     before: SpanReport
     during: SpanReport
     after: SpanReport
@@ -44,17 +47,25 @@ class EventReport:
 
 def event_reports(records: Sequence[LoadRecord], spike: Spike | None, deaths: Sequence[Death]) -> list[EventReport]:
     """A report for each event, in the order of their times. Every request is in one span of each event."""
-    events = [(death.at, death.at + death.back_s, f"death of replica {death.replica}") for death in deaths]
+    events = [(death.at, death.at + death.back_s, f"death of replica {death.replica}", death.has_standby) for death in deaths]
     if spike is not None:
-        events.append((spike.begin_s, spike.begin_s + spike.seconds, f"spike of {spike.factor:g} times the load"))
+        events.append((spike.begin_s, spike.begin_s + spike.seconds, f"spike of {spike.factor:g} times the load", False))
     return [_report(records, *event) for event in sorted(events)]
 
 
-def _report(records: Sequence[LoadRecord], begin_s: float, end_s: float, name: str) -> EventReport:
+def _report(records: Sequence[LoadRecord], begin_s: float, end_s: float, name: str, has_standby: bool) -> EventReport:
     before = [record for record in records if record.end_s < begin_s]
     after = [record for record in records if record.intended_s > end_s]
     during = [record for record in records if record.end_s >= begin_s and record.intended_s <= end_s]
-    return EventReport(event=name, begin_s=begin_s, end_s=end_s, before=_span(before), during=_span(during), after=_span(after))
+    return EventReport(
+        event=name,
+        begin_s=begin_s,
+        end_s=end_s,
+        has_standby=has_standby,
+        before=_span(before),
+        during=_span(during),
+        after=_span(after),
+    )
 
 
 def _span(records: Sequence[LoadRecord]) -> SpanReport:
@@ -68,8 +79,8 @@ def _span(records: Sequence[LoadRecord]) -> SpanReport:
 
 def event_lines(report: EventReport) -> Iterator[str]:
     """An event as a table. A dash: too few requests for that percentile; "failed": it falls on requests that were not answered"""
-    until = f" to {report.end_s:g} s" if report.end_s > report.begin_s else " s, with a standby in its place at once"
-    yield f"{report.event}, {'from' if report.end_s > report.begin_s else 'at'} {report.begin_s:g}{until}"
+    when = f"from {report.begin_s:g} to {report.end_s:g} s" if report.end_s > report.begin_s else f"at {report.begin_s:g} s"
+    yield f"{report.event}, {when}{', taken over by a standby' if report.has_standby else ''}"
     yield " " * 8 + "".join(f"{name:>10}" for name in COLUMNS)
     for name, span in (("before", report.before), ("during", report.during), ("after", report.after)):
         times = [_cell(samples, quantile) for samples in (span.ttft_s, span.tpot_s) for quantile in SHOWN]
@@ -91,7 +102,7 @@ def with_standby(deaths: Sequence[Death], num_standby: int) -> list[Death]:
         back_at = death.at + death.back_s
         if free_at and free_at[0] < back_at:
             taken_at = max(death.at, heapq.heapreplace(free_at, back_at))
-            found.append(replace(death, back_s=taken_at - death.at))
+            found.append(replace(death, back_s=taken_at - death.at, has_standby=True))
         else:
             found.append(death)
     return found

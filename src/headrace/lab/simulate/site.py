@@ -42,11 +42,12 @@ MAX_BLOCKS = 1 << 25
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """The loss of a replica at `at`, which is back `back_s` seconds later."""
+    """The loss of a replica at `at`, which is back `back_s` seconds later. has_standby: another replica is back in its place"""
 
     at: float
     replica: int
     back_s: float
+    has_standby: bool = False
 
 
 @dataclass(slots=True, eq=False)
