@@ -78,8 +78,8 @@ def _life(rng: random.Random, name: str, common: list[list[int]]) -> Life:
     fate = rng.random()
     return Life(
         request,
-        rng.randrange(LONGEST_OUTPUT) if fate < 0.5 else None,
-        rng.randint(1, LONGEST_OUTPUT // 2) if 0.5 <= fate < 0.8 else None,
+        rng.randrange(LONGEST_OUTPUT) if fate < 0.3 else None,
+        rng.randint(1, LONGEST_OUTPUT // 2) if 0.3 <= fate < 0.5 else None,
     )
 
 

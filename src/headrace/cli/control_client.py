@@ -64,13 +64,13 @@ def _described(folder: Path) -> str:
 
 
 def shown_place(found: Mapping[str, Any]) -> str:
-    """Where a deployment listens, and its configuration file. found: as `AdminClient.status` returns it"""
-    return f"{found['address']}, {found['config'] or 'without a configuration file'}"
+    """Where a deployment listens, and its configuration file. found: as `AdminClient.status` returns it; an older version has neither"""
+    return f"{found.get('address', 'an older version')}, {found.get('config') or 'without a configuration file'}"
 
 
 def shown_upstreams(model: Mapping[str, Any]) -> list[str]:
     """The servers elsewhere that answer for a model, in words; empty where there are none."""
-    return [f"answered by {' and '.join(model['upstreams'])}"] if model["upstreams"] else []
+    return [f"answered by {' and '.join(model['upstreams'])}"] if model.get("upstreams") else []
 
 
 class AdminClient:

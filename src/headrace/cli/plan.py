@@ -55,7 +55,9 @@ def plan(
     requests_per_day: Annotated[float | None, typer.Option("--requests-per-day", help="The same, in the mean of a day.")] = None,
     peak: Annotated[float, typer.Option("--peak", help="Load of the busiest time over the mean of a day; devices are for the peak.")] = 1.0,
     slo: Annotated[str | None, typer.Option("--slo", help="Goals: ttft_p95=500ms,tpot=40ms; also ttft, the mean.")] = None,
-    prices: Annotated[Path | None, typer.Option("--prices", help="TOML: egress_per_gb, storage_per_gb_month, [gpu] h100 = 2.5.")] = None,
+    prices: Annotated[
+        Path | None, typer.Option("--prices", help="TOML: egress_per_gb, storage_per_gb_month, then [gpu] and h100 = 2.5.")
+    ] = None,
     catalogue: Annotated[Path | None, typer.Option("--catalogue", help="TOML with more devices and models (docs/planning.md).")] = None,
     memory_fraction: Annotated[float | None, typer.Option("--memory-fraction", help="Of weights and KV; default: the engine's.")] = None,
     load_gbps: Annotated[float | None, typer.Option("--load-gbps", help="GB/s at which a replica loads; default: 2.")] = None,

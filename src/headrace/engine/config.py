@@ -136,8 +136,8 @@ class EngineConfig:
     )
     enforce_eager: bool = option(
         False,
-        "On a GPU launch every kernel by itself and capture no graphs: the start is shorter and more memory is free, and steps of few "
-        "rows are slower. A CPU captures none.",
+        "On a GPU launch every kernel by itself and capture no graphs, to find a fault or to start sooner; steps of few rows are "
+        "slower. The KV cache stays as large. A CPU captures none.",
     )
     num_threads: int | None = option(
         None, "Threads of one engine: fewer leave cores to other processes.", shown="from cores and cgroup", low=1

@@ -77,6 +77,7 @@ def test_random_lives_are_answered_as_by_the_plain_runner(decoder: DecoderModel,
     engine.check_idle()
     check_tables(runner)
     check_forgotten(runner)
+    assert sum(life.finish_at is None and life.cancel_at is None for life in lives) >= 80, "answers that nothing cuts off"
     wanted = ["cancelled", "ended early", "preempted", "prefix hits"] + ["cancelled in flight", "preempted in flight"] * (depth - 1)
     assert min(engine.counts[name] for name in wanted) >= 20, engine.counts
     assert faults.hits.keys() >= set(FAULTS) - {"runner.prompt_logprobs"}, faults.hits

@@ -263,11 +263,11 @@ class WithWebhook:
         self._client = bench.client
         self.told: list[Any] = []
 
-    async def post(self, url: str, *, json: Any, headers: dict[str, str] | None = None) -> httpx2.Response:
+    async def post(self, url: str, *, json: Any, headers: dict[str, str] | None = None, timeout: float | None = 5) -> httpx2.Response:
         if url == self.HOOK:
             self.told.append(json)
             return httpx2.Response(200)
-        return await self._client.post(url, json=json, headers=headers)
+        return await self._client.post(url, json=json, headers=headers, timeout=timeout)
 
 
 async def test_the_webhook_of_the_page_is_told_the_answer_of_a_client_that_was_killed(one: TestBench) -> None:
@@ -284,6 +284,8 @@ async def test_the_webhook_of_the_page_is_told_the_answer_of_a_client_that_was_k
         again = asyncio.create_task(predict(client, body, "a", client.HOOK))
         await asyncio.sleep(3)
         assert not again.done(), "the first one runs"
+        await predict(client, body, "a", client.HOOK, within_s=0)
+        assert client.told.pop()["status"] == "failed", "it gave up"
         one.replica.go.set()
         await again
     assert len(one.replica.requests) == 1

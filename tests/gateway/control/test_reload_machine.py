@@ -33,7 +33,7 @@ KEYS = ("first-key-1", "other-key-2")
 FAILOVER = {"failover_s": 30}
 NUMERICS = {"weights": "ab"}
 MAX_ENDED = 2
-"""Engines that end: a call moves twice without a new token in between, and no third time (`upstream.attempts`)."""
+"""Engines that end: a call moves twice without a new token in between, and no third time (`upstream.own.attempts`)."""
 
 
 models = st.dictionaries(st.sampled_from(NAMES), st.sets(st.integers(0, 3), min_size=1, max_size=3), min_size=1)

@@ -50,6 +50,16 @@ def test_a_duration_loses_no_millisecond(ms: int) -> None:
     assert milliseconds(duration(ms)) == ms
 
 
+def test_a_refusal_by_a_limit_of_which_nothing_is_used_states_the_same_moment() -> None:
+    now = Moment(5_000, 5_000)
+    rules = rules_of(Principal(tenant="acme", user="ann", key_id="k", tier=Tier(input_tokens_per_minute=50)), DeploymentBudget())
+    claims = [rule.claim(60) for rule in rules]
+    result = TakeResult(False, now, tuple(ClaimReading(0, 0) for _ in rules))
+    error = refusal(rules, claims, result)
+    found = dict(headers(states(rules, claims, result)))
+    assert milliseconds(found[b"x-ratelimit-reset-tokens"].decode()) == round(1000 * error.retry_after_s) > 0
+
+
 @given(ALL_RULES, st.integers(0, 10**7), st.integers(0, 4 * 10**12), st.data())
 def test_a_refusal_states_one_moment_in_its_headers_and_its_message(
     rules: tuple[LimitRule, ...], steady_ms: int, unix_ms: int, data: st.DataObject

@@ -234,7 +234,7 @@ class LimitState(NamedTuple):
     @property
     def reset_ms(self) -> int:
         """Milliseconds until the refused request fits; of a limit that refuses nothing, until all that is used is free again."""
-        return self.wait_ms or reset_ms(self.rule.window, self.now) if self.used else 0
+        return self.wait_ms or (reset_ms(self.rule.window, self.now) if self.used else 0)
 
 
 def states(rules: Sequence[LimitRule], claims: Sequence[Claim], result: TakeResult) -> list[LimitState]:

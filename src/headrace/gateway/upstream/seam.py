@@ -2,7 +2,7 @@
 
     validated request + facts of its key --Upstream.prepare--> Prepared (counts, to decide on) --stream--> EventStream --> OutputEvents
 
-Requests pass here as conversations and text: each upstream renders templates and tokenizes by itself. `upstream.tokens` implements the
+Requests pass here as conversations and text: each upstream renders templates and tokenizes by itself. `own.upstream` implements the
 interface for Headrace's engines, `upstream.foreign` for OpenAI-compatible servers. Neither imports the other, and the code above imports
 neither.
 """

@@ -1,7 +1,7 @@
 """Checks the decoded body of a request, as far as several surfaces share its fields, and makes a request that cannot be wrong.
 
 Fields are those of `dialect.field_table`. Honoured fields are kept, fields that change nothing are reported by name, and all others are
-refused. msgspec checks types, `core.sampling` has the rules of parameters. Nothing here depends on the model: `upstream.tokens` adds the
+refused. msgspec checks types, `core.sampling` has the rules of parameters. Nothing here depends on the model: `own.upstream` adds the
 model's own defaults.
 """
 
