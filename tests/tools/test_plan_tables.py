@@ -67,7 +67,7 @@ def test_the_first_device_of_a_design_load_is_the_cheapest_of_all() -> None:
             )
             best = choose_layout(need)[0]
             if device.is_served and best.price_per_hour is not None and not best.reason:
-                found[device.name] = best.price_per_hour
+                found[device.name] = round(best.price_per_hour, 2)
         shown = [(row[1], dollars(row[5])) for row in rows if row[0] == label]
         assert shown == sorted(found.items(), key=lambda item: item[1])[:2]
 

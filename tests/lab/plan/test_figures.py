@@ -99,12 +99,14 @@ def test_bandwidth_alone_would_allow_more_than_the_plan_and_cost_less(catalogue:
 
 
 def test_a_price_is_shown_with_its_source(catalogue: Catalogue) -> None:
-    for device in ("h100", "tpu-v5e"):
+    for device in ("a10g", "tpu-v5e"):
         plan, source = planned(catalogue, "llama-3-8b", device), catalogue.device(device).price_source
         assert f"({source})" in plan.figures["price_per_hour"].formula
         assert any(note.endswith(f"per hour: {source}.") for note in plan.notes)
         assert as_object(plan, "llama-3-8b")["price_source"] == source
-        assert f"  Price of {device}: {source}." in comparison([plan])
+        shown_lines = list(comparison([plan]))
+        assert f"  Price of {device}: {source}." in shown_lines
+        assert "  within 2x: the capacity is at least half of what memory bandwidth alone would allow." in shown_lines
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,8 @@ def test_replicas_that_stand_by_are_counted_and_priced_apart() -> None:
 def test_without_one_a_plan_says_how_long_a_spike_waits() -> None:
     plan = planned(Standby())
     assert plan.figures["load_s"].value == pytest.approx(89, abs=0.5)
-    assert any("No replica stands by: a spike of one replica beyond capacity waits 89 s" in note for note in plan.notes)
+    assert plan.figures["load_s"].formula == "20 s to start (assumed) + 138.0 GB of weights / 2 GB/s (assumed, --load-gbps sets it)"
+    assert any("No replica stands by: a spike of one replica beyond capacity waits an assumed 89 s" in note for note in plan.notes)
     fast = planned(Standby(load_bytes_per_s=14e9))
-    assert any("waits 30 s" in note for note in fast.notes)
+    assert any("waits an assumed 30 s" in note for note in fast.notes)
     assert not any("No replica stands by" in note for note in planned(Standby(1)).notes)

@@ -24,7 +24,7 @@ MAX_FILE_BYTES = 1 << 20
 """Most bytes of a catalogue or of a file of prices."""
 
 ASSUMPTION = "assumption"
-"""The `price_source` of a price that no provider's list shows."""
+"""The `price_source` of a price that is not taken from a provider's own list."""
 
 OLD_MONTHS = 12
 """Months after which an entry is reported as old."""

@@ -109,7 +109,7 @@ def serve_command(plan: CapacityPlan, model: str) -> str:
 
 
 def comparison(plans: Sequence[CapacityPlan]) -> Iterator[str]:
-    """The best layout of each device as text, the cheapest first, and where the prices are from."""
+    """The best layout of each device as text, the cheapest first, what `within 2x` says, and where the prices are from."""
     widths = (-10, -16, 7, 11, 9, 9, 9, 9, 9, 9)
     yield _row(widths, "device", "layout", "devices", "capacity", "TPOT", "TTFT", "$/hour", "$/day", "$/1M", "within 2x")
     for plan in plans:
@@ -121,6 +121,7 @@ def comparison(plans: Sequence[CapacityPlan]) -> Iterator[str]:
         prices = _dollars(best.price_per_hour), _dollars(day), _dollars(plan.cost_per_1m_tokens)
         rates = _rate(best.capacity_tokens_per_s), _tpot(best), _ms(best.load.ttft_s)
         yield _row(widths, name, f"{best.replicas} x {best.layout}", best.num_devices, *rates, *prices, _word(plan))
+    yield "  within 2x: the capacity is at least half of what memory bandwidth alone would allow."
     yield from (f"  Price of {names}: {source}." for source, names in price_sources([plan.need.device for plan in plans]).items())
 
 

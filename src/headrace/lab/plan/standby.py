@@ -24,7 +24,8 @@ NO_STANDBY = Standby()
 
 def standby_figures(need: Need, best: Placement, standby: Standby) -> dict[str, Figure]:
     weights, rate = need.model.weights_bytes(need.dtype), standby.load_bytes_per_s
-    formula = f"{START_S:g} s to start + {weights / 1e9:,.1f} GB of weights / {rate / 1e9:g} GB/s (--load-gbps)"
+    source = "assumed, --load-gbps sets it" if rate == LOAD_BYTES_PER_S else "--load-gbps"
+    formula = f"{START_S:g} s to start (assumed) + {weights / 1e9:,.1f} GB of weights / {rate / 1e9:g} GB/s ({source})"
     figures = {"load_s": Figure(load_seconds(weights, rate), "s", formula)}
     if not standby.num_replicas:
         return figures
@@ -36,7 +37,7 @@ def standby_figures(need: Need, best: Placement, standby: Standby) -> dict[str, 
 
 
 def standby_note(figures: Mapping[str, Figure]) -> str:
-    load = f"{figures['load_s'].value:,.0f} s"
+    load = f"an assumed {figures['load_s'].value:,.0f} s"
     if "standby_replicas" not in figures:
         return f"No replica stands by: a spike of one replica beyond capacity waits {load} until it has loaded, longer without a machine."
     return f"{figures['standby_replicas'].value:g} replica(s) stand by; a spike beyond them waits {load} until one more has loaded."
