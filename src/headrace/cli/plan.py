@@ -49,9 +49,7 @@ def plan(
     output_len: Annotated[int | None, typer.Option("--output-len", min=1, max=MAX_CONTEXT, help="Tokens of an answer.")] = None,
     users: Annotated[int | None, typer.Option("--users", min=1, max=MAX_NUM_USERS, help="Users served at the same time.")] = None,
     tokens_per_user: Annotated[float | None, typer.Option("--tokens-per-user", help="Tokens per second that each of them sees.")] = None,
-    requests_per_second: Annotated[
-        float | None, typer.Option("--requests-per-second", help="Requests that begin per second; their prompts count as load then.")
-    ] = None,
+    requests_per_second: Annotated[float | None, typer.Option("--requests-per-second", help="Load, with its prompts counted.")] = None,
     requests_per_day: Annotated[float | None, typer.Option("--requests-per-day", help="The same, in the mean of a day.")] = None,
     peak: Annotated[float, typer.Option("--peak", help="Load of the busiest time over the mean of a day; devices are for the peak.")] = 1.0,
     slo: Annotated[str | None, typer.Option("--slo", help="Goals: ttft_p95=500ms,tpot=40ms; also ttft, the mean.")] = None,
