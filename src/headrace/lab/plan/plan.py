@@ -83,7 +83,7 @@ def make_plan(need: Need, prices: Prices, notes: Sequence[str] = (), standby: St
     if best.batch:
         figures |= _speed_figures(need, best, latency)
         figures |= _cost_figures(need, best, prices, figures) | standby_figures(need, best, standby)
-        notes = (*notes, standby_note(figures))
+        notes = (*notes, *_bandwidth_notes(best, figures), standby_note(figures))
     return CapacityPlan(
         need=need, placements=placements, figures=figures, sequences=_sequences(need, best, latency), notes=(*notes, *_notes(need, best))
     )
@@ -243,12 +243,13 @@ def _sequences(need: Need, best: Placement, latency: Roofline) -> dict[int, int]
     return {context: best.replicas * int(free // latency.kv_bytes(context)) for context in contexts}
 
 
-def _bandwidth_note(need: Need, best: Placement) -> str:
-    """Says as a word how far the plan is from what bandwidth alone would allow."""
-    latency = Roofline(need.model, need.device, best.layout, need.dtype, need.kv_dtype)
-    times = latency.bandwidth_tokens_per_s(best.batch, need.traffic.decode_context) / best.full_tokens_per_s
+def _bandwidth_notes(best: Placement, figures: Mapping[str, Figure]) -> list[str]:
+    """Says as a word how far the plan is from what bandwidth alone would allow; nothing where nothing is decoded."""
+    if (bound := figures.get("bandwidth_tokens_per_s")) is None:
+        return []
+    times = bound.value / best.capacity_tokens_per_s
     word = "within" if times <= NEAR_BANDWIDTH else "not within"
-    return f"Bandwidth alone would allow {times:.2f} times the capacity: the plan is {word} {NEAR_BANDWIDTH:g} times of that maximum."
+    return [f"Bandwidth alone would allow {times:.2f} times the capacity: the plan is {word} {NEAR_BANDWIDTH:g} times of that maximum."]
 
 
 def _notes(need: Need, best: Placement) -> list[str]:
@@ -277,8 +278,6 @@ def _notes(need: Need, best: Placement) -> list[str]:
         notes.append(f"{device.title} has no price here: --prices FILE gives it one.")
     if best.batch and best.price_per_hour is not None:
         notes.append(f"The price of {device.name} is ${device.price_per_hour:g} per hour: {device.price_source}.")
-    if best.batch and not need.model.is_encoder:
-        notes.append(_bandwidth_note(need, best))
     if need.num_devices is not None and best.batch and (idle := need.num_devices - best.num_devices) > 0:
         notes.append(f"{idle} of {need.num_devices} devices are not needed, or are too few for one more replica.")
     reading = f"{device.weight_efficiency[WEIGHT_BYTES[need.dtype]]:.0%} of the bandwidth for weights"
