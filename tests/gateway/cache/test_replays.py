@@ -164,9 +164,8 @@ async def test_a_gateway_that_died_keeps_its_keys_for_a_lease(text: TextModel, t
         assert (await ask(second, "a")).status_code == 409, "a living gateway renews its claim, again and again"
         replays = first.gateway.service.replays
         (claim,) = replays.claims
-        assert claim.renewing is not None
-        await replays._renewed(replays._store.store, claim)
-        claim.renewing.cancel()  # what its death does
+        assert await claim.lease.renew(replays._store.store)
+        claim.lease.end()  # what its death does
         await asyncio.sleep(LEASE_S - 0.001)
         assert (await ask(second, "a")).status_code == 409
         await asyncio.sleep(0.001)

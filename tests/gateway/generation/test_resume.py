@@ -17,11 +17,12 @@ from headrace.core.finish import FinishReason
 from headrace.core.request import EngineRequest
 from headrace.core.update import SequenceUpdate
 from headrace.gateway.generation.event_log import HEADER, NO_EVENT
-from headrace.gateway.generation.kept_streams import GIVE_BACK_PAUSES_S, GIVE_WAY_S, SIBLINGS_S, KeptStream
+from headrace.gateway.generation.kept_streams import GIVE_WAY_S, SIBLINGS_S, KeptStream
 from headrace.gateway.site.siblings import Siblings
 from headrace.gateway.site.worker import GatewayWorker
 from headrace.gateway.stores.guard import REQUEST_WAIT_S
 from headrace.gateway.stores.guarded_store import WRITE_S
+from headrace.gateway.stores.lease import GIVE_BACK_PAUSES_S
 from headrace.gateway.stores.store import Store, StoreFailed, StoreProgress
 from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState

@@ -10,7 +10,6 @@ refused retryably while the store does not answer, because it might be computed 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import re
@@ -24,6 +23,7 @@ from headrace.gateway.cache.recorded_answer import FORM, WholeAnswer
 from headrace.gateway.http.errors import IdempotencyConflict, IdempotencyMismatch
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.stores.guarded_store import GuardedStore
+from headrace.gateway.stores.lease import EntryLease
 from headrace.gateway.stores.open import Stores
 from headrace.gateway.stores.store import Store, StoredEntry, StoreFailed, StoreLimits, entry_in
 from headrace.observe.cache_metrics import ReplayMetrics, ReplayOutcome
@@ -101,14 +101,11 @@ def retry_key(exchange: Exchange, config: IdempotencyConfig) -> str:
 class KeyClaim:
     """The right to compute the answer under one key, held until `Replays.keep` or `free`."""
 
-    def __init__(self, key: str, tenant: str, body: bytes) -> None:
+    def __init__(self, store: GuardedStore, key: str, *, tenant: str, body: bytes) -> None:
         self.key = key
-        self.tenant = tenant
         self.body = body
-        self.value = _encode(ReplayEntry(FORM, body, os.urandom(12)))
-        self.renewing: asyncio.Task[None] | None = None
+        self.lease = EntryLease(store, key, _encode(ReplayEntry(FORM, body, os.urandom(12))), tenant=tenant, lasts_s=LEASE_S)
         self.answer: WholeAnswer | None = None
-        self.is_ended = False
 
 
 class Replays:
@@ -142,7 +139,7 @@ class Replays:
         """
         if (writing := self._claims.get(key)) is not None:
             return self._of_claim(writing, body)
-        claim = KeyClaim(key, tenant, body)
+        claim = KeyClaim(self._store, key, tenant=tenant, body=body)
         try:
             found = await self._store.asked(lambda store: self._claimed(store, claim))
         except StoreFailed:
@@ -152,7 +149,7 @@ class Replays:
             return self._of_entry(found, body)
         self._metrics.count(ReplayOutcome.FIRST)
         self._claims[key] = claim
-        claim.renewing = asyncio.create_task(self._renew(claim))
+        claim.lease.begin_renewing(RENEW_S)
         return claim
 
     def keep(self, claim: KeyClaim, answer: WholeAnswer | None, *, ttl_s: float) -> None:
@@ -161,30 +158,16 @@ class Replays:
         if len(value) > self.max_entry_bytes:
             answer, value = None, _encode(ReplayEntry(FORM, claim.body))
         claim.answer = answer
-        self._end(claim)
-        self._store.write(lambda store: self._replace(store, claim, value, ttl_s), len(value), lambda _: self._forget(claim))
+        claim.lease.end()
+        self._store.write(lambda store: claim.lease.replace(store, value, ttl_s=ttl_s), len(value), lambda _: self._forget(claim))
 
     def free(self, claim: KeyClaim) -> None:
         """Remove a claim whose request has failed: the next request under the key is the first one again."""
-        if not claim.is_ended:
-            self._end(claim)
-            # An entry that is over at once, unless another request has claimed the key meanwhile.
-            self._store.write(
-                lambda store: store.swap(claim.key, b"", expected=claim.value, tenant=claim.tenant, ttl_s=0.001),
-                0,
-                lambda _: self._forget(claim),
-                within_s=LEASE_S,
-            )
+        claim.lease.free(lambda _: self._forget(claim))
 
     def check(self) -> None:
         """Assert that no claim is left. For a gateway without requests."""
-        assert not any(not claim.is_ended for claim in self._claims.values()), "a claim was not ended"
-
-    def _end(self, claim: KeyClaim) -> None:
-        claim.is_ended = True
-        renewing, claim.renewing = claim.renewing, None  # a cancelled task holds its frame, which holds the claim with its answer
-        if renewing is not None:
-            renewing.cancel()
+        assert all(claim.lease.is_ended for claim in self._claims.values()), "a claim was not ended"
 
     def _forget(self, claim: KeyClaim) -> None:
         if self._claims.get(claim.key) is claim:
@@ -233,19 +216,5 @@ class Replays:
             value = await store.get(claim.key)
             if (entry := entry_in(value, _decoder, FORM)) is not None:
                 return entry
-            if await store.swap(claim.key, claim.value, expected=value, tenant=claim.tenant, ttl_s=LEASE_S):
+            if await claim.lease.claim(store, expected=value):
                 return None
-
-    async def _renew(self, claim: KeyClaim) -> None:
-        while not claim.is_ended:
-            await asyncio.sleep(RENEW_S)
-            await self._store.tried(lambda store: self._renewed(store, claim), RENEW_S)
-
-    async def _renewed(self, store: Store, claim: KeyClaim) -> None:
-        await store.swap(claim.key, claim.value, expected=claim.value, tenant=claim.tenant, ttl_s=LEASE_S)
-
-    async def _replace(self, store: Store, claim: KeyClaim, value: bytes, ttl_s: float) -> None:
-        """Replace the claim by the answer, also after the claim has expired, but never an entry of another request."""
-        for expected in (claim.value, None):
-            if await store.swap(claim.key, value, expected=expected, tenant=claim.tenant, ttl_s=ttl_s):
-                return

@@ -25,7 +25,8 @@ from headrace.gateway.generation.event_log import HEADER, EventId, last_event, o
 from headrace.gateway.http.errors import ClientLeft, SlowReader, StreamConflict, UnknownStream
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.stores.guarded_store import Ended, GuardedStore, TooMuchToWrite, Work
-from headrace.gateway.stores.store import EntryTooLarge, Store, StoredEntry, StoreFailed, entry_in
+from headrace.gateway.stores.lease import EntryLease
+from headrace.gateway.stores.store import EntryTooLarge, StoredEntry, StoreFailed, entry_in
 from headrace.gateway.upstream.generation_request import EarlierOutput
 from headrace.observe.resume_metrics import ContinueOutcome, KeepOutcome, ResumeMetrics
 
@@ -43,9 +44,6 @@ HAS_ENDED, HAS_JUST_BEGUN = b"ended", b"just begun"
 
 CLAIM_BYTES = 8
 """Bytes that tell one claim from another: one that is given back must not end another one."""
-
-GIVE_BACK_PAUSES_S = (0.25, 0.25, 0.5, 1.0, 2.0)
-"""Seconds between attempts to give a claim back of which it is not known whether it has taken effect."""
 
 FORM = 1
 """The form of entries that this version writes. An entry of another form is unknown."""
@@ -195,29 +193,17 @@ class KeptStreams:
     async def claim(self, stream: ContinuedStream) -> None:
         """Claim the stream right before continuing it. Raises StreamConflict when another request has claimed it, or Unavailable."""
         assert self._store is not None
-        claim = _encode(msgspec.structs.replace(stream.kept, entries=b"", state=secrets.token_bytes(CLAIM_BYTES), is_claimed=True))
+        claimed = _encode(msgspec.structs.replace(stream.kept, entries=b"", state=secrets.token_bytes(CLAIM_BYTES), is_claimed=True))
+        lease = EntryLease(self._store, stream.answer_id, claimed, tenant=stream.kept.tenant, lasts_s=self._ttl_s)
         with self._counted():
             try:
-                is_ours = await self._store.asked(lambda store: self._swapped(store, stream, claim, expected=stream.value))
+                is_ours = await self._store.asked(lambda store: lease.claim(store, expected=stream.value))
             except (StoreFailed, asyncio.CancelledError):
-                self._store.write(lambda store: self._give_back(store, stream, claim), len(stream.value), lambda _: None)
+                self._store.write(lambda store: lease.give_back(store, stream.value), len(stream.value), lambda _: None)
                 raise
             if not is_ours:
                 raise StreamConflict(BUSY, retry_after_s=BUSY_RETRY_S)
         self._metrics.continued(ContinueOutcome.CONTINUED)
-
-    async def _swapped(self, store: Store, stream: ContinuedStream, value: bytes, *, expected: bytes) -> bool:
-        return await store.swap(stream.answer_id, value, expected=expected, tenant=stream.kept.tenant, ttl_s=self._ttl_s)
-
-    async def _give_back(self, store: Store, stream: ContinuedStream, claim: bytes) -> None:
-        """Replace a claim by the entry, after the claiming request has given up. A claim of another request stays.
-
-        The store may carry out the late claim at any moment, so the replacement is tried several times.
-        """
-        for pause_s in GIVE_BACK_PAUSES_S:
-            if await self._swapped(store, stream, stream.value, expected=claim):
-                return
-            await asyncio.sleep(pause_s)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

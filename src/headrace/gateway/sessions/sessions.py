@@ -29,6 +29,7 @@ from headrace.gateway.sessions.history import (
 )
 from headrace.gateway.sessions.names import SessionKey
 from headrace.gateway.stores.guarded_store import GuardedStore
+from headrace.gateway.stores.lease import EntryLease
 from headrace.gateway.stores.open import Stores
 from headrace.gateway.stores.store import EntryTooLarge, Store, StoreFailed
 from headrace.observe.session_metrics import SessionMetrics, TurnOutcome
@@ -41,8 +42,8 @@ CLAIM_WAIT_S = 0.5
 CLAIM_CHECK_S = 0.02
 """Seconds between two tries to claim a session that another turn holds."""
 
-LEASE_S = 15.0
-"""Seconds after which the claim of a gateway that died is gone."""
+LEASE_S, RENEW_S = 15.0, 5.0
+"""Seconds after which the claim of a gateway that died is gone, and between two renewals of a living one's."""
 
 INLINE_BYTES = 32 << 10
 """Histories up to this size are packed and unpacked on the event loop, in half a millisecond; larger ones in a thread."""
@@ -96,12 +97,16 @@ class Sessions:
 
     # -- what a turn does ----------------------------------------------------------------------------------------------------------
 
-    async def claimed(self, key: SessionKey, owner: bytes) -> ReadSession:
-        """Claim and read the session; no other request may change it until `free`. Raises SessionConflict or Unavailable."""
+    def lease(self, key: SessionKey) -> EntryLease:
+        """A request's claim of the session, not yet made."""
+        return EntryLease(self.store, key.claim, os.urandom(12), tenant=key.tenant, lasts_s=LEASE_S)
+
+    async def claimed(self, key: SessionKey, lease: EntryLease) -> ReadSession:
+        """Claim and read the session; no other request may change it until the lease ends. Raises SessionConflict or Unavailable."""
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + CLAIM_WAIT_S
         while True:
-            found = await self._asked(lambda store: self._claimed(store, key, owner))
+            found = await self._asked(lambda store: self._claimed(store, key, lease))
             if found is not None:
                 return await self._read(found)
             if loop.time() >= give_up_at:
@@ -109,15 +114,9 @@ class Sessions:
                 raise SessionConflict(_BUSY)
             await asyncio.sleep(CLAIM_CHECK_S)
 
-    async def _claimed(self, store: Store, key: SessionKey, owner: bytes) -> ReadSession | None:
+    async def _claimed(self, store: Store, key: SessionKey, lease: EntryLease) -> ReadSession | None:
         """None: another turn has the claim."""
-        if not await store.swap(key.claim, owner, expected=None, tenant=key.tenant, ttl_s=LEASE_S):
-            return None
-        return ReadSession(await store.get(key.entry))
-
-    async def renew(self, key: SessionKey, owner: bytes, within_s: float) -> None:
-        """Renew a claim. A failure is ignored: the next renewal follows, and `keep` detects a lost claim by its swap."""
-        await self.store.tried(lambda store: store.swap(key.claim, owner, expected=owner, tenant=key.tenant, ttl_s=LEASE_S), within_s)
+        return ReadSession(await store.get(key.entry)) if await lease.claim(store) else None
 
     async def keep(self, key: SessionKey, found: ReadSession, stored: StoredSession, messages: Sequence[Message]) -> None:
         """Store the session after a turn. Raises SessionConflict if another request has changed it, Unavailable, or RequestTooLarge."""
@@ -138,15 +137,6 @@ class Sessions:
                 return True
         return False
 
-    def free(self, key: SessionKey, owner: bytes) -> None:
-        """Remove the claim in the background if it is still `owner`'s. Tried until the claim expires anyway."""
-
-        async def freed(store: Store) -> None:
-            if await store.get(key.claim) == owner:
-                await store.delete(key.claim)
-
-        self.store.write(freed, 0, lambda _: None, within_s=LEASE_S)
-
     def too_large(self) -> RequestTooLarge:
         limit = f"a session of at most {MAX_SESSION_BYTES} bytes"
         return RequestTooLarge("messages", limit, None, "Begin another session, or set context_fitting, which drops the oldest turns.")
@@ -162,14 +152,14 @@ class Sessions:
 
     async def delete(self, key: SessionKey) -> None:
         """Raises UnknownSession, SessionConflict while a turn runs, or Unavailable."""
-        owner = os.urandom(12)
-        found = await self.claimed(key, owner)
+        lease = self.lease(key)
+        found = await self.claimed(key, lease)
         try:
             if found.entry is None:
                 raise UnknownSession("There is no such session.")
             await self._asked(lambda store: store.delete(key.entry))
         finally:
-            self.free(key, owner)
+            lease.free()
 
     # -- the store -----------------------------------------------------------------------------------------------------------------
 

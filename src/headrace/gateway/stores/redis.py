@@ -163,7 +163,7 @@ hold(tenant, size)
 return 1
 """
 )
-DELETE = COMMON + "remove(ARGV[1])"
+DELETE = COMMON + "if not ARGV[2] or redis.call('GET', P .. 'entry:' .. ARGV[1]) == ARGV[2] then remove(ARGV[1]) end"
 PURGE = (
     COMMON
     + """
@@ -202,8 +202,9 @@ class RedisStore(RedisCalls):
     async def swap(self, key: str, value: bytes, *, expected: bytes | None, tenant: str, ttl_s: float) -> bool:
         return await self._put(key, value, tenant, ttl_s, ("absent",) if expected is None else ("equal", expected))
 
-    async def delete(self, key: str) -> None:
-        await self.answer(self._delete_script(keys=[self._prefix], args=[key]))
+    async def delete(self, key: str, *, expected: bytes | None = None) -> None:
+        condition = () if expected is None else (expected,)
+        await self.answer(self._delete_script(keys=[self._prefix], args=[key, *condition]))
 
     async def purge(self, tenant: str) -> int:
         num_removed = 0

@@ -57,8 +57,8 @@ class SqliteStore:
         self._limits.check(len(value), _size(key, value))
         return await self._thread.call(lambda: self._swap(key, value, expected, tenant, ttl_s))
 
-    async def delete(self, key: str) -> None:
-        await self._thread.call(lambda: self._delete(key))
+    async def delete(self, key: str, *, expected: bytes | None = None) -> None:
+        await self._thread.call(lambda: self._delete(key, expected))
 
     async def purge(self, tenant: str) -> int:
         num_removed = 0
@@ -112,8 +112,9 @@ class SqliteStore:
             self._put(key, value, tenant, ttl_s)
         return is_expected
 
-    def _delete(self, key: str) -> None:
-        self._connection.execute("DELETE FROM entries WHERE key = ?", (key,))
+    def _delete(self, key: str, expected: bytes | None = None) -> None:
+        if expected is None or self._get(key) == expected:
+            self._connection.execute("DELETE FROM entries WHERE key = ?", (key,))
 
     def _remove_expired(self) -> None:
         self._remove_some("expires_at <= ? ORDER BY expires_at", self._unix_time())

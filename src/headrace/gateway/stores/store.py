@@ -97,7 +97,9 @@ class Store(Protocol):
         """
         ...
 
-    async def delete(self, key: str) -> None: ...
+    async def delete(self, key: str, *, expected: bytes | None = None) -> None:
+        """Remove the entry. expected: only if the entry equals it; None: whatever the entry is"""
+        ...
 
     async def purge(self, tenant: str) -> int:
         """Remove all entries of a tenant. Returns their number."""

@@ -5,8 +5,6 @@ The turn is stored before the answer's last bytes are sent. A turn that ends bef
 
 from __future__ import annotations
 
-import asyncio
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,12 +18,9 @@ from headrace.gateway.generation.parsed_request import MAX_MESSAGES, ParsedReque
 from headrace.gateway.sessions.history import FORM, History, Message, StoredSession, messages_json, prompt_messages
 from headrace.gateway.sessions.names import HEADER as SESSION_HEADER
 from headrace.gateway.sessions.names import METADATA_FIELD, RAW_HEADER, SessionKey, checked_session_id
-from headrace.gateway.sessions.sessions import MAX_SESSION_BYTES, ReadSession, Sessions
+from headrace.gateway.sessions.sessions import MAX_SESSION_BYTES, RENEW_S, ReadSession, Sessions
 from headrace.gateway.upstream.generation_request import REASONING_PASSED, Conversation
 from headrace.gateway.upstream.seam import OutputEvent, PassedField, Prepared, ToolCall, joined_values
-
-RENEW_S = 5.0
-"""Seconds between two renewals of a claim."""
 
 NOT_KEPT = ("reasoning_content", "reasoning", *REASONING_PASSED)
 """Fields of a message that no history has."""
@@ -48,7 +43,7 @@ async def take_turn(generation: Generation, call_next: CallNext) -> Prepared:
     key = retry_key(exchange, service.config.idempotency)
     continued = last_event(exchange)
     turn = SessionTurn(service.sessions, SessionKey(exchange.principal.tenant_key, session_id), key)
-    generation.ends.callback(turn.free)
+    generation.ends.callback(turn.lease.free)
     await turn.claim("" if continued is None else continued.answer_id)
     history = generation.history = turn.conversation(parsed.prompt.messages)
     generation.charges.prompts.add(turn.check_size(history))
@@ -93,16 +88,13 @@ class SessionTurn:
     def __init__(self, sessions: Sessions, key: SessionKey, retry_key: str) -> None:
         """retry_key: `retry_key` of the request's Idempotency-Key; empty: it has none"""
         self._sessions, self._key, self._retry_key = sessions, key, retry_key
-        self._owner = os.urandom(12)
-        """The turn's id in the store's claim."""
-        self._is_freed = False
-        self._renewing: asyncio.Task[None] | None = None
+        self.lease = sessions.lease(key)
         self._found = ReadSession()
         self.history = History()
         self.num_new = 0
 
     async def claim(self, continued_id: str) -> None:
-        """Read the session and claim it until `free`.
+        """Read the session and claim it until the lease is freed.
 
         The session's last turn is replaced when the request repeats that turn: it continues the turn's answer, or has its Idempotency-Key.
 
@@ -110,29 +102,14 @@ class SessionTurn:
 
         Raises SessionConflict while another request has the session, or Unavailable.
         """
-        self._found = await self._sessions.claimed(self._key, self._owner)
-        self._renewing = asyncio.create_task(self._renew())
+        self._found = await self._sessions.claimed(self._key, self.lease)
+        self.lease.begin_renewing(RENEW_S)
         stored, messages = self._found.stored, self._found.messages
         if stored is None:
             return
         if continued_id == stored.answer_id or (self._retry_key and self._retry_key == stored.retry_key):
             messages = messages[: stored.num_before]
         self.history = History(messages, stored.summary)
-
-    async def _renew(self) -> None:
-        """Renew the claim until cancelled."""
-        while True:
-            await asyncio.sleep(RENEW_S)
-            await self._sessions.renew(self._key, self._owner, RENEW_S)
-
-    def free(self) -> None:
-        """Give the claim back, without waiting for it. Later calls do nothing."""
-        renewing, self._renewing = self._renewing, None  # a cancelled task holds its frame, which holds this turn
-        if renewing is not None:
-            renewing.cancel()
-        if not self._is_freed:
-            self._is_freed = True
-            self._sessions.free(self._key, self._owner)
 
     def conversation(self, new: Sequence[Message]) -> History:
         """The history followed by the request's messages. Raises InvalidRequest beyond MAX_MESSAGES messages."""
@@ -179,7 +156,7 @@ class SessionTurn:
             retry_key=self._retry_key,
         )
         await self._sessions.keep(self._key, self._found, turn, [*messages, answer.message()])
-        self.free()  # the client's next request may come with the last byte of this answer
+        self.lease.free()  # the client's next request may come with the last byte of this answer
 
 
 class TurnRecorder:
