@@ -13,33 +13,12 @@ from typing import Any
 import msgspec
 
 from headrace.gateway.access.key_records import AuditRecord, DirectoryChange, DirectoryState, KeyRecord, R, StoredKey, TenantRecord, decoded
-from headrace.gateway.stores.redis import PREFIX, RedisCalls
+from headrace.gateway.stores.redis import PREFIX, RedisCalls, read_script
 
 VERSION, RECORDS, DIGESTS, TENANTS, AUDIT = (f"{PREFIX}keys:{name}" for name in ("version", "records", "digests", "tenants", "audit"))
 """The version of the directory; records of keys by id; ids by digest; records of tenants by name; audit records, oldest first."""
 
 HASHES: Mapping[type, str] = {KeyRecord: RECORDS, TenantRecord: TENANTS}
-FIND = """
-local version = redis.call('GET', KEYS[1]) or '0'
-local id = redis.call('HGET', KEYS[3], ARGV[1])
-local record = id and redis.call('HGET', KEYS[2], id)
-local tenant = record and redis.call('HGET', KEYS[4], cjson.decode(record).tenant)
-return tenant and {version, record, tenant} or {version}
-"""
-APPLY = """
-local change = cjson.decode(ARGV[1])
-if (redis.call('GET', KEYS[1]) or '0') ~= change.expected then return 0 end
-redis.call('SET', KEYS[1], change.version)
-for _, digest in ipairs(change.removed_digests) do redis.call('HDEL', KEYS[3], digest) end
-for _, key in ipairs(change.keys) do
-  redis.call('HSET', KEYS[2], key.id, key.record)
-  for _, digest in ipairs(key.digests) do redis.call('HSET', KEYS[3], digest, key.id) end
-end
-for _, name in ipairs(change.removed_tenants) do redis.call('HDEL', KEYS[4], name) end
-for _, tenant in ipairs(change.tenants) do redis.call('HSET', KEYS[4], tenant.name, tenant.record) end
-redis.call('RPUSH', KEYS[5], change.audit)
-return 1
-"""
 
 
 class RedisKeys(RedisCalls):
@@ -48,8 +27,10 @@ class RedisKeys(RedisCalls):
     def __init__(self, client: Any) -> None:
         """client: what `open_redis` made"""
         super().__init__(client)
-        self._find_script = client.register_script(FIND)
-        self._apply_script = client.register_script(APPLY)
+        self._script = client.register_script(read_script(__file__))
+
+    async def _call(self, name: str, argument: str) -> Any:
+        return await self.answer(self._script(keys=[VERSION, RECORDS, DIGESTS, TENANTS, AUDIT], args=[name, argument]))
 
     async def state(self) -> DirectoryState:
         pipe = self._client.pipeline(transaction=True).get(VERSION).hlen(RECORDS)
@@ -57,7 +38,7 @@ class RedisKeys(RedisCalls):
         return DirectoryState(int(version or 0), num_keys > 0)
 
     async def find(self, sha256: str) -> tuple[int, StoredKey | None]:
-        version, *found = await self.answer(self._find_script(keys=[VERSION, RECORDS, DIGESTS, TENANTS], args=[sha256]))
+        version, *found = await self._call("find", sha256)
         return int(version), StoredKey(decoded(found[0], KeyRecord), decoded(found[1], TenantRecord)) if found else None
 
     async def record(self, kind: type[R], name: str) -> R | None:
@@ -82,7 +63,7 @@ class RedisKeys(RedisCalls):
             "removed_tenants": change.removed_tenants,
             "audit": _encoded(change.audit),
         }
-        return bool(await self.answer(self._apply_script(keys=[VERSION, RECORDS, DIGESTS, TENANTS, AUDIT], args=[json.dumps(content)])))
+        return bool(await self._call("apply", json.dumps(content)))
 
 
 def _encoded(record: object) -> str:

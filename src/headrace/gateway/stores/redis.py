@@ -1,7 +1,7 @@
 """Stores entries in Redis (6.2 or later) or Valkey, which gateways on several machines share.
 
-An entry's size, tenant and age lie in keys of their own beside its value, so that the bounds hold whichever gateway writes. Scripts change
-both together. All keys have one hash tag, so that a cluster keeps them on one node.
+An entry's size, tenant and age lie in keys of their own beside its value, so that the bounds hold whichever gateway writes. redis.lua
+beside this module changes both together. All keys have one hash tag, so that a cluster keeps them on one node.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.core.errors import ConfigError
@@ -48,6 +49,11 @@ def open_redis(url: str, *, password: str | None = None) -> Any:
     except ValueError as error:
         raise ConfigError("store.url", f"cannot be used: {error}") from None
     return Redis(connection_pool=pool)
+
+
+def read_script(module: str) -> str:
+    """The Lua script beside a module, under the module's name. module: its `__file__`"""
+    return Path(module).with_suffix(".lua").read_text(encoding="ascii")
 
 
 class RedisCalls:
@@ -103,79 +109,6 @@ ENTRY_BYTES, KEY_COPIES = 820, 6
 entries would have no bound. Redis 7.0 with jemalloc took 690 bytes where all entries are of one tenant, and 810 where each has a tenant
 of its own (20,000 entries, keys of 16 and 64 bytes)."""
 
-COMMON = """
-local P = KEYS[1]
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
-
-local function hold(tenant, bytes)
-  if redis.call('HINCRBY', P .. 'bytes', tenant, bytes) == 0 then redis.call('HDEL', P .. 'bytes', tenant) end
-  redis.call('INCRBY', P .. 'total', bytes)
-end
-
-local function remove(key)
-  redis.call('DEL', P .. 'entry:' .. key)
-  redis.call('ZREM', P .. 'ends', key)
-  redis.call('ZREM', P .. 'ages', key)
-  local tenant = redis.call('HGET', P .. 'tenants', key)
-  if not tenant then return end
-  hold(tenant, 0 - (redis.call('HGET', P .. 'sizes', key) or 0))
-  redis.call('HDEL', P .. 'sizes', key)
-  redis.call('HDEL', P .. 'tenants', key)
-  redis.call('ZREM', P .. 'ages:' .. tenant, key)
-end
-
-local function make_room(ages, sum, max, forget)
-  while sum() > max do
-    local oldest = redis.call('ZRANGE', ages, 0, 0)[1]
-    if not oldest then forget() return end
-    remove(oldest)
-    redis.call('ZREM', ages, oldest)
-  end
-end
-"""
-"""KEYS[1] begins all keys of the store. entry:KEY is a value; sizes and tenants map a key to size and tenant; bytes maps a tenant to the
-sum of its sizes, total is the sum of all; ends are keys by the time at which they are over; ages and ages:TENANT are keys by the number of
-their write. A server that evicts keys may take any of them: a sum of entries of which the ages know nothing begins anew."""
-
-PUT = (
-    COMMON
-    + """
-local key, tenant, value, ttl_ms, max_tenant, max_total = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
-local size, mode, found = tonumber(ARGV[7]), ARGV[8], redis.call('GET', P .. 'entry:' .. key)
-if mode == 'absent' and found or mode == 'equal' and found ~= ARGV[9] then return 0 end
-for _, over in ipairs(redis.call('ZRANGEBYSCORE', P .. 'ends', '-inf', now, 'LIMIT', 0, 256)) do remove(over) end
-remove(key)
-make_room(P .. 'ages:' .. tenant,
-  function() return tonumber(redis.call('HGET', P .. 'bytes', tenant) or 0) end, max_tenant - size,
-  function() redis.call('HDEL', P .. 'bytes', tenant) end)
-make_room(P .. 'ages',
-  function() return tonumber(redis.call('GET', P .. 'total') or 0) end, max_total - size,
-  function() redis.call('DEL', P .. 'total', P .. 'bytes') end)
-redis.call('SET', P .. 'entry:' .. key, value, 'PX', ttl_ms)
-redis.call('HSET', P .. 'sizes', key, size)
-redis.call('HSET', P .. 'tenants', key, tenant)
-redis.call('ZADD', P .. 'ends', now + ttl_ms, key)
-local number = redis.call('INCR', P .. 'writes')
-redis.call('ZADD', P .. 'ages', number, key)
-redis.call('ZADD', P .. 'ages:' .. tenant, number, key)
-hold(tenant, size)
-return 1
-"""
-)
-DELETE = COMMON + "if not ARGV[2] or redis.call('GET', P .. 'entry:' .. ARGV[1]) == ARGV[2] then remove(ARGV[1]) end"
-PURGE = (
-    COMMON
-    + """
-local found = redis.call('ZRANGE', P .. 'ages:' .. ARGV[1], 0, 255)
-for _, key in ipairs(found) do
-  remove(key)
-  redis.call('ZREM', P .. 'ages:' .. ARGV[1], key)
-end
-return #found
-"""
-)
-
 
 class RedisStore(RedisCalls):
     """A `Store` in Redis, which connects at the first call."""
@@ -188,9 +121,7 @@ class RedisStore(RedisCalls):
         super().__init__(client)
         self._prefix = PREFIX + (f"{part}:" if part else "")
         self._limits = limits
-        self._put_script = client.register_script(PUT)
-        self._delete_script = client.register_script(DELETE)
-        self._purge_script = client.register_script(PURGE)
+        self._script = client.register_script(read_script(__file__))
 
     async def put(self, key: str, value: bytes, *, tenant: str, ttl_s: float) -> None:
         await self._put(key, value, tenant, ttl_s)
@@ -203,12 +134,11 @@ class RedisStore(RedisCalls):
         return await self._put(key, value, tenant, ttl_s, ("absent",) if expected is None else ("equal", expected))
 
     async def delete(self, key: str, *, expected: bytes | None = None) -> None:
-        condition = () if expected is None else (expected,)
-        await self.answer(self._delete_script(keys=[self._prefix], args=[key, *condition]))
+        await self._call("delete", key, *(() if expected is None else (expected,)))
 
     async def purge(self, tenant: str) -> int:
         num_removed = 0
-        while count := int(await self.answer(self._purge_script(keys=[self._prefix], args=[tenant]))):
+        while count := int(await self._call("purge", tenant)):
             num_removed += count
         return num_removed
 
@@ -230,4 +160,7 @@ class RedisStore(RedisCalls):
         size = ENTRY_BYTES + KEY_COPIES * len(key.encode()) + len(value)
         self._limits.check(len(value), size)
         bounds = max(1, round(1000 * ttl_s)), self._limits.tenant, self._limits.total, size
-        return bool(await self.answer(self._put_script(keys=[self._prefix], args=[key, tenant, value, *bounds, *condition])))
+        return bool(await self._call("put", key, tenant, value, *bounds, *condition))
+
+    async def _call(self, *words: object) -> Any:
+        return await self.answer(self._script(keys=[self._prefix], args=words))
