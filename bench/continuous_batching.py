@@ -12,8 +12,7 @@ from dataclasses import replace
 
 from bench.harness import Machine, Measure, Table, finished, requests_for
 from headrace.engine.config import EngineConfig
-from headrace.lab.arrivals import send_times
-from headrace.lab.datasets import LoadRequest, WorkloadShape
+from headrace.lab.datasets import LoadRequest, WorkloadShape, send_times
 from headrace.lab.metrics import LoadRecord, LoadReport, summarize
 from headrace.lab.offline import run_offline
 

@@ -23,10 +23,10 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: see headrace.te
 
 from bench.harness import write_portable
 from bench.machine import results_file
+from bench.pairs import paired_ratio
 from headrace import LLM, SamplingParams
 from headrace.engine.config import DTYPES, ROUNDINGS
 from headrace.lab.environment import bandwidth_facts, bandwidth_script, environment, measure_bandwidth
-from headrace.lab.pairs import paired_ratio
 
 VARIANTS: Mapping[str, bool] = {"without": False, "with": True}
 PROMPT_TOKENS: Mapping[str, int] = {"prefill": 512, "decode": 16}

@@ -22,10 +22,10 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: see headrace.te
 
 from bench.harness import write_portable
 from bench.machine import results_file
+from bench.pairs import paired_ratio
 from headrace import LLM, SamplingParams, StructuredOutputsParams
 from headrace.engine.config import ROUNDINGS
 from headrace.lab.environment import bandwidth_facts, bandwidth_script, environment, measure_bandwidth
-from headrace.lab.pairs import paired_ratio
 
 PROMPT_TOKENS = 16
 RECORD = {

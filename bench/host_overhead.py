@@ -32,6 +32,7 @@ import psutil
 from bench.engine_options import add_engine_options, engine_config
 from bench.harness import ROOT, Machine, build, finished, write_portable
 from bench.machine import results_file
+from bench.pairs import paired_ratio
 from bench.smoke.children import SERVED, Server, server
 from bench.smoke.trees import Side
 from headrace.core.errors import ConfigError
@@ -39,7 +40,6 @@ from headrace.engine.config import EngineConfig
 from headrace.lab.datasets import WorkloadShape, make_requests
 from headrace.lab.environment import bandwidth_facts, bandwidth_script, environment, measure_bandwidth
 from headrace.lab.offline import run_offline
-from headrace.lab.pairs import paired_ratio
 from headrace.tensor.host.cache_folder import cache_root
 
 STREAM = WorkloadShape(input_tokens=32, output_tokens=64)

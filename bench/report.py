@@ -11,7 +11,7 @@ from typing import Any
 
 from bench import static_batching
 from bench.harness import RESULTS
-from headrace.lab.pairs import Ratio, paired_ratio
+from bench.pairs import Ratio, paired_ratio
 
 QUALITY = RESULTS / "quality.json"
 """Written by `bench.quality`; the page has its table where the file is there."""

@@ -30,7 +30,7 @@ from headrace.gateway.surfaces.chat import ChatAnswer, ChatRequest
 from headrace.gateway.upstream.seam import OutputEvent
 from headrace.lab.environment import environment
 from headrace.lab.report import write_json
-from headrace.observe.resume_metrics import ResumeMetrics
+from headrace.observe.store_metrics import ResumeMetrics
 
 RESULT = Path(__file__).with_name("results") / "resume-cost.json"
 ANSWER_ID = RequestId("0" * 24)

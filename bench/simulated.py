@@ -27,8 +27,7 @@ from headrace.bundled import bundled_path
 from headrace.cli.planned_model import find_model
 from headrace.cli.simulate import GATEWAY_S
 from headrace.engine.config import EngineConfig
-from headrace.lab.arrivals import send_times
-from headrace.lab.datasets import LoadRequest, WorkloadShape, make_requests
+from headrace.lab.datasets import LoadRequest, WorkloadShape, make_requests, send_times
 from headrace.lab.environment import environment
 from headrace.lab.loadgen import LoadTarget, run_load
 from headrace.lab.metrics import LoadReport, summarize

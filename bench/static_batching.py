@@ -22,8 +22,7 @@ from bench.harness import RESULTS, write_portable
 from bench.tinyllama import write_tinyllama
 from headrace.bundled import bundled_path
 from headrace.engine.config import EngineConfig
-from headrace.lab.arrivals import send_times
-from headrace.lab.datasets import LoadRequest, WorkloadShape, make_requests
+from headrace.lab.datasets import LoadRequest, WorkloadShape, make_requests, send_times
 from headrace.lab.environment import environment
 from headrace.lab.metrics import LoadReport, summarize
 from headrace.lab.plan.catalogue import read_catalogue

@@ -14,20 +14,19 @@ from headrace.cli.bench_common import make_shape
 from headrace.engine.config import EngineConfig
 from headrace.lab.metrics import LoadRecord, summarize
 from headrace.lab.plan.catalogue import Catalogue, read_catalogue
-from headrace.lab.plan.claims import findings
-from headrace.lab.plan.claims import rule as rule_rows
 from headrace.lab.plan.plan import dollars_per_1m_tokens
 from headrace.lab.plan.shapes import find_entry
-from headrace.lab.plan.sizings import Sizing, fleet, known_sizings, levers, resident, routing_saving, shape, standby_replicas
-from headrace.lab.simulate.build import planned_model
+from headrace.lab.simulate.build import on_device, planned_model
 from headrace.lab.simulate.load import drawn
-from headrace.lab.simulate.options import on_device
 from headrace.lab.simulate.site import SimulatedSite
 from headrace.policy.placement.layout import Placement, choose_layout, judge
 from headrace.policy.placement.load import at_rate, step_tokens
 from headrace.policy.placement.loading import LOAD_BYTES_PER_S, load_seconds
 from headrace.policy.placement.need import Goals, Need, Traffic
 from headrace.policy.placement.roofline import Layout, Roofline
+from tools.plan_claims import findings
+from tools.plan_claims import rule as rule_rows
+from tools.plan_sizings import Sizing, fleet, known_sizings, levers, resident, routing_saving, shape, standby_replicas
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = tuple(ROOT / "docs" / name for name in ("planning.md", "simulation.md", "sizings.md", "cost.md", "choosing.md", "hardware.md"))

@@ -23,8 +23,7 @@ from bench.peers.llama_cpp import llama_cpp
 from bench.peers.rows import HIGH_ID, LOW_ID, Figure
 from bench.peers.run import Turn, parser_of, take_turns
 from bench.peers.servers import MODEL_NAME, ServerLaunch, flags_of, serving
-from headrace.lab.arrivals import send_times
-from headrace.lab.datasets import WorkloadShape, make_requests
+from headrace.lab.datasets import WorkloadShape, make_requests, send_times
 from headrace.lab.loadgen import LoadTarget, run_load
 from headrace.lab.metrics import LoadReport, Slo, parse_slo, summarize
 

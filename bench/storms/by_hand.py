@@ -1,8 +1,8 @@
 """Starts engines and gateways one by one, as on several machines, for storms that need more than `headrace serve`.
 
 Engines listen over TCP with TLS and a token, on loopback or in a network namespace; gateways dial them at addresses that the storm chooses:
-the engine's own, or a link in between (`lab.network_faults`). A fake engine computes nothing and is paced; its tokens follow from seed and
-position, so that answers can be compared as those of a real one with `--deterministic`.
+the engine's own, or a link in between (`bench.network_faults`). A fake engine computes nothing and is paced; its tokens follow from seed
+and position, so that answers can be compared as those of a real one with `--deterministic`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python -m bench.storms.chaos [--minutes 30] [--rate 5] [--every 20] [--gateway-kills 0]  -> bench/results/storms/chaos.json
 
 Engines are started one by one as on several machines (`headrace engine`), each restarted when it ends, as a service manager does. A gateway
-reaches each through a link of its own (`headrace.lab.network_faults`), and reads its file again on SIGHUP. Requests of every kind of
+reaches each through a link of its own (`bench.network_faults`), and reads its file again on SIGHUP. Requests of every kind of
 `bench.storms.failover` arrive at random, `--rate` per second; every second one has a client that tries again, up to three times, when an
 answer fails. `--gateway-kills N` also kills the gateway N times; requests that were open then, or came before it was back, are counted
 apart.
@@ -31,11 +31,11 @@ from typing import Any
 
 import aiohttp
 
+from bench.network_faults import CUT, HEALTHY, Direction, FaultyLink, LinkFault
 from bench.storms.common import RESULTS
 from bench.storms.failover import SEEDS, Answer, ask, kinds
 from bench.storms.site import Kept, Site, free_port, running_site, until_ready
 from headrace.lab.environment import environment
-from headrace.lab.network_faults import CUT, HEALTHY, Direction, FaultyLink, LinkFault
 from headrace.lab.report import write_json
 
 NUM_ENGINES = 3

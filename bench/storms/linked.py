@@ -8,9 +8,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from bench.network_faults import Direction, FaultyLink, LinkFault
 from bench.storms.by_hand import HERE, HandStarted, site_by_hand
 from bench.storms.namespaces import namespaces
-from headrace.lab.network_faults import Direction, FaultyLink, LinkFault
 
 PACE_S = 0.01
 FAKE_ENGINE: dict[str, Any] = {"max_num_seqs": 64}

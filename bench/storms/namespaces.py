@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
+from bench.network_faults import HEALTHY, Direction, LinkFault
 from bench.storms.by_hand import Place
-from headrace.lab.network_faults import HEALTHY, Direction, LinkFault
 
 
 @dataclass(frozen=True, slots=True)

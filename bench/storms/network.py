@@ -4,10 +4,10 @@ are bad.
     python -m bench.storms.network [--engines 4] [--streams 12] [--seconds 24] [--faults NAME ...] [--fake] [--namespaces]
         -> bench/results/storms/network.json
 
-A gateway reaches each engine over TLS through a link of its own (`lab.network_faults`). `--streams` streams run at any time; their answers
-without a fault are known. Each fault (`FAULTS`) is on the first engine's link, or on all where its name says so, for `--seconds`, and then
-for a while it is healed. With `--namespaces` each engine and the gateway are in network namespaces of their own, as root, and the kernel
-drops packets (`bench.storms.namespaces`).
+A gateway reaches each engine over TLS through a link of its own (`bench.network_faults`). `--streams` streams run at any time; their
+answers without a fault are known. Each fault (`FAULTS`) is on the first engine's link, or on all where its name says so, for `--seconds`,
+and then for a while it is healed. With `--namespaces` each engine and the gateway are in network namespaces of their own, as root, and
+the kernel drops packets (`bench.storms.namespaces`).
 
 failed               streams without a whole answer, by what their client saw
 different            streams whose answer is another one than without a fault: a token that is lost, repeated or changed
@@ -34,12 +34,12 @@ from typing import Any
 
 import aiohttp
 
+from bench.network_faults import CUT, HEALTHY, Direction, FaultyLink, LinkFault
 from bench.storms.common import RESULTS
 from bench.storms.failover import SEEDS, Answer, ask, kinds, quantiles
 from bench.storms.linked import Link, Linked, linked
 from bench.storms.namespaces import has_netem, why_not_usable
 from headrace.lab.environment import environment
-from headrace.lab.network_faults import CUT, HEALTHY, Direction, FaultyLink, LinkFault
 from headrace.lab.report import write_json
 
 DEAD_AFTER_S = 2.0

@@ -25,8 +25,7 @@ from typing import Any
 from bench.storms.common import Served, write_result
 from bench.storms.paced import MAX_REQUESTS, SHAPE, saturating_rate, summary, target_of, tiered_server
 from headrace.bundled import DEFAULT_MODEL
-from headrace.lab.arrivals import send_times
-from headrace.lab.datasets import make_requests
+from headrace.lab.datasets import make_requests, send_times
 from headrace.lab.environment import environment
 from headrace.lab.loadgen import run_load
 from headrace.lab.metrics import LoadRecord, Slo

@@ -47,6 +47,7 @@ from urllib.request import Request, urlopen
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.network_faults import CUT, HEALTHY, FaultyLink, LinkFault
 from bench.storms.by_hand import MODEL, SOURCE, HandStarted, HandStartedSite, free_port, site_by_hand
 from bench.storms.common import RESULTS, redis_program
 from headrace.gateway.access.principal import Principal
@@ -54,7 +55,6 @@ from headrace.gateway.limits.redis import RedisLimits
 from headrace.gateway.limits.rules import rules_of
 from headrace.gateway.stores.redis import open_redis
 from headrace.lab.environment import environment
-from headrace.lab.network_faults import CUT, HEALTHY, FaultyLink, LinkFault
 from headrace.lab.report import write_json
 from headrace.policy.limits.tier import Tier
 

@@ -36,8 +36,7 @@ from bench.storms.paced import (
     watched,
 )
 from headrace.bundled import DEFAULT_MODEL
-from headrace.lab.arrivals import send_times
-from headrace.lab.datasets import make_requests
+from headrace.lab.datasets import make_requests, send_times
 from headrace.lab.environment import environment
 from headrace.lab.loadgen import run_load
 from headrace.lab.metrics import LoadRecord, Slo

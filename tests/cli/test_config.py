@@ -17,7 +17,7 @@ from headrace.cli.config_yaml import Raw, dump_yaml, parse_yaml
 from headrace.cli.serve_config import ServeConfig, is_fetched
 from headrace.core.errors import ConfigError
 from headrace.core.option import Reload, leaves, options
-from headrace.fleet.config_change import FIXED, FIXED_GATEWAY
+from headrace.fleet.desired import FIXED, FIXED_GATEWAY
 from headrace.fleet.files import ReplicaFiles, gateway_content
 from headrace.fleet.launcher import SECRET_VARIABLES, without_secrets
 from headrace.gateway.config import GatewayConfig, config_from

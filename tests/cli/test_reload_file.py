@@ -24,7 +24,7 @@ from headrace.cli.config_yaml import dump_yaml, parse_yaml
 from headrace.cli.serve_config import ServeConfig
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.fleet.config import FleetConfig
-from headrace.fleet.config_change import check_can_become, with_choices_of_start
+from headrace.fleet.desired import check_can_become, with_choices_of_start
 from headrace.fleet.files import ReplicaFiles, gateway_content
 from headrace.gateway.config import GatewayConfig, config_from, load_config
 from headrace.gateway.control.protections import check_keeps_protections

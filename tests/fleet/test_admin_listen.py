@@ -31,7 +31,7 @@ from headrace.fleet.admin import TOKEN_NAME, AdminRequests
 from headrace.fleet.admin_listen import AdminListen
 from headrace.fleet.authority import SiteAuthority
 from headrace.fleet.config import FleetConfig, ModelSpec
-from headrace.fleet.config_change import check_can_become
+from headrace.fleet.desired import check_can_become
 from headrace.gateway.access.admin_requests import KeyRequests
 from headrace.gateway.access.administration import Administration
 from headrace.gateway.access.sqlite_keys import SqliteKeys

@@ -15,7 +15,7 @@ from scripted_site import FleetExit, Script, ScriptedSite, models_of, scripted_s
 
 from headrace.cli.control_client import find_deployment
 from headrace.cli.exits import ServerFailed
-from headrace.fleet import reconciler, replica_process
+from headrace.fleet import reconciler, replica_processes
 from headrace.fleet.config import ModelSpec
 from headrace.fleet.keeper import FIRST_PAUSE_S
 
@@ -271,7 +271,7 @@ async def test_an_engine_that_ends_at_its_start_is_tried_again_after_a_pause() -
         assert '"Its engine ended before it served."' in json.dumps(site.written)
         script.dying.clear()
         await eventually(lambda: len(site.pids("bad-0")) == 4, 60)
-        assert site.process("bad-0").launched_at == pytest.approx(failed_at + replica_process.FIRST_RETRY_S)
+        assert site.process("bad-0").launched_at == pytest.approx(failed_at + replica_processes.FIRST_RETRY_S)
         await site.all_serving("bad")
         assert listed(site)["bad"] == ["bad-0"]
 

@@ -13,8 +13,8 @@ from scripted_site import FleetExit, Script, scripted_site
 from virtual_time import VirtualTimeLoop
 
 from headrace.fleet import control, gateways, hang_watch, supervisor
-from headrace.fleet.command_slot import CommandSlot, ControlBusy
-from headrace.fleet.hangup import reloading_when_asked
+from headrace.fleet.commands import CommandSlot, ControlBusy
+from headrace.fleet.control import reloading_when_asked
 
 pytestmark = pytest.mark.loop
 

@@ -130,7 +130,7 @@ FLOORS: dict[str, Floor] = {
             "gateway.generation",
             "gateway.ledger.record",
             "gateway.sessions",
-            "observe.cache_metrics",
+            "observe.store_metrics",
         )
     ),
     "headrace.gateway.cache": Floor(
@@ -148,7 +148,7 @@ FLOORS: dict[str, Floor] = {
             *ABOVE_THE_SEAM,
             "gateway.sessions",
             "gateway.stores",
-            "observe.session_metrics",
+            "observe.store_metrics",
         ),
         ("msgspec",),
     ),
@@ -174,7 +174,7 @@ FLOORS: dict[str, Floor] = {
             "gateway.http.descriptors",
             "gateway.http.errors",
             *SEAM,
-            "observe.upstream_metrics",
+            "observe.reading_metrics",
             "policy.admission",
             "policy.limits.ceiling",
             "policy.routing",

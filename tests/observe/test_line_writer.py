@@ -15,8 +15,7 @@ import pytest
 from patience import PATIENCE_S, until
 
 from headrace.observe import logs
-from headrace.observe.line_writer import LineWriter
-from headrace.observe.logs import LogFormat, LogHandler, set_up_logging
+from headrace.observe.logs import LineWriter, LogFormat, LogHandler, set_up_logging
 
 pytestmark = pytest.mark.socket
 

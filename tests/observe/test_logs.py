@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from headrace.observe.logs import ENVIRONMENT, JsonLine, LogFormat, TextLine, relay, set_up_logging, timestamp
+from headrace.observe.logs import ENVIRONMENT, INTERVAL_S, JsonLine, LimitedLog, LogFormat, TextLine, relay, set_up_logging, timestamp
 
 pytestmark = pytest.mark.pure
 
@@ -132,3 +132,22 @@ def test_a_line_that_cannot_be_written_shows_no_exceptions_texts(capfd: pytest.C
     except RuntimeError:
         logging.getLogger("a").error("failed")
     assert capfd.readouterr().err == "a line of a could not be logged: ValueError\n"
+
+
+def test_a_storm_of_equal_events_is_one_line_an_interval_that_counts_the_rest(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    log = LimitedLog(logging.getLogger("storm"), lambda: now)
+    with caplog.at_level(logging.INFO, logger="storm"):
+        for _ in range(1280):
+            log.info("a request falls back: %s", "100 % full")
+            now += 1 / 64
+        now += INTERVAL_S
+        log.info("a request falls back: %s", "gone")
+        now += INTERVAL_S
+        log.info("a request falls back: %s", "gone")
+    assert [record.getMessage() for record in caplog.records] == [
+        "a request falls back: 100 % full",
+        "a request falls back: 100 % full (and 639 more since the last such line)",
+        "a request falls back: gone (and 639 more since the last such line)",
+        "a request falls back: gone",
+    ]

@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.core.load import EngineCounters, LoadSnapshot
 from headrace.observe.metrics import Metrics, ReplicaReading
-from headrace.observe.upstream_metrics import UpstreamReading
+from headrace.observe.reading_metrics import UpstreamReading
 
 pytestmark = pytest.mark.pure
 

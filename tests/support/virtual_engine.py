@@ -12,7 +12,7 @@ from headrace.core.sampling import SamplingParams
 from headrace.core.update import Rejected
 from headrace.engine.config import EngineConfig
 from headrace.lab.fake_runner import FakeOptions, FakeRunner, fake_info
-from headrace.lab.simulate.replica import SimulatedReplica, Update
+from headrace.lab.simulate.build import SimulatedReplica, Update
 
 
 def asked(name: str, *, prompt_tokens: int, output_tokens: int, **given: Any) -> EngineRequest:

@@ -16,11 +16,11 @@ import grpc.aio
 from patience import PATIENCE_S
 from virtual_time import VirtualTimeLoop
 
+from bench.network_faults import Direction
 from headrace.engine.config import EngineConfig
 from headrace.engine.server.outbox import AsyncioOutbox
 from headrace.engine.server.service import EngineService
 from headrace.lab.fake_runner import FakeOptions, fake_engine
-from headrace.lab.network_faults import Direction
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.client import ReplicaClient
 from headrace.wire.target import parse_target

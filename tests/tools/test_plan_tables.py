@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from headrace.lab.plan.catalogue import read_catalogue
-from headrace.lab.plan.sizings import known_sizings, shape
 from headrace.policy.placement.layout import choose_layout
 from headrace.policy.placement.need import Goals, Need, Traffic
 from headrace.policy.placement.roofline import Layout, Roofline
+from tools.plan_sizings import known_sizings, shape
 from tools.plan_tables import LOADS, PAGES, PLACE, ROOT, TABLES, measured, with_tables
 
 pytestmark = pytest.mark.pure

@@ -9,9 +9,9 @@ from patience import eventually
 from virtual_wire import linked_virtually
 from wire_kit import read_all, request
 
+from bench.network_faults import Direction
 from headrace.core.errors import Unavailable
 from headrace.lab.fake_runner import fake_answer
-from headrace.lab.network_faults import Direction
 from headrace.wire import session
 from headrace.wire.client import ConnectionState, ReplicaClient
 from headrace.wire.service import HEARTBEAT_S, LEASE_S, NOT_READING_AFTER_S

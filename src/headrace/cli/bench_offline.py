@@ -141,8 +141,7 @@ def steps(
     engine: Given,
 ) -> None:
     """Measure what steps of all sizes take, and fit them: the times of this machine for `headrace simulate`."""
-    from headrace.lab.simulate.measure import measure_steps
-    from headrace.lab.simulate.step_times import StepFile, fit, mean_error, write_steps
+    from headrace.lab.simulate.step_times import StepFile, fit, mean_error, measure_steps, write_steps
 
     config = _config(model, {**engine, "depth": 1, "seed": seed})
     loop = _built(config, lambda updates: None)

@@ -52,8 +52,7 @@ def serve(
     import asyncio
 
     from headrace.cli.client import ApiClient
-    from headrace.lab.arrivals import send_times
-    from headrace.lab.datasets import make_requests
+    from headrace.lab.datasets import make_requests, send_times
     from headrace.lab.loadgen import LoadTarget, run_load
     from headrace.lab.metrics import parse_slo, summarize
     from headrace.lab.report import notes

@@ -16,8 +16,7 @@ from headrace.cli.exits import CommandExitCode, UsageRefused
 
 if TYPE_CHECKING:
     from headrace.lab.plan.catalogue import Catalogue
-    from headrace.lab.plan.plan import CapacityPlan
-    from headrace.lab.plan.standby import Standby
+    from headrace.lab.plan.plan import CapacityPlan, Standby
     from headrace.policy.placement.device import Device
     from headrace.policy.placement.model import ModelShape
     from headrace.policy.placement.need import Goals, Need
@@ -101,7 +100,7 @@ def plan(
 
 
 def _standby(num_replicas: int, load_gbps: float | None, count: int | None) -> Standby:
-    from headrace.lab.plan.standby import Standby
+    from headrace.lab.plan.plan import Standby
     from headrace.policy.placement.loading import LOAD_BYTES_PER_S
 
     low, high = LOAD_LIMITS_GBPS

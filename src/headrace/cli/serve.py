@@ -158,7 +158,7 @@ def run(config: ServeConfig, *, read_again: Callable[[], ServeConfig] | None = N
     from headrace.cli.config_source import ServeSource
     from headrace.cli.directory import open_administration, read_limits
     from headrace.cli.state import make_state_folder
-    from headrace.fleet.listening import check_can_listen
+    from headrace.fleet.gateways import check_can_listen
     from headrace.fleet.supervisor import run_fleet
     from headrace.fleet.weights import resolve_model
     from headrace.gateway.access.admin_requests import REQUESTS, KeyRequests

@@ -243,8 +243,7 @@ def _planned_site(asked: _Asked, section: _Section | None, lengths: WorkloadShap
     from headrace.engine.config import EngineConfig
     from headrace.gateway.config import GatewayConfig
     from headrace.lab.plan.catalogue import read_catalogue
-    from headrace.lab.simulate.build import planned_model
-    from headrace.lab.simulate.options import make_need, on_device
+    from headrace.lab.simulate.build import make_need, on_device, planned_model
     from headrace.policy.placement.loading import load_seconds
 
     known = read_catalogue()
@@ -269,8 +268,7 @@ def _planned_site(asked: _Asked, section: _Section | None, lengths: WorkloadShap
 def _measured_site(asked: _Asked, steps: Path, section: _Section | None) -> _Site:
     from headrace.gateway.config import GatewayConfig
     from headrace.lab.plan.catalogue import read_catalogue
-    from headrace.lab.simulate.build import measured_model
-    from headrace.lab.simulate.options import check_measured
+    from headrace.lab.simulate.build import check_measured, measured_model
     from headrace.lab.simulate.step_times import read_steps
 
     if asked.tp is not None:

@@ -18,6 +18,7 @@ import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,16 +26,44 @@ from typing import TYPE_CHECKING, Any, Protocol
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.strict_decode import decode
 from headrace.fleet.admin_listen import AdminAddress
-from headrace.fleet.admin_requests import DrainBody, ReloadBody, RolloutBody, ScaleBody
-from headrace.fleet.command_slot import ControlBusy
+from headrace.fleet.commands import ControlBusy, Hear
 from headrace.fleet.control import FleetControl
-from headrace.fleet.progress import Hear
 from headrace.policy.deployment import RolloutOptions
 from headrace.wire.leash import ReloadRefused
 from headrace.wire.listening import listening_sockets, shown_address, shown_host
 
 if TYPE_CHECKING:
     from aiohttp import web
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReloadBody:
+    """No fields: everything is in the configuration file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutBody:
+    """model: None for all models. Other fields: see `policy.deployment.RolloutOptions`"""
+
+    model: str | None = None
+    max_surge: int = 1
+    allow_outage: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleBody:
+    model: str
+    replicas: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainBody:
+    """replica: None for the whole deployment. within_s: seconds until open requests move"""
+
+    replica: str | None = None
+    within_s: float
+    allow_outage: bool = False
+
 
 log = logging.getLogger(__name__)
 

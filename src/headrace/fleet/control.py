@@ -1,24 +1,22 @@
-"""Carries out an operator's commands to a running deployment: status, reload, rollout, scale, drain. One command at a time changes the
-deployment.
+"""Carries out an operator's commands to a running deployment: status, reload, rollout, scale, drain.
 
 The admin socket (`fleet.admin`) and SIGHUP come here. A command returns when all that follows from it is done; a caller that leaves
-earlier stops nothing.
+earlier stops nothing. `machine.hangup` handles the signal; one from a closed terminal drains the process instead.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol
 
-from headrace.core.errors import ConfigError
-from headrace.fleet.audit import CommandAudit
-from headrace.fleet.command_slot import CommandSlot
+from headrace.core.errors import ConfigError, HeadraceError
+from headrace.fleet.commands import CommandAudit, CommandSlot, ControlBusy, Hear, ModelProgress, no_operator
 from headrace.fleet.config import MAX_REPLICAS, FleetConfig, ModelSpec
-from headrace.fleet.config_change import check_can_become, with_choices_of_start
-from headrace.fleet.progress import Hear, ModelProgress, no_operator
+from headrace.fleet.desired import check_can_become, with_choices_of_start
 from headrace.fleet.reconciler import Reconciler
 from headrace.policy.deployment import Deployment, RolloutOptions
 from headrace.wire.listening import shown_host
@@ -259,3 +257,61 @@ def _inherited(before: FleetConfig, after: FleetConfig) -> str:
 def _check_within(within_s: float) -> None:
     if not 0 <= within_s <= MAX_WITHIN_S:
         raise ConfigError("--within", f"{within_s:g} is outside 0..{MAX_WITHIN_S:g} seconds")
+
+
+@asynccontextmanager
+async def reloading_when_asked(asked: asyncio.Event, control: FleetControl) -> AsyncIterator[None]:
+    """Reload each time `asked` is set, until the block ends. Signals that arrive while a command runs lead to one reload after the command.
+
+    A reload that fails is logged; nothing is raised. Reloads that run when the block ends are cancelled.
+    """
+    running: set[asyncio.Task[None]] = set()
+
+    def begin(work: asyncio.Task[None]) -> None:
+        running.add(work)
+        work.add_done_callback(running.discard)
+
+    async def listen() -> None:
+        while True:
+            await asked.wait()
+            await control.idle()
+            asked.clear()
+            # A task: a reload that waits for an engine to start must not keep the next one waiting.
+            begin(asyncio.create_task(_reload(control), name="reload on SIGHUP"))
+            await asyncio.sleep(0)
+
+    begin(asyncio.create_task(listen(), name="SIGHUP"))
+    try:
+        yield
+    finally:
+        ending = [*running]
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
+
+
+async def _reload(control: FleetControl) -> None:
+    try:
+        failures = await _reload_once_idle(control)
+    except HeadraceError as error:
+        log.error("SIGHUP changed nothing: %s", error)
+    except Exception:  # the outermost loop: a bug must not end what serves
+        log.exception("the reload on SIGHUP failed")
+    else:
+        for failure in failures:
+            log.error("%s", failure)
+
+
+async def _reload_once_idle(control: FleetControl) -> list[str]:
+    """Reload, and record the reload in the audit log. Returns the failures.
+
+    Another command may start after `idle` returned and before this reload; the reload then waits for that command too. Raises a
+    HeadraceError when the new configuration is refused.
+    """
+    while True:
+        try:
+            failures = await control.reload()
+            await control.audit.record("SIGHUP", "reload", {}, no_operator, failures)
+            return failures
+        except ControlBusy:
+            await control.idle()

@@ -1,10 +1,51 @@
-"""Holds the desired state of a deployment: its configuration, and the engine options of each revision of a model."""
+"""Holds the desired state of a deployment: its configuration, and the engine options of each revision of a model.
+
+Changes that take a restart are refused here. Gateways refuse further ones by themselves (`gateway.control.reload`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Container
+from dataclasses import replace
+
+from headrace.core.errors import ConfigError
 from headrace.fleet.config import FleetConfig, ModelSpec
-from headrace.fleet.config_change import runs_alike
 from headrace.policy.deployment import Deployment, RolloutOptions
+
+FIXED = ("admin", "site_key", "log_format", "run_dir", "engine_command", "gateway_command")
+"""Fields of the configuration that cannot change without a restart."""
+
+FIXED_GATEWAY = ("host", "port", "workers")
+"""Keys of the gateway's section that this process reads itself, and that cannot change without a restart."""
+
+STORES = {"state": "state", "store": "gateway.store", "sessions": "gateway.sessions"}
+"""Key of the gateways' file -> its path in the operator's. Every gateway refuses to change these too; here that comes before their file is
+written, which a gateway that starts meanwhile reads: without its store it would know no key."""
+
+
+def runs_alike(before: ModelSpec, after: ModelSpec) -> bool:
+    """Whether engines of both have the same options, so that a process of one can serve for the other."""
+    return (before.folder, dict(before.engine)) == (after.folder, dict(after.engine))
+
+
+def with_choices_of_start(before: FleetConfig, after: FleetConfig) -> FleetConfig:
+    """`after` with the site key and port that were chosen at the start, where `after` does not set them."""
+    kept = {"port": before.gateway["port"]} if not after.gateway.get("port") and "port" in before.gateway else {}
+    return replace(after, site_key=after.site_key or before.site_key, gateway={**after.gateway, **kept})
+
+
+def check_can_become(before: FleetConfig, after: FleetConfig, *, served: Container[str]) -> None:
+    """Raises ConfigError naming the first option that takes a restart. served: models that have replicas"""
+    changed = [name for name in FIXED if getattr(before, name) != getattr(after, name)]
+    paths = {**{name: f"gateway.{name}" for name in FIXED_GATEWAY}, **STORES}
+    changed += [path for name, path in paths.items() if before.gateway.get(name) != after.gateway.get(name)]
+    if changed:
+        raise ConfigError(changed[0], "cannot change while the deployment runs", "Stop and start it for this, or write what it was.")
+    folders = {model.name: model.folder for model in before.models}
+    for model in after.models:
+        if model.name in served and folders[model.name] != model.folder:
+            remedy = "Add it under another name and reload; then remove this one, give its name to the new one as an alias, and reload."
+            raise ConfigError(f"models[{model.name}]", "cannot have another folder while the deployment runs", remedy)
 
 
 class DesiredState:

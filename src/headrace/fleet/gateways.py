@@ -1,18 +1,29 @@
-"""The gateway processes of a deployment as a group: the supervisor asks all of them to reload, or for the state of the replicas.
+"""The gateway processes of a deployment as a group: their shared address, their configuration file, and what they see of replicas.
 
-A question travels over each gateway's leash, the socket pair between supervisor and child (`wire.leash`). A gateway that is just
-restarting is not asked: the new process reads the newest file when it starts, and has no open requests before that.
+Gateways are asked over their leashes (`wire.leash`). One that is just restarting is not asked: the new process reads the newest file when
+it starts, and has no open requests before that. Either all running gateways follow a change of the file, or the file is restored.
+
+Each gateway listens with a socket of its own (SO_REUSEPORT), and the kernel spreads connections over them. The supervisor binds more
+sockets, which never listen and so get no connection. They pick a free port where the configuration says port 0, and keep it for this
+deployment while gateways restart. A port that belongs to another server is refused before weights are loaded.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+import errno
+import logging
+import socket
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
-from headrace.core.errors import Unavailable
+from headrace.core.errors import ConfigError, HeadraceError, Unavailable
+from headrace.fleet.files import write_gateway_file
 from headrace.fleet.keeper import ProcessKeeper
 from headrace.wire.leash import DRAINING, ModelStatuses, ReloadRefused, ReplicaStatus
+from headrace.wire.listening import bound_sockets, close_all, shown_host
 
 RELOAD_TIMEOUT_S = 60.0
 """Seconds that a gateway may take to apply its file. The gateway loads the tokenizers of new models first."""
@@ -124,3 +135,135 @@ async def _status(keeper: ProcessKeeper) -> ModelStatuses | None:
             return await keeper.asked.status()
     except (Unavailable, TimeoutError):
         return None
+
+
+log = logging.getLogger(__name__)
+
+REFUSED = "Its engine refused its configuration or weights."
+UNREADABLE = "Its tokenizer or chat template cannot be used."
+DIED = "Its engine ended before it served."
+ENDS = "the deployment ends, and changes no more"
+NO_REPLICA = "It has no replica now."
+
+
+class TextRefused(ConfigError):
+    """A replica's model has a tokenizer or chat template that no gateway can use."""
+
+
+class GatewayFile:
+    """The configuration file of the gateways. path: passed to gateways when they are started"""
+
+    def __init__(self, folder: Path, gateways: GatewayGroup, content: Mapping[str, object]) -> None:
+        """Write the first content, before any gateway runs. Raises ConfigError if the file cannot be written."""
+        self._folder = folder
+        self._gateways = gateways
+        self._content = content
+        self._is_final = False
+        self.path = write_gateway_file(content, folder)
+
+    async def offer(self, content: Mapping[str, object]) -> None:
+        """Have every gateway follow this content, unless it is the current one.
+
+        Raises ReloadRefused with a gateway's reason, or after `limit_drain`; ConfigError if the file cannot be written. The content before
+        then stays in force.
+        """
+        if self._is_final:
+            raise ReloadRefused(ENDS)
+        if content == self._content:
+            return
+        write_gateway_file(content, self._folder)
+        try:
+            await self._gateways.reload()
+        except ReloadRefused:
+            if self._is_final:
+                raise
+            await self._restore()
+            raise
+        if self._is_final:
+            raise ReloadRefused(ENDS)
+        self._content = content
+
+    async def _restore(self) -> None:
+        """Have every gateway follow the content before. A refusal is logged: the operator hears why the change was refused."""
+        try:
+            write_gateway_file(self._content, self._folder)
+            await self._gateways.reload()
+        except (ReloadRefused, ConfigError) as error:
+            log.error("not every gateway has gone back to the configuration before: %s", error)
+
+    async def limit_drain(self, drain_s: float, notice_s: float) -> None:
+        """Have every gateway give running requests `drain_s` seconds once it is asked to end. Any other content, also one being offered
+        now, is refused from here on.
+
+        Returns after `notice_s` seconds at the latest, whether a gateway hangs, loads or refuses, or the disk is full.
+        """
+        self._is_final = True
+        timeouts = self._content["timeouts"]
+        assert isinstance(timeouts, Mapping), "this program writes it"
+        # Zero would mean no time at all to end a stream orderly; the gateway asks for a positive number.
+        content = {**self._content, "timeouts": {**timeouts, "drain_s": max(drain_s, 0.1)}}
+        try:
+            write_gateway_file(content, self._folder)
+            async with asyncio.timeout(notice_s):
+                await self._gateways.reload()
+        except TimeoutError:
+            log.warning("not every gateway has read how long it may drain; it is ended when that time is over")
+        except (ReloadRefused, ConfigError) as error:
+            log.warning("not every gateway has read how long it may drain: %s", error)
+
+
+def why_unavailable(failures: Iterable[HeadraceError]) -> str:
+    """Why a model has no usable replica, in words that clients may read: no paths, nothing of the configuration.
+
+    failures  failures of its replicas
+    """
+    found = [*failures]
+    if any(isinstance(failure, TextRefused) for failure in found):
+        return UNREADABLE
+    if any(isinstance(failure, ConfigError) for failure in found):
+        return REFUSED
+    return DIED if found else NO_REPLICA
+
+
+def check_can_listen(host: str, port: int) -> None:
+    """Raises ConfigError when the port is in use, when `host` is not an address of this machine, or when the address cannot be bound.
+
+    Port 0, any free port, is never in use.
+    """
+    close_all(_bind(host, port, is_shared=False))
+
+
+@contextmanager
+def reserved_port(host: str, port: int) -> Iterator[int]:
+    """Yields the port, reserved until the block ends for gateways of this user that bind it with SO_REUSEPORT. Port 0: a free port.
+
+    Raises ConfigError where `check_can_listen` does, also for another server that listens with SO_REUSEPORT.
+    """
+    check_can_listen(host, port)
+    reserved = _bind(host, port, is_shared=True)
+    try:
+        for each in reserved:
+            # Otherwise a server that reuses the address could take the port while no gateway listens.
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        found: int = reserved[0].getsockname()[1]
+        yield found
+    finally:
+        close_all(reserved)
+
+
+def _bind(host: str, port: int, *, is_shared: bool) -> list[socket.socket]:
+    try:
+        return bound_sockets(host, port, shares_port=is_shared)[0]
+    except OSError as error:
+        raise _refusal(host, port, error) from error
+
+
+def _refusal(host: str, port: int, error: OSError) -> ConfigError:
+    if isinstance(error, socket.gaierror):
+        return ConfigError("gateway.host", f"{host!r} is not an address of this machine ({error.strerror})")
+    if error.errno == errno.EADDRINUSE:
+        remedy = "Stop the server that listens there, or choose another port: --port 0 takes a free one."
+        return ConfigError("gateway.port", f"port {port} on {host} is in use", remedy)
+    return ConfigError(
+        "gateway.host", f"{shown_host(host)}:{port} cannot be listened on ({error.strerror})", "Choose another --host or --port."
+    )

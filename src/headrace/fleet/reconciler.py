@@ -16,15 +16,13 @@ from pathlib import Path
 
 from headrace.core.counted import counted
 from headrace.core.errors import ConfigError, HeadraceError
+from headrace.fleet.commands import ModelProgress, Progress
 from headrace.fleet.config import FleetConfig
 from headrace.fleet.desired import DesiredState
 from headrace.fleet.files import gateway_content
-from headrace.fleet.gateway_file import GatewayFile, TextRefused, why_unavailable
-from headrace.fleet.gateways import GatewayGroup, GatewaysView
+from headrace.fleet.gateways import GatewayFile, GatewayGroup, GatewaysView, TextRefused, why_unavailable
 from headrace.fleet.launcher import Launcher
-from headrace.fleet.progress import ModelProgress, Progress
-from headrace.fleet.replica_process import ReplicaProcess
-from headrace.fleet.replica_processes import ReplicaProcesses
+from headrace.fleet.replica_processes import ReplicaProcess, ReplicaProcesses
 from headrace.policy.deployment import (
     Deployment,
     DeploymentAction,

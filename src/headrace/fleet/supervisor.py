@@ -21,16 +21,14 @@ from pathlib import Path
 from headrace.core.counted import counted
 from headrace.fleet.admin import AdminRequests, admin_socket
 from headrace.fleet.admin_listen import AdminAddress
-from headrace.fleet.audit import CommandAudit, WriteAudit, not_kept
+from headrace.fleet.commands import CommandAudit, WriteAudit, not_kept
 from headrace.fleet.config import FleetConfig
-from headrace.fleet.control import ConfigSource, FleetControl
+from headrace.fleet.control import ConfigSource, FleetControl, reloading_when_asked
 from headrace.fleet.files import run_dir
-from headrace.fleet.gateways import GatewayGroup
+from headrace.fleet.gateways import GatewayGroup, reserved_port
 from headrace.fleet.hang_watch import HangWatch
-from headrace.fleet.hangup import reloading_when_asked
 from headrace.fleet.keeper import ProcessKeeper
 from headrace.fleet.launcher import Launcher, ProcessLauncher
-from headrace.fleet.listening import reserved_port
 from headrace.fleet.reconciler import Reconciler
 from headrace.machine.hangup import on_hangup
 from headrace.machine.stop_signals import StopSignals, first_of

@@ -46,12 +46,10 @@ from headrace.gateway.text_workers.processes import HostProcess
 from headrace.gateway.text_workers.workers import Workers
 from headrace.gateway.upstream.served_models import ModelTable
 from headrace.machine.memory import machine_bytes
-from headrace.observe.cache_metrics import AnswerCacheMetrics, ReplayMetrics
 from headrace.observe.logs import environment_format
 from headrace.observe.metrics import MemoryReading, Metrics
 from headrace.observe.request_log import RequestLog
-from headrace.observe.resume_metrics import ResumeMetrics
-from headrace.observe.session_metrics import SessionMetrics
+from headrace.observe.store_metrics import AnswerCacheMetrics, ReplayMetrics, ResumeMetrics, SessionMetrics
 from headrace.text.folder import TextModel, load_text
 
 

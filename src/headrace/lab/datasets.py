@@ -1,4 +1,4 @@
-"""Draws prompts for load tests, as token ids, so that their lengths are exact. A seed decides them; nothing is downloaded.
+"""Draws prompts and send times for load tests. A seed decides them; no clock is read, nothing is downloaded.
 
 Ids are drawn from [low_id, high_id): the lowest ids of most vocabularies are control tokens and single bytes.
 """
@@ -6,6 +6,7 @@ Ids are drawn from [low_id, high_id): the lowest ids of most vocabularies are co
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -67,3 +68,24 @@ def draw_requests(shape: WorkloadShape, *, seed: int = 0) -> Iterator[LoadReques
     while True:
         prefix = draw.choice(prefixes)
         yield LoadRequest(prefix + ids(length(shape.input_tokens - shape.prefix_tokens)), length(shape.output_tokens))
+
+
+def send_times(num_requests: int, *, rate: float, burstiness: float = 1.0, seed: int = 0) -> list[float]:
+    """Seconds after the start at which each request is to be sent, ascending; the first is 0.
+
+    rate  requests per second; infinity sends all at once. As in vLLM the gaps are rescaled so that the last request is due at
+          (num_requests - 1) / rate: two seeds offer the same load.
+
+    Raises: ValueError for a rate or burstiness that is not positive.
+    """
+    if not rate > 0 or not burstiness > 0 or math.isinf(burstiness):
+        raise ValueError(f"rate and burstiness must be positive, got {rate} and {burstiness}")
+    if math.isinf(rate) or num_requests < 2:
+        return [0.0] * num_requests
+    draw = random.Random(seed)
+    gaps = [draw.gammavariate(burstiness, 1.0 / (rate * burstiness)) for _ in range(num_requests - 1)]
+    scale = (num_requests - 1) / rate / (math.fsum(gaps) or 1.0)
+    times = [0.0]
+    for gap in gaps:
+        times.append(times[-1] + gap * scale)
+    return times

@@ -1,7 +1,7 @@
 """Sends requests to any OpenAI-compatible server at scheduled times, whatever the server does: an open-loop load generator.
 
 It stamps every chunk that carries text, with one monotonic clock. What the records mean is said in `lab.metrics`; schedules come from
-`lab.arrivals`, prompts from `lab.datasets`. A slow server does not slow the schedule down; a late client reports its lag.
+`lab.datasets`, prompts from `lab.datasets`. A slow server does not slow the schedule down; a late client reports its lag.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Writes the process log to stderr: short lines on a terminal, one JSON object per event elsewhere.
 
-A stderr that takes no more, such as a pipe without a reader, holds up no process: lines are dropped, and later counted in a line of their
-own (`observe.line_writer`).
+Lines are written by a thread from a bounded queue (`LineWriter`): a stderr that takes no more, or a full disk, holds up no other thread.
+Lines are dropped, and later counted in a line of their own.
 
-An event is always one line, whatever is in it: a traceback or a client's text cannot forge lines or colour a terminal. Every line has its
-time. All processes of a deployment log in one form: a child whose output is piped to its supervisor writes JSON, and the supervisor's
-`relay` logs it again under the child's name.
+An event is always one line, whatever is in it: a traceback or a client's text cannot forge lines or colour a terminal. A child whose output
+is piped to its supervisor writes JSON, and the supervisor's `relay` logs it again under the child's name.
 
     02:10:11 [tiny-0] the model is loaded
     {"time":"2026-11-23T02:10:11.123Z","level":"info","process":"tiny-0","logger":"headrace.engine.main","message":"the model is loaded"}
@@ -16,15 +15,83 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
+import queue
 import sys
+import threading
 import time
 from datetime import UTC, datetime
 from enum import StrEnum
 from io import FileIO
 from typing import TextIO
 
-from headrace.observe.line_writer import LineWriter
+from headrace.core.clock import Clock
+
+CLOSE_S = 2.0
+"""Seconds that the lines still queued at the end have to be written."""
+
+
+class LineWriter:
+    """A text stream of whole lines, for the process log and the request log. Any thread may write.
+
+    num_dropped  lines that were not written whole
+    """
+
+    def __init__(self, file: FileIO, *, name: str, max_queued: int) -> None:
+        """
+        file        written unbuffered; closed when the thread ends
+        name        of the thread
+        max_queued  most lines that wait for the thread. One more is dropped and counted
+        """
+        self.num_dropped = 0
+        self._max_queued = max_queued
+        self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, args=(file,), name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_full(self) -> bool:
+        return self._queue.qsize() >= self._max_queued
+
+    def write(self, line: str) -> None:
+        """Queue a line, which has its end. Never blocks."""
+        if self.is_full:
+            self.num_dropped += 1
+        else:
+            self._queue.put(line)
+
+    def flush(self) -> None:
+        """Does nothing: the thread writes each line at once."""
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Write the queued lines, for at most `timeout_s` seconds."""
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+
+    def _run(self, file: FileIO) -> None:
+        is_torn = False
+        with file:
+            while (line := self._queue.get()) is not None:
+                data = line.encode("utf-8", "backslashreplace")
+                num_left = _num_left(file, b"\n" + data if is_torn else data)
+                is_torn = 0 < num_left < len(data) or (is_torn and num_left > 0)
+                self.num_dropped += num_left > 0
+
+
+def _num_left(file: FileIO, line: bytes) -> int:
+    """Write one line. Returns the bytes that could not be written: they are not tried again."""
+    data = memoryview(line)
+    try:
+        while data:
+            num_written = file.write(data)
+            if num_written is None:  # a non-blocking pipe whose reader has stopped
+                break
+            data = data[num_written:]
+    except OSError:  # the disk is full, or the reader has closed
+        pass
+    return len(data)
+
 
 ENVIRONMENT = "HEADRACE_LOG_FORMAT"
 """Environment variable that names the log format where nothing else does; `headrace serve` sets it for its children."""
@@ -163,3 +230,26 @@ def relay(line: str, child: str) -> None:
         record = logging.LogRecord(__name__, logging.INFO, "", 0, line, None, None)
     record.child = child
     logging.getLogger(record.name).handle(record)
+
+
+INTERVAL_S = 10.0
+"""Least seconds between two lines. An outage of an hour leaves 360 lines instead of one for each request."""
+
+
+class LimitedLog:
+    def __init__(self, log: logging.Logger, clock: Clock) -> None:
+        """clock: monotonic seconds"""
+        self._log = log
+        self._clock = clock
+        self._last_at = -math.inf
+        self._num_left_out = 0
+
+    def info(self, message: str, *args: object) -> None:
+        """Log at INFO, or count the line as left out. Arguments are formatted as in `logging`."""
+        now = self._clock()
+        if now - self._last_at < INTERVAL_S:
+            self._num_left_out += 1
+            return
+        more = f" (and {self._num_left_out} more since the last such line)" if self._num_left_out else ""
+        self._last_at, self._num_left_out = now, 0
+        self._log.info(f"{message}%s", *args, more)

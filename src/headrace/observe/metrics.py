@@ -23,11 +23,17 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 
 from headrace.core.load import COUNTERS, STEP_BOUNDS_S, LoadSnapshot
-from headrace.observe.budget_metrics import BudgetReading, budget_families
+from headrace.observe.reading_metrics import (
+    BudgetReading,
+    UpstreamReading,
+    UsageReading,
+    budget_families,
+    reported_load_families,
+    upstream_families,
+    usage_families,
+)
 from headrace.observe.tally import CountCollector, ReadCollector, TallyCollector, add_histogram
 from headrace.observe.tenant_metrics import EVERY_TENANT, ShownTenants, TenantMetrics
-from headrace.observe.upstream_metrics import UpstreamReading, reported_load_families, upstream_families
-from headrace.observe.usage_metrics import UsageReading, usage_families
 from headrace.observe.vllm_metrics import vllm_families
 from headrace.observe.worker_families import encode_families, merge_workers
 

@@ -17,8 +17,7 @@ from enum import StrEnum
 from io import FileIO
 from operator import attrgetter
 
-from headrace.observe.line_writer import CLOSE_S, LineWriter
-from headrace.observe.logs import LogFormat, clock_time, printable, timestamp
+from headrace.observe.logs import CLOSE_S, LineWriter, LogFormat, clock_time, printable, timestamp
 
 MAX_QUEUED = 10_000
 """The most lines that wait to be written. One more is dropped and counted."""

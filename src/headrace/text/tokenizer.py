@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 
 from headrace.core.errors import CheckpointError, InvalidRequest
 from headrace.text.files import parse_object, read_bytes
-from headrace.text.token_bounds import TokenBound, token_bound
-from headrace.text.token_bytes import Spelling, spelling_of
+from headrace.text.token_bytes import Spelling, TokenBound, spelling_of, token_bound
 from headrace.text.tokenizer_config import TokenizerConfig, read_tokenizer_config
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ class Tokenizer:
     special_tokens  bos_token, eos_token, ... as templates read them
     special_ids     control tokens that `skip_special_tokens` leaves out
     digest          SHA-256 of tokenizer.json, hex
-    bound           lower bound on the tokens of a text (`token_bounds`); None for a tokenizer whose rules allow none
+    bound           lower bound on the tokens of a text (`token_bytes`); None for a tokenizer whose rules allow none
     whole_texts     token id -> its text, for tokens that are whole characters by themselves
     """
 

@@ -10,11 +10,11 @@ from statistics import fmean, stdev
 import pytest
 
 from headrace.lab.plan.catalogue import Catalogue, read_catalogue
-from headrace.lab.plan.sizings import shape
 from headrace.policy.placement.layout import judge
 from headrace.policy.placement.load import Load, at_rate
 from headrace.policy.placement.need import Goals, Need, Traffic
 from headrace.policy.placement.roofline import Layout, Roofline
+from tools.plan_sizings import shape
 from tools.plan_tables import simulate
 
 pytestmark = pytest.mark.pure

@@ -11,8 +11,7 @@ from headrace.core.option import options
 from headrace.engine.config import EngineConfig, default_on
 from headrace.lab.plan.catalogue import Catalogue, read_catalogue
 from headrace.lab.plan.chart import curve, write_chart
-from headrace.lab.plan.figure import Figure
-from headrace.lab.plan.plan import CapacityPlan, make_plan
+from headrace.lab.plan.plan import CapacityPlan, Figure, make_plan
 from headrace.lab.plan.report import as_object, comparison, shown
 from headrace.lab.plan.shapes import find_entry
 from headrace.policy.placement.load import step_tokens

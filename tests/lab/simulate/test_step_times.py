@@ -14,8 +14,17 @@ from headrace.engine.config import EngineConfig
 from headrace.lab.fake_runner import FakeOptions, fake_engine
 from headrace.lab.plan.catalogue import read_catalogue
 from headrace.lab.plan.shapes import find_entry
-from headrace.lab.simulate.measure import measure_steps
-from headrace.lab.simulate.step_times import FittedLatency, MeasuredStep, StepFile, fit, mean_error, read_steps, step_s, write_steps
+from headrace.lab.simulate.step_times import (
+    FittedLatency,
+    MeasuredStep,
+    StepFile,
+    fit,
+    mean_error,
+    measure_steps,
+    read_steps,
+    step_s,
+    write_steps,
+)
 from headrace.policy.placement.roofline import Layout, Roofline
 
 pytestmark = pytest.mark.pure

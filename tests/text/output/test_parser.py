@@ -16,7 +16,7 @@ from counted_lines import growth
 from figures import Figure
 from output_texts import Case, Parsed
 
-from headrace.text.output import calls, json_calls, named_calls, python_calls, reading
+from headrace.text.output import call_arguments, json_calls, literals, parser, python_calls, reading
 from headrace.text.output import reasoning as splitting
 from headrace.text.output.format_types import CallSyntax, ToolFormat
 from headrace.text.output.formats import TOOL_FORMATS
@@ -264,11 +264,11 @@ def test_random_texts_at_every_limit_are_the_same_in_every_split(seed: int, monk
     monkeypatch.setattr(reading, "MAX_HELD_CHARS", 24)
     monkeypatch.setattr(splitting, "MAX_LEADING_SPACE", 2)
     monkeypatch.setattr(json_calls, "MAX_KEY_CHARS", 12)
-    monkeypatch.setattr(named_calls, "MAX_HEADER_CHARS", 9)
+    monkeypatch.setattr(call_arguments, "MAX_HEADER_CHARS", 9)
     monkeypatch.setattr(python_calls, "MAX_NAME_CHARS", 4)
     monkeypatch.setattr(python_calls, "MAX_ARGUMENTS", 2)
-    monkeypatch.setattr(python_calls, "MAX_LITERAL_DEPTH", 2)
-    for module in (reading, calls):
+    monkeypatch.setattr(literals, "MAX_LITERAL_DEPTH", 2)
+    for module in (reading, parser):
         monkeypatch.setattr(module, "MAX_CALLS", 2)
     rng = random.Random(seed)
     for _ in range(200):

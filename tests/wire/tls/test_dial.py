@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tls_kit import authority, write_certificates
 
-from headrace.lab.network_faults import FaultyLink
+from bench.network_faults import FaultyLink
 from headrace.wire import dial
 from headrace.wire.dial import Dialer
 from headrace.wire.target import parse_target

@@ -14,7 +14,7 @@ from headrace.gateway.cache.recorded_answer import WholeAnswer, decode_answer, e
 from headrace.gateway.stores.guarded_store import GuardedStore
 from headrace.gateway.stores.open import Stores
 from headrace.gateway.stores.store import Store, StoreFailed
-from headrace.observe.cache_metrics import AnswerCacheMetrics, KeptAnswer
+from headrace.observe.store_metrics import AnswerCacheMetrics, KeptAnswer
 
 
 @dataclass(slots=True, eq=False)

@@ -26,7 +26,7 @@ from headrace.gateway.stores.guarded_store import GuardedStore
 from headrace.gateway.stores.lease import EntryLease
 from headrace.gateway.stores.open import Stores
 from headrace.gateway.stores.store import Store, StoredEntry, StoreFailed, StoreLimits, entry_in
-from headrace.observe.cache_metrics import ReplayMetrics, ReplayOutcome
+from headrace.observe.store_metrics import ReplayMetrics, ReplayOutcome
 
 log = logging.getLogger("headrace.gateway")
 

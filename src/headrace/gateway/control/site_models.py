@@ -22,7 +22,7 @@ from headrace.gateway.upstream.own.replicas import RETIRED
 from headrace.gateway.upstream.seam import ReplicaHealth
 from headrace.gateway.upstream.served_models import ServedModel
 from headrace.observe.metrics import Metrics, ReplicaReading
-from headrace.observe.upstream_metrics import UpstreamReading
+from headrace.observe.reading_metrics import UpstreamReading
 from headrace.policy.routing.choice import ReplicaId
 from headrace.wire.leash import ModelStatuses, ReplicaStatus
 

@@ -28,7 +28,7 @@ from headrace.gateway.stores.guarded_store import Ended, GuardedStore, TooMuchTo
 from headrace.gateway.stores.lease import EntryLease
 from headrace.gateway.stores.store import EntryTooLarge, StoredEntry, StoreFailed, entry_in
 from headrace.gateway.upstream.generation_request import EarlierOutput
-from headrace.observe.resume_metrics import ContinueOutcome, KeepOutcome, ResumeMetrics
+from headrace.observe.store_metrics import ContinueOutcome, KeepOutcome, ResumeMetrics
 
 GIVE_WAY_S = 1.0
 """Seconds after which a stream that is being sent gives way to a newer connection of its client. Before, the newer one gets 409, so that of

@@ -25,7 +25,7 @@ from headrace.gateway.ledger.usage_db import FILE, SQL, USAGE, UsageDb
 from headrace.gateway.ledger.usage_query import LocalUsage, UsageQuery
 from headrace.gateway.stores.sqlite_thread import SqliteThread, open_sqlite
 from headrace.gateway.stores.store import StoreFailed, drop_error
-from headrace.observe.usage_metrics import SinkReading, UsageReading
+from headrace.observe.reading_metrics import SinkReading, UsageReading
 
 CLOSE_S = 2.0
 """Seconds for each of two steps at the end: write what is queued, ship what waits. The rest stays in the spool."""

@@ -26,7 +26,7 @@ from headrace.gateway.limits.rules import LimitState, deployment_rules, limits_n
 from headrace.gateway.limits.store import LimitStore
 from headrace.gateway.stores.guard import StoreGuard
 from headrace.gateway.stores.store import StoreFailed
-from headrace.observe.budget_metrics import BudgetReading
+from headrace.observe.reading_metrics import BudgetReading
 from headrace.policy.limits.book import Claim, Holder, TakeResult
 from headrace.policy.limits.counters import Amounts
 from headrace.policy.limits.peers import PeerWatch

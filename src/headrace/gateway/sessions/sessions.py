@@ -32,7 +32,7 @@ from headrace.gateway.stores.guarded_store import GuardedStore
 from headrace.gateway.stores.lease import EntryLease
 from headrace.gateway.stores.open import Stores
 from headrace.gateway.stores.store import EntryTooLarge, Store, StoreFailed
-from headrace.observe.session_metrics import SessionMetrics, TurnOutcome
+from headrace.observe.store_metrics import SessionMetrics, TurnOutcome
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.gateway.http.errors import context_overflow
-from headrace.text.token_bounds import TokenBound
+from headrace.text.token_bytes import TokenBound
 
 MIB = 1 << 20
 

@@ -30,7 +30,7 @@ from headrace.gateway.upstream.seam import (
     TokenUsage,
     Upstream,
 )
-from headrace.observe.limited_log import LimitedLog
+from headrace.observe.logs import LimitedLog
 from headrace.policy.admission.decision import QueueState
 from headrace.policy.admission.unsent import UnsentRequests
 

@@ -1,6 +1,4 @@
-"""Plans one model on one kind of device: what fits, which layout serves the traffic, how fast, at what cost. Each number keeps
-its formula.
-"""
+"""Plans one model on one kind of device: what fits, which layout serves the traffic, how fast, at what cost, each with its formula."""
 
 from __future__ import annotations
 
@@ -8,14 +6,55 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.lab.plan.catalogue import HOURS_PER_MONTH, Prices
-from headrace.lab.plan.figure import Figure
-from headrace.lab.plan.standby import NO_STANDBY, Standby, standby_figures, standby_note
 from headrace.policy.placement.device import KV_EFFICIENCY
 from headrace.policy.placement.layout import HEADROOM, Placement, choose_layout, free_bytes
 from headrace.policy.placement.load import step_tokens
+from headrace.policy.placement.loading import LOAD_BYTES_PER_S, START_S, load_seconds
 from headrace.policy.placement.model import KV_BYTES, WEIGHT_BYTES
 from headrace.policy.placement.need import Need
 from headrace.policy.placement.roofline import COLLECTIVES, COMPUTING, GAPS, READING_KV, READING_WEIGHTS, Roofline
+
+
+@dataclass(frozen=True, slots=True)
+class Standby:
+    """num_replicas: loaded and without load, beside those that serve; load_bytes_per_s: at which a replica reads its weights"""
+
+    num_replicas: int = 0
+    load_bytes_per_s: float = LOAD_BYTES_PER_S
+
+
+NO_STANDBY = Standby()
+
+
+def standby_figures(need: Need, best: Placement, standby: Standby) -> dict[str, Figure]:
+    weights, rate = need.model.weights_bytes(need.dtype), standby.load_bytes_per_s
+    source = "assumed, --load-gbps sets it" if rate == LOAD_BYTES_PER_S else "--load-gbps"
+    formula = f"{START_S:g} s to start (assumed) + {weights / 1e9:,.1f} GB of weights / {rate / 1e9:g} GB/s ({source})"
+    figures = {"load_s": Figure(load_seconds(weights, rate), "s", formula)}
+    if not standby.num_replicas:
+        return figures
+    num_devices = standby.num_replicas * best.layout.num_devices
+    figures["standby_replicas"] = Figure(standby.num_replicas, "", f"{num_devices} devices beside those that serve (--standby)")
+    if (price := need.device.price_per_hour) is not None:
+        figures["standby_per_hour"] = Figure(num_devices * price, "$", f"{num_devices} devices x ${price:g}, not part of the other costs")
+    return figures
+
+
+def standby_note(figures: Mapping[str, Figure]) -> str:
+    load = f"an assumed {figures['load_s'].value:,.0f} s"
+    if "standby_replicas" not in figures:
+        return f"No replica stands by: a spike of one replica beyond capacity waits {load} until it has loaded, longer without a machine."
+    return f"{figures['standby_replicas'].value:g} replica(s) stand by; a spike beyond them waits {load} until one more has loaded."
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One number of a plan. unit: empty for a plain number; formula: with the numbers filled in"""
+
+    value: float
+    unit: str
+    formula: str
+
 
 EGRESS_BYTES_PER_TOKEN = 250
 """Bytes sent to a client for each token of a stream: one event of a chat completion, with its share of headers."""

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from headrace.core.parallelism import why_not_run
-from headrace.lab.plan.figure import Figure
-from headrace.lab.plan.plan import CapacityPlan
+from headrace.lab.plan.plan import CapacityPlan, Figure
 from headrace.policy.placement.device import Device
 from headrace.policy.placement.layout import Placement
 from headrace.policy.placement.load import step_tokens

@@ -1,20 +1,108 @@
-"""Builds replicas for the simulator from a model's shape, an engine's options, and a source of step times."""
+"""Builds simulated replicas from a model's shape, an engine's options and a source of step times.
+
+The real engine loop and scheduler run on virtual time over a runner that computes only how long each step takes. Four options are not
+simulated on a device of the catalogue, since a roofline does not know them: `kernels`, `deterministic`, `enforce_eager`, `num_threads`.
+"""
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
+from headrace.core.clock import Clock
 from headrace.core.errors import ConfigError
 from headrace.core.kvgroup import KvGroup
+from headrace.core.load import LoadSnapshot
 from headrace.core.model_info import ModelInfo
+from headrace.core.option import options
 from headrace.core.parallelism import why_not_run
-from headrace.engine.config import EngineConfig
-from headrace.lab.simulate.replica import SimulatedReplica, TimedRunner
+from headrace.core.plan import Plan, Result
+from headrace.core.request import EngineRequest
+from headrace.core.update import Rejected, SequenceUpdate
+from headrace.engine.build import assemble
+from headrace.engine.config import ROUNDINGS, EngineConfig
+from headrace.engine.loop import Engine
+from headrace.engine.steps import Runner
 from headrace.lab.simulate.step_times import step_s
+from headrace.policy.placement.device import Device
 from headrace.policy.placement.layout import Placement, choose_layout
 from headrace.policy.placement.model import ModelShape
-from headrace.policy.placement.need import Need
+from headrace.policy.placement.need import Need, Traffic
 from headrace.policy.placement.roofline import Roofline, StepLatency
+
+Update = SequenceUpdate | Rejected
+
+Wait = Callable[[float], None]
+"""Called with seconds of virtual time, which have passed when it returns."""
+
+
+class TimedRunner:
+    """An `engine.steps.Runner` in virtual time. Every sampled token is 0: answers end by their length. seconds_of: of a plan's step"""
+
+    def __init__(self, seconds_of: Callable[[Plan], float], wait: Wait) -> None:
+        self._seconds_of = seconds_of
+        self._wait = wait
+
+    def submit(self, plan: Plan) -> TimedTicket:
+        samples = plan.samples
+        result = Result(step_id=plan.step_id, token_counts=array("i", samples), token_ids=array("i", bytes(4 * sum(samples))))
+        return TimedTicket(result, self._seconds_of(plan), self._wait)
+
+    def close(self) -> None:
+        pass
+
+
+class TimedTicket:
+    """A step that takes `seconds` of virtual time."""
+
+    def __init__(self, result: Result, seconds: float, wait: Wait) -> None:
+        self._result, self._seconds, self._wait = result, seconds, wait
+
+    def result(self) -> Result:
+        self._wait(self._seconds)
+        return self._result
+
+
+class SimulatedReplica:
+    """A replica that its caller drives: `submit` requests, and `turn` whenever it is not busy.
+
+    now     its own clock; a turn advances it by the step's time
+    report  the load as gateways know it: as of the beginning of the running step
+    """
+
+    def __init__(self, config: EngineConfig, info: ModelInfo, make_runner: Callable[[Clock, Wait], Runner], *, now: float = 0.0) -> None:
+        """make_runner: called with this replica's clock and a function that advances it"""
+        self.now = now
+        self._updates: list[Update] = []
+
+        def clock() -> float:
+            return self.now
+
+        runner = make_runner(clock, self._pass)
+        self.engine: Engine = assemble(config, runner, info, self._updates.extend, block_key="00" * 32, clock=clock)
+        self.report: LoadSnapshot = self.engine.snapshot()
+
+    def submit(self, request: EngineRequest, at: float) -> None:
+        """Hand in a request that arrives at `at`. If a step runs then, the request is planned after that step."""
+        ends_at, self.now = self.now, at
+        self.engine.submit(request)
+        self.now = max(ends_at, at)
+
+    def turn(self, at: float) -> list[Update] | None:
+        """Run one step from `at` to `now`. Returns its updates; None if there was nothing to do and no refusal."""
+        self.now = at
+        did_work = self.engine.turn()
+        updates, self._updates[:] = list(self._updates), []
+        if not did_work and not updates:
+            self.report = self.engine.snapshot()
+            return None
+        return updates
+
+    def _pass(self, seconds: float) -> None:
+        self.report = self.engine.snapshot()
+        self.now += seconds
+
 
 VOCAB_SIZE = 2_000_000_012
 """Ids of simulated prompts are below this, whatever the model's vocabulary: ids only say which prompts begin alike."""
@@ -98,3 +186,64 @@ def _model(config: EngineConfig, latency: StepLatency, num_blocks: int, shape: M
         raise ConfigError("max_model_len", f"{config.max_model_len:,} tokens do not fit the KV cache, which holds {held:,}")
     longest = min(config.max_model_len or shape.max_positions, held)
     return SimulatedModel(replace(config, num_kv_blocks=num_blocks), latency, num_blocks, longest)
+
+
+MEASURED = (
+    "dtype",
+    "quantization",
+    "kv_cache_dtype",
+    "block_size",
+    "memory_fraction",
+    "kv_cache_bytes",
+    "device",
+    "kernels",
+    "deterministic",
+    "enforce_eager",
+    "num_threads",
+)
+"""Options that decide how long a step takes and how many blocks there are. Measured steps apply only to the same values."""
+
+WEIGHT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+KV_DTYPES = {"bfloat16": "bf16", "int8": "int8", "fp8": "fp8"}
+
+
+def on_device(config: EngineConfig, named: Collection[str], device: str) -> EngineConfig:
+    """The engine options for simulating a device of the catalogue.
+
+    named  options that the file sets; others may have another default on a GPU
+
+    Raises ConfigError if the file names another device, or for values that no engine accepts.
+    """
+    kind = "cpu" if device == "cpu" else "cuda"
+    if "device" in named and config.device != kind:
+        raise ConfigError("device", f"{config.device} is not what --gpu {device} simulates", f"Write {kind}, or leave it out.")
+    unset = {name: None for name, described in options(EngineConfig) if described.on and name not in named}
+    return replace(config, device=kind, **unset).checked()  # type: ignore[arg-type]
+
+
+def make_need(config: EngineConfig, shape: ModelShape, kept: str, device: Device, traffic: Traffic) -> Need:
+    """The devices that a replica with these options needs. kept: dtype of the stored weights
+
+    A cache whose blocks or bytes are set may fill the whole memory, as in the engine.
+    """
+    computed = WEIGHT_DTYPES.get(config.dtype, kept)
+    is_small = kept not in WEIGHT_DTYPES.values()
+    weights = config.quantization if config.quantization in ROUNDINGS else kept if is_small else computed
+    names_cache = config.num_kv_blocks is not None or config.kv_cache_bytes is not None
+    return Need(
+        model=shape if weights == kept else replace(shape, stored=None),
+        device=device,
+        dtype=weights,
+        kv_dtype=KV_DTYPES.get(config.kv_cache_dtype, "fp32" if computed == "fp32" else "bf16"),
+        traffic=traffic,
+        memory_fraction=1.0 if names_cache else config.memory_fraction,
+    )
+
+
+def check_measured(config: EngineConfig, measured: EngineConfig) -> None:
+    """Raises ConfigError naming an option whose value differs from that of the measured engine."""
+    for name in MEASURED:
+        wanted, had = getattr(config, name), getattr(measured, name)
+        if wanted != had:
+            reason = f"{wanted} cannot be simulated with these steps: they were measured with {had}"
+            raise ConfigError(name, reason, "Measure with it, by the flags of `headrace bench steps`.")

@@ -20,9 +20,8 @@ from headrace.core.request import EngineRequest, PriorityClass
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import Rejected
 from headrace.lab.metrics import LoadRecord
-from headrace.lab.simulate.build import SimulatedModel
+from headrace.lab.simulate.build import SimulatedModel, SimulatedReplica, Update
 from headrace.lab.simulate.load import Arrival
-from headrace.lab.simulate.replica import SimulatedReplica, Update
 from headrace.policy.admission.config import AdmissionRules
 from headrace.policy.admission.decision import AdmissionOutcome, QueueState, decide, queue_state, served_before
 from headrace.policy.admission.overload import OverloadWatch

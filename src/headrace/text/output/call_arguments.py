@@ -1,22 +1,20 @@
-"""Incremental parser of the arguments of one tool call: finds their end in streamed text, and converts them to the text of a JSON object.
+"""Finds the end of a tool call's arguments in streamed text and converts them to the text of a JSON object; reads calls `f[ARGS]{...}`.
 
-A model may write the arguments in four ways. The result is always the text of a JSON object.
-
-    {"a": true}            a JSON object: passed on as written
-    "{\\"a\\": true}"        an object inside a JSON string, as in OpenAI's API: unescaped
-    {'a': True}            a Python dict: converted to JSON when complete
-    null, None, "", "  "   no arguments: "{}"
+{"a": true}            a JSON object: passed on as written
+"{\\"a\\": true}"        an object inside a JSON string, as in OpenAI's API: unescaped
+{'a': True}            a Python dict: converted to JSON when complete
+null, None, "", "  "   no arguments: "{}"
 """
 
 from __future__ import annotations
 
 import json
+import re
 from string import hexdigits
 
-from headrace.text.output.json_span import IN_STRING, JsonSpan
-from headrace.text.output.markers import first_non_space
-from headrace.text.output.python_literals import json_of_literal
-from headrace.text.output.reading import CallLog, Reading
+from headrace.text.output.format_types import ARGUMENTS_MARKER, CALL_ID_MARKER
+from headrace.text.output.literals import IN_STRING, JsonSpan, json_of_literal
+from headrace.text.output.reading import CallLog, Reading, first_non_space
 
 NO_ARGUMENTS = "{}"
 _NULLS = {"n": "null", "N": "None"}
@@ -220,3 +218,47 @@ def _unescaped(escape: str, *, is_in_string: bool) -> str:
     except ValueError:
         return escape
     return escape if is_in_string and (char < " " or "\ud800" <= char <= "\udfff") else char
+
+
+MAX_HEADER_CHARS = 256
+"""Characters between the start marker and a call's arguments. A text with more is no call."""
+
+_OPENING = re.compile(r'[{"]')
+_HEADER = re.compile(
+    rf"\s*(?P<name>[^\s\[]+)\s*(?:{re.escape(CALL_ID_MARKER)}[^\s\[]*\s*)?(?:{re.escape(ARGUMENTS_MARKER)})?\s*", re.DOTALL
+)
+
+
+class NamedCalls:
+    """Reads a section of one call, a name and arguments. A `CallReader`."""
+
+    def __init__(self, log: CallLog) -> None:
+        self._log = log
+        self._arguments: CallArguments | None = None
+        self._header = ""
+        self.reading = Reading.GOES_ON
+
+    def feed(self, text: str, at: int) -> int:
+        while at < len(text) and self.reading is Reading.GOES_ON:
+            if self._arguments is None:
+                at = self._read_header(text, at)
+            else:
+                at = self._arguments.feed(text, at)
+                self.reading = self._arguments.reading
+        return at
+
+    def _read_header(self, text: str, at: int) -> int:
+        end = min(len(text), at + MAX_HEADER_CHARS - len(self._header))
+        opening = _OPENING.search(text, at, end)
+        after = opening.start() if opening else end
+        self._header += text[at:after]
+        self._log.hold(text[at:after])
+        if opening:
+            header = _HEADER.fullmatch(self._header)
+            if header is not None:
+                self._arguments = CallArguments(self._log, self._log.meant(header["name"]), ArgumentsSpan(opening[0]))
+            else:
+                self.reading = Reading.FAILED
+        elif after == at:
+            self.reading = Reading.FAILED
+        return after

@@ -11,10 +11,8 @@ from enum import Enum
 
 from headrace.text.output.call_arguments import ARGUMENTS_OPENINGS, NO_ARGUMENTS, ArgumentsSpan, CallArguments
 from headrace.text.output.format_types import ToolFormat
-from headrace.text.output.json_span import JsonSpan
-from headrace.text.output.markers import first_non_space
-from headrace.text.output.python_literals import json_of_literal
-from headrace.text.output.reading import CallLog, Reading, TagChoice
+from headrace.text.output.literals import JsonSpan, json_of_literal
+from headrace.text.output.reading import CallLog, Reading, TagChoice, first_non_space
 
 MAX_KEY_CHARS = 256
 """The most characters of a name or key as written, with quotes and escapes. Text with a longer one is no call."""

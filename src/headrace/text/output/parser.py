@@ -3,6 +3,9 @@
 The split into pieces changes nothing: all deltas joined are the parse of the whole text. Nothing raises. Only three things are left out:
 the markers that were recognized, the white space after them, and whatever a call's JSON holds beside name and arguments. Text that looks
 like a call and is none is content. Memory is bounded (`reading.MAX_HELD_CHARS`), and time is linear in the text.
+
+Models of every family sometimes write JSON calls between their own markers. So a section is read as JSON if it begins with a brace, or with
+a bracket that does not begin a list of Python calls.
 """
 
 from __future__ import annotations
@@ -10,10 +13,117 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.core.tools import FunctionTool
-from headrace.text.output.calls import CallParser
-from headrace.text.output.delta import ParsedDelta
-from headrace.text.output.format_types import ReasoningFormat, ToolFormat
+from headrace.text.output.call_arguments import NamedCalls
+from headrace.text.output.format_types import CallSyntax, ReasoningFormat, ToolFormat
+from headrace.text.output.json_calls import JsonCalls
+from headrace.text.output.python_calls import PythonCalls
+from headrace.text.output.reading import MAX_CALLS, CallLog, CallPiece, CallReader, ParsedDelta, Reading, first_non_space, num_held
 from headrace.text.output.reasoning import ReasoningSplitter
+from headrace.text.output.tagged_calls import TaggedCalls
+from headrace.text.output.value_types import FunctionTypes
+
+
+class CallParser:
+    """Parses one answer's tool calls. White space directly after calls belongs to the format and is dropped."""
+
+    def __init__(self, row: ToolFormat, functions: Sequence[FunctionTool]) -> None:
+        """functions: those that the request offers; text without a start marker is a call only if it names one of them"""
+        self._row = row
+        self._function_types = FunctionTypes(functions)
+        self._log = CallLog(frozenset([function.name for function in functions]))
+        self._is_bare = row.is_bare
+        self._reader: CallReader | None = None
+        self._is_in_section = row.is_bare
+        self._held = ""
+        self._is_after_calls = False
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether all further text is content."""
+        return not self._is_in_section and not self._held and (not self._row.start or self._log.num_calls >= MAX_CALLS)
+
+    @property
+    def is_call_open(self) -> bool:
+        """Whether the last call's arguments are incomplete."""
+        return self._log.is_open
+
+    def push(self, text: str) -> tuple[str, list[CallPiece]]:
+        """(content, pieces of calls) that become certain with `text`."""
+        content: list[str] = []
+        text, self._held = self._held + text, ""
+        at = 0
+        while at < len(text):
+            if not self._is_in_section:
+                at = self._search(text, at, content)
+            elif self._reader is None:
+                at = self._begin_section(text, at, content)
+            else:
+                at = self._read(self._reader, text, at, content)
+        return "".join(content), self._log.take_pieces()
+
+    def finish(self) -> str:
+        """The text held back. Call it once, at the end."""
+        held = self._log.take_held()
+        is_end = self._log.num_calls > 0 and self._row.end.startswith(held.strip())
+        if self._log.is_open or is_end:
+            held = ""  # a cut call's next argument; white space, or an end marker that was cut off
+        return self._held + held
+
+    def _search(self, text: str, at: int, content: list[str]) -> int:
+        """Pass text on up to the next start marker."""
+        if self._is_after_calls:
+            at = first_non_space(text, at)
+            self._is_after_calls = at == len(text)
+        start = self._row.start
+        if not start or self._log.num_calls >= MAX_CALLS:
+            content.append(text[at:])
+            return len(text)
+        found = text.find(start, at)
+        if found >= 0:
+            content.append(text[at:found])
+            self._log.hold(start)
+            self._is_in_section, self._is_bare = True, False
+            return found + len(start)
+        shown = len(text) - num_held(text, start, at)
+        content.append(text[at:shown])
+        self._held = text[shown:]
+        return len(text)
+
+    def _begin_section(self, text: str, at: int, content: list[str]) -> int:
+        """Choose the section's reader by its first character."""
+        end = min(len(text), at + self._log.room)
+        first = first_non_space(text, at, end)
+        self._log.hold(text[at:first])
+        if first < end:
+            self._reader = self._new_reader(text[first])
+        elif self._log.room <= 0:
+            self._end_section(Reading.FAILED, content)
+        return first
+
+    def _read(self, reader: CallReader, text: str, at: int, content: list[str]) -> int:
+        at = reader.feed(text, at)
+        if reader.reading is not Reading.GOES_ON:
+            self._end_section(reader.reading, content)
+        return at
+
+    def _end_section(self, reading: Reading, content: list[str]) -> None:
+        content.append(self._log.take_held())
+        self._log.is_open = False
+        self._reader, self._is_in_section = None, False
+        self._is_after_calls = reading is Reading.DONE
+
+    def _new_reader(self, char: str) -> CallReader:
+        """char: the section's first character"""
+        row = self._row
+        match row.syntax:
+            case CallSyntax.PYTHON if char != "{":
+                return PythonCalls(row, self._log, is_bare=self._is_bare)
+            case CallSyntax.NAMED if char not in "{[":
+                return NamedCalls(self._log)
+            case CallSyntax.TAGGED if char not in "{[":
+                return TaggedCalls(row, self._log, self._function_types)
+            case _:
+                return JsonCalls(row, self._log, is_bare=self._is_bare)
 
 
 class OutputParser:

@@ -10,10 +10,8 @@ import re
 from enum import Enum
 
 from headrace.text.output.format_types import ToolFormat
-from headrace.text.output.json_span import IN_STRING
-from headrace.text.output.markers import first_non_space
-from headrace.text.output.python_literals import json_of_literal
-from headrace.text.output.reading import CallLog, Reading, TagChoice
+from headrace.text.output.literals import LiteralSpan, json_of_literal
+from headrace.text.output.reading import CallLog, Reading, TagChoice, first_non_space
 
 MAX_NAME_CHARS = 128
 """Characters of a function's or an argument's name. Text with a longer one is no call."""
@@ -21,11 +19,7 @@ MAX_NAME_CHARS = 128
 MAX_ARGUMENTS = 128
 """Arguments of one call. Text with more is no call."""
 
-MAX_LITERAL_DEPTH = 64
-"""Nesting of one argument. Text with more is no call."""
-
 _NO_WORD = re.compile(r"[^\w.-]")
-_STRUCTURE = re.compile(r"""['"()\[\]{},]""")
 
 
 class _State(Enum):
@@ -161,50 +155,3 @@ class PythonCalls:
             return True
         self._is_begun = self._log.begin(self._name, "{" + item)
         return self._is_begun
-
-
-class LiteralSpan:
-    """Finds the end of an argument: the comma or parenthesis after it, which is not part of the argument."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._quote = ""
-        self._is_escaped = False
-        self.is_over = False
-        self.is_broken = False
-
-    def feed(self, text: str, at: int, end: int) -> int:
-        """Position after the last character of `text` from `at` to `end` that belongs to the argument."""
-        while at < end and not (self.is_over or self.is_broken):
-            at = self._string(text, at, end) if self._quote else self._structure(text, at, end)
-        return at
-
-    def _string(self, text: str, at: int, end: int) -> int:
-        if self._is_escaped:
-            self._is_escaped = False
-            return at + 1
-        found = IN_STRING[self._quote].search(text, at, end)
-        if found is None:
-            return end
-        if found[0] == "\\":
-            self._is_escaped = True
-        else:
-            self._quote = ""
-        return found.end()
-
-    def _structure(self, text: str, at: int, end: int) -> int:
-        found = _STRUCTURE.search(text, at, end)
-        if found is None:
-            return end
-        mark = found[0]
-        if mark in "'\"":
-            self._quote = mark
-        elif mark in "([{":
-            self._depth += 1
-            self.is_broken = self._depth > MAX_LITERAL_DEPTH
-        elif self._depth == 0:
-            self.is_over, self.is_broken = mark in ",)", mark in "]}"
-            return found.start()
-        elif mark != ",":
-            self._depth -= 1
-        return found.end()

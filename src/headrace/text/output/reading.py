@@ -1,13 +1,54 @@
-"""Gives the readers of calls what they share: a reader's position, and the record of the calls that it found."""
+"""What the readers of calls share: search for markers, pieces of output, a reader's position, and the record of the calls found."""
 
 from __future__ import annotations
 
-from collections.abc import Set
+import re
+from collections.abc import Sequence, Set
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from headrace.text.output.delta import CallPiece
-from headrace.text.output.markers import first_non_space
+_NO_SPACE = re.compile(r"\S")
+
+
+def num_held(text: str, marker: str, begin: int = 0) -> int:
+    """Length of the longest end of `text`, from `begin` on, that is a proper beginning of `marker`. O(length of the marker)."""
+    if not marker:
+        return 0
+    at = text.find(marker[0], max(begin, len(text) - len(marker) + 1))
+    while at >= 0:
+        if marker.startswith(text[at:]):
+            return len(text) - at
+        at = text.find(marker[0], at + 1)
+    return 0
+
+
+def first_non_space(text: str, at: int = 0, end: int | None = None) -> int:
+    """Position of the first character from `at` on that is no white space, or `end` (without it, the text's length) if there is none."""
+    end = len(text) if end is None else end
+    found = _NO_SPACE.search(text, at, end)
+    return found.start() if found else end
+
+
+class CallPiece(NamedTuple):
+    """A piece of a tool call.
+
+    number     of the call within the output, from 0
+    name       with the call's first piece; None in later ones
+    arguments  text to append to the call's arguments; all pieces joined are the arguments as the model wrote them
+    """
+
+    number: int
+    name: str | None
+    arguments: str
+
+
+class ParsedDelta(NamedTuple):
+    """The new part of a parsed output. All deltas joined depend on the whole text alone, not on how it was split."""
+
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: Sequence[CallPiece] = ()
+
 
 MAX_CALLS = 128
 """The most tool calls of one output. Text after them is never a call."""

@@ -13,8 +13,7 @@ from enum import Enum
 
 from headrace.text.output.call_arguments import ARGUMENTS_OPENINGS, NO_ARGUMENTS, ArgumentsSpan, CallArguments
 from headrace.text.output.format_types import ToolFormat
-from headrace.text.output.markers import first_non_space, num_held
-from headrace.text.output.reading import CallLog, Reading, TagChoice, TextUntil
+from headrace.text.output.reading import CallLog, Reading, TagChoice, TextUntil, first_non_space, num_held
 from headrace.text.output.value_types import TEXT, TYPES, FunctionTypes, written_value
 
 MAX_TAG_CHARS = 256

@@ -8,7 +8,7 @@ from itertools import chain
 from urllib.parse import unquote
 
 from headrace.core.tools import FunctionTool
-from headrace.text.output.python_literals import json_of_literal
+from headrace.text.output.literals import json_of_literal
 
 TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
 """Every type: those of a parameter whose schema names none."""

@@ -13,12 +13,12 @@ from virtual_time import virtual_loop
 from virtual_wire import MemoryLink, VirtualServed
 from wire_kit import request
 
+from bench.network_faults import Direction
 from headrace.core.request import EngineRequest
 from headrace.gateway.upstream.own.attempts import Call, CallAttempts
 from headrace.gateway.upstream.own.replica_health import Replica
 from headrace.gateway.upstream.own.replicas import ReplicaPool
 from headrace.lab.fake_runner import FakeOptions, fake_answer
-from headrace.lab.network_faults import Direction
 from headrace.policy.routing.choice import ReplicaId
 from headrace.policy.routing.ejection import REPLICA_LIMITS
 from headrace.wire.client import ReplicaClient

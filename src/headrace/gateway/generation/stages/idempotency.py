@@ -11,7 +11,7 @@ from headrace.gateway.generation.generation import CallNext, Generation
 from headrace.gateway.generation.stages.kept_answers import AnswerRecorder, given_again, recorder_of, report_cache
 from headrace.gateway.http.errors import ClientLeft, SlowReader
 from headrace.gateway.upstream.seam import Prepared
-from headrace.observe.cache_metrics import CacheResult
+from headrace.observe.store_metrics import CacheResult
 
 
 async def answer_once(generation: Generation, call_next: CallNext) -> Prepared:

@@ -12,7 +12,7 @@ from headrace.gateway.generation.answer_memory import HOLD_STEP_BYTES
 from headrace.gateway.generation.generation import Generation
 from headrace.gateway.generation.stages.model_choice import headers_of
 from headrace.gateway.upstream.seam import OutputEvent, Prepared, TokenUsage
-from headrace.observe.cache_metrics import CacheResult
+from headrace.observe.store_metrics import CacheResult
 from headrace.policy.admission.decision import AdmissionOutcome
 
 

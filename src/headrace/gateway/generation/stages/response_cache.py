@@ -10,7 +10,7 @@ from headrace.gateway.generation.generation import CallNext, Generation
 from headrace.gateway.generation.stages.kept_answers import AnswerRecorder, given_again, recorder_of, report_cache
 from headrace.gateway.sessions.history import ContextFitting
 from headrace.gateway.upstream.seam import Prepared
-from headrace.observe.cache_metrics import CacheResult, KeptAnswer
+from headrace.observe.store_metrics import CacheResult, KeptAnswer
 
 
 async def use_cache(generation: Generation, call_next: CallNext) -> Prepared:

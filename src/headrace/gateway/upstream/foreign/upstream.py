@@ -38,7 +38,7 @@ from headrace.gateway.upstream.foreign.watch import watch
 from headrace.gateway.upstream.generation_request import PASSED, Conversation, GenerationRequest, PlainPrompts, PrincipalFacts
 from headrace.gateway.upstream.model_config import ForeignConfig, named
 from headrace.gateway.upstream.seam import Prepared, PreparedPrompt, ReplicaHealth, Tokenization, Upstream
-from headrace.observe.upstream_metrics import UpstreamReading
+from headrace.observe.reading_metrics import UpstreamReading
 from headrace.policy.admission.decision import QueueState
 from headrace.policy.admission.unsent import UnsentRequests
 from headrace.policy.limits.ceiling import RequestCeiling

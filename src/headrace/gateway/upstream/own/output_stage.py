@@ -17,12 +17,12 @@ from headrace.core.tools import CallMode, FunctionTool, ToolChoice
 from headrace.gateway.upstream.generation_request import Conversation, PlainPrompts
 from headrace.gateway.upstream.seam import OutputEvent, ToolCall, made_call_id
 from headrace.text.messages import begun_answer
-from headrace.text.output.delta import CallPiece, ParsedDelta
 from headrace.text.output.forced import forced_grammar
 from headrace.text.output.format_types import ReasoningFormat, ToolFormat
 from headrace.text.output.model_formats import ModelFormats
 from headrace.text.output.parser import OutputParser
-from headrace.text.output.reasoning_count import ReasoningCount
+from headrace.text.output.reading import CallPiece, ParsedDelta
+from headrace.text.output.reasoning import ReasoningCount
 from headrace.text.tokenizer import Tokenizer
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from headrace.lab.plan.catalogue import Catalogue, read_catalogue
-from headrace.lab.plan.sizings import (
+from tools.plan_sizings import (
     cost_ratio,
     fleet,
     known_sizings,

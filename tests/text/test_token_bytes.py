@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.bundled import FOLDER
-from headrace.text.token_bounds import NORMAL_FORM_SHRINKS, TokenBound
+from headrace.text.token_bytes import NORMAL_FORM_SHRINKS, TokenBound
 from headrace.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.pure

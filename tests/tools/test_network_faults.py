@@ -16,8 +16,8 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 from patience import eventually
 
-from headrace.lab import network_faults
-from headrace.lab.network_faults import CUT, HEALTHY, RETRANSMIT_S, SEGMENT_BYTES, Direction, FaultyLink, LinkFault
+from bench import network_faults
+from bench.network_faults import CUT, HEALTHY, RETRANSMIT_S, SEGMENT_BYTES, Direction, FaultyLink, LinkFault
 
 pytestmark = pytest.mark.loop
 

@@ -11,8 +11,7 @@ from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.lab.plan.catalogue import read_catalogue
 from headrace.lab.plan.shapes import find_entry
-from headrace.lab.simulate.build import SimulatedModel, measured_model, planned_model
-from headrace.lab.simulate.options import MEASURED, check_measured, make_need, on_device
+from headrace.lab.simulate.build import MEASURED, SimulatedModel, check_measured, make_need, measured_model, on_device, planned_model
 from headrace.lab.simulate.step_times import FittedLatency
 from headrace.policy.placement.layout import Placement, choose_layout
 from headrace.policy.placement.need import Traffic

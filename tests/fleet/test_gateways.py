@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from headrace.core.errors import ConfigError
-from headrace.fleet.listening import check_can_listen, reserved_port
+from headrace.fleet.gateways import check_can_listen, reserved_port
 
 pytestmark = pytest.mark.socket
 

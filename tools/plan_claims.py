@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from headrace.lab.plan.catalogue import Catalogue
 from headrace.lab.plan.plan import CapacityPlan
-from headrace.lab.plan.sizings import Sizing, fleet, mixed_fleet, resident
 from headrace.policy.placement.layout import judge
+from tools.plan_sizings import Sizing, fleet, mixed_fleet, resident
 
 TPOT_S = 0.05
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.lab.plan.catalogue import Catalogue, read_catalogue
-from headrace.lab.plan.claims import CLAIMS, findings, rule
+from tools.plan_claims import CLAIMS, findings, rule
 
 pytestmark = pytest.mark.pure
 

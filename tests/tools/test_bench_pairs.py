@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from headrace.lab.pairs import paired_ratio
+from bench.pairs import paired_ratio
 
 pytestmark = pytest.mark.pure
 

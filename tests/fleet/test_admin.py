@@ -17,10 +17,8 @@ from wire_kit import socket_dir
 from headrace.cli.control_client import _UnixConnection
 from headrace.core.errors import ConfigError
 from headrace.fleet.admin import SOCKET_NAME, TOKEN_NAME, admin_socket
-from headrace.fleet.audit import CommandAudit
-from headrace.fleet.control import FleetControl
-from headrace.fleet.hangup import reloading_when_asked
-from headrace.fleet.progress import Hear, no_operator
+from headrace.fleet.commands import CommandAudit, Hear, no_operator
+from headrace.fleet.control import FleetControl, reloading_when_asked
 from headrace.gateway.access.admin_requests import REQUESTS, KeyRequests
 from headrace.gateway.access.administration import Administration
 from headrace.gateway.access.sqlite_keys import SqliteKeys

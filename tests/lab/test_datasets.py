@@ -8,8 +8,7 @@ import statistics
 
 import pytest
 
-from headrace.lab.arrivals import send_times
-from headrace.lab.datasets import WorkloadShape, make_requests
+from headrace.lab.datasets import WorkloadShape, make_requests, send_times
 
 pytestmark = pytest.mark.pure
 

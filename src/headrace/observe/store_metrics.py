@@ -1,4 +1,4 @@
-"""Counts answers that were given again: from the response cache, and under an Idempotency-Key."""
+"""Counts what became of answers, turns and streams that stores keep."""
 
 from __future__ import annotations
 
@@ -57,3 +57,51 @@ class ReplayMetrics:
         self.count = OutcomeCounter(
             registry, "headrace_idempotent_requests", "Requests with an Idempotency-Key, by outcome.", ReplayOutcome
         )
+
+
+class TurnOutcome(StrEnum):
+    """The outcome of a turn of a session."""
+
+    KEPT = "kept"
+    CONFLICT = "conflict"
+    """Another request of the session ran, or was stored first."""
+    TOO_LARGE = "too_large"
+    FAILED = "failed"
+    """The store was down or slow."""
+
+
+class SessionMetrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.turns = OutcomeCounter(registry, "headrace_session_turns", "Turns of sessions by what became of them.", TurnOutcome)
+
+
+class KeepOutcome(StrEnum):
+    """The outcome of keeping a stream."""
+
+    KEPT = "kept"
+    TOO_LARGE = "too_large"
+    DROPPED = "dropped"
+    """Too much was waiting to be written."""
+    FAILED = "failed"
+    """The store was down or slow."""
+
+
+class ContinueOutcome(StrEnum):
+    """The outcome of a request with Last-Event-ID."""
+
+    CONTINUED = "continued"
+    UNKNOWN = "unknown"
+    CONFLICT = "conflict"
+    """Another request continues the stream."""
+    REFUSED = "refused"
+    """The request has another body, or the event is not of this stream."""
+    FAILED = "failed"
+    """The store was down or slow."""
+
+
+class ResumeMetrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.kept = OutcomeCounter(
+            registry, "headrace_streams_kept", "Event streams at their end, for their clients to continue.", KeepOutcome
+        )
+        self.continued = OutcomeCounter(registry, "headrace_streams_continued", "Requests that continue an event stream.", ContinueOutcome)

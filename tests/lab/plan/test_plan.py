@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from headrace.lab.plan.catalogue import read_catalogue
-from headrace.lab.plan.plan import CapacityPlan, make_plan
-from headrace.lab.plan.sizings import shape
-from headrace.lab.plan.standby import Standby
+from headrace.lab.plan.plan import CapacityPlan, Standby, make_plan
 from headrace.policy.placement.need import Need, Traffic
+from tools.plan_sizings import shape
 
 pytestmark = pytest.mark.pure
 

@@ -1,4 +1,4 @@
-"""Shows foreign servers on the metrics page: attempts by result, open requests, circuit, rate limit, and the load that they report."""
+"""Families of the metrics page made from readings when it is asked for: foreign servers, budgets, usage records."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from headrace.observe.tenant_metrics import BUDGET_PREFIX
 
 LABELS = ("model", "replica")
 
@@ -73,3 +75,61 @@ def reported_load_families(readings: Iterable[UpstreamReading]) -> Iterator[Metr
             if number is not None:
                 reported.add_metric((reading.model, reading.replica, state), number)
     yield reported
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetReading:
+    """One budget of all tenants together, in the currency of `prices`. label: of its limit; used: reserved money included"""
+
+    label: str
+    budget: float
+    used: float
+
+
+def budget_families(readings: Iterable[BudgetReading]) -> Iterator[Metric]:
+    """The budgets as the limits' store last reported them. Without budgets, and while the store fails, there are no series."""
+    text = "Money that all tenants together may use, in the currency of `prices`."
+    budget = GaugeMetricFamily(BUDGET_PREFIX, text, labels=("limit",))
+    used = GaugeMetricFamily(f"{BUDGET_PREFIX}_used", "What is used or reserved of it.", labels=("limit",))
+    for reading in readings:
+        budget.add_metric((reading.label,), reading.budget)
+        used.add_metric((reading.label,), reading.used)
+    yield from (budget, used)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SinkReading:
+    """One sink of usage records when the metrics page is asked for. waiting_bytes: of all processes here; other fields: of this process"""
+
+    num_shipped: int
+    num_failures: int
+    num_damaged_bytes: int
+    waiting_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageReading:
+    """dropped: records by reason;  sinks: by name"""
+
+    num_recorded: int
+    dropped: Mapping[str, int]
+    sinks: Mapping[str, SinkReading]
+
+
+def usage_families(reading: UsageReading) -> Iterator[Metric]:
+    """Metrics of this gateway's ledger."""
+    yield CounterMetricFamily("headrace_usage_records", "Usage records that were written to the spool.", reading.num_recorded)
+    dropped = CounterMetricFamily("headrace_usage_dropped", "Usage records that were lost, by reason.", labels=("reason",))
+    for reason in sorted({"queue", "disk", *reading.dropped}):
+        dropped.add_metric((reason,), reading.dropped.get(reason, 0))
+    yield dropped
+    shipped = CounterMetricFamily("headrace_usage_shipped", "Usage records that this process gave to a sink.", labels=("sink",))
+    failures = CounterMetricFamily("headrace_usage_sink_failures", "Attempts that a sink did not take.", labels=("sink",))
+    damaged = CounterMetricFamily("headrace_usage_damaged_bytes", "Bytes of the spool that were no whole record.", labels=("sink",))
+    waiting = GaugeMetricFamily("headrace_usage_waiting_bytes", "What waits for a sink on the disk.", labels=("sink",))
+    for name, sink in reading.sinks.items():
+        shipped.add_metric((name,), sink.num_shipped)
+        failures.add_metric((name,), sink.num_failures)
+        damaged.add_metric((name,), sink.num_damaged_bytes)
+        waiting.add_metric((name,), sink.waiting_bytes)
+    yield from (shipped, failures, damaged, waiting)

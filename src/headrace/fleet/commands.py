@@ -1,0 +1,112 @@
+"""What commands that change a deployment share: one runs at a time, its progress goes to its operator and the log, and it is recorded.
+
+A command that was refused changed nothing and leaves no record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from headrace.core.errors import HeadraceError
+
+log = logging.getLogger(__name__)
+
+Hear = Callable[[str], None]
+"""Takes a line for the operator of one command."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProgress:
+    model: str
+    text: str
+    level: int = logging.INFO
+
+
+class Progress:
+    """Passes progress lines to the listeners for their model."""
+
+    def __init__(self) -> None:
+        self._listeners: list[tuple[Hear, Collection[str]]] = []
+
+    @contextmanager
+    def heard(self, hear: Hear, models: Collection[str]) -> Iterator[None]:
+        """While the block runs, `hear` gets every line about these models."""
+        listener = hear, models
+        self._listeners.append(listener)
+        try:
+            yield
+        finally:
+            self._listeners.remove(listener)
+
+    def say(self, line: ModelProgress) -> None:
+        log.log(line.level, "%s", line.text)
+        for hear, models in [*self._listeners]:
+            if line.model in models:
+                hear(line.text)
+
+
+def no_operator(text: str) -> None:
+    """Ignores a line: for a command whose lines go to the log alone."""
+
+
+class ControlBusy(HeadraceError):
+    """Another command changes the deployment."""
+
+
+class CommandSlot:
+    """Lets one command at a time change the deployment. holder: name of the running command; empty while none runs"""
+
+    def __init__(self) -> None:
+        self.holder = ""
+        self._free = asyncio.Event()
+        self._free.set()
+
+    async def wait_free(self) -> None:
+        """Wait until no command holds the slot. Another command may take the slot before the caller does."""
+        await self._free.wait()
+
+    @contextmanager
+    def held(self, name: str) -> Iterator[Callable[[], None]]:
+        """Hold the slot until the block ends, or until the block calls the yielded function. Raises ControlBusy if another command holds
+        it."""
+        if self.holder:
+            raise ControlBusy(f"{self.holder} is running. Wait for it: `headrace status` shows how far it is.")
+        self.holder = name
+        self._free.clear()
+        with ExitStack() as stack:
+            stack.callback(self._release)
+            yield stack.close
+
+    def _release(self) -> None:
+        self.holder = ""
+        self._free.set()
+
+
+WriteAudit = Callable[[str, str, str, Mapping[str, object]], Awaitable[None]]
+"""Writes one record: actor, action, subject, detail. Raises HeadraceError."""
+
+
+async def not_kept(actor: str, action: str, subject: str, detail: Mapping[str, object]) -> None:
+    """A `WriteAudit` that records nothing."""
+
+
+class CommandAudit:
+    def __init__(self, write: WriteAudit = not_kept) -> None:
+        self._write = write
+
+    async def record(self, actor: str, name: str, asked: Mapping[str, object], hear: Hear, failures: list[str] | None = None) -> None:
+        """Record a command. If the record cannot be written, log that and report it to the operator.
+
+        asked     the command's arguments
+        failures  the parts of the command that failed
+        """
+        subject = str(asked.get("replica") or asked.get("model") or "deployment")
+        try:
+            await self._write(actor, f"deployment.{name}", subject, {**asked, "failures": failures} if failures else asked)
+        except HeadraceError as error:
+            log.error("the audit record of %s by %s cannot be written: %s", name, actor, error)
+            hear(f"the audit record cannot be written: {error}")
