@@ -42,9 +42,9 @@ KEPT = KeptStream(form=FORM, tenant="default", body=b"d" * 16, created=1, num_se
 def event_ns(has_ids: bool) -> float:
     log = EventLog(ANSWER_ID, 1) if has_ids else None
     model = SimpleNamespace(upstream=SimpleNamespace(fingerprint="fp_0"))
-    facts: Any = {"answer_id": ANSWER_ID, "created": 1, "shown_model": "m", "model": model, "memory": None, "fitted": None}
-    generation: Any = SimpleNamespace(**facts, event_log=log)
-    answer = ChatAnswer((ChatRequest(messages=[], stream=True), None), cast(Any, SimpleNamespace(prompts=[None])), generation)
+    call = SimpleNamespace(answer_id=ANSWER_ID, created=1, shown_model="m", model=model, memory=None)
+    ready = SimpleNamespace(call=call, prepared=SimpleNamespace(prompts=[None]), event_log=log, fitted=None)
+    answer = ChatAnswer((ChatRequest(messages=[], stream=True), None), cast(Any, ready))
     event = OutputEvent(0, " hello", 1, 5)
     b"".join(answer.encode_events((event,)))  # the opening
     return 1e9 * timeit.timeit(lambda: b"".join(answer.encode_events((event,))), number=EVENTS) / EVENTS

@@ -47,7 +47,6 @@ from headrace.gateway.stores.redis import open_redis
 from headrace.gateway.upstream.seam import Prepared, TokenUsage
 from headrace.lab.environment import environment
 from headrace.lab.report import write_json
-from headrace.observe.request_log import RequestLogRecord
 from headrace.policy.limits.peers import LEASE_S
 from headrace.policy.limits.price import FREE
 from headrace.policy.limits.tier import Tier
@@ -176,8 +175,7 @@ def _exchange(caller: Principal) -> Exchange:
         return
 
     request_id = RequestId(os.urandom(12).hex())
-    record = RequestLogRecord(request_id=request_id, method="", path="", time=0.0)
-    made = Exchange({"headers": []}, none, send, request_id=request_id, record=record, arrived_at=0.0)
+    made = Exchange({"headers": []}, none, send, request_id=request_id, arrived_at=0.0)
     made.principal = caller
     return made
 

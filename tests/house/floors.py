@@ -118,10 +118,13 @@ FLOORS: dict[str, Floor] = {
             "gateway.generation",
             "gateway.ledger.usage_query",
             "gateway.sessions",
+            "observe.finished_request",
         ),
         ("msgspec",),
     ),
-    "headrace.gateway.generation.run": Floor(_ours("core", *ABOVE_THE_SEAM, "gateway.generation")),
+    "headrace.gateway.generation.run": Floor(
+        _ours("core", *ABOVE_THE_SEAM, "gateway.generation", "observe.finished_request", "observe.metrics")
+    ),
     "headrace.gateway.generation.stages": Floor(
         _ours(
             "core",

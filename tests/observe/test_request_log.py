@@ -10,25 +10,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from finished import finished
 from patience import PATIENCE_S
 
 from headrace.observe import request_log
+from headrace.observe.finished_request import Outcome
 from headrace.observe.logs import LogFormat
-from headrace.observe.request_log import MAX_QUEUED, Outcome, RequestLog, RequestLogRecord
+from headrace.observe.request_log import MAX_QUEUED, RequestLog, line_of, text_of
 
 pytestmark = pytest.mark.socket
 
 
-def record(**fields: object) -> RequestLogRecord:
-    made = RequestLogRecord(request_id="abc", method="POST", path="/v1/chat/completions")
-    for name, value in fields.items():
-        setattr(made, name, value)
-    return made
-
-
 @pytest.mark.pure
 def test_line_is_json_without_what_is_not_known() -> None:
-    line = json.loads(record(status=200, ttft_s=0.123456789).line())
+    line = json.loads(line_of(finished(status=200, ttft_s=0.123456789)))
     assert line["ttft_s"] == 0.123457
     assert "error" not in line
 
@@ -36,7 +31,7 @@ def test_line_is_json_without_what_is_not_known() -> None:
 @pytest.mark.pure
 @pytest.mark.parametrize("path", ["/a\r\nSet-Cookie: x", "/\x1b[31mred", "/\u2028", "/\ud800", '/"},{"x":"'])
 def test_line_stays_one_line_of_ascii(path: str) -> None:
-    line = record(path=path).line()
+    line = line_of(finished(path=path))
     assert line.isascii()
     assert line.isprintable()
     assert json.loads(line)["path"] == path
@@ -45,7 +40,7 @@ def test_line_stays_one_line_of_ascii(path: str) -> None:
 def test_lines_reach_the_file_in_order(tmp_path: Path) -> None:
     log = RequestLog(str(tmp_path / "log.jsonl"))
     for number in range(50):
-        log.write(record(status=number))
+        log.write(finished(status=number))
     log.close(PATIENCE_S)
     lines = (tmp_path / "log.jsonl").read_text().splitlines()
     assert [json.loads(line)["status"] for line in lines] == list(range(50))
@@ -55,7 +50,7 @@ def test_lines_reach_the_file_in_order(tmp_path: Path) -> None:
 def write_lines(target: str, worker: int, num_lines: int) -> None:
     log = RequestLog(target, worker=worker)
     for number in range(num_lines):
-        log.write(record(status=number, reason="x" * (number * 37 % 3900), path="/" + "\U0001f600" * 199))
+        log.write(finished(status=number, reason="x" * (number * 37 % 3900), path="/" + "\U0001f600" * 199))
     log.close(PATIENCE_S)
     assert log.num_dropped == 0
 
@@ -84,7 +79,7 @@ def test_lines_of_several_processes_stay_whole(tmp_path: Path, is_pipe: bool) ->
 def test_lines_that_cannot_be_written_are_counted() -> None:
     log = RequestLog("/dev/full")
     for _ in range(3):
-        log.write(record())
+        log.write(finished())
     log.close(PATIENCE_S)
     assert log.num_dropped == 3
 
@@ -95,7 +90,7 @@ def test_a_stopped_reader_costs_lines_not_requests(tmp_path: Path) -> None:
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     log = RequestLog(str(pipe))
     for _ in range(MAX_QUEUED + 2000):  # the pipe takes about 64 KiB, the queue its share
-        log.write(record(detail="x" * 60))
+        log.write(finished(detail="x" * 60))
     assert log.num_dropped > 0
     os.close(reader)  # the writer's next write fails instead of waiting
     log.close(PATIENCE_S)
@@ -108,7 +103,7 @@ def test_a_full_pipe_that_does_not_block_costs_lines_too(monkeypatch: pytest.Mon
     monkeypatch.setitem(request_log.STREAMS, "stdout", writing)
     log = RequestLog("stdout", LogFormat.JSON)
     for _ in range(1000):
-        log.write(record(detail="x" * 200))
+        log.write(finished(detail="x" * 200))
     log.close(PATIENCE_S)
     assert log.num_dropped > 0
     assert log.num_dropped < 1000
@@ -118,14 +113,14 @@ def test_a_full_pipe_that_does_not_block_costs_lines_too(monkeypatch: pytest.Mon
 
 def test_no_log_is_no_thread() -> None:
     log = RequestLog("off")
-    log.write(record())
+    log.write(finished())
     log.close(PATIENCE_S)
     assert log.num_dropped == 0
 
 
 @pytest.mark.pure
 def test_time_is_a_timestamp() -> None:
-    assert json.loads(record(time=1_795_399_722.6589).line())["time"] == "2026-11-23T02:08:42.658Z"
+    assert json.loads(line_of(finished(time=1_795_399_722.6589)))["time"] == "2026-11-23T02:08:42.658Z"
 
 
 COMPLETE = {"status": 200, "outcome": Outcome.COMPLETED, "model": "m", "prompt_tokens": 5, "completion_tokens": 64, "ttft_s": 0.05}
@@ -143,7 +138,7 @@ REFUSED = {"status": 400, "outcome": Outcome.REFUSED, "error": "invalid_value", 
     ],
 )
 def test_people_read_a_short_line(fields: dict[str, object], said: str) -> None:
-    text = record(latency_s=1.5, **fields).text(is_short=True)
+    text = text_of(finished(latency_s=1.5, **fields), is_short=True)
     assert re.fullmatch(r"\d\d:\d\d:\d\d POST /v1/chat/completions (.*)", text)
     assert text.split(" ", 3)[3] == said
 
@@ -151,7 +146,7 @@ def test_people_read_a_short_line(fields: dict[str, object], said: str) -> None:
 @pytest.mark.pure
 @pytest.mark.parametrize("path", ["/a\r\nSet-Cookie: x", "/\x1b[31mred", "/\u2028", "/\ud800"])
 def test_a_short_line_stays_one_line(path: str) -> None:
-    assert record(path=path, reason=path, detail=path, model=path, method=path).text(is_short=True).isprintable()
+    assert text_of(finished(path=path, reason=path, detail=path, model=path, method=path), is_short=True).isprintable()
 
 
 @pytest.mark.parametrize(("log_format", "is_json"), [(LogFormat.AUTO, False), (LogFormat.TEXT, False), (LogFormat.JSON, True)])
@@ -160,7 +155,7 @@ def test_a_terminal_gets_text_unless_json_is_asked_for(monkeypatch: pytest.Monke
     ours, terminal = pty.openpty()
     monkeypatch.setitem(request_log.STREAMS, "stderr", terminal)
     log = RequestLog("stderr", log_format)
-    log.write(record(**COMPLETE))
+    log.write(finished(**COMPLETE))
     log.close(PATIENCE_S)
     written = os.read(ours, 4096).decode()
     os.close(terminal)
@@ -173,7 +168,7 @@ def test_a_pipe_gets_json_unless_text_is_asked_for(monkeypatch: pytest.MonkeyPat
     ours, theirs = os.pipe()
     monkeypatch.setitem(request_log.STREAMS, "on", theirs)
     log = RequestLog("on", log_format)
-    log.write(record(**COMPLETE))
+    log.write(finished(**COMPLETE))
     log.close(PATIENCE_S)
     os.close(theirs)
     with open(ours, encoding="utf-8") as pipe:
@@ -184,6 +179,6 @@ def test_a_pipe_gets_json_unless_text_is_asked_for(monkeypatch: pytest.MonkeyPat
 
 def test_a_file_is_json_whatever_is_asked_for(tmp_path: Path) -> None:
     log = RequestLog(str(tmp_path / "log"), LogFormat.TEXT)
-    log.write(record(**COMPLETE))
+    log.write(finished(**COMPLETE))
     log.close(PATIENCE_S)
     assert json.loads((tmp_path / "log").read_text())["outcome"] == "completed"

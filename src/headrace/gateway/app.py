@@ -20,6 +20,7 @@ from headrace.core.ids import RequestId
 from headrace.gateway.access.auth import Authenticator
 from headrace.gateway.access.metrics_access import OpenMetrics
 from headrace.gateway.access.open_requests import Draining, KeyRevoked, UseCount
+from headrace.gateway.access.principal import ANONYMOUS, Principal
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.generation.service import Service
 from headrace.gateway.generation.stages.model_choice import refused_headers
@@ -28,6 +29,7 @@ from headrace.gateway.http.errors import (
     BAD_HTTP,
     INTERNAL,
     ClientLeft,
+    ErrorReply,
     HeadRefused,
     RateLimitExceeded,
     RouteNotFound,
@@ -43,9 +45,9 @@ from headrace.gateway.ledger.record import UsageRecord, is_recorded, usage_recor
 from headrace.gateway.stores.guard import StoreWait
 from headrace.gateway.surfaces.paths import AnsweredPath, find_path, logged_path, plain_path
 from headrace.gateway.upstream.seam import ReplicaLost
-from headrace.observe.request_log import MAX_DETAIL_CHARS, Outcome, RequestLog, RequestLogRecord
+from headrace.observe.finished_request import Caller, End, FinishedRequest, Outcome, RequestArrival
+from headrace.observe.request_log import MAX_DETAIL_CHARS, RequestLog
 from headrace.observe.tenant_metrics import RequestUse
-from headrace.policy.limits.price import FREE
 
 log = logging.getLogger("headrace.gateway")
 
@@ -96,41 +98,47 @@ class Gateway:
         if scope["type"] != "http":
             return  # no websockets; `gateway.compose` opens and closes, not ASGI's lifespan
         active = self.active
+        service = active.service
         scope["path"] = plain_path(scope["path"])
-        exchange = self._open(active, scope, receive, send)
+        exchange = Exchange(scope, receive, send, request_id=RequestId(os.urandom(12).hex()), arrived_at=service.clock())
+        arrival = _arrival(exchange, active)
         path, scope["path_params"] = find_path(scope["path"])
         if path is not None:
             exchange.framing = path.framing
-        with StoreWait(active.service.clock) as store_wait:
+        reached: AnsweredPath | None = None
+        end = End(Outcome.FAILED)
+        with StoreWait(service.clock) as store_wait:
             try:
-                exchange.use(active.choosing)
+                service.open_requests.use(exchange.request_id, exchange.principal.tenant, active.choosing)
                 host = active.host_check(exchange, is_probe=path is not None and path.is_probe)
                 active.origins.check(exchange, host)
                 if is_preflight(exchange):
                     await answer_preflight(exchange)
                 else:
+                    reached = path
                     await self.dispatch(path, exchange, active)
-                exchange.record.outcome = Outcome.COMPLETED
+                end = End(Outcome.COMPLETED)
             except HeadraceError as error:
-                await self._fail(exchange, error)
+                reply, end = _refused_by(error)
+                await self._fail(exchange, error, reply, end)
             except asyncio.CancelledError:
-                exchange.record.detail = "cut off at the end of a shutdown"
+                end = End(Outcome.FAILED, detail="cut off at the end of a shutdown")
                 raise
             except Exception as error:  # the outermost border: a bug must not end the other requests of the connection
                 log.error("request %s failed: %s", exchange.request_id, fault(error))
-                exchange.record.detail = type(error).__name__
-                await self._fail(exchange, error)
+                reply, end = _refused_by(error)
+                end = end._replace(detail=type(error).__name__)
+                await self._fail(exchange, error, reply, end)
             finally:
-                self._close(exchange, active.service, store_wait)
+                service.open_requests.leave_used(exchange.request_id)
+                end = end._replace(status=exchange.status or end.status, latency_s=service.clock() - exchange.arrived_at)
+                finished = FinishedRequest(arrival, end, _caller(exchange.principal), exchange.asked, exchange.answered)
+                self._close(finished, reached, service, store_wait)
 
     async def dispatch(self, path: AnsweredPath | None, exchange: Exchange, active: ActiveConfig) -> None:
         """Check the key, then call the handler. An unknown path needs a key too, so that strangers cannot learn which paths exist."""
-        if path is not None:
-            exchange.generates, exchange.is_quiet = path.generates, path.is_quiet
         if path is None or not (path.is_public or path.path in active.public):
             exchange.principal = await active.authenticator.principal(exchange.headers, exchange.framing)
-            exchange.record.tenant = exchange.principal.tenant
-            exchange.record.user, exchange.record.key_id = exchange.principal.user or None, exchange.principal.key_id or None
         if path is None:
             raise RouteNotFound(exchange.scope["path"])
         endpoint, service = path.endpoint(exchange.scope["method"]), active.service
@@ -146,53 +154,66 @@ class Gateway:
     def refused(self, request_id: str, status: int, reason: str) -> None:
         """Log and count an answer by the HTTP protocol class itself: the bytes were no HTTP, or the head was too large or too late."""
         self.service.metrics.http_responses.labels(str(status)).inc()
-        record = RequestLogRecord(request_id=request_id, method="", path="", time=self.service.unix_time(), status=status, reason=reason)
-        record.error, record.outcome = BAD_HTTP, Outcome.REFUSED
-        self.request_log.write(record)
+        arrival = RequestArrival(request_id, method="", path="", time=self.service.unix_time())
+        self.request_log.write(FinishedRequest(arrival, End(Outcome.REFUSED, status, error=BAD_HTTP, reason=reason)))
 
-    def _open(self, active: ActiveConfig, scope: Scope, receive: Receive, send: Send) -> Exchange:
-        request_id = RequestId(os.urandom(12).hex())
-        record = RequestLogRecord(
-            request_id=request_id, method=scope["method"][:16], path=logged_path(scope["path"]), time=active.service.unix_time()
-        )
-        exchange = Exchange(scope, receive, send, request_id=request_id, record=record, arrived_at=active.service.clock())
-        if peer := scope.get("client"):
-            record.client = active.proxies.client_of(peer[0], exchange.headers)
-        record.client_request_id = sane_request_id(exchange.header(b"x-request-id"))
-        return exchange
-
-    async def _fail(self, exchange: Exchange, error: Exception) -> None:
-        reply = error_reply(error)
+    async def _fail(self, exchange: Exchange, error: Exception, reply: ErrorReply, end: End) -> None:
         forget_frames(error)
-        record = exchange.record
-        record.error, record.outcome = reply.error.code, outcome_of(error, reply.status)
-        record.param, record.reason = param_of(error), reason_of(error)
-        if record.outcome is Outcome.REFUSED:
+        if end.outcome is Outcome.REFUSED:
             exchange.more_headers = refused_headers(exchange.more_headers)
-        record.limit = error.limit if isinstance(error, RateLimitExceeded) else None
-        if isinstance(error, ReplicaLost):
-            record.detail = f"cannot be resumed: {error.why_not_resume}"[:MAX_DETAIL_CHARS] if error.why_not_resume else "not resumed"
         if not (isinstance(error, ClientLeft | SlowReader) or isinstance(exchange.end_reason, ClientLeft | SlowReader)):
             await exchange.fail(reply)
-        record.status = record.status or reply.status
 
-    def _close(self, exchange: Exchange, service: Service, store_wait: StoreWait) -> None:
+    def _close(self, request: FinishedRequest, path: AnsweredPath | None, service: Service, store_wait: StoreWait) -> None:
         """Count and log a request that has ended. service: of the configuration that the request began with"""
-        exchange.release()
-        record, metrics = exchange.record, service.metrics
-        record.latency_s = service.clock() - exchange.arrived_at
-        metrics.http_responses.labels(str(record.status)).inc()
-        if exchange.generates:
+        metrics = service.metrics
+        metrics.http_responses.labels(str(request.end.status)).inc()
+        if path is not None and path.generates:
             metrics.store_wait.observe(store_wait.waited_s)
-            metrics.finished(record.model or "", record.replica or "", counted_as(record))
-            price = service.config.prices.get(record.model or "", FREE)
-            usage = usage_record(record, exchange.principal, price, prompt=exchange.logged_prompt) if is_recorded(record) else None
+            metrics.finished(request.model or "", request.answered.replica or "", request.counted_outcome)
+            usage = usage_record(request) if is_recorded(request) else None
             if service.ledger is not None and usage is not None:
                 service.ledger.write(usage)
-            if record.tenant is not None:
-                metrics.tenants.count(exchange.principal.tier_name, record.tenant, use_of(record, usage))
-        if not (exchange.is_quiet and record.outcome is Outcome.COMPLETED):
-            self.request_log.write(record)
+            if request.caller.tenant is not None:
+                metrics.tenants.count(request.caller.tier, request.caller.tenant, use_of(request, usage))
+        if not (path is not None and path.is_quiet and request.end.outcome is Outcome.COMPLETED):
+            self.request_log.write(request)
+
+
+def _arrival(exchange: Exchange, active: ActiveConfig) -> RequestArrival:
+    scope, peer = exchange.scope, exchange.scope.get("client")
+    return RequestArrival(
+        exchange.request_id,
+        method=scope["method"][:16],
+        path=logged_path(scope["path"]),
+        time=active.service.unix_time(),
+        client=active.proxies.client_of(peer[0], exchange.headers) if peer else None,
+        client_request_id=sane_request_id(exchange.header(b"x-request-id")),
+    )
+
+
+def _caller(principal: Principal) -> Caller:
+    """No tenant where no key was asked for."""
+    if principal is ANONYMOUS:
+        return Caller(tier=principal.tier_name)
+    return Caller(principal.tenant, principal.user or None, principal.key_id or None, principal.tier_name)
+
+
+def _refused_by(error: Exception) -> tuple[ErrorReply, End]:
+    """The answer to a request that ended with an error, and how the request ended."""
+    reply = error_reply(error)
+    detail = None
+    if isinstance(error, ReplicaLost):
+        detail = f"cannot be resumed: {error.why_not_resume}"[:MAX_DETAIL_CHARS] if error.why_not_resume else "not resumed"
+    return reply, End(
+        outcome_of(error, reply.status),
+        reply.status,
+        error=reply.error.code,
+        limit=error.limit if isinstance(error, RateLimitExceeded) else None,
+        param=param_of(error),
+        reason=reason_of(error),
+        detail=detail,
+    )
 
 
 def outcome_of(error: Exception, status: int) -> Outcome:
@@ -204,28 +225,18 @@ def outcome_of(error: Exception, status: int) -> Outcome:
     return Outcome.REFUSED if status < 500 or isinstance(error, Draining) else Outcome.FAILED
 
 
-def use_of(record: RequestLogRecord, usage: UsageRecord | None) -> RequestUse:
+def use_of(request: FinishedRequest, usage: UsageRecord | None) -> RequestUse:
     """The numbers that a request adds to its tenant's metrics. usage: None for a request that used nothing"""
-    refused = (record.error or "") if record.outcome is Outcome.REFUSED else ""
-    return (
-        RequestUse(refused=refused, limit=record.limit or "")
-        if usage is None
-        else RequestUse(
-            refused=refused,
-            limit=record.limit or "",
-            prompt_tokens=usage.prompt_tokens,
-            cached_tokens=usage.cached_tokens,
-            completion_tokens=usage.completion_tokens,
-            cost_nanos=usage.cost_nanos,
-        )
+    end = request.end
+    use = RequestUse(refused=(end.error or "") if end.outcome is Outcome.REFUSED else "", limit=end.limit or "")
+    if usage is None:
+        return use
+    return use._replace(
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        completion_tokens=usage.completion_tokens,
+        cost_nanos=usage.cost_nanos,
     )
-
-
-def counted_as(record: RequestLogRecord) -> str:
-    """The outcome that metrics count. A completed answer counts as length if a sequence ended at its token limit, else as stop."""
-    if record.outcome is not Outcome.COMPLETED:
-        return record.outcome
-    return "length" if "length" in (record.finish_reasons or ()) else "stop"
 
 
 def param_of(error: Exception) -> str | None:

@@ -27,7 +27,9 @@ from headrace.gateway.control.site_models import SiteModels
 from headrace.gateway.control.texts import LoadedTexts, LoadText, MakeWorkers
 from headrace.gateway.generation.answer_encoder import EncodingTurns
 from headrace.gateway.generation.kept_streams import KeptStreams
+from headrace.gateway.generation.run import Pipeline
 from headrace.gateway.generation.service import Service
+from headrace.gateway.generation.stages import chain
 from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.ledger.ledger import Ledger, open_ledger
 from headrace.gateway.limits.limiter import Limiter
@@ -130,21 +132,37 @@ async def _open_service(
     replayed = GuardedStore(open_replay_store(stores), "answers under an Idempotency-Key", sources.clock)
     for store in (answers, replayed):
         stack.push_async_callback(store.close)
+    watch = await stack.enter_async_context(_watch(config, memory, metrics, sources))
+    encoding = EncodingTurns(sources.clock)
+    kept_streams = _kept_streams(stack, config, stores, metrics, sources)
+    sessions = _sessions(stack, config, stores, metrics, sources)
+    answer_cache = AnswerCache(answers, AnswerCacheMetrics(metrics.registry), sources.unix_time)
+    replays = Replays(replayed, ReplayMetrics(metrics.registry), limits=replay_limits(stores))
+    stages = chain(
+        sessions=sessions,
+        replays=replays,
+        answer_cache=answer_cache,
+        kept_streams=kept_streams,
+        open_requests=open_requests,
+        clock=sources.clock,
+        unix_time=sources.unix_time,
+    )
     return Service(
         config=config.requests,
         models=ModelTable(models.served),
         stored_keys=await _stored_keys(stack, config, share, sources),
         open_requests=open_requests,
-        watch=await stack.enter_async_context(_watch(config, memory, metrics, sources)),
+        watch=watch,
         text_pool=text_pool,
-        encoding=EncodingTurns(sources.clock),
+        encoding=encoding,
+        pipeline=Pipeline(stages, watch, encoding, metrics, sources.clock),
         memory=memory,
         tenant_share=share,
-        kept_streams=_kept_streams(stack, config, stores, metrics, sources),
-        sessions=_sessions(stack, config, stores, metrics, sources),
+        kept_streams=kept_streams,
+        sessions=sessions,
         limiter=await _limiter(stack, config, metrics, sources),
-        answer_cache=AnswerCache(answers, AnswerCacheMetrics(metrics.registry), sources.unix_time),
-        replays=Replays(replayed, ReplayMetrics(metrics.registry), limits=replay_limits(stores)),
+        answer_cache=answer_cache,
+        replays=replays,
         metrics=metrics,
         ledger=await _ledger(stack, config, metrics, sources),
         site_metrics=SiteMetrics(metrics, open_requests.by_tenant),

@@ -1,5 +1,4 @@
-"""Writes one line per HTTP request: how the request ended, never what was said. No prompt, answer or key enters a record. The only header
-that does is a client's own short x-request-id.
+"""Writes one line per HTTP request: how the request ended, never what was said (`finished_request`).
 
 JSON in a file or a pipe, a short line on a terminal.
 
@@ -12,11 +11,10 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, fields, replace
-from enum import StrEnum
 from io import FileIO
 from operator import attrgetter
 
+from headrace.observe.finished_request import FinishedRequest, Outcome
 from headrace.observe.logs import CLOSE_S, LineWriter, LogFormat, clock_time, printable, timestamp
 
 MAX_QUEUED = 10_000
@@ -31,120 +29,95 @@ STREAMS = {"on": 1, "stderr": 2}
 """Targets that are no file, and their descriptors."""
 
 
-class Outcome(StrEnum):
-    """How a request ended."""
+FIELDS = {
+    "request_id": "arrival.request_id",
+    "method": "arrival.method",
+    "path": "arrival.path",
+    "time": "arrival.time",
+    "status": "end.status",
+    "outcome": "end.outcome",
+    "client": "arrival.client",
+    "client_request_id": "arrival.client_request_id",
+    "tenant": "caller.tenant",
+    "user": "caller.user",
+    "key_id": "caller.key_id",
+    "model": "model",
+    "version": "version",
+    "replica": "answered.replica",
+    "stream": "asked.stream",
+    "n": "asked.n",
+    "prompt_tokens": "answered.usage.prompt_tokens",
+    "completion_tokens": "answered.usage.completion_tokens",
+    "continued_id": "answered.continued_id",
+    "num_resumes": "answered.num_resumes",
+    "cached_tokens": "answered.usage.cached_tokens",
+    "cache_tier": "answered.cache_tier",
+    "finish_reasons": "answered.finish_reasons",
+    "seed": "answered.seed",
+    "ttft_s": "answered.times.ttft_s",
+    "tpot_s": "answered.times.tpot_s",
+    "queue_time_s": "answered.times.queue_time_s",
+    "prefill_s": "answered.times.prefill_s",
+    "decode_s": "answered.times.decode_s",
+    "preempted_s": "answered.times.preempted_s",
+    "stalled_s": "answered.times.stalled_s",
+    "latency_s": "end.latency_s",
+    "error": "end.error",
+    "limit": "end.limit",
+    "param": "end.param",
+    "reason": "end.reason",
+    "detail": "detail",
+}
+"""Field of a line -> where `FinishedRequest` has it. A field that is None is left out."""
 
-    COMPLETED = "completed"
-    """The answer was sent whole."""
-    REFUSED = "refused"
-    """The request was refused for a field, a key or a full queue. Nothing was computed for it."""
-    CANCELLED = "cancelled"
-    """The client left or did not read."""
-    DEADLINE = "deadline"
-    FAILED = "failed"
-    """The server failed."""
+LONG_FIELDS = ("reason", "detail", "finish_reasons")
 
-
-@dataclass(slots=True, kw_only=True)
-class RequestLogRecord:
-    """Filled while a request runs. Fields that stay None are left out of the line.
-
-    request_id         made by the server; client_request_id is the client's own x-request-id, if it was short and plain
-    client             address of the client, as far as the proxies before it are trusted
-    time               Unix seconds when it came; an ISO 8601 timestamp in the line
-    error              code of the error body, if one was sent
-    limit              label of the tenant's or key's limit that refused it
-    param, reason      the field that an error is about, and the rule that it broke; never a value of the client's
-    detail             for the operator: the exception's type where the server failed, whether another replica could have gone on where
-                       one was lost, that a shutdown ended the request; at most MAX_DETAIL_CHARS
-    worker             which gateway worker answered, where there are several
-    version            of the model's weights: its system_fingerprint
-    cache_tier         the cache that answered instead of an engine: "response" or "idempotency"
-    continued_id       request id of the stream that this request continues; its completion_tokens are those that it added
-    num_resumes        how often a sequence was submitted again because its engine was lost; None: never
-    ttft_s, latency_s  seconds since arrival at the gateway
-    tpot_s             seconds of each token after the first, the mean over the sequences
-    queue_time_s, prefill_s, decode_s, preempted_s, stalled_s
-                       stages of the first sequence in its engine (`core.update.StageSeconds`), which add up to its time there. All but the
-                       first are known at its end; a sequence that a stop string ended, which the gateway finds, has none
-    """
-
-    request_id: str
-    method: str
-    path: str
-    time: float = 0.0
-    status: int = 0
-    outcome: Outcome = Outcome.FAILED
-    client: str | None = None
-    client_request_id: str | None = None
-    worker: int | None = None
-    tenant: str | None = None
-    user: str | None = None
-    key_id: str | None = None
-    model: str | None = None
-    version: str | None = None
-    replica: str | None = None
-    stream: bool | None = None
-    n: int | None = None
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    continued_id: str | None = None
-    num_resumes: int | None = None
-    cached_tokens: int | None = None
-    cache_tier: str | None = None
-    finish_reasons: list[str] | None = None
-    seed: int | None = None
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-    queue_time_s: float | None = None
-    prefill_s: float | None = None
-    decode_s: float | None = None
-    preempted_s: float | None = None
-    stalled_s: float | None = None
-    latency_s: float | None = None
-    error: str | None = None
-    limit: str | None = None
-    param: str | None = None
-    reason: str | None = None
-    detail: str | None = None
-
-    def shortened(self) -> RequestLogRecord:
-        """A copy without the fields that may be long."""
-        return replace(self, reason=None, detail=None, finish_reasons=None)
-
-    def line(self) -> str:
-        """One line of ASCII JSON. It has no control characters, so that nothing a client sends can forge a second line."""
-        values = zip(_NAMES, _values_of(self), strict=True)
-        kept = {name: round(value, 6) if isinstance(value, float) else value for name, value in values if value is not None}
-        kept["time"] = timestamp(self.time)
-        return _encode(kept)
-
-    def text(self, *, is_short: bool) -> str:
-        """The main fields as text for people. is_short: the time without the day, for a terminal"""
-        words = [clock_time(self.time, is_short=is_short), self.method, self.path, str(self.status)]
-        words += [self.outcome] if self.outcome is not Outcome.COMPLETED else []
-        words += [", ".join(part for part in (self._why(), self._cost()) if part), f"({self.request_id})"]
-        return printable(" ".join(word for word in words if word))
-
-    def _why(self) -> str:
-        """Error, reason and detail of a request that was not completed, as text."""
-        about = f"{self.param}: expected {self.reason}" if self.param and self.reason else self.reason or self.param
-        return ": ".join(word for word in (self.error, about, self.detail) if word)
-
-    def _cost(self) -> str:
-        parts = [self.model or ""]
-        if self.completion_tokens is not None:
-            parts.append(f"{self.prompt_tokens} tokens in, {self.completion_tokens} out")
-        if self.ttft_s is not None:
-            parts.append(f"first after {self.ttft_s:.3f} s")
-        if self.latency_s is not None:
-            parts.append(f"{self.latency_s:.3f} s")
-        return ", ".join(part for part in parts if part)
-
-
-_NAMES = tuple(item.name for item in fields(RequestLogRecord))
-_values_of = attrgetter(*_NAMES)
+_values_of = attrgetter(*FIELDS.values())
 _encode = json.JSONEncoder(ensure_ascii=True, separators=(",", ":")).encode
+
+
+def line_of(request: FinishedRequest, *, worker: int | None = None, is_cut: bool = False) -> str:
+    """One line of ASCII JSON. It has no control characters, so that nothing a client sends can forge a second line.
+
+    worker  the gateway worker that answered, where there are several
+    is_cut  without the fields that may be long
+    """
+    values = zip(FIELDS, _values_of(request), strict=True)
+    kept = {name: round(value, 6) if isinstance(value, float) else value for name, value in values if value is not None}
+    kept["time"] = timestamp(request.arrival.time)
+    if worker is not None:
+        kept["worker"] = worker
+    for name in LONG_FIELDS if is_cut else ():
+        kept.pop(name, None)
+    return _encode(kept)
+
+
+def text_of(request: FinishedRequest, *, is_short: bool) -> str:
+    """The main fields as text for people. is_short: the time without the day, for a terminal"""
+    arrival, end = request.arrival, request.end
+    words = [clock_time(arrival.time, is_short=is_short), arrival.method, arrival.path, str(end.status)]
+    words += [end.outcome] if end.outcome is not Outcome.COMPLETED else []
+    words += [", ".join(part for part in (_why(request), _cost(request)) if part), f"({arrival.request_id})"]
+    return printable(" ".join(word for word in words if word))
+
+
+def _why(request: FinishedRequest) -> str:
+    """Error, reason and detail of a request that was not completed."""
+    end = request.end
+    about = f"{end.param}: expected {end.reason}" if end.param and end.reason else end.reason or end.param
+    return ": ".join(word for word in (end.error, about, request.detail) if word)
+
+
+def _cost(request: FinishedRequest) -> str:
+    usage, ttft_s, latency_s = request.answered.usage, request.answered.times.ttft_s, request.end.latency_s
+    parts = [request.model or ""]
+    if usage.completion_tokens is not None:
+        parts.append(f"{usage.prompt_tokens} tokens in, {usage.completion_tokens} out")
+    if ttft_s is not None:
+        parts.append(f"first after {ttft_s:.3f} s")
+    if latency_s is not None:
+        parts.append(f"{latency_s:.3f} s")
+    return ", ".join(part for part in parts if part)
 
 
 class RequestLog:
@@ -152,7 +125,7 @@ class RequestLog:
     opened.
 
     log_format  format on a stream; a file is always JSON
-    worker      set as `worker` in every record; None: there is one gateway
+    worker      number in every line; None: there is one gateway
     """
 
     def __init__(self, target: str, log_format: LogFormat = LogFormat.AUTO, *, worker: int | None = None) -> None:
@@ -165,19 +138,21 @@ class RequestLog:
     def num_dropped(self) -> int:
         return 0 if self._lines is None else self._lines.num_dropped
 
-    def write(self, record: RequestLogRecord) -> None:
+    def write(self, request: FinishedRequest) -> None:
         """Queue one line; never blocks. A full queue drops the line and counts it."""
         if self._lines is None:
             return
-        record.worker = self._worker
-        self._lines.write(self._line(record))
+        line = self._line(request)
+        if len(line.encode("utf-8", "replace")) > MAX_LINE_BYTES:
+            line = self._line(request, is_cut=True)
+        self._lines.write(line)
 
-    def _line(self, record: RequestLogRecord) -> str:
-        line = self._encoded(record)
-        return line if len(line.encode("utf-8", "replace")) <= MAX_LINE_BYTES else self._encoded(record.shortened())
-
-    def _encoded(self, record: RequestLogRecord) -> str:
-        return (record.text(is_short=self._is_terminal) if self._is_text else record.line()) + "\n"
+    def _line(self, request: FinishedRequest, *, is_cut: bool = False) -> str:
+        if not self._is_text:
+            return line_of(request, worker=self._worker, is_cut=is_cut) + "\n"
+        if is_cut:
+            request = request._replace(end=request.end._replace(reason=None, detail=None), answered=request.answered._replace(failure=None))
+        return text_of(request, is_short=self._is_terminal) + "\n"
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Write the queued lines, for at most `timeout_s` seconds."""

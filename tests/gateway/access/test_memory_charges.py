@@ -21,7 +21,7 @@ from headrace.core.plan import columns_of
 from headrace.gateway.access.memory_charges import ChargeLimits, MemoryCharge, MemoryLimits, RequestMemory
 from headrace.gateway.config import config_from
 from headrace.gateway.generation.answer_memory import first_answer_bytes
-from headrace.gateway.generation.generation import Generation
+from headrace.gateway.generation.call import Call
 from headrace.gateway.http.asgi import ABORT_EXTENSION
 from headrace.gateway.http.config import Limits
 from headrace.gateway.http.exchange import Exchange
@@ -30,7 +30,6 @@ from headrace.gateway.site import idle_memory, memory
 from headrace.gateway.site.tenant_share import TenantShare
 from headrace.gateway.surfaces.dialect.logprobs import completion_logprobs, echo_logprobs
 from headrace.gateway.upstream.own.upstream import TokenPrompt
-from headrace.observe.request_log import RequestLogRecord
 from headrace.text.folder import TextModel
 
 pytestmark = pytest.mark.loop
@@ -243,9 +242,8 @@ class Client:
     def __init__(self, size: int) -> None:
         self.was_dropped = False
         extensions = {ABORT_EXTENSION: self._drop}
-        record = RequestLogRecord(request_id=RequestId("r"), method="POST", path="/", time=0.0)
         self.exchange = Exchange(
-            {"headers": [], "extensions": extensions}, self._never, self._never, request_id=RequestId("r"), record=record, arrived_at=0.0
+            {"headers": [], "extensions": extensions}, self._never, self._never, request_id=RequestId("r"), arrived_at=0.0
         )
         self.exchange.pending_bytes = self.size = size
 
@@ -344,6 +342,6 @@ async def test_a_refused_request_is_freed_at_once_and_not_by_a_collection(bench:
                     assert (await reader.readline()).split()[1] == b"400"
             await eventually(lambda: bench.gateway.service.open_requests.num_open == 0)
             await asyncio.sleep(0.05)
-            assert not [kept for kept in gc.get_objects() if type(kept) is Generation]  # isinstance would ask torch's deprecated objects
+            assert not [kept for kept in gc.get_objects() if type(kept) is Call]  # isinstance would ask torch's deprecated objects
         finally:
             gc.enable()

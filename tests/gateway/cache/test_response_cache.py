@@ -17,7 +17,7 @@ from headrace.core.errors import Unavailable
 from headrace.gateway.access.principal import ANONYMOUS, KeyLimits, Principal
 from headrace.gateway.cache import answer_cache
 from headrace.gateway.stores.guard import MAX_UNANSWERED, REQUEST_WAIT_S, RETRY_S
-from headrace.observe.request_log import RequestLogRecord
+from headrace.observe.finished_request import FinishedRequest
 from headrace.text.folder import TextModel
 
 pytestmark = pytest.mark.loop
@@ -300,11 +300,12 @@ async def test_a_field_that_makes_no_sense_is_refused_by_name(cached: TestBench)
 
 async def test_a_hit_says_so_in_the_request_log_and_counts_no_engine(cached: TestBench) -> None:
     await cached.chat(**GREEDY)
-    records: list[RequestLogRecord] = []
+    records: list[FinishedRequest] = []
     cached.gateway.request_log.write = records.append  # type: ignore[method-assign,assignment]
     await cached.chat(**GREEDY)
     (record,) = records
-    assert (record.cache_tier, record.replica, record.completion_tokens, record.model) == ("response", None, 8, MODEL)
+    answered = record.answered
+    assert (answered.cache_tier, answered.replica, answered.usage.completion_tokens, record.model) == ("response", None, 8, MODEL)
 
 
 @pytest.mark.parametrize("trouble", ["fails", "hangs", "takes no writes"])

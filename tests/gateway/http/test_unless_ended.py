@@ -12,7 +12,6 @@ from headrace.core.errors import Unavailable
 from headrace.core.ids import RequestId
 from headrace.gateway.http.errors import ClientLeft
 from headrace.gateway.http.exchange import Exchange
-from headrace.observe.request_log import RequestLogRecord
 
 pytestmark = pytest.mark.loop
 
@@ -47,8 +46,7 @@ def exchange() -> Exchange:
     async def ignored(message: Any) -> None:
         raise AssertionError
 
-    record = RequestLogRecord(request_id="r", method="POST", path="/")
-    return Exchange({"headers": []}, never, ignored, request_id=RequestId("r"), record=record, arrived_at=0.0)
+    return Exchange({"headers": []}, never, ignored, request_id=RequestId("r"), arrived_at=0.0)
 
 
 def is_uncancelled() -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from finished import finished
 
-from headrace.gateway.access.principal import Principal
 from headrace.gateway.ledger.record import decode_record, encode_record, is_recorded, usage_record
-from headrace.observe.request_log import Outcome, RequestLogRecord
+from headrace.observe.finished_request import FinishedRequest, Outcome
 from headrace.policy.limits.price import Price
 
 pytestmark = pytest.mark.pure
@@ -16,10 +16,10 @@ pytestmark = pytest.mark.pure
 PRICE = Price(input=1.0, output=2.0, cached_input=0.5)
 
 
-def ended(**changes: Any) -> RequestLogRecord:
+def ended(**changes: Any) -> FinishedRequest:
     """A completed request: 10 prompt tokens, 4 of them cached, and 5 generated ones."""
     plain: dict[str, Any] = {"prompt_tokens": 10, "cached_tokens": 4, "completion_tokens": 5, "outcome": Outcome.COMPLETED, "model": "fox"}
-    return RequestLogRecord(request_id="r", method="POST", path="/v1/completions", time=1.5, **(plain | changes))
+    return finished(**({"time": 1.5, "tenant": "acme", "price": PRICE} | plain | changes))
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def ended(**changes: Any) -> RequestLogRecord:
     ],
 )
 def test_tokens_that_were_computed_for_the_request_count(changes: dict[str, Any], counted: tuple[int, int, int], cost_nanos: int) -> None:
-    record = usage_record(ended(**changes), Principal(tenant="acme"), PRICE)
+    record = usage_record(ended(**changes))
     assert (record.prompt_tokens, record.cached_tokens, record.completion_tokens) == counted
     assert record.cost_nanos == cost_nanos
 
@@ -56,13 +56,13 @@ def test_what_reached_an_engine_or_a_cache_is_recorded(changes: dict[str, Any], 
 
 
 def test_the_cache_that_answered_is_named() -> None:
-    tiers = [usage_record(ended(**changes), Principal(tenant="acme"), PRICE).cache_tier for changes in ({}, {"cached_tokens": 0})]
+    tiers = [usage_record(ended(**changes)).cache_tier for changes in ({}, {"cached_tokens": 0})]
     assert tiers == ["prefix", ""]
-    assert usage_record(ended(cache_tier="response"), Principal(tenant="acme"), PRICE).cache_tier == "response"
+    assert usage_record(ended(cache_tier="response")).cache_tier == "response"
 
 
 def test_json_has_what_is_known_and_reads_back() -> None:
-    record = usage_record(ended(ttft_s=0.0125, finish_reasons=["stop", "length", "stop"]), Principal(tenant="acme", user="ann"), PRICE)
+    record = usage_record(ended(ttft_s=0.0125, finish_reasons=("stop", "length", "stop"), user="ann"))
     assert (record.time_ms, record.ttft_ms, record.finish_reason) == (1500, 12.5, "stop,length")
     assert decode_record(encode_record(record)) == record
     assert b"tpot_ms" not in encode_record(record)

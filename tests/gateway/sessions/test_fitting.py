@@ -11,10 +11,8 @@ from foreign_kit import DONE, ScriptedServer, head, said, scripted
 from gateway_kit import MAX_MODEL_LEN, SAID, TestBench, events_of, open_bench
 from session_kit import CHAT, assistant, history, prompt_of, roles, turn, user
 
-from headrace.gateway.generation.generation import CallNext, Generation
-from headrace.gateway.generation.stages import STAGES
+from headrace.gateway.generation.answer_memory import AnswerMemory
 from headrace.gateway.sessions.history import SUMMARY_TITLE
-from headrace.gateway.upstream.seam import Prepared
 from headrace.text.folder import TextModel
 
 pytestmark = pytest.mark.loop
@@ -53,16 +51,10 @@ async def test_what_fits_is_left_as_it_is(text: TextModel) -> None:
         assert len({request.prompt_ids for request in bench.replica.requests}) == 1
 
 
-async def test_no_stage_stands_behind_the_fitting_of_a_conversation(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stage that is added at the end of the row acts once for each request, whatever is fitted, and sees what was prepared last."""
+async def test_a_fitted_conversation_is_accounted_for_once(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is fitted, memory is charged once, for what was prepared last."""
     prepared: list[int | None] = []
-
-    async def count(generation: Generation, call_next: CallNext) -> Prepared:
-        made = await call_next()
-        prepared.append(made.prompt_tokens)
-        return made
-
-    monkeypatch.setattr("headrace.gateway.generation.run.STAGES", (*STAGES, count))
+    monkeypatch.setattr(AnswerMemory, "reserve", lambda _, made: prepared.append(made.prompt_tokens))
     async with open_bench(text) as bench:
         for fitting, num_turns in (("refuse", 1), ("sliding_window", 1), ("sliding_window", 30), ("summary", 30)):
             assert (await fitted(bench, fitting, conversation(num_turns))).status_code == 200

@@ -14,7 +14,7 @@ from headrace.core.finish import FinishReason
 from headrace.core.request import PriorityClass
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.generation import parsed_request
-from headrace.gateway.generation.generation import Generation
+from headrace.gateway.generation.call import Ready
 from headrace.gateway.generation.parsed_request import ParsedRequest
 from headrace.gateway.http.errors import ErrorReply
 from headrace.gateway.http.framing import Framing
@@ -25,7 +25,7 @@ from headrace.gateway.surfaces.generating import GeneratingSurface
 from headrace.gateway.surfaces.routes import ENDPOINTS
 from headrace.gateway.text_host import work
 from headrace.gateway.upstream.generation_request import Conversation
-from headrace.gateway.upstream.seam import OutputEvent, Prepared, TokenUsage
+from headrace.gateway.upstream.seam import OutputEvent, TokenUsage
 from headrace.text.folder import TextModel
 
 pytestmark = pytest.mark.loop
@@ -66,8 +66,8 @@ def event(name: str, **fields: Any) -> bytes:
 class MessagesAnswer:
     """An `AnswerEncoder`."""
 
-    def __init__(self, request: MessagesRequest, prepared: Prepared, generation: Generation) -> None:
-        self._head = {"id": f"msg_{generation.answer_id}", "type": "message", "role": "assistant", "model": generation.shown_model}
+    def __init__(self, request: MessagesRequest, ready: Ready) -> None:
+        self._head = {"id": f"msg_{ready.call.answer_id}", "type": "message", "role": "assistant", "model": ready.call.shown_model}
         self._texts: list[str] = []
         self._stopped = ""
         self._has_begun = False

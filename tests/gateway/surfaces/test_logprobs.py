@@ -23,7 +23,6 @@ from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.site import memory
 from headrace.gateway.surfaces import completions
 from headrace.gateway.surfaces.dialect.logprobs import LOWEST_LOGPROB, chat_logprobs, completion_logprobs
-from headrace.observe.request_log import RequestLogRecord
 from headrace.text.folder import TextModel
 from headrace.text.logprobs import DecodedLogprobs
 
@@ -143,8 +142,7 @@ async def test_slices_are_closed_when_their_writer_fails(bench: TestBench, monke
     kept = [turns.slices(iter([b"x", b"y"]))]  # a second reference: nothing but closing ends it
     monkeypatch.setattr(Exchange, "write", fail)
     monkeypatch.setattr(Exchange, "start", AsyncMock())
-    record = RequestLogRecord(request_id="r", method="POST", path="/")
-    exchange = Exchange({"headers": []}, AsyncMock(), AsyncMock(), request_id=RequestId("r"), record=record, arrived_at=0.0)
+    exchange = Exchange({"headers": []}, AsyncMock(), AsyncMock(), request_id=RequestId("r"), arrived_at=0.0)
     with pytest.raises(ClientLeft):
         await exchange.reply_in_pieces(kept[0])
     assert (held, turns.num_pending) == ([1], 0)

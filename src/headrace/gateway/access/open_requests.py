@@ -62,7 +62,8 @@ End = Callable[[HeadraceError], None]
 
 
 class OpenRequests:
-    """
+    """Counts generating requests, and holds the one `UseCount` that each request is in.
+
     max_requests  most requests that are open at a time. Lowering it ends no open request
     tenant_share  gives the part of `max_requests` that one tenant may have, in (0, 1]; called at each request
     """
@@ -71,6 +72,7 @@ class OpenRequests:
         self.max_requests = max_requests
         self._tenant_share = tenant_share
         self._open: dict[RequestId, End] = {}
+        self._uses: dict[RequestId, tuple[UseCount, str]] = {}
         self._tenants: Counter[str] = Counter()
         self._empty = asyncio.Event()
         self._empty.set()
@@ -87,6 +89,16 @@ class OpenRequests:
     def by_tenant(self) -> dict[str, int]:
         """Tenant -> its open requests."""
         return dict(self._tenants)
+
+    def use(self, request_id: RequestId, tenant: str, count: UseCount) -> None:
+        """Enter `count`, and then leave the one that the request was in, so that neither is unused in between. `leave_used` must follow."""
+        count.enter(tenant)
+        self.leave_used(request_id)
+        self._uses[request_id] = count, tenant
+
+    def leave_used(self, request_id: RequestId) -> None:
+        if (used := self._uses.pop(request_id, None)) is not None:
+            used[0].leave(used[1])
 
     @contextmanager
     def admit(self, request_id: RequestId, tenant: str, cut: End) -> Iterator[None]:

@@ -54,6 +54,10 @@ class EventRecorder(Protocol):
     def add(self, events: Sequence[OutputEvent]) -> None: ...
 
 
+RecordEvents = Callable[[Sequence[OutputEvent]], None]
+"""Gives events to all recorders of an answer."""
+
+
 class DirectChunkWriter:
     """An `EventListener` that writes chunks at once, while the consumer task (`generation.run`) waits and the socket has room."""
 
@@ -65,9 +69,9 @@ class DirectChunkWriter:
         progress: RequestProgress,
         sse: SseStream,
         clock: Clock,
-        record: Callable[[Sequence[OutputEvent]], None] | None,
+        record: RecordEvents | None,
     ) -> None:
-        """record: `Generation.record_events`; None: the answer has no recorder, which saves a call per token"""
+        """record: None: the answer has no recorder, which saves a call per token"""
         self._encoder, self._progress, self._sse, self._clock, self._record = encoder, progress, sse, clock, record
 
     @property

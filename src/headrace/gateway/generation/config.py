@@ -9,7 +9,7 @@ from headrace.gateway.access.metrics_access import MetricsAccess
 from headrace.gateway.cache.config import CacheConfig, IdempotencyConfig
 from headrace.gateway.http.config import Limits, Timeouts
 from headrace.policy.admission.config import AdmissionRules
-from headrace.policy.limits.price import Price
+from headrace.policy.limits.price import FREE, Price
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,3 +23,7 @@ class RequestConfig:
     cache: CacheConfig
     idempotency: IdempotencyConfig
     metrics: MetricsAccess
+
+    def price_of(self, model: str) -> Price:
+        """Token prices of a model; FREE where the configuration has none."""
+        return self.prices.get(model, FREE)

@@ -237,7 +237,7 @@ class KeptStreams:
     async def _give_way(self, stream: OpenStream) -> None:
         """End a stream that is being sent here, and wait until it is kept. Raises StreamConflict for one that has just begun."""
         if not stream.is_ended:
-            if not stream.exchange.is_started or _now() - stream.begun_at < GIVE_WAY_S:
+            if not stream.exchange.status or _now() - stream.begun_at < GIVE_WAY_S:
                 raise StreamConflict(BUSY, retry_after_s=BUSY_RETRY_S)
             stream.exchange.abort(ClientLeft("The client continued the stream over a newer connection."))
         await stream.closed.wait()

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from headrace.core.errors import DeadlineExceeded, InvalidRequest, SequenceFailed, Unavailable
 from headrace.core.finish import FINISH_WORDS, FinishReason
 from headrace.core.grammar import CANNOT_CONTINUE
-from headrace.gateway.upstream.seam import EventStream, OutputEvent, TokenUsage
+from headrace.gateway.upstream.seam import EventStream, OutputEvent
+from headrace.observe.finished_request import Times
 from headrace.observe.metrics import ReplicaMetrics
-from headrace.observe.request_log import MAX_DETAIL_CHARS, RequestLogRecord
+from headrace.observe.request_log import MAX_DETAIL_CHARS
 
 
 @dataclass(slots=True)
@@ -33,9 +34,13 @@ class _Sequence:
 
 
 class RequestProgress:
-    """Times and token counts of one running request. ttft_s: seconds from arrival to the first token of any sequence; None before it"""
+    """Times and token counts of one running request.
 
-    __slots__ = ("_arrived_at", "_instruments", "_sequences", "_stream", "num_sequences", "ttft_s")
+    ttft_s   seconds from arrival to the first token of any sequence; None before it
+    failure  what the engine said of a sequence that it could not end
+    """
+
+    __slots__ = ("_arrived_at", "_instruments", "_sequences", "_stream", "failure", "num_sequences", "ttft_s")
 
     def __init__(self, stream: EventStream, *, num_sequences: int, arrived_at: float, instruments: Callable[[str], ReplicaMetrics]) -> None:
         """instruments: replica name -> its metrics"""
@@ -45,6 +50,7 @@ class RequestProgress:
         self._arrived_at = arrived_at
         self._instruments = instruments
         self.ttft_s: float | None = None
+        self.failure: str | None = None
 
     def record(self, events: Sequence[OutputEvent], now: float) -> None:
         """Count events that arrived at `now` (the clock of `arrived_at`) and observe their latencies."""
@@ -59,6 +65,8 @@ class RequestProgress:
                 sequence.last_s = now
             if event.finish is not None:
                 sequence.finish = event.finish
+                if self.failure is None and event.error is not None:
+                    self.failure = event.error[:MAX_DETAIL_CHARS]
 
     def record_replayed(self, event: OutputEvent) -> None:
         """Take the finish reason of an event of an earlier stream. Its tokens and latencies were counted there."""
@@ -90,6 +98,11 @@ class RequestProgress:
         found = [time_s for sequence in self._sequences if (time_s := sequence.tpot_s) is not None]
         return sum(found) / len(found) if found else None
 
+    def times(self) -> Times:
+        facts = self._stream.facts(0)
+        in_engine = () if (stages := facts.stages) is None else (stages.prefill, stages.decode, stages.preempted, stages.stalled)
+        return Times(self.ttft_s, self.tpot_s, facts.queue_time_s, *in_engine)
+
     @property
     def is_whole(self) -> bool:
         """Whether every sequence has ended with an answer."""
@@ -108,10 +121,10 @@ class RequestProgress:
 DEADLINE_PASSED = "The request's deadline passed before it was complete."
 
 
-def raise_if_failed(finish: FinishReason, detail: str | None, record: RequestLogRecord) -> None:
+def raise_if_failed(finish: FinishReason, detail: str | None) -> None:
     """Raises DeadlineExceeded, Unavailable, InvalidRequest or SequenceFailed for a sequence that ended without an answer.
 
-    detail  the engine's message, which is written to `record`
+    detail  the engine's message
     """
     if finish.is_answer:
         return
@@ -119,24 +132,7 @@ def raise_if_failed(finish: FinishReason, detail: str | None, record: RequestLog
         raise DeadlineExceeded(DEADLINE_PASSED)
     if finish is FinishReason.CANCELLED:
         raise Unavailable("The engine cancelled this request; it can be sent again.")
-    record.detail = detail and detail[:MAX_DETAIL_CHARS]  # the engine's message is for the operator
     if detail is not None and detail.startswith(CANNOT_CONTINUE):  # sending it again would end the same way
         reason = detail.removeprefix(CANNOT_CONTINUE)[:MAX_DETAIL_CHARS]
         raise InvalidRequest("grammar", "one whose output can be continued within its limits", remedy=f"This output ended: {reason}")
     raise SequenceFailed("The engine could not continue this request. Other requests are not affected; it can be sent again.")
-
-
-def record_end(record: RequestLogRecord, stream: EventStream, progress: RequestProgress, usage: TokenUsage) -> None:
-    """Write usage, times and finish reasons to the request's record. usage: of the stream, and of summaries made for it"""
-    record.prompt_tokens, record.cached_tokens = usage.prompt_tokens, usage.cached_tokens
-    record.completion_tokens = usage.charged.completion_tokens  # earlier ones are in the line of the request that produced them
-    record.ttft_s, record.tpot_s = progress.ttft_s, progress.tpot_s
-    record.finish_reasons = progress.finish_reasons or None
-    facts = stream.facts(0)
-    record.queue_time_s = facts.queue_time_s
-    if (stages := facts.stages) is not None:
-        record.prefill_s, record.decode_s = stages.prefill, stages.decode
-        record.preempted_s, record.stalled_s = stages.preempted, stages.stalled
-    record.replica = facts.replica or record.replica
-    if stream.num_resumes:
-        record.num_resumes = stream.num_resumes

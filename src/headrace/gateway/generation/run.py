@@ -1,11 +1,11 @@
 """Runs one admitted request, from the parsed body to the last byte of its answer.
 
-    ParsedRequest -> stages -> Upstream.prepare -> events -> chunks or one answer -> ends
+    ParsedRequest -> Call -> stages -> Upstream.prepare -> Ready -> events -> chunks or one answer -> ends
 
-A surface parses the body into a `ParsedRequest` and makes a `Generation` of it. It calls `generate` with a function that makes the
-`AnswerEncoder`, which turns events into the surface's own JSON. Encoding runs in the request's own task. `DirectChunkWriter` is the
-exception: the task that reads from the upstream calls it while the request's task waits (both in `answer_encoder`). `Exchange.end` ends an
-answer early: it cancels the event stream, and the request's task unwinds. `Generation.ends` runs once, however the request ends.
+A surface parses the body, makes a `Call` of it, and gives it to `Pipeline.run` with a function that makes the `AnswerEncoder`, which turns
+events into the surface's own JSON. Encoding runs in the request's own task. `DirectChunkWriter` is the exception: the task that reads from
+the upstream calls it while the request's task waits (both in `answer_encoder`). `Exchange.end` ends an answer early: it cancels the event
+stream, and the request's task unwinds. `Ending.ends` runs once, however the request ends.
 
 A chunk is one server-sent event of an answer. A page is up to 64 tokens whose log-probabilities are encoded together. A piece is what an
 encoder yields at a time, a page's JSON at most. A slice is the pieces of one turn of `answer_encoder.EncodingTurns`.
@@ -16,57 +16,103 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from functools import partial
 
+from headrace.core.clock import Clock
 from headrace.core.errors import DeadlineExceeded, HeadraceError, Unavailable
-from headrace.gateway.generation.answer_encoder import AnswerEncoder, DirectChunkWriter
-from headrace.gateway.generation.generation import Generation
-from headrace.gateway.generation.progress import DEADLINE_PASSED, RequestProgress, raise_if_failed, record_end
-from headrace.gateway.generation.stages import STAGES
-from headrace.gateway.generation.stages.fitting import prepare
-from headrace.gateway.http.sse import SseStream
-from headrace.gateway.upstream.seam import NO_USAGE, OutputEvent, Prepared, added
+from headrace.gateway.generation.answer_encoder import AnswerEncoder, DirectChunkWriter, EncodingTurns
+from headrace.gateway.generation.call import Call, CallNext, Ready
+from headrace.gateway.generation.progress import DEADLINE_PASSED, RequestProgress, raise_if_failed
+from headrace.gateway.http.sse import SseStream, StreamWatch
+from headrace.gateway.upstream.seam import NO_USAGE, EventStream, OutputEvent, TokenUsage, added
+from headrace.observe.finished_request import Answered, Usage
+from headrace.observe.metrics import Metrics
 
 DEADLINE_GRACE_S = 0.5
 """The engine ends a request at its deadline. The gateway ends a request that still runs this many seconds later."""
 
 
-async def generate(generation: Generation, encoder_of: Callable[[Prepared], AnswerEncoder]) -> None:
-    """Answer a request. Raises the HeadraceError by which a stage or the upstream refuses it, or which ends the answer early."""
-    exchange = generation.exchange
-    async with exchange.watching(), generation.ends:
-        prepared = await exchange.unless_ended(_prepared(generation, 0))
-        await _Answer(generation, encoder_of(prepared), prepared).write()
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """Answers generating requests. stages: of `generation.stages.chain`"""
+
+    stages: CallNext
+    watch: StreamWatch
+    encoding: EncodingTurns
+    metrics: Metrics
+    clock: Clock
+
+    async def run(self, call: Call, encoder_of: Callable[[Ready], AnswerEncoder]) -> None:
+        """Answer a request. Raises the HeadraceError by which a stage or the upstream refuses it, or which ends the answer early."""
+        exchange, ending = call.exchange, call.ending
+        answer: _Answer | None = None
+        try:
+            async with exchange.watching(), ending.ends:
+                ready = await exchange.unless_ended(self.stages(call))
+                ending.prepared, ending.cache_tier = ready.prepared, ready.cache_tier
+                answer = _Answer(self, ready, encoder_of(ready))
+                await answer.write()
+        finally:
+            exchange.answered = _answered(call, answer)
 
 
-async def _prepared(generation: Generation, stage: int) -> Prepared:
-    """The request, prepared by the stages from number `stage` on."""
-    if stage < len(STAGES):
-        return await STAGES[stage](generation, partial(_prepared, generation, stage + 1))
-    return await prepare(generation)
+def _answered(call: Call, answer: _Answer | None) -> Answered:
+    """What the request got, as far as it came."""
+    ending = call.ending
+    model, prepared, side = ending.model, ending.prepared, ending.side_usage
+    made = Answered(
+        model=model.name,
+        version=None if model is call.asked else model.upstream.fingerprint,
+        continued_id=ending.continued_id,
+        cache_tier=ending.cache_tier,
+        seed=None if prepared is None else prepared.seed,
+        prompt=ending.prompt,
+    )
+    price = call.config.price_of(model.name)
+    if answer is None:
+        usage = Usage(None if prepared is None else prepared.prompt_tokens) if side is None else _usage(side)
+        return made._replace(usage=usage._replace(price=price))
+    stream, progress = answer.stream, answer.progress
+    return made._replace(
+        replica=stream.facts(0).replica,
+        num_resumes=stream.num_resumes or None,
+        finish_reasons=tuple(progress.finish_reasons) or None,
+        usage=_usage(stream.usage() if side is None else added(side, ending.used or NO_USAGE))._replace(price=price),
+        times=progress.times(),
+        failure=progress.failure,
+    )
+
+
+def _usage(usage: TokenUsage) -> Usage:
+    """Without the output of an earlier stream, which is in the record of the request that produced it."""
+    return Usage(usage.prompt_tokens, usage.charged.completion_tokens, usage.cached_tokens)
 
 
 class _Answer:
-    """Writes the events of a prepared request as its answer."""
+    """Writes the events of an answer."""
 
-    def __init__(self, generation: Generation, encoder: AnswerEncoder, prepared: Prepared) -> None:
-        self.generation, self.encoder = generation, encoder
-        self.service, self.exchange, self.memory = generation.service, generation.exchange, generation.memory
+    def __init__(self, pipeline: Pipeline, ready: Ready, encoder: AnswerEncoder) -> None:
+        call = ready.call
+        self.pipeline, self.ready, self.call, self.encoder = pipeline, ready, call, encoder
+        self.exchange, self.memory, self.clock = call.exchange, call.memory, pipeline.clock
+        self.hooks = ready.before_end
         self._raise_if_ended()
         self.deadline_timer = self._start_deadline_timer()
-        self.stream = generation.stream = prepared.stream()
+        self.stream: EventStream = ready.prepared.stream()
+        call.ending.stream = self.stream
         self.progress = RequestProgress(
             self.stream,
-            num_sequences=prepared.num_sequences,
+            num_sequences=ready.prepared.num_sequences,
             arrived_at=self.exchange.arrived_at,
-            instruments=partial(self.service.metrics.replica, generation.model.name),
+            instruments=partial(pipeline.metrics.replica, call.model.name),
         )
 
     async def write(self) -> None:
-        stream, outlives_client = self.stream, self.generation.outlives_client
+        stream, outlives_client = self.stream, self.ready.outlives_client
         try:
             self.exchange.on_ended(lambda: None if outlives_client() else stream.cancel())
-            if self.generation.parsed.is_streaming:
+            if self.call.parsed.is_streaming:
                 await self._stream()
             else:
                 await self._whole()
@@ -81,10 +127,9 @@ class _Answer:
 
     def _start_deadline_timer(self) -> asyncio.TimerHandle | None:
         """A timer that ends the request when a hanging engine does not. None: the request has no deadline."""
-        deadline_at = self.generation.deadline_at
-        if deadline_at is None:
+        remaining_s = self.call.remaining_s(self.clock)
+        if remaining_s is None:
             return None
-        remaining_s = deadline_at - self.service.clock()
         return asyncio.get_running_loop().call_later(remaining_s + DEADLINE_GRACE_S, self.exchange.end, DeadlineExceeded(DEADLINE_PASSED))
 
     async def _whole(self) -> None:
@@ -100,27 +145,27 @@ class _Answer:
 
     async def _slices(self, pieces: Iterator[bytes]) -> AsyncGenerator[bytes]:
         """Encodes `pieces` in slices, as they are sent. Raises `end_reason` when the answer has ended early."""
-        async with aclosing(self.service.encoding.slices(pieces)) as slices:
+        async with aclosing(self.pipeline.encoding.slices(pieces)) as slices:
             async for made in slices:
                 self._raise_if_ended()
                 yield made
 
     async def _stream(self) -> None:
         """Write a stream. Response headers wait for the first event, for at most `sse_ping_s`, so that a refusal has its own status."""
-        generation, stream, encoder, progress = self.generation, self.stream, self.encoder, self.progress
+        stream, encoder, progress, replay = self.stream, self.encoder, self.progress, self.ready.replay
         first: list[OutputEvent] | None = None
-        if generation.replay is None:
+        if replay is None:
             with suppress(TimeoutError):
-                async with asyncio.timeout(self.service.config.timeouts.sse_ping_s):
+                async with asyncio.timeout(self.call.config.timeouts.sse_ping_s):
                     first = await self._events()
         logprob_bytes = self.memory.unread_logprob_bytes
-        async with self.service.watch.open(self.exchange, lambda: stream.unread_bytes, logprob_bytes=logprob_bytes) as sse:
-            if generation.replay is not None:
-                await generation.replay(stream, progress, encoder, sse)
+        async with self.pipeline.watch.open(self.exchange, lambda: stream.unread_bytes, logprob_bytes=logprob_bytes) as sse:
+            if replay is not None:
+                await replay(stream, progress, encoder, sse, self._record)
             events = first if first is not None else await self._events()
             if self.memory.is_inline(()):
-                record = generation.record_events if generation.recorders else None
-                stream.listen(DirectChunkWriter(encoder, progress, sse, self.service.clock, record))
+                record = self._record if self.ready.recorders else None
+                stream.listen(DirectChunkWriter(encoder, progress, sse, self.clock, record))
             while events:
                 await self._write(events, sse)
                 events = await self._events()
@@ -139,33 +184,37 @@ class _Answer:
         """The next events; empty once every sequence has finished. Raises a HeadraceError if the request ended without an answer."""
         self._raise_if_ended()
         events = await self.stream.events()
-        self.generation.record_events(events)
+        self._record(events)
         self._raise_if_ended()
-        self.progress.record(events, self.service.clock())
+        self.progress.record(events, self.clock())
         for event in events:
             if event.finish is not None:
-                raise_if_failed(event.finish, event.error, self.exchange.record)
+                raise_if_failed(event.finish, event.error)
         if not events and len(self.progress.finish_reasons) < self.progress.num_sequences:
             raise Unavailable("The engine ended this request before it was complete; it can be sent again.")
         return events
+
+    def _record(self, events: Sequence[OutputEvent]) -> None:
+        for recorder in self.ready.recorders:
+            recorder.add(events)
 
     async def _read_to_end(self) -> None:
         """Record the rest of an answer whose client has left, for the client's retry."""
         with suppress(HeadraceError):
             while events := await self.stream.events():
-                self.progress.record(events, self.service.clock())
-                self.generation.record_events(events)
+                self.progress.record(events, self.clock())
+                self._record(events)
             if self.progress.is_whole:
                 await self._before_end()
 
     async def _before_end(self) -> None:
-        """Run the `before_end` hooks. Raises a hook's error."""
-        hooks, self.generation.before_end = self.generation.before_end, []
+        """Run the `before_end` hooks, once. Raises a hook's error."""
+        hooks, self.hooks = self.hooks, ()
         try:
             for hook in hooks:
                 await hook(self.stream.facts(0).replica)
         except BaseException:
-            self.generation.is_refused_at_end = True
+            self.call.ending.is_refused_at_end = True
             raise
 
     def _raise_if_ended(self) -> None:
@@ -173,14 +222,12 @@ class _Answer:
             raise self.exchange.end_reason
 
     def _close(self) -> None:
-        """Write usage, times and finish reasons to the request's record, and observe the metrics."""
-        generation, progress, stream, record = self.generation, self.progress, self.stream, self.exchange.record
+        """Observe the metrics, and note whether an engine began the answer."""
+        call, progress, stream = self.call, self.progress, self.stream
         has_run = progress.ttft_s is not None or bool(progress.finish_reasons) or self.exchange.end_reason is not None
-        if has_run and record.cache_tier is None:
-            generation.used = stream.usage()
-        side = generation.side_usage
-        usage = stream.usage() if side is None else added(side, generation.used or NO_USAGE)
-        record_end(record, stream, progress, usage)
+        if has_run and self.ready.cache_tier is None:
+            call.ending.used = stream.usage()
         if stream.num_resumes:
-            self.service.metrics.sequences_resumed.labels(generation.model.name, record.replica or "").inc(stream.num_resumes)
-        progress.close(self.service.clock(), n=generation.client_params.n)
+            resumed = self.pipeline.metrics.sequences_resumed.labels(call.model.name, stream.facts(0).replica or "")
+            resumed.inc(stream.num_resumes)
+        progress.close(self.clock(), n=call.params.n)

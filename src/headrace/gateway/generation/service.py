@@ -14,6 +14,7 @@ from headrace.gateway.cache.replays import Replays
 from headrace.gateway.generation.answer_encoder import EncodingTurns
 from headrace.gateway.generation.config import RequestConfig
 from headrace.gateway.generation.kept_streams import KeptStreams
+from headrace.gateway.generation.run import Pipeline
 from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.ledger.ledger import Ledger
 from headrace.gateway.limits.limiter import Limiter
@@ -31,6 +32,7 @@ class Service:
     """The objects that every request may use.
 
     stored_keys  keys of the store; None: only keys of the configuration exist
+    pipeline     answers generating requests
     ledger       None: usage is not kept, since there is no state folder
     salt_key     secret that turns tenants into cache salts
     clock        monotonic seconds: arrivals, deadlines and latencies
@@ -44,6 +46,7 @@ class Service:
     watch: StreamWatch
     text_pool: TextPool
     encoding: EncodingTurns
+    pipeline: Pipeline
     memory: RequestMemory
     tenant_share: TenantShare
     kept_streams: KeptStreams

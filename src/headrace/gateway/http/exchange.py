@@ -10,12 +10,10 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.core.errors import HeadraceError
 from headrace.core.ids import RequestId
-from headrace.gateway.access.open_requests import UseCount
 from headrace.gateway.access.principal import ANONYMOUS, Principal
 from headrace.gateway.http.asgi import (
     ABORT_EXTENSION,
@@ -31,8 +29,7 @@ from headrace.gateway.http.asgi import (
 from headrace.gateway.http.content_encoding import decoder_of
 from headrace.gateway.http.errors import BodyTooLarge, ClientLeft, ErrorReply, ReadTimeout, SlowReader, UnsupportedMediaType
 from headrace.gateway.http.framing import OPENAI, Framing
-from headrace.observe.request_log import RequestLogRecord
-from headrace.policy.admission.unsent import UnsentRequest
+from headrace.observe.finished_request import Answered, Asked
 
 if TYPE_CHECKING:
     from headrace.gateway.http.client_transport import ClientTransport
@@ -69,14 +66,15 @@ class Exchange:
     """One request and its answer.
 
     framing        framing of the path's API
-    generates      the path generates tokens, and its requests are counted by outcome
-    is_quiet       a completed answer is not logged
+    principal      the caller; ANONYMOUS until its key is checked
+    asked          what the body asked for, and what it got: set by the handler of a path that uses a model
+    answered
+    status         HTTP status of the answer; 0: it has not begun
     arrived_at     time on the service's clock at which the request's headers were complete
     end_reason     error that ends the answer early (client left, deadline passed, shutdown); None: it goes on
     more_headers   headers from `add_headers`
     late_headers   called when the answer begins, for headers known only then: the rest of the caller's limits
     ignored        names, never values, of body fields that were accepted and changed nothing, for x-headrace-ignored
-    logged_prompt  messages or prompts as JSON, for a tenant that has them logged; else None
     body_digest    digest of path, session and body, for requests that must equal an earlier one: a continued stream, a retry with an
                    Idempotency-Key
     pending_bytes  bytes of the running write that the transport has not taken yet
@@ -86,88 +84,54 @@ class Exchange:
     __slots__ = (
         "_closed",
         "_is_event_stream",
-        "_leave_used",
         "_lost",
         "_on_ended",
         "_receive",
         "_repeated",
         "_send",
-        "_unsent",
         "_values",
+        "answered",
         "arrived_at",
+        "asked",
         "body_digest",
         "connection",
         "end_reason",
         "framing",
-        "generates",
         "headers",
         "ignored",
-        "is_quiet",
-        "is_started",
         "late_headers",
-        "logged_prompt",
         "more_headers",
         "pending_bytes",
         "principal",
-        "record",
         "request_id",
         "scope",
+        "status",
     )
 
-    def __init__(
-        self, scope: Scope, receive: Receive, send: Send, *, request_id: RequestId, record: RequestLogRecord, arrived_at: float
-    ) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, *, request_id: RequestId, arrived_at: float) -> None:
         self.scope = scope
         self._receive = receive
         self._send = send
         self.request_id = request_id
-        self.record = record
         self.arrived_at = arrived_at
         self.headers: list[tuple[bytes, bytes]] = list(scope["headers"])
         self._values = dict(self.headers)
         self._repeated = _repeated(self.headers) if len(self._values) < len(self.headers) else frozenset()
         self.framing: Framing = OPENAI
         self.principal: Principal = ANONYMOUS
-        self.generates = False
-        self.is_quiet = False
-        self.is_started = False
+        self.asked, self.answered = Asked(), Answered()
+        self.status = 0
         self.ignored: list[str] = []
         self.end_reason: HeadraceError | None = None
         self.more_headers: Headers = ()
         self.late_headers: Callable[[], Headers] | None = None
-        self.logged_prompt: str | None = None
         self.body_digest = b""
         self.pending_bytes = 0
         self._lost: Callable[[], ClientLeft | SlowReader | None] = scope.get("extensions", {}).get(LOST_EXTENSION, lambda: None)
         self.connection: ClientTransport | None = scope.get("extensions", {}).get(CONNECTION_EXTENSION)
         self._closed = False
         self._is_event_stream = False
-        self._leave_used: Callable[[], None] | None = None
-        self._unsent: UnsentRequest | None = None
         self._on_ended: list[Callable[[], None]] = []
-
-    def use(self, count: UseCount) -> None:
-        """Enter `count` for the principal's tenant, and leave the count that was entered before."""
-        count.enter(self.principal.tenant)
-        self._leave()
-        self._leave_used = partial(count.leave, self.principal.tenant)
-
-    def count_unsent(self, unsent: UnsentRequest) -> None:
-        """Count the request as unsent until it is sent to a replica, at most until its end."""
-        self._unsent = unsent
-
-    def release(self) -> None:
-        """Leave all counts at the request's end, and break reference cycles, so that its memory is freed without a garbage collection."""
-        self.late_headers = None
-        self._leave()
-
-    def _leave(self) -> None:
-        if self._leave_used is not None:
-            self._leave_used()
-            self._leave_used = None
-        if self._unsent is not None:
-            self._unsent.uncount()
-            self._unsent = None
 
     # -- the request -------------------------------------------------------------------------------------------------------------
 
@@ -340,15 +304,14 @@ class Exchange:
     async def fail(self, error: ErrorReply) -> None:
         """Answer with an error: with the error's status, or as an event if a stream has begun."""
         with suppress(HeadraceError):  # the client has left
-            if not self.is_started:
+            if not self.status:
                 await self.reply(error.status, self.framing.error_body(error), [_JSON, *self.framing.error_headers(error)])
             elif self._is_event_stream:
                 await self.write(self.framing.error_event(error), is_last=True)
 
     async def start(self, status: int, headers: Headers, *, is_event_stream: bool = False) -> None:
-        self.is_started = True
+        self.status = status
         self._is_event_stream = is_event_stream
-        self.record.status = status
         await self._send(
             {
                 "type": "http.response.start",

@@ -6,15 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 from msgspec import Struct
 
 from headrace.core.errors import HeadraceError
-from headrace.gateway.access.principal import Principal
-from headrace.observe.request_log import Outcome, RequestLogRecord
-from headrace.policy.limits.price import Price
+from headrace.observe.finished_request import FinishedRequest, Outcome
 
 MAX_PROMPT_BYTES = 64 << 10
 """JSON of a prompt beyond these bytes is cut in a record."""
@@ -60,43 +58,42 @@ decode_record = msgspec.json.Decoder(UsageRecord).decode
 """Raises msgspec.DecodeError or msgspec.ValidationError, both of which are MsgspecErrors."""
 
 
-def is_recorded(record: RequestLogRecord) -> bool:
+def is_recorded(request: FinishedRequest) -> bool:
     """Whether a request that has ended gets a usage record: one that reached an engine, or was answered from a cache."""
-    if record.cache_tier is not None:
+    completion_tokens = request.answered.usage.completion_tokens
+    if request.answered.cache_tier is not None:
         return True
-    return record.completion_tokens is not None and (record.outcome is not Outcome.REFUSED or record.completion_tokens > 0)
+    return completion_tokens is not None and (request.end.outcome is not Outcome.REFUSED or completion_tokens > 0)
 
 
-def usage_record(record: RequestLogRecord, principal: Principal, price: Price, *, prompt: str | None = None) -> UsageRecord:
-    """The usage of a request that has ended. prompt: as `prompt_json` gives it, of tenants that opted in; else None"""
-    prompt_tokens, cached_tokens, completion_tokens = _billed_tokens(record)
+def usage_record(request: FinishedRequest) -> UsageRecord:
+    arrival, end, caller, answered, times = request.arrival, request.end, request.caller, request.answered, request.answered.times
+    tokens, price = _billed_tokens(request), answered.usage.price
     return UsageRecord(
-        request_id=record.request_id,
-        time_ms=int(record.time * 1000),
-        tenant=principal.tenant,
-        user=principal.user,
-        key_id=principal.key_id,
-        tier=principal.tier_name,
-        model=record.model or "",
-        version=record.version or "",
-        endpoint=record.path,
-        route=record.replica or "",
-        cache_tier=record.cache_tier or ("prefix" if cached_tokens else ""),
-        outcome=record.outcome.value,
-        finish_reason=",".join(dict.fromkeys(record.finish_reasons or ())),
-        prompt_tokens=prompt_tokens,
-        cached_tokens=cached_tokens,
-        completion_tokens=completion_tokens,
-        cost_nanos=price.cost_nanos(prompt_tokens=prompt_tokens, cached_tokens=cached_tokens, completion_tokens=completion_tokens),
-        ttft_ms=_ms(record.ttft_s),
-        tpot_ms=_ms(record.tpot_s),
-        queue_ms=_ms(record.queue_time_s),
-        total_latency_ms=_ms(record.latency_s),
-        prefill_ms=_ms(record.prefill_s),
-        decode_ms=_ms(record.decode_s),
-        preempted_ms=_ms(record.preempted_s),
-        stalled_ms=_ms(record.stalled_s),
-        prompt=prompt,
+        request_id=arrival.request_id,
+        time_ms=int(arrival.time * 1000),
+        tenant=caller.tenant or "",
+        user=caller.user or "",
+        key_id=caller.key_id or "",
+        tier=caller.tier,
+        model=request.model or "",
+        version=request.version or "",
+        endpoint=arrival.path,
+        route=answered.replica or "",
+        cache_tier=answered.cache_tier or ("prefix" if tokens.cached_tokens else ""),
+        outcome=end.outcome.value,
+        finish_reason=",".join(dict.fromkeys(answered.finish_reasons or ())),
+        **tokens._asdict(),
+        cost_nanos=0 if price is None else price.cost_nanos(**tokens._asdict()),
+        ttft_ms=_ms(times.ttft_s),
+        tpot_ms=_ms(times.tpot_s),
+        queue_ms=_ms(times.queue_time_s),
+        total_latency_ms=_ms(end.latency_s),
+        prefill_ms=_ms(times.prefill_s),
+        decode_ms=_ms(times.decode_s),
+        preempted_ms=_ms(times.preempted_s),
+        stalled_ms=_ms(times.stalled_s),
+        prompt=answered.prompt,
     )
 
 
@@ -105,18 +102,25 @@ def prompt_json(prompt: Sequence[object]) -> str:
     return msgspec.json.encode(prompt)[:MAX_PROMPT_BYTES].decode("utf-8", "ignore")
 
 
-def _billed_tokens(record: RequestLogRecord) -> tuple[int, int, int]:
-    """Prompt, cached and generated tokens that count for this record.
+class BilledTokens(NamedTuple):
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
 
-    All are 0 for an answer from a cache, and for a request that failed in the gateway before its first token. For a continued stream the
-    prompt counts 0: it was counted for the request that began the stream.
+
+def _billed_tokens(request: FinishedRequest) -> BilledTokens:
+    """The tokens that count for this record.
+
+    None for an answer from a cache, and for a request that failed in the gateway before its first token. For a continued stream the prompt
+    does not count: it was counted for the request that began the stream.
     """
-    completion_tokens = record.completion_tokens or 0
-    if record.cache_tier is not None or (record.outcome is Outcome.FAILED and not completion_tokens):
-        return 0, 0, 0
-    if record.continued_id is not None:
-        return 0, 0, completion_tokens
-    return record.prompt_tokens or 0, record.cached_tokens or 0, completion_tokens
+    answered, usage = request.answered, request.answered.usage
+    completion_tokens = usage.completion_tokens or 0
+    if answered.cache_tier is not None or (request.end.outcome is Outcome.FAILED and not completion_tokens):
+        return BilledTokens()
+    if answered.continued_id is not None:
+        return BilledTokens(completion_tokens=completion_tokens)
+    return BilledTokens(usage.prompt_tokens or 0, usage.cached_tokens or 0, completion_tokens)
 
 
 def _ms(seconds: float | None) -> float | None:

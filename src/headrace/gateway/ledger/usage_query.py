@@ -20,7 +20,7 @@ from headrace.core.errors import InvalidRequest
 from headrace.core.money import NANOS
 from headrace.gateway.ledger.usage_db import DAY_MS, DAYS, SUMMED
 from headrace.gateway.stores.sqlite_thread import SqliteThread, has_table
-from headrace.observe.request_log import Outcome
+from headrace.observe.finished_request import Outcome
 
 DAY = "day"
 GROUPS: Mapping[str, Mapping[str, str]] = {

@@ -87,7 +87,10 @@ class Limiter:
 
         Entering the block raises RateLimitExceeded, or Unavailable when the store fails.
         """
-        return LimitReservation(self, exchange, budget=limits.budget, is_open_on_failure=limits.on_store_failure == FAIL_OPEN)
+        is_open_on_failure = limits.on_store_failure == FAIL_OPEN
+        made = LimitReservation(self, exchange.request_id, exchange.principal, budget=limits.budget, is_open_on_failure=is_open_on_failure)
+        exchange.late_headers = made.headers
+        return made
 
     def opened(self, reservation: LimitReservation) -> None:
         """Note that a request has begun."""

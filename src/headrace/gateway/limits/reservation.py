@@ -1,7 +1,7 @@
 """Tracks what one generating request has taken of its limits, and what it has used so far.
 
 `limits.limiter` opens one reservation per request before its body is read, and charges it at its end. In between
-`generation.stages.accounts` calls `reserve` once the prompt is tokenized, and `count` at the end of a stream.
+`generation.stages.prepare` calls `reserve` once the prompt is tokenized, and `count` at the end of a stream.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from math import ceil
 from typing import NamedTuple, Protocol
 
 from headrace.core.errors import Unavailable
+from headrace.core.ids import RequestId
 from headrace.gateway.access.principal import Principal
-from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.limits.rules import BEFORE_PARSING, LimitRule, amounts_of, ceiling_of, headers, limits_of, refusal, states
 from headrace.gateway.stores.store import StoreFailed
 from headrace.gateway.upstream.seam import Prepared, TokenUsage
@@ -55,7 +55,6 @@ class LimitReservation:
     """
 
     __slots__ = (
-        "_exchange",
         "_first_taken",
         "_is_open_on_failure",
         "_last_completion",
@@ -74,15 +73,22 @@ class LimitReservation:
         "used",
     )
 
-    def __init__(self, limiter: ReservationKeeper, exchange: Exchange, *, budget: DeploymentBudget, is_open_on_failure: bool) -> None:
+    def __init__(
+        self,
+        limiter: ReservationKeeper,
+        request_id: RequestId,
+        principal: Principal,
+        *,
+        budget: DeploymentBudget,
+        is_open_on_failure: bool,
+    ) -> None:
         """
         budget              the deployment's budget
         is_open_on_failure  the request goes on without a reservation when the store fails
         """
-        self._limiter, self._exchange, self._is_open_on_failure = limiter, exchange, is_open_on_failure
-        self.request_id = exchange.request_id
-        self.principal: Principal = exchange.principal
-        self._limits = limits_of(exchange.principal, budget)
+        self._limiter, self._is_open_on_failure = limiter, is_open_on_failure
+        self.request_id, self.principal = request_id, principal
+        self._limits = limits_of(principal, budget)
         self.is_held = False
         self.used = self.saved = NOTHING
         self._reserved = NOTHING
@@ -189,12 +195,11 @@ class LimitReservation:
             self._tokens_taken = taken
         else:
             self._first_taken = taken
-        self._exchange.late_headers = self._headers
         if not result.is_admitted:
             raise refusal(rules, claims, result)
 
-    def _headers(self) -> list[tuple[bytes, bytes]]:
-        """The rate limit headers, by the last take of each limit."""
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """The rate limit headers, by the last take of each limit. Empty before the first."""
         first, tokens = self._first_taken, self._tokens_taken
         found = [] if tokens is None else states(*tokens)
         if first is not None:

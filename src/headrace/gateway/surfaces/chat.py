@@ -12,7 +12,7 @@ from msgspec import UNSET, Struct, UnsetType, field
 
 from headrace.core.errors import InvalidRequest
 from headrace.gateway.access.principal import Principal
-from headrace.gateway.generation.generation import Generation
+from headrace.gateway.generation.call import Ready
 from headrace.gateway.generation.parsed_request import ParsedRequest
 from headrace.gateway.sessions.history import ContextFitting
 from headrace.gateway.surfaces.dialect import parse, schemas
@@ -24,7 +24,7 @@ from headrace.gateway.surfaces.dialect.reasoning import joined_details
 from headrace.gateway.surfaces.endpoint import BodyParser
 from headrace.gateway.surfaces.generating import GeneratingSurface
 from headrace.gateway.upstream.generation_request import PASSED_IN_CHAT, REASONING_PASSED
-from headrace.gateway.upstream.seam import OutputEvent, Prepared, ToolCall, joined_values
+from headrace.gateway.upstream.seam import OutputEvent, ToolCall, joined_values
 
 _encode = msgspec.json.encode
 _NUMBER = attrgetter("number")
@@ -179,8 +179,8 @@ class ChatAnswer(OpenAIAnswer[ChatRequest]):
     ID_PREFIX, OBJECT, CHUNK_OBJECT = "chatcmpl-", "chat.completion", "chat.completion.chunk"
     TEXT_CHOICE = b'{"index":%d,"delta":{"content":%s},"logprobs":null,"finish_reason":null}'
 
-    def __init__(self, parsed: ParsedChat, prepared: Prepared, generation: Generation) -> None:
-        super().__init__(parsed, prepared, generation)
+    def __init__(self, parsed: ParsedChat, ready: Ready) -> None:
+        super().__init__(parsed, ready)
         self._shows_reasoning = self._request.shows_reasoning
 
     def _shown(self, events: Sequence[OutputEvent]) -> Sequence[OutputEvent]:

@@ -12,7 +12,7 @@ from msgspec import UNSET, Struct, UnsetType
 from headrace.core.counted import counted
 from headrace.core.errors import InvalidRequest
 from headrace.gateway.access.principal import Principal
-from headrace.gateway.generation.generation import Generation
+from headrace.gateway.generation.call import Ready
 from headrace.gateway.generation.parsed_request import ParsedRequest
 from headrace.gateway.surfaces.dialect import parse, schemas
 from headrace.gateway.surfaces.dialect.answers import ChoiceOutput, OpenAIAnswer
@@ -21,7 +21,7 @@ from headrace.gateway.surfaces.dialect.logprobs import EchoedLogprobs, completio
 from headrace.gateway.surfaces.endpoint import BodyParser
 from headrace.gateway.surfaces.generating import GeneratingSurface
 from headrace.gateway.upstream.generation_request import PlainPrompts
-from headrace.gateway.upstream.seam import OutputEvent, Prepared, TokenUsage
+from headrace.gateway.upstream.seam import OutputEvent, TokenUsage
 from headrace.text.logprobs import DecodedLogprobs
 
 _encode = msgspec.json.encode
@@ -131,8 +131,8 @@ class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
     ID_PREFIX, OBJECT, CHUNK_OBJECT = "cmpl-", "text_completion", "text_completion"
     TEXT_CHOICE = b'{"index":%d,"text":%s,"logprobs":null,"finish_reason":null}'
 
-    def __init__(self, parsed: ParsedCompletion, prepared: Prepared, generation: Generation) -> None:
-        super().__init__(parsed, prepared, generation)
+    def __init__(self, parsed: ParsedCompletion, ready: Ready) -> None:
+        super().__init__(parsed, ready)
         self._echoes: dict[int, tuple[int, EchoedLogprobs]] = {}
         """Number of an echoed prompt -> (number of its log-probabilities, their JSON)."""
         self._encoded_prompt_logprobs: dict[int, list[bytes]] = {}

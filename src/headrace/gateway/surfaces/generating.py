@@ -1,27 +1,27 @@
 """Makes the endpoint of a surface that generates, from its path and types, the parser of its bodies, and the encoder of its answers.
 
 tests/gateway/surfaces/test_another_surface.py has a whole surface of another API. An encoder numbers its events only where it uses
-`Generation.event_log`.
+`Ready.event_log`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 from headrace.core.errors import InvalidRequest
+from headrace.gateway.access.memory_charges import RequestCharges
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.generation.answer_encoder import AnswerEncoder
-from headrace.gateway.generation.generation import Generation
+from headrace.gateway.generation.call import Call, Ready
 from headrace.gateway.generation.parsed_request import ParsedRequest
-from headrace.gateway.generation.run import generate
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.framing import OPENAI, Framing
 from headrace.gateway.surfaces.dialect.parse import error_as_written
 from headrace.gateway.surfaces.endpoint import BodyParser, Endpoint, parsed_body
-from headrace.gateway.upstream.seam import Prepared
 
 RequestT = TypeVar("RequestT")
 
@@ -47,7 +47,7 @@ class GeneratingSurface(Generic[RequestT]):
     parser: BodyParser[RequestT]
     names: Callable[[RequestT], Mapping[str, str]]
     common: Callable[[RequestT, Principal], ParsedRequest]
-    encoder: Callable[[RequestT, Prepared, Generation], AnswerEncoder]
+    encoder: Callable[[RequestT, Ready], AnswerEncoder]
     framing: Framing = OPENAI
 
     @property
@@ -71,9 +71,26 @@ class GeneratingSurface(Generic[RequestT]):
         with service.open_requests.admit(exchange.request_id, tenant, exchange.end), service.memory.open(tenant) as charges:
             request = await parsed_body(service, exchange, charges, self.parser)
             try:
-                generation = Generation(service, exchange, charges, self.common(request, exchange.principal))
-                await generate(generation, lambda prepared: self.encoder(request, prepared, generation))
+                call = _call(service, exchange, charges, self.common(request, exchange.principal))
+                await service.pipeline.run(call, partial(self.encoder, request))
             except InvalidRequest as error:
                 if (renamed := error_as_written(error, self.names(request))) is None:
                     raise
                 raise renamed from error
+
+
+def _call(service: Service, exchange: Exchange, charges: RequestCharges, parsed: ParsedRequest) -> Call:
+    """Raises ModelNotFound for a model that the key may not use, and InvalidRequest for parameters or sizes out of their limits."""
+    model = service.models.usable_by(exchange.principal).only(parsed.model)
+    service.open_requests.use(exchange.request_id, exchange.principal.tenant, model.users)
+    return Call.opened(
+        exchange,
+        charges,
+        parsed,
+        config=service.config,
+        models=service.models,
+        model=model,
+        reservation=service.limiter.reservation(exchange.request_id),
+        salt_key=service.salt_key,
+        now=int(service.unix_time()),
+    )

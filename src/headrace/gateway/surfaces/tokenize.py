@@ -15,6 +15,7 @@ from headrace.gateway.surfaces.dialect.tools import ToolDefinition, check_tools,
 from headrace.gateway.surfaces.endpoint import BodyParser, parsed_body
 from headrace.gateway.upstream.generation_request import Conversation, PlainPrompts
 from headrace.gateway.upstream.served_models import ServedModel
+from headrace.observe.finished_request import Asked
 
 _encode = msgspec.json.encode
 
@@ -103,8 +104,8 @@ async def detokenize(service: Service, exchange: Exchange) -> None:
 def _used_model(service: Service, exchange: Exchange, name: str | None) -> ServedModel:
     """The model that answers. It stays open until the exchange ends. Raises InvalidRequest."""
     model = service.models.usable_by(exchange.principal).only(name)
-    exchange.use(model.users)
-    exchange.record.model = model.name
+    service.open_requests.use(exchange.request_id, exchange.principal.tenant, model.users)
+    exchange.asked = Asked(model.name)
     return model
 
 

@@ -15,7 +15,7 @@ from wire_kit import request
 
 from bench.network_faults import Direction
 from headrace.core.request import EngineRequest
-from headrace.gateway.upstream.own.attempts import Call, CallAttempts
+from headrace.gateway.upstream.own.attempts import CallAttempts, PromptCall
 from headrace.gateway.upstream.own.replica_health import Replica
 from headrace.gateway.upstream.own.replicas import ReplicaPool
 from headrace.lab.fake_runner import FakeOptions, fake_answer
@@ -58,7 +58,7 @@ class TwoEngines:
     async def ask(self, number: int) -> float:
         """One request, to its end. Returns the seconds it took."""
         whole = request(f"r{number}", max_tokens=NUM_TOKENS)
-        call = Call(request=whole, max_output_tokens=NUM_TOKENS)
+        call = PromptCall(request=whole, max_output_tokens=NUM_TOKENS)
         attempts = CallAttempts(self.pool, call)
         began = virtual_loop().time()
         try:

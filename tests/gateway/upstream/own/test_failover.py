@@ -32,7 +32,7 @@ from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import SequenceUpdate
-from headrace.gateway.upstream.own.attempts import MAX_FRUITLESS_LOSSES, SILENT_WAIT_S, Call
+from headrace.gateway.upstream.own.attempts import MAX_FRUITLESS_LOSSES, SILENT_WAIT_S, PromptCall
 from headrace.gateway.upstream.own.replica_health import stalled_s
 from headrace.gateway.upstream.own.replicas import MOVE_AFTER_S
 from headrace.gateway.upstream.own.stream import TokenStream
@@ -72,7 +72,7 @@ def stream_of(bench: TestBench, text: TextModel, **params: Any) -> TokenStream:
     ids = tuple(text.tokenizer.encode("Hello there", add_special_tokens=True))
     name, room = RequestId(params.pop("name", "call")), params.pop("max_output_tokens", 1)
     given = SamplingParams(**{"seed": 5, "max_tokens": 40, "ignore_eos": True, **params})
-    call = Call(request=EngineRequest(request_id=name, prompt_ids=ids, params=given), max_output_tokens=given.max_tokens or room)
+    call = PromptCall(request=EngineRequest(request_id=name, prompt_ids=ids, params=given), max_output_tokens=given.max_tokens or room)
     upstream = bench.gateway.service.models.get(MODEL).upstream
     assert isinstance(upstream, TokenUpstream)
     return TokenStream(upstream._pool, text.tokenizer, call)

@@ -33,7 +33,7 @@ from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import SequenceUpdate
 from headrace.gateway.generation.run import DEADLINE_GRACE_S
-from headrace.gateway.upstream.own.attempts import LOST, Call
+from headrace.gateway.upstream.own.attempts import LOST, PromptCall
 from headrace.gateway.upstream.own.stream import TokenStream
 from headrace.gateway.upstream.own.upstream import TokenUpstream
 from headrace.gateway.upstream.seam import OutputEvent, ReplicaLost
@@ -214,7 +214,7 @@ def stream_of(bench: TestBench, text: TextModel, **params: object) -> TokenStrea
     given = SamplingParams(seed=5, max_tokens=None).with_(**params)
     ids = tuple(text.tokenizer.encode("Hello", add_special_tokens=True))
     request = EngineRequest(request_id=RequestId("call"), prompt_ids=ids, params=given)
-    call = Call(request=request, max_output_tokens=MAX_MODEL_LEN - len(ids))
+    call = PromptCall(request=request, max_output_tokens=MAX_MODEL_LEN - len(ids))
     upstream = bench.gateway.service.models.get(MODEL).upstream
     assert isinstance(upstream, TokenUpstream)
     return TokenStream(upstream._pool, text.tokenizer, call)

@@ -1,38 +1,50 @@
-"""Holds the concerns of a generating request, one stage each; a request passes them in the order of `STAGES`.
+"""Holds the concerns of a generating request, one stage each.
 
-`generation.run` calls a stage, as Starlette calls a middleware, with the request and with `call_next`, which runs everything behind the
-stage. The stage does its first part, awaits `call_next`, which returns the prepared answer before its first token, and does the rest. So
-what stages do before `call_next` happens in the order of the rows, and what they do after it in the reverse order. Behind the last row
-`fitting.prepare` asks the upstream.
-
-A stage leaves what is to happen during the answer, or at its end, in the request's hooks (`Generation.recorders`, `before_end`, `ends`). A
-stage that answers by itself does not await `call_next`.
+A stage is called, as a Starlette middleware is, with the call and with `call_next`, which runs everything behind it. It does its first
+part, awaits `call_next` with the call, perhaps changed, and returns the `Ready` that it gets, perhaps with more hooks. A stage that answers
+by itself does not await `call_next`. What is to happen at the end of the request goes to `Ending.ends`, which run in the reverse order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from functools import partial
 
-from headrace.gateway.generation.generation import CallNext, Generation
-from headrace.gateway.generation.stages.accounts import log_prompt, record_prepared, reserve_limits, reserve_memory
+from headrace.core.clock import Clock
+from headrace.gateway.access.open_requests import OpenRequests
+from headrace.gateway.cache.answer_cache import AnswerCache
+from headrace.gateway.cache.replays import Replays
+from headrace.gateway.generation.call import CallNext
+from headrace.gateway.generation.kept_streams import KeptStreams
 from headrace.gateway.generation.stages.idempotency import answer_once
 from headrace.gateway.generation.stages.model_choice import choose_model
+from headrace.gateway.generation.stages.prepare import prepare
+from headrace.gateway.generation.stages.prompt_log import log_prompt
 from headrace.gateway.generation.stages.response_cache import use_cache
 from headrace.gateway.generation.stages.resume import resume
 from headrace.gateway.generation.stages.session import take_turn
-from headrace.gateway.upstream.seam import Prepared
+from headrace.gateway.sessions.sessions import Sessions
 
-Stage = Callable[[Generation, CallNext], Awaitable[Prepared]]
 
-STAGES: tuple[Stage, ...] = (
-    take_turn,  # before and after
-    log_prompt,  # before
-    answer_once,  # before and after
-    use_cache,  # before and after
-    resume,  # before and after
-    choose_model,  # before
-    reserve_memory,  # before: the grammar; after: the third of three rows
-    reserve_limits,  # after: the second of three rows
-    record_prepared,  # after: the first of three rows
-)
-"""When a row acts, seen from the upstream's preparation. A request's ends run in the reverse order of the rows that left them."""
+def chain(
+    *,
+    sessions: Sessions,
+    replays: Replays,
+    answer_cache: AnswerCache,
+    kept_streams: KeptStreams,
+    open_requests: OpenRequests,
+    clock: Clock,
+    unix_time: Clock,
+) -> CallNext:
+    """All stages, with their collaborators, as one: a call passes them in order, and goes to its upstream behind the last."""
+    rows = (
+        partial(take_turn, sessions=sessions),
+        log_prompt,
+        partial(answer_once, replays=replays, metrics=answer_cache.metrics, unix_time=unix_time),
+        partial(use_cache, cache=answer_cache, unix_time=unix_time),
+        partial(resume, kept_streams=kept_streams),
+        partial(choose_model, clock=clock, open_requests=open_requests),
+    )
+    stage: CallNext = partial(prepare, clock=clock)
+    for row in reversed(rows):
+        stage = partial(row, call_next=stage)
+    return stage

@@ -2,48 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from headrace.core.clock import Clock
 from headrace.core.errors import InvalidRequest
 from headrace.gateway.cache.recorded_answer import WholeAnswer
-from headrace.gateway.cache.replays import HEADER, IDEMPOTENCY_KEY, KeyClaim, retry_key
+from headrace.gateway.cache.replays import HEADER, IDEMPOTENCY_KEY, KeyClaim, Replays, retry_key
+from headrace.gateway.generation.call import Call, CallNext, Ready
 from headrace.gateway.generation.event_log import HEADER as LAST_EVENT
 from headrace.gateway.generation.event_log import LAST_EVENT_ID
-from headrace.gateway.generation.generation import CallNext, Generation
-from headrace.gateway.generation.stages.kept_answers import AnswerRecorder, given_again, recorder_of, report_cache
+from headrace.gateway.generation.stages.kept_answers import IDEMPOTENCY, AnswerRecorder, answered_again, recorder_of, report_cache
 from headrace.gateway.http.errors import ClientLeft, SlowReader
-from headrace.gateway.upstream.seam import Prepared
-from headrace.observe.store_metrics import CacheResult
+from headrace.observe.store_metrics import AnswerCacheMetrics, CacheResult
 
 
-async def answer_once(generation: Generation, call_next: CallNext) -> Prepared:
+async def answer_once(call: Call, call_next: CallNext, *, replays: Replays, metrics: AnswerCacheMetrics, unix_time: Clock) -> Ready:
     """Answer a retry by the stored answer, or keep the first answer.
 
     Raises InvalidRequest for a malformed key or an answer that cannot be kept, IdempotencyConflict while the first request runs,
     IdempotencyMismatch when it had another body, and Unavailable when the store does not answer.
     """
-    exchange, config = generation.exchange, generation.service.config.idempotency
+    exchange, config = call.exchange, call.config.idempotency
     key = retry_key(exchange, config)
     if not key:
         if not config.ttl_s and any(name == IDEMPOTENCY_KEY for name, _ in exchange.headers):
             exchange.ignored.append(HEADER)
-        return await call_next()
-    _check_can_be_kept(generation)
-    found = await generation.service.replays.find(key, tenant=exchange.principal.tenant_key, body=exchange.body_digest)
+        return await call_next(call)
+    _check_can_be_kept(call)
+    found = await replays.find(key, tenant=call.principal.tenant_key, body=exchange.body_digest)
     if isinstance(found, WholeAnswer):
-        generation.is_replayed = True
-        exchange.record.cache_tier = "idempotency"
-        report_cache(generation, CacheResult.OFF, (b"idempotent-replayed", b"true"))
-        return given_again(generation, found)
-    first = FirstAnswer(generation, found)
-    generation.ends.callback(first.end)
-    prepared = await call_next()
-    first.record(prepared)
-    return prepared
+        report_cache(call, metrics, CacheResult.OFF, (b"idempotent-replayed", b"true"))
+        return answered_again(call, found, IDEMPOTENCY)
+    first = FirstAnswer(call, found, replays, unix_time)
+    call.ending.ends.callback(first.end)
+    return first.recording(await call_next(call))
 
 
-def _check_can_be_kept(generation: Generation) -> None:
+def _check_can_be_kept(call: Call) -> None:
     """Raises InvalidRequest for a request whose answer cannot be kept: a continued stream, or prompt log-probabilities."""
-    continues = generation.exchange.header(LAST_EVENT_ID) is not None
-    for other, is_given in ((LAST_EVENT, continues), ("prompt_logprobs", generation.client_params.prompt_logprobs is not None)):
+    continues = call.exchange.header(LAST_EVENT_ID) is not None
+    for other, is_given in ((LAST_EVENT, continues), ("prompt_logprobs", call.params.prompt_logprobs is not None)):
         if is_given:
             raise InvalidRequest(HEADER, f"no {other} beside it", None, "Such an answer is not kept for a retry.")
 
@@ -51,24 +49,24 @@ def _check_can_be_kept(generation: Generation) -> None:
 class FirstAnswer:
     """The first answer under a key, which is kept for retries."""
 
-    def __init__(self, generation: Generation, claim: KeyClaim) -> None:
-        self._generation, self._claim = generation, claim
+    def __init__(self, call: Call, claim: KeyClaim, replays: Replays, unix_time: Clock) -> None:
+        self._call, self._claim, self._replays, self._unix_time = call, claim, replays, unix_time
         self._recorder: AnswerRecorder | None = None
 
-    def record(self, prepared: Prepared) -> None:
-        generation = self._generation
-        self._recorder = recorder_of(generation, prepared, max_bytes=generation.service.replays.max_entry_bytes)
-        generation.outlives_client = self.outlives_client
+    def recording(self, ready: Ready) -> Ready:
+        """The answer, recorded, and made to its end when the client leaves."""
+        self._recorder, ready = recorder_of(ready, max_bytes=self._replays.max_entry_bytes)
+        return replace(ready, outlives_client=self.outlives_client)
 
     def outlives_client(self) -> bool:
         """Whether the client has left, so that the answer is finished for the retry."""
-        return isinstance(self._generation.exchange.end_reason, ClientLeft | SlowReader)
+        return isinstance(self._call.exchange.end_reason, ClientLeft | SlowReader)
 
     def end(self) -> None:
         """Store a whole answer, in the background. Otherwise free the key, and its next request is the first again."""
-        generation, recorder, replays = self._generation, self._recorder, self._generation.service.replays
-        if recorder is None or not recorder.is_whole or generation.is_refused_at_end:
-            replays.free(self._claim)
+        ending, recorder = self._call.ending, self._recorder
+        if recorder is None or not recorder.is_whole or ending.is_refused_at_end:
+            self._replays.free(self._claim)
             return
-        answer = recorder.answer(generation.usage(), generation.service.unix_time())
-        replays.keep(self._claim, answer, ttl_s=generation.service.config.idempotency.ttl_s)
+        answer = recorder.answer(ending.usage(), self._unix_time())
+        self._replays.keep(self._claim, answer, ttl_s=self._call.config.idempotency.ttl_s)

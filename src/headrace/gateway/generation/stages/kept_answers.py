@@ -9,11 +9,14 @@ from headrace.core.errors import HeadraceError, ModelNotFound
 from headrace.gateway.access.memory_charges import MemoryCharge
 from headrace.gateway.cache.recorded_answer import FORM, EventRecording, WholeAnswer, recorded_prepared
 from headrace.gateway.generation.answer_memory import HOLD_STEP_BYTES
-from headrace.gateway.generation.generation import Generation
+from headrace.gateway.generation.call import Call, Ready
 from headrace.gateway.generation.stages.model_choice import headers_of
 from headrace.gateway.upstream.seam import OutputEvent, Prepared, TokenUsage
-from headrace.observe.store_metrics import CacheResult
+from headrace.observe.store_metrics import AnswerCacheMetrics, CacheResult
 from headrace.policy.admission.decision import AdmissionOutcome
+
+IDEMPOTENCY, RESPONSE = "idempotency", "response"
+"""Cache tiers: the caches that may answer instead of an upstream."""
 
 
 class AnswerRecorder:
@@ -80,28 +83,26 @@ class AnswerRecorder:
             self._recording = EventRecording()
 
 
-def recorder_of(generation: Generation, prepared: Prepared, *, max_bytes: int) -> AnswerRecorder:
-    """The recorder of the request's answer, with room for max_bytes. Stages that keep the same answer share it."""
-    recorder = next((recorder for recorder in generation.recorders if isinstance(recorder, AnswerRecorder)), None)
+def recorder_of(ready: Ready, *, max_bytes: int) -> tuple[AnswerRecorder, Ready]:
+    """The recorder of the answer, with room for max_bytes, and the answer with it. Stages that keep the same answer share it."""
+    recorder = next((recorder for recorder in ready.recorders if isinstance(recorder, AnswerRecorder)), None)
     if recorder is None:
-        recorder = AnswerRecorder(prepared, generation.model.name, generation.charges.answers)
-        generation.recorders.append(recorder)
+        recorder = AnswerRecorder(ready.prepared, ready.call.model.name, ready.call.charges.answers)
+        ready = ready.recorded_by(recorder)
     recorder.max_bytes = max(recorder.max_bytes, max_bytes)
-    return recorder
+    return recorder, ready
 
 
-def given_again(generation: Generation, answer: WholeAnswer) -> Prepared:
+def answered_again(call: Call, answer: WholeAnswer, cache_tier: str) -> Ready:
     """A stored answer as this request's. The request's model becomes the answer's, which may be the smaller model."""
-    exchange = generation.exchange
     with suppress(ModelNotFound):
-        generation.model = generation.service.models.only(answer.model)
-    exchange.record.model, exchange.record.seed = generation.model.name, answer.seed
-    exchange.ignored += answer.ignored
-    exchange.add_headers(*headers_of(generation.model, AdmissionOutcome.CACHED_ANSWER))
-    return recorded_prepared(answer)
+        call = call.answered_by(call.models.only(answer.model))
+    call.exchange.ignored += answer.ignored
+    call.exchange.add_headers(*headers_of(call.model, AdmissionOutcome.CACHED_ANSWER))
+    return Ready(call=call, prepared=recorded_prepared(answer), cache_tier=cache_tier)
 
 
-def report_cache(generation: Generation, result: CacheResult, *headers: tuple[bytes, bytes]) -> None:
+def report_cache(call: Call, metrics: AnswerCacheMetrics, result: CacheResult, *headers: tuple[bytes, bytes]) -> None:
     """Count the cache result, and add x-headrace-cache and `headers` to the answer."""
-    generation.service.answer_cache.metrics.request(result)
-    generation.exchange.add_headers((b"x-headrace-cache", result.encode()), *headers)
+    metrics.request(result)
+    call.exchange.add_headers((b"x-headrace-cache", result.encode()), *headers)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.core.errors import HeadraceError, Overloaded
-from headrace.gateway.generation.generation import CallNext, Generation
-from headrace.gateway.upstream.seam import Prepared
+from headrace.core.clock import Clock
+from headrace.core.errors import ModelNotFound, Overloaded
+from headrace.gateway.access.open_requests import OpenRequests
+from headrace.gateway.generation.call import Call, CallNext, Ready
 from headrace.gateway.upstream.served_models import ModelTable, ServedModel
 from headrace.policy.admission.decision import AdmissionOutcome, decide
 
@@ -20,18 +21,15 @@ class ModelBusy(Overloaded):
     """The model's queue is longer than the request may wait."""
 
 
-async def choose_model(generation: Generation, call_next: CallNext) -> Prepared:
+async def choose_model(call: Call, call_next: CallNext, *, clock: Clock, open_requests: OpenRequests) -> Ready:
     """Choose the model that answers. A continued stream keeps its model. Raises ModelBusy."""
-    if generation.earlier is None:
-        _choose(generation)
-    return await call_next()
+    return await call_next(_chosen(call, clock(), open_requests) if call.earlier is None else call)
 
 
-def _choose(generation: Generation) -> None:
-    service, exchange, asked, priority = generation.service, generation.exchange, generation.asked, generation.parsed.priority
-    rules, now = service.config.admission, service.clock()
-    smaller = _smaller(asked, service.models.usable_by(exchange.principal))
-    tenant, goal_ms = exchange.principal.tenant, exchange.principal.tier.ttft_ms
+def _chosen(call: Call, now: float, open_requests: OpenRequests) -> Call:
+    asked, priority, rules = call.asked, call.parsed.priority, call.config.admission
+    smaller = _smaller(asked, call.models.usable_by(call.principal))
+    tenant, goal_ms = call.principal.tenant, call.principal.tier.ttft_ms
     whole = asked.upstream.queue(priority, asked.unsent)
     overload, turn = asked.overload[priority], asked.users.turn_of(tenant)
     queue = None if whole is None else overload.arrive(whole, rules, num_open=turn.num_open, now=now).at_turn(turn)
@@ -47,15 +45,15 @@ def _choose(generation: Generation) -> None:
         ttft_goal_s=None if goal_ms is None else goal_ms / 1000,
     )
     if verdict.outcome is AdmissionOutcome.SMALLER_MODEL and smaller is not None:
-        generation.model = smaller
-        exchange.use(smaller.users)
-        exchange.record.model = smaller.name
-    exchange.add_headers(*headers_of(generation.model, verdict.outcome))
+        open_requests.use(call.exchange.request_id, tenant, smaller.users)
+        call = call.answered_by(smaller)
+    call.exchange.add_headers(*headers_of(call.model, verdict.outcome))
     if verdict.outcome is AdmissionOutcome.REFUSED and queue is not None:
         overload.refuse(queue, rules, now=now)
         raise ModelBusy(f"The queue of the model {asked.name} is full; try again later.", retry_after_s=verdict.retry_after_s)
-    generation.unsent = generation.model.unsent.add(priority)
-    exchange.count_unsent(generation.unsent)
+    unsent = call.model.unsent.add(priority)
+    call.ending.ends.callback(unsent.uncount)
+    return call.changed(unsent=unsent)
 
 
 def headers_of(model: ServedModel, outcome: AdmissionOutcome) -> AdmittedHeaders:
@@ -70,5 +68,5 @@ def refused_headers(headers: Sequence[tuple[bytes, bytes]]) -> AdmittedHeaders:
 def _smaller(model: ServedModel, models: ModelTable) -> ServedModel | None:
     try:
         return models.get(model.smaller) if model.smaller else None
-    except HeadraceError:  # the caller may not use the smaller model
+    except ModelNotFound:  # the caller may not use it
         return None

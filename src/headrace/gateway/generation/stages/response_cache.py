@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
-from headrace.gateway.cache.answer_cache import Computation
+from headrace.core.clock import Clock
+from headrace.gateway.cache.answer_cache import AnswerCache, Computation
 from headrace.gateway.cache.control import NEITHER, NO_WISH, CacheControl, Question, entry_salt
 from headrace.gateway.cache.recorded_answer import WholeAnswer
+from headrace.gateway.generation.call import Call, CallNext, Ready
 from headrace.gateway.generation.event_log import LAST_EVENT_ID
-from headrace.gateway.generation.generation import CallNext, Generation
-from headrace.gateway.generation.stages.kept_answers import AnswerRecorder, given_again, recorder_of, report_cache
+from headrace.gateway.generation.stages.kept_answers import RESPONSE, AnswerRecorder, answered_again, recorder_of, report_cache
 from headrace.gateway.sessions.history import ContextFitting
-from headrace.gateway.upstream.seam import Prepared
 from headrace.observe.store_metrics import CacheResult, KeptAnswer
 
 
-async def use_cache(generation: Generation, call_next: CallNext) -> Prepared:
+async def use_cache(call: Call, call_next: CallNext, *, cache: AnswerCache, unix_time: Clock) -> Ready:
     """Answer from the response cache, or record the answer for it. A failing cache raises nothing: the answer is computed."""
-    question = _question(generation)
-    if not _may_cache(generation, question):
-        report_cache(generation, CacheResult.OFF)
-        return await call_next()
-    entry = CacheEntry(generation, _key_of(generation, question), question.control)
-    generation.ends.callback(entry.end)
+    question = _question(call)
+    if not _may_cache(call, question):
+        report_cache(call, cache.metrics, CacheResult.OFF)
+        return await call_next(call)
+    entry = CacheEntry(call, cache, _key_of(call, question), question.control, unix_time)
+    call.ending.ends.callback(entry.end)
     if (found := await entry.find()) is not None:
-        generation.exchange.record.cache_tier = "response"
-        report_cache(generation, CacheResult.HIT, (b"age", b"%d" % generation.service.answer_cache.age_s(found)))
-        return given_again(generation, found)
-    report_cache(generation, CacheResult.MISS)
-    prepared = await call_next()
-    entry.record(prepared)
-    return prepared
+        report_cache(call, cache.metrics, CacheResult.HIT, (b"age", b"%d" % cache.age_s(found)))
+        return answered_again(call, found, RESPONSE)
+    report_cache(call, cache.metrics, CacheResult.MISS)
+    return entry.recording(await call_next(call))
 
 
-def _question(generation: Generation) -> Question:
-    parsed = generation.parsed
+def _question(call: Call) -> Question:
+    parsed = call.parsed
     return Question(
-        model=generation.model.name,
+        model=call.model.name,
         prompt=parsed.prompt,
         sampling=parsed.sampling,
         grammar=parsed.grammar,
@@ -42,8 +39,8 @@ def _question(generation: Generation) -> Question:
     )
 
 
-def _may_cache(generation: Generation, question: Question) -> bool:
-    exchange, config, control = generation.exchange, generation.service.config.cache, question.control
+def _may_cache(call: Call, question: Question) -> bool:
+    exchange, config, control = call.exchange, call.config.cache, question.control
     is_on = exchange.principal.options.get("cache", config.enabled) is True
     if not is_on or (config.models and question.model not in config.models):
         exchange.ignored += ["cache"] if control not in (NO_WISH, NEITHER) else []
@@ -53,20 +50,19 @@ def _may_cache(generation: Generation, question: Question) -> bool:
     return is_kept and (question.is_deterministic or control.use_cache)
 
 
-def _key_of(generation: Generation, question: Question) -> str:
+def _key_of(call: Call, question: Question) -> str:
     """The store's key: a hash of the question, the model's version, and those limits of the caller that bound the output."""
-    ceiling = generation.reservation.ceiling(generation.price)
+    ceiling = call.reservation.ceiling(call.price)
     bound = ceiling.deciding(has_max_tokens=question.sampling.get("max_tokens") is not None)
-    salt = entry_salt(generation.exchange.principal.tenant_key, generation.parsed.cache_salt)
-    return question.key(salt, f"{generation.model.upstream.version}/{bound}")
+    salt = entry_salt(call.principal.tenant_key, call.parsed.cache_salt)
+    return question.key(salt, f"{call.model.upstream.version}/{bound}")
 
 
 class CacheEntry:
     """One request's use of a cache entry: reading it, and writing or ending its computation."""
 
-    def __init__(self, generation: Generation, key: str, control: CacheControl) -> None:
-        self._generation, self._cache = generation, generation.service.answer_cache
-        self._key, self._control = key, control
+    def __init__(self, call: Call, cache: AnswerCache, key: str, control: CacheControl, unix_time: Clock) -> None:
+        self._call, self._cache, self._key, self._control, self._unix_time = call, cache, key, control, unix_time
         self._computation: Computation | None = None
         self._recorder: AnswerRecorder | None = None
 
@@ -83,12 +79,13 @@ class CacheEntry:
             self._computation = waited
         return found
 
-    def record(self, prepared: Prepared) -> None:
-        """Begin to record the answer. An answer by another model than the wanted one is not kept; waiting requests compute their own."""
-        if self._generation.model is not self._generation.asked:
+    def recording(self, ready: Ready) -> Ready:
+        """The answer, recorded. An answer by another model than the wanted one is not kept; waiting requests compute their own."""
+        if ready.call.model is not self._call.asked:
             self._end_computation()
         elif not self._control.no_store:
-            self._recorder = recorder_of(self._generation, prepared, max_bytes=self._cache.max_entry_bytes)
+            self._recorder, ready = recorder_of(ready, max_bytes=self._cache.max_entry_bytes)
+        return ready
 
     def end(self) -> None:
         """Store a whole answer, in the background. Otherwise the equal requests that wait compute their own."""
@@ -97,14 +94,14 @@ class CacheEntry:
         self._end_computation()
 
     def _keep(self, recorder: AnswerRecorder) -> None:
-        generation = self._generation
-        answer = recorder.answer(generation.usage(), generation.service.unix_time())
+        call = self._call
+        answer = recorder.answer(call.ending.usage(), self._unix_time())
         if answer is None:
             self._cache.metrics.kept(KeptAnswer.TOO_LARGE)
             return
         computation, self._computation = self._computation, None
-        default_s = generation.service.config.cache.ttl_s
-        ttl_s, tenant = min(default_s, self._control.ttl or default_s), generation.exchange.principal.tenant_key
+        default_s = call.config.cache.ttl_s
+        ttl_s, tenant = min(default_s, self._control.ttl or default_s), call.principal.tenant_key
         self._cache.keep(self._key, answer, tenant=tenant, ttl_s=ttl_s, computation=computation)
 
     def _end_computation(self) -> None:

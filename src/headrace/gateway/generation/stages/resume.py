@@ -6,74 +6,74 @@ Nothing happens where the client did not send `Last-Event-ID`, the server keeps 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import TracebackType
 
 from headrace.core.errors import InvalidRequest, Unavailable
-from headrace.gateway.generation.answer_encoder import AnswerEncoder
+from headrace.gateway.generation.answer_encoder import AnswerEncoder, RecordEvents
+from headrace.gateway.generation.call import Call, CallNext, Ready
 from headrace.gateway.generation.event_log import HEADER, LAST_EVENT_ID, EventLog, offsets_of
-from headrace.gateway.generation.generation import CallNext, Generation
-from headrace.gateway.generation.kept_streams import FORM, ContinuedStream, KeptStream, is_worth_keeping
+from headrace.gateway.generation.kept_streams import FORM, ContinuedStream, KeptStream, KeptStreams, is_worth_keeping
 from headrace.gateway.generation.progress import RequestProgress
 from headrace.gateway.http.errors import StreamConflict
 from headrace.gateway.http.sse import SseStream
-from headrace.gateway.upstream.seam import EventStream, Prepared
+from headrace.gateway.upstream.seam import EventStream
 
 REPLAY_STEP = 64
 """Events of a replay after which other requests have their turn: each takes about 10 us."""
 
 
-async def resume(generation: Generation, call_next: CallNext) -> Prepared:
+async def resume(call: Call, call_next: CallNext, *, kept_streams: KeptStreams) -> Ready:
     """Continue the stream that the request names, and give the events ids.
 
     Raises InvalidRequest for a malformed Last-Event-ID or another body than the stream's, UnknownStream when the stream is not kept,
     StreamConflict when another request continues it or no server of the model can, and Unavailable when the store does not answer.
     """
-    exchange, is_streaming = generation.exchange, generation.parsed.is_streaming
-    kept_streams = generation.service.kept_streams
+    exchange, is_streaming = call.exchange, call.parsed.is_streaming
     if (last_event := exchange.header(LAST_EVENT_ID)) is None:
-        return await call_next()
+        return await call_next(call)
     if not is_streaming and last_event:
         raise InvalidRequest(HEADER, "stream = true in the body", None, "An answer that is not streamed has no events.")
     continued = await kept_streams.find(exchange)
     if continued is not None:
-        generation.earlier = continued.earlier
-        generation.answer_id, generation.created = continued.answer_id, continued.kept.created
-        exchange.record.continued_id = continued.answer_id
-    prepared = await call_next()
-    has_ids = generation.model is generation.asked  # another one may not answer the next time
-    if not (has_ids and kept_streams.is_on and is_streaming and prepared.keeps_events):
+        call = call.changed(earlier=continued.earlier, answer_id=continued.answer_id, created=continued.kept.created)
+        call.ending.continued_id = continued.answer_id
+    ready = await call_next(call)
+    has_ids = ready.call.model is call.asked  # another one may not answer the next time
+    if not (has_ids and kept_streams.is_on and is_streaming and ready.prepared.keeps_events):
         if continued is not None:
             raise StreamConflict("The model of this stream is answered by another server now, which cannot continue it.")
-        return prepared
+        return ready
     num_seen = 0 if continued is None else continued.num_seen
-    generation.event_log = EventLog(generation.answer_id, prepared.num_sequences, num_seen=num_seen)
-    stream = ResumableStream(generation, continued, generation.event_log)
+    event_log = EventLog(call.answer_id, ready.prepared.num_sequences, num_seen=num_seen)
+    stream = ResumableStream(call, kept_streams, continued, event_log)
     if continued is not None:
         await kept_streams.claim(continued)
-        generation.replay = stream.replay
-    kept_streams.begin(generation.answer_id, exchange)
-    generation.ends.push(stream.end)
-    return prepared
+    kept_streams.begin(call.answer_id, exchange)
+    call.ending.ends.push(stream.end)
+    return replace(ready, event_log=event_log, replay=None if continued is None else stream.replay)
 
 
 class ResumableStream:
     """A stream whose events have ids. continued: the earlier stream that it continues; None: it is a new stream"""
 
-    def __init__(self, generation: Generation, continued: ContinuedStream | None, event_log: EventLog) -> None:
-        self._generation, self._continued, self._event_log = generation, continued, event_log
+    def __init__(self, call: Call, kept_streams: KeptStreams, continued: ContinuedStream | None, event_log: EventLog) -> None:
+        self._call, self._kept_streams, self._continued, self._event_log = call, kept_streams, continued, event_log
         self._is_replayed = continued is None
 
-    async def replay(self, stream: EventStream, progress: RequestProgress, encoder: AnswerEncoder, sse: SseStream) -> None:
+    async def replay(
+        self, stream: EventStream, progress: RequestProgress, encoder: AnswerEncoder, sse: SseStream, record: RecordEvents
+    ) -> None:
         """Make the events of the earlier stream again, and send those that the client does not have."""
         assert self._continued is not None
         entries, num_seen = self._continued.entries, self._continued.num_seen
-        has_logprobs = self._generation.client_params.logprobs is not None
+        has_logprobs = self._call.params.logprobs is not None
         if has_logprobs:  # events that cannot be made from ids alone
             entries = entries[:num_seen]
         for number, (index, offset) in enumerate(offsets_of(entries, progress.num_sequences), start=1):
             event = stream.replay(index, offset)
             progress.record_replayed(event)
-            self._generation.record_events((event,))
+            record((event,))
             made = b"".join(encoder.encode_events((event,)))
             if not has_logprobs and self._event_log.entries != entries[:number]:
                 raise Unavailable("This stream cannot be continued by this version of the server; it can be sent again.")
@@ -86,7 +86,7 @@ class ResumableStream:
 
     def end(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Keep the stream if the client may want the rest of it. Called at the end of every request."""
-        kept_streams, answer_id = self._generation.service.kept_streams, self._generation.answer_id
+        kept_streams, answer_id = self._kept_streams, self._call.answer_id
         kept = self._kept() if is_worth_keeping(error) else None
         if kept is None:
             kept_streams.forget(answer_id, is_claimed=self._continued is not None)
@@ -95,17 +95,18 @@ class ResumableStream:
 
     def _kept(self) -> KeptStream | None:
         """The stream as the store keeps it. None: it cannot be continued, or has no event yet."""
-        generation, log = self._generation, self._event_log
+        call, log = self._call, self._event_log
         if self._continued is not None and not self._is_replayed:
             return self._continued.kept
-        state = None if generation.stream is None else generation.stream.saved_state()
+        stream = call.ending.stream
+        state = None if stream is None else stream.saved_state()
         if state is None or not log.entries:
             return None
         return KeptStream(
             form=FORM,
-            tenant=generation.exchange.principal.tenant_key,
-            body=generation.exchange.body_digest,
-            created=generation.created,
+            tenant=call.principal.tenant_key,
+            body=call.exchange.body_digest,
+            created=call.created,
             num_sequences=log.num_sequences,
             entries=log.entries.tobytes(),
             state=state,

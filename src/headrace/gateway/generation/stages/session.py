@@ -12,52 +12,50 @@ from typing import Any
 
 from headrace.core.errors import InvalidRequest
 from headrace.gateway.cache.replays import retry_key
+from headrace.gateway.generation.call import Call, CallNext, Ready
 from headrace.gateway.generation.event_log import last_event
-from headrace.gateway.generation.generation import CallNext, Generation
 from headrace.gateway.generation.parsed_request import MAX_MESSAGES, ParsedRequest
+from headrace.gateway.generation.stages.kept_answers import IDEMPOTENCY
 from headrace.gateway.sessions.history import FORM, History, Message, StoredSession, messages_json, prompt_messages
 from headrace.gateway.sessions.names import HEADER as SESSION_HEADER
 from headrace.gateway.sessions.names import METADATA_FIELD, RAW_HEADER, SessionKey, checked_session_id
 from headrace.gateway.sessions.sessions import MAX_SESSION_BYTES, RENEW_S, ReadSession, Sessions
 from headrace.gateway.upstream.generation_request import REASONING_PASSED, Conversation
-from headrace.gateway.upstream.seam import OutputEvent, PassedField, Prepared, ToolCall, joined_values
+from headrace.gateway.upstream.seam import OutputEvent, PassedField, ToolCall, joined_values
 
 NOT_KEPT = ("reasoning_content", "reasoning", *REASONING_PASSED)
 """Fields of a message that no history has."""
 
 
-async def take_turn(generation: Generation, call_next: CallNext) -> Prepared:
+async def take_turn(call: Call, call_next: CallNext, *, sessions: Sessions) -> Ready:
     """Put the session's history before the request's messages, and add the answer to it.
 
     Raises: InvalidRequest, RequestTooLarge; SessionConflict while another request has the session; Unavailable without the store's answer.
     """
-    service, exchange, parsed = generation.service, generation.exchange, generation.parsed
+    exchange, parsed = call.exchange, call.parsed
     if not isinstance(parsed.prompt, Conversation):
         if exchange.header(RAW_HEADER) is not None:
             exchange.ignored.append(SESSION_HEADER)
-        return await call_next()
-    session_id = _named_session(generation)
+        return await call_next(call)
+    session_id = _named_session(call, sessions)
     if session_id is None:
-        return await call_next()
+        return await call_next(call)
     _check_one_line(parsed, parsed.prompt)
-    key = retry_key(exchange, service.config.idempotency)
+    key = retry_key(exchange, call.config.idempotency)
     continued = last_event(exchange)
-    turn = SessionTurn(service.sessions, SessionKey(exchange.principal.tenant_key, session_id), key)
-    generation.ends.callback(turn.lease.free)
+    turn = SessionTurn(sessions, SessionKey(call.principal.tenant_key, session_id), key)
+    call.ending.ends.callback(turn.lease.free)
     await turn.claim("" if continued is None else continued.answer_id)
-    history = generation.history = turn.conversation(parsed.prompt.messages)
-    generation.charges.prompts.add(turn.check_size(history))
-    generation.parsed = parsed.with_prompt(replace(parsed.prompt, messages=prompt_messages(history)))
-    generation.preferred_replica = turn.preferred_replica(generation.model.name)
-    prepared = await call_next()
-    if not generation.is_replayed:
-        turn.record(generation)
-    return prepared
+    history = turn.conversation(parsed.prompt.messages)
+    call.charges.prompts.add(turn.check_size(history))
+    whole = parsed.with_prompt(replace(parsed.prompt, messages=prompt_messages(history)))
+    ready = await call_next(call.changed(parsed=whole, history=history, preferred_replica=turn.preferred_replica(call.model.name)))
+    return ready if ready.cache_tier == IDEMPOTENCY else turn.recording(ready)
 
 
-def _named_session(generation: Generation) -> str | None:
+def _named_session(call: Call, sessions: Sessions) -> str | None:
     """The id of the request's session; None: it names none. Raises InvalidRequest for two different ids, or a malformed one."""
-    exchange, metadata = generation.exchange, generation.parsed.metadata
+    exchange, metadata = call.exchange, call.parsed.metadata
     given = [(SESSION_HEADER, value.decode("latin-1")) for name, value in exchange.headers if name == RAW_HEADER]
     if "session_id" in metadata:
         given.append((METADATA_FIELD, metadata["session_id"]))
@@ -66,7 +64,7 @@ def _named_session(generation: Generation) -> str | None:
     names = {checked_session_id(field, value) for field, value in given}
     if len(names) > 1:
         raise InvalidRequest(given[-1][0], f"the same session as {given[0][0]}", None)
-    generation.service.sessions.check_on(given[0][0])
+    sessions.check_on(given[0][0])
     return names.pop()
 
 
@@ -132,25 +130,26 @@ class SessionTurn:
         stored = self._found.stored
         return stored.replica if stored is not None and stored.model == model else ""
 
-    def record(self, generation: Generation) -> None:
-        """Record the answer, and store the turn before the answer's last bytes are sent."""
+    def recording(self, ready: Ready) -> Ready:
+        """The answer, recorded, and the turn stored before the answer's last bytes are sent."""
         answer = TurnRecorder()
-        generation.recorders.append(answer)
-        generation.before_end.append(partial(self._keep, generation, answer))
+        ready = ready.recorded_by(answer)
+        return replace(ready, before_end=(*ready.before_end, partial(self._keep, ready, answer)))
 
-    async def _keep(self, generation: Generation, answer: TurnRecorder, replica: str | None) -> None:
+    async def _keep(self, ready: Ready, answer: TurnRecorder, replica: str | None) -> None:
         """Store the messages that made the prompt, and the answer. Raises SessionConflict, Unavailable or RequestTooLarge."""
-        history = generation.history if generation.fitted is None else generation.fitted.history
+        call = ready.call
+        history = call.history if ready.fitted is None else ready.fitted.history
         messages = [{name: value for name, value in message.items() if name not in NOT_KEPT} for message in history.messages]
         now, stored = int(self._sessions.unix_time()), self._found.stored
         turn = StoredSession(
             form=FORM,
             created=now if stored is None else stored.created,
             updated=now,
-            answer_id=generation.answer_id,
+            answer_id=call.answer_id,
             num_before=max(0, len(history.messages) - self.num_new),
-            model=generation.model.name,
-            replica=replica or self.preferred_replica(generation.model.name),
+            model=call.model.name,
+            replica=replica or self.preferred_replica(call.model.name),
             summary=history.summary,
             packed=b"",
             retry_key=self._retry_key,

@@ -15,10 +15,10 @@ import msgspec
 
 from headrace.core.finish import FINISH_WORDS, FinishReason
 from headrace.core.plan import wide_columns
-from headrace.gateway.generation.generation import Generation
+from headrace.gateway.generation.call import Ready
 from headrace.gateway.surfaces.dialect import schemas
 from headrace.gateway.surfaces.dialect.parse import FieldsT, Parsed
-from headrace.gateway.upstream.seam import OutputEvent, PassedField, Prepared, TokenUsage, ToolCall
+from headrace.gateway.upstream.seam import OutputEvent, PassedField, TokenUsage, ToolCall
 from headrace.text.logprobs import DecodedLogprobs
 
 _encode = msgspec.json.encode
@@ -92,10 +92,11 @@ class OpenAIAnswer(ABC, Generic[FieldsT]):
     TEXT_CHOICE: ClassVar[bytes]
     """A choice with text alone, as a format of its index and the text's JSON."""
 
-    def __init__(self, parsed: Parsed[FieldsT], prepared: Prepared, generation: Generation) -> None:
-        request = self._request = parsed[0]
-        self._prompts, self._memory = prepared.prompts, generation.memory
-        self._log, self._fitted = generation.event_log, generation.fitted
+    def __init__(self, parsed: Parsed[FieldsT], ready: Ready) -> None:
+        request, call, prepared = parsed[0], ready.call, ready.prepared
+        self._request = request
+        self._prompts, self._memory = prepared.prompts, call.memory
+        self._log, self._fitted = ready.event_log, ready.fitted
         num_sequences = request.n * len(prepared.prompts)
         self._outputs = [ChoiceOutput() for _ in range(num_sequences)]
         self._is_opened = [False] * num_sequences
@@ -104,11 +105,11 @@ class OpenAIAnswer(ABC, Generic[FieldsT]):
         self._include_usage = options.include_usage
         self._counts = [0] * num_sequences if options.continuous_usage_stats else None
         head = {
-            "id": f"{self.ID_PREFIX}{generation.answer_id}",
+            "id": f"{self.ID_PREFIX}{call.answer_id}",
             "object": self.CHUNK_OBJECT if request.stream else self.OBJECT,
-            "created": generation.created,
-            "model": generation.shown_model,
-            "system_fingerprint": generation.model.upstream.fingerprint,
+            "created": call.created,
+            "model": call.shown_model,
+            "system_fingerprint": call.model.upstream.fingerprint,
         }
         self._head = (b"data: " if request.stream else b"") + _encode(head)[:-1] + b',"choices":['
         before_text, after_text = self.TEXT_CHOICE.split(b"%s")

@@ -26,7 +26,7 @@ from headrace.gateway.upstream.foreign.joined_text import MAX_NAMES_BYTES, Named
 from headrace.gateway.upstream.foreign.loose_chunks import PieceReader
 from headrace.gateway.upstream.foreign.sequence import SequenceOutput
 from headrace.gateway.upstream.foreign.usage import SaidUsage, UsageCounts
-from headrace.gateway.upstream.foreign.words import Ending, ending
+from headrace.gateway.upstream.foreign.words import ForeignFinish, ending
 from headrace.gateway.upstream.generation_request import CALL_PASSED, REASONING_PASSED
 from headrace.gateway.upstream.seam import OutputEvent, PassedField, TokenUsage
 from headrace.text.logprobs import DecodedLogprobs
@@ -225,7 +225,7 @@ class ForeignAnswer:
             self.num_running += output.is_sure
             output.is_sure, output.is_revoked = False, True
 
-    def _note_ending(self, output: SequenceOutput, named: Ending) -> None:
+    def _note_ending(self, output: SequenceOutput, named: ForeignFinish) -> None:
         """Note a named end. An unknown word does not replace a known one."""
         if output.is_over or (output.ending is not None and output.ending.is_known and not named.is_known):
             return

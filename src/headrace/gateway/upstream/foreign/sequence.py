@@ -8,7 +8,7 @@ from headrace.core.finish import FinishReason
 from headrace.gateway.upstream.foreign.chunk import SentCall, SentChoice, SentDelta
 from headrace.gateway.upstream.foreign.joined_text import SaidText, SplitText
 from headrace.gateway.upstream.foreign.tool_calls import CallPieces
-from headrace.gateway.upstream.foreign.words import Ending
+from headrace.gateway.upstream.foreign.words import ForeignFinish
 from headrace.gateway.upstream.seam import OutputEvent
 
 _NOTHING_NEW = SentDelta()
@@ -39,7 +39,7 @@ class SequenceOutput:
         self.said_text, self.said_reasoning = SaidText(), SaidText()
         self.num_logprob_chars = self.num_passed_bytes = 0
         self.has_tokens = self.has_calls = False
-        self.ending: Ending | None = None
+        self.ending: ForeignFinish | None = None
         self.is_whole = self.is_sure = self.is_revoked = self.is_over = False
 
     @property
@@ -63,7 +63,7 @@ class SequenceOutput:
             calls if self.has_calls else message.calls,
         )
 
-    def end(self, end: Ending) -> OutputEvent:
+    def end(self, end: ForeignFinish) -> OutputEvent:
         """The last event. Raises BrokenStream for a call without a name."""
         is_cut = (end.stop_reason is not None or end.is_filtered) and not end.is_called and self.calls.is_open
         return OutputEvent(

@@ -66,7 +66,7 @@ FILTERED_STEMS = _stems("contentfilter safety block prohibit recitation refus mo
 LENGTH_STEMS = _stems("length maxtoken maxoutput maxnew maxpredicted maxcompletion maxtime limit truncat exceed")
 
 
-class Ending(NamedTuple):
+class ForeignFinish(NamedTuple):
     """The meaning of a finish reason.
 
     stop_reason, is_filtered  as in `OutputEvent`
@@ -81,7 +81,7 @@ class Ending(NamedTuple):
     is_filtered: bool = False
 
 
-def ending(word: str, stop_reason: int | str | None) -> Ending | None:
+def ending(word: str, stop_reason: int | str | None) -> ForeignFinish | None:
     """The end that a finish reason names; None: it names none. stop_reason: the server's field of that name
 
     Raises BrokenStream for a word of failure.
@@ -90,14 +90,14 @@ def ending(word: str, stop_reason: int | str | None) -> Ending | None:
     if plain in RUNNING:
         return None
     if plain in STOPPED:
-        return Ending(FinishReason.STOP, stop_reason)
+        return ForeignFinish(FinishReason.STOP, stop_reason)
     if plain in CALLED:
-        return Ending(FinishReason.STOP, stop_reason, is_called=True)
+        return ForeignFinish(FinishReason.STOP, stop_reason, is_called=True)
     is_listed = plain in LENGTH or plain in FILTERED
     if plain in FAILED or (not is_listed and FAILED_STEMS.search(plain)):
         raise BrokenStream("a sequence ended for a reason that is no end of an answer")
     if plain in FILTERED or (not is_listed and FILTERED_STEMS.search(plain)):
-        return Ending(FinishReason.STOP, is_filtered=True)
+        return ForeignFinish(FinishReason.STOP, is_filtered=True)
     if is_listed or LENGTH_STEMS.search(plain):
-        return Ending(FinishReason.LENGTH)
-    return Ending(FinishReason.STOP, word.strip()[:MAX_WORD_CHARS], is_known=False)
+        return ForeignFinish(FinishReason.LENGTH)
+    return ForeignFinish(FinishReason.STOP, word.strip()[:MAX_WORD_CHARS], is_known=False)

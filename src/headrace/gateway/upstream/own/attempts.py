@@ -41,7 +41,7 @@ MAX_FRUITLESS_LOSSES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class PromptCall:
     """One prompt, with everything that is needed to run it, and to run it again.
 
     request            first submission, with all sequences of the call. Its parameters are checked and have their seed
@@ -98,7 +98,7 @@ class CallAttempts:
     num_resumes  submissions after a loss
     """
 
-    def __init__(self, pool: ReplicaPool, call: Call) -> None:
+    def __init__(self, pool: ReplicaPool, call: PromptCall) -> None:
         num_sequences = call.request.params.n
         self._pool = pool
         self._call = call

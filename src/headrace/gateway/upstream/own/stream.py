@@ -1,6 +1,6 @@
 """Streams the answer to one prompt from a replica: sends token ids over the wire, and turns the returned ids into text.
 
-The `TokenStream` of a `Call` also finds reasoning and tool calls in the text where these are looked for (`output_stage`). It finishes a
+The `TokenStream` of a `PromptCall` also finds reasoning and tool calls in the text if asked to (`output_stage`). It finishes a
 sequence in the engine when a stop string ended it. `attempts` decides which replica computes the call, and which one after that is lost.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from headrace.core.finish import FinishReason
 from headrace.core.plan import columns_of
 from headrace.core.update import SequenceUpdate
-from headrace.gateway.upstream.own.attempts import Call, CallAttempts
+from headrace.gateway.upstream.own.attempts import CallAttempts, PromptCall
 from headrace.gateway.upstream.own.earlier_output import (
     EarlierCallOutput,
     EarlierSequence,
@@ -35,7 +35,7 @@ ANOTHER_TOKEN = "This answer cannot be continued from where it stopped; it can b
 class TokenStream(EventStream):
     """The event stream of one call at our engines."""
 
-    def __init__(self, pool: ReplicaPool, tokenizer: Tokenizer, call: Call, *, first_index: int = 0) -> None:
+    def __init__(self, pool: ReplicaPool, tokenizer: Tokenizer, call: PromptCall, *, first_index: int = 0) -> None:
         """first_index: index of the call's first sequence within the request"""
         self._first_index = first_index
         self.call = call
@@ -188,7 +188,7 @@ class TokenStream(EventStream):
         return event if stage is None or stage.is_passed else stage.read(event, token_ids)
 
 
-def _stage(call: Call, tokenizer: Tokenizer, index: int) -> OutputStage | None:
+def _stage(call: PromptCall, tokenizer: Tokenizer, index: int) -> OutputStage | None:
     if call.parsing is None:
         return None
     skipped = tokenizer.special_ids - call.parsing.marker_ids if call.request.params.skip_special_tokens else frozenset()

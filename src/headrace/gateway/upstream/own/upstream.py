@@ -21,7 +21,7 @@ from headrace.core.request import EngineRequest, PriorityClass
 from headrace.core.sampling import FROM_MODEL, SamplingParams, with_default_max_tokens
 from headrace.gateway.http.errors import ContextLengthExceeded, StreamConflict, context_overflow
 from headrace.gateway.upstream.generation_request import Conversation, EarlierOutput, GenerationRequest, PlainPrompts, PrincipalFacts
-from headrace.gateway.upstream.own.attempts import Call
+from headrace.gateway.upstream.own.attempts import PromptCall
 from headrace.gateway.upstream.own.earlier_output import EarlierCallOutput, calls_of, prompt_digest
 from headrace.gateway.upstream.own.model_text import ModelText
 from headrace.gateway.upstream.own.output_stage import OutputParsing, after_reasoning, bound_grammar
@@ -100,7 +100,7 @@ class TokenUpstream(Upstream):
             ignored = [*ignored, "priority"]
         if params.max_tokens is None:
             params = _with_max_tokens(params, prompts, principal, info)
-        calls: list[Call] = []
+        calls: list[PromptCall] = []
         for number, prompt in enumerate(prompts):
             if number or len(prompt.token_ids) > MAX_TOKENS_AT_ONCE:
                 await asyncio.sleep(0)  # each call's checks take up to milliseconds: other tasks run between them
@@ -121,7 +121,7 @@ class TokenUpstream(Upstream):
             keeps_events=params.prompt_logprobs is None,  # kept ids have no log-probabilities
         )
 
-    def _stream(self, calls: Sequence[Call]) -> EventStream:
+    def _stream(self, calls: Sequence[PromptCall]) -> EventStream:
         n = calls[0].request.params.n
         streams: list[EventStream] = [
             TokenStream(self._pool, self._text.tokenizer, call, first_index=number * n) for number, call in enumerate(calls)
@@ -232,7 +232,7 @@ def _earlier_calls(earlier: EarlierOutput, sampling: Mapping[str, Any]) -> tuple
     return tuple(call.up_to(earlier.offsets[number * n : (number + 1) * n]) for number, call in enumerate(calls))
 
 
-def _continued(call: Call, earlier: Sequence[EarlierCallOutput], number: int, request: GenerationRequest) -> Call:
+def _continued(call: PromptCall, earlier: Sequence[EarlierCallOutput], number: int, request: GenerationRequest) -> PromptCall:
     """The call, continued after its earlier output. Raises StreamConflict if its prompt has other tokens now."""
     assert request.earlier is not None
     if number >= len(earlier) or earlier[number].prompt_digest != prompt_digest(call.request.prompt_ids):
@@ -250,7 +250,7 @@ def _call(
     *,
     grammar: Grammar | None,
     parsing: OutputParsing | None,
-) -> Call:
+) -> PromptCall:
     """The call of the request's prompt `number`. Raises InvalidRequest by the same rules as the engine."""
     part = "messages" if isinstance(request.prompt, Conversation) else "prompt"
     room = check_fits_context(len(prompt_ids), params.max_tokens, info, part=part)
@@ -267,7 +267,7 @@ def _call(
         grammar=grammar,
         deadline_at=request.deadline_at,
     )
-    return Call(
+    return PromptCall(
         request=engine_request.checked(vocab_size=info.vocab_size, max_model_len=info.max_model_len),
         max_output_tokens=params.max_tokens or room,
         parsing=parsing,

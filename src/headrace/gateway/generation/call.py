@@ -1,0 +1,251 @@
+"""The values of a generating request: `Call` is what its client wants, `Ready` is the answer that may begin, `Ending` is its account.
+
+`surfaces.generating` makes a `Call`. Each stage (`generation.stages`) gives the call, perhaps changed, to the next one, which returns a
+`Ready`. `generation.run` writes the answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from msgspec import Struct, structs
+
+from headrace.core.clock import Clock
+from headrace.core.errors import DeadlineBeforeStart
+from headrace.core.ids import RequestId
+from headrace.core.sampling import SamplingParams
+from headrace.gateway.access.memory_charges import RequestCharges
+from headrace.gateway.access.principal import Principal
+from headrace.gateway.generation.answer_encoder import AnswerEncoder, EventRecorder, RecordEvents
+from headrace.gateway.generation.answer_memory import AnswerMemory
+from headrace.gateway.generation.config import RequestConfig
+from headrace.gateway.generation.event_log import EventLog
+from headrace.gateway.generation.parsed_request import ParsedRequest
+from headrace.gateway.generation.progress import RequestProgress
+from headrace.gateway.http.exchange import Exchange
+from headrace.gateway.http.sse import SseStream
+from headrace.gateway.limits.reservation import LimitReservation
+from headrace.gateway.sessions.fitting import Fitted
+from headrace.gateway.sessions.history import History
+from headrace.gateway.upstream.generation_request import Conversation, EarlierOutput, GenerationRequest, PrincipalFacts
+from headrace.gateway.upstream.seam import NO_USAGE, EventStream, Prepared, TokenUsage
+from headrace.gateway.upstream.served_models import ModelTable, ServedModel
+from headrace.observe.finished_request import Asked
+from headrace.policy.admission.unsent import UnsentRequest
+from headrace.policy.limits.price import Price
+
+
+class Ending:
+    """What is known of an answer so far, by which it is accounted for when it ends, however it ends.
+
+    ends                closed at the end of the request, also after an error
+    model               the model that answers; at first the one that the client named
+    continued_id        id of the answer that this request continues
+    prompt              the prompt as JSON, for a tenant that has its prompts logged
+    prepared            None: the request has not been prepared
+    cache_tier          as in `Ready`
+    side_usage          tokens of other requests that were made for this one, such as a summary; None: no other request
+    stream              None before the answer has begun
+    used                tokens of the answer when it has ended; None: no engine began an answer
+    is_refused_at_end   a hook of `Ready.before_end` raised
+    """
+
+    __slots__ = ("cache_tier", "continued_id", "ends", "is_refused_at_end", "model", "prepared", "prompt", "side_usage", "stream", "used")
+
+    def __init__(self, model: ServedModel) -> None:
+        self.ends = AsyncExitStack()
+        self.model = model
+        self.continued_id: RequestId | None = None
+        self.prompt: str | None = None
+        self.prepared: Prepared | None = None
+        self.cache_tier: str | None = None
+        self.side_usage: TokenUsage | None = None
+        self.stream: EventStream | None = None
+        self.used: TokenUsage | None = None
+        self.is_refused_at_end = False
+
+    def usage(self) -> TokenUsage:
+        """Tokens that the answer has used so far."""
+        return NO_USAGE if self.stream is None else self.stream.usage()
+
+
+class Call(Struct, frozen=True, kw_only=True, eq=False):
+    """One generating request.
+
+    config, models     of the configuration that the request began with
+    parsed             the request's body; the session stage puts the session's history before the messages
+    params             sampling parameters of the body; the upstream adds the model's defaults
+    memory             the part of `charges` that the answer uses
+    asked, model       the model that the client named, and the model that answers
+    salt               the caller's salt of the KV cache: 16 bytes
+    deadline_at        on the clock of `Exchange.arrived_at`; None: no deadline
+    answer_id          id of the answer: the id of the request that began the stream
+    created            Unix seconds at which the answer was begun
+    history            messages of a chat request; empty for a completion
+    earlier            output of the stream that this request continues; None: a new answer
+    preferred_replica, unsent  see `GenerationRequest`
+    """
+
+    exchange: Exchange
+    charges: RequestCharges
+    config: RequestConfig
+    models: ModelTable
+    parsed: ParsedRequest
+    params: SamplingParams
+    memory: AnswerMemory
+    reservation: LimitReservation
+    ending: Ending
+    asked: ServedModel
+    model: ServedModel
+    salt: bytes
+    deadline_at: float | None
+    answer_id: RequestId
+    created: int
+    history: History
+    earlier: EarlierOutput | None = None
+    preferred_replica: str = ""
+    unsent: UnsentRequest | None = None
+
+    @classmethod
+    def opened(
+        cls,
+        exchange: Exchange,
+        charges: RequestCharges,
+        parsed: ParsedRequest,
+        *,
+        config: RequestConfig,
+        models: ModelTable,
+        model: ServedModel,
+        reservation: LimitReservation,
+        salt_key: bytes,
+        now: int,
+    ) -> Self:
+        """A new request. now: Unix seconds. Raises InvalidRequest for sampling parameters or sizes out of their limits."""
+        exchange.asked = Asked(model.name, model.upstream.fingerprint, parsed.is_streaming, parsed.sampling.get("n"))
+        params = SamplingParams(**parsed.sampling).checked()
+        parsed.check_caps(exchange.principal.priority)
+        request_s = config.timeouts.request_s
+        return cls(
+            exchange=exchange,
+            charges=charges,
+            config=config,
+            models=models,
+            parsed=parsed,
+            params=params,
+            memory=AnswerMemory(charges, parsed, params),
+            reservation=reservation,
+            ending=Ending(model),
+            asked=model,
+            model=model,
+            salt=_salt(exchange.principal, parsed, salt_key),
+            deadline_at=None if request_s is None else exchange.arrived_at + request_s,
+            answer_id=exchange.request_id,
+            created=now,
+            history=History(parsed.prompt.messages) if isinstance(parsed.prompt, Conversation) else History(),
+        )
+
+    @property
+    def principal(self) -> Principal:
+        return self.exchange.principal
+
+    @property
+    def price(self) -> Price:
+        return self.config.price_of(self.model.name)
+
+    @property
+    def shown_model(self) -> str:
+        """Name of the model in the answer: the name or alias that the client sent, unless another model answers."""
+        asked = self.parsed.model
+        return asked if asked is not None and asked in self.model.names else self.model.name
+
+    def changed(self, **values: object) -> Self:
+        return structs.replace(self, **values)
+
+    def answered_by(self, model: ServedModel) -> Self:
+        self.ending.model = model
+        return self.changed(model=model)
+
+    def remaining_s(self, clock: Clock) -> float | None:
+        """Seconds to the deadline; None: there is none. Raises DeadlineBeforeStart when it has passed."""
+        if self.deadline_at is None:
+            return None
+        remaining_s = self.deadline_at - clock()
+        if remaining_s <= 0:
+            raise DeadlineBeforeStart(f"The request's deadline of {self.config.timeouts.request_s:g} s passed before it began.")
+        return remaining_s
+
+    def request(self) -> GenerationRequest:
+        parsed = self.parsed
+        return GenerationRequest(
+            request_id=self.exchange.request_id,
+            prompt=parsed.prompt,
+            sampling=parsed.sampling,
+            grammar=parsed.grammar,
+            deadline_at=self.deadline_at,
+            has_priority=parsed.has_priority,
+            earlier=self.earlier,
+            preferred_replica=self.preferred_replica,
+            unsent=self.unsent,
+            foreign_fields=parsed.foreign_fields,
+        )
+
+    def facts(self) -> PrincipalFacts:
+        principal = self.principal
+        return PrincipalFacts(
+            tenant=principal.tenant,
+            priority=self.parsed.priority,
+            tier=principal.tier.terms(principal.tier_name),
+            salt=self.salt,
+            ceiling=self.reservation.ceiling(self.price),
+        )
+
+
+def _salt(principal: Principal, parsed: ParsedRequest, key: bytes) -> bytes:
+    salt = hashlib.blake2b(principal.tenant_key.encode(), digest_size=16, key=key, person=b"headrace-salt")
+    salt.update(b"\0" + parsed.cache_salt.encode())
+    return salt.digest()
+
+
+def never() -> bool:
+    """The default of `Ready.outlives_client`: the answer is cancelled when its client disconnects."""
+    return False
+
+
+Replay = Callable[[EventStream, RequestProgress, AnswerEncoder, SseStream, RecordEvents], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """An answer that may begin, and what the stages want done with it.
+
+    call             the request as its upstream, or the cache, answers it
+    cache_tier       the cache that answers: "response" or "idempotency"; None: the upstream answers
+    fitted           how the conversation was shortened; None: the conversation is unchanged
+    event_log        numbers the events of a resumable stream; None: the events have no ids
+    replay           called before the first new event; sends the events of a continued stream that the client has not received
+    recorders        each is given the events of the answer
+    before_end       each is awaited with the replica's name after the last event, before the last bytes are sent; when one raises, the
+                     answer ends with that error
+    outlives_client  whether the answer goes on when the client has disconnected, for other requests that wait for the same answer
+    """
+
+    call: Call
+    prepared: Prepared
+    cache_tier: str | None = None
+    fitted: Fitted | None = None
+    event_log: EventLog | None = None
+    replay: Replay | None = None
+    recorders: Sequence[EventRecorder] = ()
+    before_end: Sequence[Callable[[str | None], Awaitable[None]]] = ()
+    outlives_client: Callable[[], bool] = never
+
+    def recorded_by(self, recorder: EventRecorder) -> Ready:
+        return replace(self, recorders=(*self.recorders, recorder))
+
+
+CallNext = Callable[[Call], Coroutine[Any, Any, Ready]]
+"""The next stage, as in a Starlette middleware. Returns the answer before its first token."""

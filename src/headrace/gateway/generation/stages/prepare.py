@@ -1,0 +1,83 @@
+"""Prepares a request at its upstream, behind all stages, and reserves what the answer may use of the caller's limits and of memory.
+
+A conversation that does not fit the context is shortened, or the model that answers summarises it, where the request asks for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from headrace.core.clock import Clock
+from headrace.gateway.generation.call import Call, Ready
+from headrace.gateway.sessions.fitting import ContextFitter, Fitted
+from headrace.gateway.sessions.history import ContextFitting
+from headrace.gateway.upstream.seam import EventStream, Prepared, added
+
+
+async def prepare(call: Call, *, clock: Clock) -> Ready:
+    """The answer of the call's model, with its usage counted at the end.
+
+    Raises InvalidRequest for a request that the model cannot take (ContextLengthExceeded if it is too long), Unavailable and Overloaded
+    when the upstream cannot prepare it or the store of limits fails, RateLimitExceeded or QuotaExhausted when the caller's limits refuse
+    it, RequestTooLarge or Overloaded without memory for it, and DeadlineBeforeStart.
+    """
+    if (grammar := call.parsed.grammar) is not None:
+        call.charges.prompts.add(grammar.num_bytes)
+    call.remaining_s(clock)
+    prepared, fitted = await _prepared(call)
+    exchange, ending = call.exchange, call.ending
+    ending.prepared = prepared
+    exchange.ignored = [name for name in exchange.ignored if name not in prepared.taken] + list(prepared.ignored)
+    await call.reservation.reserve(call.price, prepared)
+    call.reservation.follow(ending.usage)
+    ending.ends.callback(lambda: call.reservation.count(ending.used))  # a request that no engine began costs nothing
+    call.memory.reserve(prepared)
+    return Ready(call=call, prepared=prepared, fitted=fitted)
+
+
+async def _prepared(call: Call) -> tuple[Prepared, Fitted | None]:
+    """To fit a conversation, several prompts may be prepared."""
+    fitting = call.parsed.fitting
+    if fitting is ContextFitting.REFUSE:
+        return await call.model.upstream.prepare(call.request(), call.facts()), None
+    fitter = ContextFitter(
+        call.model.upstream,
+        call.facts(),
+        fitting,
+        call.history,
+        max_context_tokens=call.principal.tier.max_context_tokens,
+        open_stream=lambda prepared: _side_stream(call, prepared),
+    )
+    prepared, fitted = await fitter.prepared(call.request())
+    if fitted is not None:
+        call.exchange.add_headers((b"x-headrace-context", f"{fitting}; dropped={fitted.num_dropped}".encode()))
+    elif prepared.prompt_tokens is None:  # only the server that answers can count them
+        call.exchange.ignored.append("context_fitting")
+    return prepared, fitted
+
+
+@asynccontextmanager
+async def _side_stream(call: Call, prepared: Prepared) -> AsyncIterator[EventStream]:
+    """The event stream of a summary, whose tokens are reserved and charged with the answer's.
+
+    Raises RateLimitExceeded or QuotaExhausted where the caller's limits have no room for the summary, Unavailable where the store fails.
+    """
+    await call.reservation.reserve(call.price, prepared)
+    stream = prepared.stream()
+    call.reservation.follow(stream.usage)
+    try:
+        yield stream
+    finally:
+        await stream.close()
+        _count(call, stream)
+
+
+def _count(call: Call, stream: EventStream) -> None:
+    """Count a summary's usage. A summary that no engine has begun costs nothing."""
+    usage, ending = stream.usage(), call.ending
+    if not usage.completion_tokens and call.exchange.end_reason is None:
+        call.reservation.count(None)
+        return
+    call.reservation.count(usage)
+    ending.side_usage = usage if ending.side_usage is None else added(ending.side_usage, usage)

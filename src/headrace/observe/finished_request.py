@@ -1,0 +1,158 @@
+"""Defines a request that has ended: one value of parts, each made once by its owner. The log line, the usage record and the metrics are
+functions of it.
+
+No prompt enters it but that of a tenant that has its prompts logged, and no answer, key or header but a client's own short x-request-id.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple, Protocol
+
+
+class Outcome(StrEnum):
+    """How a request ended."""
+
+    COMPLETED = "completed"
+    """The answer was sent whole."""
+    REFUSED = "refused"
+    """The request was refused for a field, a key or a full queue. Nothing was computed for it."""
+    CANCELLED = "cancelled"
+    """The client left or did not read."""
+    DEADLINE = "deadline"
+    FAILED = "failed"
+    """The server failed."""
+
+
+class TokenPrice(Protocol):
+    """The part of `policy.limits.price.Price` that is used here."""
+
+    def cost_nanos(self, *, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> int: ...
+
+
+class RequestArrival(NamedTuple):
+    """
+    time               Unix seconds
+    client             address of the client, as far as the proxies before it are trusted
+    client_request_id  the client's own x-request-id, if it was short and plain
+    """
+
+    request_id: str
+    method: str
+    path: str
+    time: float = 0.0
+    client: str | None = None
+    client_request_id: str | None = None
+
+
+class Caller(NamedTuple):
+    tenant: str | None = None
+    user: str | None = None
+    key_id: str | None = None
+    tier: str = ""
+
+
+class Asked(NamedTuple):
+    """What a body asked for. version: of the model's weights, its system_fingerprint"""
+
+    model: str | None = None
+    version: str | None = None
+    stream: bool | None = None
+    n: int | None = None
+
+
+class Usage(NamedTuple):
+    """Tokens of an answer, and of summaries made for it. price: of the model that answered; None: no tokens have a price"""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    price: TokenPrice | None = None
+
+
+class Times(NamedTuple):
+    """Seconds. ttft_s: since arrival at the gateway; tpot_s: of each token after the first, the mean over the sequences
+
+    The others are stages of the first sequence in its engine (`core.update.StageSeconds`), which add up to its time there. All but the
+    queue's are known at its end; a sequence that a stop string ended, which the gateway finds, has none.
+    """
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    queue_time_s: float | None = None
+    prefill_s: float | None = None
+    decode_s: float | None = None
+    preempted_s: float | None = None
+    stalled_s: float | None = None
+
+
+class Answered(NamedTuple):
+    """What a request got, as far as it came.
+
+    model         the model that answered, or would have; None: the one that was asked
+    cache_tier    the cache that answered instead of an engine: "response" or "idempotency"
+    continued_id  request id of the stream that this request continues; its completion_tokens are those that it added
+    num_resumes   how often a sequence was submitted again because its engine was lost; None: never
+    prompt        the prompt as JSON, for a tenant that has its prompts logged
+    failure       what the engine said of a sequence that it could not end, for the operator
+    """
+
+    model: str | None = None
+    version: str | None = None
+    replica: str | None = None
+    continued_id: str | None = None
+    num_resumes: int | None = None
+    cache_tier: str | None = None
+    finish_reasons: tuple[str, ...] | None = None
+    seed: int | None = None
+    usage: Usage = Usage()
+    times: Times = Times()
+    prompt: str | None = None
+    failure: str | None = None
+
+
+class End(NamedTuple):
+    """
+    status         HTTP status; 0: nothing was sent
+    error          code of the error body, if one was sent
+    limit          label of the tenant's or key's limit that refused the request
+    param, reason  the field that an error is about, and the rule that it broke; never a value of the client's
+    detail         for the operator: the exception's type where the server failed, whether another replica could have gone on where one was
+                   lost, that a shutdown ended the request
+    """
+
+    outcome: Outcome
+    status: int = 0
+    latency_s: float | None = None
+    error: str | None = None
+    limit: str | None = None
+    param: str | None = None
+    reason: str | None = None
+    detail: str | None = None
+
+
+class FinishedRequest(NamedTuple):
+    arrival: RequestArrival
+    end: End
+    caller: Caller = Caller()
+    asked: Asked = Asked()
+    answered: Answered = Answered()
+
+    @property
+    def model(self) -> str | None:
+        return self.answered.model or self.asked.model
+
+    @property
+    def version(self) -> str | None:
+        return self.answered.version or self.asked.version
+
+    @property
+    def detail(self) -> str | None:
+        return self.end.detail or self.answered.failure
+
+    @property
+    def counted_outcome(self) -> str:
+        """The outcome that metrics count. A completed answer counts as length if a sequence ended at its token limit, else as stop."""
+        if self.end.outcome is not Outcome.COMPLETED:
+            return self.end.outcome
+        return "length" if "length" in (self.answered.finish_reasons or ()) else "stop"
