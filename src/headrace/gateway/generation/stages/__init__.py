@@ -13,16 +13,17 @@ from headrace.core.clock import Clock
 from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.cache.answer_cache import AnswerCache
 from headrace.gateway.cache.replays import Replays
-from headrace.gateway.generation.call import CallNext
+from headrace.gateway.generation.call import Call, CallNext, Ready
 from headrace.gateway.generation.kept_streams import KeptStreams
 from headrace.gateway.generation.stages.idempotency import answer_once
 from headrace.gateway.generation.stages.model_choice import choose_model
 from headrace.gateway.generation.stages.prepare import prepare
-from headrace.gateway.generation.stages.prompt_log import log_prompt
 from headrace.gateway.generation.stages.response_cache import use_cache
 from headrace.gateway.generation.stages.resume import resume
 from headrace.gateway.generation.stages.session import take_turn
+from headrace.gateway.ledger.record import prompt_json
 from headrace.gateway.sessions.sessions import Sessions
+from headrace.gateway.upstream.generation_request import Conversation
 
 
 def chain(
@@ -48,3 +49,11 @@ def chain(
     for row in reversed(rows):
         stage = partial(row, call_next=stage)
     return stage
+
+
+async def log_prompt(call: Call, call_next: CallNext) -> Ready:
+    """Keep the prompt for the usage record, for a tenant that has chosen it."""
+    if call.principal.logs_prompts:
+        prompt = call.parsed.prompt
+        call.ending.prompt = prompt_json(prompt.messages if isinstance(prompt, Conversation) else prompt.prompts)
+    return await call_next(call)
