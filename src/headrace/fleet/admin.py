@@ -1,8 +1,7 @@
 """Answers operators' requests at the admin socket: HTTP with JSON over a Unix socket in the deployment's own directory.
 
-Only the user that runs the deployment can open the socket, and each request carries the token from the file beside it. If the configuration
-says so, the same requests are answered over TCP, with another token (`fleet.admin_listen`). docs/control.md lists the requests.
-`fleet.control` does what a command says; `cli.control_client` is the other end.
+Only the user that runs the deployment can open the socket, and each request carries the token from the file beside it. The same requests
+may be answered over TCP, with another token (`fleet.admin_listen`). docs/control.md lists them; `cli.control_client` is the other end.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReloadBody:
-    """No fields: everything is in the configuration file."""
+    """Empty: everything is in the configuration file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutBody:
-    """model: None for all models. Other fields: see `policy.deployment.RolloutOptions`"""
+    """model: None for all models"""
 
     model: str | None = None
     max_surge: int = 1
@@ -58,7 +57,7 @@ class ScaleBody:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainBody:
-    """replica: None for the whole deployment. within_s: seconds until open requests move"""
+    """replica: None for the whole deployment; within_s: seconds until open requests move"""
 
     replica: str | None = None
     within_s: float
@@ -76,12 +75,12 @@ Command = Callable[[Mapping[str, object], Hear], Coroutine[Any, Any, list[str]]]
 
 
 class AdminRequests(Protocol):
-    """Answers requests to the admin socket that are not about processes: keys, tenants, caches."""
+    """Answers requests that are not about processes: keys, tenants, caches."""
 
     async def answer(
         self, method: str, path: Sequence[str], query: Mapping[str, str], body: Mapping[str, object], actor: str
     ) -> tuple[int, object] | None:
-        """Answer a request. Returns (status, JSON data), or None for a path that this object does not serve.
+        """Returns (status, JSON data), or None for a path that this object does not serve.
 
         path   its parts: ("keys", "key-1")
         actor  name of the user at the other end
@@ -93,11 +92,7 @@ class AdminRequests(Protocol):
 async def admin_socket(
     folder: Path, control: FleetControl, requests: Sequence[AdminRequests] = (), address: AdminAddress | None = None
 ) -> AsyncIterator[None]:
-    """Answer requests on the socket in `folder`, and at `address` if there is one, until the block ends. Raises ConfigError if either
-    cannot be listened at.
-
-    requests  asked in turn
-    """
+    """Answer requests until the block ends; `requests` are asked in turn. Raises ConfigError if either place cannot be listened at."""
     path = folder / SOCKET_NAME
     local = _AdminServer(control, _write_token(folder / TOKEN_NAME), requests)
     async with AsyncExitStack() as stack:
@@ -109,7 +104,6 @@ async def admin_socket(
 
 
 async def _listen_at_socket(runner: web.AppRunner, path: Path) -> None:
-    """Listen at the Unix socket. Raises ConfigError."""
     from aiohttp import web
 
     try:
@@ -120,7 +114,6 @@ async def _listen_at_socket(runner: web.AppRunner, path: Path) -> None:
 
 
 async def _listen_at_address(runner: web.AppRunner, address: AdminAddress) -> None:
-    """Listen over TCP. Raises ConfigError."""
     from aiohttp import web
 
     try:
@@ -135,7 +128,6 @@ async def _listen_at_address(runner: web.AppRunner, address: AdminAddress) -> No
 
 @asynccontextmanager
 async def _answering(server: _AdminServer, listen: Callable[[web.AppRunner], Awaitable[None]]) -> AsyncIterator[None]:
-    """Serve requests while the block runs. Raises the errors of `listen`."""
     from aiohttp import web
 
     app = web.Application(client_max_size=MAX_BODY_BYTES)
@@ -161,8 +153,6 @@ def _write_token(path: Path) -> str:
 
 
 class _AdminServer:
-    """Carries out HTTP requests on a deployment, and streams a command's progress as lines of JSON."""
-
     def __init__(self, control: FleetControl, token: str, requests: Sequence[AdminRequests]) -> None:
         self._control = control
         self._expected = f"Bearer {token}".encode()
@@ -182,7 +172,7 @@ class _AdminServer:
         return web.json_response(await self._control.status())
 
     async def request(self, request: web.Request) -> web.Response:
-        """Answer a request through `AdminRequests`. Without the token every path gets the same refusal."""
+        """Without the token every path gets the same refusal."""
         from aiohttp import web
 
         self._authenticate(request)
@@ -194,7 +184,7 @@ class _AdminServer:
         raise web.HTTPNotFound(text="There is no such request.")
 
     async def command(self, request: web.Request) -> web.StreamResponse:
-        """Run a command. The answer is lines of JSON: progress, then how the command ended. The command goes on if the client leaves."""
+        """The answer is lines of JSON: progress, then how the command ended. The command goes on if the client leaves."""
         from aiohttp import web
 
         self._authenticate(request)
@@ -221,7 +211,7 @@ class _AdminServer:
         return response
 
     async def _audited(self, name: str, body: Mapping[str, object], actor: str, hear: Hear) -> list[str]:
-        """Run a command and record it. The end of the whole deployment is recorded first, because it also ends this task."""
+        """The end of the whole deployment is recorded first, because it also ends this task."""
         ends_all = name == "drain" and body.get("replica") is None
         if ends_all:
             await self._control.audit.record(actor, name, body, hear)
@@ -284,13 +274,11 @@ def _user_at(request: web.Request) -> str:
 
 
 def _certificate_name(transport: asyncio.BaseTransport) -> str:
-    """The common name of the other end's certificate."""
     subject = (transport.get_extra_info("peercert") or {}).get("subject", ())
     return next((str(value) for part in subject for name, value in part if name == "commonName"), "somewhere")
 
 
 def _end_of(task: asyncio.Task[list[str]]) -> dict[str, object]:
-    """The last line of a command's answer: how the command ended."""
     if task.cancelled():
         return {"event": "failed", "reason": "The deployment ends."}
     error = task.exception()

@@ -1,7 +1,7 @@
-"""Configuration, token and TLS of the supervisor's admin API over TCP, for operators on other machines. `fleet.admin` answers the requests.
+"""Configuration, token and TLS of the supervisor's admin API over TCP. `fleet.admin` answers the requests.
 
 Every request carries a token that is valid for this API alone. Beyond loopback both sides also show certificates (mutual TLS): the
-supervisor a certificate for TLS servers, the operator a certificate for TLS clients. `wire.tls` reads the certificates.
+supervisor one for TLS servers, the operator one for TLS clients.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ALPN = "http/1.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminListen:
-    """The section `admin` of the configuration: address, token and certificates of the admin API over TCP."""
+    """The section `admin` of the configuration."""
 
     listen: str = required(
         "`HOST:PORT` at which the operator's commands are answered from other machines too ([control.md](control.md#over-tcp)); port 0 "
@@ -38,10 +38,7 @@ class AdminListen:
     )
 
     def checked(self) -> AdminListen:
-        """Returns this section when its checks pass. No file is opened.
-
-        Raises ConfigError for a Unix socket, for a section without a token, and where `wire.target.check_target` refuses the address.
-        """
+        """This section if its rules hold; no file is opened. Raises ConfigError."""
         if self.listen.startswith("unix:"):
             raise ConfigError("admin.listen", f"{self.listen!r} is not HOST:PORT", "The Unix socket is always there, in the run directory.")
         if not (self.token_file or self.tls_dir):
@@ -51,7 +48,7 @@ class AdminListen:
         return self
 
     def opened(self) -> AdminAddress:
-        """The address with the contents of the token's and certificates' files. Raises ConfigError when a file is unreadable or invalid."""
+        """With the contents of the token's and certificates' files. Raises ConfigError."""
         with _named_as_in_the_file():
             target = target_of(self.listen, token=None, token_file=self.token_file, tls_dir=self.tls_dir)
             assert target.token is not None
@@ -60,7 +57,7 @@ class AdminListen:
 
 @contextmanager
 def _named_as_in_the_file() -> Iterator[None]:
-    """Replace the key that a ConfigError of `wire.target` names by the key's path in the configuration file."""
+    """Name keys of `wire.target` by their paths in the configuration file."""
     try:
         yield
     except ConfigError as error:
@@ -69,8 +66,6 @@ def _named_as_in_the_file() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class AdminAddress:
-    """Address to listen at, the token that requests must carry, and the TLS context. context: None without TLS"""
-
     host: str
     port: int
     token: str
@@ -78,10 +73,7 @@ class AdminAddress:
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """A TLS context for the supervisor, which requires a client certificate. Changed files hold for later connections.
-
-    Raises ConfigError when a file is unreadable or invalid.
-    """
+    """Requires a client certificate. Changed files hold for later connections. Raises ConfigError."""
     certificates = Certificates(files, TlsRole.ENGINE)
     context = certificates.current().context
     context.set_alpn_protocols([ALPN])
@@ -97,10 +89,7 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 def operator_context(files: TlsFiles) -> ssl.SSLContext:
-    """A TLS context for an operator's command, which shows a client certificate, and checks the server's certificate and host name.
-
-    Raises ConfigError when a file is unreadable or invalid.
-    """
+    """Shows a client certificate, and checks the server's certificate and host name. Raises ConfigError."""
     context = load_certificates(files, TlsRole.GATEWAY).context
     context.set_alpn_protocols([ALPN])
     return context

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 AUTHORITY_KEY_NAME = "authority.key"
 AUTHORITY_DAYS = 3650
 CERTIFICATE_DAYS = 825
-"""Days that an engine's or a gateway's certificate is valid: the most that strict TLS libraries accept for a server."""
+"""The most that strict TLS libraries accept for a server."""
 
 CLOCK_SKEW = timedelta(hours=1)
 """How long before its creation a certificate is valid, for machines whose clocks are late."""
@@ -45,8 +45,6 @@ REMAKE = "Remove it to have a new one made, or leave it out."
 
 @dataclass(frozen=True, slots=True)
 class SiteAuthority:
-    """The site authority's private key and certificate."""
-
     key: ec.EllipticCurvePrivateKey
     certificate: x509.Certificate
 
@@ -55,9 +53,8 @@ class SiteAuthority:
 class SiteFolder:
     """One folder to copy to a machine.
 
-    names        host names and addresses in the certificate; empty for a gateway
-    valid_until  when the certificate expires
-    is_new       True: it was made now; False: it existed and is kept
+    names   host names and addresses in the certificate; empty for a gateway
+    is_new  False: it existed and is kept
     """
 
     path: Path
@@ -105,7 +102,7 @@ def make_authority(now: datetime) -> SiteAuthority:
 def make_certificate(
     authority: SiteAuthority, role: TlsRole, names: Sequence[str], now: datetime, *, days: int = CERTIFICATE_DAYS
 ) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-    """A new key and its certificate for one role. It ends no later than the authority's. names: hosts and addresses it is valid for"""
+    """A new key and its certificate for one role, which ends no later than the authority's."""
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.x509.oid import ExtendedKeyUsageOID
@@ -198,7 +195,7 @@ def _check_names(names: Sequence[str]) -> None:
 
 
 def _open_authority(folder: Path, now: datetime) -> tuple[SiteAuthority, str]:
-    """The authority and the token in `folder`; both are made if there are none. Raises ConfigError if the folder holds something else."""
+    """The authority and the token in `folder`; both are made if there are none. Raises ConfigError if it holds something else."""
     parts = [folder / name for name in (AUTHORITY_KEY_NAME, CA_NAME, TOKEN_NAME)]
     present = [part for part in parts if part.exists()]
     if len(present) == len(parts):
@@ -243,7 +240,7 @@ def _site_folder(path: Path, role: TlsRole, names: tuple[str, ...], authority: S
 
 
 def _checked_certificate(path: Path, names: Sequence[str], authority: SiteAuthority) -> x509.Certificate:
-    """The certificate in an existing folder. Raises ConfigError unless the folder is complete, and of this authority and these names."""
+    """Raises ConfigError unless the folder is complete, and of this authority and these names."""
     from cryptography import x509
     from cryptography.exceptions import InvalidSignature
 
@@ -263,7 +260,6 @@ def _checked_certificate(path: Path, names: Sequence[str], authority: SiteAuthor
 
 
 def _check_rest(path: Path, certificate: x509.Certificate, authority: SiteAuthority, token: str) -> None:
-    """Raises ConfigError unless an existing folder has the site's authority and token, and its certificate's key."""
     from cryptography import x509
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
@@ -279,7 +275,7 @@ def _check_rest(path: Path, certificate: x509.Certificate, authority: SiteAuthor
 
 
 def _write_folder(path: Path, content: Mapping[str, bytes]) -> None:
-    """Write a folder, complete or not at all. All users may read certificates, only this user the rest. Raises ConfigError."""
+    """Complete or not at all. All users may read certificates, only this user the rest. Raises ConfigError."""
     new = path.with_name(f"{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

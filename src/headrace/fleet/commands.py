@@ -27,14 +27,11 @@ class ModelProgress:
 
 
 class Progress:
-    """Passes progress lines to the listeners for their model."""
-
     def __init__(self) -> None:
         self._listeners: list[tuple[Hear, Collection[str]]] = []
 
     @contextmanager
     def heard(self, hear: Hear, models: Collection[str]) -> Iterator[None]:
-        """While the block runs, `hear` gets every line about these models."""
         listener = hear, models
         self._listeners.append(listener)
         try:
@@ -58,7 +55,7 @@ class ControlBusy(HeadraceError):
 
 
 class CommandSlot:
-    """Lets one command at a time change the deployment. holder: name of the running command; empty while none runs"""
+    """holder: name of the running command; empty while none runs"""
 
     def __init__(self) -> None:
         self.holder = ""
@@ -66,13 +63,12 @@ class CommandSlot:
         self._free.set()
 
     async def wait_free(self) -> None:
-        """Wait until no command holds the slot. Another command may take the slot before the caller does."""
+        """Another command may take the slot before the caller does."""
         await self._free.wait()
 
     @contextmanager
     def held(self, name: str) -> Iterator[Callable[[], None]]:
-        """Hold the slot until the block ends, or until the block calls the yielded function. Raises ControlBusy if another command holds
-        it."""
+        """Hold the slot until the block ends or calls the yielded function. Raises ControlBusy if another command holds it."""
         if self.holder:
             raise ControlBusy(f"{self.holder} is running. Wait for it: `headrace status` shows how far it is.")
         self.holder = name
@@ -99,11 +95,6 @@ class CommandAudit:
         self._write = write
 
     async def record(self, actor: str, name: str, asked: Mapping[str, object], hear: Hear, failures: list[str] | None = None) -> None:
-        """Record a command. If the record cannot be written, log that and report it to the operator.
-
-        asked     the command's arguments
-        failures  the parts of the command that failed
-        """
         subject = str(asked.get("replica") or asked.get("model") or "deployment")
         try:
             await self._write(actor, f"deployment.{name}", subject, {**asked, "failures": failures} if failures else asked)

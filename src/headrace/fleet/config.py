@@ -1,4 +1,4 @@
-"""Describes a deployment on one machine: models, their replicas, gateways on one port. The command line decodes and composes it."""
+"""Describes a deployment on one machine: models, their replicas, gateways on one port."""
 
 from __future__ import annotations
 
@@ -21,24 +21,22 @@ from headrace.policy.deployment import replica_prefix
 MAX_REPLICAS = 64
 MAX_TIMEOUT_S = 86_400
 MIN_HANG_TIMEOUT_S = 15.0
-"""Least `hang_timeout_s`: the wire's lease (10 s) and a new connection come first."""
+"""The wire's lease (10 s) and a new connection come first."""
 
 KEY_BYTES = 32
 COMMAND = (sys.executable, "-P", "-m", "headrace")
-"""This program. -P: modules are not looked for in the current directory, which may be a downloaded model's folder."""
+"""-P: modules are not looked for in the current directory, which may be a downloaded model's folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """One served model.
 
-    name       the name that clients use
-    folder     its local folder, resolved (`fleet.weights.resolve_model`); None: only foreign servers answer
-    aliases    other names for it
-    replicas   engine processes, each with its own copy of the weights; none without a folder or beside `remote`
-    engine     options of `engine.config.EngineConfig` beside `model`, checked when they are decoded and again by the engine
-    remote     engines that run elsewhere, as the gateway's options of each replica; none are started here then
-    upstreams  foreign servers, as the gateway's options of each; beside engines, they answer requests that the engines cannot take
+    folder     resolved (`fleet.weights.resolve_model`); None: only foreign servers answer
+    replicas   engine processes; none without a folder or beside `remote`
+    engine     options of `engine.config.EngineConfig` beside `model`
+    remote     engines that run elsewhere, as the gateway's options of each replica
+    upstreams  foreign servers, as the gateway's options of each; beside engines, they answer what the engines cannot take
     gateway    the gateway's own options of the model
     """
 
@@ -56,16 +54,12 @@ class ModelSpec:
 class FleetConfig:
     """Everything the supervisor reads.
 
-    models           at least one
-    gateway          keys of the gateway's own file beside `models` (host, port, api_keys, limits, ...); without a port a free one is taken
-    site_key         secret (hex) from which the site's shared secrets are derived (`core.hashing.site_secret`); empty: `with_site_key`
-                     draws one
+    gateway          keys of the gateway's own file beside `models`; without a port a free one is taken
+    site_key         secret (hex) from which the site's shared secrets are derived; empty: `with_site_key` draws one
     drain_timeout_s  seconds that running requests may take after SIGTERM
-    start_timeout_s  seconds after its start at which a process that does not serve yet is killed, and counts as failed; 0: never
+    start_timeout_s  seconds after which a process that does not serve yet is killed, and counts as failed; 0: never
     hang_timeout_s   seconds after which an engine that no gateway can use is killed and started again. A gateway that answers nothing is
                      killed after about ten seconds, or this time if it is shorter. 0: never
-    log_format       format of the logs of every process
-    admin            TCP address for admin requests, beside the Unix socket; None: only the socket
     run_dir          parent of this deployment's private directory; None: XDG_RUNTIME_DIR, else the temporary directory
     engine_command, gateway_command   started with `--config FILE --parent-fd N` appended
     """
@@ -83,7 +77,7 @@ class FleetConfig:
     gateway_command: tuple[str, ...] = (*COMMAND, "gateway")
 
     def checked(self) -> FleetConfig:
-        """This value if its rules hold. Raises ConfigError."""
+        """Raises ConfigError."""
         if not self.models:
             raise ConfigError("models", "is empty", "Declare at least one model.")
         names: set[str] = set()
@@ -104,22 +98,20 @@ class FleetConfig:
 
     @property
     def key_variables(self) -> frozenset[str]:
-        """Names of the environment variables with keys of foreign servers. Only the gateway reads them; engines do not inherit them."""
+        """Environment variables with keys of foreign servers. Only the gateway reads them; engines do not inherit them."""
         upstreams = [upstream for model in self.models for upstream in model.upstreams]
         return frozenset(str(upstream["api_key_env"]) for upstream in upstreams if "api_key_env" in upstream)
 
     @property
     def gateway_address(self) -> tuple[str, int]:
-        """Host and port to listen on; port 0 stands for a free one."""
+        """Port 0 stands for a free one."""
         return str(self.gateway.get("host", "127.0.0.1")), int(str(self.gateway.get("port", 0)))
 
     @property
     def num_gateways(self) -> int:
-        """Gateway processes, which share the address."""
         return int(str(self.gateway.get("workers", 1)))
 
     def with_site_key(self) -> FleetConfig:
-        """This value with a site key: the configured one, or a random one."""
         return replace(self, site_key=self.site_key or secrets.token_hex(KEY_BYTES))
 
 
@@ -145,7 +137,7 @@ def _check_model(where: str, model: ModelSpec, names: set[str]) -> None:
 
 
 def _check_foreign_names(where: str, model: ModelSpec) -> None:
-    """Raises ConfigError if a foreign server has a name that a replica started here has, or may get later."""
+    """Raises ConfigError if a foreign server has a name that a replica here has, or may get later."""
     names_of_replicas = re.compile(re.escape(replica_prefix(model.name)) + r"-\d+")
     for index, upstream in enumerate(model.upstreams):
         name = str(upstream.get("name") or f"foreign-{index}")
@@ -154,7 +146,7 @@ def _check_foreign_names(where: str, model: ModelSpec) -> None:
 
 
 def _check_key_variable(where: str, name: str) -> None:
-    """Raises ConfigError for a variable that the gateway cannot read, because its environment does not have it."""
+    """Raises ConfigError for a variable that the gateway's environment does not have."""
     if name.startswith(SECRET_VARIABLES):
         reason = f"{name!r} is not passed on to the gateway, as no variable is that begins with {', '.join(SECRET_VARIABLES)}"
         raise ConfigError(where, reason, "Give it another name, or use api_key_file.")

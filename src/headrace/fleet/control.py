@@ -30,7 +30,7 @@ STARTS_S = 10.0
 
 
 class ConfigSource(Protocol):
-    """Where the deployment's configuration is read again. file: its absolute path, shown to operators"""
+    """Where the configuration is read again. file: its absolute path, shown to operators"""
 
     @property
     def file(self) -> Path | None: ...
@@ -40,7 +40,7 @@ class ConfigSource(Protocol):
         ...
 
     def differences(self) -> Sequence[str]:
-        """The differences between the last configuration read and the one in force, one line each, without secrets."""
+        """Between the last configuration read and the one in force, one line each, without secrets."""
         ...
 
     def accept(self) -> None:
@@ -49,7 +49,9 @@ class ConfigSource(Protocol):
 
 
 class FleetControl:
-    """The operator's commands. Each returns its failures, one line per model. `hear` gets the command's progress lines."""
+    """Each command returns its failures, one line per model, and `hear` gets its progress. Where one raises ConfigError, ReloadRefused
+    or ControlBusy, nothing was changed.
+    """
 
     def __init__(
         self,
@@ -59,9 +61,8 @@ class FleetControl:
         audit: CommandAudit | None = None,
     ) -> None:
         """
-        source     None: there is no file to read again
         drain_all  ends the whole deployment, with this many seconds for running requests
-        audit      of the commands, written by callers, which know the actor; None: no records are kept
+        audit      written by callers, which know the actor
         """
         self.audit = audit or CommandAudit()
         self._reconciler = reconciler
@@ -70,11 +71,10 @@ class FleetControl:
         self._slot = CommandSlot()
 
     async def idle(self) -> None:
-        """Wait until no command changes the deployment."""
         await self._slot.wait_free()
 
     async def status(self) -> dict[str, object]:
-        """The deployment as JSON data, with what the gateways see now."""
+        """JSON data, with what the gateways see now."""
         reconciler = self._reconciler
         await reconciler.look()
         host, port = reconciler.config.gateway_address
@@ -95,7 +95,6 @@ class FleetControl:
         }
 
     async def reload(self, hear: Hear = no_operator) -> list[str]:
-        """Read the configuration again and follow it. Raises ConfigError, ReloadRefused, ControlBusy: nothing was changed then."""
         source = self._source
         if source is None:
             raise ConfigError("reload", "this deployment was started without a file", "Start it with `headrace serve --config FILE`.")
@@ -116,7 +115,6 @@ class FleetControl:
                 return await self._converged(models, hear, let_others_in)
 
     async def roll_out(self, model: str | None, options: RolloutOptions, hear: Hear = no_operator) -> list[str]:
-        """Replace the replicas of one model, or of all. Raises ConfigError, ReloadRefused, ControlBusy: nothing was changed then."""
         with self._slot.held(f"rollout {model or 'of all models'}") as let_others_in:
             models = [*self._reconciler.deployment.targets] if model is None else [self._known(model)]
             with self._reconciler.progress.heard(hear, models):
@@ -124,7 +122,6 @@ class FleetControl:
                 return await self._converged(models, hear, let_others_in)
 
     async def scale(self, model: str, replicas: int, hear: Hear = no_operator) -> list[str]:
-        """Run this many replicas of a model. Raises ConfigError, ReloadRefused, ControlBusy: nothing was changed then."""
         with self._slot.held(f"scale {model}={replicas}") as let_others_in:
             self._known(model)
             if not 1 <= replicas <= MAX_REPLICAS:
@@ -140,7 +137,7 @@ class FleetControl:
                 return await self._converged([model], hear, let_others_in)
 
     async def drain(self, replica: str, within_s: float, *, allow_outage: bool, hear: Hear = no_operator) -> list[str]:
-        """Retire one replica. Requests not finished within `within_s` seconds move to another one. Raises ConfigError, ReloadRefused."""
+        """Retire one replica. Requests not finished within `within_s` seconds move to another one."""
         _check_within(within_s)
         replicas = self._reconciler.deployment.replicas
         if replica not in replicas:
@@ -151,7 +148,6 @@ class FleetControl:
         return []
 
     async def drain_all(self, within_s: float) -> list[str]:
-        """Begin to end the whole deployment, with `within_s` seconds for running requests. Raises ConfigError."""
         _check_within(within_s)
         await self._drain_all(within_s)
         return []
@@ -163,7 +159,7 @@ class FleetControl:
         return model
 
     async def _converged(self, models: Collection[str], hear: Hear, let_others_in: Callable[[], None]) -> list[str]:
-        """Wait until each model has the replicas that it should have. Returns the failures.
+        """Wait until each model has its replicas. Returns the failures.
 
         An engine may take long to start, or hang: once nothing else is left to wait for, other commands may run after STARTS_S.
         """
@@ -184,7 +180,7 @@ class FleetControl:
         return [model for model in models if not deployment.is_converged(model)]
 
     async def _only_starting(self, models: Collection[str], converged: asyncio.Task[None]) -> list[str]:
-        """The starting replicas, after STARTS_S in which nothing else was waited for; empty if `converged` is done before that."""
+        """The starting replicas, once nothing else was waited for in STARTS_S; empty if `converged` is done before that."""
         loop = asyncio.get_running_loop()
         since = loop.time()
         while not converged.done():
@@ -197,7 +193,6 @@ class FleetControl:
         return []
 
     def _failure_of(self, model: str) -> str:
-        """Why a model does not have the replicas that it should have; empty if it has them."""
         reconciler = self._reconciler
         if model in reconciler.failures:
             return f"{model}: {reconciler.failures[model]}"
@@ -241,13 +236,11 @@ class FleetControl:
 
 
 def _say(hear: Hear, text: str) -> None:
-    """Log a line, and pass it to the operator of one command."""
     log.info("%s", text)
     hear(text)
 
 
 def _inherited(before: FleetConfig, after: FleetConfig) -> str:
-    """A sentence that names the keys of foreign servers that running engines have inherited; empty for none."""
     if not (added := sorted(after.key_variables - before.key_variables)):
         return ""
     verb = "is" if len(added) == 1 else "are"
@@ -261,7 +254,7 @@ def _check_within(within_s: float) -> None:
 
 @asynccontextmanager
 async def reloading_when_asked(asked: asyncio.Event, control: FleetControl) -> AsyncIterator[None]:
-    """Reload each time `asked` is set, until the block ends. Signals that arrive while a command runs lead to one reload after the command.
+    """Reload each time `asked` is set, until the block ends. Signals that arrive while a command runs lead to one reload after it.
 
     A reload that fails is logged; nothing is raised. Reloads that run when the block ends are cancelled.
     """
@@ -303,11 +296,7 @@ async def _reload(control: FleetControl) -> None:
 
 
 async def _reload_once_idle(control: FleetControl) -> list[str]:
-    """Reload, and record the reload in the audit log. Returns the failures.
-
-    Another command may start after `idle` returned and before this reload; the reload then waits for that command too. Raises a
-    HeadraceError when the new configuration is refused.
-    """
+    """Another command may start after `idle` returned; the reload then waits for that one too."""
     while True:
         try:
             failures = await control.reload()

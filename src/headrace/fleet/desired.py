@@ -13,23 +13,23 @@ from headrace.fleet.config import FleetConfig, ModelSpec
 from headrace.policy.deployment import Deployment, RolloutOptions
 
 FIXED = ("admin", "site_key", "log_format", "run_dir", "engine_command", "gateway_command")
-"""Fields of the configuration that cannot change without a restart."""
 
 FIXED_GATEWAY = ("host", "port", "workers")
-"""Keys of the gateway's section that this process reads itself, and that cannot change without a restart."""
+"""Keys that this process reads itself."""
 
 STORES = {"state": "state", "store": "gateway.store", "sessions": "gateway.sessions"}
-"""Key of the gateways' file -> its path in the operator's. Every gateway refuses to change these too; here that comes before their file is
-written, which a gateway that starts meanwhile reads: without its store it would know no key."""
+"""Key of the gateways' file -> its path in the operator's. Gateways refuse to change these too; but a gateway that starts meanwhile reads
+the new file, and without its store it would know no key.
+"""
 
 
 def runs_alike(before: ModelSpec, after: ModelSpec) -> bool:
-    """Whether engines of both have the same options, so that a process of one can serve for the other."""
+    """Whether a process of one can serve for the other."""
     return (before.folder, dict(before.engine)) == (after.folder, dict(after.engine))
 
 
 def with_choices_of_start(before: FleetConfig, after: FleetConfig) -> FleetConfig:
-    """`after` with the site key and port that were chosen at the start, where `after` does not set them."""
+    """With the site key and port that were chosen at the start, where `after` does not set them."""
     kept = {"port": before.gateway["port"]} if not after.gateway.get("port") and "port" in before.gateway else {}
     return replace(after, site_key=after.site_key or before.site_key, gateway={**after.gateway, **kept})
 
@@ -49,11 +49,7 @@ def check_can_become(before: FleetConfig, after: FleetConfig, *, served: Contain
 
 
 class DesiredState:
-    """What the deployment should be.
-
-    config   the configuration, with the secrets of this site filled in
-    options  (model, revision) -> the options that its processes are started with
-    """
+    """options: (model, revision) -> the options that its processes are started with"""
 
     def __init__(self, config: FleetConfig) -> None:
         self.config = config
@@ -66,9 +62,7 @@ class DesiredState:
 
     def follow(self, config: FleetConfig, deployment: Deployment) -> list[str]:
         """Set another configuration, and `deployment`'s targets by it. Changed options of a model begin a rollout; failed replicas are
-        tried again.
-
-        Returns the models whose earlier failures no longer apply.
+        tried again. Returns the models whose earlier failures no longer apply.
         """
         self.config = config
         specs = {model.name: model for model in config.models if model.replicas}
@@ -86,7 +80,6 @@ class DesiredState:
         return anew
 
     def note_revisions(self, deployment: Deployment) -> None:
-        """Give a revision that a command has made the options of the configuration."""
         for spec in self.config.models:
             if (target := deployment.targets.get(spec.name)) is not None:
                 self.options.setdefault((spec.name, target.revision), spec)

@@ -26,13 +26,11 @@ PREFIX = "headrace-"
 LOCK = "lock"
 GATEWAY_FILE = "gateway.json"
 MAX_DIR_BYTES = 90
-"""Longest path of the directory: sockets' paths have a limit, and file names are appended."""
+"""Sockets' paths have a limit, and file names are appended."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFiles:
-    """The files of one engine process: its replica's name, its model, its address, and its configuration file."""
-
     name: str
     model: str
     address: str
@@ -45,7 +43,7 @@ class ReplicaFiles:
 
 @contextmanager
 def run_dir(parent: Path | None) -> Iterator[Path]:
-    """A new directory for this process alone, removed at the end. Raises ConfigError if its path is too long or its parent unusable.
+    """A new directory for this process alone, removed at the end. Raises ConfigError.
 
     Directories that killed supervisors left in the same place are removed first: their files hold keys.
     """
@@ -65,7 +63,7 @@ def run_dir(parent: Path | None) -> Iterator[Path]:
 
 @contextmanager
 def _written(path: Path) -> Iterator[None]:
-    """Turn OSError into a ConfigError that names `path`: an error of writing does not itself say what was being written."""
+    """Turn OSError into a ConfigError that names `path`."""
     try:
         yield
     except OSError as error:
@@ -75,14 +73,14 @@ def _written(path: Path) -> Iterator[None]:
 
 
 def running_deployments(parent: Path | None) -> list[Path]:
-    """Folders of the deployments that run now. parent: as for `run_dir`; None: the default place, and this user's deployments alone"""
+    """parent: None: the default place, and this user's deployments alone"""
     may_be_another_users = parent is not None and os.geteuid() == 0
     locks = sorted((parent or _default_parent()).glob(f"{PREFIX}*/{LOCK}"))
     return [lock.parent for lock in locks if is_running(lock.parent) and (may_be_another_users or _owner(lock.parent) == os.geteuid())]
 
 
 def is_running(folder: Path) -> bool:
-    """Whether a supervisor uses `folder` now. Folders are private: only the superuser sees those of other users."""
+    """Folders are private: only the superuser sees those of other users."""
     return is_locked(folder, LOCK)
 
 
@@ -92,18 +90,14 @@ def _owner(folder: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MachineShare:
-    """The part of this machine's CPUs and memory that one engine keeps to: part `index` of `total` equal parts."""
+    """Part `index` of `total` equal parts of this machine's CPUs and memory."""
 
     index: int
     total: int
 
 
 def write_engine_file(config: FleetConfig, model: ModelSpec, folder: Path, *, name: str, number: int, share: MachineShare) -> ReplicaFiles:
-    """Write the configuration file of one engine process.
-
-    name    name of the replica
-    number  number in the names of its files. Never used twice in one folder, since an old socket may still be in use
-    """
+    """number: in the names of its files; never used twice in one folder, since an old socket may still be in use"""
     replica = ReplicaFiles(name, model.name, f"unix:{folder / f'e{number}.sock'}", folder / f"e{number}.json")
     content = {
         "replica": replica.name,
@@ -120,7 +114,7 @@ def write_engine_file(config: FleetConfig, model: ModelSpec, folder: Path, *, na
 
 
 def _memory_share(device: str, share: MachineShare) -> dict[str, object]:
-    """The GPU of an engine, given out in turn, and the number of other engines that share the memory of that GPU, or of the machine."""
+    """The GPU of an engine, given out in turn, and the number of other engines that share that GPU's memory, or the machine's."""
     names = find_gpus().names if device == "cuda" else ()
     if not names:
         return {"num_neighbours": share.total - 1}
@@ -128,10 +122,7 @@ def _memory_share(device: str, share: MachineShare) -> dict[str, object]:
 
 
 def share_of(cpus: Sequence[int] | None, share: MachineShare) -> list[int]:
-    """The CPUs of a share: equal parts, or one CPU in turn if there are too few. Empty (no binding) if the share is the only one.
-
-    cpus  allowed CPUs; None: not known, and engines are not bound
-    """
+    """Equal parts, or one CPU in turn if there are too few. Empty (no binding) if the share is the only one, or CPUs are not known."""
     number, total = share.index, share.total
     if total == 1 or cpus is None:
         return []
@@ -141,7 +132,6 @@ def share_of(cpus: Sequence[int] | None, share: MachineShare) -> list[int]:
 
 
 def write_gateway_file(content: Mapping[str, object], folder: Path) -> Path:
-    """Write the configuration file of all gateways of this machine. content: see `gateway_content`"""
     path = folder / GATEWAY_FILE
     _write(path, content)
     return path
@@ -150,9 +140,8 @@ def write_gateway_file(content: Mapping[str, object], folder: Path) -> Path:
 def gateway_content(
     config: FleetConfig, replicas: Sequence[ReplicaFiles] = (), unavailable: Mapping[str, str] | None = None
 ) -> dict[str, object]:
-    """The configuration of the gateways: their options, and the addresses of each model's replicas. Raises ConfigError.
+    """The configuration of the gateways. Raises ConfigError.
 
-    replicas     the engines of this machine
     unavailable  for each model without engines now: the reason, in words that clients may read
     """
     models = [_gateway_model(model, replicas, (unavailable or {}).get(model.name, "")) for model in config.models]
@@ -181,7 +170,7 @@ def _with_drain(config: FleetConfig) -> dict[str, object]:
 
 
 def _write(path: Path, content: Mapping[str, object]) -> None:
-    """Replace the file whole or not at all: a process that is being started again may be reading it."""
+    """Whole or not at all: a process that is being started again may be reading it."""
     new = path.with_suffix(".new")
     with _written(path):
         new.touch(mode=0o600)
@@ -190,7 +179,7 @@ def _write(path: Path, content: Mapping[str, object]) -> None:
 
 
 def _default_parent() -> Path:
-    """XDG_RUNTIME_DIR if it is owned by this user and closed to all others, as its standard requires; else the temporary directory."""
+    """XDG_RUNTIME_DIR if it is this user's and closed to all others, as its standard requires; else the temporary directory."""
     given = os.environ.get("XDG_RUNTIME_DIR")
     if given and os.path.isdir(given):
         info = os.stat(given)

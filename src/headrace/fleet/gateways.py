@@ -26,57 +26,48 @@ from headrace.wire.leash import DRAINING, ModelStatuses, ReloadRefused, ReplicaS
 from headrace.wire.listening import bound_sockets, close_all, shown_host
 
 RELOAD_TIMEOUT_S = 60.0
-"""Seconds that a gateway may take to apply its file. The gateway loads the tokenizers of new models first."""
+"""A gateway loads the tokenizers of new models first."""
 
 STATUS_TIMEOUT_S = 2.0
-"""Seconds that a gateway may take to report its replicas. Without the report of every gateway, the readiness of a replica is unknown."""
+"""Without the report of every gateway, the readiness of a replica is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatewaysView:
-    """The replicas' states as the gateways report them.
-
-    answers  one report for each gateway that answered
-    silent   labels of serving gateways that did not answer
-    """
+    """answers: one for each gateway that answered; silent: labels of serving gateways that did not"""
 
     answers: Sequence[ModelStatuses] = ()
     silent: Collection[str] = ()
 
     def is_ready(self, model: str, replica: str) -> bool | None:
-        """Whether every serving gateway reports the replica as ready.
-
-        None: unknown, since no gateway serves, or since one did not answer and no other one reports the replica as not ready.
-        """
+        """Whether every serving gateway reports the replica as ready. None: unknown."""
         if not all(status is not None and status.is_ready for status in self._of(model, replica)):
             return False
         return None if self.silent or not self.answers else True
 
     def is_lost(self, model: str, replica: str) -> bool:
-        """Whether a new process in place of the replica may help: every serving gateway answered, lists the replica and cannot use it.
+        """Whether a new process in place of the replica may help: every serving gateway lists it and cannot use it.
 
-        False for a replica that drains, and for one whose tokenizer or chat template a gateway cannot use: a new process would not help.
+        False for a replica that drains, and where a gateway cannot use its tokenizer or chat template.
         """
         seen = [status for status in self._of(model, replica) if status is not None and not status.is_ready]
         is_seen_by_all = bool(self.answers) and not self.silent and len(seen) == len(self.answers)
         return is_seen_by_all and not any(status.reason == DRAINING or status.is_refused for status in seen)
 
     def is_refused(self, model: str, replica: str) -> bool:
-        """Whether every serving gateway answered, and no gateway can use the model's tokenizer or chat template."""
+        """Whether no gateway can use the model's tokenizer or chat template."""
         seen = self._of(model, replica)
         return bool(seen) and not self.silent and all(status is not None and status.is_refused for status in seen)
 
     def why_refused(self, model: str) -> str:
-        """Why some gateway cannot use the model's tokenizer or chat template; empty where every gateway can."""
         statuses = (status for answer in self.answers for status in answer.get(model, {}).values())
         return next((status.reason for status in statuses if status.is_refused), "")
 
     def why_not_ready(self, model: str, replica: str) -> str:
-        """Why the replica is not ready, by the first gateway that gives a reason; empty where no gateway gives one."""
         return next((status.reason for status in self._of(model, replica) if status is not None and status.reason), "")
 
     def num_open(self, model: str, replica: str) -> int | None:
-        """Number of requests that all gateways have open at the replica; None where a serving gateway did not answer."""
+        """Requests that all gateways have open there; None where a serving gateway did not answer."""
         return None if self.silent else sum(status.num_open for status in self._of(model, replica) if status is not None)
 
     def _of(self, model: str, replica: str) -> list[ReplicaStatus | None]:
@@ -84,19 +75,13 @@ class GatewaysView:
 
 
 class GatewayGroup:
-    """The gateway processes of a deployment.
-
-    keepers  one for each gateway process; complete before the processes are started
-    """
+    """keepers: complete before the processes are started"""
 
     def __init__(self) -> None:
         self.keepers: list[ProcessKeeper] = []
 
     async def reload(self) -> None:
-        """Have every running gateway apply its file.
-
-        Raises ReloadRefused when a gateway refuses its file or does not answer in RELOAD_TIMEOUT_S. Other gateways may have applied theirs.
-        """
+        """Raises ReloadRefused when a gateway refuses its file or does not answer in time. Others may have applied theirs."""
         refusals = await asyncio.gather(*(_why_refused(keeper) for keeper in self.keepers))
         if reason := next(filter(None, refusals), ""):
             raise ReloadRefused(reason)
@@ -111,7 +96,7 @@ class GatewayGroup:
 
 
 async def _why_refused(keeper: ProcessKeeper) -> str:
-    """Why a gateway has not applied its file; empty when the gateway has applied the file, or will read the file when it restarts."""
+    """Empty when the gateway has applied the file, or will read it when it restarts."""
     if keeper.asked is None:
         return ""
     try:
@@ -127,7 +112,6 @@ async def _why_refused(keeper: ProcessKeeper) -> str:
 
 
 async def _status(keeper: ProcessKeeper) -> ModelStatuses | None:
-    """The report of one gateway; None when the gateway is not running or does not answer in STATUS_TIMEOUT_S."""
     if keeper.asked is None:
         return None
     try:
@@ -147,14 +131,12 @@ NO_REPLICA = "It has no replica now."
 
 
 class TextRefused(ConfigError):
-    """A replica's model has a tokenizer or chat template that no gateway can use."""
+    """No gateway can use the tokenizer or chat template of a replica's model."""
 
 
 class GatewayFile:
-    """The configuration file of the gateways. path: passed to gateways when they are started"""
-
     def __init__(self, folder: Path, gateways: GatewayGroup, content: Mapping[str, object]) -> None:
-        """Write the first content, before any gateway runs. Raises ConfigError if the file cannot be written."""
+        """Write the first content, before any gateway runs. Raises ConfigError."""
         self._folder = folder
         self._gateways = gateways
         self._content = content
@@ -162,11 +144,7 @@ class GatewayFile:
         self.path = write_gateway_file(content, folder)
 
     async def offer(self, content: Mapping[str, object]) -> None:
-        """Have every gateway follow this content, unless it is the current one.
-
-        Raises ReloadRefused with a gateway's reason, or after `limit_drain`; ConfigError if the file cannot be written. The content before
-        then stays in force.
-        """
+        """Have every gateway follow this content. Raises ReloadRefused or ConfigError: the content before then stays in force."""
         if self._is_final:
             raise ReloadRefused(ENDS)
         if content == self._content:
@@ -184,7 +162,7 @@ class GatewayFile:
         self._content = content
 
     async def _restore(self) -> None:
-        """Have every gateway follow the content before. A refusal is logged: the operator hears why the change was refused."""
+        """A refusal is logged: the operator hears why the change was refused."""
         try:
             write_gateway_file(self._content, self._folder)
             await self._gateways.reload()
@@ -192,8 +170,7 @@ class GatewayFile:
             log.error("not every gateway has gone back to the configuration before: %s", error)
 
     async def limit_drain(self, drain_s: float, notice_s: float) -> None:
-        """Have every gateway give running requests `drain_s` seconds once it is asked to end. Any other content, also one being offered
-        now, is refused from here on.
+        """Have every gateway give running requests `drain_s` seconds once it is asked to end. Any other content is refused from here on.
 
         Returns after `notice_s` seconds at the latest, whether a gateway hangs, loads or refuses, or the disk is full.
         """
@@ -213,10 +190,7 @@ class GatewayFile:
 
 
 def why_unavailable(failures: Iterable[HeadraceError]) -> str:
-    """Why a model has no usable replica, in words that clients may read: no paths, nothing of the configuration.
-
-    failures  failures of its replicas
-    """
+    """In words that clients may read: no paths, nothing of the configuration."""
     found = [*failures]
     if any(isinstance(failure, TextRefused) for failure in found):
         return UNREADABLE
@@ -226,19 +200,13 @@ def why_unavailable(failures: Iterable[HeadraceError]) -> str:
 
 
 def check_can_listen(host: str, port: int) -> None:
-    """Raises ConfigError when the port is in use, when `host` is not an address of this machine, or when the address cannot be bound.
-
-    Port 0, any free port, is never in use.
-    """
+    """Raises ConfigError when the address is in use, is not this machine's, or cannot be bound. Port 0 is never in use."""
     close_all(_bind(host, port, is_shared=False))
 
 
 @contextmanager
 def reserved_port(host: str, port: int) -> Iterator[int]:
-    """Yields the port, reserved until the block ends for gateways of this user that bind it with SO_REUSEPORT. Port 0: a free port.
-
-    Raises ConfigError where `check_can_listen` does, also for another server that listens with SO_REUSEPORT.
-    """
+    """Reserved until the block ends for gateways of this user that bind it with SO_REUSEPORT. Raises ConfigError."""
     check_can_listen(host, port)
     reserved = _bind(host, port, is_shared=True)
     try:

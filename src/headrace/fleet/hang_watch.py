@@ -1,7 +1,6 @@
 """Ends the processes that hang, so that their keepers start others: gateways that answer nothing, and engines that no gateway can use.
 
-`fleet.keeper` handles a process that ends or never gets ready. Gateways move streams off an engine that hangs, and much faster
-(docs/failover.md). This module ends processes that would hang for good. docs/fleet.md has the limits.
+Gateways move streams off an engine that hangs, and much faster (docs/failover.md). docs/fleet.md has the limits.
 """
 
 from __future__ import annotations
@@ -18,25 +17,23 @@ from headrace.policy.deployment import ReplicaPhase
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""Seconds between two looks at all processes. Looks are counted, not seconds: a supervisor that was itself stopped has not looked."""
+"""Looks are counted, not seconds: a supervisor that was itself stopped has not looked."""
 
 GATEWAY_LOOKS = 4
-"""Looks in a row at which a gateway must be silent before it is killed. Each look waits `gateways.STATUS_TIMEOUT_S` for it, so that this is
-about ten seconds, for which that gateway's clients wait."""
+"""Each look waits `gateways.STATUS_TIMEOUT_S` for a silent gateway, so that this is about ten seconds."""
 
 Hung = tuple[str, int | None, int]
-"""A process that hangs: label, process id, number of answers so far. A new process, or a late answer, is counted anew."""
+"""Label, process id, number of answers so far. A new process, or a late answer, is counted anew."""
 
 
 class HangWatch:
-    """Kills processes of one deployment that hang: gateways and engines. While `hang_timeout_s`, which a reload may change, is 0: none."""
+    """While `hang_timeout_s`, which a reload may change, is 0, nothing is killed."""
 
     def __init__(self, reconciler: Reconciler) -> None:
         self._reconciler = reconciler
         self._looks: dict[Hung, int] = {}
 
     async def run(self) -> None:
-        """Look at all processes every LOOK_S, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             try:
@@ -45,7 +42,6 @@ class HangWatch:
                 log.exception("looking for processes that hang failed")
 
     async def look(self) -> None:
-        """Look once at all processes, and kill those that hang."""
         limit_s = self._reconciler.config.hang_timeout_s
         if not limit_s:
             self._looks.clear()
@@ -67,8 +63,7 @@ class HangWatch:
         return (keeper for keeper in self._reconciler.gateways.keepers if keeper.label in silent)
 
     def _lost_engines(self) -> Iterator[tuple[ProcessKeeper, str]]:
-        """Engines that every gateway reports lost, with the first gateway's reason. Only engines that have served: where no gateway ever
-        found the engine ready, a new process would not help."""
+        """Only engines that have served: where no gateway ever found the engine ready, a new process would not help."""
         view = self._reconciler.view
         for name, replica in self._reconciler.deployment.replicas.items():
             keeper = self._reconciler.processes[name].keeper

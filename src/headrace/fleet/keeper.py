@@ -23,26 +23,20 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 2.0
-"""Longest pause in seconds before a process is started again. Running streams wait for the process, so that a pause longer than its start
-would be most of the wait."""
+"""Running streams wait for the process, so that a pause longer than its start would be most of the wait."""
 
 STABLE_S = 5.0
-"""Seconds of service after which the next pause is FIRST_PAUSE_S again. Shorter than a usual time between faults, so that pauses grow only
-where a process dies as soon as it serves."""
+"""Seconds of service after which the next pause is FIRST_PAUSE_S again."""
 
 MAX_START_FAILURES = 3
 
 
 class FleetFailed(HeadraceError):
-    """A process of the fleet cannot be kept running. The message names the process and the reason."""
+    """A process cannot be kept running."""
 
 
 class ProcessKeeper:
-    """Keeps a process running for one role of the fleet (a gateway, or one replica).
-
-    ready    set once a process has served for the first time
-    facts    the facts that the latest process reported when it served
-    """
+    """ready: set once a process has served for the first time; facts: what the latest process reported when it served"""
 
     def __init__(
         self,
@@ -54,10 +48,7 @@ class ProcessKeeper:
         withheld: Collection[str] = (),
         start_timeout_s: float = 0.0,
     ) -> None:
-        """
-        forward, withheld  see `Launcher.launch`
-        start_timeout_s    a process that has not served after these seconds is killed; 0: never
-        """
+        """start_timeout_s: a process that has not served after these seconds is killed; 0: never"""
         self.label = label
         self.ready = asyncio.Event()
         self.facts: dict[str, object] = {}
@@ -70,7 +61,7 @@ class ProcessKeeper:
 
     @property
     def status(self) -> int | None:
-        """Exit status of the last process; negative: the signal. None while it runs."""
+        """The last process's exit status; negative: the signal. None while it runs."""
         return self._child.exited.result() if self._child is not None and self._child.exited.done() else None
 
     @property
@@ -81,39 +72,36 @@ class ProcessKeeper:
 
     @property
     def pid(self) -> int | None:
-        """Process id; None while no process runs."""
         return self._child.pid if self._child is not None and not self._child.exited.done() else None
 
     @property
     def is_serving(self) -> bool:
-        """Whether a process runs and has reported that it serves."""
         child = self._child
         return child is not None and not child.exited.done() and child.ready.done() and not child.ready.cancelled()
 
     @property
     def asked(self) -> LeashRequests | None:
-        """Requests to the running process through its leash; None while no process runs."""
         return self._child.asked if self._child is not None and not self._child.exited.done() else None
 
     def kill(self) -> None:
-        """Ends the process at once and starts no other."""
+        """At once, and start no other."""
         self._stopping.set()
         if self._child is not None:
             self._child.kill()
 
     def restart(self) -> None:
-        """Ends the process at once; `keep` starts another one."""
+        """At once; `keep` starts another one."""
         if self._child is not None:
             self._child.kill()
 
     def stop(self) -> None:
-        """Asks the process to drain and starts no other; `keep` returns when it has left."""
+        """Let it drain and start no other; `keep` returns when it has left."""
         self._stopping.set()
         if self._child is not None:
             self._child.terminate()
 
     async def keep(self) -> None:
-        """Keep a process running until `stop`. Raises ConfigError or FleetFailed when trying again is useless. Leaves no process behind."""
+        """Until `stop`. Raises ConfigError or FleetFailed when trying again is useless. Leaves no process behind."""
         backoff = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S, STABLE_S)
         num_failures = 0
         while not self._stopping.is_set():
@@ -128,7 +116,7 @@ class ProcessKeeper:
             await self._pause(pause_s)
 
     async def _run_once(self) -> float:
-        """Run one process from start to end. Returns the seconds that it served."""
+        """Returns the seconds that it served."""
         loop = asyncio.get_running_loop()
         self.num_starts += 1
         try:
@@ -163,7 +151,6 @@ class ProcessKeeper:
             raise FleetFailed(f"{self.label} {self._reason()}; it was started {num_failures} times and never served.")
 
     def _reason(self) -> str:
-        """How the last process ended, as a verb phrase."""
         if self._child is None:
             return "was never started"
         if self._was_late:

@@ -22,18 +22,16 @@ from headrace.wire.leash import LeashRequests
 
 MAX_LINE_BYTES = 2**16
 MAX_LEASH_LINE_BYTES = 2**20
-"""Bytes of one message of a child. A gateway's status has about a hundred per replica."""
+"""A gateway's status has about a hundred bytes per replica."""
 
 SECRET_VARIABLES = ("HEADRACE_API_KEY", "HEADRACE_GATEWAY__API_KEYS", "HEADRACE_SITE_KEY")
-"""Prefixes of the environment variables that hold secrets of `headrace serve`; children do not inherit them."""
+"""Prefixes of environment variables that children do not inherit."""
 LAST_WORDS_S = 2.0
 """Seconds for which the output and the leash of a child are still read after its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The reason that a child reported for its end. can_retry: False if it would fail again"""
-
     reason: str
     can_retry: bool
 
@@ -43,7 +41,6 @@ class Child:
 
     ready    the facts that the child reported once it served; cancelled if the child ended before
     exited   exit status (negative: the signal), set after output and leash were read to their end
-    failure  the reason that the child reported for its end, if any
     asked    requests through the leash; a child that is still starting answers once it serves
     """
 
@@ -63,11 +60,10 @@ class Child:
         return self._process.pid
 
     def terminate(self) -> None:
-        """Ask the child to drain and leave."""
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill the child and everything it started."""
+        """With everything it started."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -121,7 +117,7 @@ class Child:
             self.asked.take(message)
 
     async def _forward(self, stream: asyncio.StreamReader) -> None:
-        """Log the child's output line by line. A line is cut where it grows too long or the stream ends."""
+        """A line is cut where it grows too long or the stream ends."""
         rest = b""
         while chunk := await stream.read(MAX_LINE_BYTES):
             *lines, rest = (rest + chunk).split(b"\n")
@@ -137,39 +133,28 @@ class Child:
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment without the variables from which `headrace serve` reads keys.
-
-    Children get their secrets in a file of their own: /proc shows a process's environment to every process of the same user.
-    """
+    """Children get secrets in a file of their own: /proc shows a process's environment to every process of the same user."""
     return {name: value for name, value in environment.items() if not name.startswith(SECRET_VARIABLES)}
 
 
 class Launcher(Protocol):
-    """Starts a process. `ProcessLauncher` starts it on this machine; other implementations may use other machines."""
+    """`ProcessLauncher` starts a process on this machine; tests have others."""
 
     async def launch(self, label: str, command: Sequence[str], *, forward: bool, withheld: Collection[str] = ()) -> Child: ...
 
 
 class ProcessLauncher:
-    """Starts child processes of this process."""
-
     def __init__(self, *, environment: Mapping[str, str] | None = None, log_format: LogFormat = LogFormat.AUTO) -> None:
-        """
-        environment  variables added to those of this process
-        log_format   for children that write to this process's stdout and stderr
-        """
         # Otherwise gRPC's C core prints a line to stderr for each failed connection, beside its exceptions.
         self._environment = {"GRPC_VERBOSITY": "NONE", "PYTHONUNBUFFERED": "1", **without_secrets(os.environ), **(environment or {})}
         self._log_format = log_format
 
     async def launch(self, label: str, command: Sequence[str], *, forward: bool, withheld: Collection[str] = ()) -> Child:
-        """Start a child.
+        """Start a child. Raises OSError when the program cannot be started.
 
-        command   without the leash, which is appended as `--parent-fd N`
-        forward   True: log the child's output here under its label; False: the child writes to this process's stdout and stderr
+        command   `--parent-fd N` is appended
+        forward   True: log the child's output here under its label; False: it writes to this process's stdout and stderr
         withheld  environment variables that the child does not inherit
-
-        Raises: OSError when the program cannot be started.
         """
         inherited = {name: value for name, value in self._environment.items() if name not in withheld}
         ours, theirs = socket.socketpair()

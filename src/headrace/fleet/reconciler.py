@@ -1,8 +1,7 @@
-"""Reconciles this machine's processes with the desired state: starts and ends engines, and has gateways read their changed file.
+"""Reconciles this machine's processes with the desired state.
 
-`policy.deployment` decides; this module acts and reports the result. A round asks the gateways what they see and has the deployment plan.
-It then writes the gateways' file and has every gateway read it. Only after that it starts and ends processes. docs/control.md has the
-rules.
+`policy.deployment` decides; this module acts. A round asks the gateways what they see and has the deployment plan. It then writes the
+gateways' file and has every gateway read it, and only after that starts and ends processes. docs/control.md has the rules.
 """
 
 from __future__ import annotations
@@ -38,27 +37,23 @@ from headrace.wire.leash import ReloadRefused
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-"""Seconds between two queries of the gateways while a replica comes or goes."""
+"""Between two queries of the gateways while a replica comes or goes."""
 
 REFUSED_PAUSE_S = 5.0
-"""Seconds until a change of replicas that a gateway refused is offered again."""
+"""Until a change of replicas that a gateway refused is offered again."""
 
 STRAGGLERS_S = 10.0
 """Seconds after the first replica serves in which the others may start. Then the deployment counts as started without them."""
 
 CONNECT_TIMEOUT_S = 60.0
-"""Seconds for which a successor's engine may serve without a gateway finding it ready. Then it counts as one that cannot be started: the
-gateway has another tokenizer, or cannot reach it."""
+"""Seconds for which a successor's engine may serve without a gateway finding it ready. Then it counts as one that cannot be started."""
 
 
 class Reconciler:
     """Owns the engine processes of one deployment, and the gateways' file.
 
-    deployment    the targets and replicas, and what to do next
-    gateway_file  the configuration file of all gateways
-    processes     replica's name -> its process, until the process has ended
-    failures      model -> why its last rollout ended early
-    progress      passes lines on what is done to the log and the commands
+    processes  replica's name -> its process, until the process has ended
+    failures   model -> why its last rollout ended early
     """
 
     def __init__(self, config: FleetConfig, folder: Path, launcher: Launcher, gateways: GatewayGroup) -> None:
@@ -81,14 +76,13 @@ class Reconciler:
 
     @property
     def config(self) -> FleetConfig:
-        """The configuration to reach, with the secrets of this site filled in."""
+        """The configuration to reach."""
         return self._desired.config
 
     # -- what commands do ----------------------------------------------------------------------------------------------------------
 
     async def change(self, command: Callable[[Deployment], Iterable[ModelProgress]]) -> None:
-        """Apply a command to the deployment and begin the actions that follow from it. The command's lines are reported once it is
-        accepted.
+        """Apply a command, whose lines are reported once it is accepted.
 
         Raises the command's errors, and ReloadRefused or ConfigError if the gateways cannot follow. Nothing is changed then.
         """
@@ -102,7 +96,7 @@ class Reconciler:
         self._wake.set()
 
     async def roll_out(self, models: Sequence[str], options: RolloutOptions) -> None:
-        """Replace every replica of these models, one model after another. Raises ConfigError and ReloadRefused."""
+        """One model after another. Raises as `change`."""
 
         def command(deployment: Deployment) -> Iterator[ModelProgress]:
             for model in models:
@@ -115,7 +109,7 @@ class Reconciler:
         await self.change(command)
 
     async def reload(self, config: FleetConfig) -> None:
-        """Have the whole deployment follow another configuration. Raises ConfigError and ReloadRefused; nothing was changed then."""
+        """Follow another configuration. Raises as `change`."""
 
         def apply() -> list[ModelProgress]:
             for model in self._desired.follow(config, self.deployment):
@@ -126,7 +120,7 @@ class Reconciler:
         self._wake.set()
 
     def _memory_note(self, model: str) -> Iterator[ModelProgress]:
-        """A line for a rollout whose successors size their KV cache by the memory that their predecessors leave free."""
+        """For a rollout whose successors size their KV cache by the memory that their predecessors leave free."""
         rollout = self.deployment.targets[model].rollout
         [engine] = [each.engine for each in self.config.models if each.name == model]
         is_fixed = any(engine.get(name) is not None for name in ("num_kv_blocks", "kv_cache_bytes"))
@@ -136,8 +130,7 @@ class Reconciler:
         yield ModelProgress(model, f"{model}: {reason}; num_kv_blocks makes it a fixed size, --max-surge 0 ends the predecessor first")
 
     async def _all_or_nothing(self, apply: Callable[[], Iterable[ModelProgress]]) -> None:
-        """Run `apply` and one round. The lines of `apply` are reported once nothing can be refused any more. If either raises, the error is
-        raised after the plan before it is restored."""
+        """Run `apply` and one round. If either raises, the plan before it is restored."""
         async with self._lock:
             await self._observe()
             before = self._desired.copy(), self.deployment.copy(), {**self.failures}, {**self._drain_s}
@@ -149,7 +142,6 @@ class Reconciler:
                 raise
 
     async def drain(self, name: str, within_s: float, *, allow_outage: bool) -> None:
-        """Retire one replica for good. Raises ConfigError."""
 
         def command(deployment: Deployment) -> list[ModelProgress]:
             deployment.drain(name, allow_outage=allow_outage)
@@ -159,18 +151,16 @@ class Reconciler:
         await self.change(command)
 
     async def look(self) -> None:
-        """Ask the gateways what they see, and store the answer in `view`."""
         self.view = await self.gateways.view()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for a round after which `condition` holds."""
         async with self._round_done:
             await self._round_done.wait_for(condition)
 
     # -- the loop ------------------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Run a round whenever a process reports something, until cancelled.
+        """A round whenever a process reports something, until cancelled.
 
         Raises the first failure if no model of the configuration can be served and none ever was.
         """
@@ -187,7 +177,7 @@ class Reconciler:
         self._is_frozen = True
 
     async def _try_round(self) -> float:
-        """Run one round. Returns the seconds until the next one must follow."""
+        """Returns the seconds until the next one must follow."""
         if self._is_frozen:
             return POLL_S
         try:
@@ -219,7 +209,6 @@ class Reconciler:
     # -- one round -----------------------------------------------------------------------------------------------------------------
 
     async def _observe(self) -> None:
-        """Update the deployment with the state of each process, and with what the gateways see."""
         self.view = await self.gateways.view()
         now = asyncio.get_running_loop().time()
         for name, replica in [*self.deployment.replicas.items()]:
@@ -268,10 +257,7 @@ class Reconciler:
                 process.keeper.kill()
 
     async def _round(self, lines: Iterable[ModelProgress]) -> None:
-        """Plan, have the gateways follow, report `lines`, then start and end processes.
-
-        Raises ReloadRefused or ConfigError before any process is touched.
-        """
+        """Raises ReloadRefused or ConfigError before any process is touched."""
         if self._is_frozen:
             raise ConfigError("the deployment", "ends, and changes no more")
         self._plan()
@@ -310,7 +296,7 @@ class Reconciler:
         self._say(action.model, f"{action.model}: the rollout has ended, since {action.failed} cannot be started", logging.ERROR)
 
     def _carry_out(self) -> None:
-        """Start and end processes as planned. Every gateway has the new list of replicas already."""
+        """Every gateway has the new list of replicas already."""
         now = asyncio.get_running_loop().time()
         for name, process in [*self.processes.items()]:
             replica = self.deployment.replicas.get(name)
@@ -362,11 +348,10 @@ class Reconciler:
         return self._is_served_elsewhere() or self.processes.has_served
 
     def _is_served_elsewhere(self) -> bool:
-        """Whether some model needs no engine of this machine."""
         return any(model.upstreams or not model.replicas for model in self.config.models)
 
     def _hopeless_failure(self) -> HeadraceError | None:
-        """The first failure, if nothing is served, nothing ever was, and nothing is being started; else None."""
+        """The first failure, if nothing is served, ever was, or is being started."""
         return None if self._is_anything_served() else self.processes.failure_of_all()
 
     def _is_decided(self, name: str) -> bool:

@@ -21,19 +21,19 @@ from headrace.policy.deployment import Deployment, PlannedReplica, ReplicaPhase
 
 FIRST_RETRY_S = 30.0
 LAST_RETRY_S = 600.0
-"""Pauses in seconds before a replica that could not be started is tried again: FIRST_RETRY_S, doubling up to LAST_RETRY_S. Each try loads
-weights, which costs the replicas that serve."""
+"""Pauses before a replica that could not be started is tried again, doubling from the first to the last. Each try loads weights, which
+costs the replicas that serve.
+"""
 
 END_GRACE_S = 10.0
-"""Seconds for an engine without requests to free its weights and exit; then it is killed."""
+"""For an engine without requests to free its weights and exit; then it is killed."""
 
 
 class ReplicaProcess:
-    """One replica's process.
-
+    """
     failure       why it could not be started; None while it runs or is being started
     is_unlisted   whether gateways have stopped to send it new requests
-    task          the task that keeps the process running; None before `launch`
+    task          keeps the process running; None before `launch`
     drain_until   seconds on the event loop's clock: requests still open then move to another replica
     """
 
@@ -69,7 +69,7 @@ class ReplicaProcess:
 
     @property
     def why_failed(self) -> str:
-        """The reason of the replica's failure, without its name; empty without a failure."""
+        """Without the replica's name; empty without a failure."""
         name = self.files.name
         return "" if self.failure is None else str(self.failure).removeprefix(f"{name}: ").removeprefix(f"{name} ")
 
@@ -78,18 +78,17 @@ class ReplicaProcess:
         self.task.add_done_callback(lambda _: self._on_change())
 
     def end(self) -> None:
-        """Ask the process, which has no requests, to leave. Kill it if it does not."""
+        """Ask the process, which has no requests, to leave."""
         if self._ending is None:
             self._ending = asyncio.create_task(self._end(), name=f"ending {self.files.name}")
 
     def cancel(self) -> None:
-        """Kill the process, if there is one, and start no other."""
         self._is_cancelled = True
         if self.task is not None:
             self.task.cancel()
 
     def give_up_unless_connected(self, now: float, timeout_s: float, reason: str) -> None:
-        """Fail the replica if its engine has served for `timeout_s` seconds without a gateway connecting. reason: the gateway's"""
+        """Fail the replica if its engine has served for `timeout_s` seconds without a gateway connecting."""
         if not self.keeper.is_serving:
             self._serving_since = None
         elif self._serving_since is None:
@@ -98,12 +97,12 @@ class ReplicaProcess:
             self.give_up(FleetFailed(f"{self.files.name} serves, and a gateway does not find it ready after {timeout_s:g} s: {reason}"))
 
     def give_up(self, failure: HeadraceError) -> None:
-        """Kill the process and mark the replica failed: it is of no use to the gateways."""
+        """Kill the process: it is of no use to the gateways."""
         self.failure = failure
         self.cancel()
 
     async def close(self) -> None:
-        """Kill the process now. Its files stay: the whole folder is removed later."""
+        """Its files stay: the whole folder is removed later."""
         tasks = [task for task in (self.task, self._ending) if task is not None]
         for task in tasks:
             task.cancel()
@@ -149,11 +148,7 @@ class ReplicaProcess:
 
 
 class ReplicaProcesses(Mapping[str, ReplicaProcess]):
-    """Replica's name -> its process, from `make` until `forget`.
-
-    folder     private directory of the deployment, for the engines' files
-    on_change  called when a replica serves, fails or has ended
-    """
+    """Replica's name -> its process, from `make` until `forget`."""
 
     def __init__(self, folder: Path, launcher: Launcher, on_change: Callable[[], None]) -> None:
         self._folder = folder
@@ -173,10 +168,7 @@ class ReplicaProcesses(Mapping[str, ReplicaProcess]):
         return len(self._by_name)
 
     def make(self, config: FleetConfig, deployment: Deployment, replica: PlannedReplica, spec: ModelSpec, replaces: str) -> None:
-        """Make the process of a planned replica, without launching it. Raises ConfigError if its file cannot be written.
-
-        replaces  name of the replica that this one replaces; "" for none
-        """
+        """Not launched yet. Raises ConfigError if its file cannot be written. replaces: name of a replica; "" for none"""
         share = self._share(deployment, replaces)
         files = write_engine_file(config, spec, self._folder, name=replica.name, number=next(self._numbers), share=share)
         keeper = ProcessKeeper(
@@ -190,8 +182,7 @@ class ReplicaProcesses(Mapping[str, ReplicaProcess]):
         self._by_name[replica.name] = ReplicaProcess(files, spec, share, keeper, self._on_change)
 
     def _share(self, deployment: Deployment, replaces: str) -> MachineShare:
-        """The machine share of a new replica: that of the replica it replaces, else the first free one of as many as there are planned
-        engines."""
+        """That of the replica it replaces, else the first free one of as many as there are planned engines."""
         total = sum(target.num_replicas for target in deployment.targets.values())
         stay = (ReplicaPhase.STARTING, ReplicaPhase.SERVING)
         staying = {name for name, replica in deployment.replicas.items() if replica.phase in stay}
@@ -201,13 +192,12 @@ class ReplicaProcesses(Mapping[str, ReplicaProcess]):
         return MachineShare(index, max(total, index + 1))
 
     def launch(self) -> None:
-        """Launch every process that is not launched yet."""
         for process in self.values():
             if not process.is_launched:
                 process.launch()
 
     def forget(self, name: str) -> None:
-        """End the process of a replica that is not planned any more, and remove its files."""
+        """For a replica that is not planned any more; its files are removed."""
         process = self._by_name.pop(name)
         self._has_forgotten_served |= process.has_served
         process.cancel()
@@ -215,7 +205,7 @@ class ReplicaProcesses(Mapping[str, ReplicaProcess]):
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """The tasks of launched processes; each is done when its process has ended for good."""
+        """Each is done when its process has ended for good."""
         return [task for process in self.values() if (task := process.task) is not None]
 
     async def close(self) -> None:
@@ -227,7 +217,7 @@ class ReplicaProcesses(Mapping[str, ReplicaProcess]):
         return self._has_forgotten_served or any(process.has_served for process in self.values())
 
     def failure_of_all(self) -> HeadraceError | None:
-        """The first failure if every process has failed; else None."""
+        """The first failure if every process has failed."""
         failures = [process.failure for process in self.values()]
         return failures[0] if failures and all(failures) else None
 

@@ -1,7 +1,5 @@
 """Runs a deployment: keeps gateway processes and one engine process per replica running, and takes them down in order.
 
-`fleet.reconciler` starts and ends engines by the configuration and the operator's commands (`fleet.control`).
-
 SIGTERM or SIGINT drains: first the gateways, which take no new work and let running streams finish, then the engines. After a second signal
 the gateways end their streams with an error, and then everything ends. When the supervisor itself is killed, its leashes break and the
 children leave by themselves.
@@ -36,16 +34,16 @@ from headrace.machine.stop_signals import StopSignals, first_of
 log = logging.getLogger(__name__)
 
 GATEWAY_GRACE_S = 5.0
-"""Seconds beyond the drain time for the gateways to close the remaining streams."""
+"""Beyond the drain time, for the gateways to close the remaining streams."""
 
 NOTICE_S = 1.0
-"""Seconds that gateways have to read their drain time. After that they are asked to drain in any case."""
+"""For gateways to read their drain time. After that they are asked to drain in any case."""
 
 CUT_GRACE_S = 3.0
-"""Seconds after a second signal for the gateways to end each stream with an error and exit."""
+"""After a second signal, for the gateways to end each stream with an error."""
 
 ENGINE_GRACE_S = 10.0
-"""Seconds for engines to exit after the gateways have left. No request runs then; engines free their weights."""
+"""For engines to exit after the gateways have left. No request runs then."""
 
 
 class FleetExit(IntEnum):
@@ -84,9 +82,8 @@ class Supervisor:
         on_ready: Callable[[FleetReady], None] | None = None,
     ) -> None:
         """
-        source    where the configuration can be read again; None: it cannot, and SIGHUP drains
+        source    None: the configuration cannot be read again, and SIGHUP drains
         requests  what the admin socket answers beside the commands for processes
-        audit     keeps the audit records of commands
         on_ready  called once, when every gateway has served, and every replica has served, cannot be started or is late
         """
         self._config = config.checked().with_site_key()
@@ -109,7 +106,7 @@ class Supervisor:
         return [] if self._reconciler is None else [process.keeper for process in self._reconciler.processes.values()]
 
     async def run(self) -> FleetExit:
-        """Run the deployment until it is drained. Raises ConfigError or FleetFailed if nothing can be served. Leaves no process behind."""
+        """Until the deployment is drained. Raises ConfigError or FleetFailed if nothing can be served. Leaves no process behind."""
         reload = asyncio.Event()
         self._admin = None if self._config.admin is None else self._config.admin.opened()
         with (
@@ -122,7 +119,7 @@ class Supervisor:
 
     @contextmanager
     def _address(self) -> Iterator[None]:
-        """Reserve the gateways' address while the block runs. Port 0 in the configuration is replaced by a free one."""
+        """Port 0 in the configuration is replaced by a free one."""
         with reserved_port(*self._config.gateway_address) as port:
             self._config = replace(self._config, gateway={**self._config.gateway, "port": port})
             yield
@@ -158,7 +155,6 @@ class Supervisor:
         return [make(f"gateway-{index}", (*command, "--worker", str(index))) for index in range(self._config.num_gateways)]
 
     async def _control(self, folder: Path, reconciler: Reconciler, stop: StopSignals, reload: asyncio.Event) -> None:
-        """Answer the operator, and call `on_ready` once. Never returns."""
         control = FleetControl(reconciler, self._source, partial(self._drain_all, reconciler, stop), self._audit)
         async with admin_socket(folder, control, self._requests, self._admin), reloading_when_asked(reload, control):
             for keeper in self.gateways:
@@ -175,7 +171,7 @@ class Supervisor:
         return FleetReady(self.gateways[0].facts, served, failed, [name for name in processes if name not in {*served, *failed}])
 
     async def _drain_all(self, reconciler: Reconciler, stop: StopSignals, within_s: float) -> None:
-        """End the deployment, with `within_s` seconds for running requests. The end begins after NOTICE_S at the latest, whatever hangs."""
+        """The end begins after NOTICE_S at the latest, whatever hangs."""
         asyncio.get_running_loop().call_later(within_s, stop.ask, f"{within_s:g} s are over")
         self._within_s = within_s
         reconciler.freeze()
@@ -184,7 +180,7 @@ class Supervisor:
             stop.ask(f"drained within {within_s:g} s")
 
     async def _drain(self, gateways: list[asyncio.Task[None]], reconciler: Reconciler, stop: StopSignals) -> FleetExit:
-        """End the gateways first, so that no stream loses its engine while it may still finish; then the engines."""
+        """The gateways first, so that no stream loses its engine while it may still finish."""
         reconciler.freeze()
         log.info("stopping %s, then %s", _named(self.gateways), counted(len(self.engines), "engine"))
         _stop(self.gateways)
@@ -209,7 +205,7 @@ def _stop(keepers: Iterable[ProcessKeeper]) -> None:
 
 
 async def _ended(tasks: Sequence[asyncio.Task[None]], stop: StopSignals, timeout_s: float) -> bool:
-    """Wait until all have ended. False when the time is over or a second signal came first."""
+    """False when the time is over or a second signal came first."""
     everything = asyncio.gather(*tasks, return_exceptions=True)
     await first_of(everything, stop.hard, timeout_s=timeout_s)
     return everything.done()
@@ -223,5 +219,4 @@ def run_fleet(
     audit: WriteAudit = not_kept,
     on_ready: Callable[[FleetReady], None] | None = None,
 ) -> FleetExit:
-    """Runs a deployment in the foreground until it is drained. Raises ConfigError or FleetFailed with the failing process's reason."""
     return asyncio.run(Supervisor(config, source=source, requests=requests, audit=audit, on_ready=on_ready).run())

@@ -1,7 +1,6 @@
 """Finds or fetches the local folder of a model by its name: bundled, already here, made for a GGUF file, or a hub id.
 
-Engines get local paths only. A hub's models come through huggingface_hub's cache. From a hub, nothing but weights in safetensors and text
-files is ever fetched: no pickles, no code.
+From a hub, nothing but weights in safetensors and text files is ever fetched: no pickles, no code.
 """
 
 from __future__ import annotations
@@ -21,14 +20,13 @@ NEVER_FETCHED = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.py", "*.gguf", "*.onnx")
 
 
 def resolve_model(name_or_path: str, *, experimental: bool = False, bundled: Path = FOLDER) -> Path:
-    """The local folder of a model. A hub id that is not in the cache is fetched; for a GGUF file a folder is made in the cache.
+    """The local folder of a model.
 
     A bundled name wins over a folder of the same name in the working directory: write ./name for the folder.
 
     experimental  allow what has not been run where Headrace is tested: fetching from a hub
 
-    Raises ConfigError if there is no such model, the name is invalid, or the hub cannot be reached; CheckpointError for a GGUF file that is
-    damaged or not supported.
+    Raises ConfigError; CheckpointError for a GGUF file that is damaged or not supported.
     """
     if not name_or_path or "\0" in name_or_path:
         raise ConfigError("model", f"{name_or_path!r} is not a name or a path")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """One request: the prompt's token ids, and the number of output tokens to ask for."""
+    """output_tokens: to ask for"""
 
     prompt_ids: tuple[int, ...]
     output_tokens: int
@@ -22,11 +22,10 @@ class LoadRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadShape:
-    """Lengths of a data set.
-
+    """
     input_tokens, output_tokens  mean lengths, prefix included
-    spread                       0..1: each length is drawn evenly from mean * (1 - spread) .. mean * (1 + spread), as vLLM's range ratio
-    prefix_tokens, num_prefixes  prefix_tokens > 0: each prompt begins with one of num_prefixes fixed runs (shared system prompts)
+    spread                       each length is drawn evenly from mean * (1 - spread) .. mean * (1 + spread), as vLLM's range ratio
+    prefix_tokens, num_prefixes  each prompt begins with one of num_prefixes fixed runs (shared system prompts)
     """
 
     input_tokens: int
@@ -38,7 +37,7 @@ class WorkloadShape:
     high_id: int = 2000
 
     def checked(self) -> WorkloadShape:
-        """This value if its rules hold. Raises ValueError."""
+        """Raises ValueError."""
         if min(self.input_tokens, self.output_tokens, self.num_prefixes) < 1 or not 0.0 <= self.spread <= 1.0:
             raise ValueError(f"lengths and num_prefixes must be positive and spread within 0..1: {self}")
         if not 0 <= self.low_id < self.high_id:
@@ -49,12 +48,11 @@ class WorkloadShape:
 
 
 def make_requests(num_requests: int, shape: WorkloadShape, *, seed: int = 0) -> list[LoadRequest]:
-    """Random prompts of `shape`. The same seed gives the same prompts."""
     return list(itertools.islice(draw_requests(shape, seed=seed), num_requests))
 
 
 def draw_requests(shape: WorkloadShape, *, seed: int = 0) -> Iterator[LoadRequest]:
-    """The requests of `make_requests` one by one, endlessly."""
+    """Endlessly."""
     shape.checked()
     draw = random.Random(seed)
 
@@ -73,10 +71,13 @@ def draw_requests(shape: WorkloadShape, *, seed: int = 0) -> Iterator[LoadReques
 def send_times(num_requests: int, *, rate: float, burstiness: float = 1.0, seed: int = 0) -> list[float]:
     """Seconds after the start at which each request is to be sent, ascending; the first is 0.
 
-    rate  requests per second; infinity sends all at once. As in vLLM the gaps are rescaled so that the last request is due at
-          (num_requests - 1) / rate: two seeds offer the same load.
+    Inter-arrival times are gamma, as in `vllm bench serve`.
 
-    Raises: ValueError for a rate or burstiness that is not positive.
+    rate        requests per second; infinity sends all at once. As in vLLM the gaps are rescaled so that the last request is due at
+                (num_requests - 1) / rate: two seeds offer the same load
+    burstiness  the gamma shape: at 1 arrivals are Poisson, below 1 they come in bursts
+
+    Raises ValueError for a rate or burstiness that is not positive.
     """
     if not rate > 0 or not burstiness > 0 or math.isinf(burstiness):
         raise ValueError(f"rate and burstiness must be positive, got {rate} and {burstiness}")

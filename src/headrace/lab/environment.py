@@ -18,16 +18,13 @@ from headrace.core.errors import HeadraceError
 from headrace.machine.cpus import num_allowed_cpus
 
 PACKAGES = ("headrace", "torch", "numpy", "numba", "aiohttp")
-"""Packages whose versions are recorded."""
 BANDWIDTH_TIMEOUT_S = 120.0
-"""A measurement of the read bandwidth that takes longer than this many seconds counts as failed."""
+"""A slower measurement counts as failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """The environment of one run.
-
-    commit        of the checkout the code runs from, with "+" when tracked files are changed; None outside a checkout
+    """commit        with "+" when tracked files are changed; None outside a checkout
     load_average  over 1, 5 and 15 minutes
     command       the command line, without API keys
     """
@@ -56,7 +53,7 @@ def environment() -> Environment:
 
 
 def _program() -> tuple[str, ...]:
-    """The program in the command line: "python -m MODULE" if it was started so, else its file's name."""
+    """ "python -m MODULE" if it was started so, else its file's name."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     if spec is None:
         return (Path(sys.argv[0]).name,)
@@ -64,7 +61,7 @@ def _program() -> tuple[str, ...]:
 
 
 def commit_of(folder: Path) -> str | None:
-    """The commit checked out around `folder`, with "+" appended if tracked files differ from it, benchmark results excepted."""
+    """With "+" appended if tracked files differ from it, benchmark results excepted."""
     commit = _git(folder, "rev-parse", "--short=12", "HEAD")
     if commit is None:
         return None
@@ -81,7 +78,6 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def bandwidth_script() -> Path | None:
-    """bench/bandwidth.py of the checkout the code runs from; None in an installed package."""
     script = Path(__file__).resolve().parents[3] / "bench" / "bandwidth.py"
     return script if script.is_file() else None
 
@@ -92,19 +88,19 @@ class BandwidthUnknown(HeadraceError):
 
 @dataclass(frozen=True, slots=True)
 class ReadBandwidth:
-    """bytes_per_s: of all threads together, with the fastest way to read that was tried; pattern: name of that way"""
+    """All threads together, with the fastest way to read that was tried. pattern: name of that way"""
 
     bytes_per_s: float
     pattern: str
 
 
 def bandwidth_facts(found: ReadBandwidth | None) -> dict[str, object]:
-    """A bandwidth in the form in which result files have it; both values are null if it is not known."""
+    """As result files have it; null if not known."""
     return {"read_bandwidth_bytes_per_s": found and found.bytes_per_s, "read_bandwidth_pattern": found and found.pattern}
 
 
 def read_bandwidth(script: Path | None) -> ReadBandwidth:
-    """Run `script` (see `bandwidth_script`) and return the bandwidth that it measures. Raises BandwidthUnknown."""
+    """Raises BandwidthUnknown. script: see `bandwidth_script`"""
     if script is None:
         raise BandwidthUnknown("an installed package has no bench/bandwidth.py; run from a checkout")
     command = [sys.executable, str(script), "--json"]
@@ -124,7 +120,6 @@ def read_bandwidth(script: Path | None) -> ReadBandwidth:
 
 
 def measure_bandwidth(script: Path | None) -> ReadBandwidth | None:
-    """Measure the read bandwidth; None if that is not possible."""
     try:
         return read_bandwidth(script)
     except BandwidthUnknown:
@@ -147,7 +142,6 @@ def _version(name: str) -> str | None:
 
 
 def _without_secrets(arguments: list[str]) -> list[str]:
-    """The command line without API keys, written as `--api-key KEY` or `--api-key=KEY`."""
     shown = []
     hide = False
     for word in arguments:

@@ -1,7 +1,6 @@
 """Runs an engine process on the real wire with a FakeRunner in place of the model: `python -m headrace.lab.fake_engine --config FILE`.
 
-The file is an engine's (see `engine.server.config`) plus a section "fake" with FakeOptions. It is for tests and load measurements of
-gateway and fleet; no `headrace` command starts it.
+The file is an engine's plus a section "fake" with FakeOptions. For tests and load measurements; no `headrace` command starts it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from headrace.wire.leash import Leash
 
 
 def load_fake_config(path: str | Path) -> tuple[ProcessConfig, EngineConfig, FakeOptions]:
-    """The configuration in a JSON file. Raises ConfigError naming the file or the key."""
+    """Raises ConfigError naming the file or the key."""
     data = read_json_object(path)
     options = decode(FakeOptions, section(data, "fake") if "fake" in data else {}, "fake")
     engine = decode(EngineConfig, section(data, "engine"), "engine").checked()

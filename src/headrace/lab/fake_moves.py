@@ -1,7 +1,6 @@
 """Emulates the memory of a fake runner: blocks and host slots hold token ids in place of keys and values, and moves take several steps.
 
-It detects a block that is read before its move is done, and a source that is overwritten before. The target holds ARRIVING until the move
-is done. The source must then be what it was when the move began.
+It detects a block that is read before its move is done, and a source that is overwritten before.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from dataclasses import dataclass
 from headrace.core.plan import MoveKind, Plan, int_column
 
 EMPTY, ARRIVING = -1, -2
-"""Ids that no token has. EMPTY fills memory that was never written, ARRIVING a block or slot that a move is still to write."""
+"""Ids that no token has: memory never written, and a block or slot that a move is still to write."""
 
 
 class PagedIds:
-    """Token ids in blocks, for every KV group. Blocks are found through the block tables that plans write."""
+    """Token ids in blocks, for every KV group, found through the block tables that plans write."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -27,7 +26,6 @@ class PagedIds:
         self._groups: set[int] = {0}
 
     def apply(self, plan: Plan) -> None:
-        """Forget the tables of slots that ended or begin anew, and write the plan's table entries."""
         gone = {*plan.ended, *(started.slot for started in plan.started)}
         for key in [key for key in self._tables if key[1] in gone]:
             del self._tables[key]
@@ -52,13 +50,13 @@ class PagedIds:
                 assert held == known, f"slot {slot}, group {group}, block {table[index]} at {index}: holds {held}, not {known}"
 
     def block(self, group: int, block: int) -> array[int]:
-        """The block itself, not a copy."""
+        """Not a copy."""
         return self._blocks.setdefault((group, block), array("i", [EMPTY] * self._block_size))
 
 
 @dataclass(slots=True)
 class _Move:
-    """One move in flight. steps: steps left until it is made; before: the source's contents when it began"""
+    """steps: left until it is made; before: the source's contents when it began"""
 
     kind: MoveKind
     source: array[int]
@@ -68,9 +66,9 @@ class _Move:
 
 
 class Moves:
-    """Executes a fake runner's moves. A copy is done at once, a move to or from a host slot some steps later.
+    """A copy is done at once, a move to or from a host slot some steps later.
 
-    num_slots  host slots; 0: no host memory, so that moves to and from it are refused
+    num_slots  host slots; 0: moves to and from them are refused
     steps      (least, most) steps that a move takes, drawn for each
     """
 
@@ -84,7 +82,7 @@ class Moves:
         """Ids of moves that are done and not reported yet."""
 
     def apply(self, plan: Plan) -> None:
-        """Do the plan's copies and begin its other moves. Raises ValueError naming the kind of a move for which memory is missing."""
+        """Raises ValueError naming the kind of a move for which memory is missing."""
         moves = zip(plan.move_kinds, plan.move_ids, plan.move_groups, plan.move_sources, plan.move_targets, strict=True)
         for kind, move_id, group, source, target in moves:
             if kind == MoveKind.COPY:
@@ -103,7 +101,7 @@ class Moves:
         written[:] = array("i", [ARRIVING] * len(written))
 
     def advance(self) -> None:
-        """Count one step, and make the moves that are due. Raises AssertionError if a source or target was overwritten meanwhile."""
+        """Make the moves that are due. Raises AssertionError if a source or target was overwritten meanwhile."""
         for move_id, move in list(self._in_flight.items()):
             if move.steps:
                 move.steps -= 1
@@ -115,6 +113,5 @@ class Moves:
             self._done.append(move_id)
 
     def take_done(self) -> array[int]:
-        """Ids of the moves made since the last call."""
         done, self._done = self._done, int_column()
         return done

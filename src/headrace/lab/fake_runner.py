@@ -1,11 +1,10 @@
 """Executes plans without tensors: the scheduler and loop above are real, the tokens are deterministic, and the pace is chosen.
 
-What it computes is `fake_token`, a pure function of the sequence's seed, its index, the position and the token before it; so a test can
-write down the whole answer (`fake_answer`), and a preempted, resumed or re-planned sequence must give the same one. With `verify` it also
-keeps a paged memory of token ids: every row is read back through its block table and compared, which catches a wrong slot, table or move.
+`fake_token` is a pure function of the sequence's seed, its index, the position and the token before it; so a test can write down the whole
+answer (`fake_answer`), and a preempted, resumed or re-planned sequence must give the same one. With `verify` every row is read back through
+its block table and compared, which catches a wrong slot, table or move.
 
-It is not a model: temperature and penalties change nothing, logprobs are made up (descending, the chosen token first), and a row with a
-grammar is refused.
+It is not a model: temperature and penalties change nothing, logprobs are made up, and a row with a grammar is refused.
 """
 
 from __future__ import annotations
@@ -32,26 +31,26 @@ from headrace.lab.fake_moves import Moves, PagedIds
 MASK = 2**64 - 1
 
 Wait = Callable[[float], object]
-"""A function that waits for the given number of seconds."""
+"""Waits for the given number of seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeOptions:
     """The fake model and its faults.
 
-    vocab_size        ids 0..vocab_size - 2 are produced; the last id is the end token
+    vocab_size        the last id is the end token
     produced          first and last of the ids to produce instead
-    eos_after         number of outputs after which the end token comes; None: never, answers end at max_tokens
+    eos_after         outputs after which the end token comes; None: never
     step_seconds, token_seconds   a step takes step_seconds + token_seconds * its tokens
-    stall_after_steps, stall_seconds   step number stall_after_steps takes stall_seconds: a runner that hangs
+    stall_after_steps, stall_seconds   step number stall_after_steps takes stall_seconds
     die_after_steps   number of the step that raises EngineFatal
-    refuse            the reason with which loading fails, as with a broken checkpoint
+    refuse            the reason with which loading fails
     verify            whether to keep the paged memory and check it
-    host_slots        blocks of host memory; 0: moves to and from it are refused. Needs `verify`
-    move_steps        (least, most) steps that such a move takes, drawn for each from move_seed
+    host_slots        blocks of host memory. Needs `verify`
+    move_steps        (least, most) steps that a move to or from it takes, drawn for each from move_seed
     digests, numerics of the hello, as a real model folder would have them
     has_kv            False: a model that keeps no KV, as encoders do
-    max_drafts        most tokens drafted to follow a row. Their number, and which of them are wrong, is drawn from seed and position
+    max_drafts        most tokens drafted to follow a row. Their number, and which are wrong, is drawn from seed and position
     withhold_every    N: about 1 of N sampling rows gives no token at its first try; 0: every row gives one
     """
 
@@ -82,13 +81,11 @@ class FakeOptions:
         return self.vocab_size - 1
 
     def token(self, seed: int, index: int, position: int, previous: int) -> int:
-        """The token at `position` of a sequence whose token before it is `previous`."""
         first, last = self.produced or (0, self.vocab_size - 2)
         return first + fake_token(seed, index, position, previous, last - first + 2)
 
 
 def fake_info(options: FakeOptions) -> ModelInfo:
-    """The model's facts as a replica with this fake model reports them."""
     return ModelInfo(
         architecture="FakeForCausalLM",
         vocab_size=options.vocab_size,
@@ -114,10 +111,7 @@ def fake_engine(
     clock: Clock = time.monotonic,
     wait: Wait | None = None,
 ) -> Engine:
-    """The real scheduler and loop over a FakeRunner, on real time, or on a clock that `wait` advances.
-
-    Raises CheckpointError if the options say that loading fails.
-    """
+    """The real scheduler and loop over a FakeRunner. Raises CheckpointError if the options say that loading fails."""
     options = options or FakeOptions()
     if options.refuse is not None:
         raise CheckpointError("fake", options.refuse)
@@ -127,7 +121,7 @@ def fake_engine(
 
 
 def fake_token(seed: int, index: int, position: int, previous: int, vocab_size: int) -> int:
-    """The token at `position` of a sequence whose token before it is `previous`: splitmix64 over the arguments. Never the end token."""
+    """splitmix64 over the arguments. Never the end token."""
     state = (seed * 0x9E3779B97F4A7C15 + index * 0xBF58476D1CE4E5B9 + position * 0x94D049BB133111EB + previous + 1) & MASK
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
@@ -135,7 +129,7 @@ def fake_token(seed: int, index: int, position: int, previous: int, vocab_size: 
 
 
 def fake_answer(request: EngineRequest, index: int, num_tokens: int, options: FakeOptions) -> list[int]:
-    """The expected answer: the first `num_tokens` outputs of one sequence, including the end token if it comes."""
+    """The first `num_tokens` outputs of one sequence, including the end token if it comes."""
     seed = request.params.seed or 0
     tokens = list(request.prompt_ids)
     while len(tokens) < len(request.prompt_ids) + num_tokens:
@@ -147,8 +141,6 @@ def fake_answer(request: EngineRequest, index: int, num_tokens: int, options: Fa
 
 @dataclass(slots=True)
 class _Slot:
-    """The state of one slot: its sequence, and every id that is known of it."""
-
     started: Started
     ids: array[int]
     withheld: int | None = None
@@ -160,7 +152,7 @@ class _Slot:
 
 
 class FakeRunner:
-    """Implements `engine.steps.Runner`. Steps follow one another in submission order, as on a device."""
+    """Steps follow one another in submission order, as on a device."""
 
     def __init__(self, options: FakeOptions, *, clock: Clock = time.monotonic, wait: Wait | None = None) -> None:
         """clock, wait: real time by default; else a virtual clock and a function that advances it. `close` ends a real wait"""
@@ -178,7 +170,7 @@ class FakeRunner:
         self._wait: Wait = wait or self._closed.wait
 
     def submit(self, plan: Plan) -> FakeTicket:
-        """Compute at once; the ticket gives the result when the step's time is over. Raises EngineFatal at `die_after_steps`."""
+        """Compute at once; the ticket gives the result when the step's time is over. Raises EngineFatal."""
         if plan.num_rows:
             self.num_steps += 1
         if self.options.die_after_steps is not None and self.num_steps >= self.options.die_after_steps:
@@ -188,7 +180,6 @@ class FakeRunner:
         return FakeTicket(result, self._free_at, self._clock, self._wait)
 
     def close(self) -> None:
-        """End every real wait for a step."""
         self._closed.set()
 
     def _duration(self, plan: Plan) -> float:
@@ -243,7 +234,6 @@ class FakeRunner:
         return slot.withheld is not None and num_needed > len(slot.ids) == slot.withheld
 
     def _apply(self, plan: Plan) -> None:
-        """Change the slots, the tables and the memory, in the order of `core.plan`."""
         for slot_id in plan.ended:
             self._slots.pop(slot_id, None)
         for started in plan.started:
@@ -253,10 +243,7 @@ class FakeRunner:
         self._moves.apply(plan)
 
     def _read_and_write(self, slot_id: int, slot: _Slot, start: int, count: int, drafts: list[int]) -> None:
-        """Write the row's ids to memory and check all of its sequence there.
-
-        Drafts are written at the row's last positions, and replace ids that an undone step left there.
-        """
+        """Drafts are written at the row's last positions, and replace ids that an undone step left there."""
         known = start + count - len(drafts)
         if known > len(slot.ids):
             raise AssertionError(f"slot {slot_id}: asked for positions up to {known}, knows {len(slot.ids)} ids")
@@ -268,10 +255,7 @@ class FakeRunner:
             self._memory.check(slot_id, slot.ids[: start + count])
 
     def _sample(self, slot: _Slot, position: int, drafts: list[int]) -> list[int]:
-        """Sample and record ids from `position` on: one, and one more after each draft that equals the id sampled at its position.
-
-        Ids that an undone step sampled there are replaced.
-        """
+        """One id, and one more after each draft that equals the id sampled at its position. Ids of an undone step are replaced."""
         del slot.ids[position:]
         if self._is_withheld(slot, position):
             return []
@@ -290,14 +274,13 @@ class FakeRunner:
         return True
 
     def _token(self, slot: _Slot, position: int) -> int:
-        """The token at `position`, which follows from the ids before it."""
         started = slot.started
         if self.options.eos_after is not None and position - started.num_prompt_tokens >= self.options.eos_after:
             return self.options.eos_token_id
         return self.options.token(slot.seed, started.index, position, slot.ids[position - 1])
 
     def _draft(self, slot: _Slot) -> list[int]:
-        """Ids drafted to follow the sequence. Their number, and which of them are wrong, is drawn from seed and position."""
+        """Their number, and which of them are wrong, is drawn from seed and position."""
         known = len(slot.ids)
         count = fake_token(slot.seed, slot.started.index, known, 2, self.options.max_drafts + 2) if self.options.max_drafts else 0
         for place in range(count):
@@ -309,7 +292,7 @@ class FakeRunner:
         return drafts
 
     def _add_prompt_logprobs(self, slot: _Slot, start: int, count: int, logprobs: LogprobColumns) -> int:
-        """Add the log-probabilities of the prompt tokens that follow the computed positions. Returns their number."""
+        """Add those of the prompt tokens that follow the computed positions. Returns their number."""
         last = min(start + count, slot.started.num_prompt_tokens - 1)
         wanted = slot.started.params.prompt_logprobs
         positions = range(start + 1, last + 1)
@@ -318,7 +301,7 @@ class FakeRunner:
         return len(positions)
 
     def _logprobs(self, token_id: int, num_top: int | None) -> TokenLogprobs | None:
-        """Made-up log-probabilities: the chosen token is the most probable, and its neighbouring ids follow."""
+        """Made up: the chosen token is the most probable, and its neighbouring ids follow."""
         if num_top is None:
             return None
         top_ids = tuple((token_id + i) % self.options.vocab_size for i in range(num_top))
@@ -326,7 +309,7 @@ class FakeRunner:
 
 
 class FakeTicket:
-    """A step that ends at `ready_at`, in seconds of `clock`. A real wait ends early if the runner is closed."""
+    """Ends at `ready_at`, in seconds of `clock`; a real wait earlier if the runner is closed."""
 
     def __init__(self, result: Result, ready_at: float, clock: Clock, wait: Wait) -> None:
         self._result, self._ready_at = result, ready_at

@@ -1,7 +1,6 @@
 """Sends requests to any OpenAI-compatible server at scheduled times, whatever the server does: an open-loop load generator.
 
-It stamps every chunk that carries text, with one monotonic clock. What the records mean is said in `lab.metrics`; schedules come from
-`lab.datasets`, prompts from `lab.datasets`. A slow server does not slow the schedule down; a late client reports its lag.
+It stamps every chunk that carries text, with one monotonic clock (`lab.metrics`). A late client reports its lag.
 """
 
 from __future__ import annotations
@@ -22,28 +21,25 @@ from headrace.lab.datasets import LoadRequest
 from headrace.lab.metrics import LoadRecord
 
 READ_BUFFER_BYTES = 1 << 20
-"""Read buffer of one connection. aiohttp refuses a line of more than twice this, and the request counts as a broken stream."""
+"""aiohttp refuses a line of more than twice this, and the request counts as a broken stream."""
 MAX_DETAIL_CHARS = 300
-"""A failure's detail is cut to this many characters."""
 SPIN_S = 0.002
-"""A sender wakes this many seconds early and then yields until its send time: an event loop's timers are about a millisecond late."""
+"""A sender wakes this many seconds early and then yields: an event loop's timers are about a millisecond late."""
 
 
 WHOLE_ANSWERS: dict[str, float | int | bool] = {"temperature": 0, "ignore_eos": True, "skip_special_tokens": False}
-"""Sampling fields with which answers have all tokens asked for, and a text for each, control tokens included. After its end token, a model
-may write only control tokens for a while: without their text, the first chunk would come tens of tokens late."""
+"""Answers then have all tokens asked for, and a text for each, control tokens included: after its end token, a model may write only these
+for a while, and without their text the first chunk would come tens of tokens late.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTarget:
-    """The server to load, and the request fields that are the same for all requests.
-
+    """
     url              server's root, e.g. http://127.0.0.1:8000
-    model            the `model` field
-    api_key          sent as a bearer token when given
     timeout_s        a request without its end by then has failed
-    max_concurrency  most requests in flight; None: no limit, which is a true open loop. Waiting for a place is latency (it counts from
-                     the intended time) and not the client's lag
+    max_concurrency  requests in flight; None: no limit, a true open loop. Waiting for a place is latency (it counts from the intended
+                     time) and not the client's lag
     sampling         further fields of the body
     """
 
@@ -56,7 +52,7 @@ class LoadTarget:
 
 
 class ConcurrencyLimit:
-    """Lets at most `count` requests be in flight, in the order of their `acquire`. None: no limit."""
+    """At most `count` requests in flight, in the order of their `acquire`. None: no limit."""
 
     def __init__(self, count: int | None, *, clock: Clock = time.monotonic) -> None:
         self._clock = clock
@@ -64,7 +60,7 @@ class ConcurrencyLimit:
         self._freed_s: deque[float] = deque()
 
     async def acquire(self) -> float:
-        """Wait for a place. Returns when the place became free, which is before this task resumes; -inf for a place never used."""
+        """Returns when the place became free, which is before this task resumes; -inf for a place never used."""
         if self._places is not None:
             await self._places.acquire()
         return self._freed_s.popleft() if self._freed_s else -math.inf
@@ -77,8 +73,6 @@ class ConcurrencyLimit:
 
 @dataclass(frozen=True, slots=True)
 class SendTimes:
-    """When a request was to be sent; the fields are those of `LoadRecord`."""
-
     intended_s: float
     sendable_s: float
     due_s: float
@@ -86,8 +80,6 @@ class SendTimes:
 
 @dataclass(slots=True)
 class _Trace:
-    """The progress of one request."""
-
     clock: Clock
     sent_s: float | None = None
     chunk_s: list[float] = field(default_factory=list)
@@ -105,7 +97,7 @@ async def run_load(
     on_end: Callable[[LoadRecord], None] = lambda record: None,
     clock: Clock = time.monotonic,
 ) -> list[LoadRecord]:
-    """Send each request at its time and wait for all. Returns records in the order of `requests`; failures are records too.
+    """Send each request at its time. Returns records in the order of `requests`; failures are records too.
 
     clock  for the records' times; it must run at the same speed as that of the event loop
     """
@@ -179,7 +171,7 @@ async def _measure(session: aiohttp.ClientSession, target: LoadTarget, request: 
 
 
 async def _stream(session: aiohttp.ClientSession, target: LoadTarget, request: LoadRequest, trace: _Trace) -> str | None:
-    """Run one streamed completion into `trace`. Returns the kind of failure; None if the answer arrived whole."""
+    """Returns the kind of failure; None if the answer arrived whole."""
     body = {
         "model": target.model,
         "prompt": list(request.prompt_ids),
@@ -204,7 +196,7 @@ async def _stream(session: aiohttp.ClientSession, target: LoadTarget, request: L
 
 
 def _add_chunk(chunk: object, trace: _Trace) -> str | None:
-    """Add a decoded chunk to the trace. Returns the kind of error if the chunk is one. Raises ValueError for anything else."""
+    """Returns the kind of error if the chunk is one. Raises ValueError for anything else."""
     if not isinstance(chunk, dict):
         raise ValueError(f"a chunk is {type(chunk).__name__}, not an object")
     if "error" in chunk:
@@ -224,12 +216,12 @@ def _add_chunk(chunk: object, trace: _Trace) -> str | None:
 
 
 def _seconds(text: str) -> float | None:
-    """The seconds in a Retry-After header; None for a date, or without the header."""
+    """A Retry-After header's seconds; None for a date, or without the header."""
     return float(text) if text.isdecimal() else None
 
 
 def _reason(body: str, trace: _Trace) -> str:
-    """A short name of an OpenAI error body, by which failures are counted. The error's message goes into the trace."""
+    """A short name of an OpenAI error body, by which failures are counted."""
     trace.detail = body.strip()
     try:
         error = json.loads(body)["error"]
@@ -240,7 +232,7 @@ def _reason(body: str, trace: _Trace) -> str:
 
 
 async def events(stream: aiohttp.StreamReader) -> AsyncIterator[str]:
-    """The `data:` payloads of a server-sent event stream. Comments (keep-alives) and other fields are skipped."""
+    """The `data:` payloads of a server-sent event stream."""
     async for line in stream:
         text = line.decode("utf-8").rstrip("\r\n")
         if text.startswith("data:"):

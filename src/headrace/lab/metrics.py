@@ -1,4 +1,4 @@
-"""Computes the report of a load test from the client's records. Pure: no clock, no socket, no randomness.
+"""Computes the report of a load test from the client's records.
 
 The formulas are those of `vllm bench serve`, with two differences that make them stricter:
   - every latency starts at the *intended* send time, so a client that falls behind cannot hide a slow server (coordinated omission);
@@ -10,7 +10,7 @@ The formulas are those of `vllm bench serve`, with two differences that make the
     ITL   = every gap between two chunks, pooled over all requests; a request that failed adds one infinite gap
     stall = the longest gap inside one request
 
-Where a server puts several tokens into one chunk, ITL hides it and TPOT does not. Read `lab.loadgen` for where records come from.
+Where a server puts several tokens into one chunk, ITL hides it and TPOT does not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.999)
 Z_95 = 1.959964
 """Standard deviations around the mean of a normal distribution that hold 95 % of it."""
 MAX_CLIENT_LAG_S = 1e-3
-"""Seconds from which on the p99 of the client's own lag makes a load test void."""
+"""From here on the p99 of the client's own lag makes a load test void."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +39,9 @@ class LoadRecord:
     chunk_s        arrival of each chunk that carried text, ascending
     end_s          when the stream ended or the client gave up
     output_tokens  as the server's usage says, else the number of chunks
-    status         HTTP status; None when no answer came
+    status         None when no answer came
     error          the kind of failure, for counting; None when the answer arrived whole
-    detail         the message of the server or the system about the failure
-    retry_after_s  when the server asked for a refused request to be sent again; None: it did not say
+    retry_after_s  as the server asked
     """
 
     intended_s: float
@@ -65,7 +64,7 @@ class LoadRecord:
 
     @property
     def was_refused(self) -> bool:
-        """Whether the server refused the request before any work: overload, or no replica."""
+        """Before any work: overload, or no replica."""
         return self.status in (429, 503)
 
     @property
@@ -75,7 +74,7 @@ class LoadRecord:
 
     @property
     def send_delay_s(self) -> float | None:
-        """`client_lag_s` plus the wait for its turn in a burst, which the latencies include; None if the request was never sent."""
+        """`client_lag_s` plus the wait for its turn in a burst, which the latencies include."""
         return None if self.sent_s is None else self.sent_s - _first_known(self.sendable_s, self.intended_s)
 
     @property
@@ -88,7 +87,7 @@ class LoadRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """(end to end - TTFT) / (output tokens - 1) in seconds. None for at most one token, infinite for a failed request."""
+        """None for at most one token, infinite for a failed request."""
         if not self.is_finished:
             return math.inf
         return (self.e2el_s - self.ttft_s) / (self.output_tokens - 1) if self.output_tokens > 1 else None
@@ -109,14 +108,14 @@ def _first_known(*values: float | None) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Latency limits in seconds; None = no limit."""
+    """Seconds; None = no limit."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
     e2el_s: float | None = None
 
     def is_met_by(self, record: LoadRecord) -> bool:
-        """Whether the request meets all limits. A failed request meets none; one of a single token has TPOT 0."""
+        """A failed request meets none; one of a single token has TPOT 0."""
         pairs = ((self.ttft_s, record.ttft_s), (self.tpot_s, record.tpot_s or 0.0), (self.e2el_s, record.e2el_s))
         return record.is_finished and all(limit is None or value <= limit for limit, value in pairs)
 
@@ -149,7 +148,7 @@ def percentile(ordered: Sequence[float], quantile: float) -> float:
 
 
 def percentile_interval(ordered: Sequence[float], quantile: float) -> tuple[float, float]:
-    """95 % confidence interval of a quantile from order statistics (binomial ranks, normal approximation); no distribution assumed."""
+    """95 % confidence interval from order statistics (binomial ranks, normal approximation); no distribution assumed."""
     if not ordered:
         return math.nan, math.nan
     count = len(ordered)
@@ -160,7 +159,7 @@ def percentile_interval(ordered: Sequence[float], quantile: float) -> tuple[floa
 
 
 def needed_samples(quantile: float) -> int:
-    """The least number of samples of which one is expected above the quantile: 1000 for P99.9."""
+    """The least number of which one is expected above the quantile: 1000 for P99.9."""
     return round(1 / (1 - quantile))
 
 
@@ -169,11 +168,11 @@ NEEDED_SAMPLES = {f"p{quantile * 100:g}": needed_samples(quantile) for quantile 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Count, mean and quantiles of one measure, in the unit of its samples. Those that failed requests decide are infinite.
+    """One measure in the unit of its samples. What failed requests decide is infinite.
 
     failed     samples of failed requests
-    quantiles  name -> value, interpolated between ranks however few samples there are; reports use `known` instead
-    intervals  name -> 95 % confidence interval of that quantile
+    quantiles  name -> value, interpolated however few samples there are; reports use `known` instead
+    intervals  name -> 95 % confidence interval
     """
 
     count: int
@@ -184,7 +183,7 @@ class Distribution:
     intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def known(self, name: str) -> float | None:
-        """The quantile; None if there are fewer samples than NEEDED_SAMPLES, which cannot show it."""
+        """None if there are fewer samples than NEEDED_SAMPLES."""
         return self.quantiles[name] if self.count >= NEEDED_SAMPLES[name] else None
 
 
@@ -203,13 +202,13 @@ def distribution(samples: Iterable[float]) -> Distribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """One load test. Rates are per second of `duration_s`: first intended send to last end.
+    """Rates are per second of `duration_s`: first intended send to last end.
 
     offered, admitted, finished  requests intended / not refused with 429 or 503 / answered whole
-    goodput                      requests per second that met the SLO; None without one
-    client_lag_s                 the client's own delay from `due_s` on: without waits for a place, or for a turn in a burst
+    goodput                      requests per second that met the SLO
+    client_lag_s                 the client's own delay: without waits for a place, or for a turn in a burst
     burst_send_s                 the client's time to send the requests of a burst, which the latencies include; 0 without a burst
-    first_error                  kind and message of the first failure by intended time; empty without one
+    first_error                  of the first failure by intended time
     """
 
     duration_s: float
@@ -236,12 +235,12 @@ class LoadReport:
 
     @property
     def is_valid(self) -> bool:
-        """Whether the run says something about the server. False if the client itself was late (MAX_CLIENT_LAG_S) or sent nothing."""
+        """False if the client itself was late (MAX_CLIENT_LAG_S) or sent nothing."""
         return self.client_lag_s.quantiles["p99"] < MAX_CLIENT_LAG_S  # nan, when nothing was sent, is not less
 
 
 def summarize(records: Sequence[LoadRecord], slo: Slo | None = None) -> LoadReport:
-    """The report over all records. Raises ValueError without a record."""
+    """Raises ValueError without a record."""
     if not records:
         raise ValueError("no request was made")
     finished = [record for record in records if record.is_finished]
@@ -284,14 +283,14 @@ def _first_error(records: Sequence[LoadRecord]) -> str:
 
 
 def burst_send_s(records: Sequence[LoadRecord]) -> float:
-    """The longest delay in seconds by which the client held back a request of a burst: of several requests intended for one time."""
+    """The longest delay by which the client held back a request of a burst: several requests intended for one time."""
     sizes = Counter(record.intended_s for record in records)
     delays = (record.send_delay_s for record in records if sizes[record.intended_s] > 1)
     return max((delay for delay in delays if delay is not None), default=0.0)
 
 
 def peak_concurrency(records: Iterable[LoadRecord]) -> int:
-    """The most requests in flight at once. A request that begins when another ends does not overlap it."""
+    """A request that begins when another ends does not overlap it."""
     events = [event for r in records if r.sent_s is not None for event in ((r.sent_s, 1), (r.end_s, -1))]
     running = peak = 0
     for _, change in sorted(events):

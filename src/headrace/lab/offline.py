@@ -1,7 +1,6 @@
 """Measures one engine without HTTP: submits requests at their times, turns the engine's loop, and stamps every token.
 
-It uses the engine's interface only (`engine.loop`), so it runs on a real model and on the fake runner, in any configuration. The times
-include planning, computing, sampling and committing; they exclude tokenizing, text and sockets.
+The times include planning, computing, sampling and committing; they exclude tokenizing, text and sockets.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class _Trace:
 
 
 class Collector:
-    """The outbox to build the engine with. Stamps each update with its time of arrival."""
+    """The outbox to build the engine with."""
 
     def __init__(self, clock: Clock = time.perf_counter, wait: Callable[[float], object] = time.sleep) -> None:
         """wait: called with seconds, returns when they have passed on `clock`"""
@@ -83,11 +82,10 @@ class Collector:
 
 @dataclass(frozen=True, slots=True)
 class OfflineRun:
-    """One run. Records are in the order of the requests, times on the collector's clock.
+    """Records are in the order of the requests, times on the collector's clock.
 
-    step_s        duration of each step in seconds
-    peak_running  the most sequences that held KV blocks at once
-    preemptions   number of preemptions during the run
+    step_s        of each step
+    peak_running  most sequences that held KV blocks at once
     """
 
     records: tuple[LoadRecord, ...]
@@ -157,7 +155,7 @@ def _engine_request(number: int, request: LoadRequest) -> EngineRequest:
 
 
 def decode_bytes(info: ModelInfo, run: OfflineRun, *, steps: int) -> int:
-    """The least bytes that `steps` decode steps had to read: all weights each time, and the KV of each decoded token's context.
+    """The least bytes that decode steps had to read: all weights each time, and the KV of each decoded token's context.
 
     Reads of prefill rows are left out, so a share of bandwidth computed from this is a lower bound.
     """
@@ -185,7 +183,7 @@ class DecodeSpeed:
 
 
 def decode_speed(info: ModelInfo, run: OfflineRun, bandwidth: float | None) -> DecodeSpeed | None:
-    """The decode speed of a run. bandwidth: bytes per second. None when the sequences never decode together for at least two steps."""
+    """bandwidth: bytes per second. None when the sequences never decode together for at least two steps."""
     streams = [record for record in run.records if record.is_finished]
     begin_s = max((record.chunk_s[0] for record in streams if record.chunk_s), default=0.0)
     end_s = min((record.chunk_s[-1] for record in streams if record.chunk_s), default=0.0)
@@ -202,5 +200,5 @@ def decode_speed(info: ModelInfo, run: OfflineRun, bandwidth: float | None) -> D
 
 
 def dollars_per_million_tokens(tokens: int, duration_s: float, dollars_per_hour: float) -> float:
-    """Dollars per million output tokens, on a machine of that price at this speed."""
+    """Output tokens, on a machine of that price at this speed."""
     return dollars_per_hour / 3600 * duration_s / tokens * 1e6

@@ -1,8 +1,7 @@
 """Summarizes a dumped ring of plans, and runs it again on any runner.
 
-A ring holds the last plans only: sequences that began before its first plan are unknown to a fresh runner. `known_rows` leaves out their
-rows, `count_rows` counts them. A sequence that took blocks from the prefix cache reads what the plans of the dump wrote there; blocks
-written before the dump are empty.
+A ring holds the last plans only: rows of sequences that began before its first plan are left out. A sequence that took blocks from the
+prefix cache reads what the plans of the dump wrote there; blocks written before are empty.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from headrace.engine.steps import Runner
 
 
 def summarize_plan(plan: Plan) -> dict[str, int]:
-    """One plan in numbers. A row that computes one token and samples is a decode row; every other row is a prefill row."""
+    """A row that computes one token and samples is a decode row; every other row is a prefill row."""
     num_decode = sum(count == 1 and bool(sampled) for count, sampled in zip(plan.counts, plan.samples, strict=True))
     return {
         "step_id": plan.step_id,
@@ -34,7 +33,6 @@ def summarize_plan(plan: Plan) -> dict[str, int]:
 
 
 def describe_rows(plan: Plan) -> Iterator[str]:
-    """One line per row: slot, positions, whether it samples."""
     for slot, start, count, sampled in zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True):
         yield f"slot {slot}: positions {start}..{start + count - 1}" + (" -> samples" if sampled else "")
     for entry in plan.started:
@@ -57,7 +55,7 @@ def known_rows(plans: Iterable[Plan]) -> Iterator[tuple[Plan, int]]:
 
 
 def count_rows(plans: Iterable[Plan]) -> tuple[int, int]:
-    """(rows that `replay` runs, rows it leaves out because their sequences began before the dump)."""
+    """(rows that `replay` runs, rows it leaves out)."""
     run = left_out = 0
     for plan, skipped in known_rows(plans):
         run, left_out = run + plan.num_rows, left_out + skipped
@@ -88,7 +86,7 @@ def _picked(column: array[int], indices: list[int]) -> array[int]:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """One plan that was run again. seconds: from submission to result. skipped_rows: rows of sequences that began before the dump."""
+    """seconds: from submission to result; skipped_rows: of sequences that began before the dump"""
 
     plan: Plan
     result: Result
@@ -97,7 +95,7 @@ class Replayed:
 
 
 def replay(plans: Iterable[Plan], runner: Runner, *, clock: Clock = time.perf_counter) -> Iterator[Replayed]:
-    """Run the plans one after another (depth 1). A plan left without rows is not run, but the runner still gets its ended slots."""
+    """One after another (depth 1). A plan left without rows is not run, but the runner still gets its ended slots."""
     pending_end = array("i")
     for plan, skipped in known_rows(plans):
         plan = replace(plan, ended=pending_end + plan.ended)

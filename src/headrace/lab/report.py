@@ -1,6 +1,4 @@
-"""Prints a load report as text, in the order of the block that `vllm bench serve` prints, and as JSON. `lab.metrics` defines its
-figures.
-"""
+"""Prints a load report as text, in the order of the block that `vllm bench serve` prints, and as JSON."""
 
 from __future__ import annotations
 
@@ -17,14 +15,13 @@ WIDTH = 58
 MAX_BURST_SHARE = 0.05
 """Share of the median TTFT from which on a note mentions the client's time to send a burst."""
 MAX_CACHED_SHARE = 0.1
-"""Share of cached prompt tokens from which on a note mentions them, if the prompts share no prefix."""
+"""Share of prompt tokens from which on a note mentions cached ones, if the prompts share no prefix."""
 
 
 def to_plain(value: object) -> object:
-    """Dataclasses as plain data that strict JSON can hold.
+    """Plain data that strict JSON can hold.
 
-    What has no number is null: a mean, a quantile or an end of an interval that failed requests decide (`failed` counts them), and a
-    quantile of fewer samples than it needs, with its interval.
+    Null: what failed requests decide (`failed` counts them), and a quantile of fewer samples than it needs, with its interval.
     """
     if is_dataclass(value) and not isinstance(value, type):
         plain = {item.name: getattr(value, item.name) for item in fields(value)}
@@ -43,7 +40,7 @@ def to_plain(value: object) -> object:
 
 
 def write_json(file: Path, value: object) -> None:
-    """Write `value` as JSON. The file is replaced whole, so that a reader never sees half of it."""
+    """The file is replaced whole, so that a reader never sees half of it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}.partial")
     partial.write_text(json.dumps(to_plain(value), indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -51,7 +48,7 @@ def write_json(file: Path, value: object) -> None:
 
 
 def lines(report: LoadReport) -> Iterator[str]:
-    """The report of a run in which at least one request was answered, as lines of text. For other runs use `failures`."""
+    """For a run in which at least one request was answered; `failures` is for others."""
     yield _title("Serving benchmark result", "=")
     yield _row("Requests offered / admitted / finished", f"{report.offered} / {report.admitted} / {report.finished}")
     yield _row("Duration (s)", report.duration_s)
@@ -83,7 +80,7 @@ def lines(report: LoadReport) -> Iterator[str]:
 
 
 def notes(report: LoadReport, *, has_shared_prefix: bool) -> Iterator[str]:
-    """Notes on conditions under which the figures say less about the server than they seem to."""
+    """Conditions under which the figures say less about the server than they seem to."""
     ttft_s = report.ttft_s.quantiles["p50"]
     if report.finished and report.burst_send_s > MAX_BURST_SHARE * ttft_s:
         yield (
@@ -98,7 +95,6 @@ def notes(report: LoadReport, *, has_shared_prefix: bool) -> Iterator[str]:
 
 
 def failures(report: LoadReport) -> Iterator[str]:
-    """A summary of failed requests: their number, their kinds, and the message of the first one."""
     yield f"{report.offered - report.finished} of {counted(report.offered, 'request')} failed:"
     yield from (f"  {count} x {error}" for error, count in sorted(report.errors.items(), key=lambda each: -each[1]))
     yield f"  The first one: {report.first_error}"
@@ -118,7 +114,7 @@ def _section(title: str, name: str, samples: Distribution) -> Iterator[str]:
 
 
 def _ms(value: float, name: str, samples: Distribution) -> str:
-    """A time in milliseconds, or the reason why there is none. Samples of ITL are gaps: no count of requests is a share of them."""
+    """Or the reason why there is none. Samples of ITL are gaps: no count of requests is a share of them."""
     if math.isinf(value) and name == "ITL":
         return f"-  ({counted(samples.failed, 'request')} failed)"
     if math.isinf(value):

@@ -14,16 +14,15 @@ if TYPE_CHECKING:
 
 
 TITLE_CHARS = 100
-"""Characters of a title in one line of a figure that is 11 inches wide."""
+"""In one line of a figure that is 11 inches wide."""
 
 
 def title_of(text: str) -> str:
-    """A title in as many lines as it needs."""
     return textwrap.fill(text, TITLE_CHARS)
 
 
 def label_log_axis(axis: Any) -> None:
-    """Label an axis of a logarithmic scale, whose data is drawn, with round numbers that leave each other room."""
+    """With round numbers that leave each other room. The data is drawn."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
     low, high = axis.get_view_interval()
@@ -34,8 +33,7 @@ def label_log_axis(axis: Any) -> None:
 
 
 def write_svg(file: Path, draw: Callable[[Any], Figure]) -> None:
-    """Write the figure that `draw` makes; `draw` is called with pyplot. Raises ConfigError without matplotlib, or if the file cannot be
-    written."""
+    """`draw` is called with pyplot. Raises ConfigError without matplotlib, or if the file cannot be written."""
     try:
         import matplotlib
     except ModuleNotFoundError:

@@ -1,7 +1,6 @@
 """Runs a model offline, without a server: `from headrace import LLM, SamplingParams`, with vLLM's names.
 
-`api` has the class, `options` its keywords, `prompts` the forms of input, `batch` the loop that runs the engine until every prompt is
-answered, `outputs` the results. There is no server, thread or socket: the engine's loop runs in the calling thread.
+There is no thread or socket: the engine's loop runs in the calling thread.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class LLM:
 
     @classmethod
     def over(cls, build: Build, text: TextModel, *, config: EngineConfig, seed: int | None = None) -> Self:
-        """An LLM over the engine that `build` makes, for engines without weights: `config.model` is not loaded."""
+        """Over an engine without weights: `config.model` is not loaded."""
         self = cls.__new__(cls)
         self._start(config.checked(), text, seed, build)
         return self
@@ -180,7 +180,7 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The engine, for reading `info` and `snapshot()`."""
+        """For reading `info` and `snapshot()`."""
         return self._engine
 
     # -- ending ------------------------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ class LLM:
         return outputs_of(jobs)
 
     def _job(self, prompt: ParsedPrompt, params: SamplingParams, field: str) -> PromptJob:
-        """One prompt as a request that the engine can serve. Raises InvalidRequest."""
+        """Raises InvalidRequest."""
         if params.seed is None:
             params = params.with_(seed=self._random.randint(0, MAX_SEED))
         info, structured = self._engine.info, params.structured_outputs
@@ -252,7 +252,7 @@ class LLM:
         return PromptJob(request, prompt.text, self._text.tokenizer, grammar_field=structured.field if structured else "grammar")
 
     def _grammar(self, structured: StructuredOutputsParams, prompt: ParsedPrompt) -> Grammar:
-        """The grammar of the output. In a conversation, as on a server, it binds after the model's reasoning."""
+        """In a conversation, as on a server, it binds after the model's reasoning."""
         grammar = structured.as_grammar()
         if not prompt.is_conversation:
             return grammar
@@ -266,7 +266,6 @@ LLM.__doc__ = (LLM.__doc__ or "").replace("{engine_options}", described(_KEYWORD
 
 
 def _resolve(model: str | Path | None, experimental: bool) -> Path:
-    """The model's folder. Raises ConfigError."""
     if model is None:
         folder = bundled_path(DEFAULT_MODEL)
         if folder is None:

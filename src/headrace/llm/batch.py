@@ -18,13 +18,10 @@ from headrace.text.assemble import OutputAssembler
 from headrace.text.tokenizer import Tokenizer
 
 MAX_IDLE_TURNS = 500
-"""Turns in a row without work (each waits `engine.loop.IDLE_WAKE_S` for a message) after which the run ends with EngineFatal: the engine
-has lost the open sequences. A request that waits for its grammar is given up by the engine long before."""
+"""Turns in a row without work (each waits `engine.loop.IDLE_WAKE_S`) after which the engine has lost the open sequences."""
 
 
 class PromptJob:
-    """One prompt: its request, and its answer so far."""
-
     def __init__(self, request: EngineRequest, prompt: str | None, tokenizer: Tokenizer, *, grammar_field: str = "grammar") -> None:
         """grammar_field: the caller's name of the field that the grammar came from"""
         self.request = request
@@ -45,7 +42,7 @@ class PromptJob:
         )
 
     def feed(self, update: SequenceUpdate, engine: Engine) -> int:
-        """Add one update to the answer; at a stop string, finish the sequence in the engine. Returns the number of new tokens."""
+        """At a stop string, finish the sequence in the engine. Returns the number of new tokens."""
         collector = self.collectors[update.index]
         if collector.output.finished:
             return 0
@@ -62,7 +59,7 @@ class PromptJob:
         return len(update.token_ids)
 
     def refusal(self, error: Exception) -> Exception:
-        """The engine's refusal of the request, with the field named as the caller wrote it."""
+        """With the field named as the caller wrote it."""
         return error.at(self._grammar_field) if isinstance(error, InvalidRequest) and error.field == "grammar" else error
 
     def _close(self) -> None:
@@ -81,7 +78,7 @@ class PromptJob:
 
 
 class PromptBatch:
-    """Answers a list of jobs with one engine, whose outbox fills `inbox`.
+    """Answers jobs with one engine, whose outbox fills `inbox`.
 
     At most `max_waiting` sequences are in the engine at once. That number shrinks when the engine refuses a job for lack of room: different
     grammars take memory while they are in use.
@@ -96,7 +93,7 @@ class PromptBatch:
         self._num_open = 0
 
     def run(self, jobs: Sequence[PromptJob], progress: ProgressLine) -> None:
-        """Run until every job is finished. No sequence of the jobs is left in the engine, also after an error.
+        """Run until every job is finished. No sequence is left in the engine, also after an error.
 
         Raises the engine's refusal of a request; GenerationFailed for the first failed sequence, once all others are done; EngineFatal when
         the engine cannot go on.
@@ -121,7 +118,6 @@ class PromptBatch:
                 raise GenerationFailed(f"prompt {number}: {job.error}", outputs_of(jobs))
 
     def _submit_waiting(self) -> None:
-        """Submit waiting jobs in order, as many as the engine may hold."""
         while self._waiting and (not self._open or self._num_open + self._waiting[0].request.params.n <= self._max_open):
             job = self._waiting.popleft()
             job.output.metrics.arrival_time = time.monotonic()
@@ -130,7 +126,7 @@ class PromptBatch:
             self._engine.submit(job.request)
 
     def _handle_updates(self, progress: ProgressLine) -> bool:
-        """Pass every update in the inbox to its job. Returns whether there was one. Raises the error of a refused request."""
+        """Returns whether there was one. Raises the error of a refused request."""
         has_updates = bool(self._inbox)
         while self._inbox:
             message = self._inbox.popleft()
@@ -147,8 +143,7 @@ class PromptBatch:
         return has_updates
 
     def _take_back(self, job: PromptJob, error: Exception) -> None:
-        """Put a job back in the queue, until others have ended, if the engine has no room. Raises other refusals, and that of a job
-        alone."""
+        """Until others have ended, if the engine has no room. Raises other refusals, and that of a job alone."""
         self._remove(job)
         if not isinstance(error, Overloaded) or not self._open:
             raise job.refusal(error)
@@ -160,7 +155,7 @@ class PromptBatch:
         self._num_open -= job.request.params.n
 
     def _cancel_open(self) -> None:
-        """Cancel the open requests, and run the engine until it has freed their blocks."""
+        """Run the engine until it has freed their blocks."""
         failing = isinstance(sys.exc_info()[1], EngineFatal)
         for request_id in self._open:
             self._engine.cancel(request_id)
@@ -171,7 +166,7 @@ class PromptBatch:
 
 
 class ProgressLine:
-    """A line on standard error with finished prompts and tokens per second. It is shown only if `is_on` and stderr is a terminal."""
+    """Shown only if `is_on` and stderr is a terminal."""
 
     def __init__(self, total: int, *, is_on: bool) -> None:
         self._total = total

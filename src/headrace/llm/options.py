@@ -1,6 +1,4 @@
-"""Translates the keywords of `LLM` into the engine's options, which have vLLM's names. A keyword of vLLM's that changes nothing here is
-logged; every other unknown keyword is refused by name.
-"""
+"""Translates the keywords of `LLM`, which are vLLM's, into the engine's options; unknown keywords are refused by name."""
 
 from __future__ import annotations
 
@@ -56,7 +54,7 @@ ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
 """vLLM's keywords that are no options here -> (values that ask for the behaviour there is anyway, the remedy for other values)."""
 
 SILENT: Mapping[str, tuple[object, ...]] = {"disable_log_stats": (True,), "swap_space": (0, 0.0), "preemption_mode": ("recompute",)}
-"""Keyword of WITHOUT_EFFECT -> values beside None and False that ask for the behaviour there is anyway, and need no notice."""
+"""Keyword of WITHOUT_EFFECT -> values beside None and False that need no notice."""
 
 VLLM_NAMES = {
     "memory_fraction": "gpu_memory_utilization",
@@ -67,11 +65,10 @@ VLLM_NAMES = {
 """Field of EngineConfig -> vLLM's name, where it is another one."""
 
 ENGINE_FIELDS = {VLLM_NAMES.get(field, field): field for field, _ in options(EngineConfig) if field != "model"}
-"""Keyword -> field of EngineConfig."""
 
 
 def described(keywords: Collection[str]) -> str:
-    """The engine options among `keywords`, as lines of a docstring."""
+    """As lines of a docstring."""
     about = dict(options(EngineConfig))
     lines = []
     for keyword, field in ENGINE_FIELDS.items():
@@ -82,7 +79,7 @@ def described(keywords: Collection[str]) -> str:
 
 
 def engine_config(folder: Path, given: Mapping[str, object]) -> EngineConfig:
-    """The engine's configuration from LLM's keywords. None means EngineConfig's default. Raises ConfigError naming the keyword."""
+    """None means EngineConfig's default. Raises ConfigError naming the keyword."""
     about = dict(options(EngineConfig))
     values = {ENGINE_FIELDS[name]: value for name, value in given.items() if value is not None}
     values = {field: about[field].other_names.get(value, value) if isinstance(value, str) else value for field, value in values.items()}
@@ -94,8 +91,7 @@ def engine_config(folder: Path, given: Mapping[str, object]) -> EngineConfig:
 
 
 def refuse_unsupported(given: Mapping[str, object], known: frozenset[str]) -> None:
-    """Raise ConfigError for the first keyword of `given` that is unknown, or whose value is not in ONLY. A keyword without effect is
-    logged."""
+    """Raises ConfigError for the first keyword that is unknown, or whose value is not in ONLY. One without effect is logged."""
     for name, value in given.items():
         if name in WITHOUT_EFFECT:
             if not (value is None or value is False or value in SILENT.get(name, ())):

@@ -16,7 +16,7 @@ from headrace.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One token's log-probability. rank: 1 is the most probable token at its position."""
+    """rank: 1 is the most probable token at its position"""
 
     logprob: float
     rank: int
@@ -24,16 +24,14 @@ class Logprob:
 
 
 TokenLogprobMap = dict[int, Logprob]
-"""Token id -> log-probability at one position, for the token that stands there and the k best."""
+"""For the token that stands at one position and the k best."""
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One sequence's answer.
-
+    """
     token_ids           the end token that finished it included
     cumulative_logprob  sum over token_ids; None when no logprobs were asked for
-    logprobs            one map per token; None when not asked for
     finish_reason       "stop" | "length" | "error"
     stop_reason         the stop string or stop token id that ended it; None for the model's own end token
     """
@@ -53,12 +51,9 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of one request, in seconds of the monotonic clock; None until the event has happened.
+    """Seconds of the monotonic clock; None until the event has happened.
 
-    arrival_time      when it was submitted to the engine
-    queue_time_s      seconds from arrival to the first step that computed it
-    first_token_time  when its first token was seen
-    finished_time     when its last sequence ended
+    queue_time_s  from arrival to the first step that computed it
     """
 
     arrival_time: float
@@ -69,11 +64,9 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The answers to one prompt.
-
-    prompt             its text; None when token ids were given
-    prompt_logprobs    one map per prompt token, None for the first; None when not asked for
-    num_cached_tokens  prompt tokens taken from the prefix cache
+    """
+    prompt           None when token ids were given
+    prompt_logprobs  one map per prompt token, None for the first
     """
 
     request_id: str
@@ -87,7 +80,7 @@ class RequestOutput:
 
 
 class GenerationFailed(SequenceFailed):
-    """At least one sequence failed. Raised once every prompt is done: `outputs` has all answers, failed ones included."""
+    """Raised once every prompt is done: `outputs` has all answers, failed ones included."""
 
     def __init__(self, message: str, outputs: list[RequestOutput]) -> None:
         super().__init__(message)
@@ -95,8 +88,6 @@ class GenerationFailed(SequenceFailed):
 
 
 class SequenceCollector:
-    """Builds one CompletionOutput from updates."""
-
     def __init__(self, assembler: OutputAssembler, index: int, *, has_logprobs: bool) -> None:
         self.assembler = assembler
         self.output = CompletionOutput(index, cumulative_logprob=0.0 if has_logprobs else None, logprobs=[] if has_logprobs else None)
@@ -105,7 +96,7 @@ class SequenceCollector:
         self.prompt_logprobs: list[TokenLogprobs] = []
 
     def feed(self, update: SequenceUpdate) -> None:
-        """Add one update. If the engine must finish the sequence at a stop string, `keep_tokens` is then the number of tokens to keep."""
+        """If the engine must finish the sequence at a stop string, `keep_tokens` is then the number of tokens to keep."""
         delta = self.assembler.feed(update)
         output = self.output
         output.text += delta.text
@@ -123,7 +114,7 @@ class SequenceCollector:
 
 
 def logprob_map(entry: TokenEntry) -> TokenLogprobMap:
-    """Log-probabilities by token id: the token itself, then the k most probable by rank."""
+    """The token itself, then the k most probable by rank."""
     best = {top.token_id: Logprob(top.logprob, rank, top.token) for rank, top in enumerate(entry.top, start=1)}
     itself = {entry.token_id: Logprob(entry.logprob, entry.rank, entry.token)}
     return itself | best | itself

@@ -1,4 +1,4 @@
-"""Parses the inputs of `LLM.generate` and `LLM.chat`: every accepted form is checked and brought into one before anything runs."""
+"""Parses the inputs of `LLM.generate` and `LLM.chat`, before anything runs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ Prompt = str | Sequence[int] | Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class ParsedPrompt:
-    """One prompt as token ids.
-
+    """
     text             None when token ids were given
-    is_conversation  whether it was rendered from messages: the model may then begin its answer with reasoning
+    is_conversation  rendered from messages: the model may begin its answer with reasoning
     begun            the part of the answer that a conversation holds, if the model continues its last message
     """
 
@@ -31,11 +30,9 @@ class ParsedPrompt:
 
 
 def parse_prompts(prompts: Prompt | Sequence[Prompt], tokenizer: Tokenizer) -> list[ParsedPrompt]:
-    """The prompts as a list; a single prompt makes a list of one.
+    """A single prompt makes a list of one. Raises InvalidRequest naming the prompt.
 
-    As in vLLM, control tokens in a text are read as control tokens (for conversations that are already rendered): texts are trusted here.
-
-    Raises InvalidRequest naming the prompt.
+    As in vLLM, control tokens in a text are read as such (for conversations that are already rendered): texts are trusted here.
     """
     if isinstance(prompts, str | Mapping) or _is_ids(prompts):
         return [_parse(prompts, "prompts", tokenizer)]
@@ -45,7 +42,7 @@ def parse_prompts(prompts: Prompt | Sequence[Prompt], tokenizer: Tokenizer) -> l
 
 
 def parse_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
-    """The conversations as a list; a single conversation makes a list of one. Raises InvalidRequest."""
+    """A single conversation makes a list of one. Raises InvalidRequest."""
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         raise InvalidRequest("messages", "a list of messages or a list of such lists", type(messages).__name__)
     if _is_conversation(messages):
@@ -54,7 +51,7 @@ def parse_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]
 
 
 def parse_params(given: SamplingParams | Sequence[SamplingParams] | None, count: int, default: SamplingParams) -> list[SamplingParams]:
-    """Checked parameters, one per prompt. Raises InvalidRequest."""
+    """One per prompt. Raises InvalidRequest."""
     if given is None:
         given = default
     params = [given] * count if isinstance(given, SamplingParams) else list(given)

@@ -29,11 +29,11 @@ from typing import TextIO
 from headrace.core.clock import Clock
 
 CLOSE_S = 2.0
-"""Seconds that the lines still queued at the end have to be written."""
+"""For the lines still queued at the end."""
 
 
 class LineWriter:
-    """A text stream of whole lines, for the process log and the request log. Any thread may write.
+    """A text stream of whole lines. Any thread may write.
 
     num_dropped  lines that were not written whole
     """
@@ -41,8 +41,7 @@ class LineWriter:
     def __init__(self, file: FileIO, *, name: str, max_queued: int) -> None:
         """
         file        written unbuffered; closed when the thread ends
-        name        of the thread
-        max_queued  most lines that wait for the thread. One more is dropped and counted
+        max_queued  lines that wait for the thread. One more is dropped and counted
         """
         self.num_dropped = 0
         self._max_queued = max_queued
@@ -65,7 +64,6 @@ class LineWriter:
         """Does nothing: the thread writes each line at once."""
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Write the queued lines, for at most `timeout_s` seconds."""
         self._queue.put(None)
         self._thread.join(timeout_s)
 
@@ -80,7 +78,7 @@ class LineWriter:
 
 
 def _num_left(file: FileIO, line: bytes) -> int:
-    """Write one line. Returns the bytes that could not be written: they are not tried again."""
+    """Returns the bytes that could not be written: they are not tried again."""
     data = memoryview(line)
     try:
         while data:
@@ -94,10 +92,10 @@ def _num_left(file: FileIO, line: bytes) -> int:
 
 
 ENVIRONMENT = "HEADRACE_LOG_FORMAT"
-"""Environment variable that names the log format where nothing else does; `headrace serve` sets it for its children."""
+"""Names the log format where nothing else does; `headrace serve` sets it for its children."""
 
 MAX_QUEUED = 1_000
-"""The most lines of the process log that wait to be written. A line relayed from a child may have 64 KiB."""
+"""A line relayed from a child may have 64 KiB."""
 
 
 class LogFormat(StrEnum):
@@ -107,18 +105,18 @@ class LogFormat(StrEnum):
     JSON = "json"
 
     def on(self, is_terminal: bool) -> LogFormat:
-        """This format, with AUTO resolved by whether the stream is a terminal."""
         if self is not LogFormat.AUTO:
             return self
         return LogFormat.TEXT if is_terminal else LogFormat.JSON
 
 
 class LogHandler(logging.StreamHandler[TextIO | LineWriter]):
-    """Writes lines to a stream. If that fails, one line on stderr names the error's type alone: the standard handler would print the whole
-    chain of exceptions, whose texts may quote a prompt."""
+    """Where writing fails, one line on stderr names the error's type alone: the standard handler would print the whole chain of exceptions,
+    whose texts may quote a prompt.
+    """
 
     _num_dropped = 0
-    """Dropped lines that a line of the log has counted."""
+    """Lines that a line of the log has counted as lost."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if isinstance(self.stream, LineWriter) and not self.stream.is_full and (dropped := self.stream.num_dropped) > self._num_dropped:
@@ -144,7 +142,7 @@ def set_up_logging(
 
     log_format  None: the one that the environment names
     stream      None: stderr, written by a thread of its own unless a caller has put another stream in its place
-    process     name of this process in its lines, where several write to one stream
+    process     name in lines, where several processes write to one stream
     """
     stream = stream or sys.stderr
     chosen = (log_format or environment_format()).on(stream.isatty())
@@ -155,7 +153,6 @@ def set_up_logging(
 
 
 def environment_format() -> LogFormat:
-    """The format named by the variable ENVIRONMENT; AUTO if the variable is not set or its value unknown."""
     try:
         return LogFormat(os.environ.get(ENVIRONMENT, LogFormat.AUTO))
     except ValueError:
@@ -163,25 +160,23 @@ def environment_format() -> LogFormat:
 
 
 def printable(text: str) -> str:
-    """The text as one log line: every control character, newlines of tracebacks included, is written as an escape."""
+    """Every control character, newlines of tracebacks included, becomes an escape."""
     return text if text.isprintable() else "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def timestamp(unix_s: float) -> str:
-    """The time as ISO 8601 in UTC with milliseconds."""
     return datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def clock_time(unix_s: float, *, is_short: bool) -> str:
-    """Local time for people. is_short: without the day"""
+    """Local time. is_short: without the day"""
     return time.strftime("%H:%M:%S" if is_short else "%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
 
 
 class TextLine(logging.Formatter):
-    """Formats a record as TIME [process] LEVEL: message. The level is left out at INFO and below."""
+    """TIME [process] LEVEL: message. The level is left out at INFO and below."""
 
     def __init__(self, process: str = "", *, is_short: bool = True) -> None:
-        """process: name of this process; a line relayed from a child has the child's name"""
         super().__init__("%(message)s")
         self._process = process
         self._is_short = is_short
@@ -194,10 +189,9 @@ class TextLine(logging.Formatter):
 
 
 class JsonLine(logging.Formatter):
-    """Formats a record as one JSON object in ASCII. Entries of a mapping `facts`, given in `extra`, become keys of the object."""
+    """Entries of a mapping `facts`, given in `extra`, become keys of the object."""
 
     def __init__(self, process: str = "") -> None:
-        """process: name of this process; a line relayed from a child has the child's name"""
         super().__init__()
         self._process = process
 
@@ -218,7 +212,7 @@ class JsonLine(logging.Formatter):
 
 
 def relay(line: str, child: str) -> None:
-    """Log a line that a child process wrote: a log event with the child's time and level, any other line (of a crash) as it is."""
+    """Log a line of a child process: a log event with the child's time and level, any other line (of a crash) as it is."""
     try:
         event = json.loads(line)
         record = logging.LogRecord(
@@ -233,7 +227,7 @@ def relay(line: str, child: str) -> None:
 
 
 INTERVAL_S = 10.0
-"""Least seconds between two lines. An outage of an hour leaves 360 lines instead of one for each request."""
+"""An outage of an hour leaves 360 lines instead of one for each request."""
 
 
 class LimitedLog:
@@ -245,7 +239,7 @@ class LimitedLog:
         self._num_left_out = 0
 
     def info(self, message: str, *args: object) -> None:
-        """Log at INFO, or count the line as left out. Arguments are formatted as in `logging`."""
+        """Log at INFO, or count the line as left out."""
         now = self._clock()
         if now - self._last_at < INTERVAL_S:
             self._num_left_out += 1

@@ -1,16 +1,12 @@
 """Makes the metrics page: names, labels, buckets, and the source of each number.
 
-There are two sources. The gateway's own measurements (latencies, outcomes) are counted here as they happen. An engine's state (running and
-waiting sequences, KV blocks, its monotonic counters, the histogram of its steps) is read from the engine's last snapshot when the page is
-asked for. So any number of gateways may export it, with equal numbers. A counter of the engine is a row of `core.load.EngineCounters`,
-which gives its names too. The counters of a restarted engine begin at zero, which Prometheus' rate() expects.
+The gateway's own measurements are counted here as they happen. An engine's state is read from its last snapshot when the page is asked for,
+so any number of gateways may export it, with equal numbers. A counter of the engine is a row of `core.load.EngineCounters`, which gives its
+names too; those of a restarted engine begin at zero, which Prometheus' rate() expects.
 
-Several gateway workers show one page. Each worker's own measurements have the label `worker` (`observe.worker_families`). What is read from
-engines appears once.
+Several gateway workers show one page: each worker's own measurements have the label `worker`; what is read from engines appears once.
 
-Labels are `model` and `replica`, `tier` or `tenant` (`observe.tenant_metrics`), and `outcome`, `state`, `reason`, `kind` or `of` where a
-metric has one. Their values are configured names and fixed words, never a client's, so the configuration bounds the number of series.
-`observe.vllm_metrics` repeats what vLLM has, under its names.
+Labels' values are configured names and fixed words, never a client's, so the configuration bounds the number of series.
 """
 
 from __future__ import annotations
@@ -48,7 +44,7 @@ TEXT_KILL_REASONS = ("cpu", "memory", "time", "left", "lost")
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReading:
-    """The state of one replica when the metrics page is asked for. `snapshot` is None before the first one came."""
+    """`snapshot` is None before the first one came."""
 
     model: str
     replica: str
@@ -58,7 +54,7 @@ class ReplicaReading:
 
 @dataclass(frozen=True, slots=True)
 class TextReading:
-    """The queue of text jobs and its workers when the metrics page is asked for. killed: number by reason"""
+    """killed: number by reason"""
 
     num_waiting: int
     num_waiting_bytes: int
@@ -69,7 +65,6 @@ class TextReading:
 
 
 def _text_families(reading: TextReading) -> Iterator[Metric]:
-    """Metrics of tokenizing prompts."""
     jobs = GaugeMetricFamily("headrace_text_jobs", "Jobs of text workers by state.", labels=("state",))
     jobs.add_metric(("waiting",), reading.num_waiting)
     jobs.add_metric(("running",), reading.num_running)
@@ -87,7 +82,7 @@ def _text_families(reading: TextReading) -> Iterator[Metric]:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """Memory held by requests. held, refused: bytes held, and requests refused, by kind of content (prompts, answers)"""
+    """By kind of content (prompts, answers). held: bytes; refused: requests"""
 
     held: Mapping[str, int]
     refused: Mapping[str, int]
@@ -96,7 +91,6 @@ class MemoryReading:
 
 
 def _memory_families(reading: MemoryReading) -> Iterator[Metric]:
-    """Metrics of the memory that the gateway's requests hold."""
     held = GaugeMetricFamily("headrace_gateway_held_bytes", "What requests hold: prompts with their bodies, answers.", labels=("of",))
     refused = CounterMetricFamily("headrace_gateway_held_refused", "Requests refused because that sum was full.", labels=("of",))
     for name, num_bytes in reading.held.items():
@@ -110,7 +104,6 @@ def _memory_families(reading: MemoryReading) -> Iterator[Metric]:
 
 
 def _ready_families(readings: Iterable[ReplicaReading]) -> Iterator[Metric]:
-    """Whether each replica is ready for this gateway."""
     ready = GaugeMetricFamily("headrace_replica_ready", "1 while the replica answers and its loop turns.", labels=LABELS)
     for reading in readings:
         ready.add_metric((reading.model, reading.replica), float(reading.is_ready))
@@ -118,7 +111,6 @@ def _ready_families(readings: Iterable[ReplicaReading]) -> Iterator[Metric]:
 
 
 def _engine_families(readings: Iterable[ReplicaReading]) -> Iterator[Metric]:
-    """The replicas' last snapshots, one sample per replica."""
     known = [(reading, reading.snapshot) for reading in readings if reading.snapshot is not None]
     yield from _gauges(known)
     yield from _counters(known)
@@ -148,7 +140,7 @@ def _counters(known: list[tuple[ReplicaReading, LoadSnapshot]]) -> Iterator[Metr
 
 
 def _steps(known: list[tuple[ReplicaReading, LoadSnapshot]]) -> Metric:
-    """The engines' own histogram of step durations; every gateway shows the same counts."""
+    """Every gateway shows the same counts."""
     family = HistogramMetricFamily("headrace_step_seconds", "Duration of a step.", labels=LABELS)
     for reading, snapshot in known:
         counters = snapshot.counters
@@ -157,7 +149,7 @@ def _steps(known: list[tuple[ReplicaReading, LoadSnapshot]]) -> Metric:
 
 
 class ReplicaMetrics:
-    """The gateway's instruments for one replica of one model, with label lookups done once here."""
+    """Label lookups are done once here."""
 
     def __init__(self, metrics: Metrics, model: str, replica: str) -> None:
         labels = (model, replica)
@@ -169,11 +161,7 @@ class ReplicaMetrics:
 
 
 class Metrics:
-    """Every instrument of one gateway process, in two registries of its own.
-
-    registry  values that this process measures
-    reported  values that engines and foreign servers report, the same in every gateway
-    """
+    """registry: values that this process measures; reported: those of engines and foreign servers, the same in every gateway"""
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # they are a second series per counter
@@ -232,18 +220,17 @@ class Metrics:
         return made
 
     def replica(self, model: str, replica: str) -> ReplicaMetrics:
-        """The instruments of one replica, made at the first call."""
         made = self._replicas.get((model, replica))
         if made is None:
             made = self._replicas[model, replica] = ReplicaMetrics(self, model, replica)
         return made
 
     def finished(self, model: str, replica: str, outcome: str) -> None:
-        """Count one request. model, replica: configured names; empty for a request that did not get so far"""
+        """model, replica: empty for a request that did not get so far"""
         self.requests.labels(model, replica, outcome).inc()
 
     def forget(self, model: str, replica: str | None = None) -> None:
-        """Drop the series of a replica that left, or those of a whole model."""
+        """A replica that left, or a whole model."""
         leading = (model,) if replica is None else (model, replica)
         for labels in [labels for labels in self._replicas if labels[: len(leading)] == leading]:
             del self._replicas[labels]
@@ -279,7 +266,7 @@ class Metrics:
         self.registry.register(ReadCollector(usage_families, reading))
 
     def encoded(self) -> bytes:
-        """The values that this process measures, encoded for another worker's page."""
+        """For another worker's page."""
         return encode_families(self.registry.collect())
 
     def page(
@@ -288,7 +275,7 @@ class Metrics:
         """The page and its content type, in the text format that the scraper asks for.
 
         by_worker  `encoded` of each worker of this gateway's port; None: this process is the only one
-        tenants    the tenants whose series the reader may see
+        tenants    those whose series the reader may see
         """
         encoder, content_type = choose_encoder(accept)
         own = self.registry.collect() if by_worker is None else merge_workers(by_worker)
@@ -298,8 +285,6 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """Families behind the `collect` method of a registry, for an encoder."""
-
     families: list[Metric]
 
     def collect(self) -> list[Metric]:

@@ -14,11 +14,10 @@ LABELS = ("model", "replica")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpstreamReading:
-    """One foreign server when the metrics page is asked for.
-
+    """
     attempts         number by result, every result included
     left_out         number of malformed fields in its answers, by field, every field included
-    is_circuit_open  whether its circuit is open or half open
+    is_circuit_open  open or half open
     held_s           seconds until its rate limit allows a new request
     num_running, num_waiting  as its own metrics page reports them; None where that page has none known here
     """
@@ -35,7 +34,6 @@ class UpstreamReading:
 
 
 def upstream_families(readings: Iterable[UpstreamReading]) -> Iterator[Metric]:
-    """This gateway's own metrics of foreign servers; nothing where there are none."""
     readings = list(readings)
     if not readings:
         return
@@ -63,7 +61,6 @@ def upstream_families(readings: Iterable[UpstreamReading]) -> Iterator[Metric]:
 
 
 def reported_load_families(readings: Iterable[UpstreamReading]) -> Iterator[Metric]:
-    """The load that foreign servers report; nothing where there are none."""
     readings = list(readings)
     if not readings:
         return
@@ -79,7 +76,7 @@ def reported_load_families(readings: Iterable[UpstreamReading]) -> Iterator[Metr
 
 @dataclass(frozen=True, slots=True)
 class BudgetReading:
-    """One budget of all tenants together, in the currency of `prices`. label: of its limit; used: reserved money included"""
+    """All tenants together, in the currency of `prices`. label: of its limit; used: reserved money included"""
 
     label: str
     budget: float
@@ -87,7 +84,7 @@ class BudgetReading:
 
 
 def budget_families(readings: Iterable[BudgetReading]) -> Iterator[Metric]:
-    """The budgets as the limits' store last reported them. Without budgets, and while the store fails, there are no series."""
+    """Without budgets, and while the limits' store fails, there are no series."""
     text = "Money that all tenants together may use, in the currency of `prices`."
     budget = GaugeMetricFamily(BUDGET_PREFIX, text, labels=("limit",))
     used = GaugeMetricFamily(f"{BUDGET_PREFIX}_used", "What is used or reserved of it.", labels=("limit",))
@@ -99,7 +96,7 @@ def budget_families(readings: Iterable[BudgetReading]) -> Iterator[Metric]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinkReading:
-    """One sink of usage records when the metrics page is asked for. waiting_bytes: of all processes here; other fields: of this process"""
+    """waiting_bytes: of all processes here; other fields: of this process"""
 
     num_shipped: int
     num_failures: int
@@ -109,7 +106,7 @@ class SinkReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageReading:
-    """dropped: records by reason;  sinks: by name"""
+    """dropped: by reason; sinks: by name"""
 
     num_recorded: int
     dropped: Mapping[str, int]
@@ -117,7 +114,6 @@ class UsageReading:
 
 
 def usage_families(reading: UsageReading) -> Iterator[Metric]:
-    """Metrics of this gateway's ledger."""
     yield CounterMetricFamily("headrace_usage_records", "Usage records that were written to the spool.", reading.num_recorded)
     dropped = CounterMetricFamily("headrace_usage_dropped", "Usage records that were lost, by reason.", labels=("reason",))
     for reason in sorted({"queue", "disk", *reading.dropped}):

@@ -1,4 +1,4 @@
-"""Counts what became of answers, turns and streams that stores keep."""
+"""Counts what became of answers, turns and streams that stores keep. FAILED: the store was down or slow"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace.observe.tally import CountCollector, OutcomeCounter
 
 
 class CacheResult(StrEnum):
-    """The result of the response cache for a request; also the value of the header x-headrace-cache."""
+    """Also the value of the header x-headrace-cache."""
 
     HIT = "hit"
     MISS = "miss"
@@ -18,25 +18,20 @@ class CacheResult(StrEnum):
 
 
 class KeptAnswer(StrEnum):
-    """The outcome for an answer that could be cached."""
-
     KEPT = "kept"
     TOO_LARGE = "too_large"
     FAILED = "failed"
-    """The store was down or slow."""
 
 
 class ReplayOutcome(StrEnum):
-    """The outcome of a request with an Idempotency-Key."""
+    """What became of a request with an Idempotency-Key."""
 
     FIRST = "first"
     REPLAYED = "replayed"
     RUNNING = "running"
     MISMATCH = "mismatch"
     TOO_LARGE = "too_large"
-    """The first answer was too large to be kept."""
     FAILED = "failed"
-    """The store was down or slow."""
 
 
 class AnswerCacheMetrics:
@@ -60,14 +55,11 @@ class ReplayMetrics:
 
 
 class TurnOutcome(StrEnum):
-    """The outcome of a turn of a session."""
-
     KEPT = "kept"
     CONFLICT = "conflict"
     """Another request of the session ran, or was stored first."""
     TOO_LARGE = "too_large"
     FAILED = "failed"
-    """The store was down or slow."""
 
 
 class SessionMetrics:
@@ -76,18 +68,15 @@ class SessionMetrics:
 
 
 class KeepOutcome(StrEnum):
-    """The outcome of keeping a stream."""
-
     KEPT = "kept"
     TOO_LARGE = "too_large"
     DROPPED = "dropped"
     """Too much was waiting to be written."""
     FAILED = "failed"
-    """The store was down or slow."""
 
 
 class ContinueOutcome(StrEnum):
-    """The outcome of a request with Last-Event-ID."""
+    """What became of a request with Last-Event-ID."""
 
     CONTINUED = "continued"
     UNKNOWN = "unknown"
@@ -96,7 +85,6 @@ class ContinueOutcome(StrEnum):
     REFUSED = "refused"
     """The request has another body, or the event is not of this stream."""
     FAILED = "failed"
-    """The store was down or slow."""
 
 
 class ResumeMetrics:

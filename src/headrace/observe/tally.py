@@ -23,8 +23,6 @@ E = TypeVar("E", bound=StrEnum)
 
 
 class Count:
-    """One counter."""
-
     __slots__ = ("value",)
 
     def __init__(self) -> None:
@@ -35,8 +33,6 @@ class Count:
 
 
 class Tally:
-    """One histogram's counts."""
-
     def __init__(self, bounds: Sequence[float]) -> None:
         """bounds: inclusive upper bounds of the buckets, ascending; one more bucket counts the values above the last"""
         self._bounds = bounds
@@ -44,7 +40,6 @@ class Tally:
         self._sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Count `value` `count` times."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
@@ -55,9 +50,8 @@ class Tally:
 def add_histogram(
     family: HistogramMetricFamily, labels: tuple[str, ...], bounds: Sequence[float], counts: Sequence[int], total: float
 ) -> None:
-    """Add a histogram that was counted elsewhere to a metric family.
-
-    bounds, counts  as in `Tally`: upper bounds, and values in each bucket (not accumulated)
+    """
+    bounds, counts  as in `Tally`, not accumulated
     total           sum over the values
     """
     names = [floatToGoString(bound) for bound in (*bounds, float("inf"))]  # type: ignore[no-untyped-call]
@@ -65,7 +59,7 @@ def add_histogram(
 
 
 class ReadCollector(Collector, Generic[T]):
-    """Metric families made from a reading that is taken when the page is asked for."""
+    """Families made from a reading that is taken when the page is asked for."""
 
     def __init__(self, families: Callable[[T], Iterable[Metric]], read: Callable[[], T]) -> None:
         self._families = families
@@ -76,7 +70,7 @@ class ReadCollector(Collector, Generic[T]):
 
 
 class _Labelled(Collector, Generic[T]):
-    """The counters or histograms of one metric name, by their labels."""
+    """One metric name's counters or histograms, by their labels."""
 
     def __init__(self, label_names: Sequence[str], make: Callable[[], T]) -> None:
         self._label_names = label_names
@@ -86,21 +80,19 @@ class _Labelled(Collector, Generic[T]):
             self.labels()  # the page shows it before the first request, at zero
 
     def labels(self, *values: str) -> T:
-        """The counter or histogram with these labels, made at the first call."""
+        """Made at the first call."""
         found = self._by_labels.get(values)
         if found is None:
             found = self._by_labels[values] = self._make()
         return found
 
     def remove(self, *leading: str) -> None:
-        """Drop every series whose first labels are these."""
+        """Every series whose first labels are these."""
         for labels in [labels for labels in self._by_labels if labels[: len(leading)] == leading]:
             del self._by_labels[labels]
 
 
 class CountCollector(_Labelled[Count]):
-    """The counters of one metric name, by their labels."""
-
     def __init__(self, name: str, documentation: str, labels: Sequence[str] = ()) -> None:
         super().__init__(labels, Count)
         self._name, self._documentation = name, documentation
@@ -113,7 +105,7 @@ class CountCollector(_Labelled[Count]):
 
 
 class OutcomeCounter(CountCollector, Generic[E]):
-    """A counter by outcome. Every outcome has a series from the start. Call it with an outcome to count one."""
+    """Every outcome has a series from the start. Call it with an outcome to count one."""
 
     def __init__(self, registry: CollectorRegistry, name: str, documentation: str, outcomes: type[E], label: str = "outcome") -> None:
         super().__init__(name, documentation, (label,))
@@ -125,8 +117,6 @@ class OutcomeCounter(CountCollector, Generic[E]):
 
 
 class TallyCollector(_Labelled[Tally]):
-    """The histograms of one metric name, by their labels."""
-
     def __init__(self, name: str, documentation: str, labels: Sequence[str], bounds: Sequence[float]) -> None:
         super().__init__(labels, lambda: Tally(bounds))
         self._name, self._documentation = name, documentation

@@ -1,9 +1,8 @@
 """Shows the use of tiers and of the largest tenants on the metrics page.
 
-Labels are bounded: tiers come from the configuration, and at most MAX_TENANTS tenants have series of their own; the rest is `other`. Users
-and keys are no labels; `headrace usage` has them. Where there are several tenants, a tenant's key reads its own series alone
-(`ShownTenants`). Every series only grows. When a tenant gets its own series, the series begins at zero, and what the tenant used before
-stays with `other`. When a tenant loses its own series, the series ends, like one of a process that was restarted.
+Labels are bounded: at most MAX_TENANTS tenants have series of their own; the rest is `other`. Users and keys are no labels;
+`headrace usage` has them. Where there are several tenants, a tenant's key reads its own series alone (`ShownTenants`). Every series only
+grows. A tenant's own series begins at zero, and what it used before stays with `other`; it ends like one of a process that was restarted.
 """
 
 from __future__ import annotations
@@ -18,38 +17,32 @@ from prometheus_client.registry import Collector
 from headrace.core.money import NANOS
 
 MAX_TENANTS = 20
-"""Tenants that have series of their own."""
 
 OTHER = "other"
-"""Label of all further tenants. A tenant of this very name is counted there too."""
+"""A tenant of this very name is counted there too."""
 
 MAX_WATCHED = 10 * MAX_TENANTS
-"""Tenants whose recent requests are counted, to find the largest ones. Beyond this number the smallest is forgotten."""
+"""Tenants whose recent requests are counted. Beyond this number the smallest is forgotten."""
 
 FADE_REQUESTS = 10_000
-"""After this many requests all recent counts are halved, so that a tenant that has become quiet makes way."""
+"""Then all recent counts are halved, so that a tenant that has become quiet makes way."""
 
 LEAD = 2
-"""A tenant takes over the series of the smallest tenant with series once it has this many times its recent requests."""
+"""A tenant takes over the series of the smallest one once it has this many times its recent requests."""
 
 TIER_PREFIX, TENANT_PREFIX = "headrace_tier_", "headrace_tenant_"
-"""Prefixes of the names of these families."""
 
 BUDGET_PREFIX = "headrace_budget"
-"""Prefix of the names of the families of the deployment's budget. Only readers of every tenant's series see them."""
+"""Only readers of every tenant's series see these."""
 
 FOR_EVERY_KEY = frozenset({"headrace_replica_ready", "headrace_gateway_worker_up"})
-"""Families of the whole site that any tenant's key reads: those that `/ready` shows without a key. All others count all tenants together:
-in a site of two tenants, one could subtract its own numbers to see the other's."""
+"""What `/ready` shows without a key. All others count all tenants together: in a site of two tenants, one could subtract its own numbers to
+see the other's.
+"""
 
 
 class RequestUse(NamedTuple):
-    """The use of one request.
-
-    cost_nanos  in 1/NANOS of the currency
-    refused     code of its error if it was refused, else empty
-    limit       label of the limit that refused it, else empty; there are about a dozen labels
-    """
+    """refused: code of its error; limit: label of the limit that refused it, about a dozen in all"""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -61,7 +54,7 @@ class RequestUse(NamedTuple):
 
 @dataclass(slots=True)
 class UseCounts:
-    """Sums over requests. refused: number by error code; limited: number by limit"""
+    """refused: number by error code; limited: number by limit"""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -84,7 +77,7 @@ class UseCounts:
 
 
 class LargestTenants:
-    """The tenants that have series of their own: those with the most recent requests, by counts of up to MAX_WATCHED tenants."""
+    """The most recent requests decide, by counts of up to MAX_WATCHED tenants."""
 
     def __init__(self) -> None:
         self.labelled: set[str] = set()
@@ -92,7 +85,7 @@ class LargestTenants:
         self._num_until_fade = FADE_REQUESTS
 
     def note(self, tenant: str) -> str | None:
-        """Count a request of the tenant. Returns the tenant whose series this tenant takes over; None: no series changes."""
+        """Count a request. Returns the tenant whose series this one takes over."""
         self._fade()
         if tenant not in self._recent and len(self._recent) >= MAX_WATCHED:
             self._forget_smallest()
@@ -125,10 +118,7 @@ class LargestTenants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownTenants:
-    """The series that one reader of the page sees.
-
-    is_all    every series
-    own       of all tenants' series, only this tenant's; "": none of them
+    """own       of all tenants' series, only this tenant's; "": none of them
     has_site  also the site's series, which count all tenants together; otherwise only those of FOR_EVERY_KEY
     """
 
@@ -137,7 +127,7 @@ class ShownTenants:
     has_site: bool = False
 
     def shown(self, families: Iterable[Metric]) -> list[Metric]:
-        """The families without series that the reader may not see. Tiers and budgets are hidden too: a tier may have a single tenant."""
+        """Tiers and budgets are hidden too: a tier may have a single tenant."""
         return list(families) if self.is_all else [kept for family in families if (kept := self._kept(family)) is not None]
 
     def _kept(self, family: Metric) -> Metric | None:
@@ -155,15 +145,13 @@ NO_TENANT = ShownTenants(has_site=True)
 
 
 class TenantMetrics(Collector):
-    """The counts of one gateway."""
-
     def __init__(self) -> None:
         self._tiers: dict[str, UseCounts] = {}
         self._tenants: dict[str, UseCounts] = {}
         self._largest = LargestTenants()
 
     def count(self, tier: str, tenant: str, use: RequestUse) -> None:
-        """Count one generating request. tier: a configured name"""
+        """tier: a configured name"""
         _of(self._tiers, tier).add(use)
         if (ended := self._largest.note(tenant)) is not None:
             self._tenants.pop(ended, None)

@@ -1,7 +1,7 @@
 """Repeats the metrics page's families under vLLM's names and labels, for dashboards and autoscalers that know these.
 
-Made from our own families when the page is asked for: nothing is counted twice. Labels are vLLM's `model_name` and `engine`, a replica's
-name here, and `worker` where there are several gateway workers. A name that vLLM has and this table lacks has no counterpart here.
+Made from our own families: nothing is counted twice. `engine` is a replica's name here. A name that vLLM has and this table lacks has no
+counterpart.
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "headrace_request_latency_seconds": ("vllm:e2e_request_latency_seconds",),
     "headrace_queue_time_seconds": ("vllm:request_queue_time_seconds",),
 }
-"""Our family -> vLLM's; a counter of the engine says its own. The older vllm:time_per_output_token_seconds is the gaps between tokens."""
+"""Our family -> vLLM's. The older vllm:time_per_output_token_seconds is the gaps between tokens."""
 
 KV_BLOCKS, KV_USAGE = "headrace_kv_blocks", ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
-"""vLLM reports the used share of the blocks, 0..1, under a newer and an older name."""
+"""The used share of the blocks, 0..1, under a newer and an older name."""
 
 FINISHED = "vllm:request_success"
 REASONS = {"stop": "stop", "length": "length", "cancelled": "abort"}
-"""Our finish reason -> vLLM's. Other reasons are no success at vLLM."""
+"""Other reasons are no success at vLLM."""
 
 LABELS = {"model": "model_name", "replica": "engine", "reason": "finished_reason"}
 
 
 def vllm_families(families: Iterable[Metric]) -> Iterator[Metric]:
-    """The families that have a counterpart at vLLM, under vLLM's names."""
     for family in families:
         for name in NAMES.get(family.name, ()):
             yield _renamed(family, name)

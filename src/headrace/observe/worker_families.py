@@ -1,7 +1,6 @@
 """Combines the metric families of several gateway workers into one page, and encodes them for the way between workers.
 
-Each worker's own series get the label `worker`. What is read from engines and foreign servers is the same in every worker and not included:
-the worker that is asked adds it once. `gateway.site.metrics` asks the other workers.
+What is read from engines and foreign servers is the same in every worker and not included: the worker that is asked adds it once.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ def encode_families(families: Iterable[Metric]) -> bytes:
 
 
 def merge_workers(by_worker: Mapping[int, bytes]) -> list[Metric]:
-    """One family per name, with each sample's worker as a label, and the workers that answered.
-
-    by_worker  bytes that `encode_families` made in each worker; any other bytes count as no answer
-    """
+    """One family per name, with each sample's worker as a label. Bytes that `encode_families` did not make count as no answer."""
     is_up = GaugeMetricFamily("headrace_gateway_worker_up", "1 for each gateway worker whose series are on this page.", labels=(WORKER,))
     merged: dict[str, Metric] = {is_up.name: is_up}
     for worker, data in sorted(by_worker.items()):

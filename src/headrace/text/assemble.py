@@ -35,9 +35,7 @@ class OutputDelta:
     """The new output of one sequence.
 
     token_ids        the tokens emitted with this text, an end token included
-    logprobs         log-probabilities of these tokens; None when none were asked for
     prompt_logprobs  passed on from the engine (see `decoded_prompt_logprobs`)
-    finish           set exactly once, on the last delta
     stop_reason      beside FinishReason.STOP: the stop string or stop token id; None for the model's own end token
     engine_finish    set when a stop string ended the sequence and the engine still runs it
     """
@@ -53,12 +51,11 @@ class OutputDelta:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the delta has nothing for the client or for the engine."""
         return not (self.text or self.token_ids or self.prompt_logprobs or self.finish)
 
 
 class _Pending(NamedTuple):
-    """A token that waits for its text. begin: output characters before the token; end: output characters after which it is emitted"""
+    """begin: output characters before the token; end: output characters after which it is emitted"""
 
     token_id: int
     begin: int
@@ -66,13 +63,9 @@ class _Pending(NamedTuple):
 
 
 class OutputAssembler:
-    """Assembles one sequence's output.
+    """One sequence's output. The values are None until the engine has reported them, or has ended the sequence.
 
-    num_tokens         output tokens that count: for usage, and for a resume after a failure
-    num_cached_tokens  prompt tokens taken from the prefix cache; None until the engine has reported it
-    queue_time_s       seconds waited in the engine; None until the engine has reported it
-    stages             seconds in each stage; None until the engine has ended the sequence
-    finish             None until the end
+    num_tokens  output tokens that count: for usage, and for a resume after a failure
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, *, kept_ids: Set[int] = frozenset()) -> None:
@@ -96,10 +89,7 @@ class OutputAssembler:
         self.finish: FinishReason | None = None
 
     def feed_whole(self, token_ids: Sequence[int]) -> str | None:
-        """The fast path of `feed`, for an update with tokens alone whose text can all be emitted at once. Returns the text.
-
-        None: nothing was read, and the update must go to `feed`. Most tokens take this path, which makes no objects.
-        """
+        """The fast path of `feed`, for tokens alone whose text can all be emitted at once. None: nothing was read, use `feed`."""
         if self._pending or self.finish is not None or not self._params.detokenize:
             return None
         text = self._detokenizer.push_whole(token_ids)
@@ -108,7 +98,7 @@ class OutputAssembler:
         return text
 
     def feed(self, update: SequenceUpdate) -> OutputDelta:
-        """Take one update of this sequence. Updates after the end (tokens the engine ran past a stop string) give an empty delta."""
+        """Updates after the end (tokens the engine ran past a stop string) give an empty delta."""
         if self.finish is not None:
             return _NOTHING
         if update.num_cached_tokens is not None:
@@ -129,16 +119,14 @@ class OutputAssembler:
 
     @property
     def num_pending(self) -> int:
-        """The number of tokens that were read and wait for their text."""
         return len(self._pending)
 
     def supply_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Set the log-probabilities of all waiting tokens, one each. The tokens were fed without them."""
+        """Set the log-probabilities of all waiting tokens, which were fed without them."""
         offsets = array("q", [pending.begin for pending in self._pending])
         self._logprobs = DecodedLogprobs(self._tokenizer, columns_of(logprobs), offsets, bytearray(b"\1" * len(offsets)))
 
     def _read(self, update: SequenceUpdate, parts: list[str]) -> Delta | None:
-        """Read the update's tokens and append their text to `parts`. Returns the delta that completed a stop string, if one did."""
         detokenizer, params = self._detokenizer, self._params
         end_token = -1
         if update.stop_token_id is not None and not params.include_stop_str_in_output:
@@ -158,7 +146,6 @@ class OutputAssembler:
         return delta if delta.stop_match is not None else None
 
     def _add_logprobs(self, update: SequenceUpdate, offsets: Sequence[int], end_token: int) -> None:
-        """Keep the log-probabilities of the tokens that were read, as many as there are `offsets`."""
         num_read = len(offsets)
         columns = columns_of(update.logprobs)
         columns = columns if num_read == len(columns) else columns[:num_read]
@@ -167,7 +154,6 @@ class OutputAssembler:
         self._logprobs = added if self._logprobs is None else self._logprobs.joined(added)
 
     def _stopped(self, text: str, stop: Delta, update: SequenceUpdate) -> OutputDelta:
-        """The last delta, after a stop string, with all tokens held back. `engine_finish` is set unless the engine has ended it."""
         self.finish = FinishReason.STOP
         token_ids, logprobs = self._release(everything=True)
         if logprobs is not None:
@@ -183,7 +169,7 @@ class OutputAssembler:
         )
 
     def _hide_cut(self, logprobs: DecodedLogprobs) -> None:
-        """Hide tokens that are wholly part of the stop string that was cut off: their text begins after everything that was emitted."""
+        """Hide tokens wholly within the stop string that was cut off: their text begins after everything that was emitted."""
         num_shown = self._detokenizer.num_released
         for place, (token_id, offset) in enumerate(zip(logprobs.columns.token_ids, logprobs.text_offsets, strict=True)):
             if offset >= num_shown and self._tokenizer.token_bytes(token_id):
@@ -204,7 +190,6 @@ class OutputAssembler:
         )
 
     def _release(self, *, everything: bool) -> tuple[tuple[int, ...], DecodedLogprobs | None]:
-        """Take the waiting tokens whose text has been emitted."""
         pending, released = self._pending, self._detokenizer.num_released
         ready: list[int] = []
         while pending and (everything or pending[0].end <= released):
@@ -212,7 +197,6 @@ class OutputAssembler:
         return tuple(ready), self._release_logprobs(len(ready))
 
     def _release_logprobs(self, count: int) -> DecodedLogprobs | None:
-        """Take the log-probabilities of the first `count` waiting tokens."""
         logprobs = self._logprobs
         if logprobs is None or not count:
             return None
@@ -225,10 +209,7 @@ _NO_TEXT = Delta()
 
 
 def decoded_prompt_logprobs(tokenizer: Tokenizer, prompt_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> DecodedLogprobs:
-    """Log-probabilities of prompt positions from 1 on (the first token has none). Text offsets are counted in the prompt's text.
-
-    logprobs  those of all positions in order, as collected from `OutputDelta.prompt_logprobs`
-    """
+    """Log-probabilities of prompt positions from 1 on (the first token has none). Text offsets are counted in the prompt's text."""
     offsets, found = Detokenizer(tokenizer, skip_special_tokens=False), DecodedLogprobs(tokenizer)
     for token_id, at in zip(prompt_ids, logprobs, strict=False):
         offsets.push((token_id,))

@@ -24,20 +24,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""Names under which a message's reasoning is passed: most templates read the first, those of gpt-oss the second."""
+"""Most templates read the first, those of gpt-oss the second."""
 
 END_OF_FINAL_MESSAGE = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Appended to a message that is to be continued. The rendered text is cut off at it; the template may strip the space."""
+"""The rendered text is cut off at it; the template may strip the space."""
 
 
 def render(source: str, messages: Sequence[Mapping[str, object]], /, *, continue_final_message: bool = False, **variables: object) -> str:
     """The text that a template writes for a conversation of JSON values. A null field of a message counts as absent.
 
     continue_final_message  end the text with the last message's content, which must be a string
-    variables               tools, documents, add_generation_prompt, and other variables that the template reads
 
-    Raises TemplateSyntaxError if the template is no Jinja, TemplateError if the template refuses the conversation, and any error that
-    Python raises in the template.
+    Raises TemplateSyntaxError if the template is no Jinja, TemplateError if it refuses the conversation, and any error of Python in it.
     """
     template = compiled(source)
     chat = [_with_reasoning(_plain_object(_set_fields(message))) for message in messages]
@@ -50,7 +48,6 @@ def render(source: str, messages: Sequence[Mapping[str, object]], /, *, continue
 
 @lru_cache(maxsize=64)
 def compiled(source: str) -> Template:
-    """The compiled template. Raises TemplateSyntaxError."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
     )
@@ -60,7 +57,6 @@ def compiled(source: str) -> Template:
 
 
 def _cut_after(text: str, final: str) -> str:
-    """The rendered text up to the end of the final message's content. Raises TemplateError if the text does not contain it."""
     tag = END_OF_FINAL_MESSAGE.strip()
     if final.strip() not in text or tag not in text:
         raise TemplateError("the final message is not in the rendered conversation, so that it cannot be continued")
@@ -70,12 +66,11 @@ def _cut_after(text: str, final: str) -> str:
 
 
 def _set_fields(message: Mapping[str, object]) -> dict[str, object]:
-    """The message without null fields: clients send back what an API gave them, and templates test whether a field is defined."""
+    """Clients send back what an API gave them, nulls included, and templates test whether a field is defined."""
     return {name: value for name, value in message.items() if value is not None}
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its reasoning, if any, under the names that templates read."""
     reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
@@ -102,7 +97,7 @@ def _plain(value: object) -> object:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}`, which marks the model's own text for training. Renders its content."""
+    """`{% generation %}`, which marks the model's own text for training."""
 
     tags: set[str] = {"generation"}  # noqa: RUF012 # as the base class has it
 
@@ -112,7 +107,7 @@ class _GenerationTag(Extension):
 
 
 class _DictMaker:
-    """The `dict` of templates. Makes dicts, from keys too, and has none of the type's other attributes."""
+    """The `dict` of templates, without the type's other attributes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -122,7 +117,7 @@ class _DictMaker:
 
 
 class _PublicNamespace(Namespace):
-    """The `namespace` of templates. Refuses names with a leading underscore, which would reach Python's internals."""
+    """Refuses names with a leading underscore, which would reach Python's internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *given = args
@@ -150,5 +145,5 @@ def _now(form: str) -> str:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
-    """The `tojson` filter, without the escapes for HTML of Jinja's own."""
+    """Without the escapes for HTML of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

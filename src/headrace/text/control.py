@@ -18,20 +18,19 @@ from headrace.core.errors import InvalidRequest
 from headrace.text.tokenizer import any_of, check_text
 
 MAX_DEPTH = 64
-"""Nesting of messages, tools and their schemas; deeper ones would exhaust Python's stack in the template engine."""
+"""Deeper nesting would exhaust Python's stack in the template engine."""
 _FIRST_MARK, _LAST_MARK = 0xF0000, 0xFFFFD
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """The two characters that are put around a control token in a user's string."""
+    """The characters put around a control token in a user's string: private-use ones that occur in none of the strings."""
 
     start: str
     end: str
 
     @classmethod
     def absent_from(cls, strings: Iterable[str]) -> Marks:
-        """Two private-use characters that occur in none of the strings."""
         seen = {char for text in strings for char in text if char >= chr(_FIRST_MARK)}
         free = (chr(code) for code in range(_FIRST_MARK, _LAST_MARK) if chr(code) not in seen)
         start, end = next(free, ""), next(free, "")
@@ -40,7 +39,6 @@ class Marks:
         return cls(start, end)
 
     def mark(self, value: object, pattern: re.Pattern[str]) -> object:
-        """`value` with every match of `pattern` marked, in keys and values at any depth."""
         if isinstance(value, str):
             return pattern.sub(f"{self.start}\\1{self.end}", value)
         if isinstance(value, Mapping):
@@ -63,7 +61,7 @@ class Marks:
 def strings_in(value: object, path: str, depth: int = 0) -> Iterator[str]:
     """Every string in a JSON-like value, keys included.
 
-    Raises InvalidRequest naming the path of a lone surrogate, of nesting beyond MAX_DEPTH, or of a value that is not JSON.
+    Raises InvalidRequest for a lone surrogate, nesting beyond MAX_DEPTH, or a value that is not JSON.
     """
     if depth > MAX_DEPTH:
         raise InvalidRequest(path[:200], f"at most {MAX_DEPTH} levels of nesting")
@@ -84,5 +82,4 @@ def strings_in(value: object, path: str, depth: int = 0) -> Iterator[str]:
 
 
 def marked_objects(marks: Marks, items: Sequence[Mapping[str, object]], patterns: Sequence[re.Pattern[str]]) -> list[dict[str, object]]:
-    """Each item marked with its own pattern."""
     return [cast("dict[str, object]", marks.mark(item, pattern)) for item, pattern in zip(items, patterns, strict=True)]

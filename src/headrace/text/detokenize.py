@@ -18,15 +18,13 @@ from headrace.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """text: the stop string found; end: characters of the pushed chunk up to and including the stop string's last one"""
+    """end: characters of the pushed chunk up to and including the stop string's last one"""
 
     text: str
     end: int
 
 
 class StopMatcher:
-    """Searches several strings at once in text that arrives in chunks."""
-
     def __init__(self, stops: Iterable[str]) -> None:
         # Longest first: of two strings ending at one character the longer is found.
         self._stops = tuple(sorted(set(stops), key=len, reverse=True))
@@ -36,15 +34,15 @@ class StopMatcher:
 
     @property
     def held(self) -> int:
-        """Length of the longest suffix of the text so far that begins a stop string, and so must not be shown yet."""
+        """Length of the longest suffix of the text so far that begins a stop string."""
         return max(self._states, default=0)
 
     def ignores(self, text: str) -> bool:
-        """Whether reading `text` would change nothing: no stop string has begun, and none begins in `text`."""
+        """Whether reading `text` would change nothing."""
         return self._first_chars.isdisjoint(text) and not any(self._states)
 
     def push(self, text: str, *, is_armed: bool = True) -> StopMatch | None:
-        """Read text up to the first completed stop string. With `is_armed` false, completed stop strings are ignored."""
+        """Read text up to the first completed stop string. Not `is_armed`: completed stop strings are ignored."""
         if self.ignores(text):
             return None
         for position, char in enumerate(text):
@@ -70,7 +68,6 @@ class StopMatcher:
 
 @lru_cache(maxsize=8)
 def _all_borders(stops: tuple[str, ...]) -> tuple[array[int], ...]:
-    """The borders of each stop string. Cached for all sequences of a request: 16 strings of 1,024 characters take 2 ms."""
     return tuple(array("I", _borders(stop)) for stop in stops)
 
 
@@ -89,11 +86,7 @@ def _borders(text: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New text.
-
-    stop_match   the stop string that ended the output; None: none has
-    keep_tokens  with `stop_match`: output tokens up to and including the one that completed it; later ones do not count
-    """
+    """keep_tokens: output tokens up to and including the one that completed the stop string; later ones do not count"""
 
     text: str = ""
     stop_match: str | None = None
@@ -103,11 +96,9 @@ class Delta:
 class Detokenizer:
     """Text of one output stream. O(1) amortised per token.
 
-    skip_special_tokens  control tokens have no text, except those of `kept_ids`
-    stop                 strings that end the output, cut off unless `include_stop`
-    min_tokens           a stop string completed within the first `min_tokens` tokens is ordinary text
-
-    num_tokens    tokens read (none after a stop string)
+    kept_ids      control tokens that have a text
+    min_tokens    a stop string completed within the first `min_tokens` tokens is ordinary text
+    num_tokens    tokens read, none after a stop string
     num_chars     characters decoded so far, held ones included
     has_partial   the last token ended within a character
     num_released  characters emitted
@@ -154,10 +145,7 @@ class Detokenizer:
         self.num_released = 0
 
     def push_whole(self, token_ids: Sequence[int]) -> str | None:
-        """The fast path of `push`: the text of tokens that can be emitted at once. None: nothing was read, use `push`.
-
-        This serves nearly every push: no text is held, each token is whole characters, and none may begin a stop string.
-        """
+        """The fast path of `push`: the text of tokens that can be emitted at once. None: nothing was read, use `push`."""
         if self.has_partial or self._held or self._stop_match is not None:
             return None
         whole_texts, skipped = self._whole_texts, self._skipped
@@ -175,7 +163,7 @@ class Detokenizer:
         return text
 
     def push(self, token_ids: Sequence[int]) -> Delta:
-        """Read tokens and emit the text that is certain. After a stop string all tokens are ignored."""
+        """Read tokens and emit the text that is certain; nothing after a stop string."""
         if self._stop_match is not None:
             return _NOTHING
         parts: list[str] = []
@@ -192,7 +180,7 @@ class Detokenizer:
         return Delta("".join(parts))
 
     def flush(self) -> Delta:
-        """End the output: emit the text held back, with U+FFFD for an unfinished character. Call it once."""
+        """Emit the text held back, with U+FFFD for an unfinished character. Call it once, at the end."""
         if self._stop_match is not None:
             return _NOTHING
         chars, self.has_partial = self._decoder.decode(b"", final=True), False
@@ -204,7 +192,6 @@ class Detokenizer:
         return Delta(text + rest)
 
     def _take(self, chars: str) -> str:
-        """Add decoded characters; emit all but the longest suffix that may begin a stop string."""
         matcher = self._matcher
         if matcher is None:
             self.num_chars += len(chars)

@@ -14,10 +14,7 @@ from headrace.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """The text side of a model: what a gateway or the offline API needs beside an engine.
-
-    digests  content digests for the wire's Hello (see `core.digests`): both ends must have read the same files
-    """
+    """digests: see `core.digests`; an engine must have read the same files"""
 
     tokenizer: Tokenizer
     template: ChatTemplate
@@ -25,7 +22,7 @@ class TextModel:
 
 
 def load_text(folder: str | Path) -> TextModel:
-    """Tokenizer and template of a local model folder. Raises CheckpointError naming the file and the reason."""
+    """Raises CheckpointError naming the file and the reason."""
     path = Path(folder)
     tokenizer = Tokenizer.load(path)
     _check_vocabulary(path, tokenizer)
@@ -34,7 +31,7 @@ def load_text(folder: str | Path) -> TextModel:
 
 
 def _check_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:
-    """Raises CheckpointError if a text can be given an id without a row in the model's embedding table. No limit without a config.json."""
+    """Raises CheckpointError if a text can be given an id without a row in the model's embedding table."""
     limit = read_optional_object(folder / "config.json").get("vocab_size")
     if isinstance(limit, bool) or not isinstance(limit, int):
         return

@@ -16,18 +16,16 @@ from headrace.core.plan import LogprobColumns, wide_columns
 
 
 class TokenTexts(Protocol):
-    """The text and bytes of token ids. A `Tokenizer` is one."""
+    """A `Tokenizer` is one."""
 
-    def token_text(self, token_id: int) -> str:
-        """The text for display; U+FFFD for bytes that are part of a character."""
-        ...
+    def token_text(self, token_id: int) -> str: ...
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
 class TopToken:
-    """One of the most probable tokens at a position. raw: exact bytes; token: their text (U+FFFD for part of a character)"""
+    """raw: exact bytes; token: their text, U+FFFD for part of a character"""
 
     token_id: int
     token: str
@@ -37,11 +35,9 @@ class TopToken:
 
 @dataclass(frozen=True, slots=True)
 class TokenEntry:
-    """Log-probabilities of one token, with its text.
-
-    raw          exact bytes; `token` is their text (U+FFFD where they are part of a character)
+    """
     rank         1 = it was the most probable
-    top          the k best, descending
+    top          descending
     text_offset  characters before it in the output (for prompt entries: in the prompt)
     is_visible   False when none of its text is in the answer: the token that ended it, or one wholly within a cut-off stop string
     """
@@ -58,12 +54,10 @@ class TokenEntry:
 
 @dataclass(frozen=True, slots=True)
 class DecodedLogprobs:
-    """Log-probabilities of neighbouring tokens of one sequence, as columns of equal length. Iteration makes one object at a time.
+    """Log-probabilities of neighbouring tokens of one sequence, as columns of equal length.
 
-    texts         texts of the ids in `columns`
-    text_offsets  characters before each in the output (for a prompt: in the prompt)
-    visible       1; 0 for a token with none of its text in the answer (see `TokenEntry`)
-    texts_bytes   memory that `texts` takes for these tokens alone
+    visible      0 for a token with none of its text in the answer (see `TokenEntry`)
+    texts_bytes  memory that `texts` takes for these tokens alone
     """
 
     texts: TokenTexts
@@ -87,12 +81,12 @@ class DecodedLogprobs:
         self.visible.extend(visible)
 
     def extend(self, other: DecodedLogprobs) -> None:
-        """Append the tokens of `other`. Both must have the same `texts`."""
+        """Both must have the same `texts`."""
         assert other.texts is self.texts, "ids mean the same"
         self.add(other.columns, other.text_offsets, other.visible)
 
     def joined(self, later: DecodedLogprobs) -> DecodedLogprobs:
-        """New columns with these tokens and then those of `other`, the next ones of the same sequence."""
+        """New columns with these tokens and then the next ones of the same sequence."""
         both = DecodedLogprobs(self.texts)
         both.extend(self)
         both.extend(later)
@@ -103,14 +97,12 @@ class DecodedLogprobs:
         return DecodedLogprobs(self.texts, self.columns[span], self.text_offsets[span], self.visible[span])
 
     def pages(self, size: int) -> Iterator[DecodedLogprobs]:
-        """All tokens, in columns of at most `size` tokens."""
         begin = 0
         for columns in self.columns.pages(size):
             span = slice(begin, begin := begin + len(columns))
             yield DecodedLogprobs(self.texts, columns, self.text_offsets[span], self.visible[span])
 
     def shown(self) -> DecodedLogprobs:
-        """The visible tokens."""
         if 0 not in self.visible:
             return self
         found, end = DecodedLogprobs(self.texts), 0
@@ -122,7 +114,6 @@ class DecodedLogprobs:
 
     @property
     def num_bytes(self) -> int:
-        """Approximate memory of the columns."""
         return DECODED_LOGPROBS_BYTES + self.columns.num_bytes + 9 * len(self) + self.texts_bytes
 
 

@@ -18,8 +18,7 @@ _Call = dict[str, object]
 def normal_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
     """The messages with string contents, and tool-call arguments as objects. The caller's objects are not changed.
 
-    A list of text parts becomes one string, parts separated by a newline. An assistant's missing content is empty when it made tool calls.
-    Raises InvalidRequest naming the message and field.
+    Text parts are joined by newlines. Raises InvalidRequest naming the message and field.
     """
     if not isinstance(messages, list | tuple) or not messages:
         raise InvalidRequest("messages", "a non-empty list of messages", messages)
@@ -27,13 +26,13 @@ def normal_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
 
 
 def begun_answer(messages: Sequence[Message], *, continue_final_message: bool) -> str:
-    """The part of the answer that the conversation holds already, if the model continues its last message."""
+    """The part of the answer that the conversation holds already."""
     content = messages[-1].get("content") if continue_final_message and messages else None
     return content if isinstance(content, str) else ""
 
 
 def with_written_arguments(messages: Sequence[Message]) -> list[dict[str, object]]:
-    """A copy of normal messages whose tool calls have their arguments as JSON text."""
+    """A copy whose tool calls have their arguments as JSON text."""
     made = [dict(message) for message in messages]
     for message in made:
         if calls := message.get("tool_calls"):
@@ -86,9 +85,9 @@ def _part_text(part: object, path: str) -> str:
 
 
 def _tool_calls(calls: object, path: str) -> list[dict[str, object]]:
-    """The tool calls with arguments as objects, which templates read; the API writes arguments as a JSON string.
+    """With arguments as objects, which templates read; the API writes them as a JSON string.
 
-    A string that holds no JSON object stays a string: the model wrote it, and has to see it again beside the tool's complaint.
+    A string that holds no JSON object stays a string: the model has to see it again beside the tool's complaint.
     """
     if not isinstance(calls, list | tuple):
         raise InvalidRequest(path, "a list of tool calls", calls)
@@ -108,7 +107,6 @@ def _tool_call(call: object, path: str) -> dict[str, object]:
 
 
 def _object(arguments: str) -> object:
-    """The object that a string holds as JSON, else the string."""
     try:
         found: object = json.loads(arguments) if arguments.strip() else {}
     except (ValueError, RecursionError):

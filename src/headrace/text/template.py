@@ -21,7 +21,7 @@ from headrace.text.tokenizer import Tokenizer, any_of
 from headrace.text.tokenizer_config import SPECIAL_TOKEN_NAMES
 
 MAX_CHAT_CHARS = 4 * 2**20
-"""The most characters of a rendered conversation: far beyond any served context, and small enough to hold in memory many times."""
+"""Rendered conversations: far beyond any served context, and small enough to hold in memory many times."""
 MAX_KWARG_CHARS = 4096
 MAX_UNREAD_NAME_CHARS = 64
 MAX_GROWTH = 4
@@ -36,7 +36,6 @@ _RESERVED = frozenset(
 )
 _TAG = re.compile(r"[<\[].*[>\]]\Z", re.DOTALL)
 _CANNOT_COPE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""Exceptions of Python that a template raises for a message of a shape it does not expect."""
 
 
 class ChatTemplate:
@@ -52,10 +51,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: str | Path, tokenizer: Tokenizer) -> ChatTemplate:
-        """The template of a model folder; see `_sources` for the files.
-
-        For a folder without a template, the returned object refuses conversations. Raises CheckpointError for a damaged file.
-        """
+        """A folder without a template refuses conversations. Raises CheckpointError for a damaged file."""
         return cls(_sources(Path(folder)), tokenizer.special_tokens)
 
     @property
@@ -64,13 +60,12 @@ class ChatTemplate:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The source text of each template."""
         return tuple(self._sources.values())
 
     def compile(self) -> None:
-        """Import Jinja and compile now, so that no request waits for it. Raises CheckpointError for a template that is no Jinja.
+        """Import Jinja and compile now, so that no request waits for it. Raises CheckpointError.
 
-        Templates are programs: one that does not end, or that makes gigabytes, does so here. The caller must bound the process.
+        A template that does not end, or that makes gigabytes, does so here: the caller must bound the process.
         """
         from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
@@ -97,10 +92,9 @@ class ChatTemplate:
     ) -> str:
         """The conversation as one text, exactly as the template writes it. To get token ids use `encode`, which is safe.
 
-        tools, documents  JSON objects for templates that show them
-        kwargs            scalars for variables this template reads (e.g. enable_thinking); null, false, 0 and "" for any other
+        kwargs  scalars for variables this template reads (e.g. enable_thinking); null, false, 0 and "" for any other
 
-        Raises: InvalidRequest (no template, a message the template refuses, an unknown kwarg), RequestTooLarge.
+        Raises: InvalidRequest, RequestTooLarge.
         """
         chat = _Chat(normal_messages(messages), tools, documents, dict(kwargs or {}))
         chat.strings()
@@ -117,10 +111,7 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, object]] | None = None,
         kwargs: Mapping[str, object] | None = None,
     ) -> list[int]:
-        """The conversation as token ids. Control tokens written by users become ordinary tokens, the template's own are control tokens.
-
-        Without such text from users, these are the ids of `render`'s text. Arguments and errors are those of `render`.
-        """
+        """The conversation as token ids. Control tokens written by users become ordinary tokens. Else as `render`."""
         return self.rendered(
             tokenizer,
             messages,
@@ -143,10 +134,7 @@ class ChatTemplate:
         kwargs: Mapping[str, object] | None = None,
         switches: Sequence[TemplateSwitch] = (),
     ) -> RenderedChat:
-        """`encode` up to the tokenizing. Arguments and errors are those of `encode`.
-
-        switches  set variables of this template beside `kwargs`, or are refused (see `text.template_switch`)
-        """
+        """`encode` up to the tokenizing. switches: see `text.template_switch`"""
         source = self._source(bool(tools))
         read = _names_in(source)
         switched_kwargs, without_effect = switched(kwargs or {}, switches, read)
@@ -170,7 +158,7 @@ class ChatTemplate:
     # -- inside ------------------------------------------------------------------------------------------------------------------
 
     def _control_tokens(self, tokenizer: Tokenizer) -> tuple[str, ...]:
-        """The tokenizer's control tokens, and those added tokens that this template itself writes as tags (`<tool_call>`, `[INST]`)."""
+        """Control tokens, and those added tokens that this template itself writes as tags (`<tool_call>`, `[INST]`)."""
         found = self._tokens.get(tokenizer.digest)
         if found is None:
             text = "\0".join(self._sources.values())
@@ -225,15 +213,14 @@ class ChatTemplate:
 
 
 def import_engine() -> None:
-    """Import the renderer of templates. Takes a tenth of a second the first time."""
+    """Takes a tenth of a second the first time."""
     import headrace.text.chat_renderer  # noqa: F401
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """A rendered conversation.
-
-    text    with marks around users' control tokens, if there are any
+    """
+    text    with marks around users' control tokens
     pieces  the text cut at the marks, for `Tokenizer.encode_pieces`; None without marks
     unread  fields that this template does not read: kwargs and switches whose values mean off, and reasoning of earlier turns
     """
@@ -244,7 +231,6 @@ class RenderedChat:
 
     @property
     def plain_text(self) -> str:
-        """The text without marks."""
         return self.text if self.pieces is None else "".join(piece for piece, _ in self.pieces)
 
     def encode(self, tokenizer: Tokenizer) -> list[int]:
@@ -275,12 +261,12 @@ class _Chat:
 
     @property
     def max_rendered_chars(self) -> int:
-        """The most characters that the template may write; a template that writes more is broken or hostile. Call `strings` before."""
+        """A template that writes more is broken or hostile. Call `strings` before."""
         own_chars = OWN_CHARS + OWN_CHARS_PER_MESSAGE * len(self.messages)
         return min(MAX_CHAT_CHARS, MAX_GROWTH * self._num_chars + own_chars)
 
     def strings(self) -> list[str]:
-        """Every string from the client, checked. Raises InvalidRequest, or RequestTooLarge for too many characters in all."""
+        """Every string from the client. Raises InvalidRequest, RequestTooLarge."""
         found = list(strings_in(self.messages, "messages"))
         found += strings_in(self.tools, "tools")
         found += strings_in(self.documents, "documents")
@@ -291,10 +277,8 @@ class _Chat:
         return found
 
     def marked(self, marks: Marks, everything: re.Pattern[str], control: re.Pattern[str]) -> _Chat:
-        """A copy with control tokens marked.
-
-        In an assistant's turn, which is the model's own earlier output, only control tokens are marked, and tags (`<think>`, `<tool_call>`)
-        are not: the next turn's prompt then has the same tokens and hits the prefix cache.
+        """In an assistant's turn, the model's own earlier output, tags (`<think>`, `<tool_call>`) are not marked: the next turn's prompt
+        then has the same tokens and hits the prefix cache.
         """
         patterns = [control if message["role"] == "assistant" else everything for message in self.messages]
         made = _Chat(
@@ -331,7 +315,6 @@ def _check_kwargs(kwargs: Mapping[str, object], source: str, special_tokens: Col
 
 
 def _check_tools(chat: _Chat, source: str) -> None:
-    """Raise InvalidRequest if the template would silently leave functions or calls out of the prompt."""
     remedy = "Leave it out for this model, or serve one that was trained to call functions."
     if chat.tools and "tools" not in source:
         raise InvalidRequest("tools", "a model whose chat template shows functions", None, remedy)
@@ -341,13 +324,13 @@ def _check_tools(chat: _Chat, source: str) -> None:
 
 
 def _asks_for_nothing(name: str, value: object) -> bool:
-    """Whether an unread variable changes nothing: to a template, null, false, 0 and "" are the same as a missing variable."""
+    """To a template, null, false, 0 and "" are the same as a missing variable."""
     return name.isascii() and name.isidentifier() and len(name) <= MAX_UNREAD_NAME_CHARS and value in (None, False, "")
 
 
 @lru_cache(maxsize=16)
 def _names_in(source: str) -> frozenset[str]:
-    """Every name a template mentions. Raises CheckpointError when it does not compile."""
+    """Raises CheckpointError when the template does not compile."""
     from jinja2 import Environment
     from jinja2.exceptions import TemplateSyntaxError
 
@@ -369,9 +352,7 @@ def _refused(message: str) -> InvalidRequest:
 def _sources(folder: Path) -> dict[str, str]:
     """Template sources by name; "default" is the main one. A blank source counts as missing.
 
-    The files are read in this order until one has a main template: chat_template.jinja with additional_chat_templates/,
-    tokenizer_config.json, chat_template.json (written by processors). Named templates of earlier files win over those of later ones, as in
-    transformers.
+    Files are read in this order until one has a main template; named templates of earlier files win, as in transformers.
     """
     found: dict[str, str] = {}
     for sources in _layers(folder):
@@ -393,7 +374,6 @@ def _layers(folder: Path) -> Iterator[dict[str, str]]:
 
 
 def _sources_in(file: str, given: object) -> dict[str, str]:
-    """The templates in a JSON file's `chat_template`: one string, an object by name, or a list of objects with name and template."""
     if given is None:
         return {}
     if isinstance(given, str):

@@ -1,7 +1,6 @@
 """Maps fields of a request to the variable of the chat template that they switch, whatever this model's template calls it.
 
-Reasoning is switched by `enable_thinking` in one template and by `thinking` in another, and clients have half a dozen fields for it. A
-switch names the variables in order of preference; the template's text decides which one is set.
+Reasoning is `enable_thinking` in one template and `thinking` in another. The template's text decides which variable is set.
 """
 
 from __future__ import annotations
@@ -14,12 +13,9 @@ from headrace.core.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateSwitch:
-    """A request field that sets a variable of the chat template.
-
-    field   the field as the client wrote it, e.g. "reasoning.effort"
+    """field   as the client wrote it, e.g. "reasoning.effort"
     values  variable -> its value, the preferred variable first
-    given   the client's value, for refusals
-    is_off  the value means what a template without any of these variables does anyway; otherwise such a template refuses the request
+    is_off  the value means what a template without these variables does anyway; otherwise such a template refuses the request
     """
 
     field: str
@@ -33,9 +29,7 @@ def switched(
 ) -> tuple[dict[str, object], tuple[str, ...]]:
     """(`kwargs` with the variables that `switches` set, the fields of switches without effect).
 
-    variables  names that the template reads
-
-    Raises InvalidRequest for a switch that this template does not have, and for one that contradicts another field.
+    variables: names that the template reads. Raises InvalidRequest for a switch it does not have, or that contradicts another field.
     """
     made, without_effect = dict(kwargs), []
     for switch in switches:

@@ -29,7 +29,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 
 def _byte_of_char() -> dict[str, int]:
-    """GPT-2's table of bytes: printable Latin-1 characters stand for themselves, U+0100 onwards for all other bytes in order."""
+    """GPT-2's table: printable Latin-1 characters stand for themselves, U+0100 onwards for all other bytes in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unprintable = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(unprintable)}
@@ -40,11 +40,10 @@ BYTE_OF_CHAR: Mapping[str, int] = _byte_of_char()
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """How a tokenizer spells bytes.
-
+    """
     is_byte_level  True: GPT-2's byte table; False: U+2581 is a space
     has_bytes      `<0xNN>` tokens are single bytes
-    strip_left     spaces removed from the start of a whole text (the space a metaspace tokenizer put before the first word)
+    strip_left     spaces removed from the start of a whole text (what a metaspace tokenizer put before the first word)
     """
 
     is_byte_level: bool
@@ -52,7 +51,6 @@ class Spelling:
     strip_left: int = 0
 
     def to_bytes(self, token: str) -> bytes:
-        """The bytes of a token of the model's vocabulary. spelling: the token as written there"""
         if self.is_byte_level:
             try:
                 return bytes([BYTE_OF_CHAR[char] for char in token])
@@ -64,7 +62,7 @@ class Spelling:
 
 
 def spelling_of(decoder: object) -> Spelling:
-    """The spelling that a tokenizer.json's `decoder` section describes. Raises CheckpointError for an unknown one."""
+    """Reads tokenizer.json's `decoder` section. Raises CheckpointError for an unknown one."""
     is_byte_level = has_bytes = is_metaspace = False
     strip_left = 0
     for part in _parts(decoder):
@@ -109,7 +107,7 @@ def _unsupported(kind: object) -> CheckpointError:
 
 
 NORMAL_FORM_SHRINKS = 8
-"""Bytes of text per byte of its normal form (NFC, NFD, NFKC, NFKD), more than Unicode's worst: tests/text/test_token_bytes.py counts."""
+"""Bytes of text per byte of its normal form, more than Unicode's worst: tests/text/test_token_bytes.py counts."""
 
 LOWERCASE_SHRINKS = 4
 _KEEPS_TEXT = ("ByteLevel", "Digits", "Metaspace")
@@ -117,17 +115,13 @@ _KEEPS_TEXT = ("ByteLevel", "Digits", "Metaspace")
 
 @dataclass(frozen=True, slots=True)
 class TokenBound:
-    """A lower bound on the tokens of a text.
-
-    max_bytes      most bytes of text that one token covers
-    counts_spaces  False if some token also covers any amount of white space beside it
-    """
+    """max_bytes: most bytes of text that one token covers; counts_spaces: False if a token may cover any amount of white space"""
 
     max_bytes: int
     counts_spaces: bool = True
 
     def least_tokens(self, text: str) -> int:
-        """The least number of tokens of a text. Linear: about 1 ms per MiB; 10 ms where spaces do not count, too long for an event loop."""
+        """Linear: about 1 ms per MiB; 10 ms where spaces do not count, too long for an event loop."""
         if not self.counts_spaces:
             text = "".join(text.split())
         num_bytes = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
@@ -135,11 +129,10 @@ class TokenBound:
 
 
 def token_bound(document: Mapping[str, object], vocab: Collection[str], added: Collection[AddedToken]) -> TokenBound | None:
-    """The bound of a tokenizer; None if its rules allow none.
+    """None if the tokenizer's rules allow none.
 
-    document  content of tokenizer.json
-    vocab     spelling of every token there, added ones included
-    added     tokens that are searched for in a text before the model's own rules
+    vocab  spelling of every token, added ones included
+    added  tokens that are searched for in a text before the model's own rules
     """
     shrinks = _normalizer_shrinks(document.get("normalizer"))
     if shrinks is None or not _pre_tokenizer_keeps_text(document.get("pre_tokenizer")):
@@ -151,7 +144,7 @@ def token_bound(document: Mapping[str, object], vocab: Collection[str], added: C
 
 
 def _longest(document: Mapping[str, object], vocab: Collection[str], added: Collection[str]) -> int | None:
-    """Bytes of the longest token. None if the model's rules may drop text, or cover any amount of text by one unknown token."""
+    """None if the model's rules may drop text, or cover any amount of text by one unknown token."""
     model = document.get("model")
     if not isinstance(model, Mapping) or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         return None
@@ -196,7 +189,6 @@ def _pre_tokenizer_keeps_text(pre_tokenizer: object) -> bool:
 
 
 def _steps(section: object, inner: str) -> Iterator[Mapping[str, object]]:
-    """The steps of a section of tokenizer.json. The section may be absent, one step, or a sequence. {} stands for any other value."""
     if section is None:
         return
     if not isinstance(section, Mapping):

@@ -1,8 +1,7 @@
 """Turns text into token ids and back, by a local folder's tokenizer.json and what `tokenizer_config` reads beside it.
 
-Two things differ from calling the `tokenizers` library directly. User text cannot smuggle in control tokens: `<|im_end|>` written by a user
-becomes ordinary tokens unless the caller says otherwise. And decoding joins exact bytes (`token_bytes`), so that a stream of tokens always
-adds up to the whole text. Incremental decoding is in `detokenize`, chat templates in `template`.
+User text cannot smuggle in control tokens: `<|im_end|>` written by a user becomes ordinary tokens unless the caller says otherwise.
+Decoding joins exact bytes (`token_bytes`), so that a stream of tokens always adds up to the whole text.
 """
 
 from __future__ import annotations
@@ -31,8 +30,6 @@ class Tokenizer:
     """One folder's tokenizer. Immutable after loading and safe to use from several threads; `encode` releases the GIL.
 
     vocab_size      highest token id + 1 (the model's own vocabulary may be padded beyond it)
-    bos_token_id    None without one
-    special_tokens  bos_token, eos_token, ... as templates read them
     special_ids     control tokens that `skip_special_tokens` leaves out
     digest          SHA-256 of tokenizer.json, hex
     bound           lower bound on the tokens of a text (`token_bytes`); None for a tokenizer whose rules allow none
@@ -63,10 +60,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
-        """The tokenizer of a local model folder.
-
-        Raises: CheckpointError naming the file when it is missing, damaged, or of a kind that is not supported.
-        """
+        """Raises CheckpointError naming the file when it is missing, damaged, or not supported."""
         path = Path(folder)
         if not (path / "tokenizer.json").is_file():
             for name in ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json"):
@@ -78,9 +72,9 @@ class Tokenizer:
         return cls(read_tokenizer_config(path), read_bytes(path / "tokenizer.json").removeprefix(BOM_UTF8))
 
     def first_id_beyond(self, limit: int) -> tuple[str, int] | None:
-        """(token, id) with the least id >= `limit` that a text can be given, or that opens a text; None where there is none.
+        """(token, id) with the least id >= `limit` that a text can be given, or that opens a text.
 
-        Other control tokens may have higher ids: some folders add a padding token that the model has no row for and that no text uses.
+        Other control tokens may have higher ids: some folders add a padding token that the model has no row for.
         """
         if self.vocab_size <= limit:
             return None
@@ -98,11 +92,9 @@ class Tokenizer:
         """Token ids of a text.
 
         add_special_tokens    what the folder's post-processor adds (usually a leading BOS)
-        allow_control_tokens  control tokens written in the text are read as such. Only for text the operator or the program's own
-                              author wrote; for a user's text leave it False: they become ordinary tokens
-        field                 the request's field, named in errors
+        allow_control_tokens  control tokens written in the text are read as such: only for text of the operator or the program
 
-        Raises: InvalidRequest when the text has a lone surrogate. Cost: linear, about 1 s per MiB, without the GIL.
+        Raises InvalidRequest for a lone surrogate. Linear, about 1 s per MiB, without the GIL.
         """
         check_text(text, field)
         if allow_control_tokens:
@@ -123,7 +115,7 @@ class Tokenizer:
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]], *, field: str = "prompt") -> list[int]:
         """Ids of a text cut into (piece, is_plain) parts; nothing joins across a cut. No special tokens are added.
 
-        A plain piece is spelled with ordinary tokens only, whatever it looks like; in any other piece control tokens are read as such.
+        A plain piece is spelled with ordinary tokens only; in any other one control tokens are read as such.
         """
         pieces = [(piece, is_plain) for piece, is_plain in pieces if piece]
         ordinary = iter(self._batch([piece for piece, is_plain in pieces if not is_plain], is_inner=bool(pieces) and pieces[0][1]))
@@ -135,18 +127,17 @@ class Tokenizer:
     # -- ids to text -------------------------------------------------------------------------------------------------------------
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of a whole sequence. Invalid UTF-8 becomes U+FFFD; ids without a token (a padded vocabulary) have no text."""
+        """Invalid UTF-8 becomes U+FFFD; ids without a token (a padded vocabulary) have no text."""
         text = self.join(token_ids, skip_special_tokens=skip_special_tokens).decode("utf-8", "replace")
         strip = self._spelling.strip_left
         return text[min(strip, len(text) - len(text.lstrip(" "))) :] if strip else text
 
     def join(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> bytes:
-        """The bytes of tokens that continue a text. Nothing is stripped."""
         skipped = self.special_ids if skip_special_tokens else frozenset()
         return b"".join([self.token_bytes(i) for i in token_ids if i not in skipped])
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The exact bytes of one token, possibly part of a character; empty for an id without a token."""
+        """Possibly part of a character; empty for an id without a token."""
         if not 0 <= token_id < self.vocab_size:
             return b""
         known = self._bytes[token_id]
@@ -161,11 +152,10 @@ class Tokenizer:
         return known
 
     def token_text(self, token_id: int) -> str:
-        """One token as text for people and logprobs; bytes that are no whole character show as U+FFFD (see `token_bytes`)."""
+        """For people and logprobs; bytes that are no whole character show as U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The vocabulary's own spelling of an id."""
         token: str | None = self._inner.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
         return token
 
@@ -182,7 +172,6 @@ class Tokenizer:
 
     @property
     def added_tokens(self) -> tuple[str, ...]:
-        """Every token that is searched for in a text before the model's own rules, control token or not."""
         return tuple(token.content for token in self._added.values())
 
     @cached_property
@@ -197,10 +186,7 @@ class Tokenizer:
         return ids
 
     def _batch(self, pieces: Sequence[str], *, is_inner: bool) -> list[list[int]]:
-        """Ids of pieces of one text, in one call, since a megabyte of control tokens makes 100,000 pieces.
-
-        is_inner  whether the first piece, too, has text before it
-        """
+        """One call for all pieces, since a megabyte of control tokens makes 100,000. is_inner: the first piece, too, has text before it"""
         if not pieces:
             return []
         if self._spelling.is_byte_level:
@@ -211,14 +197,12 @@ class Tokenizer:
         return first + [self._after_newline(e.ids) or self._ids(piece) for e, piece in zip(behind, rest, strict=True)]
 
     def _after_newline(self, ids: list[int]) -> list[int] | None:
-        """The ids after a newline that was put before a piece to keep a metaspace tokenizer from adding a space; None if the two have
-        merged."""
+        """Ids after a newline put before a piece to keep a metaspace tokenizer from adding a space; None if the two merged."""
         newline = self._newline
         return ids[len(newline) :] if ids[: len(newline)] == newline else None
 
     def _plain_ids(self, piece: str, field: str) -> list[int]:
-        """Ordinary tokens that spell `piece`, by the model's rules without the added tokens; letter by letter if one of these is a control
-        token."""
+        """By the model's rules without the added tokens; letter by letter if one of these is a control token."""
         known = self._plain.get(piece)
         if known is None:
             known = self._spelled_out(piece, field)
@@ -239,7 +223,7 @@ class Tokenizer:
 
     @cached_property
     def _control_ids(self) -> frozenset[int]:
-        """Ids of control tokens. The unknown token is left out: any odd letter gives it."""
+        """Without the unknown token: any odd letter gives it."""
         unknown = self.special_tokens.get("unk_token")
         names = set(self.control_tokens) - {unknown}
         return frozenset(i for i, token in self._added.items() if token.content in names)
@@ -249,7 +233,7 @@ class Tokenizer:
         return self._inner.normalizer is not None and any(self._added[i].normalized for i in self._control_ids)
 
     def _model_ids(self, text: str) -> list[int]:
-        """The ids by the model's rules without the added tokens, as if `text` were inside a longer text."""
+        """As if `text` were inside a longer text, without the added tokens."""
 
         def run(text: str) -> list[int]:
             inner = self._inner
@@ -263,7 +247,6 @@ class Tokenizer:
         return self._after_newline(run("\n" + text)) or run(text)
 
     def _added_around(self) -> tuple[list[int], list[int]]:
-        """Ids that the post-processor puts before and after a text."""
         bare, full = self._ids("a"), self._ids("a", add_special_tokens=True)
         for start in range(len(full) - len(bare) + 1):
             if full[start : start + len(bare)] == bare:
@@ -272,8 +255,9 @@ class Tokenizer:
 
 
 class WholeTexts(dict[int, str]):
-    """Token id -> its text, for tokens that are whole characters; empty for a token without text, or with part of a character. Each text is
-    made at its first use. A dictionary, because there is a lookup for each streamed token."""
+    """Token id -> its text, for tokens that are whole characters; else empty. A dictionary of texts made at first use, because there is a
+    lookup for each streamed token.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -298,7 +282,7 @@ def check_text(text: str, field: str) -> None:
 
 @lru_cache(maxsize=64)
 def any_of(tokens: tuple[str, ...]) -> re.Pattern[str]:
-    """A pattern with one group that matches any of `tokens`, the longest first. Without tokens it never matches."""
+    """One group that matches any of `tokens`, the longest first. Without tokens it never matches."""
     return re.compile(f"({'|'.join(map(re.escape, sorted(tokens, key=len, reverse=True))) or '(?!)'})")
 
 

@@ -1,8 +1,7 @@
 """Reads tokenizer_config.json, which adds names of special tokens, and more tokens, to tokenizer.json.
 
-The file is read as transformers reads it, older folders' special_tokens_map.json and added_tokens.json included. Four keys are not read.
-`tokenizer_class`, `add_bos_token` and `add_eos_token` add nothing, since tokenizer.json says how texts are cut and which tokens open them.
-`model_max_length` is no limit of the model.
+The file is read as transformers reads it, older folders' special_tokens_map.json and added_tokens.json included. Four keys are not read:
+`tokenizer_class`, `add_bos_token`, `add_eos_token`, since tokenizer.json says that, and `model_max_length`, which is no limit of the model.
 """
 
 from __future__ import annotations
@@ -29,12 +28,7 @@ _Object = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class TokenizerConfig:
-    """The facts about tokens in a model folder's older files.
-
-    special_tokens  name -> text: bos_token, eos_token, ..., and names of the model's own
-    special_texts   texts of special tokens, named or not
-    described       id -> description of a token, as tokenizer.json has them
-    """
+    """special_tokens: name -> text; special_texts: named or not; described: id -> token, as tokenizer.json describes it"""
 
     special_tokens: dict[str, str]
     special_texts: list[str]
@@ -43,7 +37,7 @@ class TokenizerConfig:
     def extend(self, inner: tokenizers.Tokenizer) -> None:
         """Apply these descriptions to the tokenizer, and add described tokens that it lacks.
 
-        A special token without a description gets no id of its own: the model was not trained with one.
+        A special token without a description gets no id: the model was not trained with one.
 
         Raises CheckpointError for a token that would get another id than the file says.
         """
@@ -66,7 +60,7 @@ class TokenizerConfig:
 
 
 def read_tokenizer_config(folder: Path) -> TokenizerConfig:
-    """The facts of a model folder. Raises CheckpointError for a damaged file."""
+    """Raises CheckpointError for a damaged file."""
     config, older = (_without_nulls(read_optional_object(folder / file)) for file in (FILE, "special_tokens_map.json"))
     is_older = "added_tokens_decoder" not in config
     merged = {**config, **older} if is_older else {**older, **config}
@@ -81,7 +75,7 @@ def _without_nulls(values: _Object) -> dict[str, object]:
 
 
 def _named(merged: _Object) -> Iterator[tuple[str, str]]:
-    """(name, text) of special tokens: from fields called `..._token`, and from objects of tokens by name."""
+    """(name, text): from fields called `..._token`, and from objects of tokens by name."""
     fields = [(name, value) for name, value in merged.items() if name.endswith("_token")]
     for field in ("extra_special_tokens", "model_specific_special_tokens"):
         if isinstance(by_name := merged.get(field), Mapping):
@@ -92,14 +86,12 @@ def _named(merged: _Object) -> Iterator[tuple[str, str]]:
 
 
 def _unnamed(merged: _Object) -> list[str]:
-    """Texts of special tokens without a name."""
     listed = merged.get("extra_special_tokens") or merged.get("additional_special_tokens")
     texts = [token_content(value) for value in listed] if isinstance(listed, list) else []
     return [text for text in texts if text is not None]
 
 
 def _in_decoder(given: object) -> dict[int, _Object]:
-    """The entries of `added_tokens_decoder`, by id."""
     found: dict[int, _Object] = {}
     for key, entry in given.items() if isinstance(given, Mapping) else [("", None)]:
         if _ID.fullmatch(key) is None or not isinstance(entry, Mapping) or token_content(entry) is None:
@@ -109,7 +101,7 @@ def _in_decoder(given: object) -> dict[int, _Object]:
 
 
 def _in_added_tokens(folder: Path, special_texts: list[str]) -> dict[int, _Object]:
-    """The entries by id of an older folder, whose added_tokens.json has ids alone."""
+    """An older folder's added_tokens.json has ids alone."""
     found = {}
     for text, token_id in read_optional_object(folder / "added_tokens.json").items():
         if not text or isinstance(token_id, bool) or not isinstance(token_id, int):

@@ -21,13 +21,11 @@ File = TypeVar("File")
 FOLDER = Path(__file__).resolve().parent
 
 MAX_FILE_BYTES = 1 << 20
-"""Most bytes of a catalogue or of a file of prices."""
 
 ASSUMPTION = "assumption"
-"""The `price_source` of a price that is not taken from a provider's own list."""
+"""The `price_source` of a price that is not from a provider's own list."""
 
 OLD_MONTHS = 12
-"""Months after which an entry is reported as old."""
 
 HOURS_PER_MONTH = 730
 
@@ -43,7 +41,7 @@ LIMITS = {
     "egress_per_gb": (0, 1e6),
     "storage_per_gb_month": (0, 1e6),
 }
-"""Field -> (least, most) allowed values: wide enough for any device, and narrow enough that every figure is a finite number."""
+"""(least, most): wide enough for any device, and narrow enough that every figure is a finite number."""
 
 TFLOPS_LIMITS = (1e-3, 1e9)
 
@@ -57,7 +55,7 @@ class LinkEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceEntry:
-    """The keys of a device in a catalogue file; devices.toml explains them."""
+    """devices.toml explains the keys."""
 
     title: str
     memory_gb: float
@@ -77,7 +75,7 @@ class DeviceEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """Prices in dollars. gpu: per hour of one device, by name; egress: per GB sent to clients; storage: per GB of weights and month"""
+    """Dollars. gpu: per hour of one device; egress: per GB sent to clients; storage: per GB of weights and month"""
 
     gpu: dict[str, float] = field(default_factory=dict)
     egress_per_gb: float = 0.09
@@ -91,7 +89,7 @@ class Catalogue:
     prices: Prices
 
     def device(self, name: str) -> Device:
-        """The device of this name. Raises ConfigError listing the known devices."""
+        """Raises ConfigError listing the known devices."""
         found = self.devices.get(name) or self.devices.get(name.lower().replace("_", "-"))
         if found is None:
             raise ConfigError("--gpu", f"{name!r} is not in the catalogue", f"Known: {', '.join(sorted(self.devices))}.")
@@ -105,7 +103,7 @@ class _DeviceFile:
 
 
 def read_catalogue(own: Path | None = None, prices: Path | None = None) -> Catalogue:
-    """The package's catalogue, with the entries of the user's files added. Raises ConfigError naming file, entry and key."""
+    """The package's, with the entries of the user's files added. Raises ConfigError naming file, entry and key."""
     bundled = FOLDER / "devices.toml"
     links, devices, _ = _entries(bundled)
     files = dict.fromkeys(devices, bundled)
@@ -126,7 +124,7 @@ def read_catalogue(own: Path | None = None, prices: Path | None = None) -> Catal
 
 
 def is_old(as_of: str, today: str) -> bool:
-    """Whether an entry is older than OLD_MONTHS. Both dates are yyyy-mm; an entry without a date is the user's own and never old."""
+    """Both dates are yyyy-mm; an entry without a date is the user's own and never old."""
     return bool(as_of) and _months(today) - _months(as_of) > OLD_MONTHS
 
 

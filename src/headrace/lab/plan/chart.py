@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def write_chart(file: Path, plans: Sequence[CapacityPlan]) -> None:
-    """Write an SVG of the plans whose layout can hold a sequence. Raises ConfigError if there are none, and as `write_svg`."""
+    """Write an SVG of the plans whose layout can hold a sequence. Raises ConfigError."""
     drawn = [plan for plan in plans if plan.best.num_sequences]
     if not drawn:
         raise ConfigError("--plot", f"nothing is there to draw: {plans[0].best.reason}")
@@ -26,7 +26,7 @@ def write_chart(file: Path, plans: Sequence[CapacityPlan]) -> None:
 
 
 def curve(plan: CapacityPlan) -> tuple[list[int], list[float], list[float]]:
-    """For batches of one replica of the chosen layout: tokens/s per device, and seconds per token, by the formulas of the plan."""
+    """(batches of one replica, tokens/s per device, seconds per token), by the formulas of the plan."""
     need, best = plan.need, plan.best
     latency = Roofline(need.model, need.device, best.layout, need.dtype, need.kv_dtype)
     most = min(best.num_sequences, MAX_NUM_SEQS)

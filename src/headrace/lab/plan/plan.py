@@ -49,7 +49,7 @@ def standby_note(figures: Mapping[str, Figure]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number of a plan. unit: empty for a plain number; formula: with the numbers filled in"""
+    """unit: empty for a plain number; formula: with the numbers filled in"""
 
     value: float
     unit: str
@@ -57,17 +57,17 @@ class Figure:
 
 
 EGRESS_BYTES_PER_TOKEN = 250
-"""Bytes sent to a client for each token of a stream: one event of a chat completion, with its share of headers."""
+"""One event of a chat completion, with its share of headers."""
 
 CONTEXTS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
-"""Contexts for which the number of sequences is shown."""
+"""For which the number of sequences is shown."""
 
 OUTPUT_SHARE = 4
 """Assumed context tokens per answer token, where nothing else gives the length of answers."""
 
 
 INT4_STREAMS = 32
-"""Sequences at a time up to which INT4 is planned as it was measured on a GPU."""
+"""Up to here INT4 is planned as it was measured on a GPU."""
 
 NEAR_BANDWIDTH = 2.0
 """A plan should generate no fewer tokens than what bandwidth alone would allow, divided by this."""
@@ -75,8 +75,7 @@ NEAR_BANDWIDTH = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityPlan:
-    """The layouts for a need, and the figures of the best one.
-
+    """
     placements  the chosen one first; see `choose_layout`
     figures     by name, of the first placement
     sequences   context -> sequences that fit at once, over all replicas
@@ -109,7 +108,7 @@ class CapacityPlan:
 
     @property
     def is_near_bandwidth(self) -> bool | None:
-        """Whether the capacity is within NEAR_BANDWIDTH of what bandwidth alone would allow; None where nothing is decoded."""
+        """None where nothing is decoded."""
         bound = self.figures.get("bandwidth_tokens_per_s")
         return None if bound is None else NEAR_BANDWIDTH * self.best.capacity_tokens_per_s >= bound.value
 
@@ -229,7 +228,7 @@ def _bandwidth_figure(need: Need, best: Placement, latency: Roofline) -> Figure:
 
 
 def _sum(need: Need, latency: Roofline, terms: Mapping[str, float]) -> str:
-    """The terms in milliseconds as text, each with the quantities it is computed from."""
+    """Milliseconds as text, each term with the quantities it is computed from."""
     device, model = need.device, need.model
     size = WEIGHT_BYTES[need.dtype]
     sources = {
@@ -243,7 +242,7 @@ def _sum(need: Need, latency: Roofline, terms: Mapping[str, float]) -> str:
 
 
 def _cost_figures(need: Need, best: Placement, prices: Prices, speeds: Mapping[str, Figure]) -> dict[str, Figure]:
-    """Costs of 1M tokens at what full replicas give, at what is asked for where that is less, and at what bandwidth alone would allow."""
+    """At what full replicas give, at what is asked for where that is less, and at what bandwidth alone would allow."""
     egress_bytes = 0 if need.model.is_encoder else EGRESS_BYTES_PER_TOKEN
     egress = egress_bytes * 1e6 / 1e9 * prices.egress_per_gb
     stored = need.model.weights_bytes(need.dtype) / 1e9 * prices.storage_per_gb_month
@@ -283,7 +282,6 @@ def _sequences(need: Need, best: Placement, latency: Roofline) -> dict[int, int]
 
 
 def _bandwidth_notes(best: Placement, figures: Mapping[str, Figure]) -> list[str]:
-    """Says as a word how far the plan is from what bandwidth alone would allow; nothing where nothing is decoded."""
     if (bound := figures.get("bandwidth_tokens_per_s")) is None:
         return []
     times = bound.value / best.capacity_tokens_per_s

@@ -1,5 +1,6 @@
-"""Reads the sizes of a model (`ModelShape`) from the fields of config.json that families share: entries of the catalogue, and architectures
-that Headrace does not serve. A folder whose architecture it serves is read by the engine's own code (`cli.planned_model`)."""
+"""Reads the sizes of a model (`ModelShape`) from the fields of config.json that families share. A folder whose architecture Headrace serves
+is read by the engine's own code (`cli.planned_model`).
+"""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ from headrace.tensor.checkpoint.config import ConfigFile
 
 ENCODERS = frozenset({"bert", "roberta", "xlm-roberta", "distilbert", "mpnet", "nomic_bert", "modernbert"})
 UNGATED = (ENCODERS - {"modernbert", "nomic_bert"}) | {"opt", "gpt_neox", "phi", "starcoder2", "gpt_bigcode", "nemotron"}
-"""Families whose feed-forward blocks have two matrices."""
+"""Feed-forward blocks with two matrices."""
 
 EVERY_OTHER = frozenset({"gemma2"})
-"""Families in which every other layer has the sliding window although config.json does not say so."""
+"""Every other layer has the sliding window although config.json does not say so."""
 
 TIED = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text"})
-"""Families whose head is the embedding table if config.json does not say."""
+"""The head is the embedding table if config.json does not say."""
 
 FAMILIES = (
     ENCODERS
@@ -56,7 +57,7 @@ OTHER_LAYERS = (
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 NOT_READ = {"interleave_moe_layer_step": 1, "decoder_sparse_step": 1, "moe_layer_freq": 1, "mlp_only_layers": []}
-"""Fields that say which layers have experts -> the value that means all layers."""
+"""Which layers have experts -> the value that means all."""
 
 DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8", **{name: name for name in WEIGHT_BYTES}}
 
@@ -97,11 +98,11 @@ FIELDS = (
     "qk_rope_head_dim",
     "v_head_dim",
 )
-"""Fields of config.json that are read. An entry of a catalogue has no other."""
+"""An entry of a catalogue has no other."""
 
 
 def check_entry(where: str, name: str, entry: Mapping[str, object]) -> None:
-    """Check a model entry. Raises UnknownKey for a field that is not read, CheckpointError for an absurd value."""
+    """Raises UnknownKey for a field that is not read, CheckpointError for an absurd value."""
     for field in entry:
         if field not in FIELDS:
             raise UnknownKey(f"{where}.{field}", FIELDS, {})
@@ -109,7 +110,7 @@ def check_entry(where: str, name: str, entry: Mapping[str, object]) -> None:
 
 
 def find_entry(name: str, catalogue: Mapping[str, Mapping[str, object]]) -> tuple[ModelShape, str]:
-    """The shape and the weights' dtype of an entry of the catalogue. Raises ConfigError if there is none of that name."""
+    """(shape, the weights' dtype). Raises ConfigError if there is none of that name."""
     if (key := name if name in catalogue else name.lower()) in catalogue:
         return _read_entry(f"catalogue, {key}", key, catalogue[key])
     known = sorted({*catalogue, *bundled_names()})
@@ -125,7 +126,6 @@ def _read_entry(where: str, name: str, entry: Mapping[str, object]) -> tuple[Mod
 
 
 def refuse_other_layers(config: ConfigFile) -> None:
-    """Raises CheckpointError for a field of OTHER_LAYERS."""
     for field in (field for field, value in config.values.items() if field.startswith(OTHER_LAYERS) and value):
         config.refuse(field, "only layers of attention to one sequence's keys and values are planned for")
 

@@ -1,4 +1,1 @@
-"""Simulates a site: the real scheduler, queues, admission and choice of replicas on virtual time, over steps whose times are computed.
-
-The command is `headrace simulate`. docs/simulation.md says what is simulated, and how near it comes to a real site.
-"""
+"""Simulates a site on virtual time (`headrace simulate`). docs/simulation.md says how near it comes to a real one."""

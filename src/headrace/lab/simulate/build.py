@@ -38,7 +38,7 @@ Wait = Callable[[float], None]
 
 
 class TimedRunner:
-    """An `engine.steps.Runner` in virtual time. Every sampled token is 0: answers end by their length. seconds_of: of a plan's step"""
+    """A runner in virtual time. Every sampled token is 0: answers end by their length. seconds_of: of a plan's step"""
 
     def __init__(self, seconds_of: Callable[[Plan], float], wait: Wait) -> None:
         self._seconds_of = seconds_of
@@ -54,8 +54,6 @@ class TimedRunner:
 
 
 class TimedTicket:
-    """A step that takes `seconds` of virtual time."""
-
     def __init__(self, result: Result, seconds: float, wait: Wait) -> None:
         self._result, self._seconds, self._wait = result, seconds, wait
 
@@ -84,13 +82,13 @@ class SimulatedReplica:
         self.report: LoadSnapshot = self.engine.snapshot()
 
     def submit(self, request: EngineRequest, at: float) -> None:
-        """Hand in a request that arrives at `at`. If a step runs then, the request is planned after that step."""
+        """If a step runs at `at`, the request is planned after that step."""
         ends_at, self.now = self.now, at
         self.engine.submit(request)
         self.now = max(ends_at, at)
 
     def turn(self, at: float) -> list[Update] | None:
-        """Run one step from `at` to `now`. Returns its updates; None if there was nothing to do and no refusal."""
+        """Run one step from `at` to `now`. None if there was nothing to do and no refusal."""
         self.now = at
         did_work = self.engine.turn()
         updates, self._updates[:] = list(self._updates), []
@@ -105,12 +103,12 @@ class SimulatedReplica:
 
 
 VOCAB_SIZE = 2_000_000_012
-"""Ids of simulated prompts are below this, whatever the model's vocabulary: ids only say which prompts begin alike."""
+"""Whatever the model's vocabulary: ids of simulated prompts only say which prompts begin alike."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedModel:
-    """The model of which simulated replicas are made. latency: of one replica; num_blocks: of its KV cache, pad block included"""
+    """latency: of one replica; num_blocks: of its KV cache, pad block included"""
 
     config: EngineConfig
     latency: StepLatency
@@ -173,7 +171,7 @@ def _num_blocks(config: EngineConfig, need: Need, placement: Placement) -> int:
 
 
 def measured_model(config: EngineConfig, latency: StepLatency, shape: ModelShape, num_blocks: int) -> SimulatedModel:
-    """A model with measured step times. num_blocks: the measured engine's, used if the options set none"""
+    """num_blocks: the measured engine's, used if the options set none"""
     return _model(config, latency, config.num_kv_blocks or num_blocks, shape)
 
 
@@ -201,19 +199,14 @@ MEASURED = (
     "enforce_eager",
     "num_threads",
 )
-"""Options that decide how long a step takes and how many blocks there are. Measured steps apply only to the same values."""
+"""Options that decide how long a step takes and how many blocks there are: measured steps apply only to the same values."""
 
 WEIGHT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 KV_DTYPES = {"bfloat16": "bf16", "int8": "int8", "fp8": "fp8"}
 
 
 def on_device(config: EngineConfig, named: Collection[str], device: str) -> EngineConfig:
-    """The engine options for simulating a device of the catalogue.
-
-    named  options that the file sets; others may have another default on a GPU
-
-    Raises ConfigError if the file names another device, or for values that no engine accepts.
-    """
+    """named: options that the file sets; others may have another default on a GPU. Raises ConfigError."""
     kind = "cpu" if device == "cpu" else "cuda"
     if "device" in named and config.device != kind:
         raise ConfigError("device", f"{config.device} is not what --gpu {device} simulates", f"Write {kind}, or leave it out.")
@@ -222,10 +215,7 @@ def on_device(config: EngineConfig, named: Collection[str], device: str) -> Engi
 
 
 def make_need(config: EngineConfig, shape: ModelShape, kept: str, device: Device, traffic: Traffic) -> Need:
-    """The devices that a replica with these options needs. kept: dtype of the stored weights
-
-    A cache whose blocks or bytes are set may fill the whole memory, as in the engine.
-    """
+    """kept: dtype of the stored weights. A cache whose blocks or bytes are set may fill the whole memory, as in the engine."""
     computed = WEIGHT_DTYPES.get(config.dtype, kept)
     is_small = kept not in WEIGHT_DTYPES.values()
     weights = config.quantization if config.quantization in ROUNDINGS else kept if is_small else computed

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BIN_REQUESTS = 40
-"""Requests in one point of a curve over the time, in the mean: enough to have a p95."""
+"""In one point of a curve over the time, in the mean: enough to have a p95."""
 
 MIN_BINS, MAX_BINS = 10, 60
 QUANTILES = ("p50", "p95", "p99")
 MAX_NAMED = 6
-"""Most events that the label of the time axis names."""
+"""Events that the label of the time axis names."""
 
 UNITS = ((36_000.0, "h", 3600.0), (600.0, "min", 60.0), (0.0, "s", 1.0))
 """Seconds from which on a time axis has this unit, the unit, and its seconds."""
@@ -30,11 +30,7 @@ UNITS = ((36_000.0, "h", 3600.0), (600.0, "min", 60.0), (0.0, "s", 1.0))
 @dataclass(frozen=True, slots=True)
 class Timeline:
     """What clients saw in bins of `bin_s` seconds. Times are of the requests that arrived in a bin; nan where failed ones decide them, or
-    there are too few for that quantile.
-
-    begin_s         beginning of each bin
-    ttft_s, tpot_s  quantile -> its value in each bin
-    rates           "arrived", "answered", "failed" -> requests per second in each bin
+    there are too few.
     """
 
     bin_s: float
@@ -45,7 +41,7 @@ class Timeline:
 
 
 def timeline(records: Sequence[LoadRecord]) -> Timeline:
-    """The records over the time, from 0 to the last end. At least one record."""
+    """From 0 to the last end. At least one record."""
     end_s = max(record.end_s for record in records) or 1.0
     num_bins = min(MAX_BINS, max(MIN_BINS, len(records) // BIN_REQUESTS))
     bin_s = end_s / num_bins
@@ -77,12 +73,11 @@ def _drawn(samples: Distribution, name: str) -> float:
 
 
 def write_chart(file: Path, runs: Sequence[tuple[float, LoadReport]], price_per_hour: float | None, title: str) -> None:
-    """Write an SVG of latencies by load. runs: (requests per second, report). Raises ConfigError as `write_svg`."""
+    """runs: (requests per second, report). Raises ConfigError as `write_svg`."""
     write_svg(file, lambda pyplot: _over_loads(pyplot, runs, price_per_hour, title))
 
 
 def write_timeline(file: Path, shown: Timeline, events: Sequence[EventReport], title: str) -> None:
-    """Write an SVG of one load over the time, its events shaded. Raises ConfigError as `write_svg`."""
     write_svg(file, lambda pyplot: _over_time(pyplot, shown, events, title))
 
 

@@ -17,8 +17,6 @@ COLUMNS = ("requests", "failed", "TTFT p50", "p95 (ms)", "TPOT p50", "p95 (ms)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanReport:
-    """The requests of one span of time."""
-
     requests: int
     failed: int
     ttft_s: Distribution
@@ -27,9 +25,7 @@ class SpanReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventReport:
-    """An event of a simulation, in seconds from the start, and the requests around it.
-
-    has_standby  whether a standby replica took a dead one's place
+    """In seconds from the start, and the requests around the event.
 
     before  answered, or failed, before it began
     during  open at its beginning or end, or at some time between
@@ -46,7 +42,7 @@ class EventReport:
 
 
 def event_reports(records: Sequence[LoadRecord], spike: Spike | None, deaths: Sequence[Death]) -> list[EventReport]:
-    """A report for each event, in the order of their times. Every request is in one span of each event."""
+    """In the order of their times. Every request is in one span of each event."""
     events = [(death.at, death.at + death.back_s, f"death of replica {death.replica}", death.has_standby) for death in deaths]
     if spike is not None:
         events.append((spike.begin_s, spike.begin_s + spike.seconds, f"spike of {spike.factor:g} times the load", False))
@@ -78,7 +74,7 @@ def _span(records: Sequence[LoadRecord]) -> SpanReport:
 
 
 def event_lines(report: EventReport) -> Iterator[str]:
-    """An event as a table. A dash: too few requests for that percentile; "failed": it falls on requests that were not answered"""
+    """A dash: too few requests for that percentile; "failed": it falls on requests that were not answered"""
     when = f"from {report.begin_s:g} to {report.end_s:g} s" if report.end_s > report.begin_s else f"at {report.begin_s:g} s"
     yield f"{report.event}, {when}{', taken over by a standby' if report.has_standby else ''}"
     yield " " * 8 + "".join(f"{name:>10}" for name in COLUMNS)
@@ -93,7 +89,7 @@ def _cell(samples: Distribution, name: str) -> str:
 
 
 def with_standby(deaths: Sequence[Death], num_standby: int) -> list[Death]:
-    """The deaths beside this many standby replicas, which are loaded and take a dead replica's place at once.
+    """The deaths beside loaded standby replicas, which take a dead replica's place at once.
 
     The dead replica is the next standby, once it is back. Gateways learn of a death when connections break, which takes no time here.
     """

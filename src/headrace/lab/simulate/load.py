@@ -1,7 +1,4 @@
-"""Makes the arrivals of a simulation: drawn from a seed, or read from a trace.
-
-A trace is read line by line, so that a file of any size takes no more memory than its requests.
-"""
+"""Makes the arrivals of a simulation: drawn from a seed, or read line by line from a trace."""
 
 from __future__ import annotations
 
@@ -15,18 +12,16 @@ from headrace.core.errors import ConfigError
 from headrace.lab.datasets import WorkloadShape, draw_requests
 
 MAX_LINE_BYTES = 1 << 20
-"""Most bytes of one line of a trace."""
 
 TRACE_BLOCK_TOKENS = 512
-"""Tokens that one entry of `hash_ids` stands for."""
+"""One entry of `hash_ids` stands for these."""
 
 MAX_TOKENS = 1 << 20
-"""Most tokens of one prompt or answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request. at: seconds after the start"""
+    """at: seconds after the start"""
 
     at: float
     prompt_ids: tuple[int, ...]
@@ -43,16 +38,12 @@ class Spike:
 
 
 def drawn(rate: float, duration_s: float, shape: WorkloadShape, *, seed: int = 0, spike: Spike | None = None) -> Iterator[Arrival]:
-    """Requests at random times (Poisson), `rate` per second on average. The same seed gives the same requests.
-
-    Requests are drawn one by one, so that only prompts of open requests are in memory.
-    """
+    """At random times (Poisson), one by one, so that only prompts of open requests are in memory."""
     for at, request in zip(_times(rate, duration_s, spike, random.Random(seed)), draw_requests(shape, seed=seed), strict=False):
         yield Arrival(at, request.prompt_ids, request.output_tokens)
 
 
 def _times(rate: float, duration_s: float, spike: Spike | None, draw: random.Random) -> Iterator[float]:
-    """Send times in seconds: at the plain rate before the spike, at the higher rate in it, and at the plain rate after it."""
     begin, end = (min(each, duration_s) for each in ((spike.begin_s, spike.begin_s + spike.seconds) if spike else (duration_s, duration_s)))
     for start, stop, factor in ((0.0, begin, 1.0), (begin, end, spike.factor if spike else 1.0), (end, duration_s, 1.0)):
         at = start
@@ -61,15 +52,14 @@ def _times(rate: float, duration_s: float, spike: Spike | None, draw: random.Ran
 
 
 def expected_requests(rate: float, duration_s: float, spike: Spike | None) -> float:
-    """The mean number of requests of a load."""
     begin, end = (min(each, duration_s) for each in ((spike.begin_s, spike.begin_s + spike.seconds) if spike else (0.0, 0.0)))
     return rate * (duration_s + (end - begin) * ((spike.factor if spike else 1.0) - 1.0))
 
 
 def read_trace(file: Path) -> Iterator[Arrival]:
-    """Requests of a trace in JSON lines: `timestamp` (milliseconds), `input_length`, `output_length`, and `hash_ids` for shared beginnings.
+    """JSON lines: `timestamp` (milliseconds), `input_length`, `output_length`, and `hash_ids` for shared beginnings.
 
-    An id in `hash_ids` stands for 512 tokens and all tokens before them: equal ids mean equal tokens. Raises ConfigError naming the line.
+    Equal ids mean that these tokens and all before them are equal. Raises ConfigError naming the line.
     """
     try:
         stream = file.open("rb")
@@ -116,7 +106,7 @@ def _count(entry: dict[str, object], name: str, where: str) -> int:
 
 
 def _prompt(num_tokens: int, hashes: list[int], number: int) -> tuple[int, ...]:
-    """Token ids in which equal hashes give equal tokens. Tokens that no hash covers are the line's own: no other prompt has them."""
+    """Equal hashes give equal tokens. Tokens that no hash covers are the line's own."""
     ids: list[int] = []
     for each in hashes:
         ids += [1 + (each * 1_000_003 + place) % 2_000_000_011 for place in (0, 1)] * (TRACE_BLOCK_TOKENS // 2)

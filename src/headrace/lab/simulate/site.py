@@ -29,19 +29,19 @@ from headrace.policy.routing.choice import Candidate, ReplicaId, choose
 from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince, mean_output_tokens
 
 UNAVAILABLE_RETRY_S = 1.0
-"""Retry time in seconds that a gateway without a replica gives to clients."""
+"""As a gateway without a replica gives to clients."""
 
 MAX_REQUESTS = 1_000_000
 MAX_OUTPUT_TOKENS = 50_000_000
-"""The most requests and output tokens of one simulation: their records take about 2 GB."""
+"""Requests and output tokens of one simulation: their records take about 2 GB."""
 
 MAX_BLOCKS = 1 << 25
-"""Most KV blocks of all replicas together: their tables take about 50 bytes for each."""
+"""All replicas together: their tables take about 50 bytes for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """The loss of a replica at `at`, which is back `back_s` seconds later. has_standby: another replica is back in its place"""
+    """back_s: seconds until it is back; has_standby: another replica is back in its place"""
 
     at: float
     replica: int
@@ -51,7 +51,7 @@ class Death:
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """A request that is being answered. times: arrival of its tokens; attempt: number of times it was sent"""
+    """times: arrival of its tokens; attempt: number of times it was sent"""
 
     number: int
     arrival: Arrival
@@ -62,7 +62,7 @@ class _Open:
 
 @dataclass(slots=True)
 class _Place:
-    """A replica's place in the site. replica: None while it is down; generation: number of losses so far"""
+    """replica: None while it is down; generation: number of losses so far"""
 
     number: int
     model: SimulatedModel
@@ -74,8 +74,6 @@ class _Place:
 
 
 class SimulatedSite:
-    """Simulated replicas behind a simulated gateway."""
-
     def __init__(
         self,
         models: Sequence[SimulatedModel],
@@ -86,7 +84,7 @@ class SimulatedSite:
         seed: int = 0,
     ) -> None:
         """
-        models       the model of each replica: replicas may differ in speed and memory
+        models       of each replica: they may differ in speed and memory
         gateway_s    seconds of the gateway, from a request to its engine plus from a token to its client
         failover_s   seconds for which a request waits after the loss of its replica, as the gateway's option
 
@@ -109,11 +107,10 @@ class SimulatedSite:
 
     @property
     def replicas(self) -> list[SimulatedReplica]:
-        """The replicas that run now."""
         return [place.replica for place in self._places if place.replica is not None]
 
     def run(self, arrivals: Iterable[Arrival], deaths: Sequence[Death] = ()) -> list[LoadRecord]:
-        """Answer all arrivals, which must be in the order of their times. Raises ConfigError for more than MAX_REQUESTS."""
+        """Arrivals must be in the order of their times. Raises ConfigError for more than MAX_REQUESTS."""
         for death in deaths:
             self._at(death.at, lambda now, death=death: self._die(death, now))  # type: ignore[misc]
         self._arrive_next(iter(arrivals), 0)
@@ -175,7 +172,7 @@ class SimulatedSite:
         return mean_output_tokens(sum(sum(each.finished.values()) for each in counters), sum(each.generation_tokens for each in counters))
 
     def _send(self, request: _Open, now: float) -> None:
-        """Send a request to the replica that the gateway would choose. If none runs, refuse a new request, and let a begun one wait."""
+        """To the replica that the gateway would choose. If none runs, refuse a new request, and let a begun one wait."""
         running = {ReplicaId(str(place.number)): place for place in self._places if place.replica is not None}
         candidates = [Candidate(name, place.replica.report, place.sent) for name, place in running.items() if place.replica is not None]
         size = RequestSize(len(request.arrival.prompt_ids), min(self._expected_output_tokens(), request.arrival.output_tokens))
@@ -239,7 +236,7 @@ class SimulatedSite:
         self._end(request, seen_at, status=status, error="refused", detail=str(refused.error), retry_after_s=retry_after_s)
 
     def _die(self, death: Death, now: float) -> None:
-        """Take a replica down. Its requests go on at other replicas, after the tokens that their clients have."""
+        """Its requests go on at other replicas, after the tokens that their clients have."""
         place = self._places[death.replica]
         if place.replica is None:
             return
@@ -251,7 +248,6 @@ class SimulatedSite:
             self._send(request, now)
 
     def _give_up(self, request: _Open, now: float) -> None:
-        """End a request that has waited for a replica for `failover_s`."""
         if request in self._waiting:
             self._waiting.remove(request)
             self._end(request, now, status=503, error="unavailable", detail="its replica was lost")

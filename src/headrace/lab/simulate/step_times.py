@@ -27,7 +27,7 @@ MAX_ERROR = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedLatency:
-    """A `StepLatency` by five numbers, in seconds.
+    """Seconds.
 
     step_s       per step
     row_s        per decoding sequence
@@ -50,7 +50,6 @@ class FittedLatency:
 
 
 def step_s(latency: StepLatency, plan: Plan) -> float:
-    """Predicted seconds of the step of any plan."""
     num_rows, num_tokens = plan.num_rows, plan.num_tokens
     if not num_rows:
         return 0.0
@@ -64,7 +63,7 @@ def step_s(latency: StepLatency, plan: Plan) -> float:
 
 
 def _step_s(latency: StepLatency, num_decoding: int, context: int, prompt_tokens: int, start: int) -> float:
-    """Predicted seconds of a step. context: of all decoding sequences together; start: mean number of tokens before those of the prompts
+    """context: of all decoding sequences together; start: mean number of tokens before those of the prompts
 
     Prompts beside decoding sequences cost the difference to a step without them: weights are read and kernels are started once for both.
     """
@@ -78,8 +77,7 @@ def _step_s(latency: StepLatency, num_decoding: int, context: int, prompt_tokens
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """One step of a real engine.
-
+    """
     num_decoding, context     sequences that decoded, and the number of tokens before all of them together
     prompt_tokens, attention  prompt tokens, and the sum over them of the tokens before each
     """
@@ -100,7 +98,7 @@ class MeasuredStep:
 
 
 def fit(steps: Sequence[MeasuredStep]) -> FittedLatency:
-    """The best fit by least squares of relative errors, without negative numbers. Raises ValueError for too few steps."""
+    """Least squares of relative errors, without negative numbers. Raises ValueError for too few steps."""
     if len(steps) < 2 * len(fields(FittedLatency)):
         raise ValueError(f"{len(steps)} steps are too few to fit {len(fields(FittedLatency))} numbers")
     rows = [[1.0, each.num_decoding, each.context, each.prompt_tokens, each.attention] for each in steps]
@@ -126,10 +124,10 @@ def _non_negative(rows: Sequence[Sequence[float]], rounds: int = 2000) -> list[f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFile:
-    """The content of a file that `headrace bench steps` writes and a simulation reads.
+    """What `headrace bench steps` writes and a simulation reads.
 
-    engine      options of the measured engine; its model as it was named
-    num_blocks  of the measured engine's KV cache
+    engine      options of the measured engine
+    num_blocks  of its KV cache
     error       mean relative error of the fit over the measured steps
     """
 
@@ -141,7 +139,7 @@ class StepFile:
 
     @property
     def warning(self) -> str:
-        """A warning about a fit that is too far off to simulate with; empty for a good fit."""
+        """Empty for a good fit."""
         if self.error <= MAX_ERROR:
             return ""
         return (
@@ -151,7 +149,6 @@ class StepFile:
 
 
 def mean_error(latency: StepLatency, steps: Sequence[MeasuredStep]) -> float:
-    """Mean over steps of |fitted - measured| / measured."""
     return sum(abs(_fitted(latency, each) / each.seconds - 1) for each in steps) / len(steps)
 
 
@@ -165,7 +162,7 @@ def write_steps(file: Path, found: StepFile) -> None:
 
 
 def read_steps(file: Path) -> StepFile:
-    """The content of a file of measured steps. Raises ConfigError naming the file and the field."""
+    """Raises ConfigError naming the file and the field."""
     data = read_json_object(file)
     try:
         found = decode(StepFile, data)
@@ -186,13 +183,12 @@ def read_steps(file: Path) -> StepFile:
 
 
 NUM_OUTPUTS = 12
-"""Tokens that each measured sequence generates."""
 
 SHARES = (0.02, 0.1, 0.4)
-"""Lengths of measured prompts, as shares of the longest context."""
+"""Prompt lengths as shares of the longest context."""
 
 MAX_BATCH_TOKENS = 16_384
-"""Most prompt tokens of one measured batch: more would take minutes, and say nothing new."""
+"""More prompt tokens would take minutes, and say nothing new."""
 
 
 def measure_steps(engine: Engine, *, limit_s: float, seed: int = 0, clock: Clock = time.perf_counter) -> list[MeasuredStep]:
@@ -213,7 +209,7 @@ def measure_steps(engine: Engine, *, limit_s: float, seed: int = 0, clock: Clock
 
 
 def _typical(steps: Sequence[MeasuredStep]) -> Iterator[MeasuredStep]:
-    """The steps of one batch. Decode steps of one size are replaced by their median: some may have been interrupted."""
+    """Decode steps of one size are replaced by their median: some may have been interrupted."""
     decoding: dict[int, list[MeasuredStep]] = {}
     for step in steps:
         if step.prompt_tokens:

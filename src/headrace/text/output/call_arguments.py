@@ -19,13 +19,13 @@ from headrace.text.output.reading import CallLog, Reading, first_non_space
 NO_ARGUMENTS = "{}"
 _NULLS = {"n": "null", "N": "None"}
 ARGUMENTS_OPENINGS = frozenset({"{", '"', *_NULLS})
-"""First characters that arguments of a call may have."""
+"""First characters of arguments."""
 
 
 class CallArguments:
-    """Reads the arguments of a call whose function name is known, and passes them on to the call log as they arrive.
+    """Passes the arguments of a call on to the call log as they arrive.
 
-    The log begins the call only when the text is known to be an object. Until then the log holds the text, which may be no call.
+    The log begins the call only when the text is known to be an object. Until then it holds the text, which may be no call.
     """
 
     def __init__(self, log: CallLog, name: str, span: ArgumentsSpan, *, begun: str = "") -> None:
@@ -35,7 +35,7 @@ class CallArguments:
         self.reading = Reading.GOES_ON if self._is_begun or not begun else Reading.FAILED
 
     def feed(self, text: str, at: int) -> int:
-        """Read arguments from `text[at:]`. Returns the position after the last character read; `reading` says whether more is needed."""
+        """Returns the position after the last character read; `reading` says whether more is needed."""
         log, span = self._log, self._span
         after, piece = span.feed(text, at, len(text) if self._is_begun else min(len(text), at + log.room))
         if not self._is_begun:
@@ -51,14 +51,10 @@ class CallArguments:
 
 
 class ArgumentsSpan:
-    """Finds where arguments end, and returns them as pieces of the text of a JSON object.
-
-    is_over    the arguments are complete
-    is_broken  the character at the position that `feed` returned cannot be part of arguments
-    """
+    """is_broken: the character at the position that `feed` returned cannot be part of arguments"""
 
     def __init__(self, opening: str) -> None:
-        """opening: first character of the arguments, one of ARGUMENTS_OPENINGS; `feed` expects the same character again"""
+        """opening: one of ARGUMENTS_OPENINGS; `feed` expects the same character again"""
         self._null = _NULLS.get(opening, "")
         self._is_string = opening == '"'
         self._is_open = False
@@ -68,7 +64,7 @@ class ArgumentsSpan:
         self.is_broken = False
 
     def feed(self, text: str, at: int, end: int) -> tuple[int, str]:
-        """Read `text[at:end]`. Returns (position after the last character that belongs to the arguments, next piece of the JSON text)."""
+        """Returns (position after the last character that belongs to the arguments, next piece of the JSON text)."""
         if self._null:
             return self._feed_null(text, at, end)
         if self._is_string:
@@ -104,7 +100,7 @@ class ArgumentsSpan:
         return at, "".join(pieces)
 
     def _pass_escape(self, text: str, at: int, pieces: list[str]) -> int:
-        """Read one more character of an escape sequence. A complete escape is passed on decoded, an interrupted one as written."""
+        """A complete escape is passed on decoded, an interrupted one as written."""
         is_cut = len(self._escape) > 1 and text[at] not in hexdigits
         if not is_cut:
             self._escape += text[at]
@@ -117,7 +113,7 @@ class ArgumentsSpan:
         return at
 
     def _pass_text(self, text: str, at: int, end: int, pieces: list[str]) -> int:
-        """Pass decoded text of the string on to the object. Text after the object is an error, except white space."""
+        """Text after the object is an error, except white space."""
         if not self._object.is_over:
             at, piece = self._object.feed(text, at, end)
             pieces.append(piece)
@@ -128,7 +124,7 @@ class ArgumentsSpan:
         return at
 
     def _end_string(self, pieces: list[str]) -> None:
-        """Handle the closing quote. An object that has begun ends here, even when the object is incomplete."""
+        """An object that has begun ends here, even when it is incomplete."""
         self.is_over = self._object.is_begun or self._object.is_empty
         self.is_broken = not self.is_over
         if self._object.is_empty:
@@ -136,14 +132,10 @@ class ArgumentsSpan:
 
 
 class _ObjectText:
-    """Reads one object. A JSON object is returned in pieces as written, beginning when the first key is seen; a Python dict is returned
-    as JSON when the dict is complete.
-
-    is_begun  a piece of the object was returned
-    """
+    """A JSON object is returned in pieces as written, from its first key on; a Python dict as JSON, when complete."""
 
     def __init__(self, *, is_quoted: bool) -> None:
-        """is_quoted: the object is inside a JSON string. The string may hold other text: an object has a key or "}" after its brace"""
+        """is_quoted: inside a JSON string, which may hold other text: an object has a key or "}" after its brace"""
         self._is_quoted = is_quoted
         self._held: list[str] = []
         self._span: JsonSpan | None = None
@@ -152,7 +144,6 @@ class _ObjectText:
 
     @property
     def is_empty(self) -> bool:
-        """Whether only white space was read."""
         return not self._held and self._span is None
 
     @property
@@ -160,7 +151,6 @@ class _ObjectText:
         return self._span is not None and self._span.is_in_string
 
     def feed(self, text: str, at: int, end: int) -> tuple[int, str]:
-        """See `ArgumentsSpan.feed`."""
         if self._span is None:
             at = self._find_key(text, at, end)
         if self._span is None or at == end:
@@ -171,7 +161,7 @@ class _ObjectText:
         return after, self._take_piece() if self.is_over or not self._is_python else ""
 
     def _find_key(self, text: str, at: int, end: int) -> int:
-        """Read "{" and white space around the brace. The next character then shows whether the object is JSON or a Python dict."""
+        """Read "{" and white space. The next character shows whether the object is JSON or a Python dict."""
         if not self._held:
             at = first_non_space(text, at, end)
             if at < end and text[at] == "{":
@@ -188,7 +178,6 @@ class _ObjectText:
         return at
 
     def _begin(self, char: str) -> None:
-        """char: first character after the brace that is not white space"""
         self.is_broken = char == "<" or (self._is_quoted and char not in "\"'}")
         if not self.is_broken:
             self._is_python = char == "'"
@@ -208,10 +197,8 @@ class _ObjectText:
 def _unescaped(escape: str, *, is_in_string: bool) -> str:
     """The character of an escape sequence in a JSON string whose content is JSON again.
 
-    is_in_string  the escape is inside a string of the inner JSON. A control character, or one half of a surrogate pair, then stays an
-                  escape: the inner string may not hold a control character, and the other half may not have arrived yet
-
-    An escape that JSON does not define is returned as written.
+    In a string of the inner JSON, a control character or half a surrogate pair stays an escape: the first may not stand there, and the
+    other half may not have arrived. An escape that JSON does not define is returned as written.
     """
     try:
         char = str(json.loads(f'"{escape}"'))
@@ -221,7 +208,7 @@ def _unescaped(escape: str, *, is_in_string: bool) -> str:
 
 
 MAX_HEADER_CHARS = 256
-"""Characters between the start marker and a call's arguments. A text with more is no call."""
+"""Between the start marker and a call's arguments. A text with more is no call."""
 
 _OPENING = re.compile(r'[{"]')
 _HEADER = re.compile(
@@ -230,8 +217,6 @@ _HEADER = re.compile(
 
 
 class NamedCalls:
-    """Reads a section of one call, a name and arguments. A `CallReader`."""
-
     def __init__(self, log: CallLog) -> None:
         self._log = log
         self._arguments: CallArguments | None = None

@@ -1,7 +1,6 @@
 """Writes the grammar of tool calls that the model must make, so that their arguments validate.
 
-The text around a call's arguments is written as the family's templates write it, with json.dumps's separators. The arguments follow the
-function's own schema, whose references stay within it. No grammar is compiled here.
+The text around the arguments is written as the family's templates write it, with json.dumps's separators.
 """
 
 from __future__ import annotations
@@ -27,16 +26,14 @@ def forced_grammar(
     document: Mapping[str, object] | None = None,
     token_ids: Mapping[str, int] | None = None,
 ) -> Grammar | None:
-    """The grammar of an output with forced calls; None where nothing is forced: CallMode.NONE, and AUTO without a strict function or other
-    rule.
+    """The grammar of an output with forced calls; None where nothing is forced.
 
     REQUIRED   the output is calls alone; one call where a function is named
-    AUTO       the output is text, with calls after a marker: a strict function's arguments match its schema, another's are any JSON object
+    AUTO       text, with calls after a marker: a strict function's arguments match its schema, another's are any JSON object
     document   with AUTO: JSON Schema of an output without calls, in place of free text
     token_ids  ids of the format's markers that are single tokens
 
-    Raises InvalidRequest for a named function that is not among the tools, arguments that are no object, and a format that cannot be
-    forced.
+    Raises InvalidRequest for an unknown function, arguments that are no object, and a format that cannot be forced.
     """
     is_free = choice.is_parallel and document is None and not choice.allowed and not any(tool.is_strict for tool in tools)
     if choice.mode is CallMode.NONE or (choice.mode is CallMode.AUTO and is_free):
@@ -81,7 +78,7 @@ class _Rules:
     lines: list[str] = field(default_factory=list)
 
     def add_calls(self, calls: Sequence[tuple[str, Mapping[str, object], str]]) -> None:
-        """Add a rule for each call. calls: (name, schema of the arguments, field of that schema within the request)"""
+        """calls: (name, schema of the arguments, field of that schema within the request)"""
         tags = self.tool_format.tags
         self.lines.append("body: " + " | ".join([f"call{number}" for number in range(len(calls))]))
         if tags is not None and tags.key_start:
@@ -108,7 +105,6 @@ class _Rules:
         return self._source(f"start: {self._calls(parallel)} | document", parallel)
 
     def _calls(self, parallel: bool) -> str:
-        """A rule for an output that consists of calls with their markers."""
         start = self._spelled(self.tool_format.start) if not self.tool_format.is_bare else ""
         one = f"{start} section".strip()
         between = self.tool_format.separator or self.tool_format.padding
@@ -116,8 +112,7 @@ class _Rules:
         return f"{one}{again}"
 
     def free_then_calls(self, parallel: bool) -> str:
-        """Free text, then calls. `head` ends with the start marker, as a token or spelled out. In a bare format the first brace begins
-        one."""
+        """`head` ends with the start marker, as a token or spelled out. In a bare format the first brace begins one."""
         marker = self.tool_format.start
         heads = [f"FREE <[{self.token_ids[marker]}]>"] if marker in self.token_ids else []
         if marker:

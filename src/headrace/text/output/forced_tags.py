@@ -1,7 +1,7 @@
-"""Writes the grammar rules of a forced call whose parameters stand between tags. Each value follows its own part of the function's schema.
+"""Writes the grammar rules of a forced call whose parameters stand between tags.
 
-Strings stand there without quotes, so `%json` cannot enforce a string's schema. A free string becomes any text up to the closing tag, and
-an enumeration becomes its texts. Other rules of strings are refused by name.
+Strings stand there without quotes, so `%json` cannot enforce their schemas. A free string becomes any text up to the closing tag, an
+enumeration becomes its texts. Other rules of strings are refused by name.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from headrace.text.output.format_types import CallTags
 from headrace.text.output.value_types import TEXT, SchemaTypes, referenced
 
 SEPARATORS = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
-"""llguidance's options of a schema. Set here, whatever the client wrote: others could switch checks off or let white space run on."""
+"""Set whatever the client wrote: other options of llguidance could switch checks off or let white space run on."""
 
 MAX_BRANCHES = 256
-"""The most references and branches that are followed to find a schema's strings. With more, the request is refused."""
+"""Most references and branches followed to find a schema's strings."""
 
 _NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "x-guidance"})
 """Keywords without effect on the value."""
 _OF_TEXTS = frozenset(
     {"type", "const", "enum", "minLength", "maxLength", "pattern", "format", "$ref", "allOf", "anyOf", "oneOf", "not", "if", "nullable"}
 )
-"""Keywords that bind a value that can only be a string. Other keywords have no effect on it."""
+"""Keywords that bind a value that can only be a string."""
 _OF_OBJECTS = frozenset(
     {
         *("patternProperties", "minProperties", "maxProperties", "propertyNames", "unevaluatedProperties", "const", "enum"),
@@ -45,12 +45,10 @@ TERMINALS = ("ANY_TEXT: /(?s:.*)/", f"ANY_KEY: /{_KEY.pattern}/")
 
 
 def lark_text(text: str) -> str:
-    """A text as a Lark literal. Lark has no escapes for characters beyond ASCII, which stay as they are."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def _is_idle(name: str, rule: object) -> bool:
-    """Whether a keyword's value allows everything."""
     match name:
         case "format":
             return isinstance(rule, str) and rule not in FORMATS
@@ -67,12 +65,12 @@ def _is_idle(name: str, rule: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class MarkerTexts:
-    """A format's texts in Lark's notation. token_ids: ids of markers that are single tokens"""
+    """Texts in Lark's notation. token_ids: ids of markers that are single tokens"""
 
     token_ids: Mapping[str, int]
 
     def spelled(self, text: str) -> str:
-        """The text, where each marker may be its token or its spelling. Empty for an empty text."""
+        """Each marker may be its token or its spelling."""
         markers = sorted(filter(text.__contains__, self.token_ids), key=len, reverse=True)
         pieces = re.split(f"({'|'.join(map(re.escape, markers))})", text) if markers else [text]
         return " ".join([self._piece(piece) for piece in pieces if piece])
@@ -84,12 +82,7 @@ class MarkerTexts:
 
 @dataclass(slots=True)
 class TaggedArguments:
-    """Rules for the arguments of one function in a tagged format.
-
-    name, tags  of the format
-    rule        prefix for the names of the rules in `lines`, which use the terminals of TERMINALS
-    path        field of the schema within the request, for refusals
-    """
+    """rule: prefix for the names of the rules in `lines`; path: field of the schema within the request, for refusals"""
 
     name: str
     tags: CallTags
@@ -105,7 +98,7 @@ class TaggedArguments:
         self._types = SchemaTypes(self.schema)
 
     def body(self) -> str:
-        """A rule for the text between a function's name and the end of its call. Raises InvalidRequest for other schemas."""
+        """A rule for the text between a function's name and the end of its call. Raises InvalidRequest."""
         if found := next((name for name, rule in self.schema.items() if name in _OF_OBJECTS and not _is_idle(name, rule)), None):
             raise self._refused(found, self.schema[found])
         given, needed = self.schema.get("properties"), self.schema.get("required")
@@ -146,8 +139,9 @@ class TaggedArguments:
         return f"{before} {value} {self.texts.spelled(self.tags.value_end)}"
 
     def _document(self, name: str, schema: object) -> dict[str, object]:
-        """A JSON schema of one parameter's value. One with references refers to the parameter within the whole schema, an embedded document
-        with an address of its own, so that `#` stays that schema's root."""
+        """A JSON schema of one parameter's value. One with references refers to the parameter within the whole schema, embedded with an
+        address of its own, so that `#` stays that schema's root.
+        """
         if not isinstance(schema, Mapping) or _REFERENCE.search(json.dumps(schema)) is None:
             return {**(schema if isinstance(schema, Mapping) else {}), **SEPARATORS}
         given = self.schema.get("$id")
@@ -161,7 +155,7 @@ class TaggedArguments:
         return f"{self.texts.spelled(self.tags.key_start)} {key} {self.texts.spelled(self.tags.key_end + self.tags.value_start)}"
 
     def _free_text(self, rule: str) -> str:
-        """A rule for any text up to the closing tag, which may be a token or spelled out."""
+        """Any text up to the closing tag, which may be a token or spelled out."""
         end = self.tags.value_end.strip()
         self.lines.append(f"{rule}_text[lazy]: ANY_TEXT {lark_text(end)}")
         token = f" | ANY_TEXT <[{self.texts.token_ids[end]}]>" if end in self.texts.token_ids else ""
@@ -169,7 +163,6 @@ class TaggedArguments:
         return f"({rule}_text{token}) {self.texts.spelled(after)}".strip()
 
     def _choices(self, schema: object, path: str) -> list[str] | None:
-        """The strings that a schema allows; None for any string. Raises InvalidRequest for rules other than a list of values."""
         if not isinstance(schema, Mapping):
             return None
         self.num_branches += 1
@@ -193,7 +186,6 @@ class TaggedArguments:
         return None
 
     def _joined(self, branches: list[object], path: str) -> list[str] | None:
-        """The strings of an `anyOf` of strings and null."""
         null = {"type": "null"}
         if other := next((branch for branch in branches if branch != null and self._types.of(branch) != TEXT), None):
             raise self._refused(path, other)

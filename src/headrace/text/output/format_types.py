@@ -12,15 +12,14 @@ from enum import StrEnum
 from headrace.core.grammar import ReasoningSpan
 
 ARGUMENTS_MARKER, CALL_ID_MARKER = "[ARGS]", "[CALL_ID]"
-"""In CallSyntax.NAMED: the marker between name and arguments, and the marker before an id that the model gives the call."""
+"""In CallSyntax.NAMED: before the arguments, and before an id that the model gives the call."""
 ARGUMENTS_MARKERS = (ARGUMENTS_MARKER, CALL_ID_MARKER)
 
 _TAG = re.compile(r"<[^<>=\s]+>")
-"""Parts of `CallTags` texts that may be a single token."""
 
 
 class CallSyntax(StrEnum):
-    """How calls are written between a format's markers. `calls` reads some other spellings too."""
+    """How calls are written between a format's markers."""
 
     JSON_OBJECT = "json_object"
     """{"name": "f", "arguments": {...}}. Further objects may follow the row's separator."""
@@ -36,14 +35,12 @@ class CallSyntax(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTags:
-    """The texts of a CallSyntax.TAGGED call, as the model family writes them. White space around tags is optional where calls are read.
+    """The texts of a CallSyntax.TAGGED call. White space around tags is optional where calls are read.
 
-    call_start, name_end  texts before and after a function's name; empty: none
-    key_start, key_end    texts around a parameter's name; empty: the arguments are one JSON object
-    value_start           text before a parameter's value, after `key_end`; empty: none
-    value_end             text after a value. Strings have no quotes, other values are JSON
-    call_end              text after a call; empty: the section's end marker ends the call
-    is_shared             one section holds all calls of an output; else each call has its own section
+    key_start, key_end    around a parameter's name; empty: the arguments are one JSON object
+    value_end             strings have no quotes, other values are JSON
+    call_end              empty: the section's end marker ends the call
+    is_shared             one section holds all calls of an output; else each call has its own
     """
 
     call_start: str = ""
@@ -57,7 +54,7 @@ class CallTags:
 
     @property
     def padding(self) -> str:
-        """The line break on both sides of a value, which belongs to the format."""
+        """The line break on both sides of a value."""
         return "\n" if self.value_end.startswith("\n") else ""
 
     @property
@@ -65,7 +62,6 @@ class CallTags:
         return self.call_start, self.name_end, self.key_start, self.key_end, self.value_start, self.value_end, self.call_end
 
     def stripped(self) -> CallTags:
-        """The tags without the white space around them."""
         call_start, name_end, key_start, key_end, value_start, value_end, call_end = [text.strip() for text in self.texts]
         return CallTags(
             call_start=call_start,
@@ -81,9 +77,8 @@ class CallTags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningFormat:
-    """How a model family marks reasoning, free text before the answer.
+    """How a model family marks reasoning, free text at the beginning of the output.
 
-    start, end   texts around it; recognized only at the beginning of the output
     begins_open  the output begins inside it, whatever the prompt ends with
     hint         text in a chat template by which this row is chosen
     """
@@ -96,29 +91,26 @@ class ReasoningFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Texts that a detokenizer must keep even if they are special tokens."""
+        """Kept by the detokenizer even if they are special tokens."""
         return self.start, self.end
 
     def span(self, *, is_open: bool) -> ReasoningSpan:
-        """The reasoning as a grammar takes it. is_open: the prompt has opened it (`is_opened_by`)"""
+        """is_open: the prompt has opened it (`is_opened_by`)"""
         return ReasoningSpan(start=self.start, end=self.end, is_open=is_open or self.begins_open)
 
     def is_opened_by(self, prompt_end: str) -> bool:
-        """Whether a prompt ends inside the reasoning. A start marker further up is part of a message and opens nothing."""
+        """A start marker further up is part of a message and opens nothing."""
         return prompt_end.rstrip().endswith(self.start)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """How tool calls are written.
-
-    start, end       texts around calls; empty `end`: none
+    """
     is_bare          calls may begin the output without `start`; with an empty `start` they can only be there
-    separator        text between two JSON objects of one section (empty: an object ends its section), or between two TAGGED calls
-    arguments_key    key of a JSON call's arguments as the family writes it; both "arguments" and "parameters" are read
-    padding          white space inside the markers and between sections, as the family writes it
-    family           name that stands for several rows, among which the template's hints choose; empty: the row's own name
-    tags             with CallSyntax.TAGGED: the texts inside a section
+    separator        between two JSON objects of one section (empty: an object ends its section), or between two TAGGED calls
+    arguments_key    as the family writes it; both "arguments" and "parameters" are read
+    padding          white space inside the markers and between sections
+    family           name of several rows, among which the template's hints choose; empty: the row's own name
     call_id_chars    exact length of a call's id where the family's template demands one
     hints, unless    the row is chosen if the chat template contains any of `hints` and none of `unless`
     """
@@ -139,7 +131,6 @@ class ToolFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Texts that a detokenizer must keep even if they are special tokens."""
         named = ARGUMENTS_MARKERS if self.syntax is CallSyntax.NAMED else ()
         inside = _TAG.findall("".join(self.tags.texts)) if self.tags is not None else ()
         return tuple(dict.fromkeys([marker for marker in (self.start, self.end, *named, *inside) if marker]))

@@ -13,11 +13,11 @@ from headrace.core.errors import ConfigError
 from headrace.text.output.format_types import ARGUMENTS_MARKER, CallSyntax, CallTags, ReasoningFormat, ToolFormat
 
 AUTO, OFF = "auto", "none"
-"""Names beside those of the rows: the row that the chat template asks for, and no row at all."""
+"""The row that the chat template asks for, and no row at all."""
 
 
 def _deepseek(name: str) -> str:
-    """A marker of DeepSeek's, with a full-width bar, and for a space SentencePiece's lower block."""
+    """With a full-width bar, and for a space SentencePiece's lower block."""
     return f"<\uff5ctool\u2581{name.replace(' ', chr(0x2581))}\uff5c>"
 
 
@@ -184,14 +184,11 @@ ALIASES: Mapping[str, str] = MappingProxyType(
     {"llama4_json": "llama3_json", "qwen": "hermes", "qwen3_xml": "qwen3_coder", "glm47": "glm45"}
     | {"deepseek_v3": "qwen3", "deepseek_v31": "qwen3", "glm45": "qwen3", "minimax_m2": "deepseek_r1"}
 )
-"""Other names of rows. In a table with a row of that very name, the row is meant."""
+"""In a table with a row of that very name, the row is meant."""
 
 
 def reasoning_format(name: str, templates: Iterable[str], *, where: str = "reasoning_parser") -> ReasoningFormat | None:
-    """The row called `name`; for AUTO the row that the model's chat templates hint at, if any. None for OFF.
-
-    Raises ConfigError at `where` for an unknown name, listing the known ones.
-    """
+    """The row called `name`; for AUTO the one that the model's chat templates hint at; None for OFF. Raises ConfigError at `where`."""
     if name == AUTO:
         text = "\0".join(templates)
         return next((row for row in REASONING_FORMATS.values() if row.hint and row.hint in text), None)
@@ -199,7 +196,6 @@ def reasoning_format(name: str, templates: Iterable[str], *, where: str = "reaso
 
 
 def tool_format(name: str, templates: Iterable[str], *, where: str = "tool_call_parser") -> ToolFormat | None:
-    """As `reasoning_format`, for tool calls."""
     if name == OFF:
         return None
     text = "\0".join(templates)
@@ -215,7 +211,6 @@ def _is_asked_for(row: ToolFormat, template: str) -> bool:
 
 
 def _known(name: str, rows: Mapping[str, ReasoningFormat] | Mapping[str, ToolFormat], where: str) -> str:
-    """The row's own name. Raises ConfigError for an unknown one."""
     found = name if name in rows else ALIASES.get(name, name)
     if found not in rows:
         known = [AUTO, OFF, *rows, *(alias for alias, target in ALIASES.items() if target in rows and alias not in rows)]

@@ -1,7 +1,7 @@
 """Reads tool calls written as JSON objects. Linear in the text, however it is split.
 
-Only a call's name and the end of its arguments are understood. The client checks the arguments themselves: if the model writes no valid
-JSON there, the client gets what it wrote. Text that is no call is given back as text. `call_arguments` says how arguments may be written.
+Only a call's name and the end of its arguments are understood: what the model writes there goes to the client, valid or not. Text that
+is no call is given back as text.
 """
 
 from __future__ import annotations
@@ -15,24 +15,23 @@ from headrace.text.output.literals import JsonSpan, json_of_literal
 from headrace.text.output.reading import CallLog, Reading, TagChoice, first_non_space
 
 MAX_KEY_CHARS = 256
-"""The most characters of a name or key as written, with quotes and escapes. Text with a longer one is no call."""
+"""Name or key as written. Text with a longer one is no call."""
 
 _ARGUMENTS = ("arguments", "parameters")
 _FUNCTION = "function"
-"""Key whose value is an object with name and arguments, as in OpenAI's interface; or whose value is the name."""
+"""Its value is an object with name and arguments, as in OpenAI's interface, or the name."""
 _NAMES = (_FUNCTION, "tool_name")
-"""Further keys of the name, beside "name". Their value counts only if it names an offered function."""
+"""Their value counts only if it names an offered function."""
 _DESCRIPTION = "description"
-"""Key of a function's definition that no call has. Without a start marker, an object with it is a definition that the model repeats."""
+"""No call has it. Without a start marker, an object with it is a definition that the model repeats."""
 _DEFINED = "parameters"
-"""Key of a call's arguments that is also that of a definition's schema. A value that may be a schema is held, since a description may
-follow."""
+"""Also the key of a definition's schema. A value that may be a schema is held, since a description may follow."""
 _SCHEMA_STARTS = ('{"type":"object"', '{"properties":{', '{"$schema":"')
 _LONGEST_START = max(map(len, _SCHEMA_STARTS))
 
 
 class _State(Enum):
-    """The next part of a call's form. White space may come before every part but a SPAN."""
+    """White space may come before every part but a SPAN."""
 
     START = 1
     OBJECT = 2
@@ -46,26 +45,24 @@ class _State(Enum):
 
 
 class _Use(Enum):
-    """The meaning of the current span."""
-
     KEY = 1
     NAME = 2
     EARLY_ARGUMENTS = 3
-    """Arguments before the name, or perhaps a schema. They wait for the rest of the object."""
+    """Arguments before the name, or perhaps a schema."""
     PYTHON = 4
     """The whole object in Python's spelling."""
     OTHER = 5
 
 
 class JsonCalls:
-    """Reads a section of JSON calls: a list of objects, or objects with the row's separator between, and the end marker. A `CallReader`.
+    """Reads a list of objects, or objects with the row's separator between, and the end marker. A `CallReader`.
 
-    An object has a name, and arguments that are themselves an object, in any order; other keys are skipped. Without arguments they are
-    "{}". Both may be one object deeper, in the value of the key "function".
+    An object has a name, and arguments that are an object, in any order; other keys are skipped. Both may be one object deeper, in the
+    value of the key "function".
     """
 
     def __init__(self, row: ToolFormat, log: CallLog, *, is_bare: bool = False) -> None:
-        """is_bare: the section has no start marker, so a call must name an offered function, and must have arguments"""
+        """is_bare: no start marker, so a call must name an offered function, and must have arguments"""
         self._row, self._log = row, log
         self._is_list, self._is_bare = False, is_bare
         self._separator = row.separator.strip()
@@ -97,7 +94,6 @@ class JsonCalls:
         self._is_begun = self._is_nested = False
 
     def _read_form(self, text: str, at: int, end: int) -> int:
-        """Read the next piece outside arguments, up to `end` at most. The text is held until it is known to be a call's."""
         if self._state is _State.SPAN:
             return self._read_span(text, at, end)
         if self._state is _State.END_MARKER:
@@ -116,7 +112,7 @@ class JsonCalls:
         return at
 
     def _take(self, char: str) -> int:
-        """Go on by one character of the form. 1: the character was read; 0: it was only looked at."""
+        """1: the character was read; 0: it was only looked at."""
         match self._state, char:
             case (_State.START, "["):
                 self._is_list, self._state = True, _State.OBJECT
@@ -164,7 +160,7 @@ class JsonCalls:
         return 1
 
     def _end_object(self) -> None:
-        """End an object. A call that has begun is complete; a call with only a name has no arguments."""
+        """A call that has begun is complete; a call with only a name has no arguments."""
         if self._is_nested:
             self._is_nested, self._state = False, _State.AFTER_VALUE
             return
@@ -228,7 +224,6 @@ class JsonCalls:
         return self._is_bare and any(start[: len(schema)] == schema[: len(start)] for schema in _SCHEMA_STARTS)
 
     def _begin_named(self) -> None:
-        """Begin the call once its name and arguments are known. What may be a definition waits for the end of its object."""
         if self._name and self._early is not None and not self._may_be_definition():
             self._begin_whole()
 
@@ -265,7 +260,6 @@ class JsonCalls:
                 self._take_name(text)
 
     def _read_python(self, raw: str) -> None:
-        """Read an object in Python's spelling as the equivalent JSON."""
         found = CallLog(self._log.names)
         JsonCalls(self._row, found, is_bare=self._is_bare).feed(json_of_literal(raw) or "", 0)
         arguments = "".join([piece.arguments for piece in found.pieces])
@@ -286,7 +280,6 @@ class JsonCalls:
 
 
 def _decoded(raw: str) -> str:
-    """The text of a JSON string; empty if `raw` is no string, or has an unpaired surrogate."""
     try:
         text = str(json.loads(raw))
         text.encode()

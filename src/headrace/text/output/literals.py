@@ -18,7 +18,7 @@ _LETTERS = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "a"
 
 
 def json_of_literal(source: str) -> str | None:
-    """A Python literal as JSON; None if the text is no literal, or has no JSON: tuples, sets, calls, names, prefixed or joined strings."""
+    """None if the text is no literal, or has no JSON: tuples, sets, calls, names, prefixed or joined strings."""
     made: list[str] = []
     at = 0
     while at < len(source):
@@ -86,7 +86,7 @@ MAX_LITERAL_DEPTH = 64
 """Nesting of one argument. Text with more is no call."""
 
 IN_STRING = {"'": re.compile(r"['\\]"), '"': re.compile(r'["\\]')}
-"""What ends a string's plain text, by the string's quote: the quote again, or an escape."""
+"""What ends a string's plain text: the quote again, or an escape."""
 
 _SCALAR_END = re.compile(r"[,}\]\s]")
 _STRUCTURE = re.compile(r'["{}\[\]<]')
@@ -95,14 +95,10 @@ _PYTHON_STRUCTURE = re.compile(r"""["'{}\[\]<]""")
 
 
 class _Span:
-    """Finds the end of a value. Brackets are counted, not matched with each other.
-
-    is_over    the value is complete
-    is_broken  the text cannot be part of a value
-    """
+    """Brackets are counted, not matched with each other. is_broken: the text cannot be part of a value"""
 
     _may_be_string = False
-    """Whether the value ends with a string that no bracket is around."""
+    """A string that no bracket is around may be the value."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -136,15 +132,12 @@ class _Span:
 
 
 class JsonSpan(_Span):
-    """Finds the end of one JSON value. It is broken by a "<" outside strings, which begins most markers and no JSON."""
+    """Is broken by a "<" outside strings, which begins most markers and no JSON."""
 
     _may_be_string = True
 
     def __init__(self, opening: str, *, is_python: bool = False) -> None:
-        """
-        opening    the value's first character; `feed` gets it as well
-        is_python  strings may have single quotes
-        """
+        """opening: the value's first character; `feed` gets it as well"""
         super().__init__()
         self._is_scalar = opening not in '{["'
         self._structure = _PYTHON_STRUCTURE if is_python else _STRUCTURE
@@ -177,7 +170,7 @@ class JsonSpan(_Span):
 
 
 class LiteralSpan(_Span):
-    """Finds the end of an argument of a Python call: the comma or parenthesis after it, which is not part of the argument."""
+    """Ends at the comma or parenthesis after an argument of a Python call."""
 
     def _pass_structure(self, text: str, at: int, end: int) -> int:
         found = _ARGUMENT_STRUCTURE.search(text, at, end)

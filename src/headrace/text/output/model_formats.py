@@ -1,6 +1,4 @@
-"""Chooses the output formats of one model by its template or its operator, and finds the tokens that its tokenizer makes of their
-markers.
-"""
+"""Chooses the output formats of one model by its template or its operator."""
 
 from __future__ import annotations
 
@@ -14,16 +12,12 @@ from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 
 TAIL_TOKENS = 64
-"""Tokens at the end of a prompt that are searched for the start of reasoning."""
+"""End of a prompt that is searched for the start of reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFormats:
-    """The formats of a model's output.
-
-    tools, reasoning  None: the output is not searched for them
-    token_ids         ids of the rows' markers that are single tokens
-    """
+    """token_ids: ids of the rows' markers that are single tokens"""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
@@ -33,7 +27,7 @@ class ModelFormats:
     def of(
         cls, tokenizer: Tokenizer, template: ChatTemplate, *, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO
     ) -> ModelFormats:
-        """The formats with these names (`formats.AUTO`: chosen by the template). Raises ConfigError for an unknown name."""
+        """Raises ConfigError for an unknown name."""
         tools = tool_format(tool_call_parser, template.sources)
         reasoning = reasoning_format(reasoning_parser, template.sources)
         markers = [marker for row in (tools, reasoning) if row is not None for marker in row.markers]
@@ -41,11 +35,10 @@ class ModelFormats:
         return cls(tools, reasoning, {marker: token_id for marker, token_id in ids.items() if token_id is not None})
 
     def marker_ids(self, *rows: ToolFormat | ReasoningFormat | None) -> frozenset[int]:
-        """Tokens of the model that are markers of these formats."""
         return frozenset([self.token_ids[marker] for row in rows if row is not None for marker in row.markers if marker in self.token_ids])
 
     def is_reasoning_open(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], begun: str = "") -> bool:
-        """Whether the output of a prompt begins inside the reasoning. begun: part of the answer that the prompt holds already"""
+        """begun: part of the answer that the prompt holds already"""
         if self.reasoning is None:
             return False
         if begun:
@@ -53,10 +46,8 @@ class ModelFormats:
         return self.reasoning.is_opened_by(_tail(tokenizer, prompt_ids))
 
     def reasoning_span(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], begun: str = "") -> ReasoningSpan | None:
-        """The reasoning that an output may begin with, as a grammar takes it. begun: as in `is_reasoning_open`
-
-        None without a reasoning format, and if the prompt has the end of the reasoning already: at its end, as with templates that switch
-        reasoning off, or in the begun answer.
+        """None if the prompt has the end of the reasoning already: at its end, as with templates that switch reasoning off, or in the begun
+        answer.
         """
         if self.reasoning is None:
             return None

@@ -1,8 +1,8 @@
 """Separates generated text, as it arrives, into content, reasoning and tool calls.
 
-The split into pieces changes nothing: all deltas joined are the parse of the whole text. Nothing raises. Only three things are left out:
-the markers that were recognized, the white space after them, and whatever a call's JSON holds beside name and arguments. Text that looks
-like a call and is none is content. Memory is bounded (`reading.MAX_HELD_CHARS`), and time is linear in the text.
+All deltas joined are the parse of the whole text, however it is split. Nothing raises. Left out are the markers that were recognized,
+white space after them, and what a call's JSON holds beside name and arguments. Text that looks like a call and is none is content. Memory
+is bounded (`reading.MAX_HELD_CHARS`), and time is linear in the text.
 
 Models of every family sometimes write JSON calls between their own markers. So a section is read as JSON if it begins with a brace, or with
 a bracket that does not begin a list of Python calls.
@@ -24,10 +24,10 @@ from headrace.text.output.value_types import FunctionTypes
 
 
 class CallParser:
-    """Parses one answer's tool calls. White space directly after calls belongs to the format and is dropped."""
+    """White space directly after calls belongs to the format and is dropped."""
 
     def __init__(self, row: ToolFormat, functions: Sequence[FunctionTool]) -> None:
-        """functions: those that the request offers; text without a start marker is a call only if it names one of them"""
+        """functions: text without a start marker is a call only if it names one of them"""
         self._row = row
         self._function_types = FunctionTypes(functions)
         self._log = CallLog(frozenset([function.name for function in functions]))
@@ -39,16 +39,14 @@ class CallParser:
 
     @property
     def is_passed(self) -> bool:
-        """Whether all further text is content."""
+        """Whether all further text is content, and need not be pushed."""
         return not self._is_in_section and not self._held and (not self._row.start or self._log.num_calls >= MAX_CALLS)
 
     @property
     def is_call_open(self) -> bool:
-        """Whether the last call's arguments are incomplete."""
         return self._log.is_open
 
     def push(self, text: str) -> tuple[str, list[CallPiece]]:
-        """(content, pieces of calls) that become certain with `text`."""
         content: list[str] = []
         text, self._held = self._held + text, ""
         at = 0
@@ -70,7 +68,6 @@ class CallParser:
         return self._held + held
 
     def _search(self, text: str, at: int, content: list[str]) -> int:
-        """Pass text on up to the next start marker."""
         if self._is_after_calls:
             at = first_non_space(text, at)
             self._is_after_calls = at == len(text)
@@ -90,7 +87,6 @@ class CallParser:
         return len(text)
 
     def _begin_section(self, text: str, at: int, content: list[str]) -> int:
-        """Choose the section's reader by its first character."""
         end = min(len(text), at + self._log.room)
         first = first_non_space(text, at, end)
         self._log.hold(text[at:first])
@@ -113,7 +109,6 @@ class CallParser:
         self._is_after_calls = reading is Reading.DONE
 
     def _new_reader(self, char: str) -> CallReader:
-        """char: the section's first character"""
         row = self._row
         match row.syntax:
             case CallSyntax.PYTHON if char != "{":
@@ -127,8 +122,6 @@ class CallParser:
 
 
 class OutputParser:
-    """Parses one output. reasoning: where its reasoning is; None without a reasoning format"""
-
     def __init__(
         self,
         tools: ToolFormat | None,
@@ -137,21 +130,17 @@ class OutputParser:
         functions: Sequence[FunctionTool] = (),
         is_reasoning_open: bool = False,
     ) -> None:
-        """
-        functions          functions that the request offers (`CallParser`)
-        is_reasoning_open  the prompt ends inside the reasoning
-        """
+        """is_reasoning_open: the prompt ends inside the reasoning"""
         self._calls = CallParser(tools, functions) if tools is not None else None
         self.reasoning = ReasoningSplitter(reasoning, is_open=is_reasoning_open or reasoning.begins_open) if reasoning is not None else None
 
     @property
     def is_passed(self) -> bool:
-        """Whether all further text is content, and need not be pushed."""
         return (self.reasoning is None or self.reasoning.is_passed) and (self._calls is None or self._calls.is_passed)
 
     @property
     def is_call_open(self) -> bool:
-        """Whether the last call's arguments are incomplete: an output that ends now was cut inside them."""
+        """An output that ends now was cut inside the last call's arguments."""
         return self._calls is not None and self._calls.is_call_open
 
     def push(self, text: str) -> ParsedDelta:
@@ -162,7 +151,7 @@ class OutputParser:
         return ParsedDelta(content, reasoning, pieces)
 
     def finish(self) -> ParsedDelta:
-        """The parsed rest of the text held back. Call it once, at the end."""
+        """Call it once, at the end."""
         reasoning, content = self.reasoning.finish() if self.reasoning is not None else ("", "")
         if self._calls is None:
             return ParsedDelta(content, reasoning)

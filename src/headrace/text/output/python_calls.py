@@ -14,16 +14,15 @@ from headrace.text.output.literals import LiteralSpan, json_of_literal
 from headrace.text.output.reading import CallLog, Reading, TagChoice, first_non_space
 
 MAX_NAME_CHARS = 128
-"""Characters of a function's or an argument's name. Text with a longer one is no call."""
+"""Text with a longer name is no call."""
 
 MAX_ARGUMENTS = 128
-"""Arguments of one call. Text with more is no call."""
 
 _NO_WORD = re.compile(r"[^\w.-]")
 
 
 class _State(Enum):
-    """The next part of a call's form. White space may come before every part."""
+    """White space may come before every part."""
 
     LIST = 1
     NAME = 2
@@ -37,10 +36,8 @@ class _State(Enum):
 
 
 class PythonCalls:
-    """Reads a section of calls in Python's syntax: a list of calls, and the end marker. A `CallReader`."""
-
     def __init__(self, row: ToolFormat, log: CallLog, *, is_bare: bool = False) -> None:
-        """is_bare: the section has no start marker, so that calls must name offered functions"""
+        """is_bare: no start marker, so that calls must name offered functions"""
         self._log, self._is_bare = log, is_bare
         self._end_marker = TagChoice(row.end)
         self._state = _State.LIST
@@ -108,7 +105,7 @@ class PythonCalls:
             self._arguments.append(word)
 
     def _take(self, char: str) -> bool:
-        """Go on by one character of the form. False: the character is not allowed here."""
+        """False: the character is not allowed here."""
         match self._state, char:
             case (_State.LIST, "[") | (_State.AFTER_CALL, ","):
                 self._state = _State.NAME

@@ -11,7 +11,7 @@ _NO_SPACE = re.compile(r"\S")
 
 
 def num_held(text: str, marker: str, begin: int = 0) -> int:
-    """Length of the longest end of `text`, from `begin` on, that is a proper beginning of `marker`. O(length of the marker)."""
+    """Length of the longest end of `text`, from `begin` on, that is a proper beginning of `marker`."""
     if not marker:
         return 0
     at = text.find(marker[0], max(begin, len(text) - len(marker) + 1))
@@ -23,18 +23,17 @@ def num_held(text: str, marker: str, begin: int = 0) -> int:
 
 
 def first_non_space(text: str, at: int = 0, end: int | None = None) -> int:
-    """Position of the first character from `at` on that is no white space, or `end` (without it, the text's length) if there is none."""
+    """Position of the first character that is no white space, or `end` if there is none."""
     end = len(text) if end is None else end
     found = _NO_SPACE.search(text, at, end)
     return found.start() if found else end
 
 
 class CallPiece(NamedTuple):
-    """A piece of a tool call.
-
+    """
     number     of the call within the output, from 0
     name       with the call's first piece; None in later ones
-    arguments  text to append to the call's arguments; all pieces joined are the arguments as the model wrote them
+    arguments  text to append to the call's arguments
     """
 
     number: int
@@ -43,7 +42,7 @@ class CallPiece(NamedTuple):
 
 
 class ParsedDelta(NamedTuple):
-    """The new part of a parsed output. All deltas joined depend on the whole text alone, not on how it was split."""
+    """All deltas joined depend on the whole text alone, not on how it was split."""
 
     text: str = ""
     reasoning: str = ""
@@ -51,29 +50,24 @@ class ParsedDelta(NamedTuple):
 
 
 MAX_CALLS = 128
-"""The most tool calls of one output. Text after them is never a call."""
+"""Text after this many calls of one output is never a call."""
 
 NAMESPACE = "functions."
-"""Namespace that OpenAI's own models, and models trained on their transcripts, write before a function's name."""
+"""OpenAI's own models, and models trained on their transcripts, write it before a function's name."""
 
 MAX_HELD_CHARS = 64 << 10
-"""Characters held back until it is known whether they are a call. Text that stays undecided for longer is no call."""
+"""Text that stays undecided for longer is no call."""
 
 
 class Reading(Enum):
     GOES_ON = 1
     DONE = 2
     FAILED = 3
-    """The text is no call, or no longer one: the held text and everything after it is text."""
+    """The held text and everything after it is text."""
 
 
 class CallLog:
-    """The calls found in one output.
-
-    names    functions that the request offers
-    pieces   pieces found since `take_pieces`
-    is_open  the last call's arguments are incomplete
-    """
+    """names: functions that the request offers; is_open: the last call's arguments are incomplete"""
 
     def __init__(self, names: Set[str]) -> None:
         self.names = names
@@ -84,12 +78,12 @@ class CallLog:
         self.room = MAX_HELD_CHARS
 
     def meant(self, written: str) -> str:
-        """The offered function that a written name means, ignoring white space and a namespace around it; else the name as written."""
+        """The offered function that a written name means, ignoring white space and a namespace; else the name as written."""
         name = written.strip().removeprefix(NAMESPACE)
         return name if name in self.names else written
 
     def hold(self, text: str) -> None:
-        """Keep text that was read and may be a call's, at most `room` characters."""
+        """Keep text that may be a call's, at most `room` characters."""
         self._held.append(text)
         self.room -= len(text)
 
@@ -99,12 +93,11 @@ class CallLog:
         return held
 
     def forget_held(self) -> None:
-        """Drop the held text: it is part of a call's form."""
         self._held.clear()
         self.room = MAX_HELD_CHARS
 
     def begin(self, name: str, arguments: str = "", *, is_whole: bool = False) -> bool:
-        """Begin a call, with all its arguments if `is_whole`. False after MAX_CALLS calls: the text is no call then."""
+        """False after MAX_CALLS calls: the text is no call then."""
         if self.num_calls >= MAX_CALLS:
             return False
         self.pieces.append(CallPiece(self.num_calls, name, arguments))
@@ -114,7 +107,6 @@ class CallLog:
         return True
 
     def add(self, arguments: str, *, is_last: bool = False) -> None:
-        """Append arguments to the last call."""
         if arguments:
             self.pieces.append(CallPiece(self.num_calls - 1, None, arguments))
         self.is_open = not is_last
@@ -125,10 +117,7 @@ class CallLog:
 
 
 class TagChoice:
-    """Reads one of several tags after white space. Without tags it is done at once.
-
-    found  the tag, once read
-    """
+    """Reads one of several tags after white space. Without tags it is done at once."""
 
     def __init__(self, *tags: str) -> None:
         self._tags = tuple([tag for tag in tags if tag])
@@ -139,7 +128,7 @@ class TagChoice:
         return any(tag.startswith(char) for tag in self._tags)
 
     def feed(self, log: CallLog, text: str, at: int, end: int) -> tuple[int, Reading]:
-        """Read and hold `text` from `at`, up to `end` at most. Returns where it stopped, and the state of the reading."""
+        """Read and hold text up to `end`. Returns where it stopped, and the state of the reading."""
         begin = at
         if not self._matched and self._tags:
             at = first_non_space(text, at, end)
@@ -154,11 +143,6 @@ class TagChoice:
 
 
 class TextUntil:
-    """Collects text up to a marker.
-
-    text  the text before the marker, once the marker is found
-    """
-
     def __init__(self, marker: str, max_chars: int = MAX_HELD_CHARS) -> None:
         self._marker = marker
         self._room = max_chars + len(marker)
@@ -191,10 +175,8 @@ class TextUntil:
 
 
 class CallReader(Protocol):
-    """Reads the calls between a format's markers."""
-
     reading: Reading
 
     def feed(self, text: str, at: int) -> int:
-        """Read `text` from `at` on. Returns where reading stopped: at the end of the text, unless `reading` is DONE or FAILED."""
+        """Returns where reading stopped: at the end of the text, unless `reading` is DONE or FAILED."""
         ...

@@ -12,12 +12,11 @@ from headrace.text.output.reading import first_non_space, num_held
 from headrace.text.tokenizer import Tokenizer
 
 MAX_LEADING_SPACE = 1024
-"""Characters of white space before the start marker. After more, the output has no reasoning."""
+"""White space before the start marker. After more, the output has no reasoning."""
 
 
 class _State(Enum):
     BEGINNING = 1
-    """Only white space and perhaps the beginning of the start marker were read; they are held."""
     AFTER_START = 2
     INSIDE = 3
     AFTER_END = 4
@@ -25,11 +24,10 @@ class _State(Enum):
 
 
 class ReasoningSplitter:
-    """Splits one output into reasoning and content. White space directly after a marker belongs to the format and is dropped.
+    """White space directly after a marker belongs to the format and is dropped.
 
-    num_chars    characters read
     num_decided  characters of which it is known whether they are reasoning
-    begin, end   where the reasoning begins and ends, in characters of the output; None until known. `begin` stays None without reasoning
+    begin, end   of the reasoning, in characters of the output; None until known. `begin` stays None without reasoning
     """
 
     def __init__(self, row: ReasoningFormat, *, is_open: bool) -> None:
@@ -45,7 +43,6 @@ class ReasoningSplitter:
 
     @property
     def is_passed(self) -> bool:
-        """Whether all further text is content."""
         return self._state is _State.PASSED
 
     @property
@@ -53,7 +50,6 @@ class ReasoningSplitter:
         return self.num_chars - len(self._held)
 
     def push(self, text: str) -> tuple[str, str]:
-        """(reasoning, content) that become certain with `text`."""
         self.num_chars += len(text)
         if self._state is _State.PASSED:
             return "", text
@@ -70,12 +66,11 @@ class ReasoningSplitter:
         return reasoning, text
 
     def finish(self) -> tuple[str, str]:
-        """(reasoning, content) held back. Call it once, at the end."""
+        """Call it once, at the end."""
         held, self._held = self._held, ""
         return (held, "") if self._state is _State.INSIDE else ("", held)
 
     def _begin(self, text: str) -> str:
-        """Look for the start marker. Returns what follows it, or all of `text` where there is none."""
         first = first_non_space(text)
         if first > MAX_LEADING_SPACE:
             self._state = _State.PASSED
@@ -108,13 +103,9 @@ class ReasoningSplitter:
 
 
 class ReasoningCount:
-    """Counts the reasoning tokens of an output: those whose first character is reasoning. A token waits until that is known.
-
-    num_tokens  counted so far
-    """
+    """Counts the tokens whose first character is reasoning. A token waits until that is known."""
 
     def __init__(self, splitter: ReasoningSplitter, tokenizer: Tokenizer, skipped: Set[int]) -> None:
-        """skipped: ids of tokens without text"""
         self._splitter = splitter
         self._token_bytes = tokenizer.token_bytes
         self._skipped = skipped
@@ -124,7 +115,7 @@ class ReasoningCount:
         self.num_tokens = 0
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """Add the output's next tokens. Their text may already be in the splitter: a character may end in a later token."""
+        """Their text may already be in the splitter: a character may end in a later token."""
         if self._splitter.is_passed:
             return
         for token_id in token_ids:
@@ -134,7 +125,6 @@ class ReasoningCount:
                 self._next_begin += len(self._decoder.decode(spelled))
 
     def update(self) -> None:
-        """Count the tokens whose first character is decided."""
         splitter, begins = self._splitter, self._begins
         while begins and begins[0] < splitter.num_decided:
             at = begins.popleft()

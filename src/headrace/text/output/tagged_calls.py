@@ -1,7 +1,6 @@
 """Reads tool calls written between tags: <function=f><parameter=a>1</parameter></function>, and JSON arguments behind a header of tags.
 
-A row's `CallTags` say how the tags are spelled. Values that stand between tags become JSON by the types that the function's schema allows;
-strings are passed on as they come. Linear in the text, whatever its splits.
+Values become JSON by the types that the function's schema allows; strings are passed on as they come. Linear in the text.
 """
 
 from __future__ import annotations
@@ -17,14 +16,12 @@ from headrace.text.output.reading import CallLog, Reading, TagChoice, TextUntil,
 from headrace.text.output.value_types import TEXT, TYPES, FunctionTypes, written_value
 
 MAX_TAG_CHARS = 256
-"""Characters of a function's name, or of a parameter's. Text with a longer one is no call."""
+"""Text with a longer function's or parameter's name is no call."""
 
 _NO_NAME = re.compile(r"[^\w.-]")
 
 
 class _State(Enum):
-    """The next part of a call's form. White space may come before tags and names."""
-
     CALL_START = 1
     NAME = 2
     NAME_END = 3
@@ -39,8 +36,6 @@ class _State(Enum):
 
 
 class TaggedCalls:
-    """Reads a section of tagged calls, and the end marker. A `CallReader`."""
-
     def __init__(self, row: ToolFormat, log: CallLog, function_types: FunctionTypes) -> None:
         assert row.tags is not None, f"{row.name} has no tags"
         self._row, self._log = row, log
@@ -72,7 +67,7 @@ class TaggedCalls:
         return at
 
     def _enter(self, state: _State) -> None:
-        """Go on with `state`, or with the state after it if this format has no text for it."""
+        """Go on with `state`, or with the one after it if this format has no text for it."""
         tags = self._tags
         match state:
             case _State.CALL_START:
@@ -102,7 +97,6 @@ class TaggedCalls:
         self._state = state
 
     def _read_form(self, text: str, at: int, end: int) -> int:
-        """Read the next piece outside values, up to `end` at most. The text is held until it is known to be a call's."""
         match self._state:
             case _State.NAME:
                 return self._read_name(text, at, end)
@@ -117,7 +111,6 @@ class TaggedCalls:
         return at
 
     def _take_tag(self, tag: str) -> None:
-        """Go on after a tag. The section's end tag ends the reader."""
         match self._state:
             case _State.CALL_START:
                 self._enter(_State.NAME)
@@ -194,7 +187,6 @@ class TaggedCalls:
         return at
 
     def _end_json_call(self) -> None:
-        """End a call with JSON arguments. If it has not begun, it has no arguments."""
         if not self._is_begun:
             self._begin_call(NO_ARGUMENTS, is_whole=True)
         if self.reading is Reading.GOES_ON:
@@ -229,7 +221,6 @@ class TaggedCalls:
         return self._types.get(self._key, TYPES)
 
     def _add_argument(self, value: str) -> None:
-        """Add the current key with its value, or with the beginning of its value."""
         item = f"{json.dumps(self._key, ensure_ascii=False)}: {value}"
         if self._is_begun:
             self._log.add(", " + item)
@@ -238,7 +229,7 @@ class TaggedCalls:
             self._begin_call("{" + item)
 
     def _pass_text(self, text: str, at: int) -> int:
-        """Pass on a string value, without the line breaks that the format puts around it."""
+        """Without the line breaks that the format puts around a string."""
         if self._tail:  # at most once per piece of the output
             joined, before = self._tail + text[at:], at - len(self._tail)
             self._tail = ""

@@ -11,23 +11,21 @@ from headrace.core.tools import FunctionTool
 from headrace.text.output.literals import json_of_literal
 
 TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
-"""Every type: those of a parameter whose schema names none."""
 
 TEXT = frozenset({"string"})
 
 MAX_DEPTH = 64
-"""The longest chain of references that is followed. The types beyond it count as unknown."""
+"""Longest chain of references that is followed. The types beyond it count as unknown."""
 
 
 class FunctionTypes:
-    """Parameter types of a request's functions. Each function's are worked out when its first call is read."""
+    """Each function's types are worked out when its first call is read."""
 
     def __init__(self, functions: Sequence[FunctionTool]) -> None:
         self._functions = functions
         self._found: dict[str, Mapping[str, frozenset[str]]] = {}
 
     def of(self, name: str) -> Mapping[str, frozenset[str]]:
-        """The types of each declared parameter; empty for a function that the request does not offer."""
         if name not in self._found:
             tool = next((tool for tool in self._functions if tool.name == name), None)
             self._found[name] = _parameter_types(tool.parameters) if tool is not None and tool.parameters is not None else {}
@@ -40,7 +38,7 @@ def _parameter_types(root: Mapping[str, object]) -> Mapping[str, frozenset[str]]
 
 
 class SchemaTypes:
-    """The types of schemas within one root schema. Linear in the root: the target of a reference is visited once."""
+    """Linear in the root: the target of a reference is visited once."""
 
     def __init__(self, root: Mapping[str, object]) -> None:
         self._root = root
@@ -48,7 +46,7 @@ class SchemaTypes:
         self._depth = 0
 
     def of(self, schema: object) -> frozenset[str]:
-        """The JSON types that values of a schema may have: any for one with an `$id` of its own, within which references mean others."""
+        """Any type for a schema with an `$id` of its own, within which references mean others."""
         if not isinstance(schema, Mapping) or (schema is not self._root and "$id" in schema):
             return TYPES
         found = TYPES
@@ -84,7 +82,7 @@ def _union(found: Iterable[frozenset[str]]) -> frozenset[str]:
 
 
 def referenced(reference: str, root: Mapping[str, object]) -> object:
-    """The schema that a JSON pointer names within the root; None where there is none, and for references by name or address."""
+    """The schema that a JSON pointer names; None where there is none, and for references by name or address."""
     begin, *names = unquote(reference).split("/")
     at: object = root if begin == "#" else None
     for name in names:
@@ -97,9 +95,9 @@ def referenced(reference: str, root: Mapping[str, object]) -> object:
 
 
 def written_value(text: str, types: frozenset[str]) -> str:
-    """The JSON of a value from a format that writes strings without quotes: the text itself if its type is allowed, else a JSON string.
+    """The JSON of a value from a format without quotes: the text itself if its type is allowed, else a JSON string.
 
-    JSON is passed on as the model wrote it. Python's spelling (True, None, {'a': 1}) is accepted where the text is no JSON.
+    Python's spelling (True, None, {'a': 1}) is accepted where the text is no JSON.
     """
     bare = text.strip()
     for written in (bare, json_of_literal(bare)):
