@@ -45,7 +45,7 @@ def measure(
 ) -> dict[str, object]:
     """Times in seconds, memory in bytes; memory is this process's peak before and after the long prompt."""
     costly = machine.engine.info.costly_context
-    dearer = 1.0 + tokens / (2 * costly) if costly else 1.0  # on average, see `policy.schedule.price`
+    dearer = 1.0 + tokens / (2 * costly) if costly else 1.0  # on average, see `policy.schedule.step_budget`
     asked = tokens * dearer + newcomers * (NEWCOMER.input_tokens + NEWCOMER.output_tokens)
     num_steps = math.ceil(1.1 * asked / (step_tokens - streams))
     shape = WorkloadShape(input_tokens=STREAM_PROMPT, output_tokens=ALONE_TOKENS)

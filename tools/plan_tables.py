@@ -21,9 +21,8 @@ from headrace.lab.simulate.load import drawn
 from headrace.lab.simulate.site import SimulatedSite
 from headrace.policy.placement.layout import Placement, choose_layout, judge
 from headrace.policy.placement.load import at_rate, step_tokens
-from headrace.policy.placement.loading import LOAD_BYTES_PER_S, load_seconds
 from headrace.policy.placement.need import Goals, Need, Traffic
-from headrace.policy.placement.roofline import Layout, Roofline
+from headrace.policy.placement.roofline import LOAD_BYTES_PER_S, Layout, Roofline, load_seconds
 from tools.plan_claims import findings
 from tools.plan_claims import rule as rule_rows
 from tools.plan_sizings import Sizing, fleet, known_sizings, levers, resident, routing_saving, shape, standby_replicas

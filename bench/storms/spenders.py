@@ -47,7 +47,7 @@ from headrace.gateway.stores.redis import open_redis
 from headrace.gateway.upstream.seam import Prepared, TokenUsage
 from headrace.lab.environment import environment
 from headrace.lab.report import write_json
-from headrace.policy.limits.peers import LEASE_S
+from headrace.policy.limits.book import LEASE_S
 from headrace.policy.limits.price import FREE
 from headrace.policy.limits.tier import Tier
 

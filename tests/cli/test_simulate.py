@@ -11,7 +11,7 @@ import pytest
 from headrace.bundled import bundled_path
 from headrace.engine.config import EngineConfig
 from headrace.lab.simulate.step_times import FittedLatency, StepFile, write_steps
-from headrace.policy.placement.loading import load_seconds
+from headrace.policy.placement.roofline import load_seconds
 from tests.cli.conftest import Headrace
 
 pytestmark = pytest.mark.pure

@@ -166,7 +166,7 @@ FLOORS: dict[str, Floor] = {
     "headrace.gateway.stores": Floor(_ours("core", "machine"), ("msgspec",), ("redis",)),
     "headrace.gateway.generation.progress": Floor(_ours("core", *SEAM, "observe")),
     **dict.fromkeys(
-        _ours(*SEAM), Floor(_ours("core", *SEAM, "policy.admission", "policy.limits.ceiling", "text.logprobs", "text.template_switch"))
+        _ours(*SEAM), Floor(_ours("core", *SEAM, "policy.admission", "policy.limits.price", "text.logprobs", "text.template_switch"))
     ),
     "headrace.gateway.upstream.foreign": Floor(
         _ours(
@@ -179,7 +179,7 @@ FLOORS: dict[str, Floor] = {
             *SEAM,
             "observe.reading_metrics",
             "policy.admission",
-            "policy.limits.ceiling",
+            "policy.limits.price",
             "policy.routing",
             "text.logprobs",
         ),

@@ -17,9 +17,8 @@ from headrace.cli.exits import CommandExitCode, UsageRefused
 if TYPE_CHECKING:
     from headrace.lab.plan.catalogue import Catalogue
     from headrace.lab.plan.plan import CapacityPlan, Standby
-    from headrace.policy.placement.device import Device
     from headrace.policy.placement.model import ModelShape
-    from headrace.policy.placement.need import Goals, Need
+    from headrace.policy.placement.need import Device, Goals, Need
 
 SLO_NAMES = {"ttft": "ttft_s", "ttft_p95": "ttft_p95_s", "tpot": "tpot_s"}
 
@@ -101,7 +100,7 @@ def plan(
 
 def _standby(num_replicas: int, load_gbps: float | None, count: int | None) -> Standby:
     from headrace.lab.plan.plan import Standby
-    from headrace.policy.placement.loading import LOAD_BYTES_PER_S
+    from headrace.policy.placement.roofline import LOAD_BYTES_PER_S
 
     low, high = LOAD_LIMITS_GBPS
     if load_gbps is not None and not low <= load_gbps <= high:

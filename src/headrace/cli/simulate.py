@@ -244,7 +244,7 @@ def _planned_site(asked: _Asked, section: _Section | None, lengths: WorkloadShap
     from headrace.gateway.config import GatewayConfig
     from headrace.lab.plan.catalogue import read_catalogue
     from headrace.lab.simulate.build import make_need, on_device, planned_model
-    from headrace.policy.placement.loading import load_seconds
+    from headrace.policy.placement.roofline import load_seconds
 
     known = read_catalogue()
     device = known.device(asked.gpu or "")

@@ -32,8 +32,8 @@ from headrace.engine.load_board import LoadBoard
 from headrace.engine.preparation import NothingToPrepare, Preparations, Preparer
 from headrace.engine.recovery import Recovery
 from headrace.engine.steps import Runner, StepQueue, UncommittedStep
-from headrace.policy.admission.decision import full_queue_retry_s
-from headrace.policy.schedule.prerequisites import check_prerequisite
+from headrace.policy.admission import full_queue_retry_s
+from headrace.policy.schedule.arrival import check_prerequisite
 from headrace.policy.schedule.scheduler import Scheduler
 
 IDLE_WAKE_S = 0.2

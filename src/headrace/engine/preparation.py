@@ -15,7 +15,7 @@ from headrace.core.ids import PreparationId
 from headrace.core.load import FailureKind
 from headrace.core.request import EngineRequest
 from headrace.engine.failures import Failures
-from headrace.policy.schedule.prerequisites import check_prerequisite
+from headrace.policy.schedule.arrival import check_prerequisite
 
 
 class Preparer(Protocol):

@@ -45,7 +45,7 @@ QUEUE, PREFILL, DECODE, PREEMPTED, STALLED = Stage
 
 
 class RunningFacts(NamedTuple):
-    """Facts of a sequence that do not change while it runs; one row of `step_rows.RunningColumns`.
+    """Facts of a sequence that do not change while it runs; one row of `step_builder.RunningColumns`.
 
     counted    1 if every committed token counts as generated; 0 with stop strings, where the gateway reports at the end how many count
     mask_slot  its slot if it has a grammar, else NO_SLOT

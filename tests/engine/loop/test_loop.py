@@ -21,13 +21,13 @@ from headrace.core.plan import Plan, Result
 from headrace.core.plan_codec import load_plans
 from headrace.engine import loop
 from headrace.engine.loop import Engine
+from headrace.engine.steps import UNKNOWN_STEP_S, StepTimer
 from headrace.policy.kvcache.leases import LeaseError
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.schedule import sequence_table
 from headrace.policy.schedule.planner import Planner
 from headrace.policy.schedule.scheduler import Scheduler
 from headrace.policy.schedule.sequence_table import SequenceTable
-from headrace.policy.schedule.step_timer import UNKNOWN_STEP_S, StepTimer
 from headrace.policy.sequence import Sequence
 from headrace.policy.step_builder import StepBuilder
 

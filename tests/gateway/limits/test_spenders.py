@@ -18,7 +18,7 @@ from headrace.gateway.limits.rules import rules_of
 from headrace.gateway.limits.sqlite import SqliteLimits
 from headrace.gateway.stores.sqlite_thread import IN_MEMORY
 from headrace.gateway.stores.store import StoreFailed
-from headrace.policy.limits.peers import LEASE_S
+from headrace.policy.limits.book import LEASE_S
 
 pytestmark = pytest.mark.loop
 

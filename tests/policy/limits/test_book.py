@@ -10,9 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.policy.limits.book import LATE_MS, UNNAMED_BEATS, Charges, Claim, Holder, LimitBook, is_over
+from headrace.policy.limits.book import LATE_MS, LEASE_S, UNNAMED_BEATS, Charges, Claim, Holder, LimitBook, PeerWatch, is_over
 from headrace.policy.limits.counters import DAY_MS, KEPT_BUCKETS, Amounts, Moment, Unit, Window, bucket_of
-from headrace.policy.limits.peers import LEASE_S, PeerWatch
 
 pytestmark = pytest.mark.pure
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from headrace.core.errors import ConfigError
 from headrace.core.money import NANOS
-from headrace.policy.limits.ceiling import RequestCeiling
-from headrace.policy.limits.price import Price
+from headrace.policy.limits.price import Price, RequestCeiling
 
 pytestmark = pytest.mark.pure
 

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.policy.placement.device import Device, Link
 from headrace.policy.placement.layout import HEADROOM, MAX_NUM_SEQS, TIE, Placement, capacity, choose_layout, judge
 from headrace.policy.placement.load import at_rate, at_running
 from headrace.policy.placement.model import LatentAttention, ModelShape, WeightSizes
-from headrace.policy.placement.need import Goals, Need, Traffic
+from headrace.policy.placement.need import Device, Goals, Link, Need, Traffic
 from headrace.policy.placement.roofline import COMPUTING, Layout, Roofline
 
 pytestmark = pytest.mark.pure

@@ -13,11 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from headrace.core.ids import SeqId
 from headrace.core.plan import UNKNOWN_COSTS, StepCosts
 from headrace.core.request import PriorityClass, TierTerms
-from headrace.policy.queues import QUEUES, tenants, traits_of
-from headrace.policy.queues.fair import SLACK_LEAD_TOKENS, FairShareQueue
+from headrace.policy.queues import QUEUES, fair, traits_of
+from headrace.policy.queues.fair import IDLE_CREDIT_TOKENS, SLACK_LEAD_TOKENS, FairShareQueue, TenantOrder
 from headrace.policy.queues.priority import CLASS_WEIGHTS, PRIORITY_AGING_S, PriorityQueue
 from headrace.policy.queues.queue import QueueTraits
-from headrace.policy.queues.tenants import IDLE_CREDIT_TOKENS, TenantOrder
 from headrace.policy.sequence import Sequence
 
 pytestmark = pytest.mark.pure
@@ -126,7 +125,7 @@ test_fair_queue_state_machine = FairQueueMachine.TestCase
 
 def test_a_tenant_that_comes_back_is_not_forgotten_at_that_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """More tenants than are remembered, all idle but one that was served little."""
-    monkeypatch.setattr(tenants, "MAX_REMEMBERED_TENANTS", 3)
+    monkeypatch.setattr(fair, "MAX_REMEMBERED_TENANTS", 3)
     order = TenantOrder()
     made = [sequence(i, float(i), tenant=f"t{i}") for i in range(12)]
     for count, seq in enumerate(made):

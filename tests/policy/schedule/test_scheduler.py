@@ -17,9 +17,9 @@ from headrace.core.kvgroup import KvGroup
 from headrace.core.plan import Plan
 from headrace.core.plan_codec import load_plans
 from headrace.core.request import PriorityClass, TierTerms
-from headrace.policy.queues import fair, tenants
+from headrace.policy.queues import fair
 from headrace.policy.queues.keyed import FcfsQueue
-from headrace.policy.queues.shares import StepShares
+from headrace.policy.queues.queue import StepShares
 from headrace.policy.schedule.sequence_table import SequenceTable
 from headrace.policy.step_builder import MAX_PROMPT_LOGPROB_TOKENS
 
@@ -497,8 +497,7 @@ def test_fair_queueing_gives_a_quiet_tenant_its_turn() -> None:
 @pytest.mark.parametrize(("credit", "idle_turns"), [(0.0, 2), (1000.0, 4)])
 def test_idling_earns_its_credit_and_no_more(credit: float, idle_turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing waited while the other tenant was served: its counter alone says what the idle one has missed."""
-    for module in (fair, tenants):
-        monkeypatch.setattr(module, "IDLE_CREDIT_TOKENS", credit)
+    monkeypatch.setattr(fair, "IDLE_CREDIT_TOKENS", credit)
     driven = DrivenEngine(queue_policy="fair", max_num_seqs=1)
     for name in ("idle", *("busy" for _ in range(6))):
         driven.submit(request(f"{name}{len(driven.finish)}", [5, 6], tenant=name))

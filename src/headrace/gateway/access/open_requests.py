@@ -14,7 +14,7 @@ from headrace.core.counted import counted
 from headrace.core.errors import HeadraceError, Overloaded, Unauthorized, Unavailable
 from headrace.core.ids import RequestId
 from headrace.gateway.access.key_records import KeyRecord
-from headrace.policy.admission.decision import TenantTurn
+from headrace.policy.admission import TenantTurn
 
 
 class UseCount:

@@ -26,8 +26,7 @@ from headrace.gateway.upstream.own.replicas import ReplicaPool
 from headrace.gateway.upstream.own.upstream import TokenUpstream
 from headrace.gateway.upstream.seam import Upstream
 from headrace.gateway.upstream.served_models import ServedModel, UnreadableModel
-from headrace.policy.routing.choice import Random, ReplicaId
-from headrace.policy.routing.slow_start import SLOW_START_S
+from headrace.policy.routing.choice import SLOW_START_S, Random, ReplicaId
 from headrace.text.folder import TextModel
 from headrace.text.output.model_formats import ModelFormats
 from headrace.wire.client import ReplicaClient

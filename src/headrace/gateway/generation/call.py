@@ -35,7 +35,7 @@ from headrace.gateway.upstream.generation_request import Conversation, EarlierOu
 from headrace.gateway.upstream.seam import NO_USAGE, EventStream, Prepared, TokenUsage
 from headrace.gateway.upstream.served_models import ModelTable, ServedModel
 from headrace.observe.finished_request import Asked
-from headrace.policy.admission.unsent import UnsentRequest
+from headrace.policy.admission import UnsentRequest
 from headrace.policy.limits.price import Price
 
 

@@ -27,9 +27,8 @@ from headrace.gateway.limits.store import LimitStore
 from headrace.gateway.stores.guard import StoreGuard
 from headrace.gateway.stores.store import StoreFailed
 from headrace.observe.reading_metrics import BudgetReading
-from headrace.policy.limits.book import Claim, Holder, TakeResult
+from headrace.policy.limits.book import Claim, Holder, PeerWatch, TakeResult
 from headrace.policy.limits.counters import Amounts
-from headrace.policy.limits.peers import PeerWatch
 from headrace.policy.limits.tier import NO_BUDGET, DeploymentBudget
 
 log = logging.getLogger("headrace.gateway")

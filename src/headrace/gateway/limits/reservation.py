@@ -17,9 +17,8 @@ from headrace.gateway.limits.rules import BEFORE_PARSING, LimitRule, amounts_of,
 from headrace.gateway.stores.store import StoreFailed
 from headrace.gateway.upstream.seam import Prepared, TokenUsage
 from headrace.policy.limits.book import Claim, TakeResult
-from headrace.policy.limits.ceiling import RequestCeiling
 from headrace.policy.limits.counters import Amounts
-from headrace.policy.limits.price import FREE, Price
+from headrace.policy.limits.price import FREE, Price, RequestCeiling
 from headrace.policy.limits.tier import DeploymentBudget
 
 FIRST_TAIL_TOKENS = 256

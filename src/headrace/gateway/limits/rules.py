@@ -17,9 +17,8 @@ from headrace.gateway.access.principal import KeyLimits, Principal
 from headrace.gateway.http.errors import QuotaExhausted, RateLimitExceeded
 from headrace.gateway.limits.store import LimitStore
 from headrace.policy.limits.book import Claim, ClaimReading, TakeResult, is_over
-from headrace.policy.limits.ceiling import RequestCeiling
 from headrace.policy.limits.counters import Amounts, Moment, Unit, Window, reset_ms, retry_after_ms, used_of
-from headrace.policy.limits.price import Price
+from headrace.policy.limits.price import Price, RequestCeiling
 from headrace.policy.limits.tier import NO_BUDGET, DeploymentBudget, Tier
 
 MAX_CALLERS = 4096

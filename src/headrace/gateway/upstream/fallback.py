@@ -31,8 +31,7 @@ from headrace.gateway.upstream.seam import (
     Upstream,
 )
 from headrace.observe.logs import LimitedLog
-from headrace.policy.admission.decision import QueueState
-from headrace.policy.admission.unsent import UnsentRequests
+from headrace.policy.admission import QueueState, UnsentRequests
 
 log = logging.getLogger("headrace.gateway")
 

@@ -10,8 +10,8 @@ from headrace.core.grammar import Grammar
 from headrace.core.ids import RequestId
 from headrace.core.request import NO_TIER, PriorityClass, TierTerms
 from headrace.core.tools import CallMode, FunctionTool, ToolChoice
-from headrace.policy.admission.unsent import UnsentRequest
-from headrace.policy.limits.ceiling import UNBOUNDED, RequestCeiling
+from headrace.policy.admission import UnsentRequest
+from headrace.policy.limits.price import UNBOUNDED, RequestCeiling
 from headrace.text.template_switch import TemplateSwitch
 
 CALL_PASSED = ("extra_content", "provider_specific_fields")

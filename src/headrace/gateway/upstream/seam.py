@@ -23,8 +23,7 @@ from headrace.core.plan import LogprobColumns
 from headrace.core.request import PriorityClass
 from headrace.core.update import StageSeconds
 from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PlainPrompts, PrincipalFacts, string_bytes
-from headrace.policy.admission.decision import QueueState
-from headrace.policy.admission.unsent import UnsentRequests
+from headrace.policy.admission import QueueState, UnsentRequests
 from headrace.text.logprobs import DecodedLogprobs
 
 TOOL_CALL_BYTES = 256

@@ -13,8 +13,7 @@ from headrace.gateway.access.principal import Principal
 from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PlainPrompts, PrincipalFacts
 from headrace.gateway.upstream.seam import ReplicaHealth, Upstream
 from headrace.observe.metrics import ReplicaReading
-from headrace.policy.admission.overload import OverloadWatch
-from headrace.policy.admission.unsent import UnsentRequests
+from headrace.policy.admission import OverloadWatch, UnsentRequests
 
 
 @dataclass(frozen=True, slots=True, eq=False)

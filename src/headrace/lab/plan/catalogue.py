@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from headrace.core.errors import ConfigError
 from headrace.core.strict_decode import decode
 from headrace.lab.plan.shapes import check_entry
-from headrace.policy.placement.device import COMPUTE_EFFICIENCY, LAYER_OVERHEAD_S, WEIGHT_EFFICIENCY, Device, Link
+from headrace.policy.placement.need import COMPUTE_EFFICIENCY, LAYER_OVERHEAD_S, WEIGHT_EFFICIENCY, Device, Link
 
 File = TypeVar("File")
 

@@ -6,13 +6,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.lab.plan.catalogue import HOURS_PER_MONTH, Prices
-from headrace.policy.placement.device import KV_EFFICIENCY
 from headrace.policy.placement.layout import HEADROOM, Placement, choose_layout, free_bytes
 from headrace.policy.placement.load import step_tokens
-from headrace.policy.placement.loading import LOAD_BYTES_PER_S, START_S, load_seconds
 from headrace.policy.placement.model import KV_BYTES, WEIGHT_BYTES
-from headrace.policy.placement.need import Need
-from headrace.policy.placement.roofline import COLLECTIVES, COMPUTING, GAPS, READING_KV, READING_WEIGHTS, Roofline
+from headrace.policy.placement.need import KV_EFFICIENCY, Need
+from headrace.policy.placement.roofline import (
+    COLLECTIVES,
+    COMPUTING,
+    GAPS,
+    LOAD_BYTES_PER_S,
+    READING_KV,
+    READING_WEIGHTS,
+    START_S,
+    Roofline,
+    load_seconds,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from typing import Any
 
 from headrace.core.parallelism import why_not_run
 from headrace.lab.plan.plan import CapacityPlan, Figure
-from headrace.policy.placement.device import Device
 from headrace.policy.placement.layout import Placement
 from headrace.policy.placement.load import step_tokens
+from headrace.policy.placement.need import Device
 
 SHOWN_LAYOUTS = 12
 

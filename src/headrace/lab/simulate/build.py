@@ -25,10 +25,9 @@ from headrace.engine.config import ROUNDINGS, EngineConfig
 from headrace.engine.loop import Engine
 from headrace.engine.steps import Runner
 from headrace.lab.simulate.step_times import step_s
-from headrace.policy.placement.device import Device
 from headrace.policy.placement.layout import Placement, choose_layout
 from headrace.policy.placement.model import ModelShape
-from headrace.policy.placement.need import Need, Traffic
+from headrace.policy.placement.need import Device, Need, Traffic
 from headrace.policy.placement.roofline import Roofline, StepLatency
 
 Update = SequenceUpdate | Rejected

@@ -27,7 +27,7 @@ class KvManager:
     key                 secret of the block hashes
     model_digest, kv_dtype  as in `chain_root`
     adapter_digests     name -> content digest of the adapters that requests may name. Hashes use the digest: a name may be loaded anew
-    cached_share        part of a pool that a tenant's cached blocks may be before they are evicted first (`cached_shares.py`)
+    cached_share        part of a pool that a tenant's cached blocks may be before they are evicted first (`CachedShares`)
     caching             False: no block is registered and none is found (the reference implementation)
     """
 

@@ -5,7 +5,7 @@
 
 A pure state machine over `BookRows`, which the gateway keeps in SQLite; `now` is an argument. The gateway's Redis scripts do the same. A
 reservation belongs to one gateway. Each gateway has a beat, a number that `renew` raises; a gateway whose beat stands still is dead
-(`policy.limits.peers`). No clock of another machine is trusted.
+(`PeerWatch`). No clock of another machine is trusted.
 """
 
 from __future__ import annotations
@@ -226,3 +226,24 @@ class LimitBook:
 def is_over(claim: Claim, reading: ClaimReading, now: Moment) -> bool:
     """Whether the claim would exceed its limit. A claim of nothing never does."""
     return bool(claim.amount) and used_of(claim.window, now, *reading) + (claim.amount or 0) > claim.limit
+
+
+LEASE_S = 5.0
+"""Seconds for which a beat may stand still. After that the gateway counts as dead, and another gateway charges its reservations."""
+
+
+class PeerWatch:
+    """One gateway's view of the others. No two clocks are compared, so neither a jump nor a difference declares a living gateway dead."""
+
+    def __init__(self, own: str) -> None:
+        self._own = own
+        self._seen: dict[str, tuple[int, float]] = {}
+
+    def dead(self, beats: Mapping[str, int], now: float) -> list[tuple[str, int]]:
+        """Gateways whose beat has not moved for LEASE_S, each with that beat. beats: of all gateways; now: monotonic seconds"""
+        seen: dict[str, tuple[int, float]] = {}
+        for gateway, beat in beats.items():
+            before = self._seen.get(gateway)
+            seen[gateway] = before if before is not None and before[0] == beat else (beat, now)
+        self._seen = seen
+        return [(gateway, beat) for gateway, (beat, since) in seen.items() if gateway != self._own and now - since >= LEASE_S]

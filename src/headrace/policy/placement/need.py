@@ -1,11 +1,75 @@
-"""The inputs of a plan: a model, a device, the traffic and its goals."""
+"""The inputs of a plan: a device (its numbers come from a catalogue), a model, the traffic and its goals."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from headrace.policy.placement.device import Device
 from headrace.policy.placement.model import ModelShape
+
+WEIGHT_EFFICIENCY = {4.0: 0.80, 2.0: 0.80, 1.0: 0.70, 0.5: 0.60}
+"""Bytes of one weight -> share of the sheet's bandwidth at which a decode step reads weights."""
+
+KV_EFFICIENCY = 0.80
+"""Share of the sheet's bandwidth at which a decode step reads keys and values."""
+
+COMPUTE_EFFICIENCY = {4.0: 0.65, 2.0: 0.65, 1.0: 0.48, 0.5: 0.65}
+"""Bytes of one weight -> share of the sheet's FLOP/s that a prefill reaches."""
+
+LAYER_OVERHEAD_S = 30e-6
+"""Seconds that each layer adds to a step whatever its size: gaps between kernels, and kernels that are too small for the device.
+
+This and the efficiencies above were fitted to steps of an 8B model on one H100 (docs/planning.md shows the fit). They are assumed for
+every device that states none of its own.
+"""
+
+
+FP32_TIMES = 16
+"""Time of a product in fp32 over that in bf16, where a device does not say: without tensor cores."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """bytes_per_s: in one direction, per device; latency_s: of one small collective; num_devices: how many devices it joins"""
+
+    name: str
+    bytes_per_s: float
+    latency_s: float
+    num_devices: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """
+    memory_bytes     as the sheet says: 80 GB are 80e9 bytes
+    bytes_per_s      read bandwidth of that memory
+    flops            dtype of weights -> FLOP/s of dense products; fp32 that is not there takes 16 times as long as bf16, others as long,
+                     with the efficiency of two bytes
+    link             within a machine; network: between machines
+    price_per_hour   of one device, in dollars; None: not known
+    price_source     provider, list and month of the price, or that it is an assumption; empty where there is no price
+    as_of            date of the entry, yyyy-mm; source: what kind of source its other figures have
+    is_served        Headrace has a backend for it
+    """
+
+    name: str
+    title: str
+    memory_bytes: float
+    bytes_per_s: float
+    flops: Mapping[str, float]
+    link: Link
+    network: Link
+    price_per_hour: float | None
+    as_of: str
+    source: str
+    price_source: str = ""
+    is_served: bool = True
+    layer_overhead_s: float = LAYER_OVERHEAD_S
+    weight_efficiency: Mapping[float, float] = field(default_factory=lambda: WEIGHT_EFFICIENCY)
+    compute_efficiency: Mapping[float, float] = field(default_factory=lambda: COMPUTE_EFFICIENCY)
+
+    def flops_of(self, dtype: str) -> float:
+        return self.flops.get(dtype, self.flops["bf16"] / (FP32_TIMES if dtype == "fp32" else 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Predicts a step's time: the larger of bytes read / bandwidth and FLOPs / (FLOP/s), plus collectives and gaps.
 
-`StepLatency` is what the planner and the simulator ask; `Roofline` is the model of it that needs no measurement.
+`StepLatency` is what the planner and the simulator ask; `Roofline` is the model of it that needs no measurement. A replica's cold start is
+predicted by `load_seconds`.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from headrace.policy.placement.device import KV_EFFICIENCY, Device
 from headrace.policy.placement.model import KV_BYTES, WEIGHT_BYTES, ModelShape
+from headrace.policy.placement.need import KV_EFFICIENCY, Device
 
 CHUNK_TOKENS = 2048
 """Tokens of a prompt that one step computes: a step of a usual size that keeps the device busy."""
@@ -159,3 +160,15 @@ class Roofline:
 
 def _longer(read_s: float, compute_s: float) -> dict[str, float]:
     return {READING_WEIGHTS: read_s} if read_s >= compute_s else {COMPUTING: compute_s}
+
+
+LOAD_BYTES_PER_S = 2e9
+"""Rate at which a replica reads its weights, assumed: a network volume. A local NVMe drive gives 3 to 14 GB/s."""
+
+START_S = 20.0
+"""Seconds that a start takes whatever the model's size, assumed: the process, its libraries, the device, a warm-up."""
+
+
+def load_seconds(weights_bytes: float, bytes_per_s: float = LOAD_BYTES_PER_S) -> float:
+    """Seconds of a replica's cold start. weights_bytes: of the whole model, however many devices divide it"""
+    return START_S + weights_bytes / bytes_per_s

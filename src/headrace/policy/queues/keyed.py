@@ -10,8 +10,7 @@ import heapq
 from collections.abc import Iterable, Iterator
 
 from headrace.core.plan import StepCosts
-from headrace.policy.queues.queue import QueueTraits
-from headrace.policy.queues.shares import StepShares
+from headrace.policy.queues.queue import QueueTraits, StepShares
 from headrace.policy.sequence import Sequence
 
 SJF_AGING_S_PER_TOKEN = 0.01

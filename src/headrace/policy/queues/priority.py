@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 from headrace.core.plan import StepCosts
 from headrace.core.request import PriorityClass
 from headrace.policy.queues.fair import FairShareQueue
-from headrace.policy.queues.queue import QueueTraits
-from headrace.policy.queues.shares import StepShares
+from headrace.policy.queues.queue import QueueTraits, StepShares
 from headrace.policy.sequence import STALLED, Sequence
 
 PRIORITY_AGING_S = 10.0

@@ -169,3 +169,31 @@ def cost(candidate: Candidate, *, prompt_tokens: int, block_size: int) -> Cost:
     outstanding = snapshot.num_running + snapshot.num_waiting + sent.num_requests
     fullness = 1.0 - free / snapshot.kv_blocks_total if snapshot.kv_blocks_total else 0.0
     return Cost(free < num_blocks(prompt_tokens, block_size), outstanding, fullness)
+
+
+SLOW_START_S = 10.0
+"""Seconds in which the share of a newly connected replica grows to its full size, while others serve."""
+
+FIRST_SHARE = 0.1
+"""Part of its share that a replica gets in its first moment: enough to find out its speed."""
+
+
+def started_share(ready_s: float, slow_start_s: float) -> float:
+    """Part of its share that a replica gets `ready_s` seconds after it became ready. slow_start_s: 0 = always all of it"""
+    if ready_s >= slow_start_s:
+        return 1.0
+    return max(FIRST_SHARE, ready_s / slow_start_s)
+
+
+def started(choices: Sequence[Choice], shares: Sequence[float], random: Random) -> list[Choice]:
+    """The replicas that take part in this decision, each with the probability share / largest share; one with the largest always does.
+
+    A replica that has just become ready gets a part: its prefix cache is empty, its speed unknown, and if it fails its requests, few have
+    to move.
+    """
+    largest = max(shares, default=1.0)
+    return [
+        choice
+        for choice, share in zip(choices, shares, strict=True)
+        if share >= largest or random.randrange(RESOLUTION) < share / largest * RESOLUTION
+    ]

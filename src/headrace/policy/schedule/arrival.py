@@ -1,17 +1,40 @@
-"""Makes sequences of a request that has just arrived, and refuses a request that can never fit. `sequence_table` keeps the sequences."""
+"""Makes sequences of a request that has just arrived, and keeps what they wait for (prerequisites) and by when they must end (deadlines).
+
+The scheduler's own prerequisites begin with RESERVED. All others come from the engine (`engine.preparation`), which may neither add nor
+answer a reserved one.
+"""
 
 from __future__ import annotations
 
+import heapq
+import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from enum import IntEnum
+from types import MappingProxyType
 
 from headrace.core.errors import RequestTooLarge
 from headrace.core.ids import SeqId
 from headrace.core.request import EngineRequest
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.manager import KvManager
-from headrace.policy.schedule.prerequisites import FORK, NO_TIME_LIMIT
-from headrace.policy.sequence import Sequence
+from headrace.policy.sequence import SeqState, Sequence
+
+NO_PREREQUISITES: Mapping[str, float] = MappingProxyType({})
+
+RESERVED = "headrace."
+FORK = "headrace.fork"
+"""The 2nd to nth sequence of a request wait for the first one to compute the prompt."""
+HOST_KV = "headrace.host_kv"
+"""A sequence whose cached prompt continues in the host tier waits until those blocks are copied, or will not be."""
+NO_TIME_LIMIT = math.inf
+"""The scheduler's own prerequisites always end: the first sequence ends by itself, and a transfer has its lease's time limit."""
+
+
+def check_prerequisite(name: str) -> None:
+    """Raises ValueError for a name that is the scheduler's own."""
+    if name.startswith(RESERVED):
+        raise ValueError(f"prerequisite {name!r}: names that begin with {RESERVED!r} are the scheduler's own")
 
 
 class Arrivals:
@@ -52,3 +75,41 @@ class Arrivals:
         if request.params.max_tokens is None:
             return self._config.max_model_len
         return min(self._config.max_model_len, len(request.prompt_ids) + request.params.max_tokens)
+
+
+MIN_SWEEP = 64
+"""Entries of ended sequences are not swept out of a heap smaller than this."""
+
+
+class Limit(IntEnum):
+    """The kind of a deadline. An answer's ends the sequence; a prerequisite's ends it only while the prerequisite is missing."""
+
+    ANSWER = 0
+    PREREQUISITE = 1
+
+
+class Deadlines:
+    """A heap of (time, sequence). Entries of ended sequences are skipped, and swept out when the heap has doubled since the last sweep."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Limit, str, Sequence]] = []
+        self._sweep_at = MIN_SWEEP
+
+    def add(self, at: float, seq: Sequence, kind: Limit, what: str = "") -> None:
+        """what: the prerequisite's name. A sequence has one entry per kind and name, so the heap never compares sequences."""
+        if len(self._heap) >= self._sweep_at:
+            self._heap = [entry for entry in self._heap if entry[4].state is not SeqState.DONE]
+            heapq.heapify(self._heap)
+            self._sweep_at = max(MIN_SWEEP, 2 * len(self._heap))
+        heapq.heappush(self._heap, (at, seq.seq_id, kind, what, seq))
+
+    def take_due(self, now: float) -> Iterator[tuple[Sequence, Limit, str]]:
+        """Take the entries whose time has come; yield those of live sequences."""
+        while self._heap and self._heap[0][0] <= now:
+            _, _, kind, what, seq = heapq.heappop(self._heap)
+            if seq.state is not SeqState.DONE:
+                yield seq, kind, what
+
+    def next(self) -> float | None:
+        """The earliest entry's time, None without entries. Its sequence may have ended."""
+        return self._heap[0][0] if self._heap else None

@@ -3,7 +3,7 @@
 A step has one token budget. Prefill and decode both compute "tokens expected minus tokens planned", so chunked prefill, prefix hits and
 resumed sequences need no loop of their own. Decoding rows come first: one token each, or 1 + k with k drafts. Prefills share what remains
 (`Planner._plan_prefills`). While a long prompt prefills, a quarter of that rest is reserved for the sequences queued behind it
-(`policy.queues.shares`), so a short prompt does not wait until a long one is computed.
+(`policy.queues.queue`), so a short prompt does not wait until a long one is computed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from headrace.core.plan import Started
 from headrace.core.request import PriorityClass
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.manager import KvManager
-from headrace.policy.schedule.goals import prefill_part, tightest_tpot_s, tokens_within
-from headrace.policy.schedule.price import ChunkPrice
-from headrace.policy.schedule.room import Room
 from headrace.policy.schedule.sequence_table import SequenceTable
+from headrace.policy.schedule.start_rules import Room
+from headrace.policy.schedule.step_budget import ChunkPrice, prefill_part, tightest_tpot_s, tokens_within
 from headrace.policy.sequence import RUNNING, Sequence
 from headrace.policy.step_builder import StepBuilder
 

@@ -28,8 +28,7 @@ from headrace.policy.schedule.planner import Planner
 from headrace.policy.schedule.sequence_table import SequenceTable
 from headrace.policy.schedule.updates import NOTHING, RowOutput, are_plain, outputs, take_not_emitted
 from headrace.policy.sequence import DONE, RUNNING, Sequence
-from headrace.policy.step_builder import StepBuilder
-from headrace.policy.step_rows import NO_ROWS, StepRow, StepRows
+from headrace.policy.step_builder import NO_ROWS, StepBuilder, StepRow, StepRows
 
 MOVE_POLL_S = 0.005
 """A runner reports moves in results alone. While nothing else is to be computed, an empty plan asks for them at most this often."""

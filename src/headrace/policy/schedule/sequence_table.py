@@ -23,15 +23,12 @@ from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.host_tier import HostTier
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.queues import QUEUES
-from headrace.policy.schedule.arrival import Arrivals
-from headrace.policy.schedule.deadlines import Deadlines, Limit
-from headrace.policy.schedule.displacement import Family, displaced
-from headrace.policy.schedule.prerequisites import FORK, HOST_KV, NO_PREREQUISITES, NO_TIME_LIMIT
+from headrace.policy.schedule.arrival import FORK, HOST_KV, NO_PREREQUISITES, NO_TIME_LIMIT, Arrivals, Deadlines, Limit
 from headrace.policy.schedule.slots import Slots
 from headrace.policy.schedule.updates import NOTHING, RowOutput, sequence_update, token_updates
-from headrace.policy.schedule.waiting import WaitingWork
+from headrace.policy.schedule.waiting import Family, WaitingWork, displaced
 from headrace.policy.sequence import BLOCKED, DONE, NO_PREPARATION, RUNNING, WAITING, Appended, SeqState, Sequence
-from headrace.policy.step_rows import RunningColumns
+from headrace.policy.step_builder import RunningColumns
 
 OVERDUE_RETRY_S = 5.0
 """When a request that waited too long for a prerequisite may be sent again, as its client reads it."""

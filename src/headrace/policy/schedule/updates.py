@@ -11,7 +11,7 @@ from headrace.core.finish import FinishReason
 from headrace.core.plan import Result, TokenLogprobs
 from headrace.core.update import SequenceUpdate, StageSeconds
 from headrace.policy.sequence import NO_DRAFTS, QUEUE, Sequence
-from headrace.policy.step_rows import RunningColumns, StepRow, StepRows
+from headrace.policy.step_builder import RunningColumns, StepRow, StepRows
 
 
 class RowOutput(NamedTuple):

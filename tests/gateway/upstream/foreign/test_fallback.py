@@ -20,7 +20,7 @@ from headrace.gateway.upstream.foreign import stream as foreign_stream
 from headrace.gateway.upstream.foreign import watch as foreign_watch
 from headrace.gateway.upstream.foreign.server import ForeignServer
 from headrace.gateway.upstream.foreign.upstream import HttpUpstream
-from headrace.policy.routing.circuit_breaker import BreakerLimits, CircuitBreaker, CircuitState
+from headrace.policy.routing.failures import BreakerLimits, CircuitBreaker, CircuitState
 from headrace.text.folder import TextModel
 
 pytestmark = pytest.mark.loop

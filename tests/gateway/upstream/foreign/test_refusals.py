@@ -12,7 +12,7 @@ from gateway_kit import MODEL, TestBench, chat_body, events_of, eventually, metr
 
 from headrace.gateway.upstream.foreign.server import ForeignServer
 from headrace.gateway.upstream.foreign.upstream import HttpUpstream
-from headrace.policy.routing.circuit_breaker import BreakerLimits, CircuitState
+from headrace.policy.routing.failures import BreakerLimits, CircuitState
 from headrace.text.folder import TextModel
 
 pytestmark = pytest.mark.loop

@@ -19,7 +19,7 @@ from headrace.gateway.upstream.foreign.server import ForeignServer
 from headrace.gateway.upstream.foreign.session import ForeignSession
 from headrace.gateway.upstream.foreign.stream import CAN_PASS, MAX_ATTEMPTS, MAX_RETRY_WAIT_S, ForeignRoute
 from headrace.gateway.upstream.model_config import ForeignConfig
-from headrace.policy.routing.retry_budget import RetryBudget
+from headrace.policy.routing.failures import RetryBudget
 
 pytestmark = pytest.mark.pure
 

@@ -20,7 +20,7 @@ from headrace.gateway.upstream.own.replica_health import Replica
 from headrace.gateway.upstream.own.replicas import ReplicaPool
 from headrace.lab.fake_runner import FakeOptions, fake_answer
 from headrace.policy.routing.choice import ReplicaId
-from headrace.policy.routing.ejection import REPLICA_LIMITS
+from headrace.policy.routing.failures import REPLICA_LIMITS
 from headrace.wire.client import ReplicaClient
 from headrace.wire.stream import ReplicaStream
 

@@ -18,7 +18,7 @@ from headrace.core.request import EngineRequest
 from headrace.core.update import SequenceUpdate
 from headrace.gateway.control import models as control_models
 from headrace.gateway.control.models import Sources
-from headrace.policy.routing.ejection import REPLICA_LIMITS
+from headrace.policy.routing.failures import REPLICA_LIMITS
 from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState
 from headrace.wire.stream import ReplicaStream

@@ -13,7 +13,7 @@ from headrace.gateway.generation.call import Call, Ready
 from headrace.gateway.generation.stages.model_choice import headers_of
 from headrace.gateway.upstream.seam import OutputEvent, Prepared, TokenUsage
 from headrace.observe.store_metrics import AnswerCacheMetrics, CacheResult
-from headrace.policy.admission.decision import AdmissionOutcome
+from headrace.policy.admission import AdmissionOutcome
 
 IDEMPOTENCY, RESPONSE = "idempotency", "response"
 """Cache tiers: the caches that may answer instead of an upstream."""

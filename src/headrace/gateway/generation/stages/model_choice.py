@@ -9,7 +9,7 @@ from headrace.core.errors import ModelNotFound, Overloaded
 from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.generation.call import Call, CallNext, Ready
 from headrace.gateway.upstream.served_models import ModelTable, ServedModel
-from headrace.policy.admission.decision import AdmissionOutcome, decide
+from headrace.policy.admission import AdmissionOutcome, decide
 
 MODEL_HEADER, REASON_HEADER = b"x-headrace-model", b"x-headrace-reason"
 """Headers of every generating answer but a continued stream, a refusal too: the model that answers, and the `AdmissionOutcome`."""

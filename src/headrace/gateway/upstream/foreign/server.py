@@ -39,8 +39,7 @@ from headrace.gateway.upstream.foreign.rate_limits import exhausted_s, retry_aft
 from headrace.gateway.upstream.foreign.request import SALT, ForeignRequest, is_adaptable, names_in, refuse, written
 from headrace.gateway.upstream.foreign.session import NOT_CONNECTED, ForeignSession
 from headrace.gateway.upstream.model_config import ForeignConfig
-from headrace.policy.routing.circuit_breaker import CircuitBreaker, CircuitState
-from headrace.policy.routing.tenant_failures import TenantFailures
+from headrace.policy.routing.failures import CircuitBreaker, CircuitState, TenantFailures
 
 log = logging.getLogger("headrace.gateway")
 

@@ -22,7 +22,7 @@ from headrace.gateway.upstream.foreign.server import ForeignServer
 from headrace.gateway.upstream.foreign.usage import MAX_SUM
 from headrace.gateway.upstream.seam import NO_USAGE, EventListener, EventStream, OutputEvent, SequenceFacts, TokenUsage, added, merged
 from headrace.policy.routing.choice import Random, cheaper_of_two
-from headrace.policy.routing.retry_budget import RetryBudget
+from headrace.policy.routing.failures import RetryBudget
 
 log = logging.getLogger("headrace.gateway")
 

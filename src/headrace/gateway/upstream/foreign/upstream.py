@@ -39,12 +39,10 @@ from headrace.gateway.upstream.generation_request import PASSED, Conversation, G
 from headrace.gateway.upstream.model_config import ForeignConfig, named
 from headrace.gateway.upstream.seam import Prepared, PreparedPrompt, ReplicaHealth, Tokenization, Upstream
 from headrace.observe.reading_metrics import UpstreamReading
-from headrace.policy.admission.decision import QueueState
-from headrace.policy.admission.unsent import UnsentRequests
-from headrace.policy.limits.ceiling import RequestCeiling
+from headrace.policy.admission import QueueState, UnsentRequests
+from headrace.policy.limits.price import RequestCeiling
 from headrace.policy.routing.choice import Random
-from headrace.policy.routing.circuit_breaker import CircuitState
-from headrace.policy.routing.retry_budget import RetryBudget
+from headrace.policy.routing.failures import CircuitState, RetryBudget
 
 log = logging.getLogger("headrace.gateway")
 

@@ -25,7 +25,7 @@ from headrace.gateway.upstream.own.output_stage import OutputParsing
 from headrace.gateway.upstream.own.replica_health import ConnectionKey, Replica, ReplicaAttempt, ReplicaInstance
 from headrace.gateway.upstream.own.replicas import ReplicaPool
 from headrace.gateway.upstream.seam import ReplicaLost
-from headrace.policy.admission.unsent import UnsentRequest
+from headrace.policy.admission import UnsentRequest
 from headrace.wire.stream import NO_NUMERICS, PlainRowHandler, ReplicaStream
 
 LOST = "The engine that worked on this request was lost; it can be sent again."

@@ -5,7 +5,7 @@ stalls, must count as not ready within one second; the thresholds leave room for
 
 The replica's circuit breaker counts failures; each submitted request reports one outcome to it. A request that the replica lost before the
 first token counts as a failure, once per connection: a process that dies with a hundred requests has failed once. A request with a sequence
-that ended by a fault of the engine counts too. `policy.routing.ejection` decides what follows from open circuits.
+that ended by a fault of the engine counts too. `policy.routing.failures` decides what follows from open circuits.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from headrace.core.request import PriorityClass
 from headrace.core.update import SequenceUpdate
 from headrace.gateway.upstream.seam import ReplicaHealth
 from headrace.policy.routing.choice import Candidate, ReplicaId
-from headrace.policy.routing.circuit_breaker import CircuitBreaker, Ticket
-from headrace.policy.routing.ejection import REPLICA_LIMITS
+from headrace.policy.routing.failures import REPLICA_LIMITS, CircuitBreaker, Ticket
 from headrace.policy.routing.predicted_time import SentSince
 from headrace.wire.client import ConnectionState, ReplicaClient, SeenLoad
 from headrace.wire.leash import DRAINING

@@ -26,14 +26,11 @@ from headrace.core.numerics import Numerics, may_resume, numerics_digest, why_no
 from headrace.core.request import PriorityClass
 from headrace.gateway.upstream.own.replica_health import EJECTED, Replica, ReplicaAttempt, ReplicaInstance, stalled_s
 from headrace.gateway.upstream.seam import ReplicaHealth
-from headrace.policy.admission.decision import QueueState, queue_state, served_before
-from headrace.policy.admission.unsent import UnsentRequests
+from headrace.policy.admission import QueueState, UnsentRequests, queue_state, served_before
 from headrace.policy.queues import traits_of
-from headrace.policy.routing.choice import Random, ReplicaId, choose
-from headrace.policy.routing.ejection import ejected
+from headrace.policy.routing.choice import Random, ReplicaId, choose, started, started_share
+from headrace.policy.routing.failures import RetryBudget, ejected
 from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince, mean_output_tokens
-from headrace.policy.routing.retry_budget import RetryBudget
-from headrace.policy.routing.slow_start import started, started_share
 from headrace.wire.client import ConnectionState
 
 log = logging.getLogger(__name__)
@@ -88,7 +85,7 @@ class ReplicaPool:
         on_closed: Callable[[ReplicaId], None] = lambda _: None,
     ) -> None:
         """
-        slow_start_s  seconds for which the share of a newly connected replica grows (`policy.routing.slow_start`)
+        slow_start_s  seconds for which the share of a newly connected replica grows (`policy.routing.choice`)
         on_closed     called after a retired replica's connection has closed
         """
         self.model = model

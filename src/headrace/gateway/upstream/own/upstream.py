@@ -28,8 +28,7 @@ from headrace.gateway.upstream.own.output_stage import OutputParsing, after_reas
 from headrace.gateway.upstream.own.replicas import ReplicaPool
 from headrace.gateway.upstream.own.stream import MergedStream, TokenStream
 from headrace.gateway.upstream.seam import EventStream, Prepared, PreparedPrompt, ReplicaHealth, Tokenization, Upstream
-from headrace.policy.admission.decision import QueueState
-from headrace.policy.admission.unsent import UnsentRequests
+from headrace.policy.admission import QueueState, UnsentRequests
 from headrace.policy.queues import traits_of
 from headrace.text.detokenize import Detokenizer
 from headrace.text.logprobs import DecodedLogprobs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.lab.plan.catalogue import read_catalogue
-from headrace.policy.placement.loading import START_S, load_seconds
+from headrace.policy.placement.roofline import START_S, load_seconds
 from tools.plan_sizings import shape
 
 pytestmark = pytest.mark.pure

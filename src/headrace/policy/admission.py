@@ -1,4 +1,5 @@
-"""Decides what becomes of a request whose model is busy. The first outcome that is possible is taken:
+"""Decides what becomes of a request whose model is busy, and tells a lasting overload from a peak. The first outcome that is possible is
+taken:
 
     served -> smaller model -> queued -> refused
 
@@ -16,9 +17,43 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from headrace.core.load import LoadSnapshot, summed
+from headrace.core.option import option
 from headrace.core.request import PriorityClass
-from headrace.policy.admission.config import AdmissionRules
 from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince, mean_output_tokens, speed_of, wait_s
+
+GOAL_SHARE = 0.5
+"""Part of a tier's `ttft_ms` that a request may be predicted to wait. The rest is for the request's own prompt and for errors of the
+prediction. With all of the goal, overload would keep waits at the goal, and most served requests would miss it."""
+
+SHORT_WAIT_S = 0.5
+"""The wait in seconds that is always allowed. Where an answer by itself takes longer, its time is allowed. On two cores that the clients of
+an overload share, the first token comes a second later than the wait that was predicted."""
+
+PEAK_WAIT_S, PEAK_ANSWERS = 10.0, 10.0
+"""The wait in seconds that is allowed in a peak, and the number of answers whose time is allowed where that is longer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionRules:
+    """The options below `gateway.admission`."""
+
+    max_wait_s: float = option(
+        60.0,
+        "Longest predicted wait in seconds that any request joins; with a longer one it is refused with 429. "
+        "The wait that load allows is shorter where answers are quick (docs/tenancy.md, Busy models).",
+        above=0.0,
+    )
+
+    def short_wait_s(self, answer_s: float) -> float:
+        """The wait in seconds that is allowed in an overload. answer_s: predicted seconds of a mean answer by itself"""
+        return min(self.max_wait_s, max(SHORT_WAIT_S, answer_s))
+
+    def wait_bound_s(self, answer_s: float, ttft_goal_s: float | None, *, is_overloaded: bool) -> float:
+        """Longest predicted wait in seconds that a request of any class may join. ttft_goal_s: the tier's TTFT goal, None: it has none"""
+        short_s = self.short_wait_s(answer_s)
+        bound_s = short_s if is_overloaded else min(self.max_wait_s, max(PEAK_WAIT_S, PEAK_ANSWERS * answer_s))
+        return bound_s if ttft_goal_s is None else min(bound_s, GOAL_SHARE * ttft_goal_s)
+
 
 BUSY_DEPTH = 10
 """A model is busy if every replica has more waiting sequences than this, whatever wait is predicted: for a replica of unknown speed none
@@ -178,3 +213,90 @@ def _bound_s(queue: QueueState, rules: AdmissionRules, ttft_goal_s: float | None
 
 def _is_busy(queue: QueueState | None, rules: AdmissionRules, ttft_goal_s: float | None) -> bool:
     return queue is not None and (queue.depth > BUSY_DEPTH or queue.wait_s > _bound_s(queue, rules, ttft_goal_s))
+
+
+GROWTH_SHARE = 0.2
+"""More requests come than end if the open ones have grown by more than this part of those that came, and by more than chance does."""
+
+CALM_WAITS = 10.0
+"""How long after the last refusal the overload is over, as a multiple of the short wait."""
+
+
+class OverloadWatch:
+    """The requests of one class to one model, as one gateway sees them. Used on one event loop.
+
+    A peak should wait: it ends by itself, and what is refused comes back. In an overload each further second of waiting only makes all
+    later answers late. Both look alike while the queue grows, so the watch waits for one of two signs:
+
+    - A request was refused although the long wait of a peak was allowed (`AdmissionRules.wait_bound_s`).
+    - The queue stays long for two short waits, and in the second one clearly more requests came than ended. A fixed number of
+      clients, each of which sends its next request after an answer, looks so in the first one alone, when all of them begin.
+    """
+
+    __slots__ = ("_has_begun_long", "_last_long", "_num_arrived", "_num_open", "_since", "_until")
+
+    def __init__(self) -> None:
+        self._until = self._last_long = -math.inf
+        self._watch_from(0.0, 0, has_begun_long=False)
+
+    def seen(self, queue: QueueState, now: float) -> QueueState:
+        """The queue, with whether the model is overloaded."""
+        return replace(queue, is_overloaded=now < self._until)
+
+    def arrive(self, queue: QueueState, rules: AdmissionRules, *, num_open: int, now: float) -> QueueState:
+        """Note an arriving request, and return the queue as `seen` does. num_open: open requests of the model, this one included"""
+        short_s = rules.short_wait_s(queue.answer_s)
+        if now - self._last_long > short_s:  # the queue was short meanwhile
+            self._watch_from(now, num_open, has_begun_long=False)
+        self._num_arrived += 1
+        if queue.wait_s > short_s:
+            self._last_long = now
+        if now - self._since >= short_s:
+            least = GROWTH_SHARE * self._num_arrived + math.sqrt(self._num_arrived)
+            if self._has_begun_long and num_open - self._num_open > least:
+                self._until = now + CALM_WAITS * short_s
+            self._watch_from(now, num_open, has_begun_long=True)
+        return self.seen(queue, now)
+
+    def refuse(self, queue: QueueState, rules: AdmissionRules, *, now: float) -> None:
+        """Note that a request is refused. queue: as `seen` returned it. A refusal by the goal of a tier alone changes nothing."""
+        if queue.wait_s > rules.wait_bound_s(queue.answer_s, None, is_overloaded=queue.is_overloaded):
+            self._until = now + CALM_WAITS * rules.short_wait_s(queue.answer_s)
+
+    def _watch_from(self, now: float, num_open: int, *, has_begun_long: bool) -> None:
+        self._since, self._num_arrived, self._num_open, self._has_begun_long = now, 0, num_open, has_begun_long
+
+
+class UnsentRequest:
+    """One admitted request. It is counted until it is sent to a replica, or until it ends unsent."""
+
+    __slots__ = ("_counts", "_is_counted", "_priority")
+
+    def __init__(self, counts: list[int], priority: PriorityClass) -> None:
+        self._counts, self._priority, self._is_counted = counts, priority, True
+        counts[priority] += 1
+
+    def uncount(self) -> None:
+        """Count the request no longer. A second call changes nothing."""
+        if self._is_counted:
+            self._is_counted = False
+            self._counts[self._priority] -= 1
+
+
+class UnsentRequests:
+    """The admitted requests of one model that no replica was sent yet: a prompt is being read, or its tenant's limits are asked. Used on
+    one event loop.
+
+    No load report knows of these. Without this count the same short queue would admit every request that arrives while the event loop is
+    busy.
+    """
+
+    def __init__(self) -> None:
+        self._counts = [0] * len(PriorityClass)
+
+    def add(self, priority: PriorityClass) -> UnsentRequest:
+        return UnsentRequest(self._counts, priority)
+
+    def num_requests(self, lowest: PriorityClass) -> int:
+        """How many of the requests are of class `lowest` or a higher one."""
+        return sum(self._counts[: lowest + 1])

@@ -1,4 +1,5 @@
-"""Limits a step's tokens and the running sequences, so that goals for further tokens (TPOT) are met (docs/fairness.md).
+"""Bounds the tokens of a step: by goals for further tokens (TPOT, docs/fairness.md), and by the price of a prompt chunk far into its
+context.
 
 A goal for the first token decides the order of prompts instead: `policy.queues.fair`.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from headrace.core.plan import StepCosts
 from headrace.policy.sequence import Sequence
@@ -43,3 +45,25 @@ def most_running(most: float, max_tokens: int) -> float:
     """Sequences that may run at once where goals allow steps of `most` tokens: prompts get their part of each step. Infinite where even one
     row would miss a goal, which then is no bound."""
     return math.inf if most < 1 else max(1, most - prefill_part(most, max_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPrice:
+    """A token with `costly_context` tokens before it (`core.model_info.ModelInfo`) costs two: its attention takes as long as its products.
+
+    All tokens of a chunk cost as much as its first one. Attention inside the chunk is not charged: a chunk at a prompt's beginning has it
+    too, at a cost of one per token, so a step whose budget is spent takes about as long as that chunk at most.
+    costly_context 0: every token costs one.
+    """
+
+    costly_context: int = 0
+
+    def most(self, start: int, budget: int) -> int:
+        """The most tokens from position `start` on that `budget` pays for; at least one if the budget is not empty."""
+        if not self.costly_context or budget <= 0:
+            return max(budget, 0)
+        return max(1, budget * self.costly_context // (self.costly_context + start))
+
+    def surcharge(self, start: int, count: int) -> int:
+        """The cost of `count` tokens from `start` on, beyond one each. A single token, as in decoding rows, has no surcharge."""
+        return count * start // self.costly_context if self.costly_context and count > 1 else 0

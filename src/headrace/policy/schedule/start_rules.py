@@ -12,8 +12,8 @@ from headrace.core.plan import StepCosts
 from headrace.core.request import PriorityClass
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.manager import KvManager
-from headrace.policy.schedule.goals import most_running, tightest_tpot_s, tokens_within
 from headrace.policy.schedule.sequence_table import SequenceTable
+from headrace.policy.schedule.step_budget import most_running, tightest_tpot_s, tokens_within
 from headrace.policy.sequence import Sequence
 
 HEADROOM_S = 60.0

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.policy.schedule.price import ChunkPrice
+from headrace.policy.schedule.step_budget import ChunkPrice
 
 pytestmark = pytest.mark.pure
 
