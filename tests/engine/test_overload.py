@@ -16,7 +16,8 @@ from headrace.core.waiting_bytes import submitted_bytes
 from headrace.engine import build
 from headrace.engine.config import EngineConfig
 from headrace.lab.fake_runner import FakeOptions
-from headrace.policy.admission import AdmissionOutcome, AdmissionRules, OverloadWatch, decide, queue_state, served_before
+from headrace.policy.admission import AdmissionOutcome, OverloadWatch, decide, queue_state, served_before
+from headrace.policy.config import AdmissionRules
 from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, mean_output_tokens
 
 pytestmark = pytest.mark.pure

@@ -18,10 +18,7 @@ from headrace.policy.admission import (
     CALM_WAITS,
     MAX_RETRY_S,
     MIN_RETRY_S,
-    PEAK_WAIT_S,
-    SHORT_WAIT_S,
     AdmissionOutcome,
-    AdmissionRules,
     OverloadWatch,
     QueueState,
     TenantTurn,
@@ -31,6 +28,7 @@ from headrace.policy.admission import (
     retry_after_s,
     served_before,
 )
+from headrace.policy.config import PEAK_WAIT_S, SHORT_WAIT_S, AdmissionRules
 from headrace.policy.queues import traits_of
 from headrace.policy.routing.predicted_time import RequestSize, SentSince
 

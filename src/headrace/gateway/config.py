@@ -24,7 +24,7 @@ from headrace.gateway.ledger.config import UsageConfig
 from headrace.gateway.sessions.config import SessionConfig
 from headrace.gateway.stores.config import StoreConfig
 from headrace.gateway.upstream.model_config import ModelConfig, check_models
-from headrace.policy.admission import AdmissionRules
+from headrace.policy.config import AdmissionRules
 from headrace.policy.limits.price import Price
 from headrace.policy.limits.tier import Tier, all_tiers
 

@@ -17,43 +17,9 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from headrace.core.load import LoadSnapshot, summed
-from headrace.core.option import option
 from headrace.core.request import PriorityClass
+from headrace.policy.config import AdmissionRules
 from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince, mean_output_tokens, speed_of, wait_s
-
-GOAL_SHARE = 0.5
-"""Part of a tier's `ttft_ms` that a request may be predicted to wait. The rest is for the request's own prompt and for errors of the
-prediction. With all of the goal, overload would keep waits at the goal, and most served requests would miss it."""
-
-SHORT_WAIT_S = 0.5
-"""The wait in seconds that is always allowed. Where an answer by itself takes longer, its time is allowed. On two cores that the clients of
-an overload share, the first token comes a second later than the wait that was predicted."""
-
-PEAK_WAIT_S, PEAK_ANSWERS = 10.0, 10.0
-"""The wait in seconds that is allowed in a peak, and the number of answers whose time is allowed where that is longer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdmissionRules:
-    """The options below `gateway.admission`."""
-
-    max_wait_s: float = option(
-        60.0,
-        "Longest predicted wait in seconds that any request joins; with a longer one it is refused with 429. "
-        "The wait that load allows is shorter where answers are quick (docs/tenancy.md, Busy models).",
-        above=0.0,
-    )
-
-    def short_wait_s(self, answer_s: float) -> float:
-        """The wait in seconds that is allowed in an overload. answer_s: predicted seconds of a mean answer by itself"""
-        return min(self.max_wait_s, max(SHORT_WAIT_S, answer_s))
-
-    def wait_bound_s(self, answer_s: float, ttft_goal_s: float | None, *, is_overloaded: bool) -> float:
-        """Longest predicted wait in seconds that a request of any class may join. ttft_goal_s: the tier's TTFT goal, None: it has none"""
-        short_s = self.short_wait_s(answer_s)
-        bound_s = short_s if is_overloaded else min(self.max_wait_s, max(PEAK_WAIT_S, PEAK_ANSWERS * answer_s))
-        return bound_s if ttft_goal_s is None else min(bound_s, GOAL_SHARE * ttft_goal_s)
-
 
 BUSY_DEPTH = 10
 """A model is busy if every replica has more waiting sequences than this, whatever wait is predicted: for a replica of unknown speed none

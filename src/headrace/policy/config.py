@@ -1,8 +1,10 @@
-"""Holds the limits of one scheduler (`SchedulerConfig`), taken from the engine's configuration."""
+"""Holds what policies are configured with: a scheduler's limits, from the engine's configuration, and the waits that admission allows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from headrace.core.option import option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,3 +32,37 @@ class SchedulerConfig:
         """Tokens that may be planned for one sequence and not yet committed."""
         step = self.max_num_batched_tokens if self.enable_chunked_prefill else self.max_model_len
         return self.depth * step
+
+
+GOAL_SHARE = 0.5
+"""Part of a tier's `ttft_ms` that a request may be predicted to wait. The rest is for the request's own prompt and for errors of the
+prediction. With all of the goal, overload would keep waits at the goal, and most served requests would miss it."""
+
+SHORT_WAIT_S = 0.5
+"""The wait in seconds that is always allowed. Where an answer by itself takes longer, its time is allowed. On two cores that the clients of
+an overload share, the first token comes a second later than the wait that was predicted."""
+
+PEAK_WAIT_S, PEAK_ANSWERS = 10.0, 10.0
+"""The wait in seconds that is allowed in a peak, and the number of answers whose time is allowed where that is longer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionRules:
+    """The options below `gateway.admission`."""
+
+    max_wait_s: float = option(
+        60.0,
+        "Longest predicted wait in seconds that any request joins; with a longer one it is refused with 429. "
+        "The wait that load allows is shorter where answers are quick (docs/tenancy.md, Busy models).",
+        above=0.0,
+    )
+
+    def short_wait_s(self, answer_s: float) -> float:
+        """The wait in seconds that is allowed in an overload. answer_s: predicted seconds of a mean answer by itself"""
+        return min(self.max_wait_s, max(SHORT_WAIT_S, answer_s))
+
+    def wait_bound_s(self, answer_s: float, ttft_goal_s: float | None, *, is_overloaded: bool) -> float:
+        """Longest predicted wait in seconds that a request of any class may join. ttft_goal_s: the tier's TTFT goal, None: it has none"""
+        short_s = self.short_wait_s(answer_s)
+        bound_s = short_s if is_overloaded else min(self.max_wait_s, max(PEAK_WAIT_S, PEAK_ANSWERS * answer_s))
+        return bound_s if ttft_goal_s is None else min(bound_s, GOAL_SHARE * ttft_goal_s)

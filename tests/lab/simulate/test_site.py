@@ -17,7 +17,7 @@ from headrace.lab.simulate.build import SimulatedModel
 from headrace.lab.simulate.load import Arrival, Spike, drawn
 from headrace.lab.simulate.site import MAX_BLOCKS, Death, SimulatedSite
 from headrace.lab.simulate.step_times import FittedLatency
-from headrace.policy.admission import AdmissionRules
+from headrace.policy.config import AdmissionRules
 
 pytestmark = pytest.mark.pure
 

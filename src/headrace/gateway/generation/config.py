@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from headrace.gateway.access.metrics_access import MetricsAccess
 from headrace.gateway.cache.config import CacheConfig, IdempotencyConfig
 from headrace.gateway.http.config import Limits, Timeouts
-from headrace.policy.admission import AdmissionRules
+from headrace.policy.config import AdmissionRules
 from headrace.policy.limits.price import FREE, Price
 
 

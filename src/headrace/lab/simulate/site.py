@@ -22,7 +22,8 @@ from headrace.core.update import Rejected
 from headrace.lab.metrics import LoadRecord
 from headrace.lab.simulate.build import SimulatedModel, SimulatedReplica, Update
 from headrace.lab.simulate.load import Arrival
-from headrace.policy.admission import AdmissionOutcome, AdmissionRules, OverloadWatch, QueueState, decide, queue_state, served_before
+from headrace.policy.admission import AdmissionOutcome, OverloadWatch, QueueState, decide, queue_state, served_before
+from headrace.policy.config import AdmissionRules
 from headrace.policy.routing.choice import Candidate, ReplicaId, choose
 from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince, mean_output_tokens
 

@@ -75,7 +75,7 @@ class SequenceTable:
 
     def check_room(self, request: EngineRequest) -> list[Family]:
         """Whether `add` may be called with a checked request now; changes nothing. Returns the waiting requests that it takes the place
-        of where the queue is full (`displacement`): they are for `add`.
+        of where the queue is full (`waiting.displaced`): they are for `add`.
 
         Raises: QueueFull when the waiting queue is full, RequestTooLarge for what never fits, ValueError for a request id still in use.
         """
