@@ -1,4 +1,7 @@
-"""Writes docs/peers.md and its plot from every cell there is: `python -m bench.peers.report`. Needs matplotlib for the plot."""
+"""Writes docs/peers.md with its plots, and tables.md here, from every cell there is: `python -m bench.peers.report`.
+
+Needs matplotlib for the plots.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,8 @@ from bench.peers.rows import DECODE_TOKENS, decode_prompt, row_names
 
 DOCS = RESULTS.parents[1] / "docs"
 PAGE = DOCS / "peers.md"
+TABLES = Path(__file__).with_name("tables.md")
+"""Every figure, a part per machine; the page links to it."""
 PEERS = ("llama.cpp", "vllm", "openvino")
 ROWS = (*row_names(), "startup", "memory")
 LOWER_IS_BETTER = ("startup", "memory")
@@ -33,7 +38,7 @@ HEADER = """# Headrace beside llama.cpp, vLLM and OpenVINO on a CPU
 Written by `python -m bench.peers.report` from the cells in `bench/results/peers/`, which hold commit, time, load and settings; how they
 are measured is in [bench/peers/README.md](../bench/peers/README.md). First the wins and losses: Headrace over the best other engine of
 the same round, median over the rounds; more than 1 is better, **bold** is a loss, "-" was not measured; an asterisk marks cells with a
-remark below their table.
+remark below their table. Every figure is in [bench/peers/tables.md](../bench/peers/tables.md).
 
 %s
 
@@ -48,6 +53,10 @@ a plain sum: an MBU near or above 1 says that this divisor is too small.
 
 What falls short of Headrace's own goals, which exist for llama-1.1b alone, is **bold**, with the goal behind it. What was tried, and what
 the limit is: [experiments.md](experiments.md#short-of-the-goals-on-a-cpu).
+"""
+TABLES_HEADER = """# Every cell beside llama.cpp, vLLM and OpenVINO
+
+Written by `python -m bench.peers.report`; how to read it is in [docs/peers.md](../../docs/peers.md).
 """
 GOALS: Mapping[str, Mapping[str, float]] = {
     "bf16": {"peer": 1.0, "ceiling": 0.92, "mbu": 0.85},
@@ -140,7 +149,7 @@ def grid(found: Mapping[str, Mapping[tuple[str, str], Table]]) -> Iterator[str]:
             wins += sum(is_win(value) for value in medians.values())
             losses += sum(not is_win(value) for value in medians.values())
             line = [_grid_cell(medians[row], table[row]) if row in medians else "-" for row in shown]
-            yield f"| [{machine}](#{machine.replace('.', '')}), {shape}, {precision} | " + " | ".join(line) + " |"
+            yield f"| [{machine}](../bench/peers/tables.md#{machine.replace('.', '')}), {shape}, {precision} | " + " | ".join(line) + " |"
     yield f"\n{wins} wins, {losses} losses (bold)."
 
 
@@ -236,7 +245,7 @@ def _circumstances(table: Table) -> Iterator[str]:
         outcome.method for columns in table.values() for engine in columns if engine != "ceiling" for outcome in columns[engine].values()
     ]
     if methods and (method := min(methods)) < METHOD:
-        line += f"; measured by method {method}, see [README](../bench/peers/README.md#methods)"
+        line += f"; measured by method {method}, see [README](README.md#methods)"
     if any(outcome.method < CEILING_METHOD for columns in table.values() for outcome in columns.get("ceiling", {}).values()):
         line += "; the ceiling was asked in a turn of its own, minutes from Headrace's"
     yield line + ".\n"
@@ -312,12 +321,16 @@ def _against_best_peer(row: str, engines: Mapping[str, Rounds], engine: str) -> 
 
 
 def page(found: Mapping[str, Mapping[tuple[str, str], Table]]) -> str:
-    """The whole page: the grid first, then a part per machine; a machine's plot is named where there is one."""
-    parts = [HEADER % "\n".join(grid(found))]
+    """The grid, and the plot of each machine that has one."""
+    plots = [f"![Engines beside the best peer on {machine}]({plot_of(machine).name})" for machine in found if plot_of(machine).is_file()]
+    return "\n".join([HEADER % "\n".join(grid(found)), *plots]) + "\n"
+
+
+def details(found: Mapping[str, Mapping[tuple[str, str], Table]]) -> str:
+    """Every figure: a part per machine, a section per shape and precision."""
+    parts = [TABLES_HEADER]
     for machine, tables_of_machine in found.items():
         parts.append(f"## {machine}\n")
-        if plot_of(machine).is_file():
-            parts.append(f"![Engines beside the best peer]({plot_of(machine).name})\n")
         parts += ["\n".join(section(shape, precision, table)) for (shape, precision), table in tables_of_machine.items()]
     return "\n".join(parts).rstrip() + "\n"
 
@@ -331,7 +344,8 @@ def main(arguments: list[str] | None = None) -> None:
         for machine, tables_of_machine in found.items():
             draw(tables_of_machine, plot_of(machine))
     PAGE.write_text(page(found), encoding="utf-8")
-    print(PAGE)
+    TABLES.write_text(details(found), encoding="utf-8")
+    print(PAGE, TABLES)
 
 
 if __name__ == "__main__":

@@ -79,8 +79,10 @@ def test_what_falls_short_of_a_goal_says_so_in_the_shape_that_has_goals() -> Non
     assert slow.count("** of 0.85") == 1, "one stream alone has a goal of bandwidth"
 
 
-def test_the_committed_page_is_that_of_the_committed_cells() -> None:
-    assert report.PAGE.read_text(encoding="utf-8") == report.page(report.tables()), "run python -m bench.peers.report"
+def test_the_committed_pages_are_those_of_the_committed_cells() -> None:
+    found = report.tables()
+    assert report.PAGE.read_text(encoding="utf-8") == report.page(found), "run python -m bench.peers.report"
+    assert report.TABLES.read_text(encoding="utf-8") == report.details(found), "run python -m bench.peers.report"
 
 
 def test_machines_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,8 +212,8 @@ def test_the_page_opens_with_one_line_of_wins_and_losses_per_machine_shape_and_p
     lost: report.Table = {"startup": {"headrace": rounds(4), "vllm": rounds(1)}}
     lines = list(report.grid({"here": {("llama-1.1b", "int8"): won, ("llama-1.1b", "int4"): lost}}))
     assert lines[0] == "| machine, shape, precision | decode-1 | decode-2 | startup |"
-    assert lines[2] == "| [here](#here), llama-1.1b, int8 | 2.00 | - | - |"
-    assert lines[3] == "| [here](#here), llama-1.1b, int4 | - | - | **0.25** |"
+    assert lines[2] == "| [here](../bench/peers/tables.md#here), llama-1.1b, int8 | 2.00 | - | - |"
+    assert lines[3] == "| [here](../bench/peers/tables.md#here), llama-1.1b, int4 | - | - | **0.25** |"
     assert lines[4].strip() == "1 wins, 1 losses (bold)."
     assert [report.is_win(ratio) for ratio in (0.994, 0.996)] == [False, True]
     marked: report.Table = {"startup": {"headrace": rounds(4), "vllm": {0: replace(outcome(1), remark="cold")}}}
