@@ -217,7 +217,10 @@ def test_the_page_opens_with_one_line_of_wins_and_losses_per_machine_shape_and_p
     assert lines[4].strip() == "1 wins, 1 losses (bold)."
     assert [report.is_win(ratio) for ratio in (0.994, 0.996)] == [False, True]
     marked: report.Table = {"startup": {"headrace": rounds(4), "vllm": {0: replace(outcome(1), remark="cold")}}}
-    assert list(report.grid({"a.b": {("llama-1.1b", "int4"): marked}}))[2] == "| [a.b](#ab), llama-1.1b, int4 | **0.25*** |"
+    assert (
+        list(report.grid({"a.b": {("llama-1.1b", "int4"): marked}}))[2]
+        == "| [a.b](../bench/peers/tables.md#ab), llama-1.1b, int4 | **0.25*** |"
+    )
 
 
 def test_a_remark_on_a_cell_is_printed_below_its_table() -> None:
