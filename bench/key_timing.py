@@ -44,9 +44,9 @@ from headrace.gateway.access.administration import PREFIX, Administration, NewKe
 from headrace.gateway.access.auth import Authenticator
 from headrace.gateway.access.key_store import FILE
 from headrace.gateway.access.principal import ApiKey, digest_of
-from headrace.gateway.access.sqlite_keys import SqliteKeys
+from headrace.gateway.access.key_store import SqliteKeys
 from headrace.gateway.access.stored_keys import StoredKeys
-from headrace.gateway.http.framing import OPENAI
+from headrace.gateway.http.asgi import OPENAI
 from headrace.lab.environment import environment
 from headrace.lab.report import write_json
 from headrace.policy.limits.tier import BUILT_IN_TIERS

@@ -30,7 +30,7 @@ from headrace.gateway.config import GatewayConfig, config_from, load_config
 from headrace.gateway.control.protections import check_keeps_protections
 from headrace.gateway.control.reload import check_change
 from headrace.gateway.http.config import HttpTls
-from headrace.gateway.http.https import load_context
+from headrace.gateway.http.tls import load_context
 from headrace.gateway.ledger.clickhouse import ClickHouseSink
 from headrace.gateway.ledger.config import ClickHouseConfig
 from headrace.gateway.ledger.kafka_properties import read_properties

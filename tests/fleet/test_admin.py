@@ -21,7 +21,7 @@ from headrace.fleet.commands import CommandAudit, Hear, no_operator
 from headrace.fleet.control import FleetControl, reloading_when_asked
 from headrace.gateway.access.admin_requests import REQUESTS, KeyRequests
 from headrace.gateway.access.administration import Administration
-from headrace.gateway.access.sqlite_keys import SqliteKeys
+from headrace.gateway.access.key_store import SqliteKeys
 from headrace.gateway.stores.store import StoreFailed
 from headrace.policy.limits.tier import BUILT_IN_TIERS
 

@@ -34,7 +34,7 @@ from headrace.fleet.config import FleetConfig, ModelSpec
 from headrace.fleet.desired import check_can_become
 from headrace.gateway.access.admin_requests import KeyRequests
 from headrace.gateway.access.administration import Administration
-from headrace.gateway.access.sqlite_keys import SqliteKeys
+from headrace.gateway.access.key_store import SqliteKeys
 from headrace.gateway.cache.answer_cache import open_answer_store
 from headrace.gateway.control.purge import cache_requests
 from headrace.gateway.sessions.sessions import open_session_store

@@ -174,7 +174,7 @@ FLOORS: dict[str, Floor] = {
             "machine",
             "gateway.upstream.model_config",
             "gateway.http.content_encoding",
-            "gateway.http.descriptors",
+            "gateway.http.config",
             "gateway.http.errors",
             *SEAM,
             "observe.reading_metrics",

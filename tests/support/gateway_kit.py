@@ -36,8 +36,7 @@ from headrace.gateway.compose import open_gateway
 from headrace.gateway.config import GatewayConfig, config_from
 from headrace.gateway.control.models import Sources
 from headrace.gateway.control.reload import Reloader
-from headrace.gateway.http.config import HttpTls, ServerConfig
-from headrace.gateway.http.descriptors import ConnectionLimit
+from headrace.gateway.http.config import ConnectionLimit, HttpTls, ServerConfig
 from headrace.gateway.http.server import Server
 from headrace.gateway.main import follow_connections
 from headrace.gateway.text_host.work import TextContext

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gateway_kit import TestBench, eventually
 
-from headrace.gateway.http.framing import OPENAI
+from headrace.gateway.http.asgi import OPENAI
 from headrace.gateway.limits.rules import rules_of
 from headrace.policy.limits.book import Claim
 

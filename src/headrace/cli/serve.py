@@ -163,7 +163,7 @@ def run(config: ServeConfig, *, read_again: Callable[[], ServeConfig] | None = N
     from headrace.fleet.weights import resolve_model
     from headrace.gateway.access.admin_requests import REQUESTS, KeyRequests
     from headrace.gateway.control.purge import cache_requests
-    from headrace.gateway.http.descriptors import connection_limit
+    from headrace.gateway.http.config import connection_limit
     from headrace.gateway.limits.report import limit_requests
     from headrace.observe.logs import LogFormat, set_up_logging
 

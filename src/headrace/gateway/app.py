@@ -1,7 +1,7 @@
 """Defines the ASGI application, in which every HTTP request enters and leaves the gateway.
 
-`Gateway.__call__` gives a request its id and checks its Host and Origin. `surfaces.paths` finds the endpoint of the decoded path in the
-table `surfaces.routes`. `dispatch` checks the key unless the path is public. Every request ends in one answer, one count in the metrics,
+`Gateway.__call__` gives a request its id and checks its Host and Origin. `surfaces.routes` finds the endpoint of the decoded path in its
+table. `dispatch` checks the key unless the path is public. Every request ends in one answer, one count in the metrics,
 and one log line unless its path is quiet. Few coroutines stand between a handler and the socket, because all of them are entered again each
 time that a request waits and goes on.
 """
@@ -18,9 +18,8 @@ from contextlib import nullcontext
 from headrace.core.errors import DeadlineExceeded, HeadraceError, InvalidRequest
 from headrace.core.ids import RequestId
 from headrace.gateway.access.auth import Authenticator
-from headrace.gateway.access.metrics_access import OpenMetrics
 from headrace.gateway.access.open_requests import Draining, KeyRevoked, UseCount
-from headrace.gateway.access.principal import ANONYMOUS, Principal
+from headrace.gateway.access.principal import ANONYMOUS, OpenMetrics, Principal
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.generation.service import Service
 from headrace.gateway.generation.stages.model_choice import refused_headers
@@ -43,7 +42,7 @@ from headrace.gateway.http.origins import HostCheck, Origins, TrustedProxies, an
 from headrace.gateway.http.turns import BeginTurns
 from headrace.gateway.ledger.record import UsageRecord, is_recorded, usage_record
 from headrace.gateway.stores.guard import StoreWait
-from headrace.gateway.surfaces.paths import AnsweredPath, find_path, logged_path, plain_path
+from headrace.gateway.surfaces.routes import AnsweredPath, find_path, logged_path, plain_path
 from headrace.gateway.upstream.seam import ReplicaLost
 from headrace.observe.finished_request import Caller, End, FinishedRequest, Outcome, RequestArrival
 from headrace.observe.request_log import MAX_DETAIL_CHARS, RequestLog

@@ -15,8 +15,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.hashing import check_secret
 from headrace.core.option import Reload, Role, check_options, option, required, section
 from headrace.core.strict_decode import decode, read_json_object
-from headrace.gateway.access.metrics_access import MetricsAccess, OpenMetrics
-from headrace.gateway.access.principal import ANY_ACCESS, OPEN_ACCESS, ApiKey, check_key, with_digest
+from headrace.gateway.access.principal import ANY_ACCESS, OPEN_ACCESS, ApiKey, MetricsAccess, OpenMetrics, check_key, with_digest
 from headrace.gateway.cache.config import CacheConfig, IdempotencyConfig
 from headrace.gateway.generation.config import RequestConfig
 from headrace.gateway.http.config import HttpTls, Limits, ServerConfig, Timeouts, check_names, check_networks

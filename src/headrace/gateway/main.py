@@ -19,9 +19,9 @@ from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.compose import OpenGateway, open_gateway
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.control.reload import answering
-from headrace.gateway.http.descriptors import ConnectionLimit, connection_limit
-from headrace.gateway.http.https import ServerCertificate
+from headrace.gateway.http.config import ConnectionLimit, connection_limit
 from headrace.gateway.http.server import Server
+from headrace.gateway.http.tls import ServerCertificate
 from headrace.gateway.site.worker import GatewayWorker
 from headrace.gateway.text_workers.workers import Workers
 from headrace.gateway.upstream.served_models import ModelTable

@@ -21,11 +21,9 @@ from virtual_time import virtual_loop
 
 from headrace.gateway.http import connection as protocol
 from headrace.gateway.http.client_transport import ClientTransport
-from headrace.gateway.http.config import HttpTls
-from headrace.gateway.http.descriptors import ConnectionLimit
-from headrace.gateway.http.https import load_context
+from headrace.gateway.http.config import ConnectionLimit, HttpTls
 from headrace.gateway.http.server import PAUSE_S, Server
-from headrace.gateway.http.tls_transport import TlsTransport
+from headrace.gateway.http.tls import TlsTransport, load_context
 from headrace.gateway.surfaces import endpoint
 from headrace.machine.descriptors import num_open
 from headrace.text.folder import TextModel

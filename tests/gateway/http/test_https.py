@@ -22,10 +22,10 @@ from headrace.core.errors import ConfigError
 from headrace.core.regular_files import MAX_SECRET_BYTES, FileThread
 from headrace.fleet.authority import SiteAuthority
 from headrace.gateway.config import config_from
-from headrace.gateway.http import https, origins, server
+from headrace.gateway.http import origins, server, tls
 from headrace.gateway.http.config import HttpTls, check_networks
-from headrace.gateway.http.https import ServerCertificate, load_context
 from headrace.gateway.http.origins import MAX_HOPS, TrustedProxies
+from headrace.gateway.http.tls import ServerCertificate, load_context
 from headrace.text.folder import TextModel
 from headrace.wire.tls import watched
 from headrace.wire.tls.files import TlsRole
@@ -125,7 +125,7 @@ async def test_no_certificate_is_read_on_the_event_loop(text: TextModel, tmp_pat
             threads.append(threading.current_thread())
             return load_context(files)
 
-        monkeypatch.setattr(https, "load_context", load)
+        monkeypatch.setattr(tls, "load_context", load)
         await bench.reloader.reload(lambda: bench.reloader.config)
     assert len(threads) == 1
     assert threading.main_thread() not in threads

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 import pytest
 from gateway_kit import MODEL, TestBench, chat_body, dial, events_of, open_bench, post, serving
 
-from headrace.gateway.http.https import TLS_NOTICE_S, TlsNotice
+from headrace.gateway.http.tls import TLS_NOTICE_S, TlsNotice
 from headrace.text.folder import TextModel
 
 pytestmark = pytest.mark.loop

@@ -21,8 +21,7 @@ from virtual_time import virtual_loop
 
 from headrace.gateway.http import connection, server
 from headrace.gateway.http.config import HttpTls
-from headrace.gateway.http.https import load_context
-from headrace.gateway.http.tls_transport import MAX_OWN_BYTES, RECORD_BYTES, TlsTransport
+from headrace.gateway.http.tls import MAX_OWN_BYTES, RECORD_BYTES, TlsTransport, load_context
 from headrace.text.folder import TextModel
 
 pytestmark = pytest.mark.loop

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from virtual_time import virtual_loop
 
 from headrace.gateway.http import connection as protocol
-from headrace.gateway.http.descriptors import ConnectionLimit
+from headrace.gateway.http.config import ConnectionLimit
 from headrace.gateway.http.server import Server
 from headrace.gateway.surfaces import endpoint
 from headrace.text.folder import TextModel

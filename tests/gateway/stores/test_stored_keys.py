@@ -23,20 +23,16 @@ from headrace.core.errors import Unauthorized, Unavailable
 from headrace.core.request import PriorityClass
 from headrace.gateway.access.administration import Administration, NewKey, NewTenant, TenantChange
 from headrace.gateway.access.auth import Authenticator
-from headrace.gateway.access.key_lookups import MAX_FIRST_LOOKUPS
 from headrace.gateway.access.key_records import DirectoryState, R, StoredKey, TenantRecord
-from headrace.gateway.access.key_store import KeyStore, open_keys
+from headrace.gateway.access.key_store import KeyStore, RedisKeys, SqliteKeys, open_keys
 from headrace.gateway.access.principal import ApiKey, KeyLimits, digest_of
-from headrace.gateway.access.redis_keys import RedisKeys
-from headrace.gateway.access.sqlite_keys import SqliteKeys
-from headrace.gateway.access.stored_keys import ABSENT_S, MAX_ABSENT, OPEN_S, OUTAGE_S, OUTDATED_S, StoredKeys
-from headrace.gateway.http.framing import OPENAI
+from headrace.gateway.access.stored_keys import ABSENT_S, MAX_ABSENT, MAX_FIRST_LOOKUPS, OPEN_S, OUTAGE_S, OUTDATED_S, StoredKeys
+from headrace.gateway.http.asgi import OPENAI
 from headrace.gateway.ledger.record import UsageRecord
 from headrace.gateway.stores.config import StoreConfig
 from headrace.gateway.stores.guard import REQUEST_WAIT_S
 from headrace.gateway.stores.store import StoreFailed
-from headrace.gateway.surfaces.paths import plain_path
-from headrace.gateway.surfaces.routes import ENDPOINTS
+from headrace.gateway.surfaces.routes import ENDPOINTS, plain_path
 from headrace.policy.limits.tier import BUILT_IN_TIERS
 from headrace.text.folder import TextModel
 

@@ -19,7 +19,7 @@ from redis_kit import RedisRelay, RedisServer
 
 from headrace.core.errors import ConfigError
 from headrace.gateway.access.administration import Administration, NewKey
-from headrace.gateway.access.redis_keys import RedisKeys
+from headrace.gateway.access.key_store import RedisKeys
 from headrace.gateway.config import config_from
 from headrace.gateway.limits.redis import RedisLimits
 from headrace.gateway.stores import redis, sqlite

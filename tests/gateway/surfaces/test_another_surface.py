@@ -16,9 +16,9 @@ from headrace.gateway.access.principal import Principal
 from headrace.gateway.generation import parsed_request
 from headrace.gateway.generation.call import Ready
 from headrace.gateway.generation.parsed_request import ParsedRequest
+from headrace.gateway.http.asgi import Framing
 from headrace.gateway.http.errors import ErrorReply
-from headrace.gateway.http.framing import Framing
-from headrace.gateway.surfaces import openapi, paths
+from headrace.gateway.surfaces import openapi, routes
 from headrace.gateway.surfaces.dialect.parse import convert
 from headrace.gateway.surfaces.endpoint import MAX_INLINE_BYTES, BodyParser
 from headrace.gateway.surfaces.generating import GeneratingSurface
@@ -136,9 +136,9 @@ MESSAGES = GeneratingSurface(
 
 @pytest.fixture(autouse=True)
 def _row(monkeypatch: pytest.MonkeyPatch) -> None:
-    answered = paths.AnsweredPath(PATH, PATH)
+    answered = routes.AnsweredPath(PATH, PATH)
     answered.add(MESSAGES.endpoint)
-    monkeypatch.setitem(paths._PATHS, PATH, answered)
+    monkeypatch.setitem(routes._PATHS, PATH, answered)
     monkeypatch.setitem(work.PARSERS, PATH, MESSAGES.parser)
 
 

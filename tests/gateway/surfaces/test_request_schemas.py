@@ -21,7 +21,7 @@ from headrace.gateway.access.principal import Principal
 from headrace.gateway.generation.parsed_request import MAX_SEQUENCES
 from headrace.gateway.surfaces import chat, completions, openapi
 from headrace.gateway.surfaces.dialect.field_table import BOTH, CHAT, COMPLETIONS, RULES
-from headrace.gateway.surfaces.dialect.structured import READERS, VLLM_KINDS
+from headrace.gateway.surfaces.dialect.schemas import READERS, VLLM_KINDS
 from headrace.gateway.surfaces.routes import ENDPOINTS
 from headrace.policy.limits.tier import Tier
 

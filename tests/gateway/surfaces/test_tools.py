@@ -14,8 +14,7 @@ from headrace.core.errors import InvalidRequest
 from headrace.core.grammar import ReasoningSpan
 from headrace.core.request import EngineRequest
 from headrace.core.tools import MAX_TOOLS
-from headrace.gateway.surfaces.dialect.conversation import Message, template_messages
-from headrace.gateway.surfaces.dialect.tools import MAX_CALLS, MAX_TOOLS_BYTES
+from headrace.gateway.surfaces.dialect.conversation import MAX_CALLS, MAX_TOOLS_BYTES, Message, template_messages
 from headrace.text.folder import TextModel
 from headrace.wire.stream import ReplicaStream
 

@@ -17,7 +17,7 @@ from headrace.core import regular_files
 from headrace.core.errors import ConfigError
 from headrace.core.regular_files import READ_S, FileThread
 from headrace.gateway.http.config import HttpTls
-from headrace.gateway.http.https import ServerCertificate
+from headrace.gateway.http.tls import ServerCertificate
 from headrace.wire.tls import watched
 from headrace.wire.tls.files import Certificates, TlsFiles, TlsRole
 from headrace.wire.tls.watched import LOOK_S, Watched

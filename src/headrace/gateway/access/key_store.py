@@ -1,20 +1,25 @@
-"""Defines the protocol of a store of keys and tenants, which gateways read and administration changes.
+"""Keeps the directory of keys and tenants, which gateways read and administration changes: in SQLite for one machine, in Redis for several.
 
-A store is a directory of small records (`access.key_records`) with one version. Every change names the version that it was decided on, and
-is refused if the directory has changed since. So the rules are written once (`access.administration`) for both stores: `access.sqlite_keys`
-for one machine, `access.redis_keys` for several.
+The directory has small records (`access.key_records`) and one version. Every change names the version that it was decided on, and
+is refused if the directory has changed since. So the rules are written once (`access.administration`) for both stores.
+
+Redis (6.2 or later) or Valkey needs persistence, and a `maxmemory-policy` that evicts no key without an expiry. If it has lost the records,
+gateways still require keys and refuse all of them.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
-from headrace.gateway.access.key_records import AuditRecord, DirectoryChange, DirectoryState, R, StoredKey
-from headrace.gateway.access.redis_keys import RedisKeys
-from headrace.gateway.access.sqlite_keys import SqliteKeys
+import msgspec
+
+from headrace.gateway.access.key_records import AuditRecord, DirectoryChange, DirectoryState, KeyRecord, R, StoredKey, TenantRecord, decoded
 from headrace.gateway.stores.config import StoreConfig
-from headrace.gateway.stores.redis import open_redis
+from headrace.gateway.stores.redis import PREFIX, RedisCalls, open_redis, read_script
+from headrace.gateway.stores.sqlite_thread import SqliteForm, SqliteThread, open_sqlite
 from headrace.gateway.stores.store import StoreProgress
 
 
@@ -50,6 +55,152 @@ class KeyStore(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+VERSION, RECORDS, DIGESTS, TENANTS, AUDIT = (f"{PREFIX}keys:{name}" for name in ("version", "records", "digests", "tenants", "audit"))
+"""The version of the directory; records of keys by id; ids by digest; records of tenants by name; audit records, oldest first."""
+
+HASHES: Mapping[type, str] = {KeyRecord: RECORDS, TenantRecord: TENANTS}
+
+
+class RedisKeys(RedisCalls):
+    """A `KeyStore` in Redis, which connects at the first call."""
+
+    def __init__(self, client: Any) -> None:
+        """client: what `open_redis` made"""
+        super().__init__(client)
+        self._script = client.register_script(read_script(__file__))
+
+    async def _call(self, name: str, argument: str) -> Any:
+        return await self.answer(self._script(keys=[VERSION, RECORDS, DIGESTS, TENANTS, AUDIT], args=[name, argument]))
+
+    async def state(self) -> DirectoryState:
+        pipe = self._client.pipeline(transaction=True).get(VERSION).hlen(RECORDS)
+        version, num_keys = await self.answer(pipe.execute())
+        return DirectoryState(int(version or 0), num_keys > 0)
+
+    async def find(self, sha256: str) -> tuple[int, StoredKey | None]:
+        version, *found = await self._call("find", sha256)
+        return int(version), StoredKey(decoded(found[0], KeyRecord), decoded(found[1], TenantRecord)) if found else None
+
+    async def record(self, kind: type[R], name: str) -> R | None:
+        record = await self.answer(self._client.hget(HASHES[kind], name))
+        return None if record is None else decoded(record, kind)
+
+    async def records(self, kind: type[R]) -> list[R]:
+        records = await self.answer(self._client.hvals(HASHES[kind]))
+        return sorted((decoded(record, kind) for record in records), key=lambda record: (record.created_at, record.id))
+
+    async def audit(self, limit: int) -> list[AuditRecord]:
+        records = await self.answer(self._client.lrange(AUDIT, -limit, -1))
+        return [decoded(record, AuditRecord) for record in reversed(records)]
+
+    async def apply(self, change: DirectoryChange, *, expected: int, version: int) -> bool:
+        content = {
+            "expected": str(expected),
+            "version": str(version),
+            "keys": [{"id": key.id, "record": _encoded(key), "digests": key.digests} for key in change.keys],
+            "removed_digests": change.removed_digests,
+            "tenants": [{"name": tenant.name, "record": _encoded(tenant)} for tenant in change.tenants],
+            "removed_tenants": change.removed_tenants,
+            "audit": _encoded(change.audit),
+        }
+        return bool(await self._call("apply", json.dumps(content)))
+
+
+def _encoded(record: object) -> str:
+    return msgspec.json.encode(record).decode()
+
+
+T = TypeVar("T")
+
+KEYS = SqliteForm(
+    version=1,
+    synchronous="FULL",
+    statements=(
+        "CREATE TABLE directory (version INTEGER NOT NULL)",
+        "INSERT INTO directory VALUES (0)",
+        "CREATE TABLE keys (id TEXT PRIMARY KEY, tenant TEXT NOT NULL, record BLOB NOT NULL)",
+        "CREATE TABLE digests (sha256 TEXT PRIMARY KEY, key_id TEXT NOT NULL)",
+        "CREATE TABLE tenants (name TEXT PRIMARY KEY, record BLOB NOT NULL)",
+        "CREATE TABLE audit (number INTEGER PRIMARY KEY AUTOINCREMENT, record BLOB NOT NULL)",
+    ),
+)
+TABLES: Mapping[type, tuple[str, str]] = {KeyRecord: ("keys", "id"), TenantRecord: ("tenants", "name")}
+"""Kind of record -> its table and the column that names it."""
+
+FIND_ROW = (
+    "SELECT keys.record, tenants.record FROM digests JOIN keys ON keys.id = digests.key_id JOIN tenants ON tenants.name = keys.tenant"
+    " WHERE digests.sha256 = ?"
+)
+
+
+class SqliteKeys:
+    """A `KeyStore`."""
+
+    def __init__(self, path: str) -> None:
+        """Raises ConfigError."""
+        self._thread = SqliteThread(open_sqlite(path, KEYS))
+        self._connection = self._thread.connection
+        self.progress = self._thread.progress
+
+    async def state(self) -> DirectoryState:
+        return await self._read(lambda: DirectoryState(self._version(), bool(self._rows("SELECT 1 FROM keys LIMIT 1"))))
+
+    async def find(self, sha256: str) -> tuple[int, StoredKey | None]:
+        version, rows = await self._read(lambda: (self._version(), self._rows(FIND_ROW, sha256)))
+        return version, StoredKey(decoded(rows[0][0], KeyRecord), decoded(rows[0][1], TenantRecord)) if rows else None
+
+    async def record(self, kind: type[R], name: str) -> R | None:
+        table, column = TABLES[kind]
+        return next(iter(await self._records(kind, f"SELECT record FROM {table} WHERE {column} = ?", name)), None)
+
+    async def records(self, kind: type[R]) -> list[R]:
+        return await self._records(kind, f"SELECT record FROM {TABLES[kind][0]} ORDER BY rowid")
+
+    async def audit(self, limit: int) -> list[AuditRecord]:
+        return await self._records(AuditRecord, "SELECT record FROM audit ORDER BY number DESC LIMIT ?", limit)
+
+    async def apply(self, change: DirectoryChange, *, expected: int, version: int) -> bool:
+        return await self._thread.call(lambda: self._apply(change, expected, version))
+
+    async def close(self) -> None:
+        await self._thread.close()
+
+    async def _read(self, work: Callable[[], T]) -> T:
+        return await self._thread.call(work, is_read=True)
+
+    async def _records(self, kind: type[T], query: str, *parameters: str | int) -> list[T]:
+        return [decoded(record, kind) for (record,) in await self._read(lambda: self._rows(query, *parameters))]
+
+    # -- in the thread -------------------------------------------------------------------------------------------------------------
+
+    def _rows(self, query: str, *parameters: str | int) -> list[tuple[bytes, ...]]:
+        return self._connection.execute(query, parameters).fetchall()
+
+    def _version(self) -> int:
+        version: int = self._connection.execute("SELECT version FROM directory").fetchone()[0]
+        return version
+
+    def _apply(self, change: DirectoryChange, expected: int, version: int) -> bool:
+        if self._version() != expected:
+            return False
+        execute, encode = self._connection.execute, msgspec.json.encode
+        execute("UPDATE directory SET version = ?", (version,))
+        for digest in change.removed_digests:
+            execute("DELETE FROM digests WHERE sha256 = ?", (digest,))
+        for key in change.keys:
+            row = (key.id, key.tenant, encode(key))
+            execute("INSERT INTO keys VALUES (?, ?, ?) ON CONFLICT (id) DO UPDATE SET record = excluded.record", row)
+            for digest in key.digests:
+                execute("INSERT OR REPLACE INTO digests VALUES (?, ?)", (digest, key.id))
+        for name in change.removed_tenants:
+            execute("DELETE FROM tenants WHERE name = ?", (name,))
+        for tenant in change.tenants:
+            named = (tenant.name, encode(tenant))
+            execute("INSERT INTO tenants VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET record = excluded.record", named)
+        execute("INSERT INTO audit (record) VALUES (?)", (encode(change.audit),))
+        return True
 
 
 FILE = "keys.db"

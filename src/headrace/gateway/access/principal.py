@@ -1,4 +1,4 @@
-"""Defines the authenticated caller of a request, and the keys that the configuration names.
+"""Defines the authenticated caller of a request, the keys that the configuration names, and the metrics that a caller sees.
 
 A plain key is hashed at once. No repr shows a key or its hash.
 """
@@ -9,11 +9,13 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
 from headrace.core.errors import ConfigError
 from headrace.core.option import Role, option
 from headrace.core.request import PriorityClass
 from headrace.core.strict_decode import NeedsExactlyOne
+from headrace.observe.tenant_metrics import EVERY_TENANT, NO_TENANT, ShownTenants
 from headrace.policy.limits.tier import DEFAULT_TIER, Tier
 
 
@@ -131,3 +133,36 @@ def check_key(where: str, key: ApiKey, tiers: Mapping[str, Tier]) -> None:
         raise ConfigError(f"{where}.sha256", "is not 64 lower-case hex digits")
     if key.tier and key.tier not in tiers:
         raise ConfigError(f"{where}.tier", f"{key.tier!r} is not a tier", f"There are: {', '.join(tiers)}.")
+
+
+class OpenMetrics(StrEnum):
+    """The part of the metrics page that a reader without a key sees on a server with keys."""
+
+    NONE = "none"
+    """no page: a key is wanted"""
+    TOTALS = "totals"
+    """sums over all tenants, without series of tenants and tiers"""
+    ALL = "all"
+    """the whole page"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsAccess:
+    """
+    open     the part of the page that every reader sees
+    tenants  tenants whose keys show the whole page
+    """
+
+    open: OpenMetrics
+    tenants: tuple[str, ...]
+
+    def shown_to(self, reader: Principal, *, has_several: bool) -> ShownTenants:
+        """The tenants whose series a reader sees: its own tenant, or every tenant on a server without keys or with keys of one tenant.
+
+        has_several: whether keys may be of several tenants
+        """
+        if self.open is not OpenMetrics.NONE:
+            return EVERY_TENANT if self.open is OpenMetrics.ALL else NO_TENANT
+        if not reader.key_id or not has_several or reader.tenant in self.tenants:
+            return EVERY_TENANT
+        return ShownTenants(own=reader.tenant)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from headrace.gateway.access.metrics_access import MetricsAccess
+from headrace.gateway.access.principal import MetricsAccess
 from headrace.gateway.cache.config import CacheConfig, IdempotencyConfig
 from headrace.gateway.http.config import Limits, Timeouts
 from headrace.policy.config import AdmissionRules

@@ -29,8 +29,8 @@ from headrace.gateway.http.asgi import ABORT_EXTENSION, CONNECTION_EXTENSION, LO
 from headrace.gateway.http.client_transport import ClientTransport, UntilClose
 from headrace.gateway.http.config import ServerConfig
 from headrace.gateway.http.errors import BAD_HTTP, ErrorBody, ErrorObject
-from headrace.gateway.http.https import TLS_HANDSHAKE, TlsNotice
 from headrace.gateway.http.origins import METHODS, Origins
+from headrace.gateway.http.tls import TLS_HANDSHAKE, TlsNotice
 
 SEND_BUFFER_BYTES = 64 << 10
 """Unsent bytes beyond which the transport asks its writers to wait."""

@@ -19,7 +19,9 @@ from headrace.gateway.http.asgi import (
     ABORT_EXTENSION,
     CONNECTION_EXTENSION,
     LOST_EXTENSION,
+    OPENAI,
     PIECE_BYTES,
+    Framing,
     Headers,
     Receive,
     Scope,
@@ -28,7 +30,6 @@ from headrace.gateway.http.asgi import (
 )
 from headrace.gateway.http.content_encoding import decoder_of
 from headrace.gateway.http.errors import BodyTooLarge, ClientLeft, ErrorReply, ReadTimeout, SlowReader, UnsupportedMediaType
-from headrace.gateway.http.framing import OPENAI, Framing
 from headrace.observe.finished_request import Answered, Asked
 
 if TYPE_CHECKING:

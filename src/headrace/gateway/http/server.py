@@ -21,12 +21,10 @@ from typing import Any
 
 import uvicorn
 
-from headrace.gateway.http.config import ServerConfig
+from headrace.gateway.http.config import ConnectionLimit, ServerConfig
 from headrace.gateway.http.connection import OnRefused, protocol_for, refusal_bytes
-from headrace.gateway.http.descriptors import ConnectionLimit
 from headrace.gateway.http.errors import ErrorObject
-from headrace.gateway.http.https import HANDSHAKE_FAILED, ServerCertificate, TlsNotice
-from headrace.gateway.http.tls_transport import TlsTransport
+from headrace.gateway.http.tls import HANDSHAKE_FAILED, ServerCertificate, TlsNotice, TlsTransport
 from headrace.wire.listening import listening_sockets, shown_address
 
 log = logging.getLogger(__name__)

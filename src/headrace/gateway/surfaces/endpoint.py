@@ -17,8 +17,8 @@ from headrace.gateway.cache.replays import IDEMPOTENCY_KEY
 from headrace.gateway.generation.event_log import LAST_EVENT_ID
 from headrace.gateway.generation.kept_streams import body_digest
 from headrace.gateway.generation.service import Service
+from headrace.gateway.http.asgi import OPENAI, Framing
 from headrace.gateway.http.exchange import Exchange
-from headrace.gateway.http.framing import OPENAI, Framing
 from headrace.gateway.http.json_border import decode_object
 from headrace.gateway.sessions.names import RAW_HEADER
 

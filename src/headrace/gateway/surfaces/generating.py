@@ -18,8 +18,8 @@ from headrace.gateway.generation.answer_encoder import AnswerEncoder
 from headrace.gateway.generation.call import Call, Ready
 from headrace.gateway.generation.parsed_request import ParsedRequest
 from headrace.gateway.generation.service import Service
+from headrace.gateway.http.asgi import OPENAI, Framing
 from headrace.gateway.http.exchange import Exchange
-from headrace.gateway.http.framing import OPENAI, Framing
 from headrace.gateway.surfaces.dialect.parse import error_as_written
 from headrace.gateway.surfaces.endpoint import BodyParser, Endpoint, parsed_body
 

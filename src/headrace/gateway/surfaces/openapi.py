@@ -23,7 +23,7 @@ from headrace.gateway.http.errors import TABLE
 from headrace.gateway.sessions.history import ContextFitting
 from headrace.gateway.sessions.names import SESSION_ID
 from headrace.gateway.surfaces.completions import MAX_PROMPTS
-from headrace.gateway.surfaces.dialect.conversation import MAX_PARTS
+from headrace.gateway.surfaces.dialect.conversation import MAX_CALLS, MAX_PARTS
 from headrace.gateway.surfaces.dialect.field_table import (
     CHAT,
     COMPLETIONS,
@@ -35,8 +35,7 @@ from headrace.gateway.surfaces.dialect.field_table import (
     Treatment,
 )
 from headrace.gateway.surfaces.dialect.parse import MAX_CACHE_SALT_CHARS, PRIORITIES
-from headrace.gateway.surfaces.dialect.structured import FORMATS
-from headrace.gateway.surfaces.dialect.tools import MAX_CALLS
+from headrace.gateway.surfaces.dialect.schemas import FORMATS
 from headrace.gateway.surfaces.endpoint import Endpoint
 
 _REF = "#/components/schemas/{name}"

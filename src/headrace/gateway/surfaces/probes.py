@@ -1,8 +1,15 @@
-"""Answers /health, /live, /ready, /version, /load and /metrics: what is alive, what is ready and why not, how much runs."""
+"""Answers /health, /live, /ready, /version, /load and /metrics, and serves the pages for browsers, / and /docs.
+
+The front page is JSON for everything but browsers. Load balancers send OPTIONS / by default (HAProxy's `option httpchk`), which is answered
+as /health is. /docs is Swagger UI from files in this package and loads nothing from elsewhere. A name in a URL is looked up in a table made
+at start and never joined to a path. The pages and /openapi.json need no key and show nothing of the site, not even its version.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
 
 import msgspec
 from msgspec import Struct
@@ -10,6 +17,7 @@ from msgspec import Struct
 import headrace
 from headrace.core.errors import InvalidRequest
 from headrace.gateway.generation.service import Service
+from headrace.gateway.http.errors import RouteNotFound
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.surfaces.endpoint import QueryParameter, query_of
 from headrace.gateway.upstream.served_models import ServedModel
@@ -120,3 +128,79 @@ async def metrics(service: Service, exchange: Exchange) -> None:
     accept = (exchange.header(b"accept") or b"").decode("latin-1")
     body, content_type = await service.site_metrics.page(accept, service.shown_tenants(exchange.principal))
     await exchange.reply(200, body, [(b"content-type", content_type.encode())])
+
+
+ABOUT = "Headrace answers OpenAI's API here. Where it has keys, all but /, the docs and the probes want 'Authorization: Bearer KEY'."
+_CSP = b"default-src 'none'"
+
+
+class FrontPage(Struct):
+    """Paths of this server by what they are for. `chat` takes POST."""
+
+    about: str = ABOUT
+    chat: str = "/v1/chat/completions"
+    models: str = "/v1/models"
+    docs: str = "/docs"
+    openapi: str = "/openapi.json"
+    metrics: str = "/metrics"
+    health: str = "/health"
+    ready: str = "/ready"
+
+
+_JSON_PAGE = msgspec.json.encode(FrontPage())
+_HTML_PAGE = f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Headrace</title></head><body>
+<h1>Headrace</h1>
+<p>{ABOUT}</p>
+<ul>
+<li><a href="/docs">Docs</a>: every path, with what it takes and gives (<a href="/openapi.json">openapi.json</a>)</li>
+<li>Chat: POST /v1/chat/completions, or <code>headrace chat --url</code> and this address; <a href="/v1/models">models</a></li>
+<li><a href="/metrics">Metrics</a> for Prometheus; <a href="/health">health</a>, <a href="/ready">ready</a></li>
+</ul>
+</body></html>
+""".encode()
+
+
+async def front(service: Service, exchange: Exchange) -> None:
+    if exchange.scope["method"] == "OPTIONS":
+        await health(service, exchange)
+        return
+    if b"text/html" in (exchange.header(b"accept") or b"").lower():
+        kind, body = b"text/html; charset=utf-8", _HTML_PAGE
+    else:
+        kind, body = b"application/json", _JSON_PAGE
+    await exchange.reply(200, body, [(b"content-type", kind), (b"vary", b"Accept"), (b"content-security-policy", _CSP)])
+
+
+_TYPES = {".js": b"text/javascript; charset=utf-8", ".css": b"text/css; charset=utf-8", ".html": b"text/html; charset=utf-8"}
+_DOCS_CSP = b"default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; connect-src 'self'"
+_DOCS_PAGE = "docs.html"
+
+
+async def docs(service: Service, exchange: Exchange) -> None:
+    await _serve(exchange, _DOCS_PAGE)
+
+
+async def docs_asset(service: Service, exchange: Exchange) -> None:
+    await _serve(exchange, exchange.scope["path_params"]["name"])
+
+
+@cache
+def _assets() -> dict[str, tuple[bytes, bytes]]:
+    """Served name -> (content type, bytes)."""
+    found: dict[str, tuple[bytes, bytes]] = {}
+    for entry in files("headrace.gateway").joinpath("static").iterdir():
+        suffix = "." + entry.name.rpartition(".")[2]
+        if suffix in _TYPES:
+            found[entry.name] = (_TYPES[suffix], entry.read_bytes())
+    return found
+
+
+async def _serve(exchange: Exchange, name: str) -> None:
+    asset = _assets().get(name)
+    if asset is None:
+        raise RouteNotFound(f"/docs/{name}")
+    content_type, body = asset
+    await exchange.reply(
+        200, body, [(b"content-type", content_type), (b"content-security-policy", _DOCS_CSP), (b"cache-control", b"max-age=3600")]
+    )

@@ -8,10 +8,16 @@ from msgspec import Struct
 from headrace.core.errors import InvalidRequest
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
-from headrace.gateway.surfaces.dialect.conversation import Message, checked_messages, template_messages
+from headrace.gateway.surfaces.dialect.conversation import (
+    Message,
+    ToolDefinition,
+    check_tools,
+    checked_messages,
+    function_tools,
+    template_messages,
+)
 from headrace.gateway.surfaces.dialect.field_table import Inside
 from headrace.gateway.surfaces.dialect.parse import convert, honoured_inside
-from headrace.gateway.surfaces.dialect.tools import ToolDefinition, check_tools, function_tools
 from headrace.gateway.surfaces.endpoint import BodyParser, parsed_body
 from headrace.gateway.upstream.generation_request import Conversation, PlainPrompts
 from headrace.gateway.upstream.served_models import ServedModel

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from headrace.core.finish import FinishReason
 from headrace.gateway.upstream.foreign.answer import ForeignAnswer
+from headrace.gateway.upstream.foreign.chunk import TokenDetails, UsageCounts
 from headrace.gateway.upstream.foreign.errors import BrokenStream, ErrorKind, sent_error
 from headrace.gateway.upstream.foreign.tool_calls import MAX_CALLS
-from headrace.gateway.upstream.foreign.usage import TokenDetails, UsageCounts
 from headrace.gateway.upstream.seam import OutputEvent, TokenUsage, ToolCall
 from headrace.policy.limits.price import MAX_PRICE, Price
 

@@ -9,8 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.gateway.upstream.foreign.facts import ListedModel, ReportedLoad, listed_model, reported_load
-from headrace.gateway.upstream.foreign.rate_limits import MAX_WAIT_S, exhausted_s, retry_after_s
+from headrace.gateway.upstream.foreign.facts import (
+    MAX_WAIT_S,
+    ListedModel,
+    ReportedLoad,
+    exhausted_s,
+    listed_model,
+    reported_load,
+    retry_after_s,
+)
 
 pytestmark = pytest.mark.pure
 

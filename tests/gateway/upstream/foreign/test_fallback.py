@@ -17,7 +17,7 @@ from virtual_time import virtual_loop
 
 from headrace.gateway.upstream.foreign import session as foreign_session
 from headrace.gateway.upstream.foreign import stream as foreign_stream
-from headrace.gateway.upstream.foreign import watch as foreign_watch
+from headrace.gateway.upstream.foreign import upstream as foreign_upstream
 from headrace.gateway.upstream.foreign.server import ForeignServer
 from headrace.gateway.upstream.foreign.upstream import HttpUpstream
 from headrace.policy.routing.failures import BreakerLimits, CircuitBreaker, CircuitState
@@ -372,7 +372,7 @@ async def test_a_server_that_comes_back_is_found_without_a_request(text: TextMod
         await eventually(lambda: not servers_of(near)[0].is_reachable)
         assert not (await near.client.get("/ready")).json()["replicas"][0]["ok"]
         async with await asyncio.start_server(server, "127.0.0.1", CLOSED_PORT):
-            await eventually(lambda: servers_of(near)[0].is_reachable, within_s=1.5 * foreign_watch.UNREACHABLE_S)
+            await eventually(lambda: servers_of(near)[0].is_reachable, within_s=1.5 * foreign_upstream.UNREACHABLE_S)
             assert (await near.client.get("/ready")).json()["replicas"][0]["ok"]
             assert server.heads == []
 
@@ -398,13 +398,13 @@ async def test_a_server_without_known_metrics_is_not_asked_for_them_again_before
     without, other = ScriptedServer(GOOD), ScriptedServer(GOOD, pages={"/metrics": page(b"process_cpu_seconds_total 3\n", "text/plain")})
     async with scripted(text, without, other):
         await eventually(lambda: "/metrics" in without.gets and "/metrics" in other.gets)
-        await asyncio.sleep(foreign_watch.MODELS_S - 5.0)
+        await asyncio.sleep(foreign_upstream.MODELS_S - 5.0)
     for server in (without, other):
         assert (server.gets.count("/v1/models"), server.gets.count("/metrics")) == (1, 1)
     alone = ScriptedServer(GOOD)
     async with scripted(text, alone):
         await eventually(lambda: bool(alone.gets))
-        await asyncio.sleep(10 * foreign_watch.LOAD_S)
+        await asyncio.sleep(10 * foreign_upstream.LOAD_S)
     assert alone.gets == ["/v1/models"], "load decides among several servers only"
 
 
@@ -425,7 +425,7 @@ async def test_a_server_that_refuses_its_key_is_named_in_the_log_once(
     monkeypatch.setenv("FAR_KEY", "key-of-the-server")
     server = ScriptedServer(GOOD, pages={"/v1/models": head("401 Unauthorized", "text/plain")})
     async with scripted(text, server, api_key_env="FAR_KEY"):
-        await asyncio.sleep(3.5 * foreign_watch.MODELS_S)
+        await asyncio.sleep(3.5 * foreign_upstream.MODELS_S)
     assert len(server.gets) == 4
     assert caplog.text.count("is its key right?") == 1
     assert all(b"authorization: bearer key-of-the-server" in asked.lower() for asked in server.polls)

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.errors import HeadraceError, Unavailable
+from headrace.gateway.upstream.foreign.attempt import AttemptFailed, AttemptResult
 from headrace.gateway.upstream.foreign.facts import ListedModel, ReportedLoad
-from headrace.gateway.upstream.foreign.failures import AttemptFailed, AttemptResult
 from headrace.gateway.upstream.foreign.server import ForeignServer
 from headrace.gateway.upstream.foreign.session import ForeignSession
 from headrace.gateway.upstream.foreign.stream import CAN_PASS, MAX_ATTEMPTS, MAX_RETRY_WAIT_S, ForeignRoute

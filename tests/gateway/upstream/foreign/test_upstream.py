@@ -27,9 +27,8 @@ from headrace.core.request import PriorityClass
 from headrace.gateway.config import config_from
 from headrace.gateway.generation.run import DEADLINE_GRACE_S
 from headrace.gateway.http.content_encoding import SLICE_BYTES
+from headrace.gateway.upstream.foreign import attempt as foreign_attempt
 from headrace.gateway.upstream.foreign import events as foreign_events
-from headrace.gateway.upstream.foreign import failures as foreign_failures
-from headrace.gateway.upstream.foreign import framing as foreign_framing
 from headrace.gateway.upstream.foreign import server as foreign_server
 from headrace.gateway.upstream.foreign import stream as foreign_stream
 from headrace.gateway.upstream.foreign.errors import BrokenStream
@@ -297,9 +296,9 @@ async def test_a_silent_server_is_given_up(text: TextModel) -> None:
 @pytest.mark.parametrize(
     ("limited", "limit", "begin", "repeat"),
     [
-        ((foreign_framing, "MAX_EVENT_BYTES"), 200_000, b"data: ", b"x" * 10_000),
-        ((foreign_framing, "MAX_EVENT_BYTES"), 200_000, b"", b"data: " + b"x" * 1000 + b"\n"),
-        ((foreign_framing, "MAX_EVENT_BYTES"), 200_000, b"{", b"x" * 1000 + b"\n"),
+        ((foreign_events, "MAX_EVENT_BYTES"), 200_000, b"data: ", b"x" * 10_000),
+        ((foreign_events, "MAX_EVENT_BYTES"), 200_000, b"", b"data: " + b"x" * 1000 + b"\n"),
+        ((foreign_events, "MAX_EVENT_BYTES"), 200_000, b"{", b"x" * 1000 + b"\n"),
         ((foreign_events, "MAX_ANSWER_BYTES"), 300_000, b"", said("x" * 1000)),
         ((foreign_events, "MAX_ANSWER_BYTES"), 300_000, b"", b": " + b"x" * 1000 + b"\n"),
     ],
@@ -760,7 +759,7 @@ async def test_what_some_servers_send_besides_is_no_broken_answer_and_loses_no_t
 
 
 async def test_an_error_whose_body_does_not_end_is_an_answer_all_the_same(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign_failures, "ERROR_BODY_S", 0.1)
+    monkeypatch.setattr(foreign_attempt, "ERROR_BODY_S", 0.1)
     for server in (
         ScriptedServer(head("400 Bad Request", "application/json") + b"{", hangs=True),
         ScriptedServer(head("400 Bad Request", "application/json"), repeat=b" " * 10_000),

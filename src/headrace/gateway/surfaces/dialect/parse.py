@@ -33,8 +33,7 @@ from headrace.gateway.surfaces.dialect.field_table import (
     Inside,
     Treatment,
 )
-from headrace.gateway.surfaces.dialect.schemas import SamplingFields
-from headrace.gateway.surfaces.dialect.structured import requested_grammar
+from headrace.gateway.surfaces.dialect.schemas import SamplingFields, requested_grammar
 from headrace.gateway.upstream.generation_request import PASSED_IN_BODY, Conversation, PlainPrompts, RequestedGrammar
 
 T = TypeVar("T", bound=msgspec.Struct)

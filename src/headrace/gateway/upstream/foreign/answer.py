@@ -15,18 +15,18 @@ from headrace.core.plan import TokenLogprobs
 from headrace.gateway.upstream.foreign.chunk import (
     AnswerPiece,
     ChosenToken,
+    SaidUsage,
     SentCall,
     SentChoice,
     SentDelta,
     SentToken,
     SideField,
+    UsageCounts,
 )
 from headrace.gateway.upstream.foreign.errors import BrokenStream, broken_by, error_in, says_something, sent_error
-from headrace.gateway.upstream.foreign.joined_text import MAX_NAMES_BYTES, NamedTexts
 from headrace.gateway.upstream.foreign.loose_chunks import PieceReader
-from headrace.gateway.upstream.foreign.sequence import SequenceOutput
-from headrace.gateway.upstream.foreign.usage import SaidUsage, UsageCounts
-from headrace.gateway.upstream.foreign.words import ForeignFinish, ending
+from headrace.gateway.upstream.foreign.sequence import ForeignFinish, SequenceOutput, ending
+from headrace.gateway.upstream.foreign.values import MAX_NAMES_BYTES, NamedTexts
 from headrace.gateway.upstream.generation_request import CALL_PASSED, REASONING_PASSED
 from headrace.gateway.upstream.seam import OutputEvent, PassedField, TokenUsage
 from headrace.text.logprobs import DecodedLogprobs

@@ -12,8 +12,8 @@ import re
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from headrace.gateway.upstream.foreign.facts import duration_s, stated_wait_s
 from headrace.gateway.upstream.foreign.field_errors import place_in
-from headrace.gateway.upstream.foreign.rate_limits import duration_s, stated_wait_s
 from headrace.gateway.upstream.foreign.values import integer_of, read_json
 
 MAX_ERROR_BYTES = 64 << 10

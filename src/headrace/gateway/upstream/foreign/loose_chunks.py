@@ -15,9 +15,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace.gateway.upstream.foreign.chunk import (
+    MAX_TOKENS,
     AnswerPiece,
     ChosenToken,
     GroqFields,
+    LlamaCppTimings,
     SentCall,
     SentChoice,
     SentDelta,
@@ -25,14 +27,14 @@ from headrace.gateway.upstream.foreign.chunk import (
     SentLogprobs,
     SentToken,
     SideField,
+    TokenDetails,
+    UsageCounts,
     decode_chunk,
     text_in,
 )
 from headrace.gateway.upstream.foreign.errors import BrokenStream
-from headrace.gateway.upstream.foreign.joined_text import whole_text
-from headrace.gateway.upstream.foreign.usage import MAX_TOKENS, LlamaCppTimings, TokenDetails, UsageCounts
-from headrace.gateway.upstream.foreign.values import count_of, integer_of, number_of, read_json_texts
-from headrace.gateway.upstream.foreign.words import MAX_WORD_CHARS
+from headrace.gateway.upstream.foreign.sequence import MAX_WORD_CHARS
+from headrace.gateway.upstream.foreign.values import count_of, integer_of, number_of, read_json_texts, whole_text
 
 Fields = dict[str, object]
 

@@ -19,24 +19,28 @@ import msgspec
 from headrace.core.clock import Clock
 from headrace.core.errors import Unavailable
 from headrace.core.ids import RequestId
-from headrace.gateway.http.descriptors import MAX_FOREIGN_CONNECTIONS
-from headrace.gateway.upstream.foreign.chunk import SideField
-from headrace.gateway.upstream.foreign.errors import CLIENT_FAULTS, BrokenStream, ErrorKind, SentError, sent_error
-from headrace.gateway.upstream.foreign.events import EventReader, EventSink, SilenceLimit
-from headrace.gateway.upstream.foreign.facts import ListedModel, ReportedLoad
-from headrace.gateway.upstream.foreign.failures import (
+from headrace.gateway.http.config import MAX_FOREIGN_CONNECTIONS
+from headrace.gateway.upstream.foreign.attempt import (
     ANSWERS,
     BROKE,
     NOT_NOW,
+    SALT,
     AttemptFailed,
     AttemptResult,
+    ForeignRequest,
     error_body,
+    is_adaptable,
     known_failure,
+    names_in,
+    refuse,
     result_of,
+    written,
 )
+from headrace.gateway.upstream.foreign.chunk import SideField
+from headrace.gateway.upstream.foreign.errors import CLIENT_FAULTS, BrokenStream, ErrorKind, SentError, sent_error
+from headrace.gateway.upstream.foreign.events import EventReader, EventSink, SilenceLimit
+from headrace.gateway.upstream.foreign.facts import ListedModel, ReportedLoad, exhausted_s, retry_after_s
 from headrace.gateway.upstream.foreign.field_errors import Refusal, refused_field
-from headrace.gateway.upstream.foreign.rate_limits import exhausted_s, retry_after_s
-from headrace.gateway.upstream.foreign.request import SALT, ForeignRequest, is_adaptable, names_in, refuse, written
 from headrace.gateway.upstream.foreign.session import NOT_CONNECTED, ForeignSession
 from headrace.gateway.upstream.model_config import ForeignConfig
 from headrace.policy.routing.failures import CircuitBreaker, CircuitState, TenantFailures

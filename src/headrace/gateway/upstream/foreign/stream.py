@@ -15,11 +15,10 @@ from collections.abc import Callable, Sequence
 
 from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError, Overloaded, Unavailable
+from headrace.gateway.upstream.foreign.attempt import BROKE, BUSY, NOT_NOW, AttemptFailed, AttemptResult, ForeignRequest
+from headrace.gateway.upstream.foreign.chunk import MAX_SUM
 from headrace.gateway.upstream.foreign.events import END_OF_BODY_S, LATE_USAGE_S, EventReader
-from headrace.gateway.upstream.foreign.failures import BROKE, BUSY, NOT_NOW, AttemptFailed, AttemptResult
-from headrace.gateway.upstream.foreign.request import ForeignRequest
 from headrace.gateway.upstream.foreign.server import ForeignServer
-from headrace.gateway.upstream.foreign.usage import MAX_SUM
 from headrace.gateway.upstream.seam import NO_USAGE, EventListener, EventStream, OutputEvent, SequenceFacts, TokenUsage, added, merged
 from headrace.policy.routing.choice import Random, cheaper_of_two
 from headrace.policy.routing.failures import RetryBudget

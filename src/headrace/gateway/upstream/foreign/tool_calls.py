@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from headrace.gateway.upstream.foreign.chunk import SentCall
 from headrace.gateway.upstream.foreign.errors import BrokenStream
-from headrace.gateway.upstream.foreign.joined_text import SaidText, SplitText
+from headrace.gateway.upstream.foreign.values import SaidText, SplitText
 from headrace.gateway.upstream.seam import PassedField, ToolCall, made_call_id
 
 MAX_CALLS = 4096

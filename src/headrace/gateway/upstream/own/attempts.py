@@ -20,8 +20,7 @@ from headrace.core.ids import RequestId
 from headrace.core.numerics import Numerics, numerics_digest
 from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
-from headrace.gateway.upstream.own.earlier_output import EarlierCallOutput
-from headrace.gateway.upstream.own.output_stage import OutputParsing
+from headrace.gateway.upstream.own.output_stage import EarlierCallOutput, OutputParsing
 from headrace.gateway.upstream.own.replica_health import ConnectionKey, Replica, ReplicaAttempt, ReplicaInstance
 from headrace.gateway.upstream.own.replicas import ReplicaPool
 from headrace.gateway.upstream.seam import ReplicaLost

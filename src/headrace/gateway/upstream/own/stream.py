@@ -13,16 +13,16 @@ from headrace.core.finish import FinishReason
 from headrace.core.plan import columns_of
 from headrace.core.update import SequenceUpdate
 from headrace.gateway.upstream.own.attempts import CallAttempts, PromptCall
-from headrace.gateway.upstream.own.earlier_output import (
+from headrace.gateway.upstream.own.output_stage import (
     EarlierCallOutput,
     EarlierSequence,
     EarlierUpdates,
+    OutputStage,
     RecomputedLogprobs,
     joined_states,
     prompt_digest,
     state_of,
 )
-from headrace.gateway.upstream.own.output_stage import OutputStage
 from headrace.gateway.upstream.own.replicas import ReplicaPool
 from headrace.gateway.upstream.seam import EventListener, EventStream, OutputEvent, ReplicaLost, SequenceFacts, TokenUsage, added, merged
 from headrace.text.assemble import OutputAssembler, OutputDelta

@@ -22,9 +22,15 @@ from headrace.core.sampling import FROM_MODEL, SamplingParams, with_default_max_
 from headrace.gateway.http.errors import ContextLengthExceeded, StreamConflict, context_overflow
 from headrace.gateway.upstream.generation_request import Conversation, EarlierOutput, GenerationRequest, PlainPrompts, PrincipalFacts
 from headrace.gateway.upstream.own.attempts import PromptCall
-from headrace.gateway.upstream.own.earlier_output import EarlierCallOutput, calls_of, prompt_digest
 from headrace.gateway.upstream.own.model_text import ModelText
-from headrace.gateway.upstream.own.output_stage import OutputParsing, after_reasoning, bound_grammar
+from headrace.gateway.upstream.own.output_stage import (
+    EarlierCallOutput,
+    OutputParsing,
+    after_reasoning,
+    bound_grammar,
+    calls_of,
+    prompt_digest,
+)
 from headrace.gateway.upstream.own.replicas import ReplicaPool
 from headrace.gateway.upstream.own.stream import MergedStream, TokenStream
 from headrace.gateway.upstream.seam import EventStream, Prepared, PreparedPrompt, ReplicaHealth, Tokenization, Upstream

@@ -14,8 +14,8 @@ from virtual_time import virtual_loop
 
 from headrace.core.ids import RequestId
 from headrace.core.sampling import MAX_SEED
+from headrace.gateway.upstream.foreign.attempt import ForeignRequest, names_in, refuse, written
 from headrace.gateway.upstream.foreign.events import END_OF_STREAM_S, NEXT_CHOICE_S
-from headrace.gateway.upstream.foreign.request import ForeignRequest, names_in, refuse, written
 from headrace.text.folder import TextModel
 
 pytestmark = pytest.mark.loop

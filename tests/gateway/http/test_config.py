@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from headrace.core.errors import ConfigError
-from headrace.gateway.http.descriptors import MAX_REFUSALS, MIN_CONNECTIONS, ConnectionLimit, connection_limit, divide
+from headrace.gateway.http.config import MAX_REFUSALS, MIN_CONNECTIONS, ConnectionLimit, connection_limit, divide
 from headrace.machine.descriptors import num_open, raise_limit
 
 pytestmark = pytest.mark.pure
@@ -59,7 +59,7 @@ def test_the_soft_limit_is_raised_as_far_as_it_may_and_never_lowered() -> None:
 
 def test_text_workers_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each holds a socket for as long as the gateway runs."""
-    monkeypatch.setattr("headrace.gateway.http.descriptors.raise_limit", lambda _: 4096)
+    monkeypatch.setattr("headrace.gateway.http.config.raise_limit", lambda _: 4096)
     none, many = (connection_limit(16_384, 0, num_text_workers=number).max_connections for number in (0, 80))
     assert none - many == 80
 

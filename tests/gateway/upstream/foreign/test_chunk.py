@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.gateway.upstream.foreign.usage import SaidUsage, UsageCounts
+from headrace.gateway.upstream.foreign.chunk import SaidUsage, UsageCounts
 from headrace.gateway.upstream.seam import TokenUsage
 
 pytestmark = pytest.mark.pure

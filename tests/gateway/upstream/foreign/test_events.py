@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.gateway.upstream.foreign import framing as foreign_framing
-from headrace.gateway.upstream.foreign.framing import DONE, MAX_EVENT_BYTES, EventFraming, Frame
+from headrace.gateway.upstream.foreign import events as foreign_events
+from headrace.gateway.upstream.foreign.events import DONE, MAX_EVENT_BYTES, EventFraming, Frame
 
 pytestmark = pytest.mark.pure
 
@@ -128,7 +128,7 @@ def test_no_event_is_longer_than_its_bound(begin: bytes, line: bytes) -> None:
 
 
 def test_what_says_nothing_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign_framing, "MAX_EVENT_BYTES", 10_000)
+    monkeypatch.setattr(foreign_events, "MAX_EVENT_BYTES", 10_000)
     framing = EventFraming(is_event_stream=True)
     for line in (b": ping\n", b"id: 1\n", b"data:\n\n", b"event: ping\n", b"\n", b"foo\n"):
         assert not framing.push(line * 10_000)

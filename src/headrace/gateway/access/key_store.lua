@@ -1,4 +1,4 @@
--- The calls of `access.redis_keys`. KEYS: version, records, digests, tenants, audit. ARGV[1] is the name of the call.
+-- The calls of `access.key_store`. KEYS: version, records, digests, tenants, audit. ARGV[1] is the name of the call.
 
 local version, records, digests, tenants, audit = unpack(KEYS)
 local call = {}

@@ -1,0 +1,184 @@
+"""Implements what a key may read of its own: GET /v1/models, GET /v1/usage, GET and DELETE /v1/sessions/{id}."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from headrace.gateway.access.principal import Principal
+from headrace.gateway.generation.service import Service
+from headrace.gateway.http.errors import RouteNotFound
+from headrace.gateway.http.exchange import Exchange
+from headrace.gateway.ledger.usage_query import GROUPS, UsageQuery, groups_of, unix_ms_of
+from headrace.gateway.sessions.names import SessionKey, checked_session_id
+from headrace.gateway.surfaces.endpoint import QueryParameter, query_of
+from headrace.gateway.upstream.served_models import ServedModel
+
+MAX_ROWS = 1000
+"""Rows of one answer; `has_more` says that there are more."""
+
+USAGE_QUERY = (
+    QueryParameter("by", f"Groups: one or more of {', '.join(GROUPS)}, with commas between. Default day."),
+    QueryParameter("since", "From this time on: a day, a time in UTC, or how long ago (90m, 24h, 7d). Default 30d."),
+    QueryParameter("until", "Before this time. Default now."),
+)
+
+
+class UsageRow(Struct, omit_defaults=True):
+    """Sums of one group. cost: in the operator's currency"""
+
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    cost_nanos: int
+    cost: float
+    tenant: str | None = None
+    user: str | None = None
+    key: str | None = None
+    model: str | None = None
+    day: str | None = None
+
+
+class UsageList(Struct):
+    object: str
+    data: list[UsageRow]
+    has_more: bool
+
+
+async def usage(service: Service, exchange: Exchange) -> None:
+    """GET of usage rows. 404 on a server without a state folder, which keeps no usage."""
+    if service.ledger is None:
+        raise RouteNotFound(exchange.scope["path"])
+    query = _query(exchange, service.unix_time())
+    rows = await service.ledger.rows(query)
+    found = [msgspec.convert(row, UsageRow) for row in rows[:MAX_ROWS]]
+    await exchange.reply(200, msgspec.json.encode(UsageList(object="list", data=found, has_more=len(rows) > MAX_ROWS)))
+
+
+def _query(exchange: Exchange, now: float) -> UsageQuery:
+    """The usage query of a request, about the caller's tenant alone. Raises InvalidRequest."""
+    given = query_of(exchange, USAGE_QUERY, "a parameter of /v1/usage: by, since, until")
+    return UsageQuery(
+        by=groups_of([given.get("by", "day")]),
+        since_ms=max(unix_ms_of("since", given.get("since", "30d"), now), int(1000 * exchange.principal.tenant_since)),
+        until_ms=unix_ms_of("until", given["until"], now) if "until" in given else None,
+        tenant=exchange.principal.tenant,
+        max_rows=MAX_ROWS + 1,
+    )
+
+
+_encode = msgspec.json.encode
+
+
+class SessionReply(Struct):
+    """A session as its tenant may read it. summary: of messages that were left out to fit the context; empty: none were summarised"""
+
+    id: str
+    object: str
+    created: int
+    updated: int
+    summary: str
+    messages: list[dict[str, Any]]
+
+
+class SessionDeleted(Struct):
+    id: str
+    object: str
+    deleted: bool
+
+
+async def show_session(service: Service, exchange: Exchange) -> None:
+    key = _key(service, exchange)
+    stored, messages = await service.sessions.shown(key)
+    reply = SessionReply(
+        id=key.session_id,
+        object="session",
+        created=stored.created,
+        updated=stored.updated,
+        summary=stored.summary,
+        messages=[dict(message) for message in messages],
+    )
+    await exchange.reply(200, _encode(reply))
+
+
+async def delete_session(service: Service, exchange: Exchange) -> None:
+    key = _key(service, exchange)
+    await service.sessions.delete(key)
+    await exchange.reply(200, _encode(SessionDeleted(id=key.session_id, object="session.deleted", deleted=True)))
+
+
+def _key(service: Service, exchange: Exchange) -> SessionKey:
+    """Raises InvalidRequest."""
+    service.sessions.check_on("id")
+    return SessionKey(exchange.principal.tenant_key, checked_session_id("id", exchange.scope["path_params"]["id"]))
+
+
+class RateLimits(Struct):
+    """A caller's limits; null: no such limit."""
+
+    tier: str
+    requests_per_minute: int | None
+    input_tokens_per_minute: int | None
+    output_tokens_per_minute: int | None
+    max_concurrent_requests: int | None
+
+
+class ModelCard(Struct):
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int | None
+    max_context_tokens: int | None
+    rate_limits: RateLimits
+    status: str
+
+
+class ModelList(Struct):
+    object: str
+    data: list[ModelCard]
+
+
+async def list_models(service: Service, exchange: Exchange) -> None:
+    usable = service.models.usable_by(exchange.principal)
+    cards = [_card(model, name, exchange.principal) for model in usable.models for name in model.names]
+    await exchange.reply(200, _encode(ModelList(object="list", data=cards)))
+
+
+async def one_model(service: Service, exchange: Exchange) -> None:
+    name: str = exchange.scope["path_params"]["model"]
+    model = service.models.usable_by(exchange.principal).get(name)
+    await exchange.reply(200, _encode(_card(model, name, exchange.principal)))
+
+
+def _card(model: ServedModel, name: str, principal: Principal) -> ModelCard:
+    """A model that is still starting is listed with what is known: no context length yet."""
+    tier = principal.tier
+    return ModelCard(
+        id=name,
+        object="model",
+        created=model.created,
+        owned_by="headrace",
+        root=model.name,
+        parent=None,
+        max_model_len=model.upstream.max_model_len,
+        max_context_tokens=_least(model.upstream.max_model_len, tier.max_context_tokens),
+        rate_limits=RateLimits(
+            tier=principal.tier_name,
+            requests_per_minute=_least(tier.requests_per_minute, principal.limits.requests_per_minute),
+            input_tokens_per_minute=tier.input_tokens_per_minute,
+            output_tokens_per_minute=tier.output_tokens_per_minute,
+            max_concurrent_requests=tier.max_concurrent_requests,
+        ),
+        status="ready" if any(not replica.reason for replica in model.upstream.replicas()) else "starting",
+    )
+
+
+def _least(*limits: int | None) -> int | None:
+    """The smallest of several limits. None: no limit"""
+    return min((limit for limit in limits if limit is not None), default=None)

@@ -1,0 +1,234 @@
+"""Writes a request in a form that one foreign server takes, and says what its failure means for the request.
+
+A server may refuse a field that says nothing about the answer, such as `stream_options`, or know `max_tokens` by one of its two names only,
+or give one choice whatever `n` says. It is asked again in another form. `ForeignServer` keeps that form for later requests once an answer
+came in it, if the server does not know the field's name (`field_errors`): a value that it refuses is one client's. A field that
+does say something about the answer is never left out: the client gets its name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import aiohttp
+
+from headrace.core.errors import HeadraceError, InvalidRequest, Overloaded, Unavailable
+from headrace.core.ids import RequestId
+from headrace.core.sampling import MAX_SEED
+from headrace.gateway.http.errors import ContentRefused, foreign_overflow
+from headrace.gateway.upstream.foreign.errors import CLIENT_FAULTS, MAX_ERROR_BYTES, BrokenStream, ErrorKind, SentError
+from headrace.gateway.upstream.foreign.events import decoder_for, unpacked
+from headrace.gateway.upstream.foreign.field_errors import LEFT_OUT_INSIDE, LIMITS, Refusal
+from headrace.gateway.upstream.generation_request import PASSED_IN_BODY, PASSED_IN_CHAT, names_inside, without
+
+WITHOUT_MEANING = frozenset(("stream_options", *PASSED_IN_BODY, *PASSED_IN_CHAT))
+"""Fields of a body that are not about the answer."""
+
+_MARKED = ("messages", "tools")
+
+SALT = "cache_salt"
+
+ADDED = frozenset(("model", "stream", SALT))
+"""Fields that a client did not write."""
+
+MAX_ADAPTATIONS = 3
+"""Most times that a request is written in another form for one server."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ForeignRequest:
+    """A request in OpenAI's form, for any of the model's servers.
+
+    fields        the body without the fields that differ between servers
+    salt          the tenant's salt
+    is_one_by_one  a server refused `n` in this request, or left choices out; its other sequences are asked for one by one
+    """
+
+    request_id: RequestId
+    path: str
+    fields: dict[str, Any]
+    salt: bytes
+    num_prompts: int
+    num_sequences: int
+    is_one_by_one: bool = False
+
+    @property
+    def _n(self) -> int:
+        return self.num_sequences // self.num_prompts
+
+    def parts(self) -> list[Sequence[int]]:
+        """Indices of the sequences that are asked for at once. Beside several prompts `n` would leave open whose answer a server that
+        ignores `n` has given."""
+        size = self._n if self._n > 1 else self.num_sequences
+        return [range(first, first + size) for first in range(0, self.num_sequences, size)]
+
+    def fields_of(self, indices: Sequence[int]) -> dict[str, Any]:
+        """The fields that ask for these sequences of one of `parts`."""
+        if len(indices) == self.num_sequences:
+            return self.fields
+        fields, first = dict(self.fields), indices[0] % self._n
+        if self.num_prompts > 1:
+            prompts = [fields["prompt"][number] for number in dict.fromkeys(index // self._n for index in indices)]
+            fields["prompt"] = prompts[0] if len(prompts) == 1 else prompts
+        if "n" in fields:
+            fields["n"] = len(indices)
+        if first and (seed := fields.get("seed")) is not None:  # the same seed would draw the same answer
+            fields["seed"] = seed + first if seed <= MAX_SEED - first else seed - first
+        return fields
+
+    def num_prompts_of(self, indices: Sequence[int]) -> int:
+        """The number of prompts that are sent to ask for these sequences."""
+        return len({index // self._n for index in indices})
+
+    def share(self, indices: Sequence[int], refused: Collection[str], *, takes_one_prompt: bool) -> Sequence[int]:
+        """The part of the sequences that a server is asked for at once. takes_one_prompt: it answers one prompt of several"""
+        return indices[:1] if self.is_one_by_one or (takes_one_prompt if self._n == 1 else "n" in refused) else indices
+
+
+def written(fields: Mapping[str, Any], refused: Collection[str]) -> dict[str, Any]:
+    """The fields in a form without those that the server refuses. The limit of tokens is written by its other name."""
+    made = {name: value for name, value in fields.items() if name not in refused or name not in WITHOUT_MEANING}
+    if made.get("n") == 1 or "n" in refused:
+        made.pop("n", None)
+    for name, other in (LIMITS, LIMITS[::-1]):
+        if name in refused and name in made:
+            made[other] = made.pop(name)
+            break
+    for place in _MARKED:
+        if (marks := {name for name in LEFT_OUT_INSIDE if f"{place}.{name}" in refused}) and place in made:
+            made[place] = without(made[place], marks)
+    return made
+
+
+def refuse(refused: set[str], name: str) -> None:
+    """Note that a server refuses a field. It takes at least one name of the limit."""
+    if name in LIMITS:
+        refused.difference_update(LIMITS)
+    refused.add(name)
+
+
+def is_adaptable(refusal: Refusal, tried: Collection[Refusal]) -> bool:
+    """Whether a request in another form asks for the same answer, perhaps in several requests. tried: refusals of the request before
+
+    A limit that is too large stays what it is: a server that ignores the other name would give a longer answer.
+    """
+    names = {each.field for each in tried}
+    if len(tried) == MAX_ADAPTATIONS:
+        return False
+    if refusal.field in LIMITS:
+        return refusal.is_name and names.isdisjoint(LIMITS)
+    is_mark = refusal.field.startswith(tuple(f"{place}." for place in _MARKED))
+    may_go = is_mark or refusal.field in WITHOUT_MEANING or refusal.field == "n"
+    return may_go and refusal.field not in names
+
+
+def names_in(fields: Mapping[str, Any]) -> set[str]:
+    """The names of a body's fields, and of the marks inside its messages and functions with their place: `messages.cache_control`."""
+    marks = {f"{place}.{name}" for place in _MARKED for name in LEFT_OUT_INSIDE & names_inside(fields.get(place))}
+    return set(fields) - ADDED | marks
+
+
+NOT_NOW = "The server behind this model does not answer now; the request can be sent again."
+BROKE = "The server behind this model broke off its answer; the request can be sent again."
+BUSY = "The server behind this model has too much to do."
+
+ERROR_BODY_S = 5.0
+"""Seconds a server may take for an error's body after its status."""
+
+
+class AttemptResult(StrEnum):
+    """How one attempt ended. The values are the label `result` of headrace_upstream_attempts_total."""
+
+    OK = "ok"
+    INVALID = "invalid"
+    """The server refused the request for what it asks: 400, 413, 422."""
+    OVERFLOW = "overflow"
+    """As INVALID: the prompt is too long for this server's context."""
+    RATE_LIMITED = "rate_limited"
+    """The account's rate limit, or a server with too much to do."""
+    CONNECT = "connect"
+    """No connection, or it was closed before the status: nothing was answered."""
+    SERVER_ERROR = "server_error"
+    REFUSED = "refused"
+    """About the server's configuration or ours, which another attempt does not change: its key, its model, a redirect."""
+    FORBIDDEN = "forbidden"
+    """The server does not take this request, and another one may: its content filter, its account's limit, a feature that it lacks. Or it
+    may be the client's fault: a 403, words about a key or a model that may quote the client."""
+    LOST = "lost"
+    """Silence beyond a timeout, or an answer that broke off or was none."""
+    ABANDONED = "abandoned"
+    """The client left, or its deadline passed."""
+
+
+ANSWERS = (AttemptResult.OK, AttemptResult.INVALID, AttemptResult.OVERFLOW, AttemptResult.FORBIDDEN, AttemptResult.RATE_LIMITED)
+"""Results of a server that works, or may: a client's prompts alone cannot open its circuit."""
+
+
+class AttemptFailed(HeadraceError):
+    """One attempt of a request at a foreign server failed. The client gets `error` if no other attempt follows.
+
+    has_begun  the client was given tokens of the attempt's answer
+    refusal    the field that the server refused; None: it named none
+    """
+
+    def __init__(self, result: AttemptResult, error: HeadraceError, *, has_begun: bool = False, refusal: Refusal | None = None) -> None:
+        self.result, self.error, self.has_begun, self.refusal = result, error, has_begun, refusal
+        super().__init__(str(error))
+
+
+def known_failure(sent: SentError, *, retry_after_s: float, refusal: Refusal | None = None) -> AttemptFailed | None:
+    """The failure for an error of a known kind, in whatever form the server sent it; None: another failure.
+
+    retry_after_s  seconds until the server takes requests
+    refusal        of a field that the error names
+    """
+    match sent.kind:
+        case ErrorKind.OVERFLOW:
+            return AttemptFailed(AttemptResult.OVERFLOW, foreign_overflow())
+        case ErrorKind.ACCOUNT_LIMIT:
+            return AttemptFailed(AttemptResult.FORBIDDEN, foreign_overflow())
+        case ErrorKind.RATE_LIMIT:
+            return AttemptFailed(AttemptResult.RATE_LIMITED, Overloaded(BUSY, retry_after_s=retry_after_s))
+        case ErrorKind.FILTERED:
+            return AttemptFailed(AttemptResult.FORBIDDEN, ContentRefused())
+        case ErrorKind.KEY | ErrorKind.MODEL:
+            result = AttemptResult.REFUSED if sent.is_certain else AttemptResult.FORBIDDEN
+            return AttemptFailed(result, Unavailable(NOT_NOW, retry_after_s=retry_after_s))
+        case ErrorKind.INVALID:
+            result = AttemptResult.INVALID if sent.status in CLIENT_FAULTS else AttemptResult.FORBIDDEN
+            return AttemptFailed(result, _invalid(sent.status, refusal and refusal.field), refusal=refusal)
+    return None
+
+
+def _invalid(status: int | None, field: str | None) -> InvalidRequest:
+    """The error of a request that the server does not take. field: that it named; None: none, or one that the client did not write"""
+    limit = f"what the server behind this model accepts (it said {status or 'so in its answer'})"
+    if field is None or field == SALT:
+        return InvalidRequest("body", limit, None, "Leave out rare fields.")
+    return InvalidRequest(LIMITS[0] if field in LIMITS else field, limit, None, "Leave it out, or change it.")
+
+
+def result_of(status: int) -> AttemptResult:
+    """The result for a status that is neither the client's fault nor a rate limit."""
+    if status >= 500 or status in (408, 425):
+        return AttemptResult.SERVER_ERROR
+    return AttemptResult.FORBIDDEN if status in (403, 451) else AttemptResult.REFUSED
+
+
+async def error_body(response: aiohttp.ClientResponse) -> bytes:
+    """The decoded body of an error, as much as arrives within its bounds of bytes and time."""
+    body, num_read = bytearray(), 0
+    try:
+        decoder = decoder_for(response, MAX_ERROR_BYTES)
+        async with asyncio.timeout(ERROR_BODY_S):
+            while piece := await response.content.read(MAX_ERROR_BYTES - num_read):
+                num_read += len(piece)
+                for part in (piece,) if decoder is None else unpacked(decoder, piece):
+                    body += part
+    except (aiohttp.ClientError, OSError, TimeoutError, BrokenStream):
+        pass  # the status is known, and what came may say why
+    return bytes(body)
