@@ -1,14 +1,18 @@
-"""Writes the tables of docs/api.md from the tables of the source: `python -m tests.support.api_tables`."""
+"""Writes the tables of docs/api.md and docs/usage.md from the tables of the source: `python -m tests.support.api_tables`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
+from pathlib import Path
 
+from headrace.gateway.ledger.record import COLUMNS
 from headrace.gateway.surfaces.dialect.field_table import BOTH, GROUPS, FieldRule, Inside, Treatment
 from headrace.gateway.surfaces.routes import ENDPOINTS
 from tests.house.reader import ROOT
 
-PAGE = ROOT / "docs" / "api.md"
+PAGE, USAGE_PAGE = ROOT / "docs" / "api.md", ROOT / "docs" / "usage.md"
+COLUMN_ROWS = "<!-- columns: made from headrace.gateway.ledger.record -->\n", "<!-- end of columns -->"
 PATHS = "<!-- paths: made from headrace.gateway.surfaces.routes -->\n", "<!-- end of paths -->"
 FIELDS = "<!-- fields: made from headrace.gateway.surfaces.dialect.field_table -->\n", "<!-- end of fields -->"
 """The lines before and after each table."""
@@ -41,18 +45,28 @@ def _rows(rules: Iterable[FieldRule]) -> list[str]:
     return [f"| {', '.join(names)} | {cells} |" for cells, names in alike.items()]
 
 
-def shown(marks: tuple[str, str]) -> str:
+def columns_table() -> str:
+    """Of a usage record: one line for neighbours of one meaning."""
+    lines = ["| field | what |", "|---|---|"]
+    for meaning, columns in groupby(COLUMNS, key=lambda column: column.meaning):
+        lines.append(f"| {', '.join(f'`{column.name}`' for column in columns)} | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+def shown(marks: tuple[str, str], page: Path = PAGE) -> str:
     """What the page has between two marks."""
     begin, end = marks
-    return PAGE.read_text(encoding="ascii").split(begin)[1].split(end)[0]
+    return page.read_text(encoding="ascii").split(begin)[1].split(end)[0]
 
 
 def main() -> None:
-    text = PAGE.read_text(encoding="ascii")
-    for (begin, end), table in ((PATHS, paths_table()), (FIELDS, fields_tables())):
-        before, rest = text.split(begin)
-        text = before + begin + table + end + rest.split(end)[1]
-    PAGE.write_text(text, encoding="ascii")
+    for page, (begin, end), table in (
+        (PAGE, PATHS, paths_table()),
+        (PAGE, FIELDS, fields_tables()),
+        (USAGE_PAGE, COLUMN_ROWS, columns_table()),
+    ):
+        before, rest = page.read_text(encoding="ascii").split(begin)
+        page.write_text(before + begin + table + end + rest.split(end)[1], encoding="ascii")
 
 
 if __name__ == "__main__":

@@ -67,6 +67,42 @@ def test_fields_that_the_table_lacks_are_left_out(sink: ClickHouseSink) -> None:
     assert ids(sink) == [usage(1).request_id]
 
 
+EARLIER = (
+    f"CREATE TABLE {TABLE} (request_id String, time_ms Int64, tenant String, model String, outcome String, prompt_tokens UInt32,"
+    " time DateTime MATERIALIZED toDateTime(intDiv(time_ms, 1000)))"
+    " ENGINE = ReplacingMergeTree PARTITION BY toYYYYMM(time) ORDER BY (tenant, time_ms, request_id)"
+)
+
+
+def test_a_table_of_an_earlier_shape_gains_its_columns(sink: ClickHouseSink) -> None:
+    sink.query("CREATE DATABASE IF NOT EXISTS headrace_test")
+    sink.query(EARLIER)
+    sink.query(f"INSERT INTO {TABLE} (request_id, time_ms, tenant) VALUES ('{'0' * 24}', 1700000000000, 'acme')")
+    for number in (1, 2):
+        sink.ship([encode_record(usage(number, ttft_ms=1.5, route="r0"))])
+    found = sink.query(f"SELECT ttft_ms, route, prompt, cost_nanos FROM {TABLE} ORDER BY request_id").decode().splitlines()
+    assert found == ["\\N\t\t\\N\t0", *["1.5\tr0\t\\N\t1000"] * 2]
+
+
+def test_a_user_who_may_add_no_column_ships_without_it(
+    sink: ClickHouseSink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sink.query("CREATE DATABASE IF NOT EXISTS headrace_test")
+    sink.query(EARLIER)
+    real = sink.query
+
+    def refuse(statement: str, *given: bytes) -> bytes:
+        if statement.startswith("ALTER"):
+            raise ClickHouseRefused(497, "Not enough privileges")
+        return real(statement, *given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sink, "query", refuse)
+        sink.ship([encode_record(usage(1, ttft_ms=1.5))])
+    assert "Not enough privileges" in caplog.text
+    assert ids(sink) == [usage(1).request_id]
+
+
 def test_a_server_that_is_killed_gets_everything_once_it_is_back(server: ClickHouseServer, sink: ClickHouseSink, tmp_path: Path) -> None:
     sink.create()
     spool = Spool(tmp_path / "spool", ["clickhouse"])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
+from api_tables import COLUMN_ROWS, USAGE_PAGE, columns_table, shown
 from finished import finished
 
-from headrace.gateway.ledger.record import decode_record, encode_record, is_recorded, usage_record
+from headrace.gateway.ledger.record import COLUMNS, UsageRecord, decode_record, encode_record, is_recorded, usage_record
 from headrace.observe.finished_request import FinishedRequest, Outcome
 from headrace.policy.limits.price import Price
 
@@ -66,3 +68,14 @@ def test_json_has_what_is_known_and_reads_back() -> None:
     assert (record.time_ms, record.ttft_ms, record.finish_reason) == (1500, 12.5, "stop,length")
     assert decode_record(encode_record(record)) == record
     assert b"tpot_ms" not in encode_record(record)
+
+
+def test_the_page_has_the_columns_of_the_record() -> None:
+    assert shown(COLUMN_ROWS, USAGE_PAGE) == columns_table(), "make derived"
+    assert tuple(column.name for column in COLUMNS) == UsageRecord.__struct_fields__
+
+
+def test_a_table_that_is_there_can_gain_every_column_that_a_record_may_lack() -> None:
+    """A null in an earlier row stands for a field that may be None alone."""
+    for column, kept in zip(COLUMNS, msgspec.structs.fields(UsageRecord), strict=True):
+        assert ("DEFAULT" in column.kind.sqlite) == ("Nullable" not in column.kind.clickhouse) == (kept.default is not None)

@@ -14,7 +14,7 @@ from ledger_kit import usage
 
 from headrace.core.errors import InvalidRequest
 from headrace.gateway.ledger.record import encode_record
-from headrace.gateway.ledger.usage_db import DAY_MS, DAYS, FILE, USAGE, UsageDb
+from headrace.gateway.ledger.usage_db import DAY_MS, DAYS, FILE, SUMMED, USAGE, UsageDb
 from headrace.gateway.ledger.usage_query import LATENCY, UsageQuery, groups_of, unix_ms_of, usage_rows
 from headrace.gateway.stores.sqlite_thread import has_table, open_sqlite
 
@@ -210,6 +210,24 @@ def test_a_file_of_an_earlier_version_gets_its_sums_and_can_be_read_without_them
     assert summed(newer, None, None, None) == summed_from_records(newer, None, None, None)
     for opened in (connection, newer):
         opened.close()
+
+
+def test_a_file_of_an_earlier_shape_gains_its_columns_and_keeps_its_rows(tmp_path: Path) -> None:
+    earlier = ("request_id", "time_ms", "tenant", "user", "key_id", "model", "outcome", *SUMMED)
+    shape = {name: kind for name, kind in USAGE.columns["usage"].items() if name in earlier}
+    make_table = f"CREATE TABLE usage ({', '.join(f'{name} {kind}' for name, kind in shape.items())}, PRIMARY KEY (request_id))"
+    old = open_sqlite(str(tmp_path / FILE), replace(USAGE, statements=(make_table, *USAGE.statements[1:]), columns={}))
+    insert = f"INSERT INTO usage ({', '.join(shape)}) VALUES ({', '.join('?' * len(shape))})"
+    old.execute(insert, [getattr(usage(1), name) for name in shape])
+    sink = UsageDb(str(tmp_path / FILE), retention_days=90, unix_time=lambda: NOON / 1000)
+    sink.ship([encode_record(usage(2, ttft_ms=1.5, route="r0", prompt="hi"))])
+    old.execute(insert, [getattr(usage(3), name) for name in shape])  # the earlier program goes on
+    names = "request_id, ttft_ms, route, prompt"
+    found = sink._connection.execute(f"SELECT {names} FROM usage ORDER BY request_id").fetchall()
+    assert [row[1:] for row in found] == [(None, "", None), (1.5, "r0", "hi"), (None, "", None)]
+    assert shown(sink._connection, by=["tenant"]) == [("acme", 3)]
+    old.close()
+    sink.close()
 
 
 def test_a_month_is_read_from_the_sums_of_its_days(tmp_path: Path) -> None:

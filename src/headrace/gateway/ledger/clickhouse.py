@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import logging
 import re
 import socket
 import ssl
@@ -21,20 +22,21 @@ from urllib.parse import urlencode
 from headrace.core.errors import ConfigError
 from headrace.core.regular_files import MAX_SECRET_BYTES, read_file
 from headrace.gateway.ledger.config import ClickHouseConfig
-from headrace.gateway.ledger.record import SinkFailed, UsageRecord
+from headrace.gateway.ledger.record import COLUMNS, SinkFailed
 from headrace.gateway.ledger.usage_query import QUANTILES, SqlDialect, UsageQuery, rows_of, usage_statement
 from headrace.machine.private_files import read_token
+
+log = logging.getLogger("headrace.usage")
 
 CLICKHOUSE = "clickhouse"
 ANSWER_S = 30.0
 """Seconds for a connection, and for each part of an answer, of what is shipped."""
 
 INSERT_SETTINGS = {"input_format_skip_unknown_fields": 1}
-"""Columns that the table of an older version lacks are left out."""
+"""Columns that the table lacks, and may not gain, are left out."""
 
 UNKNOWN_TABLE, UNKNOWN_DATABASE = 60, 81
 _CODE = re.compile(r"Code: (\d+)")
-_COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens")
 MAX_MESSAGE_CHARS = 200
 
 
@@ -58,17 +60,34 @@ class ClickHouseSink:
         self._headers = _headers(config)
         self._tls = _tls(config)
         self._connection: http.client.HTTPConnection | None = None
+        self._has_columns = False
 
     def ship(self, payloads: Sequence[bytes]) -> None:
         statement = f"INSERT INTO {self._config.full_table} FORMAT JSONEachRow"
         rows = b"\n".join(payloads)
         try:
+            self._add_columns()
             self.query(statement, rows)
         except ClickHouseRefused as refused:
             if refused.code not in (UNKNOWN_TABLE, UNKNOWN_DATABASE):
                 raise
             self.create()
             self.query(statement, rows)
+
+    def _add_columns(self) -> None:
+        """Once: add the columns that the table of an older version lacks. Where the user may not do that, rows lack them."""
+        if self._has_columns:
+            return
+        table = self._config.full_table
+        try:
+            there = {line.split(b"\t")[0].decode() for line in self.query(f"DESCRIBE TABLE {table} FORMAT TabSeparated").splitlines()}
+            for column in [column for column in COLUMNS if column.name not in there]:
+                self.query(f"ALTER TABLE {table} ADD COLUMN {column.name} {column.kind.clickhouse}")
+        except ClickHouseRefused as refused:
+            if refused.code in (UNKNOWN_TABLE, UNKNOWN_DATABASE):
+                raise
+            log.warning("usage: a column that %s lacks was not added: %s", table, refused)
+        self._has_columns = True
 
     def create(self) -> None:
         """Make the database and the table where they are not there. Raises SinkFailed."""
@@ -124,23 +143,13 @@ class ClickHouseSink:
 
 def create_table(config: ClickHouseConfig) -> str:
     """The statement that makes the table. Rows with one tenant, time and request id are one row."""
-    columns = ", ".join([*(f"{name} {_type(name)}" for name in UsageRecord.__struct_fields__), _TIME])
+    columns = ", ".join([*(f"{column.name} {column.kind.clickhouse}" for column in COLUMNS), _TIME])
     order = "(tenant, time_ms, request_id)"
     engine = f"ENGINE = ReplacingMergeTree PARTITION BY toYYYYMM(time) ORDER BY {order}"
     return f"CREATE TABLE IF NOT EXISTS {config.full_table} ({columns}) {engine}"
 
 
 _TIME = "time DateTime MATERIALIZED toDateTime(intDiv(time_ms, 1000))"
-
-
-def _type(column: str) -> str:
-    if column in ("time_ms", "cost_nanos"):
-        return "Int64"
-    if column in _COUNTS:
-        return "UInt32"
-    if column.endswith("_ms"):
-        return "Nullable(Float64)"
-    return "Nullable(String)" if column == "prompt" else "String"
 
 
 def _headers(config: ClickHouseConfig) -> dict[str, str]:

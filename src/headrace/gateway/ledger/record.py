@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Annotated, NamedTuple, Protocol, get_type_hints
 
 import msgspec
 from msgspec import Struct
@@ -18,40 +18,73 @@ MAX_PROMPT_BYTES = 64 << 10
 """JSON of a prompt beyond these bytes is cut in a record."""
 
 
-class UsageRecord(Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Fields are explained in docs/usage.md. Tokens and money are whole numbers, durations are milliseconds; None: not known, or none.
+class ColumnKind(NamedTuple):
+    """The type of a column in SQL, by store. A column that an older table gains has the default in its earlier rows."""
 
-    A new field needs a default, a column in `usage_db` and in `clickhouse`, and a row in docs/usage.md.
+    sqlite: str
+    clickhouse: str
+
+
+Word = Annotated[str, ColumnKind("TEXT DEFAULT ''", "String")]
+Text = Annotated[str | None, ColumnKind("TEXT", "Nullable(String)")]
+Count = Annotated[int, ColumnKind("INTEGER NOT NULL DEFAULT 0", "UInt32")]
+Whole = Annotated[int, ColumnKind("INTEGER NOT NULL DEFAULT 0", "Int64")]
+Duration = Annotated[float | None, ColumnKind("REAL", "Nullable(Float64)")]
+
+_OF_KEY = "of the key"
+_TOKENS = "as the engine counted them; cached ones are part of the prompt's"
+_STAGE = (
+    "stages of the first sequence in its engine, which says them at the sequence's end: null where the client left before, or a stop "
+    "string ended it"
+)
+
+
+class UsageRecord(Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """The table of columns of every sink and of docs/usage.md (`make derived`), whose rows have the texts below.
+
+    Tokens and money are whole numbers, durations are milliseconds; None: not known, or none. A new field needs a default: tables that are
+    there gain its column.
     """
 
-    request_id: str
-    time_ms: int
-    tenant: str
-    user: str = ""
-    key_id: str = ""
-    tier: str = ""
-    model: str
-    version: str = ""
-    adapter_id: str = ""
-    endpoint: str = ""
-    route: str = ""
-    cache_tier: str = ""
-    outcome: str
-    finish_reason: str = ""
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    cost_nanos: int
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
-    queue_ms: float | None = None
-    total_latency_ms: float | None = None
-    prefill_ms: float | None = None
-    decode_ms: float | None = None
-    preempted_ms: float | None = None
-    stalled_ms: float | None = None
-    prompt: str | None = None
+    request_id: Annotated[Word, "the id of the answer's `x-request-id`"]
+    time_ms: Annotated[Whole, "when the request came, in Unix milliseconds"]
+    tenant: Annotated[Word, _OF_KEY]
+    user: Annotated[Word, _OF_KEY] = ""
+    key_id: Annotated[Word, _OF_KEY] = ""
+    tier: Annotated[Word, _OF_KEY] = ""
+    model: Annotated[Word, "name of the model"]
+    version: Annotated[Word, "`system_fingerprint` of the model's weights"] = ""
+    adapter_id: Annotated[Word, "adapters are not served yet: always empty"] = ""
+    endpoint: Annotated[Word, "path of the request"] = ""
+    route: Annotated[Word, "the replica or foreign server that answered"] = ""
+    cache_tier: Annotated[
+        Word,
+        'the cache that answered: "response", "idempotency", "prefix" where an engine found part of the prompt; empty: none',
+    ] = ""
+    outcome: Annotated[Word, "as in the request log"]
+    finish_reason: Annotated[Word, "the finish reasons of the sequences, each once, in order"] = ""
+    prompt_tokens: Annotated[Count, _TOKENS]
+    cached_tokens: Annotated[Count, _TOKENS]
+    completion_tokens: Annotated[Count, _TOKENS]
+    cost_nanos: Annotated[Whole, "money in billionths of the currency's unit, by the price that held when the request began"]
+    ttft_ms: Annotated[Duration, "from arrival to the first token"] = None
+    tpot_ms: Annotated[Duration, "mean time of each token after the first"] = None
+    queue_ms: Annotated[Duration, "in the engine's queue"] = None
+    total_latency_ms: Annotated[Duration, "from arrival to the end"] = None
+    prefill_ms: Annotated[Duration, _STAGE] = None
+    decode_ms: Annotated[Duration, _STAGE] = None
+    preempted_ms: Annotated[Duration, _STAGE] = None
+    stalled_ms: Annotated[Duration, _STAGE] = None
+    prompt: Annotated[Text, "of tenants with the option `log_prompts` alone: the messages or prompts as JSON, cut at 64 KiB"] = None
 
+
+class Column(NamedTuple):
+    name: str
+    kind: ColumnKind
+    meaning: str
+
+
+COLUMNS = tuple(Column(name, *hint.__metadata__) for name, hint in get_type_hints(UsageRecord, include_extras=True).items())
 
 encode_record = msgspec.json.Encoder().encode
 decode_record = msgspec.json.Decoder(UsageRecord).decode

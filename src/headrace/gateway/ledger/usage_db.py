@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from msgspec import MsgspecError
 
 from headrace.core.clock import Clock
-from headrace.gateway.ledger.record import SinkFailed, UsageRecord, decode_record
+from headrace.gateway.ledger.record import COLUMNS, SinkFailed, decode_record
 from headrace.gateway.stores.sqlite_thread import SqliteForm, open_sqlite
 
 log = logging.getLogger("headrace.usage")
@@ -17,15 +17,7 @@ log = logging.getLogger("headrace.usage")
 DAY_MS = 86_400_000
 SQL = "sql"
 FILE = "usage.db"
-COLUMNS = tuple(UsageRecord.__struct_fields__)
-_COUNTS = ("time_ms", "prompt_tokens", "cached_tokens", "completion_tokens", "cost_nanos")
-
-
-def _column(name: str) -> str:
-    kind = "INTEGER NOT NULL" if name in _COUNTS else "REAL" if name.endswith("_ms") else "TEXT"
-    return f"{name} {kind}{' PRIMARY KEY' if name == 'request_id' else ''}"
-
-
+_TYPES = {column.name: column.kind.sqlite for column in COLUMNS}
 DAYS = "usage_days"
 """Sums over the records of a UTC day, kept by triggers, so that a question about a month reads few rows."""
 
@@ -57,14 +49,15 @@ USAGE = SqliteForm(
     version=1,
     synchronous="NORMAL",
     statements=(
-        f"CREATE TABLE usage ({', '.join(map(_column, COLUMNS))})",
+        f"CREATE TABLE usage ({', '.join(f'{name} {kind}' for name, kind in _TYPES.items())}, PRIMARY KEY (request_id))",
         "CREATE INDEX usage_by_time ON usage (time_ms)",
         "CREATE INDEX usage_by_tenant ON usage (tenant, time_ms)",
     ),
     added={DAYS: _MAKE_DAYS},
+    columns={"usage": _TYPES},
 )
 
-_INSERT = f"INSERT OR IGNORE INTO usage ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})"
+_INSERT = f"INSERT OR IGNORE INTO usage ({', '.join(_TYPES)}) VALUES ({', '.join('?' * len(_TYPES))})"
 _DELETE = "DELETE FROM usage WHERE rowid IN (SELECT rowid FROM usage WHERE time_ms < ? ORDER BY time_ms LIMIT 1000)"
 DELETE_EVERY_S = 10.0
 """Seconds between two deletions of records that are too old, a thousand at most each time."""
@@ -117,4 +110,4 @@ def _row(payload: bytes) -> tuple[object, ...] | None:
     except MsgspecError:
         log.warning("usage: a record of another version cannot be kept in %s", FILE)
         return None
-    return tuple([getattr(record, name) for name in COLUMNS])
+    return tuple([getattr(record, name) for name in _TYPES])

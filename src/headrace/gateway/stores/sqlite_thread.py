@@ -50,6 +50,7 @@ class SqliteForm:
     version      version of the schema (`user_version`); a file of another version is refused
     statements   SQL that makes the tables of an empty file
     added        table -> SQL that adds the table to an older file of the same version; older programs ignore such a table
+    columns      table -> column -> SQL type, of the columns that the table of an older file gains, with a default where null is refused
     synchronous  SQLite's pragma. "OFF": a commit survives the end of the process, not a power cut. "NORMAL": after a power cut the file is
                  intact, but the last commits may be lost. "FULL": a commit is on disk before its caller continues
     """
@@ -57,6 +58,7 @@ class SqliteForm:
     version: int
     statements: tuple[str, ...]
     added: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    columns: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     synchronous: Literal["OFF", "NORMAL", "FULL"]
 
 
@@ -245,7 +247,7 @@ def _connected(path: str, form: SqliteForm) -> sqlite3.Connection:
 
 
 def _set_up(connection: sqlite3.Connection, form: SqliteForm) -> None:
-    """Set the pragmas, and make missing tables. Raises sqlite3.Error; DatabaseError for a file of another schema version."""
+    """Set the pragmas, and make missing tables and columns. Raises sqlite3.Error; DatabaseError for a file of another schema version."""
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute(f"PRAGMA synchronous = {form.synchronous}")
     connection.execute("BEGIN IMMEDIATE")
@@ -255,6 +257,10 @@ def _set_up(connection: sqlite3.Connection, form: SqliteForm) -> None:
             connection.execute(statement)
         connection.execute(f"PRAGMA user_version = {form.version}")
     if version in (0, form.version):
+        for table, columns in form.columns.items():
+            there = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
+            for name in [name for name in columns if name not in there]:
+                connection.execute(f"ALTER TABLE {table} ADD COLUMN {name} {columns[name]}")
         for table, statements in form.added.items():
             if not has_table(connection, table):
                 for statement in statements:
