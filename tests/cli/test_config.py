@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from pathlib import Path
 from typing import cast
 
@@ -13,6 +14,7 @@ import yaml
 
 from headrace.cli.config import load
 from headrace.cli.config_faults import faults
+from headrace.cli.config_variables import REMOVED
 from headrace.cli.config_yaml import Raw, dump_yaml, parse_yaml
 from headrace.cli.serve_config import ServeConfig, is_fetched
 from headrace.core.errors import ConfigError
@@ -60,7 +62,7 @@ models:
   - engine: {{model: {model_folder}}}
 gateway:
   port: 9000
-  limits: {{max_connections: 5}}
+  limits: {{max_body_bytes: 5}}
   api_keys:
     - {{key: a-long-enough-key, tenant: acme, tier: premium}}
 """
@@ -70,7 +72,7 @@ gateway:
     assert small.engine is not None
     assert (small.engine.max_num_seqs, small.engine.queue_policy) == (8, "fair")
     assert other.served_name == "some-model"
-    assert (config.gateway.port, config.gateway.limits.max_connections, config.gateway.limits.max_requests) == (9000, 5, 4096)
+    assert (config.gateway.port, config.gateway.limits.max_body_bytes, config.gateway.limits.max_requests) == (9000, 5, 4096)
     key = config.gateway.api_keys[0]
     assert (key.tenant, key.tier, key.key) == ("acme", "premium", "")
     assert key.sha256 == hashlib.sha256(b"a-long-enough-key").hexdigest()
@@ -101,7 +103,7 @@ def test_a_foreign_servers_key_is_not_looked_for_where_the_gateway_cannot_see_it
 def test_a_model_may_be_answered_by_a_foreign_server(tmp_path: Path, model_folder: Path) -> None:
     text = f"""
 models:
-  - upstreams: [{{url: "http://127.0.0.1:9000/v1", model: its-name, api_key_env: ITS_KEY, first_token_s: 30}}]
+  - upstreams: [{{url: "http://127.0.0.1:9000/v1", model: its-name, api_key_env: ITS_KEY, silence_s: 30}}]
     aliases: [far]
   - engine: {{model: {model_folder}}}
 """
@@ -113,7 +115,7 @@ models:
     far, near = config.fleet(lambda model: Path(model)).checked().models
     assert (far.folder, far.replicas, far.aliases) == (None, 0, ("far",))
     (server,) = far.upstreams
-    assert (server["url"], server["api_key_env"], server["first_token_s"]) == ("http://127.0.0.1:9000/v1", "ITS_KEY", 30.0)
+    assert (server["url"], server["api_key_env"], server["silence_s"]) == ("http://127.0.0.1:9000/v1", "ITS_KEY", 30.0)
     assert (near.folder, near.upstreams) == (model_folder, ())
     assert config_from({"models": [{"name": far.name, "upstreams": [dict(server)]}]})
 
@@ -241,6 +243,20 @@ def test_wrong_files_are_refused_with_path_and_remedy(tmp_path: Path, model_fold
     error = refusal(tmp_path, text.replace("model: M", f"model: {model_folder}"))
     assert error.where.endswith(where), error
     assert what in str(error), error
+
+
+@pytest.mark.parametrize("path", REMOVED)
+def test_a_removed_key_is_refused_with_what_takes_its_place(tmp_path: Path, path: str) -> None:
+    steps = re.split(r"[.\[\]]+", path.replace("[N]", "[0]"))
+    value: object = {"url": "http://127.0.0.1/v1", "model": "m", steps[-1]: 1} if "upstreams" in steps else {steps[-1]: 1}
+    for step in reversed(steps[:-1]):
+        value = [value] if step.isdecimal() else {step: value}
+    refused = refusal(tmp_path, json.dumps(value))
+    assert (refused.where, refused.remedy) == (path.replace("[N]", "[0]"), REMOVED[path])
+    variable = f"HEADRACE_{'__'.join(steps).upper()}"
+    if "__" in variable:
+        refused = refusal(tmp_path, "", {variable: "1"})
+        assert (refused.where, refused.remedy) == (variable, REMOVED[path])
 
 
 def test_deep_nesting_is_refused_with_its_line(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def llama(tmp_path: Path) -> Iterator[LlamaServer]:
 
 @pytest.mark.slow
 def test_llama_cpp_answers_behind_a_model_of_ours_and_each_of_its_failures_is_ours(llama: LlamaServer) -> None:
-    upstream: dict[str, object] = {"url": f"http://127.0.0.1:{llama.port}/v1", "model": "gguf", "first_token_s": 3}
+    upstream: dict[str, object] = {"url": f"http://127.0.0.1:{llama.port}/v1", "model": "gguf", "silence_s": 3}
     with another() as spare, front(upstream, {"url": f"http://127.0.0.1:{spare.port}/v1", "model": "its-name"}) as (server, client):
         server.until(lambda: server.metric("headrace_upstream_reported_requests", model="far", replica="foreign-0") == 0)
         server.until(lambda: '_reported_requests{model="far",replica="foreign-0",state="waiting"}' in server.get("/metrics")[1])

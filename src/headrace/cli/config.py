@@ -17,7 +17,7 @@ from pathlib import Path
 
 from headrace.bundled import DEFAULT_MODEL
 from headrace.cli.config_origins import flag_steps, named_by_origin
-from headrace.cli.config_variables import ELSEWHERE, apply_environment, set_at
+from headrace.cli.config_variables import ELSEWHERE, REMOVED, apply_environment, set_at
 from headrace.cli.config_yaml import Raw, read_yaml
 from headrace.cli.serve_config import ServeConfig
 from headrace.cli.state import state_folder
@@ -104,7 +104,7 @@ def decoded(raw: Raw, default_model: str | None = None) -> ServeConfig:
     """As `from_raw`, but only keys and types are checked, not values: a model's folder need not exist."""
     _refuse_computed(raw)
     _fill(raw, default_model)
-    return decode(ServeConfig, raw, elsewhere=ELSEWHERE)
+    return decode(ServeConfig, raw, elsewhere={**ELSEWHERE, **REMOVED})
 
 
 def _apply_flags(raw: Raw, flags: Mapping[str, object], names: Mapping[str, str]) -> None:

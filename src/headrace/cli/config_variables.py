@@ -12,9 +12,9 @@ from dataclasses import is_dataclass
 from difflib import get_close_matches
 from typing import get_args, get_origin, get_type_hints
 
-from headrace.cli.config_yaml import Raw, parse_yaml
+from headrace.cli.config_yaml import Raw, parse_yaml, shown_path
 from headrace.core.errors import ConfigError
-from headrace.core.strict_decode import UnknownKey, inner, key_of
+from headrace.core.strict_decode import UnknownKey, generic, inner, key_of
 
 TOP_LEVEL = (
     "state",
@@ -37,8 +37,20 @@ ELSEWHERE = {
     "gateway.prices": "Declare prices at the top level.",
     "gateway.usage": "Set usage at the top level.",
     "gateway.timeouts.drain_s": "Set drain_timeout_s at the top level.",
+    "gateway.limits.max_text_workers": "Each gateway worker has one or two: set gateway.workers.",
+    "gateway.limits.max_prompt_bytes": "A sixteenth of the memory is for prompts: limit the process's memory, or set max_requests.",
+    "gateway.limits.max_answer_bytes": "Answers may hold 40 MiB: set max_requests, or max_tenant_share.",
 }
-"""Keys of the packages' configs that are computed from other keys -> what to do instead. They are refused in a file, and not suggested."""
+"""Keys of the packages' configs that are computed from other keys, or have one good value -> what to do instead. A file that has one is
+refused, and none is suggested."""
+
+REMOVED = {
+    "models[N].upstreams[N].first_token_s": "silence_s holds before the first token too.",
+    "models[N].upstreams[N].allow_link_local": "A server at a link-local address is never connected to: name it by another address.",
+    "gateway.timeouts.sse_ping_s": "A quiet stream gets a comment line every 10 s: give proxies a longer time.",
+    "gateway.idempotency": "Answers to requests with an Idempotency-Key are kept for 24 hours.",
+}
+"""Paths of keys that earlier versions had -> what takes their place."""
 
 
 def apply_environment(kind: type, raw: Raw, environment: Mapping[str, str], prefix: str) -> None:
@@ -100,6 +112,8 @@ def _hint_at(kind: type, steps: Sequence[str], name: str, prefix: str) -> object
         elif isinstance(hint, type) and is_dataclass(hint):
             hints = {key_of(name): each for name, each in get_type_hints(hint).items()}
             if step not in hints:
+                if (remedy := REMOVED.get(generic(shown_path(steps)))) is not None:
+                    raise ConfigError(name, "is not a key any more", remedy)
                 nearest = nearest_variable(kind, name, prefix)
                 raise ConfigError(name, "is not a known key", f"Did you mean {nearest}?") if nearest else UnknownKey(name, hints, {})
             hint = hints[step]

@@ -10,7 +10,7 @@ value. Values get their types in `core.strict_decode`.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -212,6 +212,6 @@ def _note_lines(node: yaml.Node | None, steps: list[str], document: YamlDocument
             _note_lines(item, inside, document)
 
 
-def shown_path(steps: list[str]) -> str:
+def shown_path(steps: Sequence[str]) -> str:
     """A path as errors show it: "models[0].name" for ["models", "0", "name"]."""
     return "".join(f"[{step}]" if step.isdecimal() else f".{step}" for step in steps).removeprefix(".")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import keyword
+import re
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
@@ -48,9 +49,13 @@ class UnknownKey(ConfigError):
     def __init__(self, where: str, known: Iterable[str], elsewhere: Mapping[str, str]) -> None:
         """
         where      path of the unknown key
-        elsewhere  path -> remedy, for known keys that must not be set in this file
+        elsewhere  path, with [N] for list indices -> remedy, for keys that must not be set in this file, and for those that were removed
         """
         around, _, key = where.rpartition(".")
+        self.nearest = None
+        if (remedy := elsewhere.get(generic(where))) is not None:
+            super().__init__(where, "is not a key any more", remedy)
+            return
         remedies = {name: elsewhere[path] for name in known if (path := joined(around, name)) in elsewhere}
         close = next(iter(get_close_matches(key, known, n=1)), None)
         self.nearest = None if close in remedies else close
@@ -125,6 +130,11 @@ def inner(hint: object) -> object:
 def joined(where: str, key: str) -> str:
     """The path of `key` in the mapping at `where`."""
     return f"{where}.{key}" if where else key
+
+
+def generic(path: str) -> str:
+    """A path with [N] for each list index."""
+    return re.sub(r"\[\d+\]", "[N]", path)
 
 
 def _choices(hint: object) -> tuple[object, ...]:

@@ -175,7 +175,6 @@ async def _open_service(
 def _watch(config: GatewayConfig, memory: RequestMemory, metrics: Metrics, sources: Sources) -> StreamWatch:
     return StreamWatch(
         left_bytes=lambda: memory.answers.left,
-        ping_s=config.timeouts.sse_ping_s,
         on_lag=metrics.loop_lag.observe,
         clock=sources.clock,
     )
@@ -227,7 +226,6 @@ def _followed(reloader: Reloader, service: Service) -> Reloader:
     reloader.follow(lambda config: partial(service.text_pool.change, config.limits.max_text_queue))
     reloader.follow(lambda config: partial(service.tenant_share.change, config.limits.max_tenant_share, config.num_tenants))
     reloader.follow(lambda config: partial(service.memory.change, memory_limits(config.limits, machine_bytes(), service.tenant_share)))
-    reloader.follow(lambda config: partial(service.watch.change, ping_s=config.timeouts.sse_ping_s))
     if (ledger := service.ledger) is not None:
         reloader.follow(lambda config: ledger.prepare(config.usage))
     reloader.follow(lambda config: partial(service.limiter.follow_budget, config.limits.budget))

@@ -16,7 +16,7 @@ from headrace.core.hashing import check_secret
 from headrace.core.option import Reload, Role, check_options, option, required, section
 from headrace.core.strict_decode import decode, read_json_object
 from headrace.gateway.access.principal import ANY_ACCESS, OPEN_ACCESS, ApiKey, MetricsAccess, OpenMetrics, check_key, with_digest
-from headrace.gateway.cache.config import CacheConfig, IdempotencyConfig
+from headrace.gateway.cache.config import CacheConfig
 from headrace.gateway.generation.config import RequestConfig
 from headrace.gateway.http.config import HttpTls, Limits, ServerConfig, Timeouts, check_names, check_networks
 from headrace.gateway.ledger.config import UsageConfig
@@ -116,7 +116,6 @@ class GatewayConfig:
     store: StoreConfig = section(StoreConfig)
     sessions: SessionConfig = section(SessionConfig)
     cache: CacheConfig = section(CacheConfig, reload=Reload.LIVE)
-    idempotency: IdempotencyConfig = section(IdempotencyConfig, reload=Reload.LIVE)
     state: str = ""
     tiers: dict[str, Tier] = section(dict, reload=Reload.LIVE)
     prices: dict[str, Price] = section(dict, reload=Reload.LIVE)
@@ -141,7 +140,7 @@ class GatewayConfig:
         self._check_metrics()
         check_names(self.allowed_hosts, self.allowed_origins)
         check_networks("trusted_proxies", self.trusted_proxies)
-        for part in ("limits", "timeouts", "admission", "sessions", "cache", "idempotency"):
+        for part in ("limits", "timeouts", "admission", "sessions", "cache"):
             check_options(getattr(self, part), part)
         self._check_money()
         _check_share(self.limits.max_tenant_share, self.num_tenants)
@@ -204,7 +203,6 @@ class GatewayConfig:
             admission=self.admission,
             prices=self.prices,
             cache=self.cache,
-            idempotency=self.idempotency,
             metrics=metrics,
         )
 

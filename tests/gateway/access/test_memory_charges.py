@@ -263,7 +263,7 @@ def blocked_clients(watch: StreamWatch, sizes: Iterable[int]) -> list[Client]:
 @pytest.mark.parametrize(("left", "cut"), [(600, []), (599, [300]), (250, [300, 200]), (0, [300, 200, 100]), (-5, [300, 200, 100])])
 @pytest.mark.pure
 def test_when_all_streams_together_make_too_much_wait_the_largest_goes_first(left: int, cut: list[int]) -> None:
-    watch = StreamWatch(ping_s=10, left_bytes=lambda: left)
+    watch = StreamWatch(left_bytes=lambda: left)
     clients = blocked_clients(watch, (100, 300, 200, 0))
     watch.enforce()
     assert sorted((client.size for client in clients if client.was_dropped), reverse=True) == cut
@@ -275,7 +275,7 @@ def test_when_all_streams_together_make_too_much_wait_the_largest_goes_first(lef
 @pytest.mark.pure
 def test_a_stream_that_has_ended_already_is_dropped_before_streams_that_have_not() -> None:
     """Its task was blocked in the socket with its bytes; every other stream was cut, those with nothing waiting as well."""
-    watch = StreamWatch(ping_s=10, left_bytes=lambda: 250)
+    watch = StreamWatch(left_bytes=lambda: 250)
     clients = blocked_clients(watch, (100, 300, 0, 0))
     over = DeadlineExceeded("over")
     clients[1].exchange.end(over)

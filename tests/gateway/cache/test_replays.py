@@ -206,13 +206,6 @@ async def test_what_cannot_be_kept_is_refused_under_a_key(one: TestBench) -> Non
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "Idempotency-Key")
 
 
-async def test_where_it_is_off_the_header_is_named_as_without_effect(text: TextModel) -> None:
-    async with open_bench(text, idempotency={"ttl_s": 0}) as bench:
-        answers = [await ask(bench, "a") for _ in range(2)]
-        assert [answer.headers["x-headrace-ignored"] for answer in answers] == ["Idempotency-Key"] * 2
-        assert len(bench.replica.requests) == 2
-
-
 async def test_a_cached_answer_is_kept_under_the_key_too(text: TextModel) -> None:
     async with open_bench(text, cache={"enabled": True}) as bench:
         first = await ask(bench, "a", temperature=0)

@@ -309,7 +309,7 @@ async def test_foreign_servers_come_and_go(text: TextModel, bench: TestBench) ->
         await apply(bench, model(MODEL, "r0"), {"name": "far", "upstreams": upstreams})
         assert (await ask(bench, "far")).json()["choices"][0]["message"]["content"] == SAID
         running = await held_stream(bench, far.replica, "far")
-        await apply(bench, model(MODEL, "r0"), {"name": "far", "upstreams": [{**upstreams[0], "first_token_s": 9}]})
+        await apply(bench, model(MODEL, "r0"), {"name": "far", "upstreams": [{**upstreams[0], "silence_s": 9}]})
         assert bench.reloader.status()["far"] == {"foreign-0": ReplicaStatus(True, "", 1)}
         await apply(bench, model(MODEL, "r0"))
         assert (await ask(bench, "far")).status_code == 404
@@ -329,7 +329,7 @@ async def test_a_change_of_foreign_servers_leaves_the_circuits_of_replicas_as_th
     upstreams = [{"url": "http://127.0.0.1:9/v1", "model": MODEL}]
     await apply(bench, {**model(MODEL, "r0"), "upstreams": upstreams})
     assert circuit() is first
-    await apply(bench, {**model(MODEL, "r0"), "upstreams": [{**upstreams[0], "first_token_s": 9}]})
+    await apply(bench, {**model(MODEL, "r0"), "upstreams": [{**upstreams[0], "silence_s": 9}]})
     assert circuit() is first, "what the replica has failed is not forgotten"
 
 
@@ -580,20 +580,6 @@ async def test_the_cache_follows_and_what_is_kept_stays(bench: TestBench) -> Non
     assert await cache_said("one") == "hit", "it was kept for an hour"
     await apply(bench, served)
     assert await cache_said("one") == "off"
-
-
-async def test_the_time_of_retries_follows(bench: TestBench) -> None:
-    async def is_replayed() -> bool:
-        answer = await bench.client.post("/v1/chat/completions", json=chat_body(max_tokens=2), headers={"idempotency-key": "one"})
-        assert answer.status_code == 200
-        await eventually(lambda: not bench.gateway.service.replays.claims)
-        return answer.headers.get("idempotent-replayed") == "true"
-
-    assert [await is_replayed() for _ in range(2)] == [False, True]
-    await apply(bench, model(MODEL, "r0"), idempotency={"ttl_s": 0})
-    assert not await is_replayed(), "the header has no effect"
-    await apply(bench, model(MODEL, "r0"))
-    assert await is_replayed(), "what was kept stays"
 
 
 async def test_prices_and_the_bounds_of_queues_hold_for_later_requests(bench: TestBench) -> None:

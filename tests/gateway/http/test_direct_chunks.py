@@ -243,7 +243,8 @@ async def test_a_fault_of_ours_on_the_short_way_ends_one_request(bench: TestBenc
 
 
 async def test_pings_keep_their_place_between_direct_chunks(text: TextModel, direct: DirectWrites) -> None:
-    async with open_bench(text, timeouts={"sse_ping_s": 0.3}) as bench, serving(bench.gateway) as port:
+    async with open_bench(text) as bench, serving(bench.gateway) as port:
+        bench.gateway.service.watch.ping_s = 0.3
         bench.replica.token_delay_s = 0.7
         said = await answer(port, COMPLETIONS, {"prompt": "x", "max_tokens": 3, "ignore_eos": True})
     assert said.count(": ping\n\n") == 2, "one before the second token and one before the third"

@@ -1,4 +1,4 @@
-"""Defines the options of the response cache and of the answers that are kept for an Idempotency-Key."""
+"""Defines the options of the response cache."""
 
 from __future__ import annotations
 
@@ -14,12 +14,3 @@ class CacheConfig:
     enabled: bool = option(False, "Answer equal deterministic requests from the response cache; a tenant's option `cache` counts more.")
     models: tuple[str, ...] = option((), "Names of the models whose answers are cached.", shown="all")
     ttl_s: float = option(3600.0, "Seconds that an answer is kept.", above=0.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IdempotencyConfig:
-    """Answers to requests with an Idempotency-Key."""
-
-    ttl_s: float = option(
-        86400.0, "Seconds that the answer to a request with an `Idempotency-Key` is kept for retries; 0: the header has no effect.", low=0.0
-    )

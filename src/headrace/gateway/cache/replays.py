@@ -1,6 +1,6 @@
 """Answers retries with an Idempotency-Key: the first request claims the key and its answer is kept, a retry gets that answer.
 
-    no entry --claim--> running, for LEASE_S at a time, renewed --keep--> the answer, for `idempotency.ttl_s`
+    no entry --claim--> running, for LEASE_S at a time, renewed --keep--> the answer, for TTL_S
         ^                    |
         `-- free: it failed, or its gateway died and the lease ran out
 
@@ -18,7 +18,6 @@ from hashlib import blake2b
 import msgspec
 
 from headrace.core.errors import InvalidRequest, Unavailable
-from headrace.gateway.cache.config import IdempotencyConfig
 from headrace.gateway.cache.recorded_answer import FORM, WholeAnswer
 from headrace.gateway.http.errors import IdempotencyConflict, IdempotencyMismatch
 from headrace.gateway.http.exchange import Exchange
@@ -35,6 +34,9 @@ IDEMPOTENCY_KEY = HEADER.lower().encode()
 """The header's name as requests have it."""
 
 _KEY = re.compile(rb"[\x21-\x7e]{1,255}")
+
+TTL_S = 86_400.0
+"""Seconds that an answer is kept for retries: a day, as clients of Stripe's API expect."""
 
 LEASE_S = 10.0
 """Seconds after its gateway's death until a claim ends."""
@@ -90,10 +92,10 @@ def replay_key(given: bytes, tenant: str) -> str:
     return digest.hexdigest()
 
 
-def retry_key(exchange: Exchange, config: IdempotencyConfig) -> str:
-    """The store's key for a request's Idempotency-Key. Empty: the request has none, or answers are not kept. Raises InvalidRequest."""
+def retry_key(exchange: Exchange) -> str:
+    """The store's key for a request's Idempotency-Key; empty: the request has none. Raises InvalidRequest."""
     given = [value for name, value in exchange.headers if name == IDEMPOTENCY_KEY]
-    if not given or not config.ttl_s:
+    if not given:
         return ""
     return replay_key(given[0] if len(given) == 1 else b"", exchange.principal.tenant_key)
 
@@ -152,14 +154,14 @@ class Replays:
         claim.lease.begin_renewing(RENEW_S)
         return claim
 
-    def keep(self, claim: KeyClaim, answer: WholeAnswer | None, *, ttl_s: float) -> None:
+    def keep(self, claim: KeyClaim, answer: WholeAnswer | None) -> None:
         """Store a whole answer, in the background. answer None: it is too large to be kept, and a retry gets an error that says so"""
         value = _encode(ReplayEntry(FORM, claim.body, b"", answer))
         if len(value) > self.max_entry_bytes:
             answer, value = None, _encode(ReplayEntry(FORM, claim.body))
         claim.answer = answer
         claim.lease.end()
-        self._store.write(lambda store: claim.lease.replace(store, value, ttl_s=ttl_s), len(value), lambda _: self._forget(claim))
+        self._store.write(lambda store: claim.lease.replace(store, value, ttl_s=TTL_S), len(value), lambda _: self._forget(claim))
 
     def free(self, claim: KeyClaim) -> None:
         """Remove a claim whose request has failed: the next request under the key is the first one again."""

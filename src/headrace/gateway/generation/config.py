@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from headrace.gateway.access.principal import MetricsAccess
-from headrace.gateway.cache.config import CacheConfig, IdempotencyConfig
+from headrace.gateway.cache.config import CacheConfig
 from headrace.gateway.http.config import Limits, Timeouts
 from headrace.policy.config import AdmissionRules
 from headrace.policy.limits.price import FREE, Price
@@ -21,7 +21,6 @@ class RequestConfig:
     admission: AdmissionRules
     prices: Mapping[str, Price]
     cache: CacheConfig
-    idempotency: IdempotencyConfig
     metrics: MetricsAccess
 
     def price_of(self, model: str) -> Price:

@@ -151,12 +151,12 @@ class _Answer:
                 yield made
 
     async def _stream(self) -> None:
-        """Write a stream. Response headers wait for the first event, for at most `sse_ping_s`, so that a refusal has its own status."""
+        """Write a stream. Response headers wait for the first event, for at most PING_S, so that a refusal has its own status."""
         stream, encoder, progress, replay = self.stream, self.encoder, self.progress, self.ready.replay
         first: list[OutputEvent] | None = None
         if replay is None:
             with suppress(TimeoutError):
-                async with asyncio.timeout(self.call.config.timeouts.sse_ping_s):
+                async with asyncio.timeout(self.pipeline.watch.ping_s):
                     first = await self._events()
         logprob_bytes = self.memory.unread_logprob_bytes
         async with self.pipeline.watch.open(self.exchange, lambda: stream.unread_bytes, logprob_bytes=logprob_bytes) as sse:

@@ -51,17 +51,6 @@ class Limits:
     max_requests: int = option(
         4096, "Requests at once; one more gets 429. A tenant may have `max_tenant_share` of them.", low=1, is_shared=True
     )
-    max_text_workers: int = option(2, "Processes that render templates and tokenize, at least one a gateway worker.", low=1, is_shared=True)
-    max_prompt_bytes: int | None = option(
-        None,
-        "Bytes of the bodies and prompts of all requests; one more is refused with 429, and one that holds more than 32 MiB with 413.",
-        shown="1/16 of memory, at least 40 MiB",
-        low=1,
-        is_shared=True,
-    )
-    max_answer_bytes: int = option(
-        40 << 20, "Bytes of log-probabilities and unwritten answers of all requests; likewise.", low=1, is_shared=True
-    )
     max_tenant_share: float | None = option(
         None,
         "Part that one tenant may have of the site's requests, of their bytes, and of each store. Where keys name several "
@@ -87,6 +76,13 @@ class Limits:
         role=Role.TENANTS,
     )
 
+    # Not in an operator's file: what bounds them is the machine or another key (`cli.config_variables.ELSEWHERE`).
+    max_text_workers: int = option(2, "Processes that render templates and tokenize, at least one a gateway worker.", low=1, is_shared=True)
+    max_prompt_bytes: int | None = option(
+        None, "Bytes of the bodies and prompts of all requests; None: a part of the machine's memory.", low=1, is_shared=True
+    )
+    max_answer_bytes: int = option(40 << 20, "Bytes of log-probabilities and unwritten answers of all requests.", low=1, is_shared=True)
+
     @property
     def max_text_queue(self) -> int:
         """Bound of the waiting text jobs below 64 KiB, and the same for larger ones. Beyond it the tenant with most of them gets 429.
@@ -108,12 +104,6 @@ class Timeouts:
     keep_alive_s: float = option(
         75.0,
         "Seconds that an idle connection stays open between requests: longer than a proxy in front keeps it.",
-        above=0.0,
-        reload=Reload.LIVE,
-    )
-    sse_ping_s: float = option(
-        10.0,
-        "A stream without a chunk for this long gets a comment line, so that nothing on the way gives it up.",
         above=0.0,
         reload=Reload.LIVE,
     )

@@ -27,6 +27,9 @@ from headrace.gateway.http.exchange import Exchange
 TICK_S = 0.25
 """Seconds between two checks of all streams."""
 
+PING_S = 10.0
+"""Seconds without a chunk until a stream gets a comment line: proxies and browsers give up silent connections after 30 s or more."""
+
 MAX_PENDING_BYTES = 256 << 10
 """Bytes of an answer that its client has not read. With more of them the request is cancelled."""
 
@@ -164,23 +167,18 @@ class StreamWatch:
     def __init__(
         self,
         *,
-        ping_s: float,
         left_bytes: Callable[[], int] = lambda: 1 << 62,
         on_lag: Callable[[float], None] = lambda _: None,
         clock: Clock = time.monotonic,
     ) -> None:
         self.streams: set[SseStream] = set()
         self.writing: set[SseStream] = set()
-        self._ping_s = ping_s
+        self.ping_s = PING_S
         self._left_bytes = left_bytes
         self.num_cut = 0
         self._on_lag = on_lag
         self._clock = clock
         self._task: asyncio.Task[None] | None = None
-
-    def change(self, *, ping_s: float) -> None:
-        """Change the silence before a comment line, in seconds, for open streams too."""
-        self._ping_s = ping_s
 
     def open(self, exchange: Exchange, unread_bytes: Callable[[], int], *, logprob_bytes: int = 0) -> SseStream:
         return SseStream(exchange, self, unread_bytes, logprob_bytes, self._clock)
@@ -200,7 +198,7 @@ class StreamWatch:
         for stream in list(self.writing):
             self.num_cut += stream.bound()
         self._cut_largest(list(self.writing))
-        quiet_since = now - self._ping_s
+        quiet_since = now - self.ping_s
         for stream in [stream for stream in self.streams if stream.last_write_at < quiet_since]:
             stream.ping(now)
 

@@ -8,13 +8,13 @@ from headrace.gateway.access.memory_charges import ChargeLimits, MemoryLimits
 from headrace.gateway.http.config import Limits
 
 MIN_PROMPT_BYTES = 40 << 20
-"""Least bytes for prompts where `limits.max_prompt_bytes` is not set."""
+"""Least bytes for prompts."""
 
 MAX_REQUEST_BYTES = 32 << 20
 """Bytes of prompts, and of answers, that one request may hold; more is refused with 413."""
 
 PROMPT_SHARE = 16
-"""Without `limits.max_prompt_bytes`, prompts may take 1/N of the machine's memory."""
+"""Prompts may take 1/N of the machine's memory."""
 
 
 def memory_limits(limits: Limits, machine_bytes: int, tenant_share: Callable[[], float]) -> MemoryLimits:

@@ -1,7 +1,7 @@
 """Defines the configuration of served models: their replicas, their foreign servers, and the rules that hold among all models.
 
-Only the operator gives addresses of foreign servers, and even these are checked: no password in an address, no link-local address unless it
-is allowed. The second rule is applied to a host name when it is connected to (`foreign.session`), since its address may change.
+Only the operator gives addresses of foreign servers, and even these are checked: no password in an address, no link-local address. The
+second rule is applied to a host name when it is connected to (`foreign.session`), since its address may change.
 `gateway.config` has the rest of the file.
 """
 
@@ -27,7 +27,7 @@ MAX_FOREIGN_SERVERS = 16
 
 MAX_SECONDS = 86400
 MAX_ORDER = 100
-_LINK_LOCAL = "Cloud machines hand out credentials at such addresses. If a model server is really there, set allow_link_local."
+_LINK_LOCAL = "Cloud machines hand out credentials at such addresses: name the server by another one."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,22 +78,10 @@ class ForeignConfig:
         "refuses unknown fields: tenants then share its cache.",
         role=Role.SECURITY,
     )
-    allow_link_local: bool = option(
-        False,
-        "Connect although the address is link-local or that of a cloud's metadata service, where clouds hand out credentials.",
-        role=Role.SECURITY,
-    )
-    first_token_s: float = option(
-        120.0,
-        "Seconds from sending a request to its first token: shorter falls back sooner, and gives up on long prompts that the server would "
-        "have answered.",
-        above=0.0,
-        high=MAX_SECONDS,
-    )
     silence_s: float = option(
         120.0,
-        "Seconds that an answer may be silent once it has begun: shorter notices a dead server sooner, and breaks off models that think "
-        "between two parts of an answer. While comments, pings or empty chunks come, five times as long.",
+        "Seconds to the first token, and that an answer may be silent after it: shorter notices a dead server sooner, and gives up on long "
+        "prompts and on models that think between two parts. Once it has begun, five times as long while comments or pings come.",
         above=0.0,
         high=MAX_SECONDS,
     )
@@ -101,7 +89,7 @@ class ForeignConfig:
     def checked(self) -> ForeignConfig:
         """This value if its rules hold. Raises ConfigError."""
         parts = _checked_url(self.url)
-        if is_link_local(parts.hostname or "") and not self.allow_link_local:
+        if is_link_local(parts.hostname or ""):
             raise ConfigError("url", "is a link-local address or that of a cloud's metadata service", _LINK_LOCAL)
         if self.name and REPLICA_NAME.fullmatch(self.name) is None:
             raise ConfigError("name", f"{self.name!r} is not a replica name")

@@ -553,7 +553,7 @@ async def test_a_request_is_adapted_three_times_and_then_the_last_refusal_stands
 async def test_all_forms_of_a_request_have_one_deadline(text: TextModel) -> None:
     """The server is silent after a second form."""
     server = ScriptedServer(answer=lambda body: refused("no", param="user") if "user" in body else b"", hangs=True, pause_s=8.0)
-    async with scripted(text, server, first_token_s=10.0) as near:
+    async with scripted(text, server, silence_s=10.0) as near:
         began = virtual_loop().time()
         assert (await chat(near, user="u")).status_code == 503
         assert virtual_loop().time() - began < 11.0

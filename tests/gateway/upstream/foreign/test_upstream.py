@@ -286,7 +286,7 @@ async def test_a_stream_that_breaks_after_its_first_token_ends_in_a_retryable_er
 
 async def test_a_silent_server_is_given_up(text: TextModel) -> None:
     for pieces in ((), (head(),), (head(), b": ping\n\n")):
-        async with scripted(text, ScriptedServer(*pieces, hangs=True), first_token_s=0.1) as near:
+        async with scripted(text, ScriptedServer(*pieces, hangs=True), silence_s=0.1) as near:
             began = virtual_loop().time()
             response = await near.client.post("/v1/chat/completions", json=chat_body(model=FAR))
             assert response.status_code == 503
@@ -923,9 +923,9 @@ def test_a_damaged_answer_is_an_answer_or_a_broken_stream(noise: bytes, place: i
         ({"url": "http://ho st/v1"}, "url"),
         ({"url": "http://[::1/v1"}, "url"),
         ({"url": "http://host/v1", "api_key_file": "a", "api_key_env": "B"}, "api_key_file"),
-        ({"url": "http://host/v1", "first_token_s": 0}, "first_token_s"),
-        ({"url": "http://host/v1", "first_token_s": -1}, "first_token_s"),
-        ({"url": "http://host/v1", "first_token_s": 1e9}, "first_token_s"),
+        ({"url": "http://host/v1", "silence_s": 0}, "silence_s"),
+        ({"url": "http://host/v1", "silence_s": -1}, "silence_s"),
+        ({"url": "http://host/v1", "silence_s": 1e9}, "silence_s"),
         ({"url": "http://host/v1", "order": -1}, "order"),
         ({"url": "http://host/v1", "name": "a b"}, "name"),
         ({"url": "http://169.254.169.254/v1"}, "url"),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from headrace.core.clock import Clock
 from headrace.core.errors import InvalidRequest
 from headrace.gateway.cache.recorded_answer import WholeAnswer
-from headrace.gateway.cache.replays import HEADER, IDEMPOTENCY_KEY, KeyClaim, Replays, retry_key
+from headrace.gateway.cache.replays import HEADER, KeyClaim, Replays, retry_key
 from headrace.gateway.generation.call import Call, CallNext, Ready
 from headrace.gateway.generation.event_log import HEADER as LAST_EVENT
 from headrace.gateway.generation.event_log import LAST_EVENT_ID
@@ -22,11 +22,9 @@ async def answer_once(call: Call, call_next: CallNext, *, replays: Replays, metr
     Raises InvalidRequest for a malformed key or an answer that cannot be kept, IdempotencyConflict while the first request runs,
     IdempotencyMismatch when it had another body, and Unavailable when the store does not answer.
     """
-    exchange, config = call.exchange, call.config.idempotency
-    key = retry_key(exchange, config)
+    exchange = call.exchange
+    key = retry_key(exchange)
     if not key:
-        if not config.ttl_s and any(name == IDEMPOTENCY_KEY for name, _ in exchange.headers):
-            exchange.ignored.append(HEADER)
         return await call_next(call)
     _check_can_be_kept(call)
     found = await replays.find(key, tenant=call.principal.tenant_key, body=exchange.body_digest)
@@ -69,4 +67,4 @@ class FirstAnswer:
             self._replays.free(self._claim)
             return
         answer = recorder.answer(ending.usage(), self._unix_time())
-        self._replays.keep(self._claim, answer, ttl_s=self._call.config.idempotency.ttl_s)
+        self._replays.keep(self._claim, answer)

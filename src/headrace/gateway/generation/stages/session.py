@@ -41,7 +41,7 @@ async def take_turn(call: Call, call_next: CallNext, *, sessions: Sessions) -> R
     if session_id is None:
         return await call_next(call)
     _check_one_line(parsed, parsed.prompt)
-    key = retry_key(exchange, call.config.idempotency)
+    key = retry_key(exchange)
     continued = last_event(exchange)
     turn = SessionTurn(sessions, SessionKey(call.principal.tenant_key, session_id), key)
     call.ending.ends.callback(turn.lease.free)

@@ -207,7 +207,7 @@ class ForeignServer:
         tried     receives the refusals for which the request was sent again
         deadline  set once for all forms, and not in force while the body of an error is read, which has a time of its own
         """
-        first_token_at = asyncio.get_running_loop().time() + self.config.first_token_s
+        first_token_at = asyncio.get_running_loop().time() + self.config.silence_s
         while True:
             sent = written(fields, refused)
             deadline.reschedule(first_token_at)

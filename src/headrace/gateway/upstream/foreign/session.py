@@ -80,7 +80,7 @@ async def open_session(model: str, name: str, config: ForeignConfig) -> AsyncIte
     """
     api_key = read_key(config)
     session = aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, socket_factory=None if config.allow_link_local else partial(_guarded_socket, model, name)),
+        connector=aiohttp.TCPConnector(limit=0, socket_factory=partial(_guarded_socket, model, name)),
         timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_S),
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
@@ -118,7 +118,7 @@ def _guarded_socket(model: str, name: str, address: tuple[Any, ...]) -> socket.s
     """A socket for a resolved address. Raises PermissionError for a link-local one, checked here since a name's address may change."""
     family, kind, protocol, _, place = address
     if is_link_local(place[0]):
-        reason = "has a link-local address and is not connected to; allow_link_local would allow it"
+        reason = "has a link-local address and is not connected to"
         log.warning("model %s: its server %s %s", model, name, reason)
         raise PermissionError("a link-local address")
     return socket.socket(family, kind, protocol)
