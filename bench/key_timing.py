@@ -42,9 +42,8 @@ from headrace.core.clock import Clock
 from headrace.core.errors import Unauthorized, Unavailable
 from headrace.gateway.access.administration import PREFIX, Administration, NewKey
 from headrace.gateway.access.auth import Authenticator
-from headrace.gateway.access.key_store import FILE
+from headrace.gateway.access.key_store import FILE, SqliteKeys
 from headrace.gateway.access.principal import ApiKey, digest_of
-from headrace.gateway.access.key_store import SqliteKeys
 from headrace.gateway.access.stored_keys import StoredKeys
 from headrace.gateway.http.asgi import OPENAI
 from headrace.lab.environment import environment

@@ -73,7 +73,7 @@ def run_once(model: str, quantization: str | None, clock: Clock, *, is_staged: b
 
 def _import_in_stages(clock: Clock) -> None:
     """Where the engine begins to read ahead and then imports everything, import the large packages by name."""
-    module: Any = import_module("headrace.engine.read_ahead")
+    module: Any = import_module("headrace.engine.build")
     begin = module.read_ahead
 
     def begin_and_import(config: Any) -> Any:

@@ -25,8 +25,7 @@ from bench.harness import RESULTS, ROOT, replace_block, write_portable
 from headrace.bundled import DEFAULT_MODEL
 from headrace.core.errors import InvalidRequest
 from headrace.core.grammar import Grammar, GrammarKind
-from headrace.engine.grammar.compiling import compile_grammar
-from headrace.engine.grammar.vocabulary import GrammarVocabulary, TokenTrie
+from headrace.engine.grammar.compiling import GrammarVocabulary, TokenTrie, compile_grammar
 from headrace.fleet.weights import resolve_model
 from headrace.lab.environment import environment
 from headrace.text.tokenizer import Tokenizer

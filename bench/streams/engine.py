@@ -25,7 +25,7 @@ from headrace.core.model_info import ModelInfo
 from headrace.core.request import EngineRequest
 from headrace.core.update import SequenceUpdate
 from headrace.engine.server.config import ProcessConfig
-from headrace.engine.server.outbox import Updates
+from headrace.engine.server.dispatcher import Updates
 from headrace.engine.server.process import leave, run_process
 from headrace.wire.leash import Leash
 

@@ -28,7 +28,7 @@ from headrace.core.sampling import SamplingParams
 from headrace.core.update import SequenceUpdate
 from headrace.engine.build import build_served_engine
 from headrace.engine.config import EngineConfig
-from headrace.engine.server.outbox import AsyncioOutbox
+from headrace.engine.server.dispatcher import AsyncioOutbox
 from headrace.engine.server.service import EngineService
 from headrace.text.assemble import OutputAssembler
 from headrace.text.folder import load_text

@@ -22,8 +22,7 @@ from headrace.core.grammar import Grammar, GrammarKind
 from headrace.core.ids import RequestId
 from headrace.core.plan import Plan, Result
 from headrace.core.request import EngineRequest
-from headrace.engine.runner.model_runner import ModelRunner
-from headrace.engine.runner.overlapped import OverlappedRunner
+from headrace.engine.runner.model_runner import ModelRunner, OverlappedRunner
 
 pytestmark = pytest.mark.pure
 

@@ -24,7 +24,7 @@ import headrace
 from headrace.bundled import DEFAULT_MODEL, bundled_path
 from headrace.engine.build import build_served_engine
 from headrace.engine.config import EngineConfig
-from headrace.engine.server.outbox import AsyncioOutbox
+from headrace.engine.server.dispatcher import AsyncioOutbox
 from headrace.engine.server.process import LoopThread
 from headrace.engine.server.service import EngineService
 from headrace.gateway.app import Gateway

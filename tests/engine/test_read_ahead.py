@@ -13,12 +13,10 @@ from typing import Any
 import pytest
 
 from headrace.bundled import DEFAULT_MODEL, bundled_path
-from headrace.engine import idle_work
-from headrace.engine import read_ahead as module
-from headrace.engine.build import WRITER, build_engine, build_served_engine
+from headrace.engine import build as module
+from headrace.engine.build import WRITER, build_engine, build_served_engine, read_ahead
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine, Outbox
-from headrace.engine.read_ahead import read_ahead
 from headrace.machine.memory import Available
 from headrace.tensor.host.unfinished import UNFINISHED
 from headrace.tensor.packed import store as packed_store
@@ -33,7 +31,7 @@ CONFIG = EngineConfig(model=str(bundled_path(DEFAULT_MODEL)), quantization="int8
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(module, "packed_directory", lambda: tmp_path)
     monkeypatch.setattr(packed_store, "MIN_BYTES", 0)
-    monkeypatch.setattr(idle_work, "REST_S", 0.0)
+    monkeypatch.setattr(module, "REST_S", 0.0)
     monkeypatch.setattr("headrace.tensor.kernels.Backend.limit_threads", lambda self, num_threads: "none")  # of the whole process
     return tmp_path
 
@@ -54,7 +52,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.process
 def test_nothing_of_it_imports_torch() -> None:
-    code = "import sys, headrace.engine.build, headrace.engine.read_ahead; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    code = "import sys, headrace.engine.build; print('torch' in sys.modules, 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 
@@ -71,7 +69,7 @@ def started(config: EngineConfig) -> None:
 def test_an_engine_that_had_no_idle_time_writes_at_its_end_where_a_program_waits_for_it(
     cache: Path, monkeypatch: pytest.MonkeyPatch, build: Callable[[EngineConfig, Outbox], Engine]
 ) -> None:
-    monkeypatch.setattr(idle_work, "REST_S", 1e9)
+    monkeypatch.setattr(module, "REST_S", 1e9)
     engine = build(CONFIG, lambda updates: None)
     writer = next(thread for thread in threading.enumerate() if thread.name == WRITER)
     assert writer.daemon == (build is build_served_engine), "a process is not held up"

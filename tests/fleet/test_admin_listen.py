@@ -41,7 +41,7 @@ from headrace.gateway.sessions.sessions import open_session_store
 from headrace.gateway.site.tenant_share import TenantShare
 from headrace.gateway.stores.open import Stores
 from headrace.policy.limits.tier import BUILT_IN_TIERS
-from headrace.wire.tls import watched
+from headrace.wire.tls import files as tls_files
 from headrace.wire.tls.files import TlsRole
 
 pytestmark = pytest.mark.socket
@@ -221,7 +221,7 @@ async def test_plain_http_gets_no_answer_from_a_port_with_tls(made: Site) -> Non
 
 
 async def test_a_renewed_certificate_is_shown_without_a_restart(made: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watched, "LOOK_S", 0.0)
+    monkeypatch.setattr(tls_files, "LOOK_S", 0.0)
     async with made.running():
         before = after = await asyncio.to_thread(shown_certificate, made)
         write_certificates(made.server, made.authority, TlsRole.ENGINE, *NAMES[TlsRole.ENGINE])

@@ -50,9 +50,7 @@ RUNNER_SIDE = (
     "engine.failpoints",
     "engine.kv_sizing",
     "engine.loop",
-    "engine.read_ahead",
     "engine.runner",
-    "engine.warmup",
 )
 
 FLOORS: dict[str, Floor] = {
@@ -97,10 +95,7 @@ FLOORS: dict[str, Floor] = {
     "headrace.engine.steps": Floor(_ours("core", "policy")),
     "headrace.engine.runner": Floor(_ours("core", "machine", "tensor", *RUNNER_SIDE), ("torch", "numpy")),
     "headrace.engine.kv_sizing": Floor(_ours("core", "engine.config")),
-    "headrace.engine.read_ahead": Floor(
-        _ours("core", "machine", "engine.config", "tensor.host.cache_folder", "tensor.checkpoint.header", "tensor.packed.file")
-    ),
-    "headrace.engine.build": Floor(_ours("core", "machine", "policy", "engine")),
+    "headrace.engine.build": Floor(_ours("core", "machine", "policy", "engine", "tensor.host.cache_folder", "tensor.packed.file")),
     "headrace.engine.server": Floor(
         _ours("core", "machine", "policy", "wire", "observe", "engine.config", "engine.loop", "engine.failpoints"), ("grpc", "google")
     ),

@@ -45,7 +45,7 @@ from headrace.gateway.text_workers.workers import Workers
 from headrace.gateway.upstream.model_config import ModelConfig, ReplicaConfig, text_folders
 from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState, ReplicaClient, ReplicaInfo, SeenLoad
-from headrace.wire.handles import Handle
+from headrace.wire.service import Handle
 from headrace.wire.stream import ReplicaStream
 
 https: HttpTls | None = None

@@ -14,8 +14,7 @@ import pytest
 from headrace.bundled import bundled_path
 from headrace.core.grammar import Grammar, GrammarKind
 from headrace.engine.grammar import vetting_host
-from headrace.engine.grammar.compiling import compile_grammar
-from headrace.engine.grammar.vocabulary import GrammarVocabulary, TokenTrie
+from headrace.engine.grammar.compiling import GrammarVocabulary, TokenTrie, compile_grammar
 from headrace.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -130,5 +129,5 @@ def _trie_of(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> T
 def vetting_here() -> Iterator[None]:
     """Engines that are made meanwhile vet their grammars in this process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headrace.engine.grammar.compiler.GrammarVetter", VetterHere)
+        patch.setattr("headrace.engine.grammar.preparer.GrammarVetter", VetterHere)
         yield

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 
 from headrace.core.grammar import Grammar
-from headrace.engine.grammar.compiling import compile_grammar
-from headrace.engine.grammar.vocabulary import GrammarVocabulary, TokenTrie
+from headrace.engine.grammar.compiling import GrammarVocabulary, TokenTrie, compile_grammar
 
 LONG = 60
 """Bytes after which a document is brought to its end."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from headrace.core.update import SequenceUpdate
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec.update import RowExtras, UpdateRows, update_of
-from headrace.wire.handles import Attempt, Handle
+from headrace.wire.service import Attempt, Handle
 
 
 def decode_updates(message: pb.Updates, attempt_of: Callable[[Handle], Attempt | None]) -> list[tuple[Handle, SequenceUpdate]]:

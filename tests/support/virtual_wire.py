@@ -18,7 +18,7 @@ from virtual_time import VirtualTimeLoop
 
 from bench.network_faults import Direction
 from headrace.engine.config import EngineConfig
-from headrace.engine.server.outbox import AsyncioOutbox
+from headrace.engine.server.dispatcher import AsyncioOutbox
 from headrace.engine.server.service import EngineService
 from headrace.lab.fake_runner import FakeOptions, fake_engine
 from headrace.wire import headrace_pb2 as pb

@@ -25,7 +25,7 @@ from headrace.core.sampling import SamplingParams
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.build import assemble
 from headrace.engine.config import EngineConfig
-from headrace.engine.server.outbox import AsyncioOutbox
+from headrace.engine.server.dispatcher import AsyncioOutbox
 from headrace.engine.server.service import EngineService
 from headrace.lab.fake_runner import FakeOptions, FakeRunner, fake_info
 from headrace.wire.client import ReplicaClient

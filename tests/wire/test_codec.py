@@ -46,10 +46,10 @@ from headrace.wire.codec import (
     encode_submit,
     encode_updates,
 )
+from headrace.wire.codec.fields import SameFields
 from headrace.wire.codec.request import MAX_REMAINING_MS, set_remaining
-from headrace.wire.codec.same_fields import SameFields
 from headrace.wire.codec.update import UpdateRows
-from headrace.wire.handles import Attempt, Handle, MalformedFrame
+from headrace.wire.service import Attempt, Handle, MalformedFrame
 
 pytestmark = pytest.mark.pure
 

@@ -13,7 +13,7 @@ from headrace.core.errors import InvalidRequest, RequestTooLarge
 from headrace.core.finish import FinishReason
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.commands import MAX_FRAME_BYTES, MAX_SUBMIT_BYTES, UnwrittenCommands
-from headrace.wire.handles import Handle
+from headrace.wire.service import Handle
 
 pytestmark = pytest.mark.pure
 

@@ -21,9 +21,8 @@ from headrace.core.update import Rejected, SequenceUpdate
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import encode_updates
 from headrace.wire.codec.update import UpdateRows, update_of
-from headrace.wire.delivery import SLICE_S, SLICE_UNITS, WAKE_UNITS, DeliveryQueue
-from headrace.wire.handles import Handle
-from headrace.wire.stream import PlainRow, ReplicaStream
+from headrace.wire.service import Handle
+from headrace.wire.stream import SLICE_S, SLICE_UNITS, WAKE_UNITS, DeliveryQueue, PlainRow, ReplicaStream
 
 pytestmark = pytest.mark.loop
 

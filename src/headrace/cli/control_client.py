@@ -189,7 +189,7 @@ class RemoteAdminClient(AdminClient):
         return _TcpConnection(self._host, self._port, self._context, timeout_s)
 
     def _why(self, error: Exception) -> str:
-        from headrace.wire.tls.faults import handshake_fault
+        from headrace.wire.tls.files import handshake_fault
 
         return handshake_fault(error, own="this command", peer="the deployment", ca=self._files.ca) or str(error)
 

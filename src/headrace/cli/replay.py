@@ -83,8 +83,8 @@ def _report_left_out(plans: list[Plan]) -> None:
 def _run(plans: list[Plan], model: str, options: dict[str, object], *, as_json: bool) -> Iterator[str]:
     """Run the plans on a fresh engine that is just large enough for them. Yields a line for each."""
     from headrace.core.strict_decode import decode
+    from headrace.engine.build import reading_ahead
     from headrace.engine.config import EngineConfig
-    from headrace.engine.read_ahead import reading_ahead
     from headrace.fleet.weights import resolve_model
     from headrace.lab.replay import replay as run_again
 

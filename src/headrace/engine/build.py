@@ -1,25 +1,88 @@
-"""Composes one engine from its configuration: the only place where policy and tensors are put together."""
+"""Composes one engine from its configuration: the only place where policy and tensors are put together.
+
+Weights that an earlier start packed are read in a thread while torch is still being imported; packed weights for the next start are written
+while the engine is idle.
+"""
 
 from __future__ import annotations
 
 import secrets
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 from headrace.core.clock import Clock
 from headrace.core.model_info import ModelInfo
 from headrace.engine.config import EngineConfig
-from headrace.engine.idle_work import do_while_idle
 from headrace.engine.loop import Engine, Outbox
 from headrace.engine.preparation import Preparer
-from headrace.engine.read_ahead import reading_ahead
 from headrace.engine.steps import Runner
+from headrace.machine.cpus import allowed_cpus
 from headrace.machine.forks import FORKS
+from headrace.machine.memory import read_available
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.schedule.scheduler import Scheduler
+from headrace.tensor.host.cache_folder import packed_directory
+from headrace.tensor.packed.file import PackedFolder
+
+MAX_MEMORY_SHARE = 0.5
+"""The most of the free memory that is read into before it is known whether the configuration can run at all."""
+
+
+@contextmanager
+def reading_ahead(config: EngineConfig) -> Iterator[PackedFolder | None]:
+    """`read_ahead` for the duration of a start. Afterwards what the start did not open is dropped, also when the start failed."""
+    folder = read_ahead(config)
+    try:
+        yield folder
+    finally:
+        if folder is not None:
+            folder.drop()
+
+
+def read_ahead(config: EngineConfig) -> PackedFolder | None:
+    """Begin to read this configuration's packed weights. Returns their folder; None if none are kept."""
+    if config.device != "cpu" or config.load_format == "dummy" or config.kernels == "reference":
+        return None
+    directory = packed_directory()
+    if directory is None:
+        return None
+    asked = {name: getattr(config, name) for name in ("quantization", "dtype", "kernels", "deterministic", "num_threads")}
+    folder = PackedFolder(directory, {"model": str(Path(config.model).resolve()), "num_cpus": len(allowed_cpus() or ()), **asked})
+    folder.read_ahead(int(MAX_MEMORY_SHARE * read_available().num_bytes))
+    return folder
+
+
+POLL_S = 0.05
+"""Seconds between two checks whether the engine is idle."""
+
+REST_S = 0.5
+"""Idle time begins this long after the last request: a client that sends its next request at once leaves none."""
+
+
+def do_while_idle(
+    pieces: Iterator[None], *, is_idle: Callable[[], bool], is_over: Callable[[], bool], sleep: Callable[[float], None] = time.sleep
+) -> None:
+    """Take the pieces one by one while the engine is idle. Returns after the last one, or once the engine is over.
+
+    pieces   each takes some milliseconds of all CPUs, for which a request that arrives shares the machine with it
+    is_over  whether the engine takes no requests any more
+    """
+    rested_s = 0.0
+    while not is_over():
+        rested_s = rested_s + POLL_S if is_idle() else 0.0
+        if rested_s <= REST_S:
+            sleep(POLL_S)
+        elif next(pieces, _DONE) is _DONE:
+            return
+
+
+_DONE = object()
+
 
 WRITER = "headrace-pack"
 """Name of the thread that writes packed weights."""

@@ -16,7 +16,7 @@ from headrace.core.request import EngineRequest, PriorityClass
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import encode_cancel, encode_finish, encode_submit
 from headrace.wire.codec.request import set_remaining
-from headrace.wire.handles import Handle
+from headrace.wire.service import Handle
 
 MAX_FRAME_BYTES = 2**20
 MAX_SUBMIT_BYTES = 8 * MAX_FRAME_BYTES

@@ -17,8 +17,7 @@ import grpc.aio
 
 from headrace.wire.service import CHANNEL_OPTIONS, TLS_CHANNEL_OPTIONS
 from headrace.wire.target import TOKEN_METADATA, GrpcTarget
-from headrace.wire.tls.faults import handshake_fault
-from headrace.wire.tls.files import Certificates, TlsRole
+from headrace.wire.tls.files import Certificates, TlsRole, handshake_fault
 
 PROBE_S = 2.0
 """Seconds for a repeated handshake. An engine that refuses a certificate says so within a round trip."""

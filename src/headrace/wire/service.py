@@ -1,5 +1,4 @@
-"""Defines the constants and checks that both ends share: method names, protocol version, times, channel limits, and what a hello must
-match.
+"""Defines what both ends share: method names, protocol version, times, channel limits, what a hello must match, and the names of attempts.
 
 Services are registered as generic handlers (no generated stubs). Infer.Connect is the stream. Control.Drain and Control.Snapshot are plain
 calls for operators and tests.
@@ -9,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NewType
 
 from headrace.core.errors import HeadraceError
+from headrace.core.ids import RequestId
 from headrace.core.model_info import ModelInfo
 
 PROTOCOL_VERSION = 3
@@ -91,3 +92,21 @@ def check_model(model: ModelInfo, expect: Expectation) -> None:
             raise Mismatch(f"{kind} digest: the engine has {have[:16]}, the gateway {digest[:16]}. Both must read the same model folder.")
     if expect.vocab_size and expect.vocab_size != model.vocab_size:
         raise Mismatch(f"vocabulary: the engine has {model.vocab_size} entries, the gateway {expect.vocab_size}.")
+
+
+Handle = NewType("Handle", int)
+"""Number of an attempt on one stream. The gateway chooses the handle and never reuses it on the stream. Updates with a handle that the
+gateway has forgotten belong to an ended attempt, and are dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One try of a request at one replica, which a handle stands for. A request that is sent again, to another replica or on another
+    stream, is a new attempt with a new handle."""
+
+    request_id: RequestId
+    epoch: int
+
+
+class MalformedFrame(HeadraceError):
+    """A frame that is not valid protobuf, or has invalid content. The stream that carried the frame is closed, and no other stream."""

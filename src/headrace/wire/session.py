@@ -1,7 +1,7 @@
 """Runs one connection of a ReplicaClient from dial to loss: hellos, reading, writing, and a watch for silence.
 
 Four tasks run until one of them ends the session. The writer sends waiting commands (`wire.commands`). The reader puts the rows of frames
-into streams. `wire.delivery` delivers the rows to the streams' consumers. The watch ends a connection that was silent for LEASE_S.
+into streams. A `DeliveryQueue` delivers the rows to the streams' consumers. The watch ends a connection that was silent for LEASE_S.
 """
 
 from __future__ import annotations
@@ -23,14 +23,12 @@ from headrace.core.load import LoadSnapshot
 from headrace.core.request import EngineRequest, PriorityClass
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import decode_load, decode_rejected
-from headrace.wire.codec.enums import PRIORITY_CLASS
+from headrace.wire.codec.fields import PRIORITY_CLASS
 from headrace.wire.codec.update import UpdateRows, update_of
 from headrace.wire.commands import UnwrittenCommands
-from headrace.wire.delivery import SLICE_S, DeliveryQueue
 from headrace.wire.dial import Dialer
-from headrace.wire.handles import Handle, MalformedFrame
-from headrace.wire.service import CONNECT, HEARTBEAT_S, LEASE_S, PROTOCOL_VERSION, READ_TOKENS_PER_S, Expectation
-from headrace.wire.stream import ReplicaStream
+from headrace.wire.service import CONNECT, HEARTBEAT_S, LEASE_S, PROTOCOL_VERSION, READ_TOKENS_PER_S, Expectation, Handle, MalformedFrame
+from headrace.wire.stream import SLICE_S, DeliveryQueue, ReplicaStream
 from headrace.wire.target import nothing_listens
 
 HELLO_TIMEOUT_S = 5.0

@@ -13,9 +13,8 @@ from grammar_kit import EOS, PERSON, VOCAB, compiled, encode, lark, mask_of, mat
 
 from headrace.core.errors import CheckpointError, InvalidRequest
 from headrace.core.grammar import Grammar, GrammarKind, ReasoningSpan
-from headrace.engine.grammar.compiling import compile_grammar
+from headrace.engine.grammar.compiling import GrammarVocabulary, TokenTrie, compile_grammar
 from headrace.engine.grammar.limits import MAX_JSON_DEPTH
-from headrace.engine.grammar.vocabulary import GrammarVocabulary, TokenTrie
 
 pytestmark = pytest.mark.pure
 

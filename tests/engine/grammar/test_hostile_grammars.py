@@ -17,10 +17,8 @@ from headrace.core.grammar import Grammar
 from headrace.core.ids import PreparationId, RequestId
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
-from headrace.engine.grammar.compiler import GrammarCompiler
-from headrace.engine.grammar.deep_stack import start_deep_thread
-from headrace.engine.grammar.limits import STATES_BYTES, STORE_BYTES
-from headrace.engine.grammar.preparer import GrammarPreparer
+from headrace.engine.grammar.limits import STATES_BYTES, STORE_BYTES, start_deep_thread
+from headrace.engine.grammar.preparer import GrammarCompiler, GrammarPreparer
 from headrace.engine.grammar.store import GrammarKey, GrammarStore
 
 if TYPE_CHECKING:

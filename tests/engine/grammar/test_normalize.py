@@ -11,8 +11,7 @@ from grammar_kit import schema as grammar_of
 
 from headrace.core.errors import InvalidRequest
 from headrace.engine.grammar.normalize import MAX_WRITTEN, normalized
-from headrace.engine.grammar.schema_text import read_schema
-from headrace.engine.grammar.sources import llguidance_source
+from headrace.engine.grammar.sources import llguidance_source, read_schema
 
 pytestmark = pytest.mark.pure
 

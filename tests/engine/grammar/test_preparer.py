@@ -17,8 +17,7 @@ from headrace.core.grammar import Grammar
 from headrace.core.ids import PreparationId, RequestId
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
-from headrace.engine.grammar.compiler import GrammarCompiler
-from headrace.engine.grammar.preparer import GRAMMAR, GrammarPreparer
+from headrace.engine.grammar.preparer import GRAMMAR, GrammarCompiler, GrammarPreparer
 from headrace.engine.grammar.store import GrammarStore
 
 pytestmark = pytest.mark.socket

@@ -19,8 +19,7 @@ from headrace.core.errors import CheckpointError, ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.engine.runner import build as runner_build
 from headrace.engine.runner.build import AnyRunner, build_runner
-from headrace.engine.runner.model_runner import ModelRunner
-from headrace.engine.runner.overlapped import OverlappedRunner
+from headrace.engine.runner.model_runner import ModelRunner, OverlappedRunner
 from headrace.machine.memory import Available
 from headrace.tensor.batch import KvCache
 from headrace.tensor.device import CPU

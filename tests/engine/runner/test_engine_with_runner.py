@@ -18,8 +18,7 @@ from headrace.core.sampling import SamplingParams
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.build import assemble
 from headrace.engine.config import EngineConfig
-from headrace.engine.runner.model_runner import ModelRunner
-from headrace.engine.runner.overlapped import OverlappedRunner
+from headrace.engine.runner.model_runner import ModelRunner, OverlappedRunner
 from headrace.tensor.models.decoder import DecoderModel
 
 pytestmark = pytest.mark.socket

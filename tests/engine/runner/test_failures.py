@@ -18,8 +18,7 @@ from headrace.core.grammar import Grammar
 from headrace.core.plan import Plan, Result
 from headrace.core.sampling import SamplingParams
 from headrace.engine.runner.batch import UnknownToken
-from headrace.engine.runner.model_runner import Model, ModelRunner
-from headrace.engine.runner.overlapped import OverlappedRunner
+from headrace.engine.runner.model_runner import Model, ModelRunner, OverlappedRunner
 from headrace.tensor.batch import ForwardBatch, KvCache
 from headrace.tensor.models.decoder import DecoderModel
 

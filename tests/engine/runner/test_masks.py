@@ -10,7 +10,7 @@ from runner_kit import GREEDY, VOCAB, DenseLlama, MakeRunner, Planner, make_runn
 from headrace.core.grammar import Grammar
 from headrace.core.plan import Plan, Result
 from headrace.core.sampling import SamplingParams
-from headrace.engine.runner.overlapped import OverlappedRunner
+from headrace.engine.runner.model_runner import OverlappedRunner
 from headrace.engine.steps import Runner
 from headrace.tensor.models.decoder import DecoderModel
 

@@ -17,8 +17,8 @@ from headrace.engine.server.gateway_stream import GatewayStream, StreamLost
 from headrace.engine.server.unread import UPDATE_UNITS
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import encode_cancel
-from headrace.wire.delivery import SLICE_S
-from headrace.wire.handles import Handle
+from headrace.wire.service import Handle
+from headrace.wire.stream import SLICE_S
 
 pytestmark = pytest.mark.loop
 

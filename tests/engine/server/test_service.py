@@ -26,8 +26,7 @@ from headrace.lab.fake_runner import FakeOptions, fake_answer
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.client import ConnectionState, ReplicaClient
 from headrace.wire.codec import encode_cancel, encode_submit
-from headrace.wire.handles import Handle
-from headrace.wire.service import CHANNEL_OPTIONS, CONNECT, DRAIN, PROTOCOL_VERSION, SNAPSHOT, Expectation
+from headrace.wire.service import CHANNEL_OPTIONS, CONNECT, DRAIN, PROTOCOL_VERSION, SNAPSHOT, Expectation, Handle
 from headrace.wire.stream import ReplicaStream
 
 pytestmark = pytest.mark.socket

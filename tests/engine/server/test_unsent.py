@@ -31,7 +31,7 @@ from headrace.engine.server.unsent import (
     UnsentFrames,
 )
 from headrace.wire import headrace_pb2 as pb
-from headrace.wire.handles import Attempt, Handle
+from headrace.wire.service import Attempt, Handle
 
 pytestmark = pytest.mark.pure
 

@@ -27,7 +27,7 @@ from headrace.gateway.http.config import HttpTls, check_networks
 from headrace.gateway.http.origins import MAX_HOPS, TrustedProxies
 from headrace.gateway.http.tls import ServerCertificate, load_context
 from headrace.text.folder import TextModel
-from headrace.wire.tls import watched
+from headrace.wire.tls import files as tls_files
 from headrace.wire.tls.files import TlsRole
 
 pytestmark = pytest.mark.loop
@@ -136,7 +136,7 @@ async def test_connections_are_accepted_where_no_thread_can_be_started(
     text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the limit of tasks the look at the files failed within the acceptance of a connection, which was lost."""
-    monkeypatch.setattr(watched, "LOOK_S", 0.0)
+    monkeypatch.setattr(tls_files, "LOOK_S", 0.0)
 
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

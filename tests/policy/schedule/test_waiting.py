@@ -19,7 +19,7 @@ from headrace.core.waiting_bytes import request_bytes, submitted_bytes
 from headrace.engine import inbox
 from headrace.policy.schedule import sequence_table
 from headrace.wire.codec import decode_submit, encode_submit
-from headrace.wire.handles import Handle
+from headrace.wire.service import Handle
 
 pytestmark = pytest.mark.pure
 

@@ -18,9 +18,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.regular_files import READ_S, FileThread
 from headrace.gateway.http.config import HttpTls
 from headrace.gateway.http.tls import ServerCertificate
-from headrace.wire.tls import watched
-from headrace.wire.tls.files import Certificates, TlsFiles, TlsRole
-from headrace.wire.tls.watched import LOOK_S, Watched
+from headrace.wire.tls.files import LOOK_S, Certificates, TlsFiles, TlsRole, Watched, _stamp_of
 
 pytestmark = pytest.mark.pure
 
@@ -236,4 +234,4 @@ def test_files_that_cannot_be_loaded_at_the_start_are_the_callers_error(clock: C
     with caplog.at_level(logging.ERROR), pytest.raises(ConfigError, match="tls: is missing"):
         Watched(("/nowhere/file",), refuse, clock)
     assert caplog.text == ""
-    assert watched._stamp_of(("/nowhere/file",)) == (None,)
+    assert _stamp_of(("/nowhere/file",)) == (None,)

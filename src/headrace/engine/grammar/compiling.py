@@ -1,18 +1,111 @@
-"""Compiles a grammar over a model's vocabulary, or says in a client's words why it cannot be compiled."""
+"""Compiles a grammar over a model's vocabulary, or says in a client's words why it cannot be compiled.
+
+The bytes of tokens are those of the project's own detokenizer (`text.tokenizer`), so what a grammar allows is what the client reads.
+Control tokens stand for no text: a grammar reaches them by name only. All other tokens, added ones such as `<tool_call>` included, are
+plain text.
+"""
 
 from __future__ import annotations
 
 import re
+import struct
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.core.errors import InvalidRequest
+from headrace.core.errors import CheckpointError, InvalidRequest
 from headrace.core.grammar import Grammar, GrammarKind
 from headrace.engine.grammar.limits import parser_limits
 from headrace.engine.grammar.sources import llguidance_source
-from headrace.engine.grammar.vocabulary import TokenTrie
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
+
+_HEADER = struct.Struct("<III")
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarVocabulary:
+    """
+    tokens         the bytes of each id below the model's vocabulary size; empty for an id without a token
+    special_ids    control tokens
+    eos_token_ids  what may follow a complete output
+    """
+
+    tokens: list[bytes]
+    special_ids: frozenset[int]
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def load(cls, folder: str | Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> GrammarVocabulary:
+        """The vocabulary of a model folder. Raises CheckpointError when tokenizer.json is missing or of an unsupported kind.
+
+        Holds the GIL for long if the vocabulary is large: an engine calls this in another process.
+        """
+        from headrace.text.tokenizer import Tokenizer
+
+        tokenizer = Tokenizer.load(folder)
+        special_ids = {i for i in tokenizer.special_ids if i < vocab_size} | set(eos_token_ids)
+        return cls([tokenizer.token_bytes(i) for i in range(vocab_size)], frozenset(special_ids), eos_token_ids)
+
+    def packed(self) -> bytes:
+        """This value as bytes: three counts, 32-bit lengths, special ids, end ids, then all tokens' bytes."""
+        specials = sorted(self.special_ids)
+        head = _HEADER.pack(len(self.tokens), len(specials), len(self.eos_token_ids))
+        numbers = [*map(len, self.tokens), *specials, *self.eos_token_ids]
+        return b"".join([head, struct.pack(f"<{len(numbers)}I", *numbers), *self.tokens])
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> GrammarVocabulary:
+        """The value that `packed` wrote."""
+        num_tokens, num_special, num_eos = _HEADER.unpack_from(data)
+        numbers = struct.unpack_from(f"<{num_tokens + num_special + num_eos}I", data, _HEADER.size)
+        ends = accumulate(numbers[:num_tokens], initial=_HEADER.size + 4 * len(numbers))
+        tokens = [data[begin:end] for begin, end in pairwise(ends)]
+        return cls(tokens, frozenset(numbers[num_tokens : num_tokens + num_special]), numbers[num_tokens + num_special :])
+
+
+class TokenTrie:
+    """A vocabulary as llguidance walks it; made once per model.
+
+    control_ids  id of each control token, by its text
+    num_words    32-bit words of a mask
+    """
+
+    def __init__(self, vocabulary: GrammarVocabulary) -> None:
+        """Raises CheckpointError for a vocabulary that no trie can be made of. Holds the GIL, about half a second for 100,000 tokens."""
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        self.vocab_size = len(vocabulary.tokens)
+        self.num_words = -(-self.vocab_size // 32)
+        self.eos_token_ids = vocabulary.eos_token_ids
+        self.control_ids = {vocabulary.tokens[i].decode("utf-8", "replace"): i for i in sorted(vocabulary.special_ids)}
+        try:
+            plain = LLTokenizer(
+                TokenizerWrapper(_WrappedVocabulary(vocabulary)),
+                n_vocab=self.vocab_size,
+                eos_token=list(vocabulary.eos_token_ids),
+                slices=[],
+            )
+            self.tokenizer: LLTokenizer = plain.with_slices(LLTokenizer.general_slices())
+        except ValueError as error:
+            raise CheckpointError("tokenizer.json", f"cannot be used for grammars ({str(error)[:120]})") from error
+
+
+class _WrappedVocabulary:
+    """The attributes that llguidance's `TokenizerWrapper` reads. Nothing is tokenized: masks let the model choose how it spells a text."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: GrammarVocabulary) -> None:
+        self.tokens = vocabulary.tokens
+        self.eos_token_id = vocabulary.eos_token_ids[0]
+        self.special_token_ids = sorted(vocabulary.special_ids)
+
+    def __call__(self, text: bytes) -> list[int]:
+        return []
+
 
 MAX_REASON_CHARS = 300
 

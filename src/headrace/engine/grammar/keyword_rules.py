@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.core.grammar import FORMATS
-from headrace.engine.grammar.counted import check_string_counts
 from headrace.engine.grammar.ecma_pattern import PatternRefused
 from headrace.engine.grammar.json_values import DECIDED, SIZES, TYPES, refutes, type_names, value_key, values_of
+from headrace.engine.grammar.limits import check_string_counts
 from headrace.engine.grammar.number_bounds import check_multiple, check_values, move_bounds, read_bounds
 from headrace.engine.grammar.pattern_text import translated
 from headrace.engine.grammar.places import Place, refused, unsupported

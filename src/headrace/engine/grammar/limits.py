@@ -1,10 +1,13 @@
-"""Sets the budgets of one grammar. A grammar that needs more is refused by name, or its sequence alone ends. docs/structured.md
-lists them.
-"""
+"""Sets the budgets of one grammar, and refuses what exceeds them by name. docs/structured.md lists them."""
 
 from __future__ import annotations
 
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
+
+from headrace.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
@@ -89,3 +92,56 @@ def parser_limits() -> LLParserLimits:
         step_max_items=STEP_MAX_ITEMS,
         verbose_errors=False,
     )
+
+
+_COUNT = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{[ ]*([0-9]+)[ ]*(?:,[ ]*([0-9]*)[ ]*)?\}", re.DOTALL)
+_LARK_EXPRESSION = re.compile(r'"(?:\\.|[^"\\\n])*"|/((?:\\.|[^/\\\n])+)/')
+_NUM_DIGITS = len(str(MAX_COUNT))
+
+
+def check_string_counts(node: Mapping[str, object]) -> None:
+    """Raises InvalidRequest if a string schema has a repetition count that is too large.
+
+    A lexer takes a state for each byte written inside a repetition. Only single counts are checked, here and below. Where counts multiply,
+    as in `(a{1,500}){1,500}`, or letters take several bytes, a longer output ends with the lexer's own error.
+    """
+    for keyword in ("minLength", "maxLength"):
+        count = node.get(keyword)
+        if isinstance(count, int | float) and count > MAX_COUNT:
+            raise InvalidRequest("grammar", f"{keyword} of at most {MAX_COUNT}", count, "Lower it, or leave it out.")
+
+
+def check_regex_counts(expression: str) -> None:
+    """Raises InvalidRequest if a regular expression has a repetition count that is too large."""
+    for count in _counts(expression):
+        if len(count) > _NUM_DIGITS or int(count) > MAX_COUNT:
+            raise InvalidRequest("grammar", f"counts of at most {MAX_COUNT} in a regular expression", count, "Lower it, or use + or *.")
+
+
+def check_lark_counts(source: str) -> None:
+    """Raises InvalidRequest if a regular expression in a Lark source has a repetition count that is too large."""
+    for found in _LARK_EXPRESSION.finditer(source):
+        check_regex_counts(found[1] or "")
+
+
+def _counts(expression: str) -> Iterator[str]:
+    """The repetition counts of an expression: numbers in braces, outside character sets and escapes."""
+    for found in _COUNT.finditer(expression):
+        for number in found.groups():
+            if number:
+                yield number.lstrip("0")[: _NUM_DIGITS + 1] or "0"
+
+
+_STACK_SIZE = threading.Lock()
+
+
+def start_deep_thread(target: Callable[[], None], name: str) -> threading.Thread:
+    """Start a daemon thread with STACK_BYTES of stack. A daemon, as a grammar that hangs must not keep the process alive."""
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    with _STACK_SIZE:  # the size is the process's, for threads that are started next
+        usual = threading.stack_size(STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+    return thread

@@ -23,8 +23,7 @@ from headrace.core.grammar import CANNOT_CONTINUE, Grammar
 from headrace.core.plan import Started
 from headrace.engine.failpoints import failpoint
 from headrace.engine.grammar.compiling import one_line
-from headrace.engine.grammar.deep_stack import start_deep_thread
-from headrace.engine.grammar.limits import MASK_BURST_S, MASK_CPU_S, MAX_RENEWAL_S
+from headrace.engine.grammar.limits import MASK_BURST_S, MASK_CPU_S, MAX_RENEWAL_S, start_deep_thread
 from headrace.engine.runner.masks import NO_MASKS, StepMasks
 from headrace.tensor.sampling import RowMasks
 

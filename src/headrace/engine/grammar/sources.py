@@ -9,16 +9,116 @@ would choose how a text is split into tokens, and its cost would grow with the l
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from typing import Any, NoReturn
 
 from headrace.core.errors import InvalidRequest
 from headrace.core.grammar import JSON_OPTIONS, Grammar, GrammarKind, ReasoningSpan
-from headrace.engine.grammar.counted import check_lark_counts, check_regex_counts
-from headrace.engine.grammar.escapes import escape_options
+from headrace.engine.grammar.char_sets import has_only_short_escapes
+from headrace.engine.grammar.limits import MAX_JSON_DEPTH, check_lark_counts, check_regex_counts
 from headrace.engine.grammar.normalize import normalized
-from headrace.engine.grammar.schema_text import read_embedded, read_schema
+
+
+def read_schema(text: str) -> Any:
+    """The value of a text that is one JSON document, at most MAX_JSON_DEPTH levels deep. Raises InvalidRequest.
+
+    Integers stay exact, and a number without a fraction is read as an integer, however it was written.
+    """
+    try:
+        schema = _DECODER.decode(text)
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError as error:
+        raise InvalidRequest("grammar", "a JSON schema as JSON text", remedy=f"It is not JSON: {error}") from error
+    _check_depth(schema)
+    return schema
+
+
+def read_embedded(text: str, begin: int) -> tuple[Any, int] | None:
+    """(value, end offset) of the JSON value that begins at an offset; None where there is none. Raises InvalidRequest if it is too deep."""
+    try:
+        schema, end = _DECODER.raw_decode(text, begin)
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError:
+        return None
+    _check_depth(schema)
+    return schema, end
+
+
+def _check_depth(schema: Any) -> None:
+    if sum(1 for _ in _levels(schema)) > MAX_JSON_DEPTH:
+        raise _too_deep()
+
+
+def _too_deep() -> InvalidRequest:
+    return InvalidRequest("grammar", f"a JSON schema of at most {MAX_JSON_DEPTH} levels", remedy="Move parts of it to $defs.")
+
+
+def _levels(value: Any) -> Iterator[list[dict[str, Any] | list[Any]]]:
+    """The objects and arrays of each level, outermost first."""
+    level = [value]
+    while level := [item for item in level if isinstance(item, dict | list)]:
+        yield level
+        level = [child for item in level for child in (item.values() if isinstance(item, dict) else item)]
+
+
+def _number(digits: str) -> int | float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise InvalidRequest("grammar", "numbers that a 64-bit float can hold", digits)
+    if not value or not value.is_integer():
+        return value or 0
+    exact = Decimal(digits)
+    return int(exact) if exact == exact.to_integral_value() else value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+_DECODER = json.JSONDecoder(parse_float=_number, parse_constant=_refuse_constant)
+
+
+SHORT_ESCAPES: Mapping[str, object] = {"json_allowed_escapes": 'nrbtf"\\'}
+"""llguidance's option for a schema in which each string has one spelling."""
+
+
+def escape_options(schema: dict[str, Any]) -> Mapping[str, object]:
+    """llguidance's options for the escapes in a normalized schema's strings.
+
+    llguidance compares property names as they are spelled: where an object lists names and allows others too, `"\\u0061"` would be another
+    name than "a", and escape the rule for it. In such a document a string has one spelling: the short escapes, and no `\\u`. Raises
+    InvalidRequest for a listed text that has no spelling under them.
+    """
+    nodes = [value for value in _values(schema) if isinstance(value, dict)]  # some are no schemas, and may cost an escape for nothing
+    if not any(_tells_names_apart(node) for node in nodes):
+        return {}
+    for text in (text for node in nodes for keyword in ("const", "enum") for text in _values(node.get(keyword))):
+        if isinstance(text, str) and not has_only_short_escapes(text):
+            limit = "const and enum without control characters where an object lists some of its properties and allows others"
+            raise InvalidRequest("grammar", limit, text, 'Set "additionalProperties": false.')
+    return SHORT_ESCAPES
+
+
+def _tells_names_apart(node: dict[str, Any]) -> bool:
+    """Whether a schema has different rules for listed names, for names that match an expression, and for other names."""
+    is_listed, is_matched = "properties" in node or "required" in node, "patternProperties" in node
+    return is_listed + is_matched + (node.get("additionalProperties") is not False) > 1
+
+
+def _values(value: Any) -> Iterator[Any]:
+    """A JSON value and all values in it, without the names of properties: they have one spelling."""
+    unseen = [value]
+    while unseen:
+        found = unseen.pop()
+        yield found
+        if isinstance(found, dict | list):
+            unseen += found.values() if isinstance(found, dict) else found
+
 
 _BEGIN = '%llguidance {"no_forcing": true}\n'
 _ANY_TEXT = "/(?s:.*)/"

@@ -20,10 +20,9 @@ from typing import Any
 
 from headrace.core.errors import CheckpointError, InvalidRequest, SequenceFailed, ShownValue
 from headrace.core.grammar import Grammar
-from headrace.engine.grammar.compiling import NAMES
-from headrace.engine.grammar.frames import OtherEndGone, receive_frame, send_frame
+from headrace.engine.grammar.compiling import NAMES, GrammarVocabulary
 from headrace.engine.grammar.limits import VET_CPU_S, VET_MEMORY_BYTES, VET_STACK_BYTES, VET_WALL_S
-from headrace.engine.grammar.vocabulary import GrammarVocabulary
+from headrace.engine.grammar.vetting_host import OtherEndGone, receive_frame, send_frame
 
 START_TIMEOUT_S = 60.0
 """Seconds that reading a model's vocabulary may take."""

@@ -3,7 +3,8 @@
 A fork takes milliseconds and shares the vocabulary's trie. The kernel bounds it: CPU time and time by timers whose signals end it, in C or
 Rust code too, memory by its address space. It compiles the grammar, computes masks along outputs drawn from it, and says what it holds.
 
-Its standard input is one end of a socket pair; `vetting.GrammarVetter` has the other. Frames are JSON, but for the vocabulary:
+Its standard input is one end of a socket pair; `vetting.GrammarVetter` has the other. A frame is four bytes of length and then that many
+bytes, which are JSON but for the vocabulary:
 
     from the engine   {"folder": ..., "vocab_size": ..., "eos_token_ids": [...]}   once
                       a grammar's fields
@@ -23,6 +24,7 @@ import random
 import resource
 import signal
 import socket
+import struct
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -30,14 +32,51 @@ from typing import TYPE_CHECKING, NoReturn
 
 from headrace.core.errors import CheckpointError, InvalidRequest
 from headrace.core.grammar import Grammar
-from headrace.engine.grammar.compiling import NAMES, compile_grammar, one_line
-from headrace.engine.grammar.frames import OtherEndGone, receive_frame, send_frame
+from headrace.engine.grammar.compiling import NAMES, GrammarVocabulary, TokenTrie, compile_grammar, one_line
 from headrace.engine.grammar.limits import MAX_COMPILED_BYTES, NUM_VETTED_STEPS, VET_CPU_S, VET_MEMORY_BYTES, VET_STACK_BYTES, VET_WALL_S
-from headrace.engine.grammar.vocabulary import GrammarVocabulary, TokenTrie
 from headrace.machine.standard_streams import prepare_standard_streams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+
+_LENGTH = struct.Struct("<I")
+
+
+class OtherEndGone(Exception):
+    """The process at the other end of the socket has closed it, or has ended."""
+
+
+def send_frame(channel: socket.socket, data: bytes) -> None:
+    """Send one frame. Raises OtherEndGone, and TimeoutError where the socket has a time limit."""
+    try:
+        channel.sendall(_LENGTH.pack(len(data)) + data)
+    except TimeoutError:
+        raise
+    except OSError as error:
+        raise OtherEndGone from error
+
+
+def receive_frame(channel: socket.socket) -> bytes:
+    """Receive one frame. Raises OtherEndGone, and TimeoutError where the socket has a time limit."""
+    (length,) = _LENGTH.unpack(_exactly(channel, _LENGTH.size))
+    return _exactly(channel, length)
+
+
+def _exactly(channel: socket.socket, num_bytes: int) -> bytes:
+    data = bytearray(num_bytes)
+    view = memoryview(data)
+    while view:
+        try:
+            received = channel.recv_into(view)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise OtherEndGone from error
+        if not received:
+            raise OtherEndGone
+        view = view[received:]
+    return bytes(data)
+
 
 NO_EXTENSION = "NoExtensionBias"
 """The text of a matcher that no token can continue."""

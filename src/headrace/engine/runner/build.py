@@ -26,17 +26,14 @@ from headrace.core.kvgroup import KvGroup
 from headrace.core.model_info import ModelInfo
 from headrace.core.numerics import WEIGHTS
 from headrace.engine.config import EngineConfig
-from headrace.engine.grammar.compiler import GrammarCompiler
-from headrace.engine.grammar.preparer import GrammarPreparer
+from headrace.engine.grammar.preparer import GrammarCompiler, GrammarPreparer
 from headrace.engine.grammar.slots import SlotGrammars
 from headrace.engine.grammar.store import GrammarStore
 from headrace.engine.kv_sizing import KvMemoryBudget, KvSizing, activation_bytes, describe_bytes, out_of_memory, size_kv, step_tokens
-from headrace.engine.runner.compiling import log_compiling
 from headrace.engine.runner.device.runner import DeviceRunner
 from headrace.engine.runner.masks import load_mask_kernel
-from headrace.engine.runner.model_runner import ModelRunner
-from headrace.engine.runner.overlapped import OverlappedRunner
-from headrace.engine.warmup import warm_up
+from headrace.engine.runner.model_runner import ModelRunner, OverlappedRunner
+from headrace.engine.runner.warmup import log_compiling, warm_up
 from headrace.machine.memory import Available
 from headrace.tensor.backends import choose_backend, load_backend, try_kernels
 from headrace.tensor.batch import KvCache, allocate_kv, stored_as
@@ -84,7 +81,7 @@ def build_runner(
 def build(config: EngineConfig, packed: PackedFolder | None = None, features: CpuFeatures | None = None) -> Built:
     """Choose threads, dtype and kernels, load the weights, size and reserve the KV cache, warm up. Slow stages are logged.
 
-    packed    the folder of packed linears, if there is one; reading may have begun (`engine.read_ahead`)
+    packed    the folder of packed linears, if there is one; reading may have begun (`engine.build`)
     features  the CPU to choose for; None: this machine's
 
     Raises: ConfigError, CheckpointError; before any weight is read where that is possible.

@@ -1,8 +1,8 @@
 """Executes a plan with tensors: one forward pass over a ragged batch, then sampling.
 
-`ModelRunner` computes inside `submit`. `overlapped` wraps a `ModelRunner` and computes on a thread of its own, so that the loop can
-make the next plan meanwhile. Both call the same `execute`, in the order of submission, on one thread, so nothing here is locked. A plan's
-columns become tensors in `batch`; what is remembered between steps is in `state`; grammars act in `masks`.
+`ModelRunner` computes inside `submit`. `OverlappedRunner` wraps one and computes on a thread of its own, so that the loop can make the next
+plan meanwhile. Both call the same `execute`, in the order of submission, on one thread, so nothing here is locked. A plan's columns become
+tensors in `batch`; what is remembered between steps is in `state`; grammars act in `masks`.
 
 After a step that raised, its state changes (ended, started, block tables, moves) may be applied and its tokens are not. Repeating its KV
 writes is harmless. A later plan that counted on the step's tokens raises `UnknownToken`. A later plan that succeeded all the same, and is
@@ -11,6 +11,10 @@ then planned again, is rewound first, so that no token is counted twice.
 
 from __future__ import annotations
 
+import logging
+import queue
+import threading
+from concurrent.futures import Future
 from functools import partial
 from typing import Protocol
 
@@ -39,6 +43,8 @@ from headrace.tensor.batch import ForwardBatch, KvCache
 from headrace.tensor.kernels.filters import Draw
 from headrace.tensor.kernels.masks import ApplyMasks, apply_masks
 from headrace.tensor.sampling import RowMasks, Sampled, Sampler
+
+log = logging.getLogger(__name__)
 
 
 class Model(Protocol):
@@ -156,3 +162,67 @@ class ModelRunner:
         logits = self.model.logits(hidden if len(last) == len(hidden) else hidden[last])
         failpoint("runner.sample")
         return self._sampler.sample(logits, rows.slots[sampling], rows.ends[sampling], masks)
+
+
+CLOSE_TIMEOUT_S = 10.0
+"""Seconds that `close` waits for the step in progress."""
+
+
+class OverlappedRunner:
+    """A `ModelRunner` behind a queue.
+
+    Its thread is a daemon and not an executor's: Python waits for executors' threads when it exits, and a step that hangs would keep the
+    process alive for ever.
+    """
+
+    def __init__(self, runner: ModelRunner, *, close_timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        self._runner = runner
+        self._close_timeout_s = close_timeout_s
+        self._steps: queue.SimpleQueue[tuple[Plan, Future[Result]] | None] = queue.SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._compute, name="headrace-step", daemon=True)
+        self._thread.start()
+
+    def submit(self, plan: Plan) -> Future[Result]:
+        """Return at once. The ticket's `result` waits for the step and raises the step's error. Raises RuntimeError after `close`."""
+        if self._closed:
+            raise RuntimeError("the runner is closed")
+        ticket: Future[Result] = Future()
+        self._steps.put((plan, ticket))
+        return ticket
+
+    def close(self) -> None:
+        """Finish the step in progress, drop the steps not begun, end the thread.
+
+        A step that does not end in time is abandoned with a line in the log. The runner below then stays open, since the step uses it.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._drop_not_begun()
+        self._steps.put(None)
+        self._thread.join(self._close_timeout_s)
+        if self._thread.is_alive():
+            log.error("a step has not ended %g s after the runner was closed; its thread is left behind", self._close_timeout_s)
+            return
+        self._runner.close()
+
+    def _drop_not_begun(self) -> None:
+        while True:
+            try:
+                item = self._steps.get_nowait()
+            except queue.Empty:
+                return
+            if item is not None:
+                item[1].cancel()
+
+    def _compute(self) -> None:
+        while (item := self._steps.get()) is not None:
+            plan, ticket = item
+            if self._closed or not ticket.set_running_or_notify_cancel():
+                ticket.cancel()
+                continue
+            try:
+                ticket.set_result(self._runner.execute(plan))
+            except BaseException as error:  # the ticket raises it where the step is waited for
+                ticket.set_exception(error)

@@ -1,14 +1,15 @@
 """Dispatches gateways' commands to the engine, and each of the engine's updates to the stream of its attempt.
 
-A request lives on the stream that submitted it: when the stream ends, all of its requests are cancelled. `routes` has the stream of each
-attempt. Not here: gRPC, hellos, heartbeats and drain (`service`), frames and their bounds (`gateway_stream`, `unsent`).
+A request lives on the stream that submitted it: when the stream ends, all of its requests are cancelled. Not here: gRPC, hellos, heartbeats
+and drain (`service`), frames and their bounds (`gateway_stream`, `unsent`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
-from typing import Protocol
+import asyncio
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Generic, Protocol, TypeVar
 
 from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError, InvalidRequest, Unavailable
@@ -18,13 +19,112 @@ from headrace.core.load import LoadSnapshot
 from headrace.core.model_info import ModelInfo
 from headrace.core.numerics import may_resume
 from headrace.core.request import EngineRequest
-from headrace.core.update import Rejected
+from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.server.gateway_stream import GatewayStream
-from headrace.engine.server.outbox import Updates
-from headrace.engine.server.routes import Routes
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import check_known_fields, decode_cancel, decode_finish, decode_submit
-from headrace.wire.handles import Handle, MalformedFrame
+from headrace.wire.service import Handle, MalformedFrame
+
+Stream = TypeVar("Stream", bound=Hashable)
+
+
+@dataclass(slots=True)
+class Route(Generic[Stream]):
+    """One attempt on its stream.
+
+    epoch    the gateway's epoch; a higher one replaces a lower one
+    attempt  the epoch that the engine gets; no two attempts have the same, though a gateway may send a request again with the same epoch
+    running  indices of the sequences that have not finished
+    """
+
+    request_id: RequestId
+    epoch: int
+    attempt: int
+    stream: Stream
+    handle: Handle
+    running: set[int]
+
+
+@dataclass(slots=True)
+class Routes(Generic[Stream]):
+    """The stream of each open attempt of one engine process.
+
+    A route is open from Submit until every sequence of the request has finished, was rejected or cancelled, or the stream ended. An attempt
+    with a higher epoch replaces an older one of the same request, on whichever stream that came. Updates about a replaced or cancelled
+    attempt have no route and are dropped.
+    """
+
+    _by_request: dict[RequestId, Route[Stream]] = field(default_factory=dict)
+    _by_handle: dict[tuple[Stream, Handle], Route[Stream]] = field(default_factory=dict)
+    _num_opened: int = 0
+
+    def __len__(self) -> int:
+        return len(self._by_request)
+
+    def open(self, stream: Stream, handle: Handle, request_id: RequestId, epoch: int, indices: range) -> Route[Stream]:
+        """Open a route; an older attempt must be closed before. Raises ValueError if the request or the handle has a route already."""
+        if request_id in self._by_request or (stream, handle) in self._by_handle:
+            raise ValueError(f"request {request_id} or handle {handle} is routed already")
+        self._num_opened += 1
+        route = Route(request_id, epoch, self._num_opened, stream, handle, set(indices))
+        self._by_request[request_id] = self._by_handle[stream, handle] = route
+        return route
+
+    def of_request(self, request_id: RequestId) -> Route[Stream] | None:
+        return self._by_request.get(request_id)
+
+    def of_handle(self, stream: Stream, handle: Handle) -> Route[Stream] | None:
+        return self._by_handle.get((stream, handle))
+
+    def of_stream(self, stream: Stream) -> list[Route[Stream]]:
+        return [route for route in self._by_request.values() if route.stream == stream]
+
+    def close(self, route: Route[Stream]) -> None:
+        self._by_request.pop(route.request_id, None)
+        self._by_handle.pop((route.stream, route.handle), None)
+
+    def sequence_ended(self, route: Route[Stream], index: int) -> None:
+        """Note that a sequence has ended. The last one closes the route."""
+        route.running.discard(index)
+        if not route.running:
+            self.close(route)
+
+    def check(self) -> None:
+        """Raises AssertionError unless both maps hold the same open routes."""
+        by_handle = {id(route) for route in self._by_handle.values()}
+        assert {id(route) for route in self._by_request.values()} == by_handle, "a route is known by one name only"
+        assert all(route.running for route in self._by_request.values()), "a finished route is still open"
+
+
+Updates = list[SequenceUpdate | Rejected]
+Value = TypeVar("Value")
+
+
+class AsyncioOutbox:
+    """Passes updates from the engine's thread to the asyncio loop, once per step. Drops them once the asyncio loop is closed.
+
+    deliver  called on the asyncio loop with each step's updates; set by the service
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.deliver: Callable[[Updates], None] | None = None
+
+    def __call__(self, updates: Updates) -> None:
+        call_unless_closed(self._loop, self._arrive, updates)
+
+    def _arrive(self, updates: Updates) -> None:
+        if self.deliver is not None:
+            self.deliver(updates)
+
+
+def call_unless_closed(loop: asyncio.AbstractEventLoop, call: Callable[[Value], None], value: Value) -> None:
+    """`call(value)` on the loop, from another thread. Does nothing if the loop is closed, even if that happens concurrently."""
+    try:
+        loop.call_soon_threadsafe(call, value)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
 
 
 class ServedEngine(Protocol):

@@ -19,8 +19,8 @@ from headrace.core.errors import HeadraceError
 from headrace.engine.server.unsent import UnsentFrames
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import check_known_fields
-from headrace.wire.delivery import SLICE_S
-from headrace.wire.handles import MalformedFrame
+from headrace.wire.service import MalformedFrame
+from headrace.wire.stream import SLICE_S
 
 HELLO_TIMEOUT_S = 5.0
 

@@ -23,8 +23,7 @@ from headrace.machine.locked_folders import LockedFolder, remove_unlocked
 from headrace.wire.listening import close_all, listening_sockets
 from headrace.wire.service import LEASE_S
 from headrace.wire.target import MAX_UNIX_PATH_BYTES, GrpcTarget, check_private
-from headrace.wire.tls.faults import handshake_fault
-from headrace.wire.tls.files import Certificates, TlsRole
+from headrace.wire.tls.files import Certificates, TlsRole, handshake_fault
 from headrace.wire.tls.stream import CHUNK_BYTES, ByteStream, PlainStream, TlsStream
 
 log = logging.getLogger(__name__)

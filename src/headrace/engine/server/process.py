@@ -22,9 +22,8 @@ from typing import Protocol
 from headrace.core.counted import counted
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.engine.server.config import ProcessConfig
-from headrace.engine.server.dispatcher import ServedEngine
+from headrace.engine.server.dispatcher import AsyncioOutbox, ServedEngine, Updates, call_unless_closed
 from headrace.engine.server.listener import CannotListen, check_can_listen
-from headrace.engine.server.outbox import AsyncioOutbox, Updates, call_unless_closed
 from headrace.engine.server.service import EngineService
 from headrace.machine.stop_signals import StopSignals, first_of
 from headrace.wire.leash import Leash

@@ -1,8 +1,8 @@
 """Serves the engine's end of the wire: gateways' streams from hello to hang-up, heartbeats, drain, and operators' calls.
 
 The gRPC server (grpc.aio) and everything else here run on the asyncio loop of the main thread. The engine loop's thread hands its updates
-over once per step (`outbox`). `dispatcher` handles a stream's commands and the engine's updates. Heartbeats are sent from here and not from
-the engine's loop, so that they go on, and carry the step's age, while a step runs or hangs.
+over once per step (`AsyncioOutbox`). `dispatcher` handles a stream's commands and the engine's updates. Heartbeats are sent from here and
+not from the engine's loop, so that they go on, and carry the step's age, while a step runs or hangs.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ from google.protobuf.message import DecodeError
 
 from headrace.core.load import LoadSnapshot
 from headrace.core.numerics import WEIGHTS
-from headrace.engine.server.dispatcher import RequestDispatcher, ServedEngine
+from headrace.engine.server.dispatcher import AsyncioOutbox, RequestDispatcher, ServedEngine, Updates
 from headrace.engine.server.gateway_stream import GatewayStream, StreamLost
 from headrace.engine.server.listener import REPEAT_S, CannotListen, TcpListener
-from headrace.engine.server.outbox import AsyncioOutbox, Updates
 from headrace.engine.server.unsent import MAX_UNITS
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import check_known_fields, encode_load, encode_model_info
-from headrace.wire.handles import MalformedFrame
 from headrace.wire.service import (
     CONTROL,
     HEARTBEAT_S,
@@ -37,6 +35,7 @@ from headrace.wire.service import (
     PROTOCOL_VERSION,
     SERVER_OPTIONS,
     Expectation,
+    MalformedFrame,
     Mismatch,
     check_model,
     check_protocol,

@@ -18,7 +18,7 @@ from headrace.core.update import SequenceUpdate
 from headrace.engine.server.unread import UNIT_BYTES, UPDATE_UNITS, Unread, num_entries, num_units, put, take, units_alone
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import encode_load, encode_rejected, encode_updates
-from headrace.wire.handles import Handle
+from headrace.wire.service import Handle
 
 MAX_UNITS = (32 << 20) // UNIT_BYTES
 """Most that may be unsent to one gateway: 32 MiB, in units of 32 bytes."""

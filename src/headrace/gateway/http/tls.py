@@ -25,9 +25,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.regular_files import MAX_SECRET_BYTES, in_time, read_file
 from headrace.gateway.http.config import HttpTls
 from headrace.machine.private_files import check_private_file
-from headrace.wire.tls.faults import EXPIRED, NOT_YET_VALID, certificate_fault
-from headrace.wire.tls.files import shake_hands
-from headrace.wire.tls.watched import Watched
+from headrace.wire.tls.files import EXPIRED, NOT_YET_VALID, Watched, certificate_fault, shake_hands
 
 RECORD_BYTES = 16 << 10
 """Most bytes of one TLS record, and so of one read."""

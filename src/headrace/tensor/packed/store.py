@@ -3,7 +3,7 @@
 One file per (checkpoint, precision, layout), written in pieces, and whole or not at all. The file's name is a hash of the checkpoint's
 digest and of every weight file's size and modification time, so a changed checkpoint is packed again, and so is one whose packed file is
 damaged. The file holds numbers only: nothing in it can run. Norms are not kept: they are read from the checkpoint at every start. How a
-file is read: `packed.file`; when it is written: `engine.idle_work`.
+file is read: `packed.file`; when it is written: `engine.build`.
 """
 
 from __future__ import annotations

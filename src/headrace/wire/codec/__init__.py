@@ -1,15 +1,13 @@
 """Converts core values to wire messages and back: pure functions, one module per kind of value.
 
-`same_fields` serves all of these modules. Encoding refuses what the wire cannot carry with InvalidRequest. Decoding checks the schema
-(equal columns, rows in range, known enum values) and raises MalformedFrame. The rules of the values themselves live in core, and the engine
+`fields` serves all of these modules. Encoding refuses what the wire cannot carry with InvalidRequest. Decoding checks the schema (equal
+columns, rows in range, known enum values) and raises MalformedFrame. The rules of the values themselves live in core, and the engine
 applies them. docs/wire.md has the rules of the format.
 """
 
 from __future__ import annotations
 
-from headrace.wire.codec.load import decode_load, encode_load
-from headrace.wire.codec.model import decode_model_info, encode_model_info
-from headrace.wire.codec.rejected import decode_rejected, encode_rejected
+from headrace.wire.codec.engine_facts import decode_load, decode_model_info, encode_load, encode_model_info
 from headrace.wire.codec.request import (
     check_known_fields,
     decode_cancel,
@@ -19,7 +17,7 @@ from headrace.wire.codec.request import (
     encode_finish,
     encode_submit,
 )
-from headrace.wire.codec.update import encode_updates
+from headrace.wire.codec.update import decode_rejected, encode_rejected, encode_updates
 
 __all__ = [
     "check_known_fields",

@@ -9,14 +9,34 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from headrace.core.errors import InvalidRequest
 from headrace.core.finish import FinishReason
+from headrace.core.grammar import Grammar, ReasoningSpan
 from headrace.core.request import NO_TIER, EngineRequest, TierTerms
 from headrace.core.sampling import SamplingParams
 from headrace.wire import headrace_pb2 as pb
-from headrace.wire.codec.enums import FINISH_KIND, FINISH_REASON, PRIORITY, PRIORITY_CLASS
-from headrace.wire.codec.grammar import decode_grammar, encode_grammar
-from headrace.wire.codec.same_fields import SameFields
-from headrace.wire.handles import Handle, MalformedFrame
-from headrace.wire.service import PROTOCOL_VERSION
+from headrace.wire.codec.fields import FINISH_KIND, FINISH_REASON, GRAMMAR_KIND, GRAMMAR_KIND_NAME, PRIORITY, PRIORITY_CLASS, SameFields
+from headrace.wire.service import PROTOCOL_VERSION, Handle, MalformedFrame
+
+_SPAN = SameFields(ReasoningSpan, pb.ReasoningSpan)
+
+
+def encode_grammar(grammar: Grammar) -> pb.Grammar:
+    """The message of a grammar.
+
+    Raises ValueError for a source with a lone surrogate, which protobuf cannot encode; `encode_submit` makes an InvalidRequest of it.
+    """
+    span = grammar.reasoning
+    reasoning = None if span is None else _SPAN.encode(span)
+    return pb.Grammar(kind=GRAMMAR_KIND[grammar.kind], source=grammar.source, reasoning=reasoning)
+
+
+def decode_grammar(message: pb.Grammar) -> Grammar:
+    """Raises InvalidRequest for a kind that this version does not know."""
+    if message.kind not in GRAMMAR_KIND_NAME:
+        known = ", ".join(GRAMMAR_KIND)
+        raise InvalidRequest("grammar", f"a kind that protocol version {PROTOCOL_VERSION} knows: {known}", message.kind)
+    reasoning = _SPAN.decode(message.reasoning) if message.HasField("reasoning") else None
+    return Grammar(GRAMMAR_KIND_NAME[message.kind], message.source, reasoning)
+
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_REMAINING_MS = 100 * 365 * 24 * 3600 * 1000

@@ -1,4 +1,4 @@
-"""Loads and checks one end's certificate files, at start and again when they change.
+"""Loads and checks one end's certificate files, at start and again when they change, and says in words what is wrong with one.
 
 No certificate is parsed here: OpenSSL verifies the files when one end, at start, makes a handshake with itself.
 """
@@ -6,22 +6,155 @@ No certificate is parsed here: OpenSSL verifies the files when one end, at start
 from __future__ import annotations
 
 import logging
+import os
 import ssl
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from headrace.core.clock import Clock
 from headrace.core.errors import ConfigError
-from headrace.core.regular_files import MAX_SECRET_BYTES, read_file
+from headrace.core.regular_files import MAX_SECRET_BYTES, READ_S, FileThread, in_time, read_file
 from headrace.machine.folders import expanded
 from headrace.machine.private_files import check_private_file
-from headrace.wire.tls.faults import EXPIRED, NOT_YET_VALID, certificate_fault
-from headrace.wire.tls.watched import Watched
 
 log = logging.getLogger(__name__)
+
+EXPIRED = 10
+NOT_YET_VALID = 9
+_OTHER_AUTHORITY = "was not signed by the authority in {ca}"
+_VERIFY_WORDS = {
+    NOT_YET_VALID: "is not valid yet: compare the clocks of both machines",
+    EXPIRED: "has expired",
+    18: _OTHER_AUTHORITY,
+    19: _OTHER_AUTHORITY,
+    20: _OTHER_AUTHORITY,
+    21: _OTHER_AUTHORITY,
+    7: _OTHER_AUTHORITY,  # same name of the authority, other key
+    26: "is for another role (its extended key usage)",
+}
+"""OpenSSL's verification codes (X509_V_ERR_*) -> what is wrong with the other end's certificate. All else has OpenSSL's own words."""
+
+_ALERT_WORDS = {
+    "CERTIFICATE_EXPIRED": "it has expired, or is not valid yet there",
+    "UNKNOWN_CA": "it was not signed by the authority that the other end knows",
+    "DECRYPT_ERROR": "it was not signed by the authority that the other end knows",
+    "UNSUPPORTED_CERTIFICATE": "it is for another role (its extended key usage)",
+    "CERTIFICATE_REQUIRED": "none was sent",
+    "BAD_CERTIFICATE": "it is not for the name or address that was dialled",
+}
+"""TLS alerts -> why the other end refused this end's certificate."""
+
+_NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "UNKNOWN_PROTOCOL", "RECORD_LAYER_FAILURE")
+"""Reasons that OpenSSL gives for bytes that are no TLS."""
+
+
+def certificate_fault(error: ssl.SSLCertVerificationError, ca: str) -> str:
+    """What is wrong with a certificate that was verified here against the file `ca`: continues "the engine's certificate ..."."""
+    words = _VERIFY_WORDS.get(error.verify_code)
+    return words.format(ca=ca) if words else f"is refused: {error.verify_message}"
+
+
+def handshake_fault(error: Exception, *, own: str, peer: str, ca: str) -> str:
+    """The reason why a handshake failed; empty when the error does not name one.
+
+    own, peer  what the two ends are called: "this engine" and "the gateway"
+    ca         file with the authority that the peer's certificate is verified against
+    """
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"{peer}'s certificate {certificate_fault(error, ca)}"
+    if not isinstance(error, ssl.SSLError):
+        return ""
+    reason = error.reason or ""
+    if "PEER_DID_NOT_RETURN" in reason:
+        return f"{peer} sent no certificate"
+    if reason in _NO_TLS:
+        return f"{peer} does not speak TLS"
+    before, separator, alert = reason.partition("ALERT_")
+    if separator and before:
+        return f"{peer} refused {own}'s certificate: {_ALERT_WORDS.get(alert, alert.replace('_', ' ').lower())}"
+    return ""
+
+
+Value = TypeVar("Value")
+Stamp = tuple[tuple[int, ...] | None, ...]
+
+LOOK_S = 1.0
+"""Seconds between two looks at the files."""
+
+
+class Watched(Generic[Value]):
+    """What some files hold, loaded again when they change, so that no connection waits for the file system.
+
+    A use that comes LOOK_S after the last look starts the next one, in a thread beside, and gets what is held already. So after a quiet
+    time the first connection has the certificates of the last look. One thread at a time looks; on a mount that hangs it waits, and no
+    other one is started.
+    """
+
+    def __init__(self, paths: tuple[str, ...], load: Callable[[], Value], clock: Clock = time.monotonic) -> None:
+        """load: called here and when the files have changed; raises ConfigError for files that cannot be used"""
+        self._paths, self._load, self._clock = paths, load, clock
+        self._stamp, self._looked_at = _stamp_of(paths), clock()  # before loading, so that a change meanwhile is seen
+        self._loaded = load()
+        self._looker = threading.Thread()
+        self._logged: tuple[Stamp, str] | None = None
+
+    def current(self) -> Value:
+        """What the files held at the last look. Never waits, and raises nothing: files that cannot be used are logged, and tried again."""
+        silent_s = self._clock() - self._looked_at
+        if silent_s < LOOK_S:
+            return self._loaded
+        if self._looker.is_alive():
+            if silent_s >= READ_S:
+                self._report((), f"{self._paths[0]}: the file system does not answer")
+            return self._loaded
+        self._looked_at += silent_s
+        self._looker = FileThread(self._look)
+        try:
+            self._looker.start()
+        except RuntimeError as error:  # the limit of threads
+            self._report((), str(error))
+        return self._loaded
+
+    def _look(self) -> None:
+        stamp = _stamp_of(self._paths)
+        if stamp != self._stamp:
+            try:
+                self._loaded = self._load()
+            except ConfigError as error:
+                self._report(stamp, str(error))
+                return
+            self._stamp = stamp  # after a success alone: what failed for want of descriptors works later
+            log.info("the certificates were read again: %s", self._paths[0])
+        self._logged = None
+
+    def _report(self, stamp: Stamp, reason: str) -> None:
+        """Log once why the present files are not used. stamp: theirs; empty where they could not be looked at"""
+        if self._logged != (stamp, reason):
+            self._logged = stamp, reason
+            log.error("changed certificates are not used: %s", reason)
+
+
+def _stamp_of(paths: tuple[str, ...]) -> Stamp:
+    """A value for each file that changes when its content or its mode does; None for a file that is not there."""
+    try:
+        return in_time(lambda: tuple(_file_stamp(path) for path in paths))
+    except OSError:  # at the start, where loading says more
+        return ()
+
+
+def _file_stamp(path: str) -> tuple[int, ...] | None:
+    try:
+        info = os.stat(path)
+    except OSError:
+        return None
+    return info.st_mtime_ns, info.st_ctime_ns, info.st_size, info.st_ino
+
 
 ALPN = "h2"
 """The protocol inside TLS; gRPC hangs up where it is not agreed on."""

@@ -17,7 +17,7 @@ from headrace.bundled import bundled_path
 from headrace.core.grammar import Grammar
 from headrace.engine.runner.device.runner import DeviceRunner
 from headrace.engine.runner.model_runner import ModelRunner
-from headrace.engine.warmup import prompt_lengths
+from headrace.engine.runner.warmup import prompt_lengths
 from headrace.tensor.device import Cpu
 from headrace.tensor.kernels import reference
 from headrace.tensor.kernels.plain_choice import PlainChoice

@@ -23,7 +23,7 @@ from headrace.core.grammar import Grammar
 from headrace.core.plan import Plan
 from headrace.core.sampling import SamplingParams
 from headrace.engine.runner.batch import UnknownToken
-from headrace.engine.runner.device.prompts import PromptSize, sizes_up_to
+from headrace.engine.runner.device.graphs import PromptSize, sizes_up_to
 from headrace.tensor.batch import ForwardBatch, KvCache
 from headrace.tensor.kernels.choice import CHOICE_KINDS, MAX_TABLE_CHANGES
 from headrace.tensor.launches import CudaLaunches, upload_together

@@ -18,8 +18,8 @@ pytest.importorskip("triton")
 from ahead_of_time import compiling_for
 
 from headrace.engine.runner.device.graphs import SIZES as ROWS
-from headrace.engine.runner.device.prompts import TOKENS
-from headrace.engine.warmup import prompt_lengths
+from headrace.engine.runner.device.graphs import TOKENS
+from headrace.engine.runner.warmup import prompt_lengths
 from headrace.tensor.batch import ForwardBatch, GroupBatch, KvCache, allocate_kv
 from headrace.tensor.checkpoint.config import read_config
 from headrace.tensor.checkpoint.random_weights import WeightShapes

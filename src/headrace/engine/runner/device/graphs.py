@@ -3,6 +3,10 @@
 A forward pass is captured for each padded number of rows or tokens, and the choice for each padded number of rows and kind. They are
 captured apart for two reasons: a kind of choice needs no capture of the whole model, and a step with prompts replays the pass of its other
 rows. The choice begins with the model's head, which so reads its weights once for the rows of both passes.
+
+Prompts are padded to one of a few sizes: under load, to enqueue their layers one by one takes the host longer than the device computes.
+Padding tokens belong to no row: nothing is written to the cache for them. Padding rows have no tokens. A step with more tokens than the
+largest size takes so long that the host keeps ahead without a graph.
 """
 
 from __future__ import annotations
@@ -11,12 +15,97 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable
+from enum import IntEnum
+from typing import NamedTuple, TypeVar
 
-from headrace.engine.runner.device.prompts import PromptSize
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.engine.runner.batch import Rows, token_places
+from headrace.engine.runner.slots import SlotState
 from headrace.tensor.kernels.choice import CHOICE_KINDS, ChoiceKind
 from headrace.tensor.launches import Launches
 
 log = logging.getLogger(__name__)
+
+TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
+"""Sizes in tokens that are captured, up to the engine's most for a step."""
+TOKENS_PER_ROW = 16
+"""Tokens per row of a size: a size of N tokens has room for N / TOKENS_PER_ROW rows."""
+MAX_PADDING = 4
+"""A step is padded to this many times its tokens at most, unless the size is one of SMALL_TOKENS or fewer, which costs little more than
+its weights."""
+SMALL_TOKENS = 128
+
+Array = TypeVar("Array", Tensor, NDArray[np.int64])
+
+
+class PromptSize(NamedTuple):
+    """Capacity of a captured pass over prompts."""
+
+    tokens: int
+    rows: int
+
+    def takes(self, num_tokens: int, num_rows: int) -> bool:
+        """Whether the tokens and rows fit without too much padding."""
+        is_near = self.tokens <= max(SMALL_TOKENS, MAX_PADDING * num_tokens)
+        return num_tokens <= self.tokens and num_rows <= self.rows and is_near
+
+    def num_values(self, groups: int) -> int:
+        """Length of the input buffer, in int64 values."""
+        return (TOKEN_LINES + groups) * self.tokens + len(RowLine) * (self.rows + 1)
+
+
+class RowLine(IntEnum):
+    """The lines of the rows' inputs, one value per row. FIRST has one value more: the end of the last row."""
+
+    FIRST = 0
+    """First token of the row."""
+    CONTEXT = 1
+    SLOT = 2
+    LAST = 3
+    """For each sampling row, the token whose hidden state it needs; PLACE is where the choice reads that state."""
+    PLACE = 4
+
+
+TOKEN_LINES = 2
+"""Lines of the tokens' inputs before the places in each KV group's cache: ids and positions."""
+
+
+def sizes_up_to(most_tokens: int, max_rows: int) -> list[PromptSize]:
+    """Sizes for steps of at most `most_tokens` tokens and `max_rows` rows, ascending."""
+    counts = [count for count in TOKENS if count < most_tokens] + [min(most_tokens, TOKENS[-1])]
+    return [PromptSize(count, min(max_rows, max(1, count // TOKENS_PER_ROW))) for count in dict.fromkeys(counts)]
+
+
+def lines(buffer: Array, size: PromptSize, groups: int) -> tuple[Array, Array]:
+    """Views of the buffer: inputs of tokens [TOKEN_LINES + groups, T], and of rows [len(RowLine), R + 1]."""
+    num_token_values = (TOKEN_LINES + groups) * size.tokens
+    of_rows = buffer[num_token_values : size.num_values(groups)]
+    return buffer[:num_token_values].reshape(-1, size.tokens), of_rows.reshape(len(RowLine), -1)
+
+
+def fill(buffer: NDArray[np.int64], size: PromptSize, rows: Rows, state: SlotState, first_place: int) -> None:
+    """Write the inputs of `rows`, which fit the size.
+
+    first_place  place in the choice of the first row that samples; the others follow
+    """
+    of_tokens, of_rows = lines(buffer, size, len(state.tables))
+    token_slots, positions = token_places(rows)
+    num_tokens, num_rows = len(positions), len(rows.slots)
+    of_tokens[:TOKEN_LINES, num_tokens:] = 0
+    of_tokens[TOKEN_LINES:, num_tokens:] = -1
+    of_tokens[0, :num_tokens], of_tokens[1, :num_tokens] = state.token_ids[token_slots, positions], positions
+    of_tokens[TOKEN_LINES:, :num_tokens] = state.cache_places(token_slots, positions)
+    last = rows.row_starts[1:][rows.samples > 0] - 1
+    padding = {RowLine.FIRST: num_tokens, RowLine.CONTEXT: 0, RowLine.LAST: num_tokens - 1}
+    for line in RowLine:
+        of_rows[line] = padding.get(line, len(state.known))  # the slot, and the place in the choice, that no sequence uses
+    of_rows[RowLine.FIRST, :num_rows], of_rows[RowLine.CONTEXT, :num_rows] = rows.row_starts[:-1], rows.ends
+    of_rows[RowLine.SLOT, :num_rows] = rows.slots
+    of_rows[RowLine.LAST, : len(last)], of_rows[RowLine.PLACE, : len(last)] = last, first_place + np.arange(len(last))
+
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Numbers of rows that are captured, up to the engine's most. A step is padded to the next."""

@@ -172,7 +172,7 @@ class NumbaCompiler:
 
     packages: tuple[str, ...] = ("numba", "llvmlite")
     expected: int | None = 115
-    """Counted by tests/engine/runner/test_compiling.py; the exact number is known only once all are compiled."""
+    """Counted by tests/engine/runner/test_warmup.py; the exact number is known only once all are compiled."""
 
     def limit_threads(self, num_threads: int) -> str:
         layer = threading_layer()

@@ -1,4 +1,5 @@
-"""Converts the fields that a core value and its message have under the same names. A new such field needs no line of code in the codec."""
+"""What all codecs use: fields that a core value and its message have under the same names, the numbers of enums, and text that a message
+can carry."""
 
 from __future__ import annotations
 
@@ -8,6 +9,11 @@ from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import Message
+
+from headrace.core.finish import FinishReason
+from headrace.core.grammar import GrammarKind
+from headrace.core.request import PriorityClass
+from headrace.wire import headrace_pb2 as pb
 
 V = TypeVar("V")
 M = TypeVar("M", bound=Message)
@@ -45,3 +51,36 @@ class SameFields(Generic[V, M]):
             if not message.HasField(name):
                 others[name] = None
         return self._value(**others)
+
+
+MAX_MESSAGE_CHARS = 2000
+
+
+def printable(text: str) -> str:
+    """`text` shortened and made valid Unicode: an error message may quote a broken request."""
+    return text[:MAX_MESSAGE_CHARS].encode("utf-8", "replace").decode("utf-8")
+
+
+FINISH_KIND: dict[FinishReason, pb.FinishKind] = {
+    FinishReason.STOP: pb.FINISH_STOP,
+    FinishReason.LENGTH: pb.FINISH_LENGTH,
+    FinishReason.CANCELLED: pb.FINISH_CANCELLED,
+    FinishReason.DEADLINE: pb.FINISH_DEADLINE,
+    FinishReason.ERROR: pb.FINISH_ERROR,
+}
+"""As the other enums here: a number never changes its meaning, and zero is never a value."""
+FINISH_REASON: dict[int, FinishReason] = {kind: reason for reason, kind in FINISH_KIND.items()}
+
+PRIORITY: dict[PriorityClass, pb.Priority] = {
+    PriorityClass.PREMIUM: pb.PRIORITY_PREMIUM,
+    PriorityClass.STANDARD: pb.PRIORITY_STANDARD,
+    PriorityClass.BATCH: pb.PRIORITY_BATCH,
+}
+PRIORITY_CLASS: dict[int, PriorityClass] = {number: cls for cls, number in PRIORITY.items()}
+
+GRAMMAR_KIND: dict[GrammarKind, pb.GrammarKind] = {
+    GrammarKind.JSON_SCHEMA: pb.GRAMMAR_JSON_SCHEMA,
+    GrammarKind.REGEX: pb.GRAMMAR_REGEX,
+    GrammarKind.LARK: pb.GRAMMAR_LARK,
+}
+GRAMMAR_KIND_NAME: dict[int, GrammarKind] = {number: kind for kind, number in GRAMMAR_KIND.items()}

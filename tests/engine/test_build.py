@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine_kit import DrivenEngine, request
 
-from headrace.engine.idle_work import POLL_S, REST_S, do_while_idle
+from headrace.engine.build import POLL_S, REST_S, do_while_idle
 from headrace.tensor.packed import store
 from headrace.tensor.packed.store import write_tensors
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from headrace.bundled import DEFAULT_MODEL, bundled_path
-from headrace.engine.runner.compiling import LOG_INTERVAL_S, CompileNotice, log_compiling
+from headrace.engine.runner.warmup import LOG_INTERVAL_S, CompileNotice, log_compiling
 from headrace.tensor.backends import load_backend
 
 pytestmark = pytest.mark.pure

@@ -1,23 +1,23 @@
-"""Runs a few made-up steps before an engine reports ready, so that no request waits for a kernel to be compiled or loaded.
-
-The steps are short. A CPU's kernel is compiled per dtype, never per size, and the memory of a step's activations is not kept. So a long
-step would prepare nothing that a short one does not (docs/experiments.md, 2026-11-22). A GPU's kernels have variants by the number of
-tokens, which change at powers of two. There prompts of each of these numbers are computed too, and replayed where they were captured.
-
-No KV block is taken. The block tables of the made-up sequences are empty, which stands for the pad block: their keys and values are written
-there, and no request's sequence ever reads them.
-"""
+"""Compiles and loads what requests will run before an engine reports ready, by a few made-up steps, and logs the progress of compiling."""
 
 from __future__ import annotations
 
+import logging
+import time
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import takewhile
 from typing import Protocol
 
+from headrace.core.clock import Clock
 from headrace.core.ids import SlotId
 from headrace.core.plan import Plan, Result, Started
 from headrace.core.sampling import SamplingParams
 from headrace.engine.config import EngineConfig
+from headrace.tensor.kernels import KernelCompiler
+
+log = logging.getLogger(__name__)
 
 _DECODE_ROWS = 4
 """Sequences of the mixed step and of the last decode step: one per kind of sampling."""
@@ -37,7 +37,9 @@ def warm_up(runner: _Runner, config: EngineConfig, *, max_model_len: int, vocab_
 
     most_tokens  also run prompts of 4, 8, .. up to this many tokens
 
-    No slot is left in use. Raises a step's error: an engine whose warm-up fails cannot serve.
+    The steps are short: a CPU's kernel is compiled per dtype, never per size (docs/experiments.md, 2026-11-22). A GPU's kernels have
+    variants by the number of tokens, which change at powers of two. No slot is left in use and no KV block is taken: the block tables are
+    empty, which stands for the pad block. Raises a step's error: an engine whose warm-up fails cannot serve.
     """
     longest = max_model_len - 2
     length = min(config.max_num_batched_tokens, longest, _PROMPT_TOKENS)
@@ -98,3 +100,46 @@ def _plan(rows: list[tuple[int, int, int, int]], *, started: tuple[Started, ...]
         started=started,
         ended=array("i", ended),
     )
+
+
+LOG_INTERVAL_S = 5.0
+"""Seconds between two lines of progress."""
+
+
+class CompileNotice:
+    """Called with the number of functions compiled so far, at each change. Logs at the first call, then every LOG_INTERVAL_S."""
+
+    def __init__(self, kept: str, expected: int | None = None, clock: Clock = time.perf_counter) -> None:
+        """kept: where compiled kernels are kept, or why they are not, in words. expected: see `KernelCompiler`."""
+        self._kept, self._expected, self._clock = kept, expected, clock
+        self._began_s = self._logged_s = 0.0
+        self._num_compiled: int | None = None
+
+    def __call__(self, num_compiled: int) -> None:
+        now = self._clock()
+        if self._num_compiled is None:
+            self._began_s = self._logged_s = now
+            count = "" if self._expected is None else f" about {self._expected}"
+            log.info("compiling%s kernels, which takes about half a minute: %s", count, self._kept)
+        elif now - self._logged_s >= LOG_INTERVAL_S:
+            self._logged_s = now
+            count = "" if self._expected is None else f" of about {max(self._expected, num_compiled)}"
+            log.info("compiled %d%s kernels in %.0f s", num_compiled, count, now - self._began_s)
+        self._num_compiled = num_compiled
+
+    def end(self) -> None:
+        if self._num_compiled is not None:
+            log.info("compiled %d kernels in %.0f s", self._num_compiled, self._clock() - self._began_s)
+
+
+@contextmanager
+def log_compiling(compiler: KernelCompiler | None) -> Iterator[None]:
+    """Log the kernels that are compiled inside the block. compiler: the backend's; None: it compiles nothing."""
+    if compiler is None:
+        yield
+        return
+    is_kept, where = compiler.kept()
+    notice = CompileNotice(f"once per machine and version, {where}" if is_kept else where, compiler.expected)
+    with compiler.reporting(notice):
+        yield
+    notice.end()
