@@ -1,6 +1,5 @@
-"""Answers the admin socket's requests about keys and tenants: calls `access.administration`, and returns its records as JSON.
-
-docs/identity.md lists the requests. `limits.report` and `control.purge` add further handlers to the table.
+"""Answers the admin socket's requests about keys and tenants (docs/identity.md): calls `access.administration`, and returns its records as
+JSON.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from headrace.gateway.access.key_records import AuditRecord, KeyRecord, TenantRe
 from headrace.gateway.stores.store import StoreFailed
 
 MAX_AUDIT = 10_000
-"""Audit records that one answer may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +29,7 @@ class RemoveBody:
 
 @dataclass(frozen=True, slots=True)
 class AdminCall:
-    """One request to the admin socket. name: key id or tenant from the path; "" for a path without one"""
+    """name: key id or tenant from the path; "" for a path without one"""
 
     admin: Administration
     name: str
@@ -40,24 +38,21 @@ class AdminCall:
 
 
 Handlers = Mapping[tuple[str, ...], Callable[[AdminCall], Awaitable[object]]]
-"""Method and parts of the path, where NAME stands for any -> what answers."""
+"""NAME stands for any part of a path."""
 
 
 class KeyRequests:
-    """A `fleet.admin.AdminRequests`: requests to the admin socket that a table of handlers answers."""
+    """A `fleet.admin.AdminRequests`."""
 
     def __init__(self, open_administration: Callable[[str], Administration], handlers: Handlers | None = None) -> None:
-        """
-        open_administration  makes the `Administration` for an actor; it is closed after each request
-        handlers             table of the requests that are answered; None: REQUESTS
-        """
+        """open_administration: for an actor; closed after each request"""
         self._open = open_administration
         self._handlers = REQUESTS if handlers is None else handlers
 
     async def answer(
         self, method: str, path: Sequence[str], query: Mapping[str, str], body: Mapping[str, object], actor: str
     ) -> tuple[int, object] | None:
-        """HTTP status and JSON data. None: the table has no handler for the request. path: the path's parts"""
+        """None: no handler."""
         if _shape(method, path) not in self._handlers:
             return None
         try:
@@ -80,7 +75,7 @@ async def answer_request(
     body: Mapping[str, object] | None = None,
     handlers: Handlers | None = None,
 ) -> Any:
-    """The answer of the request's handler, as JSON data. handlers None: REQUESTS. Raises InvalidRequest, ConfigError and StoreFailed."""
+    """Raises InvalidRequest, ConfigError and StoreFailed."""
     handler = (REQUESTS if handlers is None else handlers)[_shape(method, path)]
     return shown(await handler(AdminCall(admin, path[1] if len(path) > 1 else "", query or {}, body or {})), admin.now())
 
@@ -90,7 +85,6 @@ def _shape(method: str, path: Sequence[str]) -> tuple[str, ...]:
 
 
 def _limit_of(query: Mapping[str, str]) -> int:
-    """The number of audit records that the query asks for. Raises InvalidRequest."""
     limit = query.get("limit", "100")
     if not (limit.isascii() and limit.isdigit() and 1 <= int(limit) <= MAX_AUDIT):
         raise InvalidRequest("limit", f"1 to {MAX_AUDIT}", limit)
@@ -113,7 +107,7 @@ REQUESTS: Handlers = {
 
 
 def shown(found: object, now: float) -> Any:
-    """A handler's answer as JSON data. now: Unix seconds"""
+    """now: Unix seconds"""
     match found:
         case KeyRecord():
             return {

@@ -27,13 +27,13 @@ OPTION_VALUES: Mapping[str, tuple[object, ...]] = {
     "cache": (True, False),
     "context_fitting": ("refuse", "sliding_window", "summary"),
 }
-"""What a tenant may choose for itself, option -> its values. log_prompts: usage records hold prompts; cache: whether answers are cached,
-whatever `cache.enabled` says; context_fitting: what happens to a conversation that is longer than its model's context, where the request
-does not say."""
+"""log_prompts: usage records hold prompts; cache: whether answers are cached, whatever `cache.enabled` says; context_fitting: what happens
+to a conversation that is longer than its model's context, where the request does not say.
+"""
 
 
 def checked_options(options: Mapping[str, object]) -> dict[str, object]:
-    """The options. Raises InvalidRequest for an unknown name, and for a value that its option does not have."""
+    """Raises InvalidRequest for an unknown name, and for a value that its option does not have."""
     for name, value in options.items():
         if name not in OPTION_VALUES:
             raise InvalidRequest("options", f"names of {', '.join(OPTION_VALUES)}", name)
@@ -51,12 +51,12 @@ T = TypeVar("T")
 PREFIX = "hr-"
 KEY_BYTES = 32
 FIRST_CHARS = 8
-"""Characters of a key that lists show: its prefix and 30 of its 256 bits."""
+"""The prefix and 30 of 256 bits."""
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 USER = re.compile(r"[A-Za-z0-9._@+-]{1,128}")
 MAX_TRIES = 50
-"""How often a change is decided again, because other ones came between."""
+"""Other changes may come between."""
 
 
 MAX_EXPIRES_S = 100 * 366 * 86_400.0
@@ -64,12 +64,7 @@ MAX_EXPIRES_S = 100 * 366 * 86_400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewKey:
-    """The wanted properties of a new key.
-
-    tier       name of the key's tier; None: the tenant's tier
-    expires_s  seconds from now; None: the key does not expire
-    budget     most money in a UTC month; None: no budget of the key's own
-    """
+    """tier, budget: None, the tenant's; expires_s: seconds from now"""
 
     tenant: str
     tier: str | None = None
@@ -82,7 +77,7 @@ class NewKey:
 
 @dataclass(frozen=True, slots=True)
 class IssuedKey:
-    """key: the key itself, which is shown now and never again"""
+    """key: shown now and never again"""
 
     record: KeyRecord
     key: str = field(repr=False)
@@ -90,7 +85,7 @@ class IssuedKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantChange:
-    """Values to set; None keeps the present value. budget: money in a UTC month, 0: the tier's. options: name -> value, null removes it"""
+    """None keeps the present value. budget: money in a UTC month, 0: the tier's. options: null removes one"""
 
     tier: str | None = None
     budget: float | None = None
@@ -103,26 +98,22 @@ class NewTenant(TenantChange):
 
 
 class Administration:
-    """Creates, changes and ends keys and tenants. Every method raises StoreFailed, and InvalidRequest naming a value that breaks a rule."""
+    """Every method raises StoreFailed, and InvalidRequest naming a value that breaks a rule."""
 
     def __init__(self, store: KeyStore, *, tiers: Collection[str], unix_time: Clock, actor: str) -> None:
-        """
-        tiers  names of all tiers, built-in ones included
-        actor  `AuditRecord.actor` of every change
-        """
+        """tiers: built-in ones included; actor: `AuditRecord.actor` of every change"""
         self._store = store
         self._tiers = tiers
         self._unix_time = unix_time
         self._actor = actor
 
     def now(self) -> float:
-        """The present time in Unix seconds."""
         return self._unix_time()
 
     # -- keys ----------------------------------------------------------------------------------------------------------------------
 
     async def create_key(self, wanted: NewKey) -> IssuedKey:
-        """Create a key. A tenant that does not exist is created with the key's tier."""
+        """A tenant that does not exist is created with the key's tier."""
         self._check(wanted)
         key = PREFIX + secrets.token_urlsafe(KEY_BYTES)
         key_id = f"key-{secrets.token_hex(8)}"
@@ -154,7 +145,7 @@ class Administration:
         return IssuedKey(await self._change(decide), key)
 
     async def revoke_key(self, key_id: str) -> KeyRecord:
-        """Revoke a key at once, also during the grace time of a rotation. A revoked key stays unchanged."""
+        """At once, also during the grace time of a rotation."""
 
         async def decide() -> tuple[KeyRecord, DirectoryChange | None]:
             record = await self.key(key_id)
@@ -166,7 +157,7 @@ class Administration:
         return await self._change(decide)
 
     async def rotate_key(self, key_id: str, *, grace_s: float = 0.0) -> IssuedKey:
-        """Issue another key under the same id. The previous key stays valid for `grace_s` seconds; older keys end now."""
+        """The id stays. The previous key stays valid for `grace_s` seconds; older keys end now."""
         if not 0 <= grace_s <= MAX_EXPIRES_S:
             raise InvalidRequest("grace", "seconds from 0 to a hundred years", grace_s)
         key = PREFIX + secrets.token_urlsafe(KEY_BYTES)
@@ -193,7 +184,7 @@ class Administration:
         return record
 
     async def keys(self, tenant: str | None = None) -> list[KeyRecord]:
-        """Keys, oldest first, with revoked and expired ones. tenant None: keys of all tenants"""
+        """Oldest first, with revoked and expired ones."""
         return [record for record in await self._store.records(KeyRecord) if tenant in (None, record.tenant)]
 
     # -- tenants -------------------------------------------------------------------------------------------------------------------
@@ -221,9 +212,8 @@ class Administration:
         return await self._change(decide)
 
     async def remove_tenant(self, name: str, *, revoke_keys: bool = False) -> None:
-        """Remove a tenant and revoke its active keys. Raises InvalidRequest for a tenant with active keys without `revoke_keys`.
-
-        Stores keep the tenant's data under its id. A later tenant of the same name has another id and never sees that data.
+        """Its active keys are revoked; without `revoke_keys` they are refused as InvalidRequest. A later tenant of the same name has
+        another id and never sees the data that stores keep under this one.
         """
 
         async def decide() -> tuple[None, DirectoryChange]:
@@ -245,7 +235,7 @@ class Administration:
         return record
 
     async def tenant_keys(self, name: str) -> tuple[str, ...]:
-        """The names under which stores may hold a tenant's data: its name (keys of the configuration) and the id of its record."""
+        """Names under which stores may hold a tenant's data: its name (keys of the configuration) and the id of its record."""
         record = await self._store.record(TenantRecord, name)
         return (name, record.id) if record is not None and record.id else (name,)
 
@@ -253,11 +243,10 @@ class Administration:
         return await self._store.records(TenantRecord)
 
     async def audit(self, limit: int) -> list[AuditRecord]:
-        """The newest changes, newest first."""
         return await self._store.audit(limit)
 
     async def record(self, action: str, subject: str, detail: Mapping[str, object]) -> None:
-        """Write an audit record without a change of keys and tenants. The directory's version stays, so gateways read nothing again."""
+        """For a change of something else than keys and tenants. The directory's version stays, so gateways read nothing again."""
 
         async def decide() -> tuple[None, DirectoryChange]:
             return None, DirectoryChange(audit=self._audit(action, subject, detail))
@@ -312,12 +301,11 @@ class Administration:
 
 
 def digest(key: str) -> str:
-    """SHA-256 of a key in hex, the form in which keys are stored."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 def _new_tenant(name: str, tier: str, now: float) -> TenantRecord:
-    """A record with a new id. The id has a colon, so it differs from the name of every stored tenant."""
+    """The id has a colon, so it differs from the name of every stored tenant."""
     return TenantRecord(name=name, tier=tier, created_at=now, id=f"{name}:{secrets.token_hex(8)}")
 
 
@@ -338,7 +326,6 @@ def _changed(record: TenantRecord, change: TenantChange) -> TenantRecord:
 
 
 def _differences(change: TenantChange, record: TenantRecord) -> dict[str, object]:
-    """The values that a change set, for its audit record."""
     given = {"tier": change.tier and record.tier, "monthly_budget": change.budget, "options": dict(change.options) or None}
     return {name: value for name, value in given.items() if value is not None}
 

@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 
 MAX_KEY_BYTES = 512
 LOG_EVERY_S = 10.0
-"""Least seconds between two log lines about one key that cannot be used: under load each request would give one."""
+"""Between two log lines about one unusable key: under load each request would give one."""
 
 MAX_MADE = 16_384
-"""Callers that are kept for their next request: as many as keys that a gateway remembers. One more is made in the place of the oldest."""
+"""As many as keys that a gateway remembers. One more is made in the place of the oldest."""
 
 
 class KeyPlace(Protocol):
-    """The place of the key in a request. key_header: lower-case header name; key_scheme: word before the key, such as Bearer; b"": none"""
+    """key_header: lower-case; key_scheme: word before the key, such as Bearer; b"": none"""
 
     @property
     def key_header(self) -> bytes: ...
@@ -42,24 +42,16 @@ class KeyPlace(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A principal, and the records that it was made from."""
-
     key: ApiKey | KeyRecord
     tenant: TenantRecord | None
     principal: Principal
 
 
 class Authenticator:
-    """Finds the principal of a request's key, by the keys and tiers of one configuration and by the stored keys."""
-
     def __init__(
         self, api_keys: Sequence[ApiKey], tiers: Mapping[str, Tier], stored: StoredKeys | None = None, clock: Clock = time.monotonic
     ) -> None:
-        """
-        api_keys  keys of the configuration, as digests
-        tiers     name -> tier, of the configuration
-        stored    keys of the store; None: there is no store
-        """
+        """api_keys: as digests"""
         self._blind = blinding()
         self._stored = stored
         self._clock = clock
@@ -70,9 +62,7 @@ class Authenticator:
         self._anonymous = replace(ANONYMOUS, tier=self._tiers[DEFAULT_TIER])
 
     async def principal(self, headers: Sequence[tuple[bytes, bytes]], place: KeyPlace) -> Principal:
-        """The caller of a request with these headers.
-
-        Raises: Unauthorized, whose message never gives the reason; UnusableKey where the key's tier is not configured; Unavailable where
+        """Raises Unauthorized, whose message never gives the reason; UnusableKey where the key's tier is not configured; Unavailable where
         the store of keys is needed and does not answer.
         """
         if not self._configured and (self._stored is None or not await self._stored.has_keys()):
@@ -89,7 +79,7 @@ class Authenticator:
         return self._known(found.key, found.tenant) or self._keep(found.key, found.tenant, self._of_stored(found))
 
     def _known(self, key: ApiKey | KeyRecord, tenant: TenantRecord | None) -> Principal | None:
-        """The principal that was made earlier from these same record objects."""
+        """Made earlier from these same record objects."""
         made = self._made.get(key.sha256)
         return made.principal if made is not None and made.key is key and made.tenant is tenant else None
 
@@ -98,7 +88,7 @@ class Authenticator:
         return principal
 
     def _of_configured(self, key: ApiKey, tenant: TenantRecord | None) -> Principal:
-        """The principal of a configured key. tenant: its record, whose tier holds for a key without one; None: no record"""
+        """tenant: its tier holds for a key without one; None: no record"""
         key_id = f"key-{key.sha256[:12]}"
         name = key.tier or (DEFAULT_TIER if tenant is None else tenant.tier)
         principal = Principal(tenant=key.tenant, user=key.user, tier_name=name, tier=self._tier(key_id, name), key_id=key_id)
@@ -112,7 +102,7 @@ class Authenticator:
         return _with_record(principal, found.tenant)
 
     def _tier(self, key_id: str, name: str) -> Tier:
-        """The tier of this name. Raises UnusableKey, and logs the reason now and then, when the configuration has none."""
+        """Raises UnusableKey, and logs the reason now and then, when the configuration has no such tier."""
         tier = self._tiers.get(name)
         if tier is None:
             now = self._clock()
@@ -124,7 +114,6 @@ class Authenticator:
 
 
 def _with_record(principal: Principal, tenant: TenantRecord) -> Principal:
-    """The principal with the id, options and budget of its tenant's record."""
     tier = principal.tier
     if tenant.monthly_budget is not None:
         tier = replace(tier, monthly_budget=tenant.monthly_budget)
@@ -132,7 +121,7 @@ def _with_record(principal: Principal, tenant: TenantRecord) -> Principal:
 
 
 def key_in(headers: Sequence[tuple[bytes, bytes]], place: KeyPlace) -> bytes:
-    """The key that a request carries. Raises Unauthorized where it carries none, several, or one that is too long."""
+    """Raises Unauthorized where the request carries no key, several, or one that is too long."""
     given = [value for name, value in headers if name == place.key_header]
     if len(given) != 1 or len(given[0]) > MAX_KEY_BYTES:
         raise _unauthorized(place)

@@ -18,16 +18,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRecord:
-    """A stored key. Times are Unix seconds.
+    """Times are Unix seconds; None: never.
 
-    id               public name of the key, the same after a rotation
-    sha256           hex digest of the key
-    first_chars      beginning of the key, by which a person finds it in a list
-    tier             name of the key's own tier; empty: its tenant's tier holds
-    expires_at       time from which the key is refused; None: never
-    revoked_at       time of the revocation; None: the key is not revoked
-    previous_sha256  digest of the key before the last rotation, valid until previous_until; empty: there is none
-    limits           the key's own limits, beside those of its tenant's tier
+    id               the same after a rotation
+    first_chars      by which a person finds the key in a list
+    tier             empty: the tenant's tier holds
+    previous_sha256  digest before the last rotation, valid until previous_until; empty: there is none
     """
 
     id: str
@@ -51,17 +47,15 @@ class KeyRecord:
         return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
 
     def is_valid(self, sha256: str, now: float) -> bool:
-        """Whether the key may be used under this digest, which must be one of `digests`."""
+        """sha256: one of `digests`"""
         return self.is_active(now) and (sha256 == self.sha256 or now < self.previous_until)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantRecord:
-    """
-    id              drawn when the tenant was created: a later tenant of the same name has another one. "" in records of earlier versions
-    tier            name of the tier of keys that have none of their own
-    monthly_budget  money in a UTC month, in place of the tier's budget; None: the tier's
-    options         the tenant's choices by name (`OPTION_VALUES` of `access.administration`)
+    """id: drawn when the tenant was created, so a later tenant of the same name has another one; "" in records of earlier versions.
+
+    options: by name (`OPTION_VALUES` of `access.administration`)
     """
 
     name: str
@@ -76,10 +70,9 @@ class TenantRecord:
 class AuditRecord:
     """One change by an operator; never deleted.
 
-    actor    user of the operating system that made the change, and the way: by command or through the admin socket
+    actor    user of the operating system, and the way: by command or through the admin socket
     action   "key.create", "tenant.set", "cache.purge", "deployment.scale", ...
     subject  a key's id, a tenant's name, a model, a replica, or "deployment"
-    detail   the values that were set
     """
 
     time: float
@@ -91,7 +84,7 @@ class AuditRecord:
 
 @dataclass(frozen=True, slots=True)
 class StoredKey:
-    """A key and its tenant, from one read."""
+    """From one read."""
 
     key: KeyRecord
     tenant: TenantRecord
@@ -107,7 +100,7 @@ class DirectoryState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectoryChange:
-    """Records to write in one transaction. removed_digests: digests that stop leading to a key"""
+    """Written in one transaction."""
 
     audit: AuditRecord
     keys: tuple[KeyRecord, ...] = ()
@@ -117,7 +110,6 @@ class DirectoryChange:
 
     @property
     def has_records(self) -> bool:
-        """Whether there is more than the audit record to write."""
         return bool(self.keys or self.removed_digests or self.tenants or self.removed_tenants)
 
 
@@ -125,5 +117,4 @@ R = TypeVar("R", KeyRecord, TenantRecord)
 
 
 def decoded(record: bytes, kind: type[T]) -> T:
-    """A record from a store's JSON."""
     return msgspec.json.decode(record, type=kind)

@@ -31,26 +31,25 @@ class KeyStore(Protocol):
     async def state(self) -> DirectoryState: ...
 
     async def find(self, sha256: str) -> tuple[int, StoredKey | None]:
-        """The directory's version, and the key with this digest in that version; None: it has no such key."""
+        """The key in that version of the directory; None: no such key."""
         ...
 
     async def record(self, kind: type[R], name: str) -> R | None:
-        """The record of a key by its id, or of a tenant by its name."""
+        """A key by its id, a tenant by its name."""
         ...
 
     async def records(self, kind: type[R]) -> list[R]:
-        """All records of a kind, oldest first."""
+        """Oldest first."""
         ...
 
     async def audit(self, limit: int) -> list[AuditRecord]:
-        """The newest changes, newest first."""
+        """Newest first."""
         ...
 
     async def apply(self, change: DirectoryChange, *, expected: int, version: int) -> bool:
-        """Write the whole change. False: nothing was written, because the directory has another version than expected.
+        """All or nothing. False: the directory has another version than expected, the one that the change was decided on.
 
-        expected  version of the directory that the change was decided on
-        version   the directory's version after the change; the same as before for an audit record alone
+        version  after the change; the same as before for an audit record alone
         """
         ...
 
@@ -58,16 +57,15 @@ class KeyStore(Protocol):
 
 
 VERSION, RECORDS, DIGESTS, TENANTS, AUDIT = (f"{PREFIX}keys:{name}" for name in ("version", "records", "digests", "tenants", "audit"))
-"""The version of the directory; records of keys by id; ids by digest; records of tenants by name; audit records, oldest first."""
+"""Records of keys by id; ids by digest; records of tenants by name; audit records, oldest first."""
 
 HASHES: Mapping[type, str] = {KeyRecord: RECORDS, TenantRecord: TENANTS}
 
 
 class RedisKeys(RedisCalls):
-    """A `KeyStore` in Redis, which connects at the first call."""
+    """Connects at the first call."""
 
     def __init__(self, client: Any) -> None:
-        """client: what `open_redis` made"""
         super().__init__(client)
         self._script = client.register_script(read_script(__file__))
 
@@ -127,7 +125,7 @@ KEYS = SqliteForm(
     ),
 )
 TABLES: Mapping[type, tuple[str, str]] = {KeyRecord: ("keys", "id"), TenantRecord: ("tenants", "name")}
-"""Kind of record -> its table and the column that names it."""
+"""Kind -> its table and the column that names a record."""
 
 FIND_ROW = (
     "SELECT keys.record, tenants.record FROM digests JOIN keys ON keys.id = digests.key_id JOIN tenants ON tenants.name = keys.tenant"
@@ -136,8 +134,6 @@ FIND_ROW = (
 
 
 class SqliteKeys:
-    """A `KeyStore`."""
-
     def __init__(self, path: str) -> None:
         """Raises ConfigError."""
         self._thread = SqliteThread(open_sqlite(path, KEYS))
@@ -207,11 +203,8 @@ FILE = "keys.db"
 
 
 def open_keys(state: str, store: StoreConfig) -> KeyStore | None:
-    """
-    state  existing folder of the embedded stores; empty: None is returned, for a gateway with only the keys of its configuration
-    store  takes the place of the file where it has a url
-
-    Raises ConfigError.
+    """state: existing folder of the embedded stores; empty: None, for a gateway with only the keys of its configuration. Raises
+    ConfigError.
     """
     if store.url:
         return RedisKeys(open_redis(store.url, password=store.password()))

@@ -21,9 +21,7 @@ from headrace.core.errors import Overloaded, RequestTooLarge
 
 @dataclass(frozen=True, slots=True)
 class ChargeLimits:
-    """Upper bounds in bytes, inclusive.
-
-    tenant_share   gives the part of the total that one tenant may hold; called at each addition
+    """tenant_share   gives the part of the total that one tenant may hold; called at each addition
     keeps_reserve  the last quarter of a tenant's limit and of the total is kept for requests that already hold bytes, so that a new
                    request is refused before a running one. A request alone may hold the whole limit
     """
@@ -42,10 +40,9 @@ class ChargeLimits:
 
 
 class MemorySum:
-    """One sum of charges. held: bytes of all requests;  num_refused: additions that a limit refused"""
+    """held: bytes of all requests; num_refused: additions that a limit refused"""
 
     def __init__(self, limits: ChargeLimits, name: str = "answers") -> None:
-        """name: word for what the bytes hold, in messages and metrics"""
         self.limits = limits
         self.name = name
         self.held = 0
@@ -55,7 +52,7 @@ class MemorySum:
         self._held_at_change = 0
 
     def change(self, limits: ChargeLimits) -> None:
-        """Bound later additions by `limits`. Requests keep the bytes that they hold, also beyond the new limits."""
+        """Requests keep the bytes that they hold, also beyond the new limits."""
         self.limits = limits
         self._held_at_change = self.held
 
@@ -64,11 +61,10 @@ class MemorySum:
         return self.limits.total - self.held
 
     def open(self, tenant: str) -> MemoryCharge:
-        """The charge of a new request, 0 bytes at first. Use it with `with`."""
+        """0 bytes at first. Use it with `with`."""
         return MemoryCharge(self, tenant)
 
     def check(self) -> None:
-        """Assert that `held` is the sum over requests and over tenants, and within the limit."""
         assert self.held == sum(charge.num_bytes for charge in self._open) == sum(self._by_tenant.values())
         assert all(self._by_tenant.values()), "a tenant without bytes is forgotten"
         assert self.held <= max(self.limits.total, self._held_at_change)
@@ -96,7 +92,7 @@ class MemorySum:
         charge.num_bytes += num_bytes
 
     def _set_by(self, most: int) -> str:
-        """The option that `most`, the limit of a request, comes from, for a message; empty when no option sets it."""
+        """Where `most`, the limit of a request, comes from; empty when no option sets it."""
         if most == self.limits.request:
             return ""
         name = f"max_{self.name.removesuffix('s')}_bytes" if most == self.limits.total else "max_tenant_share"
@@ -114,7 +110,7 @@ class MemorySum:
 
 
 class MemoryCharge:
-    """Bytes that one request holds. The end of `with memory_sum.open(tenant) as charge:` gives them back."""
+    """The end of `with memory_sum.open(tenant) as charge:` gives the bytes back."""
 
     __slots__ = ("_sum", "num_bytes", "tenant")
 
@@ -124,7 +120,7 @@ class MemoryCharge:
         self.num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """Hold `num_bytes` more. Raises RequestTooLarge beyond a request's limit, else Overloaded; nothing is added then."""
+        """Raises RequestTooLarge beyond a request's limit, else Overloaded; nothing is added then."""
         if num_bytes > 0:
             self._sum._add(self, num_bytes)
 
@@ -136,14 +132,12 @@ class MemoryCharge:
 
 
 class MemoryLimits(NamedTuple):
-    """The limits of the two sums of `RequestMemory`."""
-
     prompts: ChargeLimits
     answers: ChargeLimits
 
 
 class RequestMemory:
-    """The two sums of charges of this process. num_open, num_closed: open requests, and closed ones since the start"""
+    """num_open, num_closed: open requests, and closed ones since the start"""
 
     def __init__(self, limits: MemoryLimits) -> None:
         self.prompts = MemorySum(limits.prompts, "prompts")
@@ -156,12 +150,10 @@ class RequestMemory:
         return self.prompts.held + self.answers.held
 
     def change(self, limits: MemoryLimits) -> None:
-        """Bound later additions by other limits."""
         self.prompts.change(limits.prompts)
         self.answers.change(limits.answers)
 
     def open(self, tenant: str) -> RequestCharges:
-        """The two charges of a new request, 0 bytes at first."""
         return RequestCharges(self, tenant)
 
     def check(self) -> None:
@@ -170,7 +162,7 @@ class RequestMemory:
 
 
 class RequestCharges:
-    """The two charges of one request. The end of `with memory.open(tenant) as charges:` gives them back."""
+    """The end of `with memory.open(tenant) as charges:` gives the bytes back."""
 
     __slots__ = ("_memory", "answers", "prompts")
 

@@ -18,7 +18,7 @@ from headrace.policy.admission import TenantTurn
 
 
 class UseCount:
-    """Counts the requests that use something that is closed after them. num_users: requests that have entered and not left"""
+    """num_users: requests that have entered and not left"""
 
     __slots__ = ("_tenants", "_unused", "num_users")
 
@@ -41,12 +41,12 @@ class UseCount:
             self._unused.set()
 
     def turn_of(self, tenant: str, *, num_new: int = 0) -> TenantTurn:
-        """The turn of a tenant's newest request. num_new: its requests that have not entered"""
+        """num_new: its requests that have not entered"""
         num_tenants = len(self._tenants) + (num_new > 0 and tenant not in self._tenants)
         return TenantTurn(self._tenants[tenant] + num_new, self.num_users + num_new, num_tenants)
 
     async def wait_unused(self) -> None:
-        """Return once there is no user. The caller must keep later users from entering."""
+        """The caller must keep later users from entering."""
         while self.num_users:
             self._unused = self._unused or asyncio.Event()
             self._unused.clear()
@@ -54,7 +54,7 @@ class UseCount:
 
 
 class Draining(Unavailable):
-    """The server is shutting down: it finishes its open requests and admits none."""
+    pass
 
 
 End = Callable[[HeadraceError], None]
@@ -62,11 +62,7 @@ End = Callable[[HeadraceError], None]
 
 
 class OpenRequests:
-    """Counts generating requests, and holds the one `UseCount` that each request is in.
-
-    max_requests  most requests that are open at a time. Lowering it ends no open request
-    tenant_share  gives the part of `max_requests` that one tenant may have, in (0, 1]; called at each request
-    """
+    """Each request is in one `UseCount`. max_requests: lowering it ends no open request; tenant_share: called at each request"""
 
     def __init__(self, max_requests: int, tenant_share: Callable[[], float] = lambda: 1.0) -> None:
         self.max_requests = max_requests
@@ -83,15 +79,13 @@ class OpenRequests:
         return len(self._open)
 
     def change(self, max_requests: int) -> None:
-        """Bound later requests by another cap."""
         self.max_requests = max_requests
 
     def by_tenant(self) -> dict[str, int]:
-        """Tenant -> its open requests."""
         return dict(self._tenants)
 
     def use(self, request_id: RequestId, tenant: str, count: UseCount) -> None:
-        """Enter `count`, and then leave the one that the request was in, so that neither is unused in between. `leave_used` must follow."""
+        """Enter before leaving the former one, so that neither is unused in between. `leave_used` must follow."""
         count.enter(tenant)
         self.leave_used(request_id)
         self._uses[request_id] = count, tenant
@@ -102,7 +96,7 @@ class OpenRequests:
 
     @contextmanager
     def admit(self, request_id: RequestId, tenant: str, cut: End) -> Iterator[None]:
-        """Count a request as open until the block ends. cut: ends it with an error
+        """Open until the block ends. cut: ends the request with an error
 
         Raises Draining after `drain` and Overloaded at a cap; the request is not counted then.
         """
@@ -128,16 +122,15 @@ class OpenRequests:
                 self._empty.set()
 
     def drain(self) -> None:
-        """Admit no further request; open ones go on."""
         self.is_draining = True
 
     def cut(self, error: HeadraceError) -> None:
-        """End every open request with `error`. A request is counted as open until its task has left the `admit` block."""
+        """A request is counted as open until its task has left the `admit` block."""
         for end in list(self._open.values()):
             end(error)
 
     async def wait_empty(self, timeout_s: float) -> bool:
-        """True as soon as no request is open, False after `timeout_s`."""
+        """False after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._empty.wait()
@@ -147,7 +140,6 @@ class OpenRequests:
 
 
 MAX_READS = 64
-"""Records of keys that are read at a time."""
 
 
 class KeyRevoked(Unauthorized):
@@ -155,9 +147,8 @@ class KeyRevoked(Unauthorized):
 
 
 class KeyUses:
-    """The open requests of each key. After each change of the directory the requests of revoked keys are ended.
-
-    A key that is missing in the store ends no request: Redis may have been restarted without its data.
+    """After each change of the directory the requests of revoked keys are ended. A key that is missing in the store ends no request: Redis
+    may have been restarted without its data.
     """
 
     def __init__(self) -> None:
@@ -165,7 +156,7 @@ class KeyUses:
 
     @contextmanager
     def use(self, key_id: str, end: End) -> Iterator[None]:
-        """Note that the block answers a request of this key. end: ends the request with an error"""
+        """end: ends the request with an error"""
         ends = self._ends.setdefault(key_id, set())
         ends.add(end)
         try:
@@ -176,7 +167,7 @@ class KeyUses:
                 del self._ends[key_id]
 
     async def end_revoked(self, read: Callable[[str], Awaitable[KeyRecord | None]]) -> None:
-        """End the requests of revoked keys. read: gives a key's record, or raises StoreFailed, after which some keys are unchecked."""
+        """read: raises StoreFailed, after which some keys are unchecked"""
         in_use = list(self._ends)
         for first in range(0, len(in_use), MAX_READS):
             for record in await asyncio.gather(*map(read, in_use[first : first + MAX_READS])):

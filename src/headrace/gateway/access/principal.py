@@ -21,12 +21,7 @@ from headrace.policy.limits.tier import DEFAULT_TIER, Tier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyLimits:
-    """Limits of one key, beside those of its tenant's tier. None: no such limit.
-
-    monthly_budget       money in a UTC month, in the currency of `prices`
-    requests_per_minute  requests started in any 60 s
-    models               names of the models that the key may use, among those of the tier; empty: all of the tier's
-    """
+    """Beside those of the tenant's tier; None: no limit. monthly_budget: in the currency of `prices`; models: empty, all of the tier's"""
 
     monthly_budget: float | None = None
     requests_per_minute: int | None = None
@@ -35,15 +30,9 @@ class KeyLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Principal:
-    """The caller of a request.
-
-    tenant        name of the tenant: metrics, usage records and the request log are separated by it
-    tenant_id     drawn when the tenant was created; "" for a tenant without a record in the store
+    """tenant_id     drawn when the tenant was created; "" for a tenant without a record in the store
     tenant_since  Unix seconds of the tenant's creation: earlier usage is that of another tenant of the same name
-    tier_name     name of `tier`, which is the key's or the tenant's
-    key_id        public name of the key; "" on a server without keys
     user          person or program that the tenant gave the key to; "": not known
-    limits        the key's own limits
     options       the tenant's choices: name -> JSON value; an absent option has its default
     """
 
@@ -59,7 +48,7 @@ class Principal:
 
     @property
     def tenant_key(self) -> str:
-        """The name that separates limits, caches, sessions and KV prefixes of tenants. A later tenant of the same name has another one."""
+        """Separates limits, caches, sessions and KV prefixes of tenants. A later tenant of the same name has another one."""
         return self.tenant_id or self.tenant
 
     @property
@@ -68,25 +57,23 @@ class Principal:
 
     @property
     def logs_prompts(self) -> bool:
-        """Whether the tenant has chosen that usage records keep its prompts (docs/usage.md)."""
+        """docs/usage.md"""
         return self.options.get("log_prompts") is True
 
     @property
     def may_use_all(self) -> bool:
-        """Whether neither the key nor the tier names models."""
         return not (self.tier.models or self.limits.models)
 
     def may_use(self, *names: str) -> bool:
-        """Whether the key and the tier allow the model with these names. The key and the tier may each list another name of the model."""
+        """The key and the tier may each list another name of the model."""
         return all(not allowed or any(name in allowed for name in names) for allowed in (self.tier.models, self.limits.models))
 
 
 ANONYMOUS = Principal(tenant="default")
-"""The caller of a public path, and of every request while there is no key and no configured tier of the default name."""
+"""For a public path, and for every request while there is no key and no configured tier of the default name."""
 
 
 ANY_ACCESS, OPEN_ACCESS = "auto", "open"
-"""Values of `gateway.access`."""
 
 SHA256_HEX = re.compile(r"[0-9a-f]{64}")
 MIN_KEY_CHARS = 8
@@ -94,7 +81,7 @@ MIN_KEY_CHARS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """An API key and its tenant. Give `key` (plain, hashed at once) or `sha256` (hex of the digest), never both."""
+    """Give `key` (plain, hashed at once) or `sha256` (hex of the digest), never both."""
 
     key: str = option(
         "",
@@ -115,7 +102,7 @@ class ApiKey:
 
 
 def digest_of(key: bytes) -> bytes:
-    """SHA-256 of a key. Keys are long and random, so a fast hash is safe."""
+    """Keys are long and random, so a fast hash is safe."""
     return hashlib.sha256(key).digest()
 
 
@@ -136,7 +123,7 @@ def check_key(where: str, key: ApiKey, tiers: Mapping[str, Tier]) -> None:
 
 
 class OpenMetrics(StrEnum):
-    """The part of the metrics page that a reader without a key sees on a server with keys."""
+    """What a reader without a key sees on a server with keys."""
 
     NONE = "none"
     """no page: a key is wanted"""
@@ -148,19 +135,13 @@ class OpenMetrics(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsAccess:
-    """
-    open     the part of the page that every reader sees
-    tenants  tenants whose keys show the whole page
-    """
+    """tenants: whose keys show the whole page"""
 
     open: OpenMetrics
     tenants: tuple[str, ...]
 
     def shown_to(self, reader: Principal, *, has_several: bool) -> ShownTenants:
-        """The tenants whose series a reader sees: its own tenant, or every tenant on a server without keys or with keys of one tenant.
-
-        has_several: whether keys may be of several tenants
-        """
+        """has_several: keys may be of several tenants"""
         if self.open is not OpenMetrics.NONE:
             return EVERY_TENANT if self.open is OpenMetrics.ALL else NO_TENANT
         if not reader.key_id or not has_several or reader.tenant in self.tenants:

@@ -26,26 +26,22 @@ from headrace.gateway.stores.guard import StoreGuard
 from headrace.gateway.stores.store import StoreFailed, StoreProgress, drop_error
 
 MAX_FIRST_LOOKUPS = 4
-"""Look-ups of keys that were not found before, that the store works on at a time: half of a Redis client's connections."""
+"""For keys that were not found before: half of a Redis client's connections."""
 
 MAX_FIRST_WAITING = 512
-"""Such look-ups in flight, with the ones that wait for their turn. A further key is refused at once, as the store has no time for it."""
+"""With those in flight. A further key is refused at once, as the store has no time for it."""
 
 LookUp = Callable[[bytes, str], Awaitable[StoredKey | None]]
 
 
 class KeyLookups:
-    """Look-ups of keys in their store. Requests that wait for the same key share one look-up.
-
-    Few look-ups at a time are of keys that this gateway has not found before, so that a flood of invented keys leaves connections for
-    known keys. A request that stops waiting does not cancel its look-up: the Redis client would close the look-up's connection.
+    """Requests that wait for the same key share one look-up. Few at a time are of keys that this gateway has not found before, so that a
+    flood of invented keys leaves connections for known keys. A request that stops waiting does not cancel its look-up: the Redis client
+    would close the look-up's connection.
     """
 
     def __init__(self, look_up: LookUp, guard: StoreGuard) -> None:
-        """
-        look_up  asks the store for a key, given by its blinded digest and its SHA-256 in hex; bounds its own time. Raises StoreFailed
-        guard    of the store, for keys that were found before. Other keys have their own guard, so that invented keys cannot trip this one
-        """
+        """guard: for keys that were found before. Other keys have their own guard, so that invented keys cannot trip this one"""
         self._look_up = look_up
         self._guard = guard
         self._first_progress = StoreProgress()
@@ -56,7 +52,7 @@ class KeyLookups:
         self._num_first = 0
 
     async def find(self, blinded: bytes, sha256: str, *, was_found: bool) -> StoredKey | None:
-        """The key in the store. was_found: it was found before. Raises Unavailable, also when the request's waiting time is over."""
+        """Raises Unavailable, also when the request's waiting time is over."""
         lookup: asyncio.Task[StoredKey | None] | None = None
         try:
             async with (self._guard if was_found else self._first_guard).waiting():
@@ -67,7 +63,7 @@ class KeyLookups:
             raise unavailable() from None
 
     def forget(self) -> None:
-        """Start new look-ups for later requests: one in flight may have read the directory before a change."""
+        """A look-up in flight may have read the directory before a change."""
         self._shared.clear()
 
     async def close(self) -> None:
@@ -77,7 +73,7 @@ class KeyLookups:
                 await lookup
 
     def _start(self, blinded: bytes, sha256: str, *, was_found: bool) -> asyncio.Task[StoredKey | None]:
-        """Start a look-up. Raises Unavailable when too many look-ups of unknown keys wait already."""
+        """Raises Unavailable when too many look-ups of unknown keys wait already."""
         if not was_found:
             if self._num_first >= MAX_FIRST_WAITING:
                 raise unavailable()
@@ -100,7 +96,7 @@ class KeyLookups:
             self._first_progress.num_answers += not was_found
 
     def _drop(self, blinded: bytes, lookup: asyncio.Task[StoredKey | None] | None) -> None:
-        """Stop sharing a look-up, which may hang, with later requests."""
+        """A look-up may hang."""
         if lookup is not None and self._shared.get(blinded) is lookup:
             del self._shared[blinded]
 
@@ -113,39 +109,38 @@ T = TypeVar("T")
 K = TypeVar("K")
 
 POLL_S = 0.5
-"""Seconds between two reads of the directory's version."""
 
 ANSWER_S = 1.0
-"""Seconds that such a read, and the look-up of a key, may take."""
+"""For such a read, and for the look-up of a key."""
 
 OUTDATED_S = 0.4
-"""Seconds after a change was seen for which keys that were found before it stay valid where they cannot be looked up again. With POLL_S and
-ANSWER_S it is less than the two seconds that a change has."""
+"""After a change was seen, for keys that were found before it where they cannot be looked up again. With POLL_S and ANSWER_S it is less
+than the two seconds that a change has.
+"""
 
 OUTAGE_S = 30.0
-"""Seconds after the last answer of the store in which keys that it had found stay valid."""
+"""After the last answer of the store."""
 
 OPEN_S = 0.05
-"""Seconds for which "there is no key" holds: an open server wants keys this soon after the first one was created."""
+"""An open server wants keys this soon after the first one was created."""
 
 ABSENT_S = 2.0
-"""Seconds for which a key that is in no store is refused without asking again."""
+"""Seconds for which an unknown key is refused without asking again."""
 
 MAX_FOUND, MAX_ABSENT = 16_384, 16_384
-"""Keys that are remembered as found, and as absent. Beyond them the oldest are forgotten, and the store is asked again."""
+"""Beyond them the oldest are forgotten, and the store is asked again."""
 
 NUM_CHECKS = 2
-"""How often open requests are checked after a change: a request whose key was just being looked up may be open from then on only."""
+"""After a change: a request whose key was just being looked up may be open from then on only."""
 
 MAX_CHANGES = 64
-"""Changes of which the time is remembered. Keys that were found before an older one are looked up before they are valid again."""
+"""Keys that were found before an older change are looked up before they are valid again."""
 
 
 def blinding() -> Callable[[bytes], bytes]:
     """A keyed hash for a table of digests, so that the time of a lookup leaks nothing about the stored digests (double HMAC).
 
-    Its secret is drawn here, so a client can neither compute nor choose the hashed values that are compared. Unlike a comparison with every
-    digest in constant time, the cost does not grow with the number of entries.
+    Its secret is drawn here, so a client can neither compute nor choose the hashed values that are compared.
     """
     secret = secrets.token_bytes(32)
     return lambda digest: hashlib.blake2b(digest, key=secret, digest_size=32).digest()
@@ -153,17 +148,14 @@ def blinding() -> Callable[[bytes], bytes]:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A key as it was in the directory of `version`."""
+    """Read from the directory of `version`."""
 
     key: StoredKey
     version: int
 
 
 class StoredKeys:
-    """The keys of one store, cached. Use with `async with`, on one event loop.
-
-    uses  the open requests of each key; a request ends within two seconds of its key's revocation
-    """
+    """Use with `async with`, on one event loop. uses: a request ends within two seconds of its key's revocation"""
 
     def __init__(self, store: KeyStore, *, clock: Clock, unix_time: Clock) -> None:
         self._on_first_key: Callable[[], None] = lambda: None
@@ -204,19 +196,17 @@ class StoredKeys:
 
     @property
     def has_seen_keys(self) -> bool:
-        """Whether this gateway knows that the store has or had a key."""
         return self._state is not None and self._state.has_keys
 
     def on_first_key(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when the first key is seen, or at once if a key was seen before."""
+        """At once if a key was seen before."""
         self._on_first_key = callback
         if self.has_seen_keys:
             callback()
 
     async def has_keys(self) -> bool:
-        """Whether a key was ever created. Stays true once a key was seen, even if the store loses it.
-
-        Raises Unavailable while no key was seen and the store does not answer.
+        """Stays true once a key was seen, even if the store loses it. Raises Unavailable while no key was seen and the store does not
+        answer.
         """
         if self.has_seen_keys:
             return True
@@ -228,7 +218,7 @@ class StoredKeys:
         return self._state.has_keys
 
     async def find(self, digest: bytes) -> StoredKey | None:
-        """The key with this SHA-256 digest if it may be used now. Raises Unavailable where the store is needed and does not answer."""
+        """None: the key may not be used now. Raises Unavailable where the store is needed and does not answer."""
         blinded, sha256 = self._blind(digest), digest.hex()
         known = self._found.get(blinded)
         if known is not None and known.version == self._version and self._is_recent:
@@ -240,9 +230,7 @@ class StoredKeys:
         return found if found is not None and found.key.is_valid(sha256, self._now()) else None
 
     async def tenant(self, name: str) -> TenantRecord | None:
-        """The record of a configured key's tenant. None: the store has no such record, or has not answered yet.
-
-        A configured key is valid without the store, so only the first request of a tenant waits for the record. Later reads run in the
+        """A configured key is valid without the store, so only the first request of a tenant waits for the record. Later reads run in the
         background after each change of the directory; while the store does not answer, the last record stays.
         """
         if name not in self._tenants:
@@ -262,7 +250,7 @@ class StoredKeys:
         return None if self._state is None else self._state.version
 
     async def _looked_up(self, blinded: bytes, sha256: str, known: _Found | None) -> StoredKey | None:
-        """The key from the store. While the store fails, `known` from before a change holds for OUTDATED_S. Raises Unavailable."""
+        """While the store fails, `known` from before a change holds for OUTDATED_S. Raises Unavailable."""
         try:
             return await self._lookups.find(blinded, sha256, was_found=known is not None)
         except Unavailable:
@@ -295,13 +283,12 @@ class StoredKeys:
                     self._checks_left -= 1
 
     async def _read_tenants(self, version: int) -> None:
-        """Read again every tenant that was asked for, from the directory of this version or a later one. Raises StoreFailed."""
         for name in list(self._tenants):
             self._tenants[name] = await self._store.record(TenantRecord, name)
         self._tenants_version = version
 
     async def _read_state(self) -> None:
-        """Read the directory's version; concurrent callers share one read. Raises Unavailable."""
+        """Concurrent callers share one read. Raises Unavailable."""
         if self._reading is None or self._reading.done():
             self._reading = asyncio.create_task(self._read_once(), name="keys' version")
             self._reading.add_done_callback(drop_error)
@@ -327,7 +314,7 @@ class StoredKeys:
             self._on_first_key()
 
     async def _answer(self, call: Awaitable[T]) -> T:
-        """The result of a call of the store within ANSWER_S, which may be longer than a request waits. Raises StoreFailed."""
+        """Within ANSWER_S, which may be longer than a request waits. Raises StoreFailed."""
         try:
             async with asyncio.timeout(ANSWER_S):
                 answer = await call
@@ -339,7 +326,7 @@ class StoredKeys:
 
 
 def remember(table: dict[K, T], key: K, value: T, most: int) -> None:
-    """Put a value into a table of at most `most` entries. A full table drops its oldest entry first."""
+    """A full table drops its oldest entry first."""
     table.pop(key, None)
     while len(table) >= most:
         del table[next(iter(table))]

@@ -1,7 +1,4 @@
-"""Opens models, and changes open models to follow a changed configuration.
-
-`control.site_models` has the models that are served now. `control.reload` says what may change at all.
-"""
+"""Opens models, and changes open models to follow a changed configuration."""
 
 from __future__ import annotations
 
@@ -41,13 +38,7 @@ MAX_DRAWN_SEED = 2**63
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Time and randomness, which tests replace.
-
-    clock      monotonic seconds: arrivals, deadlines, latencies, health
-    unix_time  Unix seconds: `created` in answers
-    draw_seed  draws the seed of a request that names none
-    random     draws the candidates that routing compares: nothing secret
-    """
+    """Tests replace them. draw_seed: of a request that names none; random: what routing compares, nothing secret"""
 
     clock: Clock = time.monotonic
     unix_time: Clock = time.time
@@ -56,7 +47,7 @@ class Sources:
 
 
 Connect = Callable[[ReplicaConfig, TextModel, Clock], ReplicaClient]
-"""Makes the connection to a replica; the clock times its deadlines. `connect_wire` speaks the wire; tests make their own."""
+"""`connect_wire` speaks the wire; tests make their own."""
 
 
 def connect_wire(config: ReplicaConfig, text: TextModel, clock: Clock) -> ReplicaClient:
@@ -73,12 +64,10 @@ def connect_wire(config: ReplicaConfig, text: TextModel, clock: Clock) -> Replic
 
 @dataclass(slots=True, eq=False)
 class OpenModel:
-    """A model that is served.
-
-    stack     closes the model's connections
-    foreign   foreign servers that answer for the model, alone or behind replicas; None: it has none
-    text      tokenizer and template; None: they cannot be used, or only foreign servers answer
-    pool      connected replicas; None whenever `text` is None
+    """stack     closes the model's connections
+    foreign   alone or behind replicas
+    text      None: it cannot be used, or only foreign servers answer
+    pool      None whenever `text` is None
     replicas  configuration (with the token read from its file) -> replica in the pool
     failure   why tokenizer or template cannot be used; no replica is connected then
     """
@@ -94,10 +83,7 @@ class OpenModel:
 
 
 class ModelOpener:
-    """Opens models, and changes open ones, by their configuration.
-
-    on_closed  called with model name and replica name after a retired replica's connection has closed
-    """
+    """on_closed: called with model name and replica name after a retired replica's connection has closed"""
 
     def __init__(self, text_pool: TextPool, connect: Connect, sources: Sources) -> None:
         self._text_pool = text_pool
@@ -108,11 +94,7 @@ class ModelOpener:
     async def open(
         self, config: ModelConfig, text: LoadedText | FailedText | None, failover_s: float, before: OpenModel | None = None
     ) -> OpenModel:
-        """Open a model; its replicas connect in the background. Raises ConfigError.
-
-        text    None: only foreign servers answer for the model
-        before  open model of the same name that the new one replaces: replicas in both keep their circuits
-        """
+        """Replicas connect in the background. Raises ConfigError. before: of the same name; replicas in both keep their circuits"""
         async with AsyncExitStack() as stack:
             foreign = await stack.enter_async_context(self._foreign_servers(config)) if config.upstreams else None
             if isinstance(text, FailedText):
@@ -140,14 +122,14 @@ class ModelOpener:
             return OpenModel(config, self._served(config, upstream), stack.pop_all(), foreign, text, pool, replicas)
 
     def why_unreadable(self, model: OpenModel) -> CheckpointError | None:
-        """The error of loading the model's tokenizer or template, at first or in a restarted host of text workers; None: no error."""
+        """At first or in a restarted host of text workers."""
         return model.failure if model.text is None else self._text_pool.failures.get(model.text.name)
 
     def change(self, model: OpenModel, config: ModelConfig) -> Callable[[], None] | None:
-        """Prepare a change of an open model: new replicas are made and not yet connected. Calling the result applies `config`.
+        """New replicas are made and not yet connected. Calling the result applies `config`.
 
-        None: the model must be opened again, because its folder or its foreign servers changed, or its text could not be used.
-        Raises ConfigError.
+        None: the model must be opened again, because its folder or its foreign servers changed, or its text could not be used. Raises
+        ConfigError.
         """
         if model.failure is not None:
             return None
@@ -170,7 +152,7 @@ class ModelOpener:
         return apply
 
     def _changed(self, model: OpenModel, config: ModelConfig) -> ServedModel:
-        """The served model under a changed configuration: the same object if only replicas changed, else a new one with the same users."""
+        """The same object if only replicas changed, else a new one with the same users."""
         if replace(config, replicas=()) == replace(model.config, replicas=()):
             return model.served
         upstream = model.served.upstream
@@ -179,13 +161,13 @@ class ModelOpener:
         return replace(model.served, aliases=config.aliases, upstream=upstream, smaller=config.smaller)
 
     def _engines(self, config: ModelConfig, text: LoadedText, pool: ReplicaPool, foreign: HttpUpstream | None) -> Upstream:
-        """The model's replicas as an upstream, with its foreign servers as a fallback."""
+        """With foreign servers as a fallback."""
         model_text = ModelText(self._text_pool, text.name, text.model.tokenizer)
         engines = TokenUpstream(model_text, pool, draw_seed=self._sources.draw_seed, formats=_formats(config, text.model))
         return engines if foreign is None else FallbackUpstream(engines, foreign, self._sources.clock)
 
     def _unreadable(self, config: ModelConfig, text: FailedText, foreign: HttpUpstream | None, stack: AsyncExitStack) -> OpenModel:
-        """A model whose requests are refused, or answered by its foreign servers alone."""
+        """Requests are refused, or answered by foreign servers alone."""
         own = UnreadableModel(config.name, [replica.name for replica in config.replicas])
         upstream = own if foreign is None else FallbackUpstream(own, foreign, self._sources.clock)
         return OpenModel(config, self._served(config, upstream), stack, foreign, failure=text.error)
@@ -206,14 +188,14 @@ class ModelOpener:
 
 
 def _circuits(before: OpenModel | None, config: ModelConfig) -> dict[ReplicaConfig, ReplicaCircuit]:
-    """Circuits of the former model's replicas; none when it served another folder."""
+    """None when the former model served another folder."""
     if before is None or before.config.folder != config.folder:
         return {}
     return {known: replica.circuit for known, replica in before.replicas.items()}
 
 
 def _resolved(config: ReplicaConfig) -> ReplicaConfig:
-    """The configuration with its token read from the file, so that a changed token counts as another replica. Raises ConfigError."""
+    """The token is read from its file, so that a changed token counts as another replica. Raises ConfigError."""
     return replace(config, token=config.target().token, token_file="")
 
 

@@ -37,13 +37,12 @@ OF_TIER = (
     "monthly_budget",
     "models",
 )
-"""Limits of a tier, which has none of them by default."""
+"""A tier has none of them by default."""
 
 DEFAULT = Tier()
-"""What a tier is without lines of its own."""
 
 OF_KEY = ("user", "tier")
-"""What a key that stays goes on to say of its caller. Another value is fine."""
+"""Another value is fine."""
 
 OF_PRICE = ("input", "output")
 
@@ -55,14 +54,13 @@ SECTIONS = {
     "usage.kafka": ("properties_file",),
     "usage.clickhouse": ("password_file", "ca_file"),
 }
-"""Path of a section -> its keys that protect where they are set."""
+"""Path of a section -> its keys that protect."""
 
 LISTS = ("allowed_hosts", "allowed_origins", "metrics_tenants", "trusted_proxies")
-"""Lists of the gateway that may stand behind each other in the file."""
 
 
 Entries = dict[str, set[tuple[str, object]]]
-"""Path of each part of the file that protects -> what it says, as (name, value). The items of lists have no name."""
+"""Path of each protecting part of the file -> (name, value). The items of lists have no name."""
 
 MAX_SHOWN = 5
 RESTORE = "Write what it was: only a restart gives it up."
@@ -70,10 +68,7 @@ TWICE = "If that is meant, reload twice: with the change, and then without the o
 
 
 def check_keeps_protections(before: GatewayConfig, after: GatewayConfig, *, has_stored_keys: bool) -> None:
-    """Raise ConfigError that names what a reload from `before` to `after` would lose. Paths are those of the operator's file.
-
-    has_stored_keys: whether the store has keys, so that requests need one in any case
-    """
+    """Raise ConfigError by the paths of the operator's file. has_stored_keys: requests need a key in any case"""
     if gives_up_keys(before, after) and not has_stored_keys:
         reason = f"would be gone, so that no request needs a key any more ({counted(len(before.api_keys), 'key')} now)"
         raise ConfigError("gateway.api_keys", reason, f"Write the keys again, or `access: {OPEN_ACCESS}` below `gateway` if that is meant.")
@@ -86,7 +81,7 @@ def check_keeps_protections(before: GatewayConfig, after: GatewayConfig, *, has_
 
 
 def gives_up_keys(before: GatewayConfig, after: GatewayConfig) -> bool:
-    """Whether the configuration would lose its last key without the word for it."""
+    """Without the word for it."""
     return bool(before.api_keys) and not after.api_keys and after.access != OPEN_ACCESS
 
 
@@ -110,12 +105,11 @@ def _section(config: GatewayConfig, path: str) -> object:
 
 
 def _vanished(before: object, after: object, names: tuple[str, ...]) -> Iterator[str]:
-    """The attributes that are set in `before` alone."""
     return (name for name in names if getattr(before, name, None) and not getattr(after, name, None))
 
 
 def _lost_of_keys(before: GatewayConfig, after: GatewayConfig) -> Iterator[str]:
-    """What a key that stays would no longer say. It keeps its tenant too: another one's data are not for the holder of this key."""
+    """A key keeps its tenant too: another one's data are not for its holder."""
     held = {key.sha256: key for key in before.api_keys}
     tenants = {key.tenant for key in before.api_keys}
     for key in after.api_keys:
@@ -132,13 +126,13 @@ def _path_of(key: ApiKey) -> str:
 
 
 def _said(key: ApiKey, name: str) -> str:
-    """What the file says of the key; empty for the tenant that a key without one is given."""
+    """Empty for the tenant that a key without one is given."""
     value: str = getattr(key, name)
     return "" if value == f"key-{key.sha256[:12]}" else value
 
 
 def _lost_limits(before: GatewayConfig, after: GatewayConfig) -> Iterator[str]:
-    """Limits of tiers, built-in ones included, and prices of models that stay. A tier that is no longer there lets no request in."""
+    """Built-in tiers included. A tier that is no longer there lets no request in."""
     tiers = all_tiers(after.tiers)
     for name, tier in all_tiers(before.tiers).items():
         if name in tiers:
@@ -155,7 +149,7 @@ def _lost_limits(before: GatewayConfig, after: GatewayConfig) -> Iterator[str]:
 
 
 def _risen(before: Tier, after: Tier) -> Iterator[str]:
-    """What lets a tier's requests pass those of other tiers, where it is the default again and was less."""
+    """What lets a tier's requests pass those of other tiers."""
     if before.priority > after.priority == DEFAULT.priority:  # a lower value is served first
         yield "class"
     if before.weight < after.weight == DEFAULT.weight:
@@ -163,12 +157,11 @@ def _risen(before: Tier, after: Tier) -> Iterator[str]:
 
 
 def _answers(model: ModelConfig) -> set[tuple[str, str]]:
-    """What answers for a model, whatever its name: a folder, and models of foreign servers."""
+    """Whatever a model's name: a folder, and models of foreign servers."""
     return {("", model.folder), *((upstream.url, upstream.model or model.name) for upstream in model.upstreams)} - {("", "")}
 
 
 def _lost_tls(before: GatewayConfig, after: GatewayConfig) -> Iterator[str]:
-    """Certificates towards engines that stay."""
     held = {(model.name, replica.name): replica for model in before.models for replica in model.replicas}
     for model in after.models:
         for replica in model.replicas:
@@ -205,7 +198,7 @@ def _entries(config: GatewayConfig) -> Entries:
 
 
 def _values(entry: Any, *names: str) -> set[tuple[str, object]]:
-    """What the file says of an entry, or of its fields `names` alone. A default is not said."""
+    """A default is not said."""
     found: set[tuple[str, object]] = set()
     for item in fields(entry):
         value = getattr(entry, item.name)

@@ -23,7 +23,7 @@ from headrace.gateway.stores.store import Store
 
 
 class StoreSections(Protocol):
-    """The parts of a gateway's configuration that name stores. state: folder of the embedded stores"""
+    """state: folder of the embedded stores"""
 
     @property
     def store(self) -> StoreConfig: ...
@@ -32,10 +32,8 @@ class StoreSections(Protocol):
 
 
 async def purge(config: StoreSections, tenant: str, admin: Administration, unix_time: Clock, *, is_all: bool) -> int:
-    """Remove all stored answers of a tenant, and write an audit record. Returns the number of removed entries.
-
-    tenant  name of the tenant; for a removed tenant its id, which the audit record of the removal has
-    is_all  remove sessions and resumable streams, too
+    """Returns the number of removed entries. tenant: for a removed tenant its id, which the audit record of the removal has; is_all:
+    sessions and resumable streams, too
 
     Raises ConfigError, and StoreFailed, after which some entries may be left.
     """
@@ -56,13 +54,11 @@ async def purge(config: StoreSections, tenant: str, admin: Administration, unix_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PurgeBody:
-    """all: remove sessions and resumable streams, too"""
-
     all: bool = False
 
 
 def cache_requests(config: Callable[[], StoreSections], unix_time: Clock) -> Handlers:
-    """The handler of `DELETE /cache/TENANT` on the admin socket. config: gives the present configuration"""
+    """`DELETE /cache/TENANT` on the admin socket."""
 
     async def remove(call: AdminCall) -> object:
         is_all = decode(PurgeBody, call.body).all

@@ -31,7 +31,7 @@ from headrace.observe.request_log import RequestLog
 from headrace.wire.leash import Leash, LeashRequest, LeashRequestKind, ModelStatuses
 
 CHANGEABLE = tuple(live_paths(GatewayConfig))
-"""Paths that may change, each with all below it: of options and sections that say `Reload.LIVE`, since what runs follows them."""
+"""With all below them: sections that say `Reload.LIVE`, since what runs follows them."""
 
 
 def check_change(before: GatewayConfig, after: GatewayConfig) -> None:
@@ -48,18 +48,15 @@ def _is_within(path: str, prefix: str) -> bool:
 log = logging.getLogger("headrace.gateway")
 
 Read = Callable[[], GatewayConfig]
-"""Reads and checks the configuration again. May block. Raises ConfigError."""
+"""May block. Raises ConfigError."""
 
 Follow = Callable[[GatewayConfig], Callable[[], None]]
-"""Prepares a changed configuration for one shared object, without changing the object; may read files, in a thread. Calling the result
-applies the change. Raises ConfigError."""
+"""Prepares a change of one shared object in a thread; may read files. Calling the result applies it. Raises ConfigError."""
 
 
 class Reloader:
-    """Applies changed configurations to a running gateway. config: the present one"""
-
     def __init__(self, app: Gateway, models: SiteModels, texts: LoadedTexts, open_log: Callable[[str], RequestLog]) -> None:
-        """open_log: opens a target of the request log; raises ConfigError"""
+        """open_log raises ConfigError"""
         self._app = app
         self._open_log = open_log
         self._models = models
@@ -71,20 +68,17 @@ class Reloader:
         return self._app.config
 
     def follow(self, follower: Follow) -> None:
-        """Have `follower` prepare every later configuration."""
         self._followers.append(follower)
 
     def status(self) -> ModelStatuses:
-        """Every model's replicas as this gateway sees them."""
         return self._models.status()
 
     def check(self) -> None:
-        """Assert that the served models are those of the configuration."""
         self._models.check()
         assert [model.name for model in self._app.service.models.models] == [model.name for model in self.config.models]
 
     async def reload(self, read: Read) -> None:
-        """Apply the configuration from `read`; one call at a time. Raises ConfigError, CheckpointError or Draining, changing nothing."""
+        """One call at a time. Raises ConfigError, CheckpointError or Draining, changing nothing."""
         config = await asyncio.to_thread(read)
         if self._app.service.open_requests.is_draining:
             raise Draining("this gateway is shutting down")
@@ -111,14 +105,14 @@ class Reloader:
             await asyncio.to_thread(former_log.close)
 
     async def reload_file(self, read: Read) -> None:
-        """As `reload`, for a file that an operator writes: refuses it too where it loses what protects the server."""
+        """An operator writes the file: refuse it too where it loses what protects the server."""
         config = await asyncio.to_thread(read)
         stored = self._app.service.stored_keys if gives_up_keys(self.config, config) else None
         check_keeps_protections(self.config, config, has_stored_keys=stored is not None and await stored.has_keys())
         await self.reload(lambda: config)
 
     def _request_log(self, config: GatewayConfig) -> RequestLog:
-        """The request log of a configuration. A file is always opened again, in case it was moved by log rotation. Raises ConfigError."""
+        """A file is always opened again, in case it was moved by log rotation. Raises ConfigError."""
         target = config.request_log_target
         if target == self.config.request_log_target and target in LOG_TARGETS:
             return self._app.request_log
@@ -137,10 +131,7 @@ INTERNAL = "the change failed by a fault of this program; its log says more"
 
 @asynccontextmanager
 async def answering(leash: Leash, reloader: Reloader, read: Read | None, stop: StopSignals) -> AsyncIterator[None]:
-    """Answer the supervisor's requests until the block ends: a status at once, reloads one after another.
-
-    read  reads the configuration again; None: there is no file, and SIGHUP drains
-    """
+    """A status at once, reloads one after another. read: None, there is no file, and SIGHUP drains"""
     waiting: asyncio.Queue[LeashRequest | None] = asyncio.Queue()  # None: asked by a signal, which gets no answer but the log
     is_hangup_waiting = asyncio.Event()  # one reload answers all signals that came before it
     loop = asyncio.get_running_loop()
@@ -186,7 +177,7 @@ async def answering(leash: Leash, reloader: Reloader, read: Read | None, stop: S
 
 
 async def _why_refused(reload: Callable[[Read], Awaitable[None]], read: Read | None) -> str:
-    """Reload. Returns the reason why nothing was changed; empty: the change was applied."""
+    """Empty: the change was applied."""
     if read is None:
         return "this gateway was started without a file"
     try:

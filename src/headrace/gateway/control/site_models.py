@@ -27,15 +27,13 @@ from headrace.policy.routing.choice import ReplicaId
 from headrace.wire.leash import ModelStatuses, ReplicaStatus
 
 SERIES_KEPT_S = 300.0
-"""Seconds for which the series of a replica or model that has left are exported: enough to be scraped once more, so that old names do not
-pile up."""
+"""Enough to be scraped once more, so that old names do not pile up."""
 
 
 @dataclass(slots=True, eq=False)
 class SiteModels:
-    """All open models. `close` closes them.
+    """models: in the order of the configuration
 
-    models    name -> model, in the order of the configuration
     _leaving  removed or replaced model -> the task that closes it when its last request has ended
     _earlier  per earlier configuration, the count of its requests that have not asked for a model yet
     """
@@ -51,7 +49,7 @@ class SiteModels:
         self.opener.on_closed = self.replica_closed
 
     async def open(self, models: Sequence[ModelConfig], failover_s: float, texts: ModelTexts) -> None:
-        """Open the models of the first configuration. Raises ConfigError; the caller must call `close` in that case too."""
+        """Raises ConfigError; the caller must call `close` in that case too."""
         for model in models:
             self.models[model.name] = await self.opener.open(model, texts.get(model.name), failover_s)
             self._keep_series(self.models[model.name])
@@ -74,11 +72,11 @@ class SiteModels:
 
     @property
     def texts_in_use(self) -> set[LoadedText]:
-        """Texts that requests of present and former models may still need."""
+        """Running requests may still need them."""
         return {model.text for model in (*self.models.values(), *self._leaving) if model.text is not None}
 
     def status(self) -> ModelStatuses:
-        """The status of every connected replica, of leaving models too. Replicas of equal model and replica name share one entry."""
+        """Leaving models too. Replicas of equal model and replica name share one entry."""
         statuses: dict[str, dict[str, ReplicaStatus]] = {}
         for model in (*self._leaving, *self.models.values()):
             replicas = statuses.setdefault(model.config.name, {})
@@ -89,16 +87,14 @@ class SiteModels:
         return statuses
 
     def readings(self) -> Iterator[ReplicaReading]:
-        """One reading for each model and replica name. A present model's reading comes before a leaving one's."""
+        """A present model's reading comes before a leaving one's of the same names."""
         return _one_of_each(reading for model in (*self.models.values(), *self._leaving) for reading in model.served.readings())
 
     def upstream_readings(self) -> Iterator[UpstreamReading]:
-        """One reading for each model and foreign server, in the order of `readings`."""
         upstreams = [model.foreign for model in (*self.models.values(), *self._leaving)]
         return _one_of_each(reading for upstream in upstreams if upstream is not None for reading in upstream.readings())
 
     def check(self) -> None:
-        """Assert that no model is both served and leaving, and that every pool has the replicas of its configuration."""
         assert not set(self.models.values()) & set(self._leaving)
         assert list(self.models) == [model.config.name for model in self.models.values()]
         for model in (*self.models.values(), *self._leaving):
@@ -112,9 +108,8 @@ class SiteModels:
     # -- changing them -------------------------------------------------------------------------------------------------------------
 
     async def prepare(self, models: Sequence[ModelConfig], failover_s: float, texts: ModelTexts) -> Callable[[UseCount], None]:
-        """Open the new ones of `models`. Calling the result serves `models` from then on. Raises ConfigError.
-
-        The result takes the count of the present configuration's requests that have not asked for a model yet.
+        """Calling the result serves `models` from then on. It takes the count of the present configuration's requests that have not asked
+        for a model yet. Raises ConfigError.
         """
         changed: dict[str, Callable[[], None]] = {}
         opened: dict[str, OpenModel] = {}
@@ -137,7 +132,7 @@ class SiteModels:
         changed: Mapping[str, Callable[[], None]],
         choosing: UseCount,
     ) -> None:
-        """names: all models in order; opened: new models by name; changed: name -> the change of a model that stays open"""
+        """changed: name -> the change of a model that stays open"""
         left = [model for name, model in self.models.items() if name not in changed]
         for apply in changed.values():
             apply()
@@ -153,7 +148,7 @@ class SiteModels:
             self._leaving[model] = asyncio.get_running_loop().create_task(closing, name=f"model {model.config.name} leaves")
 
     async def _close_unused(self, model: OpenModel, users: Sequence[UseCount]) -> None:
-        """Close a model once `users` are unused. The last is the model's own: it gets no new user once the others are unused."""
+        """The last of `users` is the model's own: it gets no new user once the others are unused."""
         for count in users:
             await count.wait_unused()
         replicas = [replica.name for replica in _replicas(model, is_leaving=True)]
@@ -167,13 +162,12 @@ class SiteModels:
     # -- series on the metrics page ------------------------------------------------------------------------------------------------
 
     def replica_closed(self, model: str, replica: ReplicaId) -> None:
-        """The connection of a retired replica was closed."""
         present = self.models.get(model)
         if present is None or replica not in [known.name for known in present.served.upstream.replicas()]:
             self._forget_later(model, replica)
 
     def _forget_later(self, model: str, replica: str | None) -> None:
-        """Drop series after SERIES_KEPT_S. replica None: the series of the whole model"""
+        """replica None: the series of the whole model"""
         self._stop_forgetting(model, replica)
         self._forgetting[model, replica] = asyncio.get_running_loop().call_later(SERIES_KEPT_S, self._forget, model, replica)
 
@@ -186,7 +180,7 @@ class SiteModels:
             timer.cancel()
 
     def _keep_series(self, model: OpenModel) -> None:
-        """Create the model's series before its first request, and keep existing series of the same names."""
+        """A series is there before the first request."""
         name = model.config.name
         self._stop_forgetting(name, None)
         for replica in model.served.upstream.replicas():
@@ -198,7 +192,7 @@ R = TypeVar("R", ReplicaReading, UpstreamReading)
 
 
 def _one_of_each(readings: Iterable[R]) -> Iterator[R]:
-    """The first reading of each model and replica: a page may have one sample of a name."""
+    """A page may have one sample of a name."""
     seen: set[tuple[str, str]] = set()
     for reading in readings:
         if (reading.model, reading.replica) not in seen:
@@ -207,14 +201,13 @@ def _one_of_each(readings: Iterable[R]) -> Iterator[R]:
 
 
 def _status(replica: ReplicaHealth, num_open: int, unreadable: CheckpointError | None) -> ReplicaStatus:
-    """A replica's state for the supervisor. unreadable: the error of the model's tokenizer or template"""
     if unreadable is not None and not replica.is_foreign:
         return ReplicaStatus(is_ready=False, reason=str(unreadable), num_open=num_open, is_refused=True)
     return ReplicaStatus(not replica.reason, replica.reason, num_open)
 
 
 def _replicas(model: OpenModel, *, is_leaving: bool) -> Iterator[ReplicaHealth]:
-    """The replicas that are connected, retired ones first."""
+    """Retired ones first."""
     upstream = model.served.upstream
     yield from upstream.retired_replicas()
     for replica in upstream.replicas():

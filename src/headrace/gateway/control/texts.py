@@ -24,15 +24,15 @@ from headrace.text.folder import TextModel
 log = logging.getLogger("headrace.gateway")
 
 LoadText = Callable[[str], TextModel]
-"""A folder's tokenizer and template. Raises CheckpointError."""
+"""Raises CheckpointError."""
 
 MakeWorkers = Callable[[HostConfig, Collection[str]], Workers]
-"""Workers that are not started. The second argument: environment variables that they may not inherit."""
+"""Not started. The second argument: environment variables that they may not inherit."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedText:
-    """A folder's tokenizer and template. name: the folder's name in text workers, made from a model's; never reused for another folder"""
+    """name: the folder's name in text workers, never reused for another folder"""
 
     name: str
     folder: str
@@ -41,26 +41,17 @@ class LoadedText:
 
 @dataclass(frozen=True, slots=True)
 class FailedText:
-    """A folder whose tokenizer or template cannot be used, with the error."""
-
     folder: str
     error: CheckpointError
 
 
 ModelTexts = Mapping[str, LoadedText | FailedText]
-"""Model name -> text. A model that only foreign servers answer for is missing."""
+"""Without models that only foreign servers answer for."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextChange:
-    """Prepared texts of the next configuration.
-
-    texts        its models' texts
-    host         configuration of the host that has these texts
-    withheld     environment variables that text workers do not inherit
-    workers      started text workers; None: the present ones are kept
-    max_workers  number of text workers
-    """
+    """withheld: environment variables that text workers do not inherit; workers: None, the present ones are kept"""
 
     texts: ModelTexts
     host: HostConfig
@@ -69,14 +60,11 @@ class TextChange:
     max_workers: int
 
     async def close(self) -> None:
-        """Close the started text workers of a change that is not applied."""
         if self.workers is not None:
             await self.workers.close()
 
 
 class LoadedTexts:
-    """The loaded texts of the present configuration. host: configuration of the present text workers' host"""
-
     def __init__(
         self,
         models: Sequence[ModelConfig],
@@ -85,13 +73,7 @@ class LoadedTexts:
         load: LoadText,
         make: MakeWorkers,
     ) -> None:
-        """
-        texts  model name -> text, for models of engines
-        pool   text workers, already started
-        load   loads a folder's text; make: makes text workers
-
-        Raises CheckpointError when no model can be served.
-        """
+        """texts: for models of engines; pool: already started. Raises CheckpointError when no model can be served."""
         self.pool = pool
         loaded = {**texts, **pool.failures}
         self.texts: ModelTexts = {name: _text_of(name, folder, loaded[name]) for name, folder in text_folders(models).items()}
@@ -103,10 +85,8 @@ class LoadedTexts:
         self._make = make
 
     async def prepare(self, models: Sequence[ModelConfig], max_workers: int, in_use: Collection[LoadedText]) -> TextChange:
-        """Load the texts that `models` need, in new text workers if necessary. Nothing changes before `apply`.
-
-        max_workers  number of text workers; another number than before needs new ones
-        in_use       texts of running requests, which the next workers must have as well
+        """In new text workers if necessary. Nothing changes before `apply`. in_use: texts of running requests, which the next workers must
+        have as well
 
         Raises CheckpointError for a working model that would fail with its folder's present files, and when no model could be served.
         """
@@ -135,7 +115,7 @@ class LoadedTexts:
             self.pool.replace(change.workers, max_workers=change.max_workers)
 
     async def _text(self, model: ModelConfig) -> LoadedText | FailedText:
-        """A model's text, loaded if unknown, or if failed and the model has replicas. Raises CheckpointError if a working model fails."""
+        """Loaded if unknown, or if failed and the model has replicas. Raises CheckpointError if a working model fails."""
         known = self.texts.get(model.name)
         if known is not None and known.folder == model.folder and (isinstance(known, LoadedText) or not model.replicas):
             return known
@@ -150,7 +130,7 @@ class LoadedTexts:
         return _text_of(name, model.folder, text)
 
     def _in_workers(self, model: str, text: LoadedText | FailedText, workers: Workers) -> LoadedText | FailedText:
-        """A model's text, or a FailedText when `workers` could not load it. Raises CheckpointError if the model works at present."""
+        """Raises CheckpointError if the model works at present and `workers` could not load it."""
         if isinstance(text, FailedText) or (error := workers.failures.get(text.name)) is None:
             return text
         if isinstance(known := self.texts.get(model), LoadedText) and known.name not in self.pool.failures:

@@ -17,21 +17,21 @@ Send = Callable[[AsgiMessage], Awaitable[None]]
 Headers = Sequence[tuple[bytes, bytes]]
 
 ABORT_EXTENSION = "headrace.abort"
-"""Key in scope["extensions"]: a function that drops the connection at once, unsent bytes included (`connection` provides it)."""
+"""Drops the connection at once, unsent bytes included."""
 
 LOST_EXTENSION = "headrace.lost"
-"""Key in scope["extensions"]: a function that says why the connection is gone, a ClientLeft or SlowReader; None while it stands."""
+"""Why the connection is gone, a ClientLeft or SlowReader; None while it stands."""
 
 CONNECTION_EXTENSION = "headrace.connection"
-"""Key in scope["extensions"]: a `client_transport.ClientTransport`, where the server provides one."""
+"""A `client_transport.ClientTransport`, where the server provides one."""
 
 
 PIECE_BYTES = 64 << 10
-"""Bytes handed to the transport in one write: it reports a full buffer only between two writes."""
+"""The transport reports a full buffer only between two writes."""
 
 
 def joined_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """The same bytes in parts of about PIECE_BYTES: small pieces are joined, large ones stay."""
+    """Small pieces are joined to about PIECE_BYTES, large ones stay."""
     found: list[bytes] = []
     size = 0
     for piece in pieces:
@@ -50,14 +50,12 @@ def _openai_event(error: ErrorReply) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """How one API writes keys, errors and the ends of streams.
+    """How one API writes keys, errors and the ends of streams; most paths have OpenAI's way.
 
-    key_header   lower-case name of the header with the key
-    key_scheme   word before the key in that header; empty: none
-    error_type   wire type of an error
-    error_body   makes the body of an error answer
-    error_event  makes the last event of a stream that an error ends
-    ping         bytes that keep a quiet stream alive
+    key_header   lower-case name
+    key_scheme   word before the key; empty: none
+    error_event  the last event of a stream that an error ends
+    ping         keeps a quiet stream alive
     end          last bytes of a whole stream; a broken stream does not have them
     """
 
@@ -70,12 +68,12 @@ class Framing:
     end: bytes = b"data: [DONE]\n\n"
 
     def error_headers(self, error: ErrorReply) -> Headers:
-        """Headers of an error answer: with status 401, the scheme of the key in WWW-Authenticate."""
+        """With status 401, the scheme of the key in WWW-Authenticate."""
         return [*error.headers, (b"www-authenticate", self.key_scheme)] if error.status == 401 and self.key_scheme else error.headers
 
     @property
     def security_scheme(self) -> dict[str, str]:
-        """OpenAPI's description of where the key is."""
+        """For OpenAPI."""
         if self.key_scheme:
             return {"type": "http", "scheme": self.key_scheme.decode().lower()}
         return {"type": "apiKey", "in": "header", "name": self.key_header.decode()}

@@ -16,10 +16,9 @@ from headrace.gateway.http.errors import ClientLeft, SlowReader
 
 
 class UntilClose(int):
-    """The expected content length of an answer without a length, which ends with its connection.
-
-    uvicorn subtracts each write from the expected length, refuses a write beyond it, and complains at the end if the rest is not 0. This
-    value stays the same when something is subtracted; it never compares as smaller, or as unequal.
+    """The content length of an answer that ends with its connection. uvicorn subtracts each write from it, refuses a write beyond it, and
+    complains at the end if the rest is not 0. This value stays the same when something is subtracted; it never compares as smaller, or as
+    unequal.
     """
 
     def __lt__(self, other: int) -> bool:
@@ -35,10 +34,8 @@ class UntilClose(int):
 
 
 class ClientTransport:
-    """The transport as uvicorn and the application see it. It is closed by the protocol, and records how the connection ended.
-
-    close           called by uvicorn after the last answer, also when the client's body is not complete
-    is_half_closed  the sending half is closed, and the rest of the client's bytes is being discarded; uvicorn sees a closed connection
+    """close           called by uvicorn after the last answer, also when the client's body is not complete
+    is_half_closed  the rest of the client's bytes is being discarded; uvicorn sees a closed connection
     has_left        the client closed the connection, or its sending half
     cycle           uvicorn's state of the latest request
     """
@@ -62,12 +59,12 @@ class ClientTransport:
         return self.is_half_closed or self.transport.is_closing()
 
     def has_body(self, scope: Scope) -> bool:
-        """Whether this request's body has arrived whole. False when a later request of the connection waits."""
+        """False when a later request of the connection waits."""
         cycle = self.cycle
         return cycle is not None and cycle.scope is scope and not (cycle.more_body or cycle.waiting_for_100_continue)
 
     def watch(self, on_left: Callable[[], None]) -> None:
-        """Call `on_left` when the connection is lost, or at once if it was. Resumes reading, without which a lost client is not noticed."""
+        """At once if the connection is lost. Resumes reading, without which a lost client is not noticed."""
         if self.cycle is None:
             on_left()
             return
@@ -79,15 +76,13 @@ class ClientTransport:
             self._on_left = None
 
     def connection_lost(self) -> None:
-        """Called by the protocol at the end of its own `connection_lost`."""
         on_left, self._on_left, self.cycle = self._on_left, None, None
         if on_left is not None:
             on_left()
 
     def has_room(self, scope: Scope) -> bool:
-        """Whether `write_chunk` may be used: `RequestResponseCycle.send` would not wait, drop the bytes or send more than one HTTP chunk.
-
-        False while a later request of the connection waits.
+        """`RequestResponseCycle.send` would not wait, drop the bytes or send more than one HTTP chunk. False while a later request of the
+        connection waits.
         """
         cycle = self.cycle
         if cycle is None or cycle.scope is not scope or not cycle.chunked_encoding:
@@ -95,11 +90,11 @@ class ClientTransport:
         return not (cycle.flow.write_paused or cycle.disconnected or cycle.response_complete or self.is_closing())
 
     def join_writes(self) -> None:
-        """Keep the next write, an answer's head, and join it with the write after it: one system call and one packet."""
+        """Join an answer's head with the write after it: one system call and one packet."""
         self.write = self._keep
 
     def end_join(self) -> None:
-        """End `join_writes`, and write a kept head that no write followed."""
+        """A kept head may have no write behind it."""
         if self._kept:
             self._write_kept(b"")
         self.write = self.transport.write
@@ -114,16 +109,15 @@ class ClientTransport:
         self.write(head + body)
 
     def write_chunk(self, body: bytes) -> None:
-        """Write an HTTP chunk. Call right after `has_room`. body: not empty"""
+        """Call right after `has_room`. body: not empty"""
         self.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     def cut(self) -> None:
-        """Drop a client that does not read, with its unsent bytes."""
         self._is_cut = True
         self.transport.abort()
 
     def lost(self) -> ClientLeft | SlowReader | None:
-        """The error of a lost connection; None while the client may still read."""
+        """None while the client may still read."""
         if self._is_cut:
             return SlowReader("The client did not read its answer.")
         return ClientLeft("The client left.") if self.has_left else None

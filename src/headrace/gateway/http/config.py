@@ -20,7 +20,7 @@ ORIGIN = re.compile(rf"[a-z][a-z0-9+.-]{{0,31}}://{_HOST}(?::[0-9]{{1,5}})?")
 """As browsers write it: lower case, no path. Apps and extensions have schemes of their own."""
 
 DEFAULT_PORTS = {"http": "80", "https": "443"}
-"""Scheme -> the port that browsers leave out of an Origin."""
+"""Browsers leave them out of an Origin."""
 
 ANY_ORIGIN = "*"
 
@@ -30,7 +30,7 @@ FAIL_OPEN, FAIL_CLOSED = "open", "closed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpTls:
-    """Paths of two PEM files."""
+    """PEM files."""
 
     certificate: str = required(
         "PEM file with the certificate of the port, intermediate ones after it: the port speaks https alone then. Changed files are read "
@@ -42,7 +42,7 @@ class HttpTls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Upper bounds of requests and of the gateway's resources, inclusive. A request beyond one is refused with field, limit and remedy."""
+    """Inclusive. A request beyond one is refused with field, limit and remedy."""
 
     max_body_bytes: int = option(1 << 20, "A request's body.", low=1)
     max_connections: int = option(
@@ -85,7 +85,7 @@ class Limits:
 
     @property
     def max_text_queue(self) -> int:
-        """Bound of the waiting text jobs below 64 KiB, and the same for larger ones. Beyond it the tenant with most of them gets 429.
+        """For jobs below 64 KiB, and the same for larger ones. Beyond it the tenant with most of them gets 429.
 
         Each request has at most one job. The factor 2 is for requests that `max_requests` does not count: those whose body is being parsed,
         and those that only tokenize.
@@ -126,8 +126,6 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """The parts of the gateway's configuration that the HTTP server reads."""
-
     host: str
     port: int
     tls: HttpTls | None
@@ -161,36 +159,33 @@ def check_networks(where: str, networks: Sequence[str]) -> None:
 
 
 OWN = 40
-"""Descriptors reserved for the event loop, gRPC, the request log, the listener, and files that are open for a moment."""
+"""For the event loop, gRPC, the request log, the listener, and files that are open for a moment."""
 
 PER_REPLICA = 4
-"""Descriptors reserved for the connection to one replica."""
 
 MAX_FOREIGN_CONNECTIONS = 256
-"""Requests under way at one foreign server. Each has a connection of its own."""
+"""Each request has a connection of its own."""
 
 PER_FOREIGN = 2
-"""Descriptors reserved for what a foreign server is asked beside requests: its models and its metrics."""
+"""For models and metrics."""
 
 TEXT_HOST = 2
-"""Descriptors for the socket to the text workers' host, and for a worker's end of a socket pair until the host has it. Each worker has one
-more."""
+"""The socket to the host, and a worker's end of a socket pair until the host has it. Each worker has one more."""
 
 MIN_CONNECTIONS = 8
-"""Connections without which the gateway refuses to start."""
 
 ULIMIT_STEP = 4096
-"""The remedy for too few descriptors names a multiple of this, with SPARE beyond what is needed."""
+"""The remedy names a multiple of this, with SPARE beyond what is needed."""
 
 SPARE = 1024
 
 MAX_REFUSALS = 64
-"""Connections that are being answered 503 at one time; one more closes the oldest."""
+"""One more closes the oldest."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimit:
-    """max_connections: connections served at a time; max_refusals: further connections that are being answered 503 at a time"""
+    """max_refusals: further connections that are being answered 503 at a time"""
 
     max_connections: int
     max_refusals: int
@@ -199,13 +194,10 @@ class ConnectionLimit:
 def connection_limit(
     max_connections: int, num_replicas: int, num_foreign: int = 0, *, num_text_workers: int, num_connections: int = 0
 ) -> ConnectionLimit:
-    """The connections that this process, or a child it starts now, can serve. Raises the soft limit of open files if necessary.
+    """For this process, or a child it starts now. Raises the soft limit of open files if necessary.
 
-    num_foreign      foreign servers of all models
-    num_connections  client connections that are open now. Beside them, open connections to replicas are counted twice, so the result is a
-                     little too low
-
-    Raises ConfigError when fewer than MIN_CONNECTIONS fit.
+    num_connections: open now. Beside them, open connections to replicas are counted twice, so the result is a little too low. Raises
+    ConfigError when fewer than MIN_CONNECTIONS fit.
     """
     kept = OWN + PER_REPLICA * num_replicas + (MAX_FOREIGN_CONNECTIONS + PER_FOREIGN) * num_foreign + num_text_workers + TEXT_HOST
     taken = num_open() - num_connections + kept
@@ -214,12 +206,8 @@ def connection_limit(
 
 
 def divide(max_connections: int, taken: int, most: int) -> ConnectionLimit:
-    """Divide the free descriptors: an eighth for refusals, the rest for connections.
-
-    taken  descriptors in use or reserved
-    most   limit of open descriptors
-
-    Raises ConfigError when MIN_CONNECTIONS do not fit.
+    """An eighth is for refusals. taken: descriptors in use or reserved; most: limit of open descriptors. Raises ConfigError when
+    MIN_CONNECTIONS do not fit.
     """
     free = most - taken
     refusals = max(2, min(MAX_REFUSALS, free // 8))

@@ -33,30 +33,29 @@ from headrace.gateway.http.origins import METHODS, Origins
 from headrace.gateway.http.tls import TLS_HANDSHAKE, TlsNotice
 
 SEND_BUFFER_BYTES = 64 << 10
-"""Unsent bytes beyond which the transport asks its writers to wait."""
 
 MAX_HEADER_BYTES = 32 << 10
-"""Bytes of a request line and its headers together."""
+"""The request line too."""
 
 MAX_HEADERS = 100
-"""Headers of a request."""
 
 HEADER_S = 10.0
-"""Seconds from the connection, or from the first byte behind an earlier answer, to the last header byte."""
+"""From the connection, or from the first byte behind an earlier answer, to the last header byte."""
 
 WRITE_S = 30.0
-"""Seconds in which a client takes the next SEND_BUFFER_BYTES of what waits for it. One that does not is cut off."""
+"""For the next SEND_BUFFER_BYTES. A client that does not take them is cut off."""
 
 LINGER_S = 2.0
-"""Seconds for which the rest of an unwanted body is discarded, so that its sender can read the refusal."""
+"""The rest of an unwanted body is discarded, so that its sender can read the refusal."""
 
 MAX_LINGER_BYTES = 64 << 20
-"""Bytes of an unwanted body that are discarded before the connection is closed: a fast sender costs the event loop time."""
+"""A fast sender costs the event loop time."""
 
 FRAMING_SLACK_BYTES = 64 << 10
 MAX_FRAMING_FACTOR = 2
 """Wire bytes that each byte of a body may take, beyond the slack. A chunk costs the event loop microseconds whatever its size. A chunk of
-one byte takes 6 wire bytes; chunks of usual clients take hardly more than one per byte; extensions and trailers may take any number."""
+one byte takes 6 wire bytes; chunks of usual clients take hardly more than one per byte; extensions and trailers may take any number.
+"""
 
 REASONS = {
     400: b"Bad Request",
@@ -72,11 +71,11 @@ NO_TUNNEL = "CONNECT is not served: this is no proxy. Send the request itself, t
 ONLY_CHUNKED = "Transfer-Encoding: only chunked is read. A packed body is named by Content-Encoding."
 
 OnRefused = Callable[[str, int, str], None]
-"""Called for each answer that the protocol or the listener gives instead of the application, with its x-request-id, status and message."""
+"""For answers in place of the application's, with x-request-id, status and message."""
 
 
 def protocol_for(config: ServerConfig, on_refused: OnRefused) -> type[BoundedProtocol]:
-    """A subclass of BoundedProtocol with this configuration: uvicorn makes protocols from a class."""
+    """uvicorn makes protocols from a class."""
 
     class ConfiguredProtocol(BoundedProtocol):
         tls_notice = TlsNotice()
@@ -89,7 +88,7 @@ def protocol_for(config: ServerConfig, on_refused: OnRefused) -> type[BoundedPro
 
 
 def refusal_bytes(status: int, request_id: str, error: ErrorObject, headers: Headers) -> bytes:
-    """The bytes of an error answer by the protocol itself, after which the connection is closed. headers: added to the usual ones"""
+    """The connection is closed after it. headers: added to the usual ones"""
     body = msgspec.json.encode(ErrorBody(error))
     own = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), (b"x-request-id", request_id.encode())]
     lines = [b"%b: %b\r\n" % header for header in (*own, *headers, (b"connection", b"close"))]
@@ -97,7 +96,7 @@ def refusal_bytes(status: int, request_id: str, error: ErrorObject, headers: Hea
 
 
 class _Refusal(NamedTuple):
-    """An error answer by the protocol itself. written: the whole answer in bytes"""
+    """written: the whole answer in bytes"""
 
     request_id: str
     status: int
@@ -106,7 +105,7 @@ class _Refusal(NamedTuple):
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with the bounds of the module's header. Use a subclass from `protocol_for`."""
+    """Use a subclass from `protocol_for`."""
 
     origins: Origins
     tls_notice: TlsNotice
@@ -114,11 +113,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @classmethod
     def follow(cls, config: ServerConfig) -> None:
-        """Apply the allowed origins of `config` to later answers of all connections of this class."""
+        """For later answers of all connections of this class."""
         cls.origins = Origins(config.allowed_origins)
 
     def log_refusal(self, request_id: str, status: int, message: str) -> None:
-        """Called after each error answer by the protocol itself."""
         raise NotImplementedError
 
     _has_begun = False
@@ -156,7 +154,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._close()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close an idle connection. Unsent bytes get WRITE_S; without that, a client that never reads would hold the socket for ever."""
+        """Unsent bytes get WRITE_S; without that, a client that never reads would hold the socket for ever."""
         if not self.transport.is_closing():
             self._close()
 
@@ -193,7 +191,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(400, "The body's chunks carry too little.")
 
     def _parse(self, data: bytes) -> None:
-        """Parse, and ignore offers of another protocol. uvicorn's own parsing drops the bytes after such an offer in the same read."""
+        """uvicorn's own parsing drops the bytes after an offer of another protocol in the same read."""
         rest: bytes | memoryview = data
         try:
             while (behind := self._after_offer(rest)) is not None and not self._is_ending:
@@ -203,7 +201,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(400, NO_HTTP2 if self.parser.get_method() == b"PRI" else NO_HTTP)
 
     def _after_offer(self, data: bytes | memoryview) -> memoryview | None:
-        """Parse. None: all was parsed; else the bytes after a head that offers another protocol, where the parser stops."""
+        """None: all was parsed; else the bytes after a head that offers another protocol, where the parser stops."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as stop:
@@ -212,9 +210,8 @@ class BoundedProtocol(HttpToolsProtocol):
         return None
 
     def _ignore_offer(self) -> None:
-        """Parse the same head again in a new parser, without `Upgrade`.
-
-        The parser that saw the offer expects no body after the head: it would take the body's bytes for the next request.
+        """Parse the head again in a new parser, without `Upgrade`. The parser that saw the offer expects no body: it would take the body's
+        bytes for the next request.
         """
         wire_bytes, version = self._wire_bytes, self.parser.get_http_version().encode()
         lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade"]
@@ -263,7 +260,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._client.cycle = self.cycle
 
     def _has_other_coding(self) -> bool:
-        """Whether Transfer-Encoding has a coding beside chunked. The parser itself refuses a list that does not end with chunked."""
+        """The parser itself refuses a list that does not end with chunked."""
         values = b",".join(value for name, value in self.headers if name == b"transfer-encoding")
         codings = [coding for word in values.lower().split(b",") if (coding := word.strip(b" \t"))]
         return codings[-1:] == [b"chunked"] and len(codings) > 1
@@ -304,7 +301,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._time_writing()  # no write follows that would time the bytes that are left
 
     def _refuse(self, status: int, message: str, headers: Headers = ()) -> None:
-        """Answer with an error and close, after the answers to earlier requests. headers: added to this answer"""
+        """After the answers to earlier requests; then close."""
         if self._is_ending:
             return
         is_earlier_due = self._is_earlier_due
@@ -327,18 +324,16 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def _is_ending(self) -> bool:
-        """Whether the connection is closing or refused, so that further bytes of the client are not parsed."""
         return self._refusal is not None or self.transport.is_closing()
 
     @property
     def _is_earlier_due(self) -> bool:
-        """Whether the answer to an earlier request of the connection is not complete yet."""
         if self._is_in_body:
             return bool(self.pipeline)
         return self.cycle is not None and not self.cycle.response_complete
 
     def _withdraw(self) -> bool:
-        """Keep the application from answering the request whose body is refused. False where its answer has begun."""
+        """Keep the application from answering a request whose body is refused. False where its answer has begun."""
         if self.pipeline:
             self.pipeline.popleft()  # the latest: its turn has not come
         elif self.cycle.response_started:
@@ -350,7 +345,6 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def _is_idle(self) -> bool:
-        """Whether all answers are complete and no next request has begun."""
         is_answered = self.cycle is not None and self.cycle.response_complete
         return is_answered and not (self._is_in_head or self._is_in_body or self.pipeline)
 
@@ -363,16 +357,15 @@ class BoundedProtocol(HttpToolsProtocol):
             self._close()
 
     def _hang_up(self) -> None:
-        """Called by uvicorn to close the connection. A client that is still sending its body gets time to read the answer."""
+        """Called by uvicorn. A client that is still sending its body gets time to read the answer."""
         if self._is_in_body and self._linger_timer is None:
             self._half_close()
         else:
             self._close()
 
     def _half_close(self) -> None:
-        """Close the sending half now, and the connection once the client has closed it or LINGER_S is over.
-
-        Closing with unread bytes would reset the connection, and the client would lose the answer.
+        """Close the sending half now, and the connection once the client has closed it or LINGER_S is over. Closing with unread bytes would
+        reset the connection, and the client would lose the answer.
         """
         self._client.is_half_closed = True
         self._stop_timers("_head_timer")
@@ -381,19 +374,17 @@ class BoundedProtocol(HttpToolsProtocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Discard the rest of the client's body for LINGER_S and up to MAX_LINGER_BYTES."""
         self._unwanted_bytes = 0
         self._stop_timers("_linger_timer")
         self._linger_timer = self._after(LINGER_S, self._close)
 
     def _close(self) -> None:
-        """Close once the written bytes are sent, and cut off a client that does not read them within WRITE_S."""
+        """Cut off a client that does not read the written bytes within WRITE_S."""
         self._client.transport.close()
         if self.transport.get_write_buffer_size() and self._write_timer is None:
             self._time_writing()
 
     def _time_writing(self) -> None:
-        """Give the client WRITE_S to read the next SEND_BUFFER_BYTES of unsent bytes, or all if there are fewer."""
         self._write_goal_bytes = max(0, self.transport.get_write_buffer_size() - SEND_BUFFER_BYTES)
         self._stop_timers("_write_timer")
         self._write_timer = self._after(WRITE_S, self._write_late)

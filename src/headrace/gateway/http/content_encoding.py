@@ -24,22 +24,22 @@ else:
     from backports import zstd
 
 SLICE_BYTES = 64 << 10
-"""Bytes decoded in one call: a tenth of a millisecond of the event loop's time."""
+"""A tenth of a millisecond of the event loop's time."""
 
 INPUT_BYTES = 16 << 10
-"""Bytes of a body that are taken at once: a stream that ends copies the rest of them."""
+"""Taken at once: a stream that ends copies the rest of them."""
 
 MAX_CODINGS = 3
 
 MAX_STREAMS = 4096
-"""Members or frames of one coding. Each costs ten microseconds, whatever it holds, and eight bytes are enough for one."""
+"""Each costs ten microseconds, whatever it holds, and eight bytes are enough for one."""
 
 MAX_WINDOW_LOG = 23
-"""Largest window of a zstd frame, as a power of two: the 8 MiB that RFC 9659 has every decoder take. A larger one is refused."""
+"""The 8 MiB that RFC 9659 has every decoder take. A larger window is refused."""
 
 
 class Stream(Protocol):
-    """A decompressor of one stream: the common part of those of zlib and zstd."""
+    """The common part of the decompressors of zlib and zstd."""
 
     @property
     def eof(self) -> bool: ...
@@ -50,9 +50,7 @@ class Stream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """One format of compression.
-
-    begin        makes a decompressor, by the stream's first two bytes; None: no stream of this format begins with them
+    """begin        makes a decompressor, by the stream's first two bytes; None: no stream of this format begins with them
     has_several  a body may be several streams, one after the other
     has_padding  zeros may follow the last stream
     """
@@ -73,7 +71,7 @@ def _begin_deflate(first: bytes) -> Stream:
 
 
 def _begin_zstd(first: bytes) -> Stream | None:
-    """A zstd frame, or a skippable one. Memory for the window grows with the output, not with the announced size."""
+    """A frame, or a skippable one. Memory for the window grows with the output, not with the announced size."""
     is_frame = first == b"\x28\xb5" or (first[0] & 0xF0 == 0x50 and first[1:] == b"\x2a")
     return zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: MAX_WINDOW_LOG}) if is_frame else None
 
@@ -87,10 +85,8 @@ CODINGS = {
 
 
 class StreamDecoder:
-    """Undoes one coding."""
-
     def __init__(self, name: str, max_bytes: int) -> None:
-        """name: key of CODINGS; max_bytes: most decoded bytes in all"""
+        """name: key of CODINGS"""
         self._name, self._coding, self._max_bytes = name, CODINGS[name], max_bytes
         self._stream: Stream | None = None
         self._first = b""  # less than a stream's first two bytes
@@ -123,7 +119,7 @@ class StreamDecoder:
             raise InvalidRequest("body", f"a whole {self._name} stream", remedy="The body ends before the stream does.")
 
     def _begin(self, chunk: bytes) -> bytes:
-        """Begin the next stream once its first two bytes have arrived. Returns the bytes for its decompressor."""
+        """Two bytes tell the stream's form."""
         first = self._first + chunk
         if self._is_padding or (self._num_ended and self._coding.has_padding and first[:1] == b"\0"):
             self._is_padding = True
@@ -166,16 +162,13 @@ class StreamDecoder:
 
 
 class BodyDecoder:
-    """Decodes the bytes of one body, chunk by chunk."""
-
     def __init__(self, decoders: Sequence[StreamDecoder]) -> None:
-        """decoders: in the order of decoding, which is the reverse of the header's; empty: the body has no Content-Encoding"""
+        """In the order of decoding, which is the reverse of the header's; empty: no Content-Encoding"""
         self._decoders = decoders
 
     def parts(self, chunk: bytes) -> Iterator[bytes]:
-        """The decoded bytes of a chunk in one or more slices, some perhaps empty. A slice is decoded when the iterator reaches it.
-
-        Raises InvalidRequest for damaged bytes, and BodyTooLarge in place of a slice that exceeds the cap.
+        """In slices, some perhaps empty. A slice is decoded when the iterator reaches it. Raises InvalidRequest for damaged bytes, and
+        BodyTooLarge in place of a slice that exceeds the cap.
         """
         found: Iterator[bytes] = iter((chunk,))
         for decoder in self._decoders:
@@ -183,18 +176,14 @@ class BodyDecoder:
         return found
 
     def end(self) -> None:
-        """Called after the last chunk. Raises InvalidRequest when the body is not complete."""
+        """Raises InvalidRequest when the body is not complete."""
         for decoder in self._decoders:
             decoder.end()
 
 
 def decoder_of(values: Sequence[bytes], max_bytes: int) -> BodyDecoder:
-    """The decoder of a request's body.
-
-    values     values of all Content-Encoding headers
-    max_bytes  most bytes of the decoded body
-
-    Raises UnsupportedEncoding for an unknown coding, or more than MAX_CODINGS.
+    """values: of all Content-Encoding headers; max_bytes: decoded. Raises UnsupportedEncoding for an unknown coding, or more than
+    MAX_CODINGS.
     """
     words = [word.strip(" \t") for word in b",".join(values).decode("latin-1").lower().split(",")]
     names = [word for word in words if word not in ("", "identity")]

@@ -27,17 +27,14 @@ from headrace.core.errors import (
 )
 
 BAD_HTTP = "bad_http"
-"""Error code where bytes never became a request (`gateway.http.connection`)."""
+"""Where bytes never became a request."""
 
 MAX_MESSAGE_CHARS = 2000
 MAX_PARAM_CHARS = 200
 
 
 class HeadRefused(HeadraceError):
-    """The request line or a header is refused.
-
-    rule  the broken rule for the request log, without any text of the client
-    """
+    """rule: for the request log, without any text of the client"""
 
     def __init__(self, message: str, *, rule: str) -> None:
         self.rule = rule
@@ -57,18 +54,15 @@ class MethodNotAllowed(HeadRefused):
 
 
 class Forbidden(HeadRefused):
-    """A Host or Origin that this listener does not answer to (DNS rebinding, cross-site requests)."""
+    """DNS rebinding, cross-site requests."""
 
 
 class UnsupportedMediaType(HeadraceError):
-    """Not JSON in UTF-8."""
+    pass
 
 
 class UnsupportedEncoding(UnsupportedMediaType):
-    """A Content-Encoding that `http.content_encoding` cannot decode.
-
-    rule  the broken rule for the request log, without any text of the client
-    """
+    """rule: for the request log, without any text of the client"""
 
     def __init__(self, given: str, why: str = "is not read here") -> None:
         self.rule = f"The Content-Encoding {why}."
@@ -76,20 +70,17 @@ class UnsupportedEncoding(UnsupportedMediaType):
 
 
 class BodyTooLarge(RequestTooLarge):
-    """The body has more bytes than the cap. Its rest is discarded for a moment (`gateway.http.connection`)."""
+    """The rest is discarded for a moment (`gateway.http.connection`)."""
 
     def __init__(self, size: int, max_bytes: int) -> None:
         super().__init__("body", f"at most {max_bytes} bytes", size, "Send a shorter prompt or fewer messages.")
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """Prompt and output together do not fit the context. The message and code are OpenAI's, since clients recognize the error by them.
-
-    limit, remedy  sentences of the message, made by `context_overflow` and `foreign_overflow`
-    """
+    """The message and code are OpenAI's, since clients recognize the error by them."""
 
     def of_tier(self, tier: str) -> ContextLengthExceeded:
-        """The same error in the words for a tier's limit below the model's."""
+        """In the words for a tier's limit below the model's."""
         limit = self.limit.replace(_MODELS_CONTEXT, f"The tier {tier}'s maximum context length (max_context_tokens)", 1)
         return ContextLengthExceeded(self.field, limit, None, self.remedy)
 
@@ -103,12 +94,7 @@ _MODELS_CONTEXT = "This model's maximum context length"
 def context_overflow(
     field: str, max_model_len: int, *, part: str, prompt_tokens: int, max_tokens: int | None, is_least: bool = False
 ) -> ContextLengthExceeded:
-    """The error of a request that does not fit.
-
-    part        the prompt's name in the request: "messages" or "prompt"
-    max_tokens  wanted output tokens; None: as many as the context leaves, at least 1
-    is_least    the counts are lower bounds, because nothing was tokenized
-    """
+    """part: "messages" or "prompt"; is_least: the counts are lower bounds, because nothing was tokenized"""
     completion_tokens = max_tokens or 1
     least = "at least " if is_least else ""
     limit = (
@@ -120,22 +106,21 @@ def context_overflow(
 
 
 def foreign_overflow() -> ContextLengthExceeded:
-    """The error of a request that does not fit the context of a foreign server. The server's own message is not shown."""
+    """The server's own message is not shown."""
     limit = f"{_MODELS_CONTEXT} is shorter than what you requested, says the server behind it."
     return ContextLengthExceeded("prompt", limit, None, "Please reduce the length of the prompt or completion.")
 
 
 class ContentRefused(InvalidRequest):
-    """The content filter of a foreign server refuses the prompt. The server's own message is not shown."""
+    """The server's own message is not shown."""
 
     def __init__(self) -> None:
         super().__init__("messages", "content that the server behind this model takes", None, "Its content filter refused this prompt.")
 
 
 class RateLimitExceeded(Overloaded):
-    """A limit of the caller is exhausted now. After `retry_after_s` the request fits, if the caller sends no other one meanwhile.
-
-    limit  label of the limit: the option that sets it; key_OPTION for a limit of the key itself
+    """After `retry_after_s` the request fits, if the caller sends no other one meanwhile. limit: the option that sets it; key_OPTION for a
+    limit of the key itself
     """
 
     def __init__(self, message: str, *, limit: str, retry_after_s: float) -> None:
@@ -144,7 +129,7 @@ class RateLimitExceeded(Overloaded):
 
 
 class QuotaExhausted(RateLimitExceeded):
-    """The caller's rest of tokens or money for the day or the month is too small for the request."""
+    """Tokens or money, for the day or the month."""
 
 
 class NotNow(HeadraceError):
@@ -156,47 +141,43 @@ class NotNow(HeadraceError):
 
 
 class UnknownStream(NotNow):
-    """A Last-Event-ID that names no kept stream of this tenant: unknown, too old, or still being sent by another gateway."""
+    """Unknown, too old, or still being sent by another gateway."""
 
 
 class StreamConflict(NotNow):
-    """The stream cannot be continued by this request. With `retry_after_s` if another request continues it now."""
+    """With `retry_after_s` if another request continues it now."""
 
 
 class UnknownSession(HeadraceError):
-    """The tenant has no session of this id: unknown, deleted, or expired."""
+    """Unknown, deleted, or expired."""
 
 
 class SessionConflict(HeadraceError):
-    """Another request has the session, or has changed it meanwhile."""
-
     retry_after_s = 1.0
 
 
 class IdempotencyConflict(NotNow):
-    """The first request with this Idempotency-Key still runs (with `retry_after_s`), or its answer was not kept (without)."""
+    """The first request still runs (with `retry_after_s`), or its answer was not kept (without)."""
 
 
 class IdempotencyMismatch(HeadraceError):
-    """An Idempotency-Key that another request has used."""
+    """Used for another request."""
 
 
 class ReadTimeout(HeadraceError):
-    """The client did not send its body in time."""
+    pass
 
 
 class ClientLeft(HeadraceError):
-    """The client closed the connection, so no answer can reach it. The status, 499 as nginx has it, is for the log."""
+    """The status, 499 as nginx has it, is for the log: no answer can reach the client."""
 
 
 class SlowReader(HeadraceError):
-    """The client reads its answer too slowly: the bound on unsent bytes was reached."""
+    """The bound on unsent bytes was reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorRow:
-    """HTTP status, and `type` and `code` of the error body, for one class of errors."""
-
     status: int
     type: str
     code: str
@@ -250,7 +231,7 @@ class ErrorBody(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """An error as an answer. body: JSON of `ErrorBody`, in OpenAI's form; `http.framing` may convert it for another API"""
+    """body: JSON of `ErrorBody`, in OpenAI's form; `http.asgi.Framing` may convert it for another API"""
 
     status: int
     error: ErrorObject
@@ -262,7 +243,7 @@ class ErrorReply:
 
 
 def error_reply(error: BaseException) -> ErrorReply:
-    """The answer to an error, by the table; INTERNAL_MESSAGE for an error that is not in it. Never raises."""
+    """INTERNAL_MESSAGE for an error that is not in the table. Never raises."""
     row = row_of(error)
     message = printable(str(error)[:MAX_MESSAGE_CHARS])[:MAX_MESSAGE_CHARS] if row is not INTERNAL else INTERNAL_MESSAGE
     param = printable(error.field)[:MAX_PARAM_CHARS] if isinstance(error, InvalidRequest) else None
@@ -274,7 +255,7 @@ def row_of(error: BaseException) -> ErrorRow:
 
 
 def printable(text: str) -> str:
-    """`text` with every lone surrogate and control character written as an escape, fit for JSON and for one log line."""
+    """Lone surrogates and control characters are written as escapes, fit for JSON and for one log line."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

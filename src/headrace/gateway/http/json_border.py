@@ -3,8 +3,6 @@
 Nesting, values and keys have caps, checked before parsing. Object keys are unique: two parsers that disagree on duplicates are a known way
 around validation. NaN and infinities are refused, also as 1e999. Strings hold neither lone surrogates, which cannot be encoded again, nor
 U+0000, on which tokenizers and C code disagree. Every refusal names the place.
-
-`gateway.surfaces.dialect` knows what the fields mean.
 """
 
 from __future__ import annotations
@@ -23,19 +21,18 @@ from headrace.gateway.http.errors import UnsupportedMediaType
 _STRING_OR_MARK = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{},:]', re.DOTALL)
 _ESCAPED = b"\\u"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-"""Left out where a body begins with it, as RFC 8259 (8.1) allows: .NET and PowerShell write one."""
+"""RFC 8259 (8.1) allows to leave it out: .NET and PowerShell write one."""
 
 MAX_KEY_CHARS = 80
-"""Characters of a client's key that an error shows."""
+"""Shown by an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """Upper bounds of a body, inclusive.
+    """Inclusive.
 
-    depth   depth of nesting
-    values  values, counted as commas; enough for a prompt of 128 Ki token ids
-    keys    keys, counted as colons; enough for the most messages and parts of a chat
+    values  counted as commas; enough for a prompt of 128 Ki token ids
+    keys    counted as colons; enough for the most messages and parts of a chat
     """
 
     depth: int = 32
@@ -44,13 +41,12 @@ class Caps:
 
 
 CAPS = Caps()
-"""The bounds of a body, and of a schema that is text in one."""
+"""Also for a schema that is text in a body."""
 
 
 def decode_object(body: bytes, caps: Caps = CAPS) -> dict[str, object]:
-    """The object in `body`. Raises InvalidRequest, RequestTooLarge or UnsupportedMediaType. Cost: linear, a few times a plain parse.
-
-    The parser holds the GIL until its end, so a body that would take long is refused by a scan before.
+    """Raises InvalidRequest, RequestTooLarge or UnsupportedMediaType. Cost: linear, a few times a plain parse. The parser holds the GIL
+    until its end, so a body that would take long is refused by a scan before.
     """
     body = body.removeprefix(BYTE_ORDER_MARK)
     try:
@@ -67,8 +63,8 @@ def decode_object(body: bytes, caps: Caps = CAPS) -> dict[str, object]:
 
 
 def _check_caps(body: bytes, caps: Caps) -> None:
-    """Raise InvalidRequest or RequestTooLarge beyond a cap. Marks are first counted everywhere, which passes nearly every body; only if
-    that count is too high, marks inside strings are left out.
+    """Marks are first counted everywhere, which passes nearly every body; only if that count is too high, marks inside strings are left
+    out. Raises InvalidRequest or RequestTooLarge.
     """
     is_small = body.count(b",") <= caps.values and body.count(b":") <= caps.keys
     if is_small and body.count(b"[") + body.count(b"{") <= caps.depth:
@@ -139,9 +135,8 @@ def _check_strings(value: object) -> None:
 
 
 def _strings(value: object, path: str) -> Iterator[tuple[str, str]]:
-    """Every string of a JSON value, keys included, with its dotted path. The depth must be bounded already.
-
-    A path has only the first MAX_KEY_CHARS of a key, since a long key would be copied for every value below it.
+    """Keys included, with the dotted path. The depth must be bounded already. A path has only the first MAX_KEY_CHARS of a key, since a
+    long key would be copied for every value below it.
     """
     if isinstance(value, str):
         yield path or "body", value

@@ -25,37 +25,30 @@ from headrace.gateway.http.exchange import Exchange
 from headrace.machine.hosts import is_loopback
 
 PREFLIGHT_AGE_S = 600
-"""Seconds for which a browser may keep the answer to a preflight."""
 
 METHODS = b"GET, HEAD, POST, DELETE, OPTIONS"
-"""Allowed methods, the same for every path: a preflight has no key, so its answer does not show which paths exist."""
+"""The same for every path: a preflight has no key, so its answer does not show which paths exist."""
 
 DEFAULT_HEADERS = b"authorization, content-type"
-"""Allowed request headers where the preflight names none, or names that are not well-formed."""
+"""Where the preflight names none, or names that are not well-formed."""
 
 EXPOSED = (
     b"x-request-id, x-headrace-ignored, x-headrace-context, x-headrace-cache, age, idempotent-replayed, retry-after,"
     b" x-ratelimit-limit-requests, x-ratelimit-remaining-requests, x-ratelimit-reset-requests,"
     b" x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
 )
-"""Headers of an answer that the page's own code may read."""
 
 MAX_HEADER_NAMES = 2000
-"""Characters of the list of names in a preflight."""
 
 _HEADER_NAMES = re.compile(rb"[A-Za-z0-9_, \t-]{1,%d}" % MAX_HEADER_NAMES)
 
 
 class Origins:
     def __init__(self, allowed: Sequence[str]) -> None:
-        """allowed: origins that match ORIGIN, or ANY_ORIGIN"""
         self._allowed = frozenset(origin.lower() for origin in allowed)
 
     def check(self, exchange: Exchange, host: str) -> None:
-        """Check the request's Origin, and add the CORS headers to its answer. host: value of the request's Host header
-
-        Raises Forbidden for a page of another origin that is not allowed.
-        """
+        """host: value of the request's Host header. Raises Forbidden for a page of another origin that is not allowed."""
         exchange.add_headers(*self.answer_headers(exchange.headers))
         if not exchange.has_header(b"origin"):
             return
@@ -65,7 +58,7 @@ class Origins:
             raise Forbidden(_refusal(origins[0].lower()), rule="Requests of pages from this Origin are not answered.")
 
     def answer_headers(self, headers: Headers) -> Headers:
-        """The CORS and Vary headers of the answer to a request with these headers, also of an error."""
+        """Also of an error."""
         if not self._allowed:
             return ()
         vary = (b"vary", b"Origin")  # of every answer: a cache must not give one page's to another
@@ -79,13 +72,13 @@ class Origins:
 
 
 def is_preflight(exchange: Exchange) -> bool:
-    """Whether the request is a CORS preflight, by which a browser asks if a page may send a request. Call `Origins.check` first."""
+    """Call `Origins.check` first."""
     is_options = exchange.scope["method"] == "OPTIONS"
     return is_options and exchange.has_header(b"origin") and exchange.has_header(b"access-control-request-method")
 
 
 async def answer_preflight(exchange: Exchange) -> None:
-    """Allow all headers that the browser asks for. Their values are checked in the request that follows."""
+    """The values of the allowed headers are checked in the request that follows."""
     asked = exchange.header(b"access-control-request-headers") or b""
     headers: Headers = [
         (b"access-control-allow-methods", METHODS),
@@ -129,10 +122,8 @@ class HostCheck:
             self._allowed = LOOPBACK_NAMES | {bound_to.lower()} | (self._allowed or set())
 
     def __call__(self, exchange: Exchange, *, is_probe: bool) -> str:
-        """The request's Host, if it is allowed; empty for an HTTP/1.0 request without one.
-
-        is_probe  the path is public and shows only the server's health: every name is allowed, since load balancers send an address of the
-                  server or no Host
+        """Empty for an HTTP/1.0 request without a Host. is_probe: every name is allowed, since load balancers send an address of the server
+        or no Host
 
         Raises InvalidRequest for no, several or malformed Host headers, and Forbidden for a name that is not allowed.
         """
@@ -153,7 +144,6 @@ class HostCheck:
         return host
 
     def _may_lack_host(self, exchange: Exchange, *, is_probe: bool) -> bool:
-        """Whether a request without a Host is answered."""
         may_lack = exchange.scope.get("http_version") == "1.0" and (is_probe or self._allowed is None)
         return may_lack and not exchange.has_header(b"host")
 
@@ -161,19 +151,18 @@ class HostCheck:
 Address = IPv4Address | IPv6Address
 
 MAX_HOPS = 32
-"""Addresses of a chain that are read, from its end."""
+"""Read from the end of a chain."""
 
 
 class TrustedProxies:
     def __init__(self, networks: Sequence[str]) -> None:
-        """networks: in CIDR notation, checked by `check_networks`"""
+        """Checked by `check_networks`."""
         self._networks = [ip_network(network) for network in networks]
 
     def client_of(self, peer: str, headers: Sequence[tuple[bytes, bytes]]) -> str:
-        """The client's address: the peer's, or for a trusted proxy the one that it forwarded.
-
-        The forwarded addresses are read from the end, where the nearest proxy wrote, up to the first that is no trusted proxy's. The client
-        may have invented everything before it. Reading also stops at a word that is no address.
+        """The peer's address, or for a trusted proxy the one that it forwarded. Addresses are read from the end, where the nearest proxy
+        wrote, up to the first that is no trusted proxy's. The client may have invented everything before it. Reading also stops at a word
+        that is no address.
         """
         if not self._networks:
             return peer
@@ -190,10 +179,7 @@ class TrustedProxies:
 
 
 def _from_the_end(headers: Sequence[tuple[bytes, bytes]]) -> Iterator[str]:
-    """The addresses in `Forwarded`, or without it in `X-Forwarded-For`, as words, the nearest proxy's first.
-
-    Any client can send these headers, so words are read lazily and in linear time.
-    """
+    """`Forwarded`, or without it `X-Forwarded-For`. Any client can send these headers, so words are read lazily and in linear time."""
     forwarded = [value for name, value in headers if name == b"forwarded"]
     if forwarded:
         yield from map(_named_for, _parts_from_the_end(forwarded))
@@ -202,7 +188,6 @@ def _from_the_end(headers: Sequence[tuple[bytes, bytes]]) -> Iterator[str]:
 
 
 def _parts_from_the_end(values: Sequence[bytes]) -> Iterator[str]:
-    """The comma-separated parts of all headers, last part first."""
     for value in reversed(values):
         end = len(value)
         while end >= 0:
@@ -212,7 +197,7 @@ def _parts_from_the_end(values: Sequence[bytes]) -> Iterator[str]:
 
 
 def _named_for(part: str) -> str:
-    """The unquoted value of `for` in one part of a `Forwarded` header; empty: the part has none."""
+    """Empty: the part has no `for`."""
     for pair in part.split(";"):
         name, equals, value = pair.strip().partition("=")
         if equals and name.lower() == "for":
@@ -221,7 +206,7 @@ def _named_for(part: str) -> str:
 
 
 def _address(word: str) -> Address | None:
-    """The address in a word, without port and brackets, and with IPv4-mapped IPv6 as IPv4; None: the word is no address."""
+    """Without port and brackets, and with IPv4-mapped IPv6 as IPv4."""
     text = word.strip()
     if text.startswith("["):
         text = text[1:].partition("]")[0]

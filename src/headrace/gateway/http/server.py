@@ -1,9 +1,9 @@
 """Runs the HTTP server: uvicorn with `connection.BoundedProtocol` and a listener of its own. `gateway.main` starts and stops it.
 
-A connection beyond the limit is answered 503 with Retry-After instead of being dropped. An https client gets that answer after its
-handshake; of these, one beyond `max_refusals` is closed unanswered. The listener replaces the event loop's own server, which accepts every
-waiting connection before it can be counted, and drops connections unanswered at the limit of open files. Where descriptors run out the
-listener pauses and goes on; it never raises for them.
+A connection beyond the limit is answered 503 with Retry-After instead of being dropped, and of https clients one beyond `max_refusals` is
+closed unanswered. The listener replaces the event loop's own server, which accepts every waiting connection before it can be counted, and
+drops connections unanswered at the limit of open files. Where descriptors run out the listener pauses and goes on; it never raises for
+them.
 """
 
 from __future__ import annotations
@@ -30,16 +30,15 @@ from headrace.wire.listening import listening_sockets, shown_address
 log = logging.getLogger(__name__)
 
 ACCEPTS_PER_TURN = 32
-"""Connections accepted in one round of the event loop, before open connections are served again."""
+"""Then open connections are served again."""
 
 PAUSE_S = 0.1
-"""Seconds without accepting where there is no descriptor or memory for another socket. The kernel queues new connections meanwhile."""
+"""Where there is no descriptor or memory for another socket. The kernel queues new connections meanwhile."""
 
 LINGER_S = 1.0
-"""Seconds for which a refused client's request is discarded: closing with unread bytes resets the connection, and the refusal is lost."""
+"""Closing with unread bytes resets the connection, and the refusal is lost."""
 
 HANDSHAKE_S = 10.0
-"""Seconds that a TLS handshake may take."""
 
 READ_BYTES = 64 << 10
 RETRY_AFTER = [(b"retry-after", b"1")]
@@ -49,10 +48,8 @@ UNAVAILABLE = ErrorObject(MESSAGE, "service_unavailable_error", None, "unavailab
 
 
 class Listener:
-    """Accepts the connections of listening sockets, in place of asyncio's server. uvicorn calls `close` and `wait_closed`.
-
-    limit        may be replaced; a lower one closes no connection
-    certificate  TLS certificate of new connections, may be replaced; None: they speak plain HTTP
+    """In place of asyncio's server; uvicorn calls `close` and `wait_closed`. limit, certificate: may be replaced; a lower limit closes no
+    connection
     """
 
     def __init__(
@@ -81,7 +78,7 @@ class Listener:
         self._resume()
 
     def close(self) -> None:
-        """Accept no further connection; open ones stay."""
+        """Open connections stay."""
         if self._pause is not None:
             self._pause.cancel()
         for each in self._sockets:
@@ -95,7 +92,7 @@ class Listener:
                 opening.abort()
 
     async def wait_closed(self) -> None:
-        """Returns at once: `close` leaves nothing to wait for. uvicorn calls it."""
+        """At once: `close` leaves nothing to wait for."""
 
     @property
     def _is_full(self) -> bool:
@@ -150,7 +147,7 @@ class Listener:
             self._notice(failure)
 
     def _wait(self, error: OSError) -> None:
-        """Stop accepting for PAUSE_S. Without the pause the event loop would report the socket as ready in every round."""
+        """Without the pause the event loop would report the socket as ready in every round."""
         log.warning("no connection can be accepted for %g s: %s", PAUSE_S, error.strerror)
         for each in self._sockets:
             self._loop.remove_reader(each.fileno())
@@ -202,7 +199,7 @@ class Listener:
 
 
 class _TlsRefusal(asyncio.Protocol):
-    """Answers one connection after its handshake, and discards what its client sends. It is in `refusals` until the connection ends."""
+    """After the handshake. It is in `refusals` until the connection ends."""
 
     def __init__(self, answer: bytes, context: ssl.SSLContext, refusals: set[_TlsRefusal]) -> None:
         self._answer, self._refusals = answer, refusals
@@ -227,17 +224,14 @@ class _TlsRefusal(asyncio.Protocol):
 
 BACKLOG = 2048
 KERNEL_SEND_BYTES = 128 << 10
-"""Send buffer of a connection in the kernel. By default it grows to megabytes for a client that does not read."""
+"""By default it grows to megabytes for a client that does not read."""
 
 DRAIN_GRACE_S = 1
-"""Seconds that answers may take to be sent after the drain. A connection with unsent bytes is dropped then."""
+"""After the drain. A connection with unsent bytes is dropped then."""
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server without its signal handlers: `gateway.main` decides when to stop.
-
-    addresses  "host:port" of each socket that listens, as in a URL
-    """
+    """`gateway.main` decides when to stop. addresses: "host:port", as in a URL"""
 
     def __init__(self, app: Any, config: ServerConfig, on_refused: OnRefused, limit: ConnectionLimit) -> None:
         """Raises ConfigError for a certificate that cannot be used."""
@@ -267,9 +261,8 @@ class Server(uvicorn.Server):
         )
 
     async def start(self, *, shares_port: bool = False) -> int:
-        """Listen. Returns the port. Raises OSError when the address cannot be bound (uvicorn would end the process).
-
-        shares_port  other processes of this user may listen at the same port (SO_REUSEPORT), and each gets a part of the connections
+        """Returns the port. Raises OSError when the address cannot be bound (uvicorn would end the process). shares_port: SO_REUSEPORT,
+        other processes of this user get a part of the connections
         """
         self.config.load()
         self.lifespan = self.config.lifespan_class(self.config)
@@ -288,23 +281,19 @@ class Server(uvicorn.Server):
         return port
 
     def _protocol(self) -> asyncio.Protocol:
-        """The protocol of a new connection, made as uvicorn's `startup` does."""
         make: Any = self.config.http_protocol_class
         made: asyncio.Protocol = make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
         return made
 
     def follow(self, config: ServerConfig, limit: ConnectionLimit, certificate: ServerCertificate | None) -> None:
-        """Apply another configuration to new and open connections. An open connection keeps its `keep_alive_s` and its certificate.
-
-        certificate  TLS certificate of new connections
-        """
+        """An open connection keeps its `keep_alive_s` and its certificate."""
         self.listener.certificate = certificate
         self._bounds.follow(config)
         self.config.timeout_keep_alive = _keep_alive_s(config)
         self.listener.limit = limit
 
     async def serve_until(self, stop: asyncio.Event) -> None:
-        """Serve until `stop`. Then close idle connections at once, and busy ones after their answer, at most DRAIN_GRACE_S later."""
+        """Then close idle connections at once, and busy ones after their answer, at most DRAIN_GRACE_S later."""
         counter = 0
         while not stop.is_set():
             counter = (counter + 1) % 864_000
@@ -324,5 +313,5 @@ class Server(uvicorn.Server):
 
 
 def _keep_alive_s(config: ServerConfig) -> int:
-    """`keep_alive_s` in whole seconds, as uvicorn needs it."""
+    """Whole seconds, as uvicorn needs them."""
     return max(1, round(config.timeouts.keep_alive_s))

@@ -4,9 +4,6 @@ A stream is written by its own task. `StreamWatch` checks all streams four times
 that wait for a client are bounded: the unsent rest of the encoded chunk plus what the engine has produced since. Beyond the bound the
 connection is dropped and the request cancelled. Log-probabilities come faster than many clients read, so some of them are allowed beyond
 the bound (`logprob_bytes`). All streams together are bounded by what the memory budget has left (`access.memory_charges`).
-`gateway.http.connection` bounds the time that a client may take, for every answer alike.
-
-`Exchange.fail` writes an error after the first byte: an event as the framing has it, without the framing's `end`.
 
 Coalescing needs no timer: while a stream waits for the socket or for its turn on a busy event loop, the engine's updates pile up and leave
 as one chunk, so chunks grow with the backlog. Where the socket has room, events are written without waking the stream's task (`write_now`).
@@ -25,13 +22,12 @@ from headrace.gateway.http.errors import SlowReader
 from headrace.gateway.http.exchange import Exchange
 
 TICK_S = 0.25
-"""Seconds between two checks of all streams."""
 
 PING_S = 10.0
 """Seconds without a chunk until a stream gets a comment line: proxies and browsers give up silent connections after 30 s or more."""
 
 MAX_PENDING_BYTES = 256 << 10
-"""Bytes of an answer that its client has not read. With more of them the request is cancelled."""
+"""That the client has not read. Beyond it the request is cancelled."""
 
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -41,7 +37,7 @@ HEADERS = (
 
 
 class SseStream:
-    """One event stream, made by `StreamWatch.open` and closed by `async with`."""
+    """Made by `StreamWatch.open` and closed by `async with`."""
 
     __slots__ = (
         "_clock",
@@ -57,10 +53,7 @@ class SseStream:
     )
 
     def __init__(self, exchange: Exchange, watch: StreamWatch, unread_bytes: Callable[[], int], logprob_bytes: int, clock: Clock) -> None:
-        """
-        unread_bytes   gives the bytes of events that arrived for this stream and are not encoded yet
-        logprob_bytes  bytes of log-probabilities that may wait beyond MAX_PENDING_BYTES
-        """
+        """unread_bytes: of events that arrived and are not encoded yet; logprob_bytes: may wait beyond MAX_PENDING_BYTES"""
         self._exchange = exchange
         self._watch = watch
         self._clock = clock
@@ -83,14 +76,12 @@ class SseStream:
             self._ping.cancel()
 
     async def write(self, payload: bytes) -> None:
-        """Send whole events. On a lost connection, raises the exchange's `end_reason` if it is set, else ClientLeft or SlowReader."""
+        """On a lost connection, raises the exchange's `end_reason` if it is set, else ClientLeft or SlowReader."""
         await self._send(payload, is_last=False)
 
     async def write_slices(self, slices: AsyncGenerator[bytes], *, num_bytes: int) -> None:
-        """`write` of large events: each slice is made after the transport has taken the one before.
-
-        slices     closed at the end in every case
-        num_bytes  bytes of the events that the slices are made of, which count as waiting meanwhile
+        """Each slice is made after the transport has taken the one before. slices: closed at the end in every case; num_bytes: counts as
+        waiting meanwhile
         """
         self._unwritten_bytes = num_bytes
         self._is_inside = True
@@ -103,7 +94,6 @@ class SseStream:
             self._unwritten_bytes = 0
 
     async def end(self, payload: bytes) -> None:
-        """Send the last events, if any, and the framing's `end`."""
         await self._send(payload + self._exchange.framing.end, is_last=True)
 
     async def _send(self, payload: bytes, *, is_last: bool) -> None:
@@ -118,37 +108,35 @@ class SseStream:
 
     @property
     def has_room(self) -> bool:
-        """Whether `write` would return at once."""
         return (self._ping is None or self._ping.done()) and self._exchange.has_room
 
     def write_now(self, payload: bytes, now: float) -> None:
-        """`write` without waiting. Call right after `has_room`. now: time on the watch's clock"""
+        """Call right after `has_room`. now: on the watch's clock"""
         self._exchange.write_now(payload)
         self.last_write_at = now
 
     def bound(self) -> bool:
-        """Cut the stream off if too many bytes wait for its client. Returns whether it was cut off."""
+        """Returns whether the stream was cut off."""
         if self.waiting_bytes <= MAX_PENDING_BYTES + self.logprob_bytes:
             return False
         self.cut(f"More than {MAX_PENDING_BYTES} bytes of the answer waited for the client.")
         return True
 
     def ping(self, now: float) -> None:
-        """Write a comment line, unless bytes wait for the client already."""
+        """Not while bytes wait for the client."""
         if not (self._exchange.pending_bytes or self._is_inside):
             self.last_write_at = now
             self._ping = asyncio.create_task(self._send_ping())
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes that wait for the client; 0 while it reads everything at once, and after the connection was dropped."""
+        """0 while the client reads everything at once, and after the connection was dropped."""
         if self.is_cut or not self._exchange.pending_bytes:
             return 0
         return self._exchange.pending_bytes + self._unwritten_bytes + self.unread_bytes()
 
     def cut(self, reason: str) -> None:
-        """Drop the connection with its waiting bytes. A stream that has already ended, and whose task still waits for the socket, keeps its
-        first `end_reason`."""
+        """A stream that has already ended, and whose task still waits for the socket, keeps its first `end_reason`."""
         self.is_cut = True
         self._exchange.abort(SlowReader(reason))
 
@@ -158,11 +146,7 @@ class SseStream:
 
 
 class StreamWatch:
-    """Checks all open streams every TICK_S, while inside `async with`.
-
-    writing  streams that are writing an event or a comment: only these can have bytes that wait for the client
-    on_lag   called at each check with its delay in seconds, which is the event loop's delay at that moment
-    """
+    """writing: only these can have bytes that wait for the client; on_lag: called at each check with the event loop's delay in seconds"""
 
     def __init__(
         self,
@@ -193,7 +177,7 @@ class StreamWatch:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def enforce(self) -> None:
-        """Cut off streams beyond a bound, and send the pings that are due. Separate from the timer for tests."""
+        """Separate from the timer for tests."""
         now = self._clock()
         for stream in list(self.writing):
             self.num_cut += stream.bound()
@@ -203,7 +187,7 @@ class StreamWatch:
             stream.ping(now)
 
     def _cut_largest(self, writing: list[SseStream]) -> None:
-        """Cut streams off, those with the most waiting bytes first, until all waiting bytes fit the rest of the memory budget."""
+        """The most waiting bytes first, until the rest fits the memory budget."""
         waiting = sorted((size, number) for number, stream in enumerate(writing) if (size := stream.waiting_bytes))
         excess = sum(size for size, _ in waiting) - max(0, self._left_bytes())
         while excess > 0 and waiting:

@@ -28,27 +28,26 @@ from headrace.machine.private_files import check_private_file
 from headrace.wire.tls.files import EXPIRED, NOT_YET_VALID, Watched, certificate_fault, shake_hands
 
 RECORD_BYTES = 16 << 10
-"""Most bytes of one TLS record, and so of one read."""
+"""And so of one read."""
 
 MAX_OWN_BYTES = 64 << 10
-"""Bytes with which TLS itself may answer a client after the handshake: each key update asks for some, and no limit of HTTP counts them."""
+"""What TLS itself may answer after the handshake: each key update asks for some, and no limit of HTTP counts them."""
 
 NO_PROTOCOL = asyncio.Protocol()
-"""Takes the calls that come before the handshake is complete and after the connection is lost."""
+"""For calls before the handshake is complete and after the connection is lost."""
 
 
 OnHandshake = Callable[["TlsTransport", str | None], None]
-"""Called once at the end of a handshake, with the reason for which it failed: None where it did not, "" where the client left."""
+"""With the reason of a failure: None where there was none, "" where the client left."""
 
 
 class TlsTransport(asyncio.Transport, asyncio.Protocol):
-    """The server's end of a TLS connection, of which `protocol` hears once the handshake is complete."""
+    """`protocol` hears once the handshake is complete."""
 
     _socket: asyncio.Transport | None = None
     _timer: asyncio.TimerHandle | None = None
 
     def __init__(self, context: ssl.SSLContext, protocol: asyncio.Protocol, *, handshake_s: float, on_handshake: OnHandshake) -> None:
-        """handshake_s: seconds that the handshake may take"""
         super().__init__()
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
@@ -82,7 +81,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
             self._hand_on(b"".join(pieces), is_over)
 
     def eof_received(self) -> None:
-        """The client closed its sending half, of TLS or of the socket."""
+        """TLS may have ended, or the socket."""
         self._protocol.eof_received()
         self.close()
 
@@ -98,7 +97,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         self._protocol.resume_writing()
 
     def _shake_hands(self) -> bool:
-        """Go on with the handshake. True: it is complete."""
+        """True: complete."""
         try:
             self._tls.do_handshake()
         except ssl.SSLWantReadError:
@@ -149,7 +148,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
             self.eof_received()
 
     def _fail(self, reason: str) -> None:
-        """Close, with the alert that names the fault to the client. What it does not read is dropped."""
+        """With the alert that names the fault to the client. What it does not read is dropped."""
         self._end_handshake(reason)
         self._flush()
         self._is_shut = True
@@ -191,7 +190,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
             self._socket.abort()
 
     def _shut(self) -> None:
-        """Send close_notify behind what is written."""
+        """close_notify goes behind what is written."""
         if not (self._is_shut or self._in_handshake):
             with suppress(ssl.SSLError):  # it is sent; the client's own has not come
                 self._tls.unwrap()
@@ -228,15 +227,13 @@ ALPN = "http/1.1"
 
 
 class ServerCertificate(Watched[ssl.SSLContext]):
-    """The port's certificate, loaded again when its files change."""
-
     def __init__(self, files: HttpTls, clock: Clock = time.monotonic) -> None:
         """Raises ConfigError with the file that cannot be used and why."""
         super().__init__((files.certificate, files.key), partial(load_context, files), clock)
 
 
 def load_context(files: HttpTls) -> ssl.SSLContext:
-    """The TLS context of connections. A certificate that is not valid now is logged and loaded: it may be renewed later.
+    """A certificate that is not valid now is logged and loaded: it may be renewed later.
 
     Raises ConfigError for a file that cannot be read, and a key that other users can read or that does not match the certificate.
     """
@@ -261,7 +258,7 @@ def load_context(files: HttpTls) -> ssl.SSLContext:
 
 
 def _warn_if_not_valid_now(files: HttpTls, context: ssl.SSLContext) -> None:
-    """Log that clients refuse a certificate for its dates, as a handshake shows with a client that trusts this certificate itself."""
+    """Clients refuse it for its dates, as a handshake shows with a client that trusts this certificate itself."""
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -276,10 +273,10 @@ def _warn_if_not_valid_now(files: HttpTls, context: ssl.SSLContext) -> None:
 
 
 TLS_HANDSHAKE = 0x16
-"""First byte of a TLS handshake; HTTP begins with a letter."""
+"""HTTP begins with a letter."""
 
 TLS_NOTICE_S = 60.0
-"""Seconds between two log lines about TLS handshakes: a health check over https comes every second."""
+"""A health check over https comes every second."""
 
 
 SPOKE_HTTPS = "%s spoke https to this http port%s: use http://, let a proxy in front end TLS, or configure gateway.tls"
@@ -287,10 +284,10 @@ HANDSHAKE_FAILED = "a TLS handshake failed (%s)%s: http:// to this https port gi
 
 
 class TlsNotice:
-    """Logs that clients spoke the wrong protocol (TLS on a plain port, or the reverse). Such a client only sees its connection close."""
+    """TLS on a plain port, or the reverse. The client only sees its connection close."""
 
     def __init__(self, clock: Clock = time.monotonic, *, text: str = SPOKE_HTTPS) -> None:
-        """text: format with two places, for a word about the client and for the number of further clients"""
+        """text: with two places, for a word about the client and for the number of further clients"""
         self._text = text
         self._clock = clock
         self._due_at = -math.inf

@@ -13,11 +13,12 @@ from headrace.core.clock import Clock
 from headrace.core.errors import Overloaded
 
 BEGINS_PER_ROUND = 8
-"""Requests that begin in one round of the event loop. Each takes about a millisecond until it is refused or waits for its prompt."""
+"""Each takes about a millisecond until it is refused or waits for its prompt."""
 
 MAX_WAIT_S = 1.0
-"""When the first in the line has waited longer than this, more requests arrive than this process can even refuse by their model's load.
-Further ones of the tenants that fill the line are refused as they come. A crowd that comes in one moment has begun before that."""
+"""When the first in the line has waited longer, more requests arrive than this process can even refuse. Further ones of the tenants that
+fill the line are refused as they come.
+"""
 
 STORM_WAIT_S = 0.1
 STORM_S = 5.0
@@ -25,7 +26,7 @@ STORM_S = 5.0
 
 
 class BeginTurns:
-    """Lets BEGINS_PER_ROUND requests begin in each round, in the order of their arrival. Used on one event loop."""
+    """In the order of arrival. Used on one event loop."""
 
     __slots__ = ("_clock", "_is_scheduled", "_num_left", "_storm_until", "_tenants", "_waiting")
 
@@ -38,10 +39,7 @@ class BeginTurns:
         self._storm_until = 0.0
 
     async def take(self, tenant: str) -> None:
-        """Return in this round while turns are left, else in a later one.
-
-        Raises Overloaded where the line is too slow and the tenant has its equal part of it, or more.
-        """
+        """Raises Overloaded where the line is too slow and the tenant has its equal part of it, or more."""
         if self._num_left and not self._waiting:
             self._use()
             return

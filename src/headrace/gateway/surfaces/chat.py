@@ -41,7 +41,6 @@ class ChatRequest(ConversationFields, kw_only=True):
 ParsedChat = parse.Parsed[ChatRequest]
 
 FOREIGN = ("max_completion_tokens", *PASSED_IN_CHAT)
-"""Fields of a chat that a foreign server gets as the client wrote them."""
 
 
 class FunctionCall(Struct, omit_defaults=True, kw_only=True):
@@ -117,9 +116,8 @@ class ChatChunk(schemas.AnswerBody):
 
 
 def parse_chat(body: dict[str, object]) -> tuple[ParsedChat, list[str]]:
-    """The request, the grammar of its answer, and the names of the fields that change nothing.
-
-    Raises InvalidRequest for the first field that is unknown, refused or of a wrong type.
+    """With the names of the fields that change nothing. Raises InvalidRequest for the first field that is unknown, refused or of a wrong
+    type.
     """
     ignored: dict[str, None] = {}
     kept = parse.honoured_fields(body, CHAT, ignored)
@@ -170,7 +168,7 @@ def _common(parsed: ParsedChat, principal: Principal) -> ParsedRequest:
 
 
 def _fitting(request: ChatRequest, principal: Principal) -> ContextFitting:
-    """The fitting that the request asks for, else the tenant's option. An option that this version does not know means to refuse."""
+    """The request's, else the tenant's option. An option that this version does not know means to refuse."""
     wanted = request.context_fitting or principal.options.get("context_fitting")
     return next((fitting for fitting in ContextFitting if fitting == wanted), ContextFitting.REFUSE)
 
@@ -184,7 +182,7 @@ class ChatAnswer(OpenAIAnswer[ChatRequest]):
         self._shows_reasoning = self._request.shows_reasoning
 
     def _shown(self, events: Sequence[OutputEvent]) -> Sequence[OutputEvent]:
-        """The events, without reasoning if the client does not want it."""
+        """Without reasoning if the client does not want it."""
         return events if self._shows_reasoning else [_without_reasoning(event) for event in events]
 
     def encode_events(self, events: Sequence[OutputEvent]) -> Iterator[bytes]:
@@ -204,10 +202,7 @@ class ChatAnswer(OpenAIAnswer[ChatRequest]):
                 yield self._text_chunk(event.index, event.offset, event.text)
 
     def _delta_of_parts(self, event: OutputEvent) -> bytes:
-        """A delta with text, reasoning and tool calls.
-
-        The pieces of one call are joined, since some clients read a delta's list as a dictionary by index.
-        """
+        """The pieces of one call are joined, since some clients read a delta's list as a dictionary by index."""
         if event.tool_calls:
             self._outputs[event.index].has_tool_calls = True
         calls = [ToolCall.joined(list(pieces)) for _, pieces in groupby(sorted(event.tool_calls, key=_NUMBER), key=_NUMBER)]

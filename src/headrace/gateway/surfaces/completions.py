@@ -27,10 +27,9 @@ from headrace.text.logprobs import DecodedLogprobs
 _encode = msgspec.json.encode
 
 MAX_PROMPTS = 64
-"""Prompts of one request."""
 
 DEFAULT_MAX_TOKENS = 16
-"""`max_tokens` of a request without it: OpenAI's default for completions. A chat may then use what the context leaves."""
+"""OpenAI's default for completions. A chat may then use what the context leaves."""
 
 
 class CompletionRequest(schemas.SamplingFields, kw_only=True):
@@ -42,12 +41,12 @@ class CompletionRequest(schemas.SamplingFields, kw_only=True):
 
     @property
     def is_echo_only(self) -> bool:
-        """Whether the prompt alone is wanted. One token is generated all the same, and neither shown nor billed."""
+        """One token is generated all the same, and neither shown nor billed."""
         return self.echo and self.max_tokens == 0
 
     @property
     def has_echo_logprobs(self) -> bool:
-        """Whether the echoed prompt has log-probabilities, with as many alternatives as the output."""
+        """With as many alternatives as the output."""
         return self.echo and self.logprobs is not None
 
 
@@ -86,7 +85,7 @@ def parse_completion(body: dict[str, object]) -> tuple[ParsedCompletion, list[st
 
 
 def prompt_list(prompt: str | list[Any]) -> list[Any]:
-    """OpenAI's four forms of `prompt` as a list: of texts, or of lists of token ids. Raises InvalidRequest for a mixed or empty list."""
+    """OpenAI's four forms, as a list of texts or of lists of token ids. Raises InvalidRequest for a mixed or empty list."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = {type(item) for item in prompt}
@@ -117,7 +116,7 @@ def _common(parsed: ParsedCompletion, principal: Principal) -> ParsedRequest:
 
 
 def _own_params(request: CompletionRequest) -> dict[str, Any]:
-    """The sampling parameters that completions define in their own way."""
+    """Completions define some in their own way."""
     prompt_logprobs = request.prompt_logprobs
     if request.has_echo_logprobs and request.logprobs is not None:
         prompt_logprobs = max(request.logprobs, prompt_logprobs or 0)
@@ -126,7 +125,7 @@ def _own_params(request: CompletionRequest) -> dict[str, Any]:
 
 
 class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
-    """The answer of /v1/completions. With max_tokens 0 (echo only) the single generated token is not shown."""
+    """With max_tokens 0 (echo only) the single generated token is not shown."""
 
     ID_PREFIX, OBJECT, CHUNK_OBJECT = "cmpl-", "text_completion", "text_completion"
     TEXT_CHOICE = b'{"index":%d,"text":%s,"logprobs":null,"finish_reason":null}'
@@ -134,7 +133,6 @@ class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
     def __init__(self, parsed: ParsedCompletion, ready: Ready) -> None:
         super().__init__(parsed, ready)
         self._echoes: dict[int, tuple[int, EchoedLogprobs]] = {}
-        """Number of an echoed prompt -> (number of its log-probabilities, their JSON)."""
         self._encoded_prompt_logprobs: dict[int, list[bytes]] = {}
 
     def encode_events(self, events: Sequence[OutputEvent]) -> Iterator[bytes]:
@@ -162,7 +160,7 @@ class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
     def _choice(
         self, index: int, text: str, logprobs: Sequence[DecodedLogprobs] | None, echoed: EchoedLogprobs | None, event: OutputEvent | None
     ) -> Iterator[bytes]:
-        """JSON of a choice. logprobs: None for null;  echoed: the prompt's log-probabilities;  event: as for `ChoiceOutput.finish_part`"""
+        """logprobs: None for null; event: as for `ChoiceOutput.finish_part`"""
         yield b'{"index":%d,"text":%b' % (index, _encode(text))
         if (num_top := self._request.prompt_logprobs) is not None:
             yield b',"prompt_logprobs":'
@@ -176,7 +174,7 @@ class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
         yield self._outputs[index].finish_part(event)
 
     def _usage(self, usage: TokenUsage) -> bytes:
-        """JSON of the usage, without the generated token of an echo-only request."""
+        """Without the generated token of an echo-only request."""
         return super()._usage(usage._replace(completion_tokens=0) if self._request.is_echo_only else usage)
 
     def _whole_choice(self, index: int, output: ChoiceOutput) -> Iterator[bytes]:
@@ -188,7 +186,7 @@ class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
         yield from self._choice(index, text, logprobs, echoed, output.last)
 
     def _encode_prompt_logprobs(self, number: int, num_top: int) -> Iterator[bytes]:
-        """JSON of a prompt's log-probabilities. It is encoded once and kept if several choices show it."""
+        """Encoded once and kept if several choices show it."""
         made = self._encoded_prompt_logprobs.get(number)
         if made is not None:
             yield from made
@@ -207,10 +205,7 @@ class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
         return text, () if self._request.logprobs is None else logprobs
 
     def _echoed(self, index: int) -> Generator[bytes, None, EchoedLogprobs | None]:
-        """The result is the echoed prompt's log-probabilities, encoded once per prompt; None without `logprobs` in the request.
-
-        Yields empty pieces between pages, so that other work can run.
-        """
+        """None without `logprobs` in the request. Yields empty pieces between pages, so that other work can run."""
         if self._request.logprobs is None:
             return None
         number = index // self._request.n

@@ -26,39 +26,34 @@ T = TypeVar("T")
 HandlerT = TypeVar("HandlerT", covariant=True)
 
 MAX_INLINE_BYTES = 16 << 10
-"""Bytes of the largest body that is parsed on the event loop, which takes 4 ms at worst; handing it to a text worker takes a quarter of a
-millisecond."""
+"""Parsed on the event loop, which takes 4 ms at worst; handing a body to a text worker takes a quarter of a millisecond."""
 
 MAX_INLINE_GBNF_BYTES = 2 << 10
-"""The same for a body that may hold a grammar in GBNF, which is rewritten as Lark: that takes 2 us per byte at worst."""
+"""A grammar in GBNF is rewritten as Lark: that takes 2 us per byte at worst."""
 
 BODY_S = 30.0
-"""Seconds from the headers to the last byte of the body."""
+"""From the headers to the last byte."""
 
 _GBNF_MARKS = (b"::=", b"\\u003")
-"""What every body with a grammar in GBNF has: its sign for a rule, or an escape that one of the sign's characters may be written as."""
+"""GBNF's sign for a rule, or an escape that one of the sign's characters may be written as."""
 
 
 @dataclass(frozen=True, slots=True)
 class BodyParser(Generic[T]):
-    """How the bodies of a path are read.
-
-    parse  decoded body -> (the surface's own request, names of fields that change nothing)
-    kind   type of that request, which a text worker sends as JSON
-    """
+    """parse: decoded body -> (the surface's own request, names of fields that change nothing); kind: what a text worker sends as JSON"""
 
     parse: Callable[[dict[str, object]], tuple[T, list[str]]]
     kind: Any
 
     def decode(self, sent: bytes | memoryview) -> tuple[T, list[str]]:
-        """The result of `parse` in a text worker, from its JSON."""
+        """From a text worker's JSON."""
         made: tuple[T, list[str]] = _decoder(self.kind).decode(sent)
         return made
 
 
 @dataclass(frozen=True, slots=True)
 class QueryParameter:
-    """An optional parameter of the query string."""
+    """Optional, of the query string."""
 
     name: str
     summary: str
@@ -66,17 +61,11 @@ class QueryParameter:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint(Generic[HandlerT]):
-    """One method of one path.
-
-    method      GET answers HEAD as well
+    """method      GET answers HEAD as well
     path        path for the router, with {name} or {name:path}
-    handler     writes the answer, or raises the error that becomes it
-    request     wire type of the body; None: no body is read
     reply       wire type of the answer; None: the answer has no wire type, see media_type
-    chunk       wire type of a stream's events, for a body with `stream`
     query       parameters of the query string; empty: the query string is ignored
     parser      parser of the body, which a text worker finds by the path; None: no body is read
-    framing     framing of the path's API
     generates   it generates tokens; headrace_requests_total counts its requests
     has_limits  it does other work for its caller, and its requests count in the caller's limits on requests
     is_probe    needs no key, and answers under every Host, or without one over HTTP/1.0: only the probes and the front page
@@ -109,7 +98,7 @@ class Endpoint(Generic[HandlerT]):
 
     @property
     def shown_path(self) -> str:
-        """The path as OpenAPI writes it."""
+        """As OpenAPI writes it."""
         return re.sub(r":\w+}", "}", self.path)
 
     @property
@@ -118,7 +107,7 @@ class Endpoint(Generic[HandlerT]):
 
 
 def query_of(exchange: Exchange, parameters: Sequence[QueryParameter], rule: str) -> dict[str, str]:
-    """Parameter -> value. Raises InvalidRequest for an unknown parameter, which may be a misspelt one."""
+    """Raises InvalidRequest for an unknown parameter, which may be a misspelt one."""
     query = dict(parse_qsl(exchange.scope["query_string"].decode("latin-1"), keep_blank_values=True))
     for name in query:
         if all(name != parameter.name for parameter in parameters):
@@ -127,10 +116,8 @@ def query_of(exchange: Exchange, parameters: Sequence[QueryParameter], rule: str
 
 
 async def parsed_body(service: Service, exchange: Exchange, charges: RequestCharges, parser: BodyParser[T]) -> T:
-    """The parsed request of a body. Names of fields that change nothing go to `exchange.ignored`.
-
-    charges  charged for the body's bytes as they arrive; the parsed request is not charged again
-    parser   parser of the path's row in `surfaces.routes`; a large body is parsed in a text worker
+    """Names of fields that change nothing go to `exchange.ignored`. charges: for the body's bytes as they arrive; the parsed request is not
+    charged again
 
     Raises UnsupportedMediaType, UnsupportedEncoding, BodyTooLarge, ReadTimeout or ClientLeft for a body that cannot be read, InvalidRequest
     or RequestTooLarge for one that is no valid request, and Overloaded or Unavailable without memory or a text worker for it.

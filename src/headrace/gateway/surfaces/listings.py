@@ -17,7 +17,6 @@ from headrace.gateway.surfaces.endpoint import QueryParameter, query_of
 from headrace.gateway.upstream.served_models import ServedModel
 
 MAX_ROWS = 1000
-"""Rows of one answer; `has_more` says that there are more."""
 
 USAGE_QUERY = (
     QueryParameter("by", f"Groups: one or more of {', '.join(GROUPS)}, with commas between. Default day."),
@@ -49,7 +48,7 @@ class UsageList(Struct):
 
 
 async def usage(service: Service, exchange: Exchange) -> None:
-    """GET of usage rows. 404 on a server without a state folder, which keeps no usage."""
+    """404 on a server without a state folder, which keeps no usage."""
     if service.ledger is None:
         raise RouteNotFound(exchange.scope["path"])
     query = _query(exchange, service.unix_time())
@@ -59,7 +58,7 @@ async def usage(service: Service, exchange: Exchange) -> None:
 
 
 def _query(exchange: Exchange, now: float) -> UsageQuery:
-    """The usage query of a request, about the caller's tenant alone. Raises InvalidRequest."""
+    """About the caller's tenant alone. Raises InvalidRequest."""
     given = query_of(exchange, USAGE_QUERY, "a parameter of /v1/usage: by, since, until")
     return UsageQuery(
         by=groups_of([given.get("by", "day")]),
@@ -111,7 +110,6 @@ async def delete_session(service: Service, exchange: Exchange) -> None:
 
 
 def _key(service: Service, exchange: Exchange) -> SessionKey:
-    """Raises InvalidRequest."""
     service.sessions.check_on("id")
     return SessionKey(exchange.principal.tenant_key, checked_session_id("id", exchange.scope["path_params"]["id"]))
 
@@ -157,7 +155,7 @@ async def one_model(service: Service, exchange: Exchange) -> None:
 
 
 def _card(model: ServedModel, name: str, principal: Principal) -> ModelCard:
-    """A model that is still starting is listed with what is known: no context length yet."""
+    """A model that is still starting has no context length yet."""
     tier = principal.tier
     return ModelCard(
         id=name,
@@ -180,5 +178,5 @@ def _card(model: ServedModel, name: str, principal: Principal) -> ModelCard:
 
 
 def _least(*limits: int | None) -> int | None:
-    """The smallest of several limits. None: no limit"""
+    """None: no limit."""
     return min((limit for limit in limits if limit is not None), default=None)

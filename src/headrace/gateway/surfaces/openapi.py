@@ -1,7 +1,5 @@
 """Makes the document of /openapi.json (OpenAPI 3.1) from the tables and constants that the handlers use, so that both agree.
 
-The sources are the endpoint table, the field table, the msgspec types of bodies, `core.sampling`, and the limits that parsers check.
-
 A request schema is as strict as the server about each single field. Three kinds of checks are not in the schemas: rules between fields,
 rules that depend on the model (vocabulary, context length, chat template), and the priority class that the API key allows. The
 schema limits `stop` strings, grammars and JSON schemas by characters, while the server counts their UTF-8 bytes.
@@ -75,11 +73,11 @@ _INSIDE = {
     "StructuredOutputs": Inside.STRUCTURED_OUTPUTS,
     "CacheControl": Inside.CACHE,
 }
-"""Name of the msgspec type of an object in a body -> the place of that object's rows in the field table."""
+"""msgspec type -> place of the object's rows in the field table."""
 
 
 def document(endpoints: Sequence[Endpoint[object]]) -> bytes:
-    """The OpenAPI document of these endpoints, as JSON."""
+    """As JSON."""
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in endpoints:
         paths.setdefault(endpoint.shown_path, {})[endpoint.method.lower()] = _operation(endpoint)
@@ -138,7 +136,7 @@ def _schemas(endpoints: Sequence[Endpoint[object]]) -> dict[str, Any]:
 
 
 def _key(endpoint: Endpoint[object]) -> str:
-    """Name of the security scheme of an endpoint: the header that carries the API key."""
+    """By the header that carries the API key."""
     return endpoint.framing.key_header.decode()
 
 
@@ -150,10 +148,7 @@ def _ref(kind: type) -> dict[str, str]:
 
 
 def _object_schema(given: Schema, place: str) -> Schema:
-    """The schema of an object whose fields are the field table's rows of `place`.
-
-    given  the schema that msgspec makes of the object's type, with types and defaults of the honoured fields
-    """
+    """Fields are the field table's rows of `place`. given: the schema that msgspec makes, with types and defaults of the honoured fields"""
     bounded = {**({} if isinstance(place, Inside) else _bounds()), **_bounds_at().get(place, {})}
     properties = {
         name: _described(_value_schema(rule, given, bounded), rule, is_required=name in given.get("required", ()))
@@ -174,7 +169,7 @@ def _value_schema(rule: FieldRule, given: Schema, bounded: Mapping[str, Schema])
 
 
 def _or_off(schema: Schema, rule: FieldRule) -> Schema:
-    """A schema that also accepts the rule's `off` values."""
+    """Accepts the rule's `off` values too."""
     if not rule.off:
         return schema
     return {"enum": [*rule.off, *schema["enum"]]} if "enum" in schema else {"anyOf": [schema, {"enum": list(rule.off)}]}
@@ -191,7 +186,7 @@ def _described(schema: Schema, rule: FieldRule, *, is_required: bool) -> Schema:
 
 
 def _or_null(schema: Schema) -> Schema:
-    """A schema that also accepts null, which means the same as an absent field."""
+    """null means the same as an absent field."""
     if "enum" in schema:
         return {**schema, "enum": [*schema["enum"], None]}
     if isinstance(kind := schema.get("type"), str):
@@ -204,7 +199,7 @@ def _or_null(schema: Schema) -> Schema:
 
 
 def _bounds() -> dict[str, Schema]:
-    """Schemas of the honoured fields of a request body whose values are limited beyond their type."""
+    """Honoured fields whose values are limited beyond their type."""
     numbers = {name: _number(bound) for name, bound in BOUNDS.items()}
     return numbers | {
         "max_completion_tokens": numbers["max_tokens"],

@@ -47,7 +47,7 @@ READY_QUERY = (
     QueryParameter("strict", "Without a value, or `true`: every replica must be ready."),
 )
 FAILING = "failed several requests in a row"
-"""Reason of a replica whose circuit is open, the same as where it is left out."""
+"""A replica whose circuit is open has it, the same as where it is left out."""
 
 _STRICT = {"": True, "true": True, "1": True, "false": False, "0": False}
 
@@ -63,7 +63,7 @@ class LoadReply(Struct):
 
 
 async def live(service: Service, exchange: Exchange) -> None:
-    """200 while this process answers, which means that its event loop turns. Nothing else is checked."""
+    """The event loop turns. Nothing else is checked."""
     await exchange.reply(200, _encode(ProbeReply(ok=True, replicas=[])))
 
 
@@ -75,10 +75,7 @@ async def health(service: Service, exchange: Exchange) -> None:
 
 
 async def ready(service: Service, exchange: Exchange) -> None:
-    """200 while this gateway can serve: it takes requests, prompts can be read, and a replica of some model is ready.
-
-    The query may ask for more (READY_QUERY). The body lists the replicas of all models whatever was asked.
-    """
+    """The query may ask for more (READY_QUERY). The body lists the replicas of all models whatever was asked."""
     query = _ready_query(exchange)
     models = [service.models.get(query["model"])] if "model" in query else service.models.models
     reasons = [_why_not_ready(models, is_strict=_STRICT[query.get("strict", "false")]), service.text_pool.reason]
@@ -92,7 +89,6 @@ async def ready(service: Service, exchange: Exchange) -> None:
 
 
 def _ready_query(exchange: Exchange) -> dict[str, str]:
-    """Raises InvalidRequest."""
     query = query_of(exchange, READY_QUERY, "a parameter of /ready: model or strict")
     if query.get("strict", "") not in _STRICT:
         raise InvalidRequest("strict", "no value, true or false", query["strict"])
@@ -100,10 +96,9 @@ def _ready_query(exchange: Exchange) -> dict[str, str]:
 
 
 def _why_not_ready(models: Sequence[ServedModel], *, is_strict: bool) -> str:
-    """Why no replica is ready, or with `is_strict` not every one; empty: ready.
-
-    A replica that failed several requests in a row, and gets more only because no other is left, is ready, but not strictly.
-    A foreign server always counts as ready: it would fail for every gateway, so that sending clients to another gateway would not help.
+    """Empty: ready. A replica that failed several requests in a row, and gets more only because no other is left, is ready, but not
+    strictly. A foreign server always counts as ready: it would fail for every gateway, so that sending clients to another gateway would not
+    help.
     """
     replicas = [(model.name, replica) for model in models for replica in model.upstream.replicas()]
     missing = [f"{model}/{replica.name} {replica.reason}" for model, replica in replicas if replica.reason and not replica.is_foreign]
@@ -119,7 +114,7 @@ async def version(service: Service, exchange: Exchange) -> None:
 
 
 async def load(service: Service, exchange: Exchange) -> None:
-    """vLLM's /load: generating requests in all workers of this server now. With several tenants, a key sees its own tenant's requests."""
+    """In all workers of this server. With several tenants, a key sees its own tenant's requests."""
     num_open = await service.site_metrics.num_open(service.shown_tenants(exchange.principal))
     await exchange.reply(200, _encode(LoadReply(server_load=num_open)))
 
@@ -187,7 +182,6 @@ async def docs_asset(service: Service, exchange: Exchange) -> None:
 
 @cache
 def _assets() -> dict[str, tuple[bytes, bytes]]:
-    """Served name -> (content type, bytes)."""
     found: dict[str, tuple[bytes, bytes]] = {}
     for entry in files("headrace.gateway").joinpath("static").iterdir():
         suffix = "." + entry.name.rpartition(".")[2]

@@ -167,15 +167,7 @@ _NAMED = re.compile(r"\\{(\w+)(:path)?\\}")
 
 @dataclass(slots=True)
 class AnsweredPath:
-    """One path of the table.
-
-    methods    HTTP method -> endpoint
-    generates  one of the endpoints generates tokens
-    is_quiet   all endpoints are quiet
-    is_public  all endpoints are public: the path needs no key
-    is_probe   all endpoints are probes: every Host is allowed
-    framing    framing of the path's API
-    """
+    """A flag about quiet, public or probes holds if it does for all endpoints; `generates` if it does for one."""
 
     path: str
     shown_path: str
@@ -218,18 +210,18 @@ def _paths() -> dict[str, AnsweredPath]:
 _PATHS = {path: answered for path, answered in _paths().items() if "{" not in path}
 _PATTERNS = [(answered.pattern, answered) for path, answered in _paths().items() if path not in _PATHS]
 _BEGINNINGS = {answered.shown_path.partition("{")[0]: answered.shown_path for _, answered in _PATTERNS}
-"""Beginnings of the paths that go on with a name, and these paths as they are shown: "/v1/sessions/" and "/v1/sessions/{id}"."""
+"""Such as "/v1/sessions/" -> "/v1/sessions/{id}"."""
 
 
 def plain_path(path: str) -> str:
-    """A decoded path with single slashes and none at its end. Clients that join a base URL badly send others, and a redirect, which most
-    of them follow with a GET, would lose the body.
+    """Single slashes and none at the end. Clients that join a base URL badly send others, and a redirect, which most of them follow with a
+    GET, would lose the body.
     """
     return _SLASHES.sub("/", path).rstrip("/") or "/"
 
 
 def find_path(path: str) -> tuple[AnsweredPath | None, Mapping[str, str]]:
-    """(path of the table, values of its names) for a plain path; (None, ...): no path of the table matches."""
+    """path: plain. (None, ...): no path of the table matches."""
     found = _PATHS.get(path)
     if found is not None:
         return found, {}
@@ -240,7 +232,7 @@ def find_path(path: str) -> tuple[AnsweredPath | None, Mapping[str, str]]:
 
 
 def logged_path(path: str) -> str:
-    """A path for the request log, without the name that a client put into it: sessions are named by clients."""
+    """Without the name that a client put into it: sessions are named by clients."""
     if path in _PATHS:
         return path
     return next((shown for beginning, shown in _BEGINNINGS.items() if path.startswith(beginning)), path)[:MAX_LOGGED_PATH]

@@ -55,7 +55,7 @@ class DetokenizeReply(Struct):
 
 
 def parse_tokenize(body: dict[str, object]) -> tuple[TokenizeRequest, list[str]]:
-    """The request, and the names of fields in its messages that change nothing. Raises InvalidRequest."""
+    """With the names of fields in messages that change nothing. Raises InvalidRequest."""
     ignored: dict[str, None] = {}
     if body.get("messages") is not None:
         tools = honoured_inside(body.get("tools"), Inside.TOOL, ignored, "tools")
@@ -80,7 +80,7 @@ DETOKENIZE_BODY = BodyParser(parse_detokenize, DetokenizeRequest)
 
 
 async def tokenize(service: Service, exchange: Exchange) -> None:
-    """vLLM's /tokenize: a prompt or a conversation as token ids. vLLM's bench reads token_strs, so they are there unless declined."""
+    """vLLM's bench reads token_strs, so they are there unless declined."""
     tenant = exchange.principal.tenant
     with service.memory.open(tenant) as charges:
         request = await parsed_body(service, exchange, charges, TOKENIZE_BODY)
@@ -108,7 +108,7 @@ async def detokenize(service: Service, exchange: Exchange) -> None:
 
 
 def _used_model(service: Service, exchange: Exchange, name: str | None) -> ServedModel:
-    """The model that answers. It stays open until the exchange ends. Raises InvalidRequest."""
+    """It stays open until the exchange ends. Raises InvalidRequest."""
     model = service.models.usable_by(exchange.principal).only(name)
     service.open_requests.use(exchange.request_id, exchange.principal.tenant, model.users)
     exchange.asked = Asked(model.name)

@@ -1,7 +1,6 @@
 """An upstream that sends a request to Headrace's replicas first, and to foreign servers of the same model when no replica takes it.
 
 A request falls back when all replicas reject it, when no replica is ready, or when its replica was lost before the first token and no other
-replica is ready. The foreign servers are tried in their configured order, and compute the answer from its beginning.
 
 No request falls back after its first token, since the text of another model cannot follow the text of a replica. A stream that a client
 continues does not fall back for the same reason. A request that is too long for the replicas falls back only when a foreign server has
@@ -42,8 +41,6 @@ TOO_LONG = (ContextLengthExceeded, RequestTooLarge)
 
 
 class FallbackUpstream(Upstream):
-    """One model that both replicas and foreign servers serve."""
-
     def __init__(self, own: Upstream, foreign: Upstream, clock: Clock) -> None:
         self.own = own
         self.foreign = foreign
@@ -51,7 +48,7 @@ class FallbackUpstream(Upstream):
 
     @property
     def max_model_len(self) -> int | None:
-        """Longest context in tokens of the replicas, and of the foreign servers whose context is known. None: no context is known."""
+        """None: no context is known."""
         return max(self.own.max_model_len or 0, self.foreign.max_model_len or 0) or None
 
     @property
@@ -96,7 +93,6 @@ class FallbackUpstream(Upstream):
 
     @property
     def _takes_longer(self) -> bool:
-        """Whether a foreign server has a longer context than every replica. A foreign server of unknown context does not count."""
         return (self.foreign.max_model_len or 0) > (self.own.max_model_len or 0)
 
     async def tokenize(self, prompt: Conversation | PlainPrompts, *, needs_texts: bool, tenant: str) -> Tokenization:
@@ -107,14 +103,10 @@ class FallbackUpstream(Upstream):
 
 
 class FallbackStream(EventStream):
-    """The stream of one request: the replica's stream, which a foreign server's stream may replace before the first token."""
+    """The replica's stream, which a foreign server's stream may replace before the first token."""
 
     def __init__(self, own: EventStream, foreign: Prepared, reasons: tuple[type[HeadraceError], ...], log: LimitedLog) -> None:
-        """
-        own      stream of the replica
-        foreign  the same request, prepared for the foreign servers
-        reasons  errors of the replica's stream after which the request falls back
-        """
+        """reasons: errors of the replica's stream after which the request falls back"""
         self._current = own
         self._reasons = reasons
         self._log = log
@@ -146,7 +138,7 @@ class FallbackStream(EventStream):
         return events
 
     def listen(self, listener: EventListener | None) -> None:
-        """See `EventStream.listen`. A listener is given only after the first events, when the request can no longer fall back."""
+        """A listener is given only after the first events, when the request can no longer fall back."""
         self._current.listen(listener)
 
     def usage(self) -> TokenUsage:

@@ -15,10 +15,10 @@ from headrace.policy.limits.price import UNBOUNDED, RequestCeiling
 from headrace.text.template_switch import TemplateSwitch
 
 CALL_PASSED = ("extra_content", "provider_specific_fields")
-"""Fields of a call that clients get with an answer and send back unchanged: the signatures of Gemini, of itself and by way of LiteLLM."""
+"""The signatures of Gemini, of itself and by way of LiteLLM: clients send them back unchanged."""
 
 REASONING_PASSED = ("reasoning_details", "thinking_blocks")
-"""Such fields of a message: OpenRouter's and LiteLLM's reasoning with its signatures. It may have those of calls too."""
+"""OpenRouter's and LiteLLM's reasoning with its signatures."""
 
 PASSED_IN_BODY = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 PASSED_IN_CHAT = ("prompt_cache_options", "cache_control")
@@ -30,20 +30,21 @@ PASSED_INSIDE: Mapping[str, Sequence[str]] = {
     "tools[]": ("cache_control",),
     "tools[].function": ("cache_control",),
 }
-"""The fields that foreign servers read and our engines have no use for, of every body, of a chat's, and by the object that they stand in:
-marks of what is to be cached, and what a server wants back of its earlier answer, such as the signature of a call."""
+"""Foreign servers read them and our engines have no use for them: marks of what is to be cached, and what a server wants back of its
+earlier answer. By the object that they stand in.
+"""
 
 PASSED = frozenset((*PASSED_IN_BODY, *PASSED_IN_CHAT, *(f"{place}.{name}" for place, names in PASSED_INSIDE.items() for name in names)))
-"""All of them, by their names in `x-headrace-ignored`."""
+"""By their names in `x-headrace-ignored`."""
 
 MARKS = frozenset(name for names in PASSED_INSIDE.values() for name in names) | {"reasoning"}
-"""Fields inside messages and functions that no chat template is shown."""
+"""No chat template is shown them."""
 
 _HOLDS_MARKS = ("content", "tool_calls", "function")
 
 
 def without(value: Any, names: Collection[str]) -> Any:
-    """Messages, functions, or what is in them, without the fields `names`. Arguments and schemas stay unchanged."""
+    """Arguments and schemas stay unchanged."""
     if isinstance(value, list):
         return [without(each, names) for each in value]
     if not isinstance(value, dict):
@@ -52,7 +53,6 @@ def without(value: Any, names: Collection[str]) -> Any:
 
 
 def names_inside(value: Any) -> set[str]:
-    """The names of all fields that `without` can remove."""
     if isinstance(value, list):
         return set().union(*map(names_inside, value))
     if not isinstance(value, dict):
@@ -62,11 +62,7 @@ def names_inside(value: Any) -> set[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """One prompt, to be rendered by a chat template.
-
-    messages             objects with role, content and perhaps name, tool calls, tool call id (see `headrace.text.messages`), and MARKS
-    tools                functions that the model may call
-    switches             template variables that fields of the request set
+    """messages             objects with role, content and perhaps name, tool calls, tool call id (see `headrace.text.messages`), and MARKS
     separates_reasoning  the model's reasoning is separated from its text
     reasoning_fields     the client's fields behind `switches`, for a foreign server that reads them itself
     """
@@ -83,16 +79,13 @@ class Conversation:
 
     @property
     def shown_tools(self) -> Sequence[FunctionTool]:
-        """The functions that the prompt shows; empty if the model must not call any."""
+        """Empty if the model must not call any."""
         return () if self.tool_choice.mode is CallMode.NONE else self.tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainPrompts:
-    """Prompts without a template, each a text or token ids. Ids are used unchanged.
-
-    needs_text  the text of every prompt will be shown (echo), so ids are decoded as well
-    """
+    """Ids are used unchanged. needs_text: the text of every prompt will be shown (echo), so ids are decoded as well"""
 
     prompts: Sequence[str | Sequence[int]]
     add_special_tokens: bool = True
@@ -101,12 +94,7 @@ class PlainPrompts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestedGrammar:
-    """The grammar that the output must match, for our engines, and the client's field with it, for foreign servers.
-
-    field       dotted name of the client's field, for errors
-    name        name of the body's field that holds it
-    value_json  JSON value of that field
-    """
+    """field: dotted, for errors; name: of the body's field that holds it"""
 
     grammar: Grammar
     field: str
@@ -115,7 +103,6 @@ class RequestedGrammar:
 
     @property
     def num_bytes(self) -> int:
-        """Approximate memory of the strings in bytes."""
         return string_bytes(self.grammar.source) + string_bytes(self.value_json)
 
 
@@ -123,12 +110,9 @@ class RequestedGrammar:
 class GenerationRequest:
     """A generating request, checked as far as that is possible without a model.
 
-    prompt       one conversation, or any number of plain prompts
     sampling     the parameters the client gave, by the names of `SamplingParams`; the upstream adds its own defaults
-    grammar      grammar that the output must match; None: any text
     deadline_at  time on the service's clock at which the answer ends, finished or not; None: no deadline
     has_priority the client named a priority class; `PrincipalFacts.priority` is the effective one
-    earlier      output of an earlier stream of the same request, which the answer continues
     preferred_replica  name of a replica whose prefix cache has the prompt's beginning; empty: none is known
     unsent       counts the request until it is sent to a replica; None: it was not counted by admission
     has_fallback  another upstream can answer as long as no output was read, so the request does not wait for a replica
@@ -154,7 +138,6 @@ class EarlierOutput:
 
     answer_id  id of the request that began the answer; ids of tool calls are made from it
     state      from `EventStream.saved_state`
-    offsets    per sequence, the `OutputEvent.offset` up to which the client has the output
     """
 
     answer_id: RequestId
@@ -164,12 +147,7 @@ class EarlierOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrincipalFacts:
-    """Properties that a request has by its key.
-
-    tier     the tier's share and goals
-    salt     separates prefix caches; never chosen by the client alone
-    ceiling  bounds the context, and the output of a request without `max_tokens`
-    """
+    """salt: separates prefix caches, never chosen by the client alone. ceiling: also bounds the output of a request without `max_tokens`"""
 
     tenant: str = ""
     priority: PriorityClass = PriorityClass.STANDARD
@@ -179,5 +157,5 @@ class PrincipalFacts:
 
 
 def string_bytes(text: str) -> int:
-    """Upper bound of a string's memory in bytes: one per character, or four if any is not ASCII."""
+    """Upper bound: one byte per character, or four if any is not ASCII."""
     return len(text) if text.isascii() else 4 * len(text)

@@ -2,7 +2,6 @@
 
 Only the operator gives addresses of foreign servers, and even these are checked: no password in an address, no link-local address. The
 second rule is applied to a host name when it is connected to (`foreign.session`), since its address may change.
-`gateway.config` has the rest of the file.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from headrace.wire.target import GrpcTarget, check_target, target_of
 REPLICA_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 MAX_FOREIGN_SERVERS = 16
-"""Foreign servers of one model."""
 
 MAX_SECONDS = 86400
 MAX_ORDER = 100
@@ -32,14 +30,7 @@ _LINK_LOCAL = "Cloud machines hand out credentials at such addresses: name the s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaConfig:
-    """One engine process.
-
-    name        value of the label `replica` in metrics
-    address     address of the engine's wire: unix:/path, or host:port with a token, and beyond loopback with tls_dir
-    token       the engine's token
-    token_file  file with the token, closed to other users, instead of `token`
-    tls_dir     folder with this gateway's certificates, and with the token if neither of the above is given
-    """
+    """address: unix:/path, or host:port with a token, and beyond loopback with tls_dir; tls_dir may hold the token too"""
 
     name: str
     address: str
@@ -48,14 +39,12 @@ class ReplicaConfig:
     tls_dir: str = ""
 
     def target(self) -> GrpcTarget:
-        """The address, with the token read from its file and the paths of the certificates. Raises ConfigError."""
+        """With the token read from its file. Raises ConfigError."""
         return target_of(self.address, token=self.token, token_file=self.token_file, tls_dir=self.tls_dir)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignConfig:
-    """An OpenAI-compatible server that answers for a model."""
-
     url: str = required("URL of its API, `http` or `https`, up to and with `/v1`. Redirects are not followed.")
     name: str = option("", "Label `replica` of metrics and logs, and its name in `/ready`.", shown="`foreign-N`, N its place in the list")
     model: str = option("", "What the server calls the model.", shown="the model's `name`")
@@ -87,7 +76,7 @@ class ForeignConfig:
     )
 
     def checked(self) -> ForeignConfig:
-        """This value if its rules hold. Raises ConfigError."""
+        """Raises ConfigError."""
         parts = _checked_url(self.url)
         if is_link_local(parts.hostname or ""):
             raise ConfigError("url", "is a link-local address or that of a cloud's metadata service", _LINK_LOCAL)
@@ -101,11 +90,7 @@ class ForeignConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """One served model: our replicas, foreign servers, or both.
-
-    name         name that `GET /v1/models` shows
-    aliases      further names under which clients may ask for it
-    folder       local folder with tokenizer.json, tokenizer_config.json and the chat template; needed for `replicas`
+    """folder       local folder with tokenizer.json, tokenizer_config.json and the chat template; needed for `replicas`
     upstreams    foreign servers: they answer all requests, or beside `replicas` those that no replica takes
     smaller      name of a served model that answers while every replica of this one has a long queue (`admission`); "" for none
     unavailable  why the model has no replica now, in words that clients may read; only with empty `replicas`
@@ -152,7 +137,7 @@ def check_models(models: tuple[ModelConfig, ...]) -> None:
 
 
 def _check_smaller(models: tuple[ModelConfig, ...]) -> None:
-    """Raise ConfigError unless a smaller model is served and has no smaller one itself: a request that it cannot take waits."""
+    """A smaller model has no smaller one itself: a request that it cannot take waits."""
     by_name = {name: model for model in models for name in (model.name, *model.aliases)}
     for index, model in enumerate(models):
         if not model.smaller:
@@ -165,7 +150,6 @@ def _check_smaller(models: tuple[ModelConfig, ...]) -> None:
 
 
 def text_folders(models: Iterable[ModelConfig]) -> dict[str, str]:
-    """Model name -> folder of tokenizer and template, for models with replicas."""
     return {model.name: model.folder for model in models if model.folder}
 
 
@@ -175,7 +159,7 @@ def key_variables(models: Iterable[ModelConfig]) -> frozenset[str]:
 
 
 def check_foreign(where: str, upstreams: Sequence[ForeignConfig], *, taken: Sequence[str] = ()) -> None:
-    """Raise ConfigError for a server that breaks a rule, too many of them, or two with one name. taken: names of the model's replicas"""
+    """Raises ConfigError. taken: names of the model's replicas"""
     if len(upstreams) > MAX_FOREIGN_SERVERS:
         raise ConfigError(where, f"names {len(upstreams)} servers, more than {MAX_FOREIGN_SERVERS}")
     for index, upstream in enumerate(upstreams):
@@ -192,7 +176,6 @@ def check_foreign(where: str, upstreams: Sequence[ForeignConfig], *, taken: Sequ
 
 
 def named(upstreams: Sequence[ForeignConfig]) -> Iterator[tuple[str, ForeignConfig]]:
-    """Each server under its name."""
     for index, upstream in enumerate(upstreams):
         yield upstream.name or f"foreign-{index}", upstream
 

@@ -3,8 +3,6 @@
     validated request + facts of its key --Upstream.prepare--> Prepared (counts, to decide on) --stream--> EventStream --> OutputEvents
 
 Requests pass here as conversations and text: each upstream renders templates and tokenizes by itself. `own.upstream` implements the
-interface for Headrace's engines, `upstream.foreign` for OpenAI-compatible servers. Neither imports the other, and the code above imports
-neither.
 """
 
 from __future__ import annotations
@@ -27,23 +25,21 @@ from headrace.policy.admission import QueueState, UnsentRequests
 from headrace.text.logprobs import DecodedLogprobs
 
 TOOL_CALL_BYTES = 256
-"""Memory of one piece of a tool call, without its strings."""
 
 PASSED_FIELD_BYTES = 128
-"""Memory of a passed field without its JSON."""
 
 CALL_ID_CHARS = 24
 """Characters of a call's id after "call_", where its format demands no length."""
 
 
 def made_call_id(call_key: str, number: int, num_chars: int | None = None) -> str:
-    """The id of a tool call. call_key: text that is unique to the sequence;  num_chars: length that the format requires"""
+    """num_chars: length that the format requires"""
     digest = blake2b(f"{call_key}/{number}".encode()).hexdigest()
     return digest[:num_chars] if num_chars else f"call_{digest[:CALL_ID_CHARS]}"
 
 
 class PassedField(NamedTuple):
-    """A field of a foreign server's answer that clients send back unchanged. json: its value, as ASCII"""
+    """A field of a foreign server's answer that clients send back unchanged. json: ASCII"""
 
     name: str
     json: str
@@ -54,7 +50,7 @@ def passed_bytes(fields: Sequence[PassedField]) -> int:
 
 
 def joined_values(fields: Iterable[PassedField]) -> dict[str, Any]:
-    """Name -> value of the fields. Values that came in pieces are joined: lists in order, objects member by member."""
+    """Values that came in pieces are joined: lists in order, objects member by member."""
     made: dict[str, Any] = {}
     for name, text in fields:
         value, before = json.loads(text), made.get(name)
@@ -83,7 +79,6 @@ class ToolCall(NamedTuple):
 
     @classmethod
     def joined(cls, pieces: Sequence[ToolCall]) -> ToolCall:
-        """All pieces of one call as one."""
         call_id = next((piece.call_id for piece in pieces if piece.call_id), None)
         name = next((piece.name for piece in pieces if piece.name), None)
         passed = tuple([field for piece in pieces for field in piece.passed])
@@ -94,7 +89,6 @@ class OutputEvent(NamedTuple):
     """New output of one sequence. A tuple, because one is made per sequence and frame; fields are given by name.
 
     index            number of the sequence in the request: sequence i of prompt p is p * n + i
-    num_tokens       number of output tokens in the event
     offset           output ids of the sequence read so far, plus one once it has ended; only from our engines
     logprobs         log-probabilities of the event's tokens in order, in non-empty parts; empty if not asked for
     prompt_logprobs  pages of prompt positions 1.. in order, over one or more events; `PreparedPrompt.decoded_logprobs` adds the texts
@@ -104,7 +98,6 @@ class OutputEvent(NamedTuple):
     is_call_cut      beside FinishReason.STOP: the client's stop string or stop token ended the output inside a call's arguments
     is_filtered      beside FinishReason.STOP: the moderation of a foreign server's provider ended the output
     reasoning, tool_calls  output that was separated from the text, here (`own.output_stage`) or by a foreign server
-    passed           fields of a foreign server's message that clients send back unchanged
     """
 
     index: int  # type: ignore[assignment]  # hides a tuple's search, which means nothing here
@@ -124,7 +117,6 @@ class OutputEvent(NamedTuple):
 
     @property
     def text_bytes(self) -> int:
-        """Approximate memory of the event's strings, in bytes: text, reasoning, tool calls, stop reason, error."""
         text = self.text
         num_bytes = len(text) if text.isascii() else string_bytes(text)  # nearly every event: once per token
         if self.reasoning or self.tool_calls:
@@ -139,7 +131,7 @@ class OutputEvent(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """`text_bytes` plus bytes of the output's log-probabilities. Those of the prompt are charged before the request runs."""
+        """With the output's log-probabilities. Those of the prompt are charged before the request runs."""
         num_bytes = self.text_bytes
         if self.logprobs:
             num_bytes += sum([part.num_bytes for part in self.logprobs])
@@ -147,12 +139,11 @@ class OutputEvent(NamedTuple):
 
     @property
     def num_logprob_tokens(self) -> int:
-        """Output tokens that have log-probabilities."""
         return sum([len(part) for part in self.logprobs])
 
     @classmethod
     def joined(cls, events: Sequence[OutputEvent]) -> OutputEvent:
-        """Consecutive events of one sequence as one event. Log-probabilities are not copied, so the cost is linear in the events."""
+        """Log-probabilities are not copied, so the cost is linear in the events."""
         last = events[-1]
         if len(events) == 1:
             return last
@@ -175,7 +166,6 @@ class OutputEvent(NamedTuple):
 
 
 def merged(events: Iterable[OutputEvent]) -> list[OutputEvent]:
-    """The events with those of one sequence joined: at most one event per sequence."""
     by_sequence: dict[int, list[OutputEvent]] = {}
     for event in events:
         by_sequence.setdefault(event.index, []).append(event)
@@ -183,12 +173,8 @@ def merged(events: Iterable[OutputEvent]) -> list[OutputEvent]:
 
 
 class TokenUsage(NamedTuple):
-    """Tokens that a request has used so far. A prompt counts once for all sequences that continue it, or as often as it was sent.
-
-    reasoning_tokens       part of `completion_tokens` whose text is reasoning, separated from the answer
-    earlier_tokens         part of `completion_tokens` that was counted for the earlier request whose stream this one continues
-    earlier_prompt_tokens  part of `prompt_tokens` that was counted for that request
-    num_uncounted_prompts  prompts that a foreign server was sent and has not counted, each as often as it was sent
+    """A prompt counts once for all sequences that continue it, or as often as it was sent. The earlier_ counts are parts that were counted
+    for the earlier request whose stream this one continues.
     """
 
     prompt_tokens: int
@@ -210,15 +196,11 @@ NO_USAGE = TokenUsage(0, 0, 0)
 
 
 def added(*usages: TokenUsage) -> TokenUsage:
-    """The sum of the usages."""
     return TokenUsage(*[sum(column) for column in zip(*usages, strict=True)])
 
 
 class ReplicaLost(Unavailable):
-    """The replica of a running stream is gone and no other continued it in time; the request can be sent again.
-
-    why_not_resume  reason, for the log, why no connected replica may continue the stream; empty: one may, but did not take it in time
-    """
+    """No other replica continued the stream in time. why_not_resume: for the log; empty: one may, but did not take it in time"""
 
     def __init__(self, message: str, *, why_not_resume: str) -> None:
         self.why_not_resume = why_not_resume
@@ -236,12 +218,7 @@ class EventListener(Protocol):
 
 
 class SequenceFacts(NamedTuple):
-    """Facts about the computation of a sequence that are known so far.
-
-    replica       name of the replica that runs the sequence; None: not known yet
-    queue_time_s  seconds in the engine's queue; None: not reported yet
-    stages        seconds in each stage, reported at the sequence's end; None before, and if a stop string ended it in the gateway
-    """
+    """queue_time_s, stages: None where the engine has not reported them, or a stop string ended the sequence in the gateway"""
 
     replica: str | None = None
     queue_time_s: float | None = None
@@ -253,12 +230,11 @@ class EventStream(ABC):
 
     @property
     def unread_bytes(self) -> int:
-        """Approximate bytes of events that have arrived and that `events` has not returned yet."""
         return 0
 
     @property
     def num_resumes(self) -> int:
-        """Number of times that a sequence was submitted again after the loss of its engine."""
+        """Submissions of a sequence after the loss of its engine."""
         return 0
 
     @abstractmethod
@@ -269,9 +245,8 @@ class EventStream(ABC):
         """
 
     def listen(self, listener: EventListener | None) -> None:
-        """Let the stream give plain events (no log-probabilities, no error) to `listener` while the consumer task waits in `events`.
-
-        The task is not woken for these events; order and content stay the same. None: no listener any more. A stream may ignore this.
+        """Let the stream give plain events (no log-probabilities, no error) to `listener` while the consumer task waits in `events`, in the
+        same order. A stream may ignore this.
         """
         return
 
@@ -287,14 +262,13 @@ class EventStream(ABC):
 
     def replay(self, index: int, offset: int) -> OutputEvent:
         """The event with a sequence's earlier output from the previous call's offset up to `offset`, without log-probabilities.
-
         Called on a continued stream, before its first `events`.
         """
         raise AssertionError("a stream that keeps no events is never continued")
 
     @abstractmethod
     def cancel(self) -> None:
-        """Stop the request and end `events`. May be called at any time, more than once."""
+        """May be called at any time, more than once."""
 
     async def close(self) -> None:
         """`cancel`, and wait until no task of the stream runs any more."""
@@ -303,9 +277,7 @@ class EventStream(ABC):
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """One prompt, prepared by its upstream.
-
-    text        the prompt as echo shows it; empty for token ids whose text is not shown
+    """text        the prompt as echo shows it; empty for token ids whose text is not shown
     num_tokens  tokens of the prompt; None: only the foreign server can count them
     """
 
@@ -313,11 +285,10 @@ class PreparedPrompt:
     num_tokens: int | None = None
 
     def decoded_logprobs(self, logprobs: LogprobColumns) -> Iterator[DecodedLogprobs]:
-        """The prompt's tokens with their log-probabilities, in pages that are each made quickly. A page may be empty, so that long work can
-        pause. The first token, which has no probability (rank 0), is a page by itself.
+        """Pages of the prompt's tokens, each made quickly. A page may be empty, so that long work can pause. The first token, which has no
+        probability (rank 0), is a page by itself. A prompt of a foreign server, or of a kept answer, has no pages.
 
-        logprobs  log-probabilities of positions 1.. in order, from `OutputEvent.prompt_logprobs`; the pages end with them. A prompt of a
-                  foreign server, or of a kept answer, has no pages
+        logprobs  of positions 1.. in order, from `OutputEvent.prompt_logprobs`
         """
         return iter(())
 
@@ -327,13 +298,8 @@ class Prepared:
     """A request that its upstream can run, with the numbers that limits and memory are charged by. Nothing runs yet.
 
     stream             opens the stream; the first call of its `events` submits the request
-    prompt_tokens      tokens of all prompts; None: only the foreign server can count them
     max_prompt_tokens  upper bound of `prompt_tokens`; equal to it if it is known
     num_prompt_copies  times that each prompt is sent: one request at a time asks a server that ignores `n` for one sequence
-    max_output_tokens  most output tokens of all sequences; None: not known
-    num_sequences      sequences of all prompts
-    seed               seed of the answer's random numbers; None: not known
-    ignored            names of fields the client gave that have no effect
     taken              names of fields that have no effect at our engines, and that reach the server that answers this request
     keeps_events       the stream's events can be made again from `EventStream.saved_state`
     """
@@ -352,10 +318,7 @@ class Prepared:
 
 
 class Tokenization(NamedTuple):
-    """A prompt's tokens as JSON, since there may be a million.
-
-    texts_json  list of the tokens as the vocabulary spells them; null if not asked for
-    """
+    """JSON, since there may be a million tokens. texts_json: as the vocabulary spells them; null if not asked for"""
 
     num_tokens: int
     ids_json: bytes
@@ -364,12 +327,8 @@ class Tokenization(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaHealth:
-    """State of one replica of an upstream, now.
-
-    reason      why the replica is not ready, in words that clients may see; empty: ready
-    load        the last load snapshot; None before the first one
+    """reason      why the replica is not ready, in words that clients may see; empty: ready
     is_foreign  a foreign server: its state is shown, and it counts as ready for /ready
-    num_open    requests of this gateway at the replica
     has_tried   the first attempt to connect has ended, with or without success
     is_failing  the circuit is open: requests failed lately, and new ones are sent only if no other replica is left
     """
@@ -385,15 +344,12 @@ class ReplicaHealth:
 
 
 class Upstream(ABC):
-    """Where the requests of one model go."""
-
     def queue(self, priority: PriorityClass, unsent: UnsentRequests) -> QueueState | None:
-        """The queue ahead of a new request of this class, `unsent` requests included; None: not known."""
+        """`unsent` requests included. None: not known"""
         return None
 
     @property
     def max_model_len(self) -> int | None:
-        """Most tokens of prompt and output together; None: not known, or not yet."""
         return None
 
     @property
@@ -403,7 +359,7 @@ class Upstream(ABC):
 
     @property
     def version(self) -> str:
-        """A text that changes with all that an answer depends on: weights, precision, tokenizer, template. Empty: not known (yet)."""
+        """Changes with all that an answer depends on: weights, precision, tokenizer, template. Empty: not known (yet)."""
         return ""
 
     @abstractmethod
@@ -415,11 +371,11 @@ class Upstream(ABC):
 
     @abstractmethod
     async def prepare(self, request: GenerationRequest, principal: PrincipalFacts) -> Prepared:
-        """Prepare a request. Raises InvalidRequest for a request beyond the model, Unavailable while the model is starting, Overloaded."""
+        """Raises InvalidRequest for a request beyond the model, Unavailable while the model is starting, Overloaded."""
 
     @abstractmethod
     async def tokenize(self, prompt: Conversation | PlainPrompts, *, needs_texts: bool, tenant: str) -> Tokenization:
-        """Token ids of a conversation or text of any length. Raises InvalidRequest, Unavailable while the model starts, Overloaded."""
+        """Any length. Raises InvalidRequest, Unavailable while the model starts, Overloaded."""
 
     @abstractmethod
     async def detokenize(self, token_ids: Sequence[int], *, tenant: str) -> str: ...

@@ -20,7 +20,6 @@ from headrace.policy.admission import OverloadWatch, UnsentRequests
 class ServedModel:
     """One served model under one configuration.
 
-    created  Unix seconds at which this gateway began to serve the model
     smaller  name of the model that answers while this one is busy; "" for none
     users    count of the requests that asked for this model and have not ended
     unsent   admitted requests that were not sent to a replica yet
@@ -42,11 +41,9 @@ class ServedModel:
 
     @property
     def is_alive(self) -> bool:
-        """Whether at least one of the model's replicas is connected."""
         return any(replica.is_connected for replica in self.upstream.replicas())
 
     def readings(self) -> Iterator[ReplicaReading]:
-        """Readings of the model's replicas, then of retired ones, which may have the same names."""
         for replica in (*self.upstream.replicas(), *self.upstream.retired_replicas()):
             yield ReplicaReading(self.name, replica.name, not replica.reason, replica.load)
 
@@ -63,18 +60,18 @@ class ModelTable:
         return list(self._by_name)
 
     def usable_by(self, principal: Principal) -> ModelTable:
-        """The table of the models that a caller may use. Other models do not exist for the caller."""
+        """Other models do not exist for the caller."""
         return self if principal.may_use_all else ModelTable(model for model in self.models if principal.may_use(*model.names))
 
     def get(self, name: str) -> ServedModel:
-        """The model with this name or alias. Raises ModelNotFound, listing the served names."""
+        """Raises ModelNotFound, listing the served names."""
         model = self._by_name.get(name)
         if model is None:
             raise ModelNotFound(name, self.names)
         return model
 
     def only(self, name: str | None) -> ServedModel:
-        """The named model; for None the only served one, as vLLM's /tokenize allows. Raises ModelNotFound or InvalidRequest."""
+        """None: the only served one, as vLLM's /tokenize allows. Raises ModelNotFound or InvalidRequest."""
         if name is not None:
             return self.get(name)
         if len(self.models) == 1:
@@ -96,7 +93,6 @@ class UnreadableModel(Upstream):
     """
 
     def __init__(self, model: str, replicas: Sequence[str]) -> None:
-        """replicas: names of the configured replicas"""
         self._model = model
         self._replicas = replicas
 

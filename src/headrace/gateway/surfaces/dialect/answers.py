@@ -1,7 +1,7 @@
 """Builds what the answers of chat and completions share: the head of every chunk, a sequence's collected output, the bytes around a choice.
 
-A chunk is assembled from bytes. Everything that is constant over a stream (id, model, created, ...) is encoded once; only the new text (and
-log-probabilities, if asked for) is encoded per chunk. Text is always a JSON string, so nothing a model says can break the framing.
+Everything that is constant over a stream (id, model, created, ...) is encoded once; only the new text and log-probabilities are encoded per
+chunk. Text is always a JSON string, so nothing a model says can break the framing.
 """
 
 from __future__ import annotations
@@ -26,13 +26,8 @@ _encode = msgspec.json.encode
 
 @dataclass(slots=True)
 class ChoiceOutput:
-    """One choice of an answer, collected from its sequence's events.
-
-    logprobs        log-probabilities, in a part for each vocabulary of token ids
-    tool_pieces     number of a call -> its pieces
-    has_tool_calls  the output has a tool call; also set in a stream, where calls are not collected
-    passed          fields of the message that clients send back unchanged
-    last            the sequence's last event; None before it
+    """logprobs: a part for each vocabulary of token ids; has_tool_calls: also set in a stream, where calls are not collected; last: None
+    before it
     """
 
     logprobs: list[DecodedLogprobs] = field(default_factory=list)
@@ -60,15 +55,12 @@ class ChoiceOutput:
 
     @property
     def tool_calls(self) -> list[ToolCall]:
-        """The joined calls in the order in which they began."""
+        """In the order in which they began."""
         return [ToolCall.joined(pieces) for pieces in self.tool_pieces.values()]
 
     def finish_part(self, event: OutputEvent | None) -> bytes:
-        """The end of a choice's JSON: finish_reason and stop_reason.
-
-        event  in a stream the chunk's event, else the sequence's last one
-
-        finish_reason is tool_calls for a sequence that stopped after complete tool calls.
+        """event: in a stream the chunk's event, else the sequence's last one. finish_reason is tool_calls for a sequence that stopped after
+        complete tool calls.
         """
         if event is None or event.finish is None:
             return b',"finish_reason":null}'
@@ -81,16 +73,13 @@ class ChoiceOutput:
 
 
 class OpenAIAnswer(ABC, Generic[FieldsT]):
-    """A `generation.answer_encoder.AnswerEncoder` for OpenAI's format. A subclass encodes the choices.
-
-    Choices are numbered prompt by prompt: prompt p's sequence i is choice p * n + i.
-    """
+    """Choices are numbered prompt by prompt: prompt p's sequence i is choice p * n + i."""
 
     ID_PREFIX: ClassVar[str]
     OBJECT: ClassVar[str]
     CHUNK_OBJECT: ClassVar[str]
     TEXT_CHOICE: ClassVar[bytes]
-    """A choice with text alone, as a format of its index and the text's JSON."""
+    """A format of the choice's index and the text's JSON."""
 
     def __init__(self, parsed: Parsed[FieldsT], ready: Ready) -> None:
         request, call, prepared = parsed[0], ready.call, ready.prepared
@@ -123,8 +112,8 @@ class OpenAIAnswer(ABC, Generic[FieldsT]):
     def encode_events(self, events: Sequence[OutputEvent]) -> Iterator[bytes]: ...
 
     def _count(self, index: int, num_new: int) -> None:
-        """Count `num_new` tokens of the choice whose chunks come next. With continuous_usage_stats each chunk has the usage of its choice
-        and prompt alone, as in vLLM.
+        """For the choice whose chunks come next. With continuous_usage_stats each chunk has the usage of its choice and prompt alone, as in
+        vLLM.
         """
         if self._counts is None:
             return
@@ -137,7 +126,7 @@ class OpenAIAnswer(ABC, Generic[FieldsT]):
         self._after_text = self._choice_end + tail
 
     def _text_chunk(self, index: int, offset: int, text: str) -> bytes:
-        """A chunk with only text of one choice, as most chunks are. offset: `OutputEvent.offset`"""
+        """As most chunks are. offset: `OutputEvent.offset`"""
         log = self._log
         if log is None:
             return self._before_texts[index] + _encode(text) + self._after_text
@@ -146,7 +135,7 @@ class OpenAIAnswer(ABC, Generic[FieldsT]):
         return b"%b%d\n%b%b%b" % (log.prefix, len(entries), self._before_texts[index], _encode(text), self._after_text)
 
     def _chunk(self, index: int, offset: int, choice: Iterable[bytes]) -> Iterator[bytes]:
-        """A chunk of a choice that comes in pieces, each made when it is asked for."""
+        """A piece is made when it is asked for."""
         yield b"" if self._log is None else self._log.line(index, offset)
         yield self._head
         yield from choice
@@ -167,7 +156,7 @@ class OpenAIAnswer(ABC, Generic[FieldsT]):
             self._outputs[event.index].add(event)
 
     def _keep_prompt_logprobs(self, events: Sequence[OutputEvent]) -> None:
-        """Collect the log-probabilities of prompts from the first sequence of each. Other sequences may repeat them."""
+        """From the first sequence of each prompt: other sequences may repeat them."""
         for event in events:
             if event.prompt_logprobs and event.index % self._request.n == 0:
                 for page in event.prompt_logprobs:
@@ -186,7 +175,6 @@ class OpenAIAnswer(ABC, Generic[FieldsT]):
     def _whole_choice(self, index: int, output: ChoiceOutput) -> Iterator[bytes]: ...
 
     def _after_choices(self) -> Iterator[bytes]:
-        """Further fields of a whole answer."""
         return iter(())
 
     def _usage(self, usage: TokenUsage) -> bytes:

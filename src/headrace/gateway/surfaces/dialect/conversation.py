@@ -21,10 +21,10 @@ from headrace.gateway.surfaces.dialect.reasoning import ReasoningFields, check_r
 from headrace.gateway.upstream.generation_request import MARKS, Conversation
 
 MAX_TOOLS_BYTES = 128 << 10
-"""Bytes of `tools` as JSON. A grammar that forces calls holds the schemas again, and has 256 KiB."""
+"""As JSON. A grammar that forces calls holds the schemas again, and has 256 KiB."""
 
 MAX_CALLS = 128
-"""Calls in one message of an earlier turn."""
+"""In one message of an earlier turn."""
 
 CHOICES = ("none", "auto", "required")
 FUNCTION, ALLOWED = "function", "allowed_tools"
@@ -86,7 +86,7 @@ class EarlierCall(Struct, omit_defaults=True):
 
 
 def check_tools(tools: object) -> None:
-    """Raises InvalidRequest or RequestTooLarge for a list of functions that is too large."""
+    """Raises InvalidRequest or RequestTooLarge."""
     if not isinstance(tools, list):
         return  # a wrong type is refused later
     if len(tools) > MAX_TOOLS:
@@ -97,8 +97,7 @@ def check_tools(tools: object) -> None:
 
 
 def function_tools(tools: Sequence[ToolDefinition]) -> list[FunctionTool]:
-    """The functions as values. Raises InvalidRequest for parameters that are no object, and for a name that is invalid or given
-    twice."""
+    """Raises InvalidRequest for parameters that are no object, and for a name that is invalid or given twice."""
     made: dict[str, FunctionTool] = {}
     for number, tool in enumerate(tools):
         path, given = f"tools[{number}].{FUNCTION}", tool.function
@@ -119,7 +118,7 @@ def function_tools(tools: Sequence[ToolDefinition]) -> list[FunctionTool]:
 
 
 def tool_choice(given: str | ChosenTools | None, tools: Sequence[FunctionTool], *, is_parallel: bool) -> ToolChoice:
-    """The tool choice as a value. Raises InvalidRequest for a required call that cannot be made."""
+    """Raises InvalidRequest for a required call that cannot be made."""
     if isinstance(given, ChosenTools):
         return _chosen(given, [tool.name for tool in tools], is_parallel=is_parallel)
     mode = CallMode(given) if given else CallMode.AUTO
@@ -129,7 +128,7 @@ def tool_choice(given: str | ChosenTools | None, tools: Sequence[FunctionTool], 
 
 
 def _chosen(given: ChosenTools, names: Sequence[str], *, is_parallel: bool) -> ToolChoice:
-    """`tool_choice` in object form. names: names of the request's functions. Raises InvalidRequest."""
+    """names: of the request's functions. Raises InvalidRequest."""
     function, allowed = given.function, given.allowed_tools
     if (function is None) is (given.type == FUNCTION) or (allowed is None) is (given.type == ALLOWED):
         raise InvalidRequest(f"tool_choice.{given.type}", f"an object, and nothing else beside the type {given.type}", None)
@@ -151,10 +150,10 @@ def _check_offered(path: str, name: str, names: Sequence[str]) -> None:
 
 
 PLAIN_MESSAGE = {"role", "content"}
-"""The fields of nearly every message, which need no look-up in the field table."""
+"""They need no look-up in the field table."""
 
 MAX_PARTS = 4096
-"""Content parts of all messages of a request together: a part costs more memory than its bytes."""
+"""In all messages of a request together: a part costs more memory than its bytes."""
 
 
 class TextPart(Struct, tag_field="type", tag="text"):
@@ -197,7 +196,7 @@ class ConversationFields(ReasoningFields, kw_only=True):
     cache_control: Any = None
 
     def conversation(self) -> Conversation:
-        """The conversation. Raises InvalidRequest for functions that cannot be offered, and for a required call that cannot be made."""
+        """Raises InvalidRequest for functions that cannot be offered, and for a required call that cannot be made."""
         tools = function_tools(self.tools)
         return Conversation(
             messages=template_messages(self.messages),
@@ -213,7 +212,7 @@ class ConversationFields(ReasoningFields, kw_only=True):
 
 
 def check_conversation(kept: dict[str, object], ignored: dict[str, None]) -> None:
-    """Check the honoured fields of a body that `ConversationFields` describes. Raises InvalidRequest."""
+    """Raises InvalidRequest."""
     kept["messages"] = checked_messages(kept.get("messages"), ignored)
     check_reasoning(kept)
     check_tools(kept.get("tools"))
@@ -224,7 +223,7 @@ def check_conversation(kept: dict[str, object], ignored: dict[str, None]) -> Non
 
 
 def checked_messages(messages: object, ignored: dict[str, None]) -> list[dict[str, object]]:
-    """Messages with their honoured fields, each of the right type. Raises InvalidRequest, which names the message's index."""
+    """With honoured fields alone. Raises InvalidRequest, which names the message's index."""
     if not isinstance(messages, list) or not messages:
         if messages is None:
             raise InvalidRequest("messages", REQUIRED)
@@ -252,7 +251,6 @@ def _checked_message(message: object, prefix: str, ignored: dict[str, None]) -> 
 
 
 def _check_message(message: Message, prefix: str) -> None:
-    """Check one message. Raises InvalidRequest."""
     if len(message.tool_calls) > MAX_CALLS:
         raise InvalidRequest(f"{prefix}.tool_calls", f"at most {MAX_CALLS} calls", len(message.tool_calls))
     if message.content is None and not message.tool_calls:
@@ -267,8 +265,9 @@ def _check_message(message: Message, prefix: str) -> None:
 
 
 def template_messages(messages: Iterable[Message]) -> list[dict[str, object]]:
-    """Messages as `headrace.text` takes them. `developer` is OpenAI's newer word for `system`, which templates know; `reasoning` is
-    another word for `reasoning_content`. What only foreign servers read stands beside these fields."""
+    """As `headrace.text` takes them. `developer` is OpenAI's newer word for `system`, which templates know; `reasoning` is another word for
+    `reasoning_content`. What only foreign servers read stands beside these fields.
+    """
     return [_template_message(message) for message in messages]
 
 

@@ -22,7 +22,7 @@ from headrace.gateway.upstream.generation_request import PASSED_IN_BODY, PASSED_
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BOTH = (CHAT, COMPLETIONS)
-"""Request bodies, each named by the path of its endpoint."""
+"""Named by the path of the endpoint."""
 
 
 class Treatment(StrEnum):
@@ -33,7 +33,7 @@ class Treatment(StrEnum):
 
 
 class Inside(StrEnum):
-    """An object inside a request body. The value is its name in the documentation and in `x-headrace-ignored`."""
+    """An object inside a body, by its name in the documentation and in `x-headrace-ignored`."""
 
     MESSAGE = "messages[]"
     PART = "messages[].content[]"
@@ -57,9 +57,7 @@ class Inside(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FieldRule:
-    """One row of the table: a field and its treatment.
-
-    places  bodies (paths) and objects inside a body (`Inside`) that may have the field
+    """places  bodies (paths) and objects inside a body (`Inside`) that may have the field
     note    for users: the rule of a field that is not refused; of a refused field the reason, and what to do instead
     off     values with no effect, accepted like null. A refused field accepts no other value
     is_any  an inert field whose value is not checked, or a passed one of any value within MAX_PASSED_BYTES
@@ -75,24 +73,23 @@ class FieldRule:
     kinds: tuple[str, ...] = ()
 
     def is_off(self, value: object) -> bool:
-        """Whether `value` is one of the `off` values. Equality is that of JSON: 1 equals 1.0, and true does not equal 1."""
+        """Equality is that of JSON: 1 equals 1.0, and true does not equal 1."""
         return bool(self.off) and any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in self.off)
 
     @property
     def off_words(self) -> str:
-        """The `off` values as text for users, such as "absent, null or false"."""
+        """Such as "absent, null or false"."""
         shown = ["absent", "null", *map(json.dumps, self.off)]
         return ", ".join(shown[:-1]) + " or " + shown[-1]
 
 
 MAX_INERT_CHARS = 512
-"""Most characters of an inert field's value, and of each key and value of `metadata`."""
+"""And of each key and value of `metadata`."""
 
 MAX_PASSED_BYTES = 256 << 10
-"""Most bytes of a passed field's value as JSON."""
+"""As JSON."""
 
 MAX_METADATA = 16
-"""Most entries of `metadata`."""
 
 _FUNCTIONS = "Use tools and tool_choice."
 _BUDGET = "Reasoning has no budget of its own: use max_tokens."
@@ -123,11 +120,10 @@ def _row(
 
 _honoured, _inert, _refused = (partial(_row, each) for each in (Treatment.HONOURED, Treatment.INERT, Treatment.REFUSED))
 _unread = partial(_inert, is_any=True)
-"""Makes the row of an inert field whose value is not checked."""
 
 
 def _passed(name: str, note: str) -> FieldRule:
-    """The row of a field that foreign servers read, with the places that it has there. Those of every body are short texts."""
+    """In a body itself they are short texts."""
     bodies = BOTH if name in PASSED_IN_BODY else (CHAT,) if name in PASSED_IN_CHAT else ()
     inside = [Inside(place) for place, names in PASSED_INSIDE.items() if name in names]
     return _row(Treatment.PASSED, name, (*bodies, *inside), note, is_any=name not in PASSED_IN_BODY)
@@ -450,14 +446,14 @@ GROUPS: Mapping[str, tuple[FieldRule, ...]] = {
     "OpenRouter's": _OPENROUTER,
     "LiteLLM's, and those of servers it speaks to": _LITELLM,
 }
-"""Heading in the documentation -> rows, grouped by the API that the fields come from, in the order of the documentation."""
+"""By the API that the fields come from, in the documentation's order."""
 
 TABLE: tuple[FieldRule, ...] = tuple(rule for rules in GROUPS.values() for rule in rules)
 
 RULES: Mapping[str, Mapping[str, FieldRule]] = {
     str(place): {rule.name: rule for rule in TABLE if place in rule.places} for place in {each for rule in TABLE for each in rule.places}
 }
-"""Place -> field name -> row."""
+"""Place -> field -> row."""
 
 
 def _inner_places(place: str) -> dict[str, str]:
@@ -467,5 +463,6 @@ def _inner_places(place: str) -> dict[str, str]:
 
 
 INNER_PLACES: Mapping[str, Mapping[str, str]] = {place: _inner_places(place) for place in RULES}
-"""Place -> field name -> place of the objects in the field, for fields that hold an object or a list of objects with rows of their own.
-`messages` is left out: `dialect.conversation` checks messages, most of which have no ignored field."""
+"""Place -> field -> place of the objects in the field. `messages` is left out: `dialect.conversation` checks messages, most of which have
+no ignored field.
+"""

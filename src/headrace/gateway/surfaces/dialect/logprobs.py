@@ -2,8 +2,7 @@
 
 Columns become JSON page by page, each when it is asked for: an answer may have a million alternatives, and no object is made per
 alternative. All functions give pieces that, joined, are one JSON value; the next piece is less than a millisecond of work. A token is
-encoded once, since log-probabilities name the same few thousand tokens again and again. The table of encoded tokens belongs to a model's
-tokenizer and is freed with it. A full table is emptied.
+encoded once; the table belongs to a model's tokenizer. A full table is emptied.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from headrace.text.logprobs import DecodedLogprobs, TokenTexts
 _encode = msgspec.json.encode
 
 MAX_TOKENS = 16_384
-"""Entries of one table, of about 200 bytes each."""
+"""About 200 bytes each."""
 
 
 class _Pieces(dict[int, bytes]):
-    """Token id -> its piece of JSON, made at the first look-up. A dict, since an output token may take hundreds of look-ups."""
+    """A dict, since an output token may take hundreds of look-ups."""
 
     def __init__(self, make: Callable[[int], bytes]) -> None:
         self._make = make
@@ -38,9 +37,7 @@ class _Pieces(dict[int, bytes]):
 
 
 class TokenJson:
-    """All tables of one tokenizer.
-
-    names    `"text"`, as completions name a token
+    """names    `"text"`, as completions name a token
     keys     `"text":`, the key of its log-probability
     begins   `{"token":"text","logprob":`, how a chat's entry begins
     ends     `,"bytes":[1,2]}`, how a chat's alternative ends
@@ -60,7 +57,6 @@ _made: WeakKeyDictionary[TokenTexts, TokenJson] = WeakKeyDictionary()
 
 
 def json_of(texts: TokenTexts) -> TokenJson:
-    """The tables of `texts`, made once."""
     found = _made.get(texts)
     if found is None:
         found = _made[texts] = TokenJson(texts)
@@ -68,7 +64,7 @@ def json_of(texts: TokenTexts) -> TokenJson:
 
 
 def token_name(text: str, raw: bytes) -> str:
-    """A token's name in completions: its text, or `bytes:\\x..` for a part of a character, since such tokens have the same text."""
+    """The text, or `bytes:\\x..` for a part of a character, since such tokens have the same text."""
     try:
         raw.decode("utf-8")
     except UnicodeDecodeError:
@@ -77,8 +73,7 @@ def token_name(text: str, raw: bytes) -> str:
 
 
 LOWEST_LOGPROB = -9999.0
-"""Written for minus infinity, the log-probability of a token that the model rules out, because JSON has no infinity. Clients of this API
-read it as "never"."""
+"""Minus infinity, of a token that the model rules out: JSON has no infinity. Clients of this API read it as "never"."""
 
 
 def chat_logprobs(parts: Iterable[DecodedLogprobs], num_top: int) -> Iterator[bytes]:
@@ -91,11 +86,7 @@ def chat_logprobs(parts: Iterable[DecodedLogprobs], num_top: int) -> Iterator[by
 def completion_logprobs(
     parts: Sequence[DecodedLogprobs], num_top: int, *, offset: int = 0, prompt: EchoedLogprobs | None = None
 ) -> Iterator[bytes]:
-    """Four lists, with an entry per token each.
-
-    offset  characters of an echoed prompt, which precede the output
-    prompt  the echoed prompt's entries, which precede the entries of the output
-    """
+    """Four lists, with an entry per token each. offset: characters of an echoed prompt; its entries precede those of the output"""
     for number, (name, column) in enumerate(COMPLETION_COLUMNS.items()):
         yield b'%b"%b":[' % (b"," if number else b"{", name)
         before = prompt[number] if prompt is not None else []
@@ -107,15 +98,14 @@ def completion_logprobs(
 
 
 EchoedLogprobs = tuple[list[bytes], ...]
-"""Log-probabilities of an echoed prompt: for each of COMPLETION_COLUMNS pieces that, joined, are a JSON list without its brackets. They are
-encoded once; each choice writes the same pieces, uncopied."""
+"""For each of COMPLETION_COLUMNS pieces that, joined, are a JSON list without its brackets. Encoded once; each choice writes the same
+pieces, uncopied.
+"""
 
 
 def echo_logprobs(prompt: PreparedPrompt, logprobs: LogprobColumns, num_top: int) -> Generator[bytes, None, EchoedLogprobs]:
-    """The prompt's log-probabilities, as the generator's result; it yields an empty piece after each page. The first token has no
-    log-probability: null, as OpenAI gives it.
-
-    logprobs  of the prompt's positions from 1 on, in order
+    """Yields an empty piece after each page. The first token has no log-probability: null, as OpenAI gives it. logprobs: of positions from
+    1 on
     """
     columns: EchoedLogprobs = tuple([] for _ in COMPLETION_COLUMNS)
     for page in prompt.decoded_logprobs(logprobs):
@@ -147,7 +137,7 @@ def _between_commas(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _numbers(logprobs: array[float]) -> list[bytes]:
-    """Each number as JSON, all encoded in one call, which is five times as fast as a call for each."""
+    """All encoded in one call, which is five times as fast as a call for each."""
     values = logprobs.tolist()
     if not values:
         return []
@@ -157,7 +147,6 @@ def _numbers(logprobs: array[float]) -> list[bytes]:
 
 
 def _inside(values: Sequence[object]) -> bytes:
-    """A JSON list without its brackets."""
     return _encode(values)[1:-1]
 
 
@@ -175,7 +164,7 @@ def _chat_page(page: DecodedLogprobs, num_top: int) -> bytes:
 
 
 def _ranked_page(page: DecodedLogprobs, num_top: int) -> bytes:
-    """A map per token: the best alternatives by rank, and the prompt's own token."""
+    """The best alternatives by rank, and the prompt's own token."""
     columns, decoded = page.columns, json_of(page.texts).decoded
     top_numbers = _numbers(columns.top_logprobs)
     entries: list[bytes] = []
@@ -204,7 +193,7 @@ def _tokens(page: DecodedLogprobs, _num_top: int, _offset: int) -> bytes:
 
 
 def _top_logprobs(page: DecodedLogprobs, num_top: int, _offset: int) -> bytes:
-    """A map per token: the best alternatives, worst first, and the chosen token. Tokens of equal names share one entry."""
+    """The best alternatives, worst first, and the chosen token. Tokens of equal names share one entry."""
     columns, keys = page.columns, json_of(page.texts).keys
     names = [keys[i] for i in columns.top_ids]
     numbers = _numbers(columns.top_logprobs)
@@ -225,5 +214,4 @@ COMPLETION_COLUMNS: dict[bytes, Callable[[DecodedLogprobs, int, int], bytes]] = 
     b"tokens": _tokens,
     b"top_logprobs": _top_logprobs,
 }
-"""Field -> its encoder, which makes a page's entries as a JSON list without its brackets. Arguments: the page, the number of alternatives
-to show, the characters before the output."""
+"""(page, number of alternatives to show, characters before the output) -> a page's entries as a JSON list without its brackets."""

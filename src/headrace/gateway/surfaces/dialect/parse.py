@@ -1,8 +1,7 @@
 """Checks the decoded body of a request, as far as several surfaces share its fields, and makes a request that cannot be wrong.
 
-Fields are those of `dialect.field_table`. Honoured fields are kept, fields that change nothing are reported by name, and all others are
-refused. msgspec checks types, `core.sampling` has the rules of parameters. Nothing here depends on the model: `own.upstream` adds the
-model's own defaults.
+Honoured fields (`dialect.field_table`) are kept, fields that change nothing are reported by name, and all others are refused. msgspec
+checks types, `core.sampling` has the rules of parameters. Nothing here depends on the model.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ T = TypeVar("T", bound=msgspec.Struct)
 FieldsT = TypeVar("FieldsT", bound=SamplingFields)
 
 Parsed = tuple[FieldsT, RequestedGrammar | None]
-"""A body's fields, and what its answer must match."""
+"""With the grammar of its answer."""
 
 MAX_CACHE_SALT_CHARS = 256
 
 MAX_WHOLE = 2.0**53
-"""A larger number with a point is no integer: a float may not hold what was written."""
+"""A float may not hold what was written."""
 
 REQUIRED = "a value (it is required)"
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -62,7 +61,6 @@ AS_GIVEN = (
     "include_stop_str_in_output",
     "skip_special_tokens",
 )
-"""Sampling parameters that are handed on as they are."""
 
 _as_given_of, _from_model_of, _passed_of = attrgetter(*AS_GIVEN), attrgetter(*FROM_MODEL), attrgetter(*PASSED_IN_BODY)
 
@@ -78,7 +76,7 @@ _KINDS = {
     "null": "null",
 }
 _ANY_KEY = "[...]"
-"""How msgspec writes the place of a map's value, without its key."""
+"""Without the key."""
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 
@@ -86,13 +84,12 @@ _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL
 PRIORITIES: Mapping[int | str, PriorityClass] = {member.name.lower(): member for member in PriorityClass} | {
     int(member): member for member in PriorityClass if member
 }
-"""Values of a body's `priority`. 0, vLLM's default, is none of them: it asks for nothing."""
+"""0, vLLM's default, asks for nothing."""
 
 
 def error_as_written(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest | None:
-    """The error with the client's name for the field; None if the client used the common name.
-
-    names  common name (`prompt`, `max_tokens`, `logprobs`, `grammar`, `n` or `priority`) -> the client's name
+    """None if the client used the common name. names: common name (`prompt`, `max_tokens`, `logprobs`, `grammar`, `n` or `priority`) -> the
+    client's
     """
     name = names.get(error.field)
     if name is None:
@@ -105,7 +102,7 @@ def error_as_written(error: InvalidRequest, names: Mapping[str, str]) -> Invalid
 
 
 def _priority(given: int | str | None, own: PriorityClass) -> PriorityClass:
-    """The priority class that the body names, else the key's. Raises InvalidRequest for an unknown class."""
+    """The body's, else the key's. Raises InvalidRequest for an unknown class."""
     if given is None:
         return own
     if (wanted := PRIORITIES.get(given)) is None:
@@ -114,11 +111,11 @@ def _priority(given: int | str | None, own: PriorityClass) -> PriorityClass:
 
 
 def honoured_fields(given: Mapping[str, object], place: str, ignored: dict[str, None], path: str = "") -> dict[str, object]:
-    """The honoured and passed fields of an object and of the objects inside it, except messages. Fields that are null or off are left out.
+    """Looks into the objects inside it too, except messages. Fields that are null or off are left out.
 
     place    the object's row in RULES and INNER_PLACES
-    ignored  receives the names of fields that were accepted and change nothing, at our engines in the case of passed ones
-    path     path of the object in the body, for errors: "messages[3]."
+    ignored  receives the names of accepted fields that change nothing, at our engines in the case of passed ones
+    path     of the object in the body, for errors: "messages[3]."
 
     Raises InvalidRequest for a field that is unknown or not served.
     """
@@ -153,7 +150,7 @@ def honoured_fields(given: Mapping[str, object], place: str, ignored: dict[str, 
 
 
 def honoured_inside(value: object, place: str, ignored: dict[str, None], path: str) -> object:
-    """A field's value with only the honoured fields of its objects. place: see INNER_PLACES. Raises InvalidRequest for an unknown field."""
+    """place: see INNER_PLACES. Raises InvalidRequest for an unknown field."""
     if isinstance(value, dict) and not place.endswith("[]"):
         return honoured_fields(value, place, ignored, f"{path}.")
     if isinstance(value, list) and place.endswith("[]"):
@@ -163,7 +160,7 @@ def honoured_inside(value: object, place: str, ignored: dict[str, None], path: s
 
 
 def unknown_field(name: str, served: Iterable[str], prefix: str = "") -> InvalidRequest:
-    """The error of an unknown field, with a suggestion. served: fields that its object may have"""
+    """With a suggestion. served: fields that its object may have"""
     close = get_close_matches(name[:80], list(served), n=1)
     honoured = () if prefix else (rule for rule in TABLE if rule.name == name and rule.treatment is Treatment.HONOURED)
     elsewhere = [place for rule in honoured for place in rule.places if not isinstance(place, Inside)]
@@ -175,7 +172,6 @@ def unknown_field(name: str, served: Iterable[str], prefix: str = "") -> Invalid
 
 
 def check_inert(name: str, value: object) -> None:
-    """Raises InvalidRequest for an inert field's value of a wrong type or beyond the size bound."""
     if name != "metadata":
         if not isinstance(value, str) or len(value) > MAX_INERT_CHARS:
             raise InvalidRequest(name, f"a string of at most {MAX_INERT_CHARS} characters", value)
@@ -186,7 +182,7 @@ def check_inert(name: str, value: object) -> None:
 
 
 def check_passed(name: str, value: object, *, is_any: bool) -> None:
-    """Raises InvalidRequest for a passed field's value beyond its bound, or RequestTooLarge."""
+    """Raises InvalidRequest beyond the field's bound, or RequestTooLarge."""
     if not is_any:
         check_inert(name, value)
     elif (num_bytes := len(msgspec.json.encode(value))) > MAX_PASSED_BYTES:
@@ -194,7 +190,7 @@ def check_passed(name: str, value: object, *, is_any: bool) -> None:
 
 
 def checked(request: FieldsT, body: Mapping[str, object]) -> Parsed[FieldsT]:
-    """Check the rules that both surfaces share. Returns the request and the grammar of its answer. Raises InvalidRequest."""
+    """The rules that both surfaces share. Raises InvalidRequest."""
     if request.stream_options is not None:
         if not request.stream:
             raise InvalidRequest("stream_options", "stream = true beside it")
@@ -208,10 +204,8 @@ def checked(request: FieldsT, body: Mapping[str, object]) -> Parsed[FieldsT]:
 
 
 def shared_request(parsed: Parsed[SamplingFields], principal: Principal, prompt: Conversation | PlainPrompts) -> ParsedRequest:
-    """The request in the form of every surface, with the sampling parameters that all surfaces name alike.
-
-    Parameters of FROM_MODEL that the client left out stay out, for the model's defaults. Raises InvalidRequest for an invalid `priority` or
-    `cache`.
+    """Parameters of FROM_MODEL that the client left out stay out, for the model's defaults. Raises InvalidRequest for an invalid `priority`
+    or `cache`.
     """
     request, grammar = parsed
     given: dict[str, Any] = dict(zip(AS_GIVEN, _as_given_of(request), strict=True))
@@ -252,7 +246,7 @@ _type_info = cache(inspect.type_info)
 
 
 def _with_integers(data: object, kind: inspect.Type) -> object:
-    """The data with whole numbers as integers where `kind` has integers: JSON knows no difference between 16 and 16.0."""
+    """Whole numbers become integers where `kind` has integers: JSON knows no difference between 16 and 16.0."""
     kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
     if isinstance(data, float):
         is_whole = data.is_integer() and abs(data) <= MAX_WHOLE
@@ -267,7 +261,7 @@ def _with_integers(data: object, kind: inspect.Type) -> object:
 
 
 def _translated(message: str, data: object, kind: type[msgspec.Struct], prefix: str) -> InvalidRequest:
-    """msgspec's message as an error with field, limit and value."""
+    """With field, limit and value."""
     match = _PATH.match(message)
     what, path = (match["what"], match["path"] or "") if match else (message, "")
     field = ".".join(part for part in (prefix, path) if part)
@@ -285,7 +279,6 @@ def _translated(message: str, data: object, kind: type[msgspec.Struct], prefix: 
 
 
 def _odd_key(values: object) -> object:
-    """The first key of a map that is no integer."""
     return next((key for key in values if not re.fullmatch(r"-?[0-9]+", str(key))), None) if isinstance(values, dict) else None
 
 
@@ -301,7 +294,7 @@ def _limit(what: str) -> str:
 
 
 def _value_at(data: object, path: str) -> object:
-    """The client's value at a path of names and indices; None, which errors do not show, if the path names no single value."""
+    """path: names and indices. None, which errors do not show, if it names no single value."""
     for name, index in re.findall(r"([^.\[\]]+)|\[([^\]]*)\]", path):
         if name and isinstance(data, dict):
             data = data.get(name)

@@ -20,13 +20,13 @@ from headrace.gateway.surfaces.dialect.schemas import SamplingFields
 from headrace.text.template_switch import TemplateSwitch
 
 _SWITCHES = ("enable_thinking", "thinking")
-"""Variables that templates read for reasoning on or off: Qwen's, SmolLM's, ...; DeepSeek's, Granite's."""
+"""Qwen's, SmolLM's, ...; DeepSeek's, Granite's."""
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Degree = Literal["low", "medium", "high"]
 OnOff = Literal["enabled", "disabled"]
 Format = Literal["none", "auto", "deepseek"]
-"""llama.cpp's `reasoning_format`: none leaves reasoning in the text."""
+"""none leaves reasoning in the text."""
 
 WORDS = {
     "reasoning_effort": get_args(Effort),
@@ -35,7 +35,6 @@ WORDS = {
     "reasoning.effort": get_args(Effort),
     "thinking.type": get_args(OnOff),
 }
-"""Fields that are one of some words."""
 
 
 class ReasoningOptions(Struct, omit_defaults=True):
@@ -66,7 +65,7 @@ class ReasoningFields(SamplingFields, kw_only=True):
 
     @property
     def shows_reasoning(self) -> bool:
-        """Whether the answer shows the reasoning that was separated from the text."""
+        """Reasoning that was separated from the text."""
         return self.include_reasoning and not (self.reasoning is not None and self.reasoning.exclude)
 
     @property
@@ -86,7 +85,7 @@ class ReasoningFields(SamplingFields, kw_only=True):
         return [_switch(name, value) for name, value in asked.items() if value is not None]
 
     def given(self) -> dict[str, Any]:
-        """The fields that the client gave, for a server that reads them itself."""
+        """For a server that reads them itself."""
         values = _values_of(self)
         if values == _DEFAULTS:
             return {}
@@ -101,7 +100,7 @@ _DEFAULTS = _values_of(ReasoningFields())
 
 
 def check_reasoning(body: Mapping[str, object]) -> None:
-    """Raises InvalidRequest for an unknown word for the reasoning's effort."""
+    """Raises InvalidRequest for an unknown word for the effort."""
     if _FIELD_SET.isdisjoint(body):
         return
     for field, words in WORDS.items():
@@ -115,7 +114,7 @@ def check_reasoning(body: Mapping[str, object]) -> None:
 
 
 def _switch(field: str, given: bool | str) -> TemplateSwitch:
-    """The template variables that a field sets. "none" switches reasoning off for templates without degrees of effort."""
+    """ "none" switches reasoning off for templates without degrees of effort."""
     if isinstance(given, bool) or given == "none":
         is_on = given is True
         return TemplateSwitch(field=field, values=dict.fromkeys(_SWITCHES, is_on), given=given, is_off=not is_on)
@@ -126,14 +125,14 @@ _DETAIL_TEXTS = ("text", "summary", "data")
 
 
 def joined_details(pieces: object) -> object:
-    """OpenRouter's `reasoning_details` of a stream as those of a whole answer: consecutive pieces of one type and index become one."""
+    """Consecutive pieces of one type and index become one."""
     if not isinstance(pieces, list) or not all(isinstance(piece, dict) for piece in pieces):
         return pieces
     return [_joined(run) for _, run in groupby(pieces, key=lambda piece: (piece.get("type"), piece.get("index")))]
 
 
 def _joined(run: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """One detail of its pieces: its texts one after the other, of other fields the last value."""
+    """Texts one after the other, of other fields the last value."""
     made: dict[str, Any] = {}
     texts: dict[str, list[str]] = {name: [] for name in _DETAIL_TEXTS}
     for piece in run:

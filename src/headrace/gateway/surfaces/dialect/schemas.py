@@ -117,8 +117,7 @@ class CompletionTokensDetails(Struct):
 
 class ContextUsage(Struct):
     """How a conversation was shortened to fit its context (docs/sessions.md). The summary's tokens are counted for the tenant beside
-    those of the answer.
-    """
+    those of the answer."""
 
     fitting: str
     dropped_messages: int
@@ -175,16 +174,14 @@ class CompletionLogprobs(Struct):
 
 
 FORMATS = ("text", "json_object", "json_schema")
-"""Values of `response_format.type`."""
 
 Read = Callable[[Any, str], tuple[Grammar, str] | None]
-"""A field's value and its name -> the grammar and the dotted name of the part that says it; None where it asks for nothing."""
+"""(value, name) -> the grammar and the dotted name of the part that says it; None where it asks for nothing."""
 
 
 def requested_grammar(request: SamplingFields, body: Mapping[str, object]) -> RequestedGrammar | None:
-    """The grammar of the output. The request's grammar fields are set to None, so that no schema is sent twice.
-
-    Raises InvalidRequest for two grammar fields at once, and for a value that is no grammar.
+    """The request's grammar fields are set to None, so that no schema is sent twice. Raises InvalidRequest for two grammar fields at once,
+    and for a value that is no grammar.
     """
     values = _values_of(request)
     if values == _NOTHING:
@@ -206,7 +203,7 @@ def _json_text(value: object) -> str:
 
 
 def _schema(value: dict[str, Any] | str, field: str) -> tuple[Grammar, str]:
-    """A JSON schema as an object, or as the text of one."""
+    """An object, or the text of one."""
     if isinstance(value, str):
         try:
             decode_object(value.encode())
@@ -261,7 +258,7 @@ def _structured_outputs(value: StructuredOutputs, field: str) -> tuple[Grammar, 
 
 
 VLLM_KINDS: Mapping[str, Read] = {"json": _schema, "regex": _regex, "choice": _choice, "grammar": _ebnf}
-"""Fields of vLLM's `structured_outputs`; with `guided_` before them they are fields of a body in earlier versions of vLLM."""
+"""With `guided_` before them they are fields of a body in earlier versions of vLLM."""
 
 READERS: Mapping[str, Read] = {
     "response_format": _response_format,
@@ -273,7 +270,6 @@ READERS: Mapping[str, Read] = {
     "format": _ollama_format,
     "grammar": _ebnf,
 }
-"""Every field of a body that says what its answer must match."""
 
 _values_of = attrgetter(*READERS)
 _NOTHING = (None,) * len(READERS)

@@ -35,22 +35,13 @@ SPARE_CHOICES = 8
 """Choices that a piece may have beyond two for each sequence."""
 
 MAX_PASSED_BYTES = 1 << 20
-"""Most bytes of the fields of a sequence that clients send back."""
 
 
 class ForeignAnswer:
-    """Converts one answer of a foreign server to events.
-
-    num_running  sequences without a sure end
-    left         valid at the end: sequences for which the server sent nothing, as one that ignores `n` does
-    left_out     counts of malformed fields that the answer does not need and that were ignored
-    """
+    """left: valid at the end, sequences for which the server sent nothing, as one that ignores `n` does"""
 
     def __init__(self, indices: Sequence[int], call_key: str) -> None:
-        """
-        indices   sequences that the server was asked for, in its order
-        call_key  text unique to the request, see `CallPieces`
-        """
+        """indices: sequences that the server was asked for, in its order"""
         self.num_running = len(indices)
         self.left: list[int] = []
         self._outputs = [SequenceOutput(index, f"{call_key}/{index}") for index in indices]
@@ -64,12 +55,12 @@ class ForeignAnswer:
 
     @property
     def usage(self) -> TokenUsage:
-        """The server's token counts. Before it has sent them: output tokens as received, and 0 prompt tokens."""
+        """Before the server has counted: output tokens as received, and 0 prompt tokens."""
         return self._said.meant(self._num_tokens, len(self._outputs))
 
     @property
     def is_running(self) -> bool:
-        """Whether a sequence that began has no sure end, or none has begun. Those that never begin may be ignored, as `n` is by some."""
+        """Sequences that never begin may be ignored, as `n` is by some."""
         if not self.num_running or len(self._outputs) == 1:
             return bool(self.num_running)
         is_sure = [output.is_sure for output in self._outputs if output.has_begun]
@@ -77,11 +68,10 @@ class ForeignAnswer:
 
     @property
     def has_usage(self) -> bool:
-        """Whether the server has sent token counts."""
         return self._said != SaidUsage()
 
     def read(self, data: bytes, events: list[OutputEvent]) -> None:
-        """Append the events of one server-sent event, which nearly always has one piece. Raises BrokenStream."""
+        """One server-sent event nearly always has one piece. Raises BrokenStream."""
         for piece in self._pieces.read(data):
             if piece.is_error:
                 raise broken_by(sent_error(data))
@@ -90,7 +80,7 @@ class ForeignAnswer:
             self._read_piece(piece, events)
 
     def read_late_usage(self, data: bytes) -> None:
-        """Note token counts in an event after the end. Anything else in it is ignored."""
+        """Anything else in the event is ignored."""
         with suppress(BrokenStream):
             for piece in self._pieces.read(data):
                 if (counts := piece.counts()) is not None:
@@ -131,7 +121,7 @@ class ForeignAnswer:
                 events.append(output.end(output.ending))
 
     def _index(self, choice: SentChoice) -> int:
-        """The sequence index of a choice; 0 without an index. A single sequence may have any index, if it is always the same."""
+        """A single sequence may have any index, if it is always the same."""
         index = choice.index
         if index is None:
             return 0
@@ -148,7 +138,7 @@ class ForeignAnswer:
         return 0
 
     def _event(self, output: SequenceOutput, choice: SentChoice) -> OutputEvent | None:
-        """The event of a choice; None: it has no output, such as the first one with only the role. Raises BrokenStream."""
+        """None: no output, as in the first choice with only the role. Raises BrokenStream."""
         if choice.error is not None and says_something(choice.error):
             raise broken_by(error_in({"error": choice.error}))
         if choice.message is None and choice.logprobs is None and choice.finish_reason is None:
@@ -179,7 +169,7 @@ class ForeignAnswer:
         )
 
     def _passed(self, output: SequenceOutput, sent: SentDelta | SentCall | None, names: Sequence[str]) -> tuple[PassedField, ...]:
-        """The fields of a delta or call that clients send back. What is no JSON, too much, or behind the end is left out and counted."""
+        """What is no JSON, too much, or behind the end is left out and counted."""
         found = []
         for name in names:
             if not (value := getattr(sent, name, None)):
@@ -196,14 +186,13 @@ class ForeignAnswer:
         return tuple(found)
 
     def _text_event(self, output: SequenceOutput, text: str) -> OutputEvent:
-        """The event of a choice with text alone, as nearly every choice is."""
         self._go_on(output)
         self._num_tokens += 1
         output.said_text.add(text)
         return OutputEvent(output.index, output.text.push(text), 1)
 
     def _decoded(self, output: SequenceOutput, tokens: Sequence[ChosenToken]) -> tuple[DecodedLogprobs, ...]:
-        """The log-probabilities of a sequence's next tokens. tokens: not empty"""
+        """tokens: not empty"""
         if self._names.num_bytes > MAX_NAMES_BYTES:
             self._names = NamedTexts()
         found, known_bytes = DecodedLogprobs(self._names), self._names.num_bytes
@@ -217,7 +206,7 @@ class ForeignAnswer:
         return (replace(found, texts_bytes=self._names.num_bytes - known_bytes),)
 
     def _go_on(self, output: SequenceOutput) -> None:
-        """Note output of a sequence. Raises BrokenStream if the client was given the end already, since the output would be lost."""
+        """Raises BrokenStream if the client was given the end already, since the output would be lost."""
         if output.is_over:
             raise BrokenStream("it went on after its end")
         output.has_tokens = True
@@ -226,7 +215,7 @@ class ForeignAnswer:
             output.is_sure, output.is_revoked = False, True
 
     def _note_ending(self, output: SequenceOutput, named: ForeignFinish) -> None:
-        """Note a named end. An unknown word does not replace a known one."""
+        """An unknown word does not replace a known one."""
         if output.is_over or (output.ending is not None and output.ending.is_known and not named.is_known):
             return
         output.ending = named
@@ -239,9 +228,8 @@ class ForeignAnswer:
             self.num_running -= 1
 
     def _count(self, counts: UsageCounts, *, has_tokens: bool) -> None:
-        """Note the server's token counts, which make a named end sure.
-
-        Some servers send counts with every piece. So counts beside output do not make sure an end that output followed, or an unknown word.
+        """Counts make a named end sure. Some servers send them with every piece, so beside output they do not make sure an end that output
+        followed, or an unknown word.
         """
         self._said = self._said.merged(counts.said())
         for output in self._outputs:

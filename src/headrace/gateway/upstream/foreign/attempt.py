@@ -1,9 +1,9 @@
 """Writes a request in a form that one foreign server takes, and says what its failure means for the request.
 
-A server may refuse a field that says nothing about the answer, such as `stream_options`, or know `max_tokens` by one of its two names only,
-or give one choice whatever `n` says. It is asked again in another form. `ForeignServer` keeps that form for later requests once an answer
-came in it, if the server does not know the field's name (`field_errors`): a value that it refuses is one client's. A field that
-does say something about the answer is never left out: the client gets its name.
+A server may refuse a field that says nothing about the answer, or know `max_tokens` by one of its two names only, or give one choice
+whatever `n` says. It is asked again in another form. `ForeignServer` keeps that form for later requests once an answer came in it, if the
+server does not know the field's name (`field_errors`): a value that it refuses is one client's. A field that does say something about the
+answer is never left out: the client gets its name.
 """
 
 from __future__ import annotations
@@ -26,27 +26,19 @@ from headrace.gateway.upstream.foreign.field_errors import LEFT_OUT_INSIDE, LIMI
 from headrace.gateway.upstream.generation_request import PASSED_IN_BODY, PASSED_IN_CHAT, names_inside, without
 
 WITHOUT_MEANING = frozenset(("stream_options", *PASSED_IN_BODY, *PASSED_IN_CHAT))
-"""Fields of a body that are not about the answer."""
 
 _MARKED = ("messages", "tools")
 
 SALT = "cache_salt"
 
 ADDED = frozenset(("model", "stream", SALT))
-"""Fields that a client did not write."""
 
 MAX_ADAPTATIONS = 3
-"""Most times that a request is written in another form for one server."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ForeignRequest:
-    """A request in OpenAI's form, for any of the model's servers.
-
-    fields        the body without the fields that differ between servers
-    salt          the tenant's salt
-    is_one_by_one  a server refused `n` in this request, or left choices out; its other sequences are asked for one by one
-    """
+    """is_one_by_one  a server refused `n` in this request, or left choices out; its other sequences are asked for one by one"""
 
     request_id: RequestId
     path: str
@@ -61,13 +53,12 @@ class ForeignRequest:
         return self.num_sequences // self.num_prompts
 
     def parts(self) -> list[Sequence[int]]:
-        """Indices of the sequences that are asked for at once. Beside several prompts `n` would leave open whose answer a server that
-        ignores `n` has given."""
+        """What is asked for at once. Beside several prompts `n` would leave open whose answer a server that ignores `n` has given."""
         size = self._n if self._n > 1 else self.num_sequences
         return [range(first, first + size) for first in range(0, self.num_sequences, size)]
 
     def fields_of(self, indices: Sequence[int]) -> dict[str, Any]:
-        """The fields that ask for these sequences of one of `parts`."""
+        """indices: of one of `parts`"""
         if len(indices) == self.num_sequences:
             return self.fields
         fields, first = dict(self.fields), indices[0] % self._n
@@ -81,16 +72,15 @@ class ForeignRequest:
         return fields
 
     def num_prompts_of(self, indices: Sequence[int]) -> int:
-        """The number of prompts that are sent to ask for these sequences."""
         return len({index // self._n for index in indices})
 
     def share(self, indices: Sequence[int], refused: Collection[str], *, takes_one_prompt: bool) -> Sequence[int]:
-        """The part of the sequences that a server is asked for at once. takes_one_prompt: it answers one prompt of several"""
+        """What a server is asked for at once."""
         return indices[:1] if self.is_one_by_one or (takes_one_prompt if self._n == 1 else "n" in refused) else indices
 
 
 def written(fields: Mapping[str, Any], refused: Collection[str]) -> dict[str, Any]:
-    """The fields in a form without those that the server refuses. The limit of tokens is written by its other name."""
+    """The limit of tokens is written by its other name."""
     made = {name: value for name, value in fields.items() if name not in refused or name not in WITHOUT_MEANING}
     if made.get("n") == 1 or "n" in refused:
         made.pop("n", None)
@@ -105,17 +95,14 @@ def written(fields: Mapping[str, Any], refused: Collection[str]) -> dict[str, An
 
 
 def refuse(refused: set[str], name: str) -> None:
-    """Note that a server refuses a field. It takes at least one name of the limit."""
+    """A server takes at least one name of the limit."""
     if name in LIMITS:
         refused.difference_update(LIMITS)
     refused.add(name)
 
 
 def is_adaptable(refusal: Refusal, tried: Collection[Refusal]) -> bool:
-    """Whether a request in another form asks for the same answer, perhaps in several requests. tried: refusals of the request before
-
-    A limit that is too large stays what it is: a server that ignores the other name would give a longer answer.
-    """
+    """A limit that is too large stays what it is: a server that ignores the other name would give a longer answer."""
     names = {each.field for each in tried}
     if len(tried) == MAX_ADAPTATIONS:
         return False
@@ -127,7 +114,7 @@ def is_adaptable(refusal: Refusal, tried: Collection[Refusal]) -> bool:
 
 
 def names_in(fields: Mapping[str, Any]) -> set[str]:
-    """The names of a body's fields, and of the marks inside its messages and functions with their place: `messages.cache_control`."""
+    """With the marks inside messages and functions by their place: `messages.cache_control`."""
     marks = {f"{place}.{name}" for place in _MARKED for name in LEFT_OUT_INSIDE & names_inside(fields.get(place))}
     return set(fields) - ADDED | marks
 
@@ -137,21 +124,21 @@ BROKE = "The server behind this model broke off its answer; the request can be s
 BUSY = "The server behind this model has too much to do."
 
 ERROR_BODY_S = 5.0
-"""Seconds a server may take for an error's body after its status."""
+"""Once the status is there."""
 
 
 class AttemptResult(StrEnum):
-    """How one attempt ended. The values are the label `result` of headrace_upstream_attempts_total."""
+    """Values are the label `result` of headrace_upstream_attempts_total."""
 
     OK = "ok"
     INVALID = "invalid"
-    """The server refused the request for what it asks: 400, 413, 422."""
+    """400, 413, 422."""
     OVERFLOW = "overflow"
-    """As INVALID: the prompt is too long for this server's context."""
+    """The prompt is too long for this server's context."""
     RATE_LIMITED = "rate_limited"
     """The account's rate limit, or a server with too much to do."""
     CONNECT = "connect"
-    """No connection, or it was closed before the status: nothing was answered."""
+    """Or the connection was closed before the status: nothing was answered."""
     SERVER_ERROR = "server_error"
     REFUSED = "refused"
     """About the server's configuration or ours, which another attempt does not change: its key, its model, a redirect."""
@@ -161,7 +148,6 @@ class AttemptResult(StrEnum):
     LOST = "lost"
     """Silence beyond a timeout, or an answer that broke off or was none."""
     ABANDONED = "abandoned"
-    """The client left, or its deadline passed."""
 
 
 ANSWERS = (AttemptResult.OK, AttemptResult.INVALID, AttemptResult.OVERFLOW, AttemptResult.FORBIDDEN, AttemptResult.RATE_LIMITED)
@@ -171,7 +157,6 @@ ANSWERS = (AttemptResult.OK, AttemptResult.INVALID, AttemptResult.OVERFLOW, Atte
 class AttemptFailed(HeadraceError):
     """One attempt of a request at a foreign server failed. The client gets `error` if no other attempt follows.
 
-    has_begun  the client was given tokens of the attempt's answer
     refusal    the field that the server refused; None: it named none
     """
 
@@ -181,11 +166,7 @@ class AttemptFailed(HeadraceError):
 
 
 def known_failure(sent: SentError, *, retry_after_s: float, refusal: Refusal | None = None) -> AttemptFailed | None:
-    """The failure for an error of a known kind, in whatever form the server sent it; None: another failure.
-
-    retry_after_s  seconds until the server takes requests
-    refusal        of a field that the error names
-    """
+    """None: another failure."""
     match sent.kind:
         case ErrorKind.OVERFLOW:
             return AttemptFailed(AttemptResult.OVERFLOW, foreign_overflow())
@@ -205,7 +186,7 @@ def known_failure(sent: SentError, *, retry_after_s: float, refusal: Refusal | N
 
 
 def _invalid(status: int | None, field: str | None) -> InvalidRequest:
-    """The error of a request that the server does not take. field: that it named; None: none, or one that the client did not write"""
+    """field: None where none was named, or one that the client did not write"""
     limit = f"what the server behind this model accepts (it said {status or 'so in its answer'})"
     if field is None or field == SALT:
         return InvalidRequest("body", limit, None, "Leave out rare fields.")
@@ -213,14 +194,14 @@ def _invalid(status: int | None, field: str | None) -> InvalidRequest:
 
 
 def result_of(status: int) -> AttemptResult:
-    """The result for a status that is neither the client's fault nor a rate limit."""
+    """For a status that is neither the client's fault nor a rate limit."""
     if status >= 500 or status in (408, 425):
         return AttemptResult.SERVER_ERROR
     return AttemptResult.FORBIDDEN if status in (403, 451) else AttemptResult.REFUSED
 
 
 async def error_body(response: aiohttp.ClientResponse) -> bytes:
-    """The decoded body of an error, as much as arrives within its bounds of bytes and time."""
+    """As much as arrives within its bounds of bytes and time."""
     body, num_read = bytearray(), 0
     try:
         decoder = decoder_for(response, MAX_ERROR_BYTES)

@@ -20,16 +20,15 @@ from headrace.gateway.upstream.foreign.errors import says_something
 from headrace.gateway.upstream.seam import TokenUsage
 
 MAX_TOKENS = 2**27
-"""Largest count that is believed, above any context."""
 
 MAX_SUM = 2**32 - 1
-"""Largest sum of a request's counts: the records' columns have 32 bits, and 64 for money at the highest price."""
+"""The records' columns have 32 bits, and 64 for money at the highest price."""
 
 Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 
 
 class TokenDetails(Struct):
-    """Parts of a count. Proxies of Anthropic's API have three names for the tokens that were written to a cache."""
+    """Proxies of Anthropic's API have three names for the tokens that were written to a cache."""
 
     cached_tokens: Count | None = None
     cache_write_tokens: Count | None = None
@@ -46,8 +45,7 @@ NO_DETAILS = TokenDetails()
 
 
 class UsageCounts(TokenDetails, kw_only=True):
-    """A server's usage object. The names are OpenAI's and those of its newer interface, then those of single servers. Parts stand in the
-    details, or beside the counts."""
+    """OpenAI's names and those of its newer interface, then those of single servers. Parts stand in the details, or beside the counts."""
 
     prompt_tokens: Count | None = None
     completion_tokens: Count | None = None
@@ -65,11 +63,10 @@ class UsageCounts(TokenDetails, kw_only=True):
 
     @property
     def has_any(self) -> bool:
-        """Whether it counts anything, and is no empty object."""
         return self != NO_COUNTS
 
     def said(self) -> SaidUsage:
-        """The counts in one form, as far as this object alone tells: by a name, or since its total has parts that its counts lack."""
+        """As far as this object alone tells: by a name, or since its total has parts that its counts lack."""
         prompt_parts = self.prompt_tokens_details or self.input_tokens_details or NO_DETAILS
         output_parts = self.completion_tokens_details or self.output_tokens_details or NO_DETAILS
         prompt, completion = self.prompt_tokens or self.input_tokens or 0, self.completion_tokens or self.output_tokens or 0
@@ -96,7 +93,7 @@ NO_COUNTS = UsageCounts()
 
 
 class LlamaCppTimings(Struct):
-    """llama.cpp's counts, which it also sends where it sends no usage. prompt_n: prompt tokens that were not cached"""
+    """Also sent where no usage is. prompt_n: prompt tokens that were not cached"""
 
     prompt_n: Count | None = None
     cache_n: Count | None = None
@@ -110,9 +107,7 @@ class LlamaCppTimings(Struct):
 
 
 class SaidUsage(NamedTuple):
-    """Counts of one answer as its server said them; 0: not said.
-
-    prompt    with the cached and written tokens, unless these are more
+    """prompt    with the cached and written tokens, unless these are more
     uncached  prompt without the cached and written tokens
     written   tokens of the prompt that were written to a cache
     is_split  cached tokens that by their name are no part of the prompt came without it
@@ -128,7 +123,7 @@ class SaidUsage(NamedTuple):
     is_split: bool = False
 
     def merged(self, later: SaidUsage) -> SaidUsage:
-        """The largest of each count: servers that count in every piece count from the beginning, and some send zeros at the end."""
+        """The largest of each: servers that count in every piece count from the beginning, and some send zeros at the end."""
         return SaidUsage._make(map(max, self, later))
 
     def meant(self, num_tokens: int, num_sequences: int) -> TokenUsage:
@@ -137,7 +132,6 @@ class SaidUsage(NamedTuple):
         Cached and written tokens that are more than the prompt stood beside it. What a total adds without a name is output, as Gemini's
         thoughts are.
 
-        num_tokens     output tokens that were received, which count where the server says none
         num_sequences  of the answer. Servers may count a prompt's cached tokens once for each
         """
         prompt, completion, reasoning, parts = self.prompt, self.completion, self.reasoning, self.cached + self.written
@@ -156,8 +150,7 @@ class SaidUsage(NamedTuple):
 
 
 class SideField(StrEnum):
-    """Fields that an answer is complete without. A malformed one is left out and counted: the values are the label `field` of
-    headrace_upstream_fields_left_out_total."""
+    """Fields that an answer is complete without. Values are the label `field` of headrace_upstream_fields_left_out_total."""
 
     CALL_ID = "call_id"
     CONTENT_PART = "content_part"
@@ -167,7 +160,6 @@ class SideField(StrEnum):
     REFUSAL = "refusal"
     STOP_REASON = "stop_reason"
     SIGNATURE = "signature"
-    """What clients would have to send back, beyond its bound or no JSON."""
     USAGE = "usage"
 
 
@@ -181,7 +173,7 @@ class SentFunction(Struct):
 
 
 class SentCall(SentFunction):
-    """A piece of a call. Name and arguments are in `function`, or beside it."""
+    """Name and arguments are in `function`, or beside it."""
 
     index: int | None = None
     id: str | None = None
@@ -205,7 +197,7 @@ class SentLogprobs(Struct):
 
 
 class SentDelta(Struct):
-    """The new output in a piece. Servers have several names for reasoning, and may send it under two of them."""
+    """Servers have several names for reasoning, and may send it under two of them."""
 
     content: str | None = None
     refusal: str | None = None
@@ -222,7 +214,7 @@ class SentDelta(Struct):
 
     @property
     def is_text_alone(self) -> bool:
-        """Whether there is text and nothing else, which is so for nearly every piece."""
+        """True for nearly every piece."""
         return bool(self.content) and not (
             self.tool_calls
             or self.reasoning_content
@@ -238,19 +230,19 @@ class SentDelta(Struct):
 
     @property
     def any_reasoning(self) -> str:
-        """The reasoning under any of its names, once."""
+        """Under any of its names, once."""
         return self.reasoning_content or self.reasoning or self.thinking or text_in(self.reasoning_details) or ""
 
     @property
     def calls(self) -> list[SentCall]:
-        """The pieces of calls, also of a single call in OpenAI's older form."""
+        """Also a single call in OpenAI's older form."""
         calls = self.tool_calls or []
         call = self.function_call
         return calls if calls or call is None else [SentCall(name=call.name, arguments=call.arguments)]
 
 
 class SentChoice(Struct):
-    """message: in a whole answer, and in place of `delta` where servers mix the two up;  error: of this choice alone"""
+    """message: of a whole answer, and where servers mix it up with `delta`"""
 
     index: int | None = None
     delta: SentDelta | None = None
@@ -284,7 +276,7 @@ class AnswerPiece(Struct):
         return self.object == "error" or (self.error is not None and says_something(self.error))
 
     def counts(self) -> UsageCounts | None:
-        """The piece's token counts, in OpenAI's place, Groq's, Moonshot's (in the only choice), Ollama's or llama.cpp's; or None."""
+        """In OpenAI's place, Groq's, Moonshot's (in the only choice), Ollama's or llama.cpp's."""
         in_choice = self.choices[0].usage if self.choices and len(self.choices) == 1 else None
         for counts in (self.usage, None if self.x_groq is None else self.x_groq.usage, in_choice):
             if counts is not None and counts.has_any:
@@ -298,13 +290,11 @@ decode_chunk = msgspec.json.Decoder(AnswerPiece).decode
 
 
 TEXT_FIELDS = ("text", "thinking", "reasoning", "summary", "content", "value")
-"""Fields that hold the text of a part of a content, in the order in which they are looked for."""
 
 
 def text_in(value: object, *, max_depth: int = 3) -> str | None:
-    """The text of a string, of an object that holds one, or of a list of both, one in the other at most `max_depth` times.
-
-    None without text. Objects of a list without text, such as encrypted reasoning, are skipped.
+    """From a string, an object that holds one, or a list of both, nested to `max_depth`. Objects without text, such as encrypted
+    reasoning, are skipped.
     """
     if isinstance(value, str) or max_depth == 0:
         return value if isinstance(value, str) else None

@@ -17,10 +17,8 @@ from headrace.gateway.upstream.foreign.field_errors import place_in
 from headrace.gateway.upstream.foreign.values import integer_of, read_json
 
 MAX_ERROR_BYTES = 64 << 10
-"""Most bytes read of an error's body."""
 
 MAX_WORDS_CHARS = 4096
-"""Most characters of an error's texts that are looked at."""
 
 CLIENT_FAULTS = (400, 413, 422)
 """Statuses of a request that its server refuses for what it asks."""
@@ -31,29 +29,20 @@ _CERTAIN = (401, 402, 404, 429, 503, 529)
 
 class ErrorKind(Enum):
     OVERFLOW = auto()
-    """The prompt is too long for the server's context."""
     ACCOUNT_LIMIT = auto()
     """The request alone is more than the account's limit per minute: no wait makes it fit."""
     RATE_LIMIT = auto()
-    """The account's limit is reached, or the server has too much to do: it takes the request later."""
     FILTERED = auto()
     """The server's content filter refuses the prompt."""
     KEY = auto()
-    """The server refuses the operator's key, or the account behind it."""
     MODEL = auto()
-    """The server does not have the operator's model."""
     INVALID = auto()
-    """The server does not take what the client asks."""
 
 
 @dataclass(frozen=True, slots=True)
 class SentError:
-    """An error as a server sent it.
-
-    kind        None: not known
-    status      the HTTP status of the answer, or the one that an error event names; None: none
+    """status      the HTTP status of the answer, or the one that an error event names; None: none
     is_certain  the kind rests on a code or a status, not on words alone
-    wait_s      seconds after which the server wants to be asked again, as the error says
     """
 
     kind: ErrorKind | None = None
@@ -63,10 +52,7 @@ class SentError:
 
 
 class BrokenStream(Exception):
-    """The server's bytes are not a complete answer. The message says what was wrong and never quotes them.
-
-    sent  the error that the server sent instead; None: it sent none
-    """
+    """The server's bytes are not a complete answer. The message says what was wrong and never quotes them."""
 
     def __init__(self, message: str, *, sent: SentError | None = None) -> None:
         super().__init__(message)
@@ -176,7 +162,6 @@ _FIELD_CODES = (
     *("functionparam", "unsupportedparam", "unsupportedvalue", "unknownparam", "missingrequired", "invalidvalue", "invalidtype"),
     *("extraforbidden", "schema", "abovemax", "belowmin"),
 )
-"""Parts of codes for a field of the request."""
 
 _OURS = ("model", "header", "headers", "path", "query", "authorization", "api", "api_key", "apikey", "key", "x")
 """First words of places that the gateway writes, such as its header for the key."""
@@ -186,7 +171,7 @@ _QUOTED_NAME = re.compile(r"""((?<!: )"|['`])[\w.$-]+\1""")
 
 
 def sent_error(body: bytes, status: int | None = None) -> SentError:
-    """The error in a body, which need not be JSON. status: of the answer, None inside an event stream"""
+    """The body need not be JSON."""
     try:
         return error_in(read_json(body[:MAX_ERROR_BYTES]), status)
     except ValueError:
@@ -194,7 +179,7 @@ def sent_error(body: bytes, status: int | None = None) -> SentError:
 
 
 def error_in(value: object, status: int | None = None) -> SentError:
-    """The error in a JSON value: OpenAI's object, a text in its place, vLLM's older form without `error`, Google's list, and others."""
+    """OpenAI's object, a text in its place, vLLM's older form without `error`, Google's list, and others."""
     facts = _Facts()
     facts.read(value)
     stated = [code for fact in facts.codes if (code := integer_of(fact)) is not None and 400 <= code <= 599]
@@ -230,7 +215,6 @@ def _kind(codes: str, words: str, status: int | None, is_about_field: bool) -> t
 
 
 def _is_about_field(codes: str, places: list[list[str]]) -> bool:
-    """Whether an error names a field that the client wrote."""
     if places:
         return any(place[0].lower() not in _OURS for place in places)
     return any(part in codes for part in _FIELD_CODES)
@@ -252,12 +236,7 @@ _MAX_DEPTH, _MAX_LISTED = 8, 8
 
 
 class _Facts:
-    """What the known fields of an error hold, the outer ones first. A validation error quotes the client's request in other fields, which
-    are not read.
-
-    waits   seconds
-    places  parts of the paths of fields of the request
-    """
+    """The outer fields first. A validation error quotes the client's request in other fields, which are not read."""
 
     def __init__(self) -> None:
         self.codes: list[object] = []
@@ -287,11 +266,11 @@ class _Facts:
 
 
 SUCCESS = ("", "0", "200", "success", "ok", "none", "null", "no error", "no_error")
-"""Texts of an error's fields, and of an `error` that is a text, that say that there is none."""
+"""Texts that say that there is no error."""
 
 
 def says_something(value: object) -> bool:
-    """Whether an `error` field reports an error. Some servers send it empty, or with a word of success, in every piece."""
+    """Some servers send `error` empty, or with a word of success, in every piece."""
     return any(map(_is_said, value.values())) if isinstance(value, dict) else _is_said(value)
 
 

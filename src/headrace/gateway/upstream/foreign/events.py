@@ -25,24 +25,21 @@ from headrace.gateway.upstream.foreign.values import BYTE_ORDER_MARK
 from headrace.gateway.upstream.seam import EventListener, OutputEvent
 
 MAX_EVENT_BYTES = 1 << 20
-"""Most bytes of one event, and of a whole answer in one document."""
 
 DONE = b"[DONE]"
 
 NOTHING = (b"ping", b"heartbeat", b"keepalive", b"keep-alive", b"keep_alive")
-"""Names of events that only keep a connection open. Some servers send such a word as data."""
+"""Some servers send such a word as data."""
 
 _COMMENTS = re.compile(rb"^(?::[^\n]*+\n)++", re.MULTILINE)
 _BLANK_LINES = re.compile(rb"\n{3,}+")
 
 Frame = tuple[bytes, bytes]
-"""An event: its name, in lower case and empty for most, and its data: DONE, or anything."""
+"""(name, data): the name in lower case and empty for most; DONE, or anything."""
 
 
 class EventFraming:
-    """Splits one body into server-sent events.
-
-    fault            why the rest of the body cannot be read; empty: it can
+    """fault            why the rest of the body cannot be read; empty: it can
     is_one_document  valid at the end: the body was one JSON text and nothing else
     """
 
@@ -57,7 +54,6 @@ class EventFraming:
         self._has_begun = self._has_events = self._is_document = self._ends_in_brace = self._ends_in_return = False
 
     def push(self, piece: bytes) -> list[Frame]:
-        """The events that end in `piece`."""
         if not (self._line or self._data or self._name or self._is_document or self._ends_in_return or self.fault):
             usual = _usual_events(piece)
             if usual is not None:
@@ -79,7 +75,7 @@ class EventFraming:
         return found
 
     def end(self) -> list[Frame]:
-        """The last event, if the body ends without a line end after it."""
+        """A body may end without a line end."""
         found: list[Frame] = []
         self._read_line(bytes(self._line), found)
         self.is_one_document = self._is_document and not self._has_events
@@ -87,7 +83,7 @@ class EventFraming:
         return found
 
     def _with_line_feeds(self, piece: bytes) -> bytes:
-        """The piece with all line ends as line feeds. A CR LF pair may be split between two pieces."""
+        """A CR LF pair may be split between two pieces."""
         if self._ends_in_return:
             piece = piece.removeprefix(b"\n")
         self._ends_in_return = piece.endswith(b"\r")
@@ -127,7 +123,7 @@ class EventFraming:
         self._add(value, found, is_document=False)
 
     def _add(self, value: bytes, found: list[Frame], *, is_document: bool) -> None:
-        """Add a line of data. A line that begins with `{`, after one that ends with `}`, begins another event."""
+        """A line that begins with `{`, after one that ends with `}`, begins another event."""
         if value[:1] != b"{" and value.strip(b" \t\"'").upper() == DONE:
             self._end_event(found)
             self._has_events = True
@@ -152,7 +148,7 @@ class EventFraming:
 
 
 def _usual_events(piece: bytes) -> list[Frame] | None:
-    """The events of a piece in the form of nearly all: each one a line of JSON with a blank line behind it. None: it has another form."""
+    """Nearly all bodies: each event a line of JSON with a blank line behind it. None: it has another form."""
     if len(piece) > MAX_EVENT_BYTES or piece[:7] != b"data: {" or piece[-3:] != b"}\n\n" or b"\r" in piece:
         return None
     found = []
@@ -164,49 +160,45 @@ def _usual_events(piece: bytes) -> list[Frame] | None:
 
 
 def _without_silence(lines: bytes) -> bytes:
-    """The lines without comments and without more than one blank line after another: a body may have millions of either."""
+    """A body may have millions of comments or blank lines."""
     if lines[:1] == b":" or b"\n:" in lines:
         lines = _COMMENTS.sub(b"", lines)
     return _BLANK_LINES.sub(b"\n\n", lines) if b"\n\n\n" in lines else lines
 
 
 PIECE_BYTES = 64 << 10
-"""Most bytes read and decoded at once: a few milliseconds of work."""
 
 MAX_ANSWER_BYTES = 64 << 20
 
 MAX_SIGNS_OF_LIFE = 5
-"""Most times `silence_s` between two tokens of a server that sends something else meanwhile: comments, pings, empty chunks, halves."""
+"""Times `silence_s` between two tokens of a server that sends something else meanwhile: comments, pings, empty chunks, halves."""
 
 NEXT_CHOICE_S = 30.0
-"""Seconds a server may take for its next choice, after all that began have ended. Then the rest is asked for one by one."""
+"""After all that began have ended. Then the rest is asked for one by one."""
 
 END_OF_STREAM_S = 5.0
-"""Seconds a server may take for usage and [DONE] together after every sequence has ended."""
+"""For usage and [DONE] together, after every sequence has ended."""
 
 END_OF_BODY_S = 0.05
-"""Seconds a server may take for the end of the body after [DONE]. Then the connection can be used again: another one would cost the next
-request its handshakes."""
+"""After [DONE]. Then the connection can be used again: another one would cost the next request its handshakes."""
 
 LATE_USAGE_S = 0.5
-"""The same where the server has not counted yet, unless it never did: some send usage after [DONE]."""
+"""Where the server has not counted yet, unless it never did: some send usage after [DONE]."""
 
 
 class EventSink(EventListener, Protocol):
-    """Takes an answer's events as they come."""
-
     async def wait_for_room(self) -> None: ...
 
 
 class SilenceLimit:
-    """The deadline of an answer's next bytes, once it has begun. Before that the deadline of the first token holds unchanged."""
+    """Once the answer has begun. Before that the deadline of the first token holds unchanged."""
 
     def __init__(self, deadline: asyncio.Timeout, silence_s: float) -> None:
         self._deadline, self._silence_s = deadline, silence_s
         self._silent_since: float | None = None
 
     def heard(self, *, is_output: bool) -> None:
-        """Note that bytes came. is_output: they held output of the answer"""
+        """is_output: the bytes held output of the answer"""
         now = asyncio.get_running_loop().time()
         if is_output:
             self._silent_since = now
@@ -215,22 +207,13 @@ class SilenceLimit:
             self._deadline.reschedule(min(now + self._silence_s, last_at))
 
     def suspend(self) -> None:
-        """Wait for as long as it takes, for something else than the server."""
         self._deadline.reschedule(None)
 
 
 class EventReader:
-    """The reader of one answer.
-
-    has_begun  an event was given
-    is_cut     the server stayed silent where choices were missing, and was waited for no longer
-    """
+    """is_cut     the server stayed silent where choices were missing, and was waited for no longer"""
 
     def __init__(self, indices: Sequence[int], call_key: str, *, late_usage_s: float = LATE_USAGE_S) -> None:
-        """
-        indices, call_key  as in `ForeignAnswer`
-        late_usage_s       seconds a server may take for its counts after [DONE]
-        """
         self.answer = ForeignAnswer(indices, call_key)
         self.has_begun = False
         self.is_cut = False
@@ -246,10 +229,7 @@ class EventReader:
         silence: SilenceLimit,
         on_begun: Callable[[], None] = lambda: None,
     ) -> None:
-        """Give `sink` the answer's events as they come.
-
-        silence   limit of the time between two pieces of the answer; the time in which `sink` takes nothing is not counted
-        on_begun  called before the first event is given
+        """on_begun is called before the first event is given. The time in which `sink` takes nothing is not counted.
 
         Raises BrokenStream for an incomplete or malformed answer, and aiohttp.ClientError or OSError when the server is lost.
         """
@@ -294,7 +274,6 @@ class EventReader:
         sink.take(events)
 
     def _read_frames(self, framing: EventFraming, frames: list[Frame], events: list[OutputEvent]) -> bool:
-        """Add the events of the frames. True when [DONE] was among them. Raises BrokenStream, for a fault of the framing too."""
         for number, (name, data) in enumerate(frames, 1):
             if data == DONE:
                 self.answer.end(events, is_marked=True)
@@ -308,7 +287,7 @@ class EventReader:
         return False
 
     async def _read_counts(self, response: aiohttp.ClientResponse, framing: EventFraming, decoder: BodyDecoder | None) -> None:
-        """Read what follows [DONE], a moment long: token counts at some servers. Whatever else comes, the answer is complete."""
+        """A moment long. Whatever else comes, the answer is complete."""
         deadline_at = asyncio.get_running_loop().time() + (END_OF_BODY_S if self.answer.has_usage else self._late_usage_s)
         num_bytes = 0
         with suppress(BrokenStream):
@@ -324,8 +303,9 @@ class EventReader:
             self.answer.read_late_usage(data)
 
     async def _next_piece(self, response: aiohttp.ClientResponse) -> bytes:
-        """The next bytes; empty at the end. Once every sequence that began has ended, also empty if no more output came for too long, and
-        once all have, if the server is lost."""
+        """Empty at the end. Once every sequence that began has ended, also if no more output came for too long, and once all have, if the
+        server is lost.
+        """
         if self.answer.is_running:
             self._ended_at = None
             return await response.content.read(PIECE_BYTES)
@@ -340,12 +320,7 @@ class EventReader:
 
 
 def decoder_for(response: aiohttp.ClientResponse, max_bytes: int) -> BodyDecoder | None:
-    """The decoder of a compressed body, which some servers send although none is accepted; None: it is not compressed.
-
-    max_bytes  most bytes of the decoded body
-
-    Raises BrokenStream for an unknown coding.
-    """
+    """Some servers compress although no coding is accepted; None: not compressed. Raises BrokenStream for an unknown coding."""
     coding = response.headers.get("content-encoding", "")
     try:
         return decoder_of([coding.encode()], max_bytes) if coding else None
@@ -354,7 +329,7 @@ def decoder_for(response: aiohttp.ClientResponse, max_bytes: int) -> BodyDecoder
 
 
 def unpacked(decoder: BodyDecoder, piece: bytes) -> Iterator[bytes]:
-    """The decoded parts of a compressed piece. Raises BrokenStream if it cannot be decoded."""
+    """Raises BrokenStream."""
     try:
         yield from decoder.parts(piece)
     except BodyTooLarge as error:
@@ -364,10 +339,7 @@ def unpacked(decoder: BodyDecoder, piece: bytes) -> Iterator[bytes]:
 
 
 async def _read_until(deadline_at: float, response: aiohttp.ClientResponse, *passed_over: type[Exception]) -> bytes:
-    """The next bytes of an answer whose sequences have ended; empty at the end, at the deadline, and after an error that is passed over.
-
-    passed_over  by default also the loss of the server
-    """
+    """Empty at the end, at the deadline, and after an error that is passed over, by default also the loss of the server."""
     if asyncio.get_running_loop().time() >= deadline_at:
         return b""  # bytes that are there already would be read without a look at the clock
     with suppress(*(passed_over or (aiohttp.ClientError, OSError))):  # TimeoutError is an OSError

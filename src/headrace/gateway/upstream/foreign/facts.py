@@ -20,7 +20,7 @@ LOAD_METRICS = (
     ("headrace_requests_running", "headrace_requests_waiting"),
     ("tgi_batch_current_size", "tgi_queue_size"),
 )
-"""Names of the running and of the waiting requests on the metrics pages of servers that have them."""
+"""(running, waiting)"""
 
 _LINE_BEGINS = tuple(name for pair in LOAD_METRICS for name in pair)
 _MAX_LINE_CHARS = 4096
@@ -28,15 +28,12 @@ _SAMPLE = re.compile(r'([a-z_:]+)(?:\{((?:[^"}]|"(?:\\.|[^"\\])*")*)\})? +([0-9.
 _MODEL_LABEL = re.compile(r'(?:^|,)\s*(?:model|model_name)="((?:\\.|[^"\\])*)"')
 
 MAX_CONTEXT_TOKENS = 2**40
-"""A context that is said to be longer is not believed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListedModel:
-    """A model in a server's list.
-
-    max_model_len  most tokens of prompt and output; None: not in the list. vLLM, SGLang and Headrace name it `max_model_len`, OpenRouter
-                   `context_length`, llama.cpp `n_ctx` in `meta`
+    """max_model_len  most tokens of prompt and output; None: not in the list. vLLM, SGLang and Headrace name it `max_model_len`, OpenRouter
+    `context_length`, llama.cpp `n_ctx` in `meta`
     """
 
     is_listed: bool
@@ -45,16 +42,15 @@ class ListedModel:
 
 @dataclass(frozen=True, slots=True)
 class ReportedLoad:
-    """Requests (sequences, where the server counts these) on a server's metrics page."""
+    """Requests, or sequences where the server counts these."""
 
     num_running: int
     num_waiting: int
 
 
 def listed_model(body: bytes, name: str) -> ListedModel | None:
-    """One model's entry in the answer to `GET /v1/models`; None for a body that is no list of models.
-
-    The list stands in `data` or `models`, or is the body; it is null at a server without models. An entry may be a name alone.
+    """None: no list of models. The list stands in `data` or `models`, or is the body; it is null at a server without models. An entry may
+    be a name alone.
     """
     try:
         models = read_json(body)
@@ -81,10 +77,7 @@ def _context_tokens(model: Mapping[str, object]) -> int | None:
 
 
 def reported_load(page: bytes, name: str) -> ReportedLoad | None:
-    """The load on a metrics page in Prometheus' text format, summed over samples; None: the page has no known metric.
-
-    name  the model's name at the server: samples with a label `model` or `model_name` must have this value
-    """
+    """Summed over samples; None: no known metric. A sample's label `model` or `model_name` must be `name`."""
     sums: dict[str, float] = {}
     for line in page.decode("utf-8", "replace").splitlines():
         if len(line) > _MAX_LINE_CHARS or not line.startswith(_LINE_BEGINS) or (match := _SAMPLE.fullmatch(line)) is None:
@@ -104,7 +97,6 @@ def _count(value: float) -> int:
 
 
 MAX_WAIT_S = 3600.0
-"""A server that asks for a longer wait is asked again after this many seconds."""
 
 _PARTS = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -116,14 +108,14 @@ _SPOKEN_S = {"ms": 0.001, "milli": 0.001, "h": 3600.0, "m": 60.0, "s": 1.0}
 
 
 def stated_wait_s(words: str) -> float | None:
-    """Seconds in a sentence such as "please try again in 1m30.5s" or "retry after 26 seconds", in lower case; None: it states none."""
+    """As in "please try again in 1m30.5s" or "retry after 26 seconds", in lower case; None: it states none."""
     if (found := _STATED.search(words)) is None:
         return None
     return _bounded(sum(float(number) * _SPOKEN_S[unit] for number, unit in _SPOKEN.findall(found[1])))
 
 
 def duration_s(value: object, unit_s: float) -> float | None:
-    """Seconds of an error's field: a number of units, or a text such as "34s"; None for anything else."""
+    """A number of units, or a text such as "34s"."""
     number = number_of(value)
     if number is None:
         return _duration_s(value) or None if isinstance(value, str) else None
@@ -131,7 +123,7 @@ def duration_s(value: object, unit_s: float) -> float | None:
 
 
 def retry_after_s(headers: Mapping[str, str], unix_now: float) -> float | None:
-    """Seconds to wait by an answer's `retry-after-ms`, or `Retry-After` as seconds or a date; None: it has neither."""
+    """By `retry-after-ms`, or `Retry-After` as seconds or a date."""
     if (given := headers.get("retry-after-ms", "")) and (milliseconds := number_in(given)) >= 0:
         return _bounded(milliseconds / 1000)
     given = headers.get("retry-after", "")
@@ -145,10 +137,8 @@ def retry_after_s(headers: Mapping[str, str], unix_now: float) -> float | None:
 
 
 def exhausted_s(headers: Mapping[str, str]) -> float:
-    """Seconds until a provider takes requests again, by headers that count none left; 0: some are left, or there are no such headers.
-
-    The headers are OpenAI's x-ratelimit-remaining-requests and -tokens with their x-ratelimit-reset-*, and the IETF draft's
-    ratelimit-remaining.
+    """By headers that count no requests or tokens left; 0: some are left. OpenAI's x-ratelimit-remaining-requests and -tokens with their
+    x-ratelimit-reset-*, and the IETF draft's ratelimit-remaining.
     """
     wait_s = 0.0
     for remaining, reset in (
@@ -162,7 +152,7 @@ def exhausted_s(headers: Mapping[str, str]) -> float:
 
 
 def _duration_s(text: str) -> float:
-    """Seconds in "6m0s", "20ms" or "12.5"; 0 for anything else."""
+    """ "6m0s", "20ms" or "12.5"; 0 for anything else."""
     text = text.strip()
     parts = _PARTS.findall(text)
     if parts and "".join(number + unit for number, unit in parts) == text:

@@ -25,18 +25,17 @@ LEFT_OUT_INSIDE = MARKS | {"reasoning_content"}
 
 
 MAX_PLACE_CHARS = 256
-"""Most characters of a place that are looked at."""
 
 
 class Refusal(NamedTuple):
-    """is_name: the server refuses the field whatever its value"""
+    """is_name: whatever the field's value"""
 
     field: str
     is_name: bool
 
 
 class _Said(NamedTuple):
-    """What one object of an error says. place: parts of its path in the request; empty: it names none"""
+    """place: parts of its path in the request; empty: it names none"""
 
     place: list[str]
     codes: str
@@ -66,11 +65,7 @@ _ONE_CHOICE = re.compile(
 
 
 def refused_field(body: bytes, names: Collection[str]) -> Refusal | None:
-    """What an error says of a field of the request; None: it names none of them.
-
-    body   of the error
-    names  of the fields that the request had, and of marks inside messages and functions
-    """
+    """names: of the fields that the request had, and of marks inside messages and functions"""
     try:
         said = list(_said(read_json(body)))
     except ValueError:
@@ -89,7 +84,6 @@ def refused_field(body: bytes, names: Collection[str]) -> Refusal | None:
 
 
 def _said(value: object, depth: int = 0) -> Iterator[_Said]:
-    """What an error says, without what it quotes of the request in fields of their own."""
     if depth == _MAX_DEPTH:
         return
     if isinstance(value, list):
@@ -104,7 +98,7 @@ def _said(value: object, depth: int = 0) -> Iterator[_Said]:
 
 
 def place_in(error: Mapping[str, object]) -> list[str]:
-    """Parts of the path in the request that one object of an error names; empty: it names none."""
+    """Empty: no place is named."""
     if isinstance(loc := error.get("loc"), list):
         path = ".".join(map(str, loc))
     else:
@@ -121,7 +115,7 @@ def _named_by_place(place: list[str], names: Collection[str]) -> str | None:
 
 
 def _sent(word: str, names: Collection[str]) -> str | None:
-    """The field that a word without a place means: the body's, or else a mark that the request had in any place."""
+    """The body's field, or else a mark that the request had in any place."""
     return min((name for name in names if _last(name) == word), default=None)  # the body's is the shortest, and first
 
 
@@ -130,8 +124,9 @@ def _last(name: str) -> str:
 
 
 def _named_by_text(text: str, names: Collection[str]) -> str | None:
-    """The first of the names in a text. A name that is a word of English has to be quoted, or to stand at the beginning with a colon
-    behind it, or behind a colon or `parameter`. A mark whose place is not said may be any that the request had."""
+    """A name that is a word of English has to be quoted, or to stand at the beginning with a colon behind it, or behind a colon or
+    `parameter`. A mark whose place is not said may be any that the request had.
+    """
     if (other := _OTHER_FIELDS.search(text)) is not None:
         text = text[: other.start()]
     text = _plain(_QUOTED.sub(lambda quoted: "''" if re.search(r"\s", quoted[0]) else quoted[0], text))
@@ -201,5 +196,4 @@ def _is_name(name: str, text: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    """The text in lower case, and its names in the form of ours."""
     return _CAMEL.sub("_", text).lower()

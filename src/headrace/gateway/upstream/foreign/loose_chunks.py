@@ -39,19 +39,17 @@ from headrace.gateway.upstream.foreign.values import count_of, integer_of, numbe
 Fields = dict[str, object]
 
 MAX_CHUNKS = 64
-"""Most chunks of one event: some servers write several into a list, or one after the other."""
+"""Some servers write several into a list, or one after the other."""
 
 TEXT_PARTS = ("text", "output_text", "text_delta", "refusal")
-"""Types of the parts of a content that are text of the answer. A part of another type is text where it has a `text`."""
+"""A part of another type is text where it has a `text`."""
 
 REASONING_STEMS = ("reason", "think", "thought", "summary_text")
-"""What is in the types of parts that are reasoning."""
 
 CALL_PARTS = ("tool_use", "tool_call", "function_call")
 """Types of those that are calls, which `tool_calls` may say too."""
 
 UNTYPED_TEXT = ("text", "refusal", "content", "value")
-"""Fields that hold the text of a part without a type."""
 
 ARGUMENTS = ("arguments", "parameters", "input")
 
@@ -59,13 +57,11 @@ _Read = TypeVar("_Read")
 
 
 class PieceReader:
-    """Reads the pieces of one answer in any server's form. left_out: counts of malformed fields that were ignored"""
-
     def __init__(self) -> None:
         self.left_out: Counter[SideField] = Counter()
 
     def read(self, data: bytes) -> list[AnswerPiece]:
-        """The pieces in `data`, nearly always one. Raises BrokenStream for malformed text, calls or choices, and for no JSON object."""
+        """Nearly always one. Raises BrokenStream for malformed text, calls or choices, and for no JSON object."""
         try:
             return [decode_chunk(data)]
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -116,7 +112,7 @@ class PieceReader:
         )
 
     def _message(self, value: object, *, is_beside: bool) -> SentDelta | None:
-        """The message of a choice. is_beside: the choice has a delta too, so that a malformed message may be ignored"""
+        """is_beside: the choice has a delta too, so that a malformed message may be ignored"""
         try:
             return self._delta(value, "message")
         except BrokenStream:
@@ -149,7 +145,7 @@ class PieceReader:
         )
 
     def _side(self, field: SideField, value: object, read: Callable[[object], _Read]) -> _Read | None:
-        """The result of `read` for a field that the answer does not need. A malformed value is counted, and gives None."""
+        """A malformed value is counted, and gives None."""
         if value is None:
             return None
         found = read(value)
@@ -158,7 +154,7 @@ class PieceReader:
         return found
 
     def _content(self, value: object) -> tuple[str | None, str | None]:
-        """(text, reasoning) of a content, a string or a list of parts. Unknown parts are ignored. Raises BrokenStream for other forms."""
+        """(text, reasoning). Unknown parts are ignored. Raises BrokenStream for other forms."""
         if value is None or value is False:
             return None, None
         if isinstance(value, str):
@@ -220,7 +216,7 @@ def _tokens(value: object) -> int | None:
 
 
 def _objects(value: object, name: str) -> list[Fields]:
-    """The objects of a list. Also read: a single object without the list, and PHP's object with numbers as keys. Raises BrokenStream."""
+    """Also of a single object without the list, and of PHP's object with numbers as keys. Raises BrokenStream."""
     if not value:
         return []
     listed = value
@@ -236,7 +232,7 @@ def _objects(value: object, name: str) -> list[Fields]:
 
 
 def _parts(value: object) -> list[Fields]:
-    """The parts of a content. Raises BrokenStream."""
+    """Raises BrokenStream."""
     listed = [value] if isinstance(value, dict) else value
     if not isinstance(listed, list):
         raise BrokenStream("a content is no text")
@@ -249,7 +245,7 @@ def _call_parts(content: object) -> list[Fields]:
 
 
 def _is_reasoning(part: Fields) -> bool:
-    """Whether a part is reasoning, by its type, by Gemini's flag, or by the name of its only text field."""
+    """By its type, by Gemini's flag, or by the name of its only text field."""
     kind = part.get("type")
     if isinstance(kind, str):
         return part.get("thought") is True or any(stem in kind.lower() for stem in REASONING_STEMS)
@@ -257,7 +253,7 @@ def _is_reasoning(part: Fields) -> bool:
 
 
 def _needed_text(part: Fields) -> str:
-    """The text of a part. Raises BrokenStream for a part with content and without text."""
+    """Raises BrokenStream for a part with content and without text."""
     kind = part.get("type")
     if kind == "refusal":
         part = {"refusal": part.get("refusal")}
@@ -281,7 +277,7 @@ def _function(value: object) -> SentFunction | None:
 
 
 def _arguments(function: Fields) -> str | None:
-    """Arguments as JSON text, which some servers send as the object itself. PHP writes an empty object as an empty list."""
+    """Some servers send the object itself. PHP writes an empty object as an empty list."""
     value = next((function[name] for name in ARGUMENTS if function.get(name) is not None), None)
     if value is None or isinstance(value, str):
         return value
@@ -291,13 +287,13 @@ def _arguments(function: Fields) -> str | None:
 
 
 def _finish_word_in(*places: object) -> str | None:
-    """The finish reason of a choice, which some servers write into what the choice adds."""
+    """Some servers write it into what the choice adds."""
     words = [_finish_word(place.get("finish_reason")) for place in places if isinstance(place, dict)]
     return next((word for word in words if word is not None), None)
 
 
 def _finish_word(value: object) -> str | None:
-    """A finish reason as a word. SGLang writes an object in one of its interfaces; any other value becomes its text."""
+    """SGLang writes an object in one of its interfaces; any other value becomes its text."""
     if isinstance(value, dict):
         value = value.get("type")
     if value is None or value is False or isinstance(value, str):
@@ -312,7 +308,7 @@ def _stop_reason(value: object) -> int | str | None:
 
 
 def _logprobs(value: object) -> SentLogprobs | None:
-    """The log-probabilities of a piece: all entries, or None if one is malformed, since entries must match the text in order."""
+    """All entries, or None if one is malformed, since entries must match the text in order."""
     if not isinstance(value, dict):
         return None
     content = value.get("content")
@@ -335,7 +331,7 @@ def _chosen(value: object) -> ChosenToken | None:
 
 
 def _token(value: object) -> SentToken | None:
-    """A token with its log-probability, which may be minus infinity. Malformed bytes are ignored."""
+    """The log-probability may be minus infinity. Malformed bytes are ignored."""
     if not isinstance(value, dict):
         return None
     token, logprob, raw = value.get("token"), number_of(value.get("logprob")), value.get("bytes")

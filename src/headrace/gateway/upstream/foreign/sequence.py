@@ -19,11 +19,10 @@ from headrace.gateway.upstream.foreign.values import SaidText, SplitText
 from headrace.gateway.upstream.seam import OutputEvent
 
 MAX_WORD_CHARS = 64
-"""Most characters that are shown of a word that is not known."""
 
 
 def _plain(word: str) -> str:
-    """The word without what is neither a letter nor a digit: `max_tokens`, `MAX_TOKENS` and `maxTokens` are one word."""
+    """`max_tokens`, `MAX_TOKENS` and `maxTokens` are one word."""
     return "".join(filter(str.isalnum, word)).lower().removeprefix("finishreason")
 
 
@@ -36,7 +35,7 @@ def _words(*lines: str) -> frozenset[str]:
 
 
 RUNNING = _words("null none unspecified not_finished in_progress running generating pending processing streaming") | {""}
-"""Words that some servers send before the end."""
+"""Some servers send them before the end."""
 
 STOPPED = _words(
     "stop stopped eos eos_token end_of_sequence end_of_turn end_of_text end_turn eot eom end ended",
@@ -44,7 +43,7 @@ STOPPED = _words(
     "stop_string_found eos_found normal natural complete completed done finish finished final success succeeded ok no_error",
 )
 CALLED = _words("tool_calls tool_call tool_use tool_uses function_call function_calls")
-"""With these words a server says that its calls are complete, also where a stop string or a stop token ended the output."""
+"""Calls are complete with these, also where a stop string or a stop token ended the output."""
 
 LENGTH = _words(
     "length max_length length_limit output_limit truncated token_limit token_limit_reached",
@@ -71,12 +70,7 @@ LENGTH_STEMS = _stems("length maxtoken maxoutput maxnew maxpredicted maxcompleti
 
 
 class ForeignFinish(NamedTuple):
-    """The meaning of a finish reason.
-
-    stop_reason, is_filtered  as in `OutputEvent`
-    is_known   the word is a known one for a complete output
-    is_called  the word is one for complete calls
-    """
+    """is_called: the word is one for complete calls"""
 
     finish: FinishReason
     stop_reason: int | str | None = None
@@ -86,10 +80,7 @@ class ForeignFinish(NamedTuple):
 
 
 def ending(word: str, stop_reason: int | str | None) -> ForeignFinish | None:
-    """The end that a finish reason names; None: it names none. stop_reason: the server's field of that name
-
-    Raises BrokenStream for a word of failure.
-    """
+    """Raises BrokenStream for a word of failure."""
     plain = _plain(word)
     if plain in RUNNING:
         return None
@@ -111,17 +102,11 @@ _NOTHING_NEW = SentDelta()
 
 
 class SequenceOutput:
-    """The state of one sequence.
-
-    has_tokens         the client was given output
-    num_logprob_chars  characters of the tokens that had log-probabilities
+    """num_logprob_chars  characters of the tokens that had log-probabilities
     said_text, said_reasoning, has_calls  output in deltas so far; a server may also send a whole message, which repeats it
     is_whole           all output came as one message or text, as in an answer without streaming
-    ending             the end that the server named last; None: it has not named one
     is_sure            the named end needs no other sign of the end
     is_revoked         output followed a named end
-    is_over            the client was given the end
-    num_passed_bytes   of the fields that clients send back
     """
 
     __slots__ = (
@@ -143,7 +128,7 @@ class SequenceOutput:
         return self.has_tokens or self.ending is not None
 
     def added(self, choice: SentChoice) -> tuple[str, str, Sequence[SentCall]]:
-        """Text, reasoning and call pieces that a choice adds: its delta, and the part of its message that no delta has given."""
+        """A message's part that no delta has given counts too."""
         delta, message = choice.delta, choice.message
         self.is_whole = delta is None and not self.has_tokens
         delta = delta or _NOTHING_NEW
@@ -160,7 +145,7 @@ class SequenceOutput:
         )
 
     def end(self, end: ForeignFinish) -> OutputEvent:
-        """The last event. Raises BrokenStream for a call without a name."""
+        """Raises BrokenStream for a call without a name."""
         is_cut = (end.stop_reason is not None or end.is_filtered) and not end.is_called and self.calls.is_open
         return OutputEvent(
             index=self.index,
@@ -175,7 +160,7 @@ class SequenceOutput:
 
 
 def _unsaid(said: SaidText, whole: str) -> str:
-    """The rest of a whole message after the text of deltas; empty if the message does not begin with that text."""
+    """Empty if the message does not begin with the text of the deltas."""
     rest = said.rest_of(whole) or ""
     if said.num_chars:
         said.add(rest)

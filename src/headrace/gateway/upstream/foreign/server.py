@@ -48,29 +48,21 @@ from headrace.policy.routing.failures import CircuitBreaker, CircuitState, Tenan
 log = logging.getLogger("headrace.gateway")
 
 LOAD_VALID_S = 5.0
-"""Seconds after which a server's reported load is no longer used."""
 
 RATE_LIMIT_S = 1.0
-"""Seconds without new requests after a 429 that does not say how long."""
+"""After a 429 that does not say how long."""
 
 
 class ForeignServer:
-    """One foreign server of a model.
-
-    num_open        this gateway's running requests at the server
-    num_sent        requests sent since this process began
-    is_reachable    False: the last attempt to connect failed
+    """is_reachable    False: the last attempt to connect failed
     is_key_refused  the last request for the list of models was refused for its key
-    listed          the model in the server's list of models; None: the list was not read yet
-    results         attempts by result
-    left_out        counts of malformed fields in answers that were ignored
     sends_usage     an answer had token counts; None: it gave no answer yet
     takes_one_prompt  it answers one prompt of several
     refused         names of fields that the server does not take, see `request`
     """
 
     def __init__(self, model: str, name: str, config: ForeignConfig, session: ForeignSession, *, clock: Clock, unix_time: Clock) -> None:
-        """model: the model's name at this gateway; config.model: its name at the server"""
+        """config.model: its name at the server"""
         self.name = name
         self.config = config
         self.session = session
@@ -99,17 +91,14 @@ class ForeignServer:
     # ------------------------------------------------------------------------------------------------------------------ its state
 
     def held_s(self, now: float) -> float:
-        """Seconds for which the provider's rate limit allows no new request."""
         return max(0.0, self._held_until - now)
 
     def wait_s(self, now: float) -> float:
-        """Seconds until the circuit breaker and the rate limit allow a request."""
         return max(self.held_s(now), self.breaker.wait_s(now))
 
     @property
     def is_out(self) -> bool:
-        """Whether the server failed several requests in a row, or asked for a pause with a 503. A request that it cannot take is then a 503
-        and not a 429."""
+        """A request that such a server cannot take is a 503 and not a 429."""
         return self.breaker.state is not CircuitState.CLOSED or (self._is_held_by_outage and self.held_s(self._clock()) > 0)
 
     @property
@@ -124,39 +113,36 @@ class ForeignServer:
         return None if self.listed is None else self.listed.max_model_len
 
     def reason(self) -> str:
-        """The reason why the server is not ready, in words that clients may see; empty: ready. A rate limit is no such reason."""
+        """In words that clients may see; empty: ready. A rate limit is no such reason."""
         if self.breaker.state is not CircuitState.CLOSED:
             return "failed several requests in a row"
         return "" if self.is_reachable else "cannot be reached"
 
     def reported(self, now: float) -> ReportedLoad | None:
-        """The server's last report of its load; None: it gives none, or the last one is too old."""
+        """None: none, or too old."""
         return self._load if now - self._load_at <= LOAD_VALID_S else None
 
     def outstanding(self, now: float) -> int:
-        """Estimated requests at the server: its last report plus those sent since; without a report, this gateway's open requests."""
+        """The last report plus those sent since; without a report, this gateway's open requests."""
         load = self.reported(now)
         return self.num_open if load is None else load.num_running + load.num_waiting + self.num_sent - self._sent_at_load
 
     def note_load(self, load: ReportedLoad, *, num_sent: int) -> None:
-        """Keep a report of the load. num_sent: value of `num_sent` when the report was asked for"""
+        """num_sent: when the report was asked for"""
         self._load, self._load_at, self._sent_at_load = load, self._clock(), num_sent
 
     def log_fact(self, what: str) -> None:
         log.info("model %s: its server %s %s", self._model, self.name, what)
 
     def log_fault(self, what: str) -> None:
-        """Log a fault for the operator, without any text from the server."""
+        """Without any text from the server."""
         log.warning("model %s: its server %s %s", self._model, self.name, what)
 
     # ------------------------------------------------------------------------------------------------------------------ one attempt
 
     async def attempt(self, request: ForeignRequest, asked: Sequence[int], reader: EventReader, sink: EventSink, *, counts: bool) -> None:
-        """Give `sink` the answer's events as they come. Raises AttemptFailed.
-
-        asked   sequences that are asked for
-        counts  whether a failure counts for the circuit breaker. It counts once per request and server, so that one request that always
-                fails does not open the circuit
+        """Raises AttemptFailed. counts: whether a failure counts for the circuit breaker, once per request and server, so that one request
+        that always fails does not open the circuit
         """
         ticket = self.breaker.send(self._clock())
         result = AttemptResult.ABANDONED
@@ -195,15 +181,13 @@ class ForeignServer:
                 self.breaker.fail(ticket, self._clock())
 
     def _is_tenants(self, result: AttemptResult, tenant: bytes) -> bool:
-        """Whether a failure is one of the tenant's requests. A connection that cannot be made never is."""
+        """A connection that cannot be made never is."""
         return result is not AttemptResult.CONNECT and self._tenant_failures.is_tenants(tenant, self._clock())
 
     async def _accepted(
         self, request: ForeignRequest, fields: dict[str, Any], refused: set[str], tried: list[Refusal], deadline: asyncio.Timeout
     ) -> aiohttp.ClientResponse:
-        """The response to the request, in a form that the server takes. Raises AttemptFailed.
-
-        refused   names of fields to be left out or written otherwise; more are added
+        """refused   names of fields to be left out or written otherwise; more are added
         tried     receives the refusals for which the request was sent again
         deadline  set once for all forms, and not in force while the body of an error is read, which has a time of its own
         """
@@ -225,10 +209,8 @@ class ForeignServer:
             request.is_one_by_one = request.is_one_by_one or refusal.field == "n"
 
     def _learn(self, request: ForeignRequest, sent: dict[str, Any], num_asked: int, last: Sequence[Refusal], reader: EventReader) -> None:
-        """Keep what an answer proves of the server. sent: fields of the request, for num_asked sequences
-
-        last  the refusal after which the server took the request, if there was one. Those before it may have been misread: the server
-              refused the request all the same.
+        """sent: fields of the request, for num_asked sequences. last: the refusal after which the server took the request. Those before it
+        may have been misread: the server refused the request all the same.
         """
         names, answer = [refusal.field for refusal in last if refusal.is_name], reader.answer
         if answer.left and reader.is_cut:
@@ -247,7 +229,7 @@ class ForeignServer:
                 refuse(self.refused, name)
 
     async def _respond(self, request: ForeignRequest, fields: dict[str, Any]) -> aiohttp.ClientResponse:
-        """The response, once its headers have arrived. Raises AttemptFailed if none comes."""
+        """Raises AttemptFailed if none comes."""
         salt = {SALT: request.salt.hex()} if self.config.cache_salt else {}
         body = msgspec.json.encode(fields | {"model": self.far_name} | salt)
         try:
@@ -273,7 +255,6 @@ class ForeignServer:
         self._held_until = max(self._held_until, self._clock() + wait_s)
 
     async def _failure(self, response: aiohttp.ClientResponse, request_id: RequestId, sent: dict[str, Any]) -> AttemptFailed:
-        """The failure of an answer that is an error. sent: fields of the request"""
         status, body = response.status, await error_body(response)
         error = sent_error(body, status)
         refusal = self._refusal(body, status, sent) if error.kind in (None, ErrorKind.INVALID) else None
@@ -284,7 +265,6 @@ class ForeignServer:
         return AttemptFailed(result_of(status), Unavailable(NOT_NOW, retry_after_s=self._retry_after_s()), refusal=refusal)
 
     def _refusal(self, body: bytes, status: int, sent: dict[str, Any]) -> Refusal | None:
-        """The refusal of a field of the request that an error names."""
         is_about_n = "n" in sent and status in (500, 501)  # of llama.cpp for example
         if not is_about_n and status not in CLIENT_FAULTS:
             return None
@@ -297,8 +277,7 @@ class ForeignServer:
     def _known(
         self, sent: SentError, asked_s: float | None, request_id: RequestId, *, refusal: Refusal | None = None
     ) -> AttemptFailed | None:
-        """The failure for an error of a known kind; None: another failure. A rate limit holds back other requests where the server surely
-        meant one. asked_s: seconds by the header Retry-After, None: it has none"""
+        """None: no known kind. A rate limit holds other requests where the server surely meant one. asked_s: by the header Retry-After"""
         wait_s = None
         if sent.kind is ErrorKind.RATE_LIMIT:
             wait_s = sent.wait_s if asked_s is None else asked_s

@@ -27,21 +27,17 @@ from headrace.machine.private_files import why_not_private
 log = logging.getLogger("headrace.gateway")
 
 MAX_FACTS_BYTES = 2 << 20
-"""Most bytes read of a list of models or a metrics page; a longer one is not used."""
 
 NOT_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, UnicodeError)
-"""What is raised where no connection could be made: a server that is down, and a name without an address or that is none."""
+"""A server that is down, and a name without an address or that is none."""
 
 CONNECT_S = 5.0
-"""Seconds to look up the address, connect and shake hands."""
+"""For look-up, connection and handshake."""
 
 FACTS_S = 5.0
-"""Seconds in which a server has to send a list of models or a metrics page."""
 
 
 class ForeignSession:
-    """Requests to one server, with its key."""
-
     def __init__(self, config: ForeignConfig, session: aiohttp.ClientSession, api_key: str) -> None:
         self._url = config.url.rstrip("/")
         self.models_url = f"{self._url}/models"
@@ -50,16 +46,16 @@ class ForeignSession:
 
     @property
     def metrics_url(self) -> str | None:
-        """The URL of the metrics page, beside /v1 as in vLLM; None for a base URL that does not end with /v1."""
+        """Beside /v1 as in vLLM; None for a base URL that does not end with /v1."""
         return self._url.removesuffix("/v1") + "/metrics" if self._url.endswith("/v1") else None
 
     async def post(self, path: str, body: bytes, request_id: str) -> aiohttp.ClientResponse:
-        """The response to a request, once its headers are there; the caller closes it."""
+        """The caller closes it."""
         headers = {**self._headers, "accept": "text/event-stream", "content-type": "application/json", "x-request-id": request_id}
         return await self._session.post(f"{self._url}/{path}", data=body, headers=headers, allow_redirects=False)
 
     async def get(self, url: str) -> tuple[int, bytes]:
-        """(status, body) of a GET. A body beyond MAX_FACTS_BYTES becomes empty. Raises aiohttp's errors, and TimeoutError."""
+        """A body beyond MAX_FACTS_BYTES becomes empty. Raises aiohttp's errors, and TimeoutError."""
         async with (
             asyncio.timeout(FACTS_S),
             self._session.get(url, headers=self._headers, allow_redirects=False) as response,
@@ -74,10 +70,7 @@ class ForeignSession:
 
 @asynccontextmanager
 async def open_session(model: str, name: str, config: ForeignConfig) -> AsyncIterator[ForeignSession]:
-    """Connections to one server of a model until the block ends. Raises ConfigError if its key cannot be read.
-
-    model, name  of the model and of the server, for the log
-    """
+    """Open until the block ends. Raises ConfigError if the key cannot be read."""
     api_key = read_key(config)
     session = aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, socket_factory=partial(_guarded_socket, model, name)),
@@ -91,10 +84,7 @@ async def open_session(model: str, name: str, config: ForeignConfig) -> AsyncIte
 
 
 def read_key(config: ForeignConfig) -> str:
-    """The key the server wants; empty: none. A file that others may read is named in the log, since it often belongs to another system.
-
-    Raises ConfigError, never showing what was read.
-    """
+    """Empty: none. A file that others may read is named in the log. Raises ConfigError, never showing what was read."""
     where = "api_key_env" if config.api_key_env else "api_key_file"
     try:
         key = os.environ[config.api_key_env] if config.api_key_env else _text_of(config.api_key_file)
@@ -115,7 +105,7 @@ def _text_of(file: str) -> str:
 
 
 def _guarded_socket(model: str, name: str, address: tuple[Any, ...]) -> socket.socket:
-    """A socket for a resolved address. Raises PermissionError for a link-local one, checked here since a name's address may change."""
+    """Raises PermissionError for a link-local address, checked here since a name's address may change."""
     family, kind, protocol, _, place = address
     if is_link_local(place[0]):
         reason = "has a link-local address and is not connected to"

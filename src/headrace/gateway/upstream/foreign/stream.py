@@ -1,9 +1,8 @@
 """Streams the answer to one request from a model's foreign servers: chooses the server, and decides what follows a failed attempt.
 
-A request goes to a server that takes it: circuit closed or due for its probe, no rate limit in force, room for one more. Servers that were
-not tried yet come first. Among these the choice prefers servers whose context holds the request, then servers that can be reached, then the
-lowest `order`. Of two random servers that are left the less loaded one is taken. Each server is tried once before one is tried again. A
-second try follows only a failure that may pass: no connection, a 5xx, a 429 whose Retry-After is short.
+Servers that were not tried yet come first, then those whose context holds the request, those that can be reached, the lowest `order`. Each
+server is tried once before one is tried again. A second try follows only a failure that may pass: no connection, a 5xx, a 429 whose
+Retry-After is short.
 """
 
 from __future__ import annotations
@@ -26,31 +25,28 @@ from headrace.policy.routing.failures import RetryBudget
 log = logging.getLogger("headrace.gateway")
 
 MAX_UNREAD_BYTES = 64 << 10
-"""Bytes read ahead of a slow client; beyond them the server's stream is not read."""
+"""Beyond them the server's stream is not read."""
 
 EVENT_BYTES = 256
-"""Memory of an event without its content."""
 
 MAX_ATTEMPTS = 3
-"""Attempts of one request, or as many as the model has servers where these are more."""
+"""Or as many as the model has servers where these are more."""
 
 BACKOFF_S = 0.1
-"""Least seconds before a server is tried again; they double with every attempt, and up to a quarter is added at random."""
+"""They double with every attempt, and up to a quarter is added at random."""
 
 MAX_RETRY_WAIT_S = 2.0
-"""Most seconds that a request waits for a server. Beyond them the client is asked to wait instead, by Retry-After."""
+"""Beyond them the client is asked to wait instead, by Retry-After."""
 
 CAN_PASS = (AttemptResult.CONNECT, AttemptResult.SERVER_ERROR, AttemptResult.RATE_LIMITED)
-"""Failures after which the same server is tried again."""
 
 
 class ForeignRoute:
-    """The attempts to have a server answer for some sequences of a request. tried: server -> how its last attempt ended"""
+    """tried: server -> how its last attempt ended"""
 
     def __init__(
         self, servers: Sequence[ForeignServer], *, max_tokens: int | None, budget: RetryBudget, clock: Clock, random: Random
     ) -> None:
-        """max_tokens: of one sequence, None where not given"""
         self.tried: dict[ForeignServer, AttemptResult] = {}
         self._servers = list(servers)
         self._max_tokens = max_tokens
@@ -61,7 +57,7 @@ class ForeignRoute:
         budget.deposit()
 
     def pick(self) -> ForeignServer:
-        """The server for the next attempt. Raises Overloaded or Unavailable where none takes the request now."""
+        """Raises Overloaded or Unavailable where none takes the request now."""
         now = self._clock()
         able = [server for server in self._servers if server.can_take(now)]
         left = [server for server in able if server not in self.tried]
@@ -77,7 +73,7 @@ class ForeignRoute:
         return cheaper_of_two(first, lambda server: server.outstanding(now), self._random)
 
     def pause_s(self, server: ForeignServer, failure: AttemptFailed) -> float:
-        """Seconds to wait after a failed attempt before the next one. Raises the failure's error if there is no next one."""
+        """Raises the failure's error if there is no next attempt."""
         self.tried[server] = failure.result
         self._num_attempts += 1
         if failure.result is AttemptResult.OVERFLOW:
@@ -95,7 +91,7 @@ class ForeignRoute:
         return pause_s * (1.0 + self._random.randrange(256) / 1024)
 
     def _fits(self, server: ForeignServer) -> bool:
-        """Whether the known context of the server holds `max_tokens` and a prompt of at least one token."""
+        """With a prompt of at least one token."""
         return server.max_model_len is None or (self._max_tokens or 0) < server.max_model_len
 
     def _refusal(self, now: float) -> HeadraceError:
@@ -106,15 +102,11 @@ class ForeignRoute:
 
 
 class HttpStream(EventStream):
-    """The event stream of one request at foreign servers. A task of its own reads, so that `cancel` ends it wherever it waits.
-
-    A server that answers for one sequence at a time is asked for one after the other.
-    """
+    """A task of its own reads, so that `cancel` ends it wherever it waits."""
 
     unread_bytes = 0
 
     def __init__(self, model: str, request: ForeignRequest, new_route: Callable[[], ForeignRoute]) -> None:
-        """model: its name here, for the log"""
         self._model = model
         self._request = request
         self._new_route = new_route
@@ -145,7 +137,7 @@ class HttpStream(EventStream):
         self._listener = listener
 
     def usage(self) -> TokenUsage:
-        """The sum of the servers' counts, within the columns of the records."""
+        """Within the columns of the records."""
         usage = self._used
         if self._reader is not None:
             counted = self._reader.answer.usage
@@ -157,7 +149,7 @@ class HttpStream(EventStream):
         return SequenceFacts(None if self._server is None else self._server.name)
 
     def cancel(self) -> None:
-        """Cancel the reading task and close the connection, by which the server notices."""
+        """The server notices by the closed connection."""
         self._is_ended = True
         self._unread.clear()
         _wake(self._wants_more)
@@ -170,7 +162,6 @@ class HttpStream(EventStream):
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _read(self) -> None:
-        """Have servers answer for all sequences. After the last failed attempt the stream fails with its error."""
         try:
             for left in self._request.parts():
                 while left:
@@ -186,7 +177,6 @@ class HttpStream(EventStream):
             _wake(self._wants_more)
 
     async def _answer(self, left: Sequence[int]) -> Sequence[int]:
-        """Make attempts until one answers for at least one of these sequences. Returns the other ones."""
         route = self._new_route()
         while True:
             server = self._server = route.pick()
@@ -224,13 +214,12 @@ class HttpStream(EventStream):
             _wake(self._wants_more)
 
     def _can_be_taken(self, listener: EventListener) -> bool:
-        """Whether the listener may take the unread events: the consumer task waits, and the events are plain."""
+        """The consumer task waits, and the events are plain."""
         if self._wants_more is None or self._wants_more.done() or not listener.has_room:
             return False
         return not any(event.finish is not None or event.logprobs for event in self._unread)
 
     def _taken(self) -> list[OutputEvent]:
-        """Take the unread events, joined to one per sequence."""
         events = self._unread if len(self._unread) == 1 else merged(self._unread)
         self._unread = []
         self.unread_bytes = 0

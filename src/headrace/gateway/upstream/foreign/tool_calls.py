@@ -20,10 +20,10 @@ from headrace.gateway.upstream.foreign.values import SaidText, SplitText
 from headrace.gateway.upstream.seam import PassedField, ToolCall, made_call_id
 
 MAX_CALLS = 4096
-"""Most calls of one sequence, and most indices that a server may give them."""
+"""And most indices that a server may give them."""
 
 MAX_HELD_CHARS = 256
-"""Longest name that is joined of pieces, and most characters of arguments that are held until it is known whether they are an object."""
+"""For a name that is joined of pieces, and for arguments that are held until it is known whether they are an object."""
 
 NO_ARGUMENTS = "{}"
 NULLS = ("null", "None")
@@ -37,7 +37,7 @@ _BLANK_STRING = re.compile(r'"\s*"')
 
 
 class JsonEnd:
-    """Finds out whether a JSON text in pieces is complete, by brackets and quotes alone. The text may be invalid JSON."""
+    """By brackets and quotes alone: the text may be invalid JSON."""
 
     __slots__ = ("_depth", "_is_escaped", "_is_in_string", "has_text")
 
@@ -68,7 +68,7 @@ class JsonEnd:
 
 
 class ObjectText:
-    """Arguments in pieces. A server may wrap them in a JSON string, which is unwrapped, or send null. Other text stays unchanged."""
+    """A server may wrap arguments in a JSON string, which is unwrapped, or send null. Other text stays unchanged."""
 
     __slots__ = ("_held", "_is_plain", "_is_quoted")
 
@@ -77,7 +77,6 @@ class ObjectText:
         self._is_plain = self._is_quoted = False
 
     def push(self, piece: str) -> str:
-        """The text that is certain after this piece."""
         if self._is_plain:
             return piece
         held = self._held + piece
@@ -96,14 +95,14 @@ class ObjectText:
         return "" if is_open else held
 
     def rest(self) -> str:
-        """The rest of the text at its end, without half an escape."""
+        """Without half an escape."""
         if self._is_quoted:
             return ""
         text = self._held.strip()
         return NO_ARGUMENTS if text in NULLS or _BLANK_STRING.fullmatch(text) else self._held
 
     def _unquoted(self, text: str) -> str:
-        """The unwrapped continuation of the string. After its end, or after an invalid escape, the text stays unchanged."""
+        """After the string's end, or after an invalid escape, the text stays unchanged."""
         shown, rest = _decoded(text)
         self._is_plain = rest != "" and _CUT_ESCAPE.fullmatch(rest) is None
         self._held = "" if self._is_plain else rest
@@ -111,7 +110,7 @@ class ObjectText:
 
 
 def _decoded(text: str) -> tuple[str, str]:
-    """The decoded beginning of a JSON string's text, and the rest from its end, from an invalid escape, or from half an escape."""
+    """The rest begins at the string's end, an invalid escape, or half an escape."""
     place = _STRING.match(text).end()  # type: ignore[union-attr]  # it matches nothing too
     return json.loads(f'"{text[:place]}"', strict=False), text[place:]
 
@@ -125,7 +124,7 @@ class _Piece(NamedTuple):
 
     @classmethod
     def of(cls, sent: SentCall, passed: Sequence[PassedField]) -> _Piece:
-        """The piece, with None for a negative index, and for an empty id or name."""
+        """None for a negative index, and for an empty id or name."""
         index = sent.index if sent.index is not None and sent.index >= 0 else None
         function = sent.function
         if function is None:
@@ -138,15 +137,8 @@ class _Piece(NamedTuple):
 
 
 class _Call:
-    """The state of one call.
-
-    call_id      id for the client
-    sent_id      id from the server; None: it has sent none
-    is_begun     the client has the id
-    is_named     the client has the name
-    said, end    checksum, and state of completeness, of the arguments
+    """said, end    checksum, and state of completeness, of the arguments
     is_held      the arguments are NO_ARGUMENTS so far and held back: some servers send that before the real arguments
-    passed       fields that the client was not given yet
     is_repeated  after complete arguments the name came again alone: arguments that follow are of another call
     """
 
@@ -163,11 +155,10 @@ class _Call:
         self.is_begun = self.is_named = self.is_held = self.is_repeated = False
 
     def is_same(self, piece: _Piece) -> bool:
-        """Whether the piece has this call's id."""
         return piece.sent_id is not None and piece.sent_id == self.sent_id
 
     def is_followed_by(self, piece: _Piece, *, is_listed: bool) -> bool:
-        """Whether a piece at this call's index begins another call. is_listed: the same list has a named piece of this call already"""
+        """is_listed: the same list has a named piece of this call already"""
         is_named = piece.name is not None
         if self.end.is_complete and piece.has_arguments:
             if self.is_held and (self.is_same(piece) or not (is_named or self.is_repeated)):
@@ -178,20 +169,20 @@ class _Call:
         return is_listed or (None not in (piece.sent_id, self.sent_id) and piece.sent_id != self.sent_id) or piece.name != self.name
 
     def is_again(self, piece: _Piece, *, is_numbered: bool) -> bool:
-        """Whether the piece repeats the whole call. is_numbered: the server numbers its calls"""
+        """is_numbered: the server numbers its calls"""
         if not (self.end.is_complete and piece.has_arguments and self.said.rest_of(piece.arguments) == ""):
             return False
         is_same_number = is_numbered and piece.sent_index is not None and piece.name == self.name
         return self.is_same(piece) or (is_same_number and self.sent_id is None and piece.sent_id is None)
 
     def _is_name_of(self, piece: _Piece) -> bool:
-        """Whether the piece's name continues this call's name: there are no arguments yet, and the piece has no other id."""
+        """There are no arguments yet, and the piece has no other id."""
         is_open = not self.is_begun and self.sent_id is not None and piece.sent_id in (None, self.sent_id)
         num_chars = len(self.name or "") + len(piece.name or "")
         return is_open and piece.sent_index is not None and not piece.has_arguments and num_chars <= MAX_HELD_CHARS
 
     def add(self, piece: _Piece) -> ToolCall | None:
-        """The call piece for the client; None: nothing new. Id and name wait for the first arguments, since a name may come in pieces."""
+        """Id and name wait for the first arguments, since a name may come in pieces."""
         self.sent_id = self.sent_id or piece.sent_id
         self.passed += piece.passed
         if self.name is None or piece.name is None:
@@ -203,7 +194,6 @@ class _Call:
         return None if is_waiting else self.give(text)
 
     def give(self, text: str) -> ToolCall | None:
-        """The call piece for the client, with id and name if it lacks them; None: nothing new."""
         call_id, name = None if self.is_begun else self.call_id, None if self.is_named else self.name
         self.is_begun, self.is_named = True, self.name is not None
         passed, self.passed = self.passed, []
@@ -221,17 +211,14 @@ class _Call:
         return "" if self.is_held else self.text.push(self.object_text.push(piece.arguments))
 
     def rest(self, *, is_whole: bool) -> str:
-        """The rest of the arguments. is_whole: the output was not cut off, so that missing arguments become NO_ARGUMENTS"""
+        """is_whole: the output was not cut off, so that missing arguments become NO_ARGUMENTS"""
         if self.is_held or (is_whole and not self.end.has_text):
             return NO_ARGUMENTS
         return self.text.push(self.object_text.rest(), is_last=True)
 
 
 class CallPieces:
-    """The calls of one sequence."""
-
     def __init__(self, key: str) -> None:
-        """key: text unique to the sequence, from which ids are made if the server gives none"""
         self._key = key
         self._calls: list[_Call] = []
         self._call_ids: set[str] = set()
@@ -240,14 +227,10 @@ class CallPieces:
 
     @property
     def is_open(self) -> bool:
-        """Whether the arguments of a call are not complete."""
         return not all(call.end.is_complete for call in self._calls)
 
     def read(self, sent: Iterable[SentCall], passed: Iterable[Sequence[PassedField]] = repeat(())) -> list[ToolCall] | None:
-        """The client's call pieces for one list of the server; None: the list has no content. Raises BrokenStream for too many calls.
-
-        passed  per piece the fields that clients send back
-        """
+        """None: the list has no content. Raises BrokenStream for too many calls."""
         listed: set[int] = set()
         found: list[ToolCall | None] = []
         for piece in map(_Piece.of, sent, passed):
@@ -265,15 +248,13 @@ class CallPieces:
         return [each for each in found if each is not None] if found else None
 
     def finish(self, *, is_whole: bool) -> list[ToolCall]:
-        """The last call pieces at the end, see `_Call.rest`. Raises BrokenStream for a call without a name."""
+        """Raises BrokenStream for a call without a name."""
         if not all(call.name for call in self._calls):
             raise BrokenStream("a call has no name")
         return [given for call in self._calls if (given := call.give(call.rest(is_whole=is_whole))) is not None]
 
     def _call_of(self, piece: _Piece, call: _Call | None, listed: set[int]) -> _Call:
-        """The piece's call, which may be a new one.
-
-        call    known call at the piece's index or id
+        """call    known call at the piece's index or id
         listed  numbers of calls with a named piece in the same list
         """
         if call is None or call.is_followed_by(piece, is_listed=call.number in listed):
@@ -287,7 +268,7 @@ class CallPieces:
         return call
 
     def _known_call(self, piece: _Piece) -> _Call | None:
-        """The known call at the piece's index, else of its id, else the last call; None: the piece begins a new call."""
+        """At the piece's index, else of its id, else the last call; None: the piece begins a new call."""
         last = self._calls[-1] if self._calls else None
         by_id = None if piece.sent_id is None else self._id_to_call.get(piece.sent_id)
         if piece.sent_index is None:

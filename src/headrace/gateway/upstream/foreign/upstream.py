@@ -50,10 +50,7 @@ _TOKENIZER = "a model that this server runs itself"
 
 
 class HttpUpstream(Upstream):
-    """The upstream of one model at its foreign servers."""
-
     def __init__(self, name: str, servers: Sequence[ForeignServer], *, clock: Clock, random: Random) -> None:
-        """name: the model's name at this gateway, for refusals and the log"""
         self.name = name
         self.servers = tuple(servers)
         self._budget = RetryBudget()
@@ -62,18 +59,18 @@ class HttpUpstream(Upstream):
 
     @property
     def max_model_len(self) -> int | None:
-        """The largest `max_model_len` that one of the servers reports; None: none does."""
+        """None: no server reports it."""
         return max((server.max_model_len or 0 for server in self.servers), default=0) or None
 
     def queue(self, priority: PriorityClass, unsent: UnsentRequests) -> QueueState | None:
-        """The shortest queue of the servers that take requests, for all classes alike; None unless each of them reports its load."""
+        """The shortest of the servers that take requests; None unless each of them reports its load."""
         now = self._clock()
         loads = [server.reported(now) for server in self.servers if not server.reason()]
         known = [load.num_waiting for load in loads if load is not None and load.num_waiting is not None]
         return QueueState(min(known), 0.0) if known and len(known) == len(loads) else None
 
     def replicas(self) -> list[ReplicaHealth]:
-        """The servers, each as a connected replica, since connections are made per request."""
+        """Connections are made per request, so each server counts as connected."""
         return [
             ReplicaHealth(server.name, is_connected=True, reason=server.reason(), is_foreign=True, num_open=server.num_open)
             for server in self.servers
@@ -136,10 +133,7 @@ class HttpUpstream(Upstream):
 
 
 def _within(request: GenerationRequest, ceiling: RequestCeiling, max_prompt_tokens: int) -> GenerationRequest:
-    """The request with a `max_tokens` within the caller's limits for a prompt of up to `max_prompt_tokens`.
-
-    Raises ContextLengthExceeded if the client's own `max_tokens` leaves no token for a prompt.
-    """
+    """Raises ContextLengthExceeded if the client's own `max_tokens` leaves no token for a prompt."""
     max_tokens, context_tokens = request.sampling.get("max_tokens"), ceiling.context_tokens
     if max_tokens is not None:
         if context_tokens is not None and max_tokens >= context_tokens:
@@ -168,7 +162,7 @@ def _prompts(prompt: Conversation | PlainPrompts) -> Sequence[PreparedPrompt]:
 async def open_upstream(
     name: str, configs: Sequence[ForeignConfig], *, clock: Clock, unix_time: Clock, random: Random
 ) -> AsyncIterator[HttpUpstream]:
-    """A model's servers, watched until the block ends. No server need be up. Raises ConfigError for a server's key that cannot be read."""
+    """Watched until the block ends. No server need be up. Raises ConfigError for a server's key that cannot be read."""
     async with AsyncExitStack() as stack:
         servers = []
         for server_name, config in named(configs):
@@ -190,7 +184,7 @@ _NAME_TO_DEFAULT = {field.name: getattr(SamplingParams(max_tokens=None), field.n
 
 
 def foreign_body(request: GenerationRequest, params: SamplingParams) -> dict[str, Any]:
-    """The request's body without `model`. Raises InvalidRequest naming a parameter that a foreign server cannot take."""
+    """Without `model`. Raises InvalidRequest naming a parameter that a foreign server cannot take."""
     _check_logprobs(request, params)
     begin: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     fields = begin | _prompt_fields(request.prompt) | _sampling_fields(request) | _grammar_field(request) | dict(request.foreign_fields)
@@ -200,13 +194,12 @@ def foreign_body(request: GenerationRequest, params: SamplingParams) -> dict[str
 
 
 def _grammar_field(request: GenerationRequest) -> dict[str, Any]:
-    """The client's own grammar field, unchanged. A server that does not know the field refuses it."""
     wanted = request.grammar
     return {} if wanted is None else {wanted.name: msgspec.Raw(wanted.value_json.encode())}
 
 
 def _prompt_fields(prompt: Conversation | PlainPrompts) -> dict[str, Any]:
-    """The body's fields for the prompt. Defaults are left out, since a server may not know these fields."""
+    """Defaults are left out, since a server may not know these fields."""
     if isinstance(prompt, Conversation):
         fields: dict[str, Any] = {"messages": prompt.messages}
         if not prompt.add_generation_prompt:
@@ -223,7 +216,6 @@ def _prompt_fields(prompt: Conversation | PlainPrompts) -> dict[str, Any]:
 
 
 def _tool_fields(prompt: Conversation) -> dict[str, Any]:
-    """The fields `tools` and `tool_choice`, as OpenAI writes them."""
     if not prompt.tools:
         return {}
     fields: dict[str, Any] = {"tools": [tool.requested() for tool in prompt.tools]}
@@ -239,7 +231,7 @@ def _tool_fields(prompt: Conversation) -> dict[str, Any]:
 
 
 def _sampling_fields(request: GenerationRequest) -> dict[str, Any]:
-    """The client's sampling parameters. Those equal to OpenAI's defaults are left out, so that the server's own defaults hold."""
+    """Values equal to OpenAI's defaults are left out, so that the server's own defaults hold."""
     # A parameter of FROM_MODEL is sent whenever the client names it: a model may have defaults of its own.
     fields = {
         name: list(value) if isinstance(value, tuple) else value
@@ -255,7 +247,7 @@ def _sampling_fields(request: GenerationRequest) -> dict[str, Any]:
 
 
 def _check_logprobs(request: GenerationRequest, params: SamplingParams) -> None:
-    """Raise InvalidRequest for log-probabilities except those of a chat's output: servers differ in all other forms."""
+    """Servers differ in all forms but a chat's output. Raises InvalidRequest."""
     remedy = "The server behind this model gives them for a chat's answer only."
     if params.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs", "absent or null", params.prompt_logprobs, remedy)
@@ -264,20 +256,19 @@ def _check_logprobs(request: GenerationRequest, params: SamplingParams) -> None:
 
 
 TEMPLATE_TOKENS = 64
-"""Tokens that a chat template may add to a conversation, beside its messages: a system prompt of the model's own, a date."""
+"""Beside its messages: a system prompt of the model's own, a date."""
 
 TOOL_TEMPLATE_TOKENS = 512
-"""Tokens that it may add where functions are shown: how to call them."""
 
 
 def most_prompt_tokens(prompt: Conversation | PlainPrompts, max_model_len: int | None) -> int:
-    """Upper bound of the tokens of all prompts. max_model_len: the server refuses a longer prompt; None: not known"""
+    """Upper bound. A known max_model_len bounds it too: the server refuses a longer prompt."""
     bounds = [_of_chat(prompt)] if isinstance(prompt, Conversation) else [_of_plain(given) for given in prompt.prompts]
     return sum(bound if max_model_len is None else min(bound, max_model_len) for bound in bounds)
 
 
 def _of_chat(chat: Conversation) -> int:
-    """Upper bound of a chat's tokens: its bytes as JSON, which exceed a template's tokens around each message."""
+    """A chat's bytes as JSON exceed a template's tokens around each message."""
     num_bytes = len(msgspec.json.encode(chat.messages)) + TEMPLATE_TOKENS
     if not chat.shown_tools:
         return num_bytes
@@ -285,30 +276,24 @@ def _of_chat(chat: Conversation) -> int:
 
 
 def _of_plain(prompt: str | Sequence[int]) -> int:
-    """Upper bound of a plain prompt's tokens, with one token each for a marked beginning and end."""
+    """With one token each for a marked beginning and end."""
     if isinstance(prompt, str):
         return 2 + (len(prompt) if prompt.isascii() else len(prompt.encode("utf-8", "surrogatepass")))
     return len(prompt)
 
 
 MODELS_S = 60.0
-"""Seconds between two lists of models."""
 
 UNREACHABLE_S = 5.0
-"""The same for a server that cannot be reached, so that it is used again soon after it came back."""
+"""The list is read again soon after the server came back."""
 
 LOAD_S = 1.0
-"""Seconds between two metrics pages."""
 
 NO_ANSWER = (*NOT_CONNECTED, aiohttp.ClientError, OSError, TimeoutError)
 
 
 async def watch(server: ForeignServer, *, reads_load: bool, clock: Clock) -> None:
-    """Ask a server for its list of models and its load, until cancelled.
-
-    reads_load  whether metrics are read, which matters only among several servers. A server without known metrics is asked again only with
-                each list of models
-    """
+    """reads_load: metrics matter only among several servers. A server without known metrics is asked again only with each list of models"""
     asked_at, has_load = -math.inf, False
     while True:
         if clock() - asked_at >= (MODELS_S if server.is_reachable else UNREACHABLE_S):
@@ -321,7 +306,6 @@ async def watch(server: ForeignServer, *, reads_load: bool, clock: Clock) -> Non
 
 
 async def _read_models(server: ForeignServer) -> None:
-    """Read the list of models: notes whether the server is reachable and lists the model, and the model's context."""
     try:
         status, body = await server.session.get(server.session.models_url)
     except NOT_CONNECTED as error:
@@ -345,7 +329,6 @@ async def _read_models(server: ForeignServer) -> None:
 
 
 async def _read_load(server: ForeignServer) -> bool:
-    """Read the metrics page and note the load. False: the page has no known metric."""
     num_sent, url = server.num_sent, server.session.metrics_url
     if url is None:
         return False

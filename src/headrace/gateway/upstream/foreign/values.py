@@ -17,7 +17,7 @@ from headrace.gateway.upstream.generation_request import string_bytes
 MAX_COUNT = 2**53
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-"""Left out at the beginning of JSON, and of an event stream, as its standard says."""
+"""Left out at the beginning, as the event stream's standard says."""
 
 _MAX_DIGITS = 1000
 """Longest integer that is read exactly. Python takes time quadratic in the digits, and refuses more than 4300 of them."""
@@ -35,7 +35,7 @@ def read_json(data: bytes) -> object:
 
 
 def read_json_texts(data: bytes, *, max_texts: int) -> list[object]:
-    """The values of one JSON text or of several, one after the other. As `read_json`; raises ValueError for more than max_texts too."""
+    """As `read_json`; raises ValueError for more than max_texts too."""
     text = data.removeprefix(BYTE_ORDER_MARK).decode("utf-8", "surrogateescape").strip()
     values: list[object] = []
     place = 0
@@ -59,7 +59,7 @@ _JSON = json.JSONDecoder(strict=False, parse_int=_integer)
 
 
 def number_of(value: object) -> float | None:
-    """A finite number, minus infinity, or the text of either; None for anything else."""
+    """Also of a text; infinity gives None, minus infinity does not."""
     if isinstance(value, str):
         try:
             value = float(value) if len(value) <= 32 and value.isascii() else None
@@ -75,7 +75,7 @@ def number_of(value: object) -> float | None:
 
 
 def integer_of(value: object) -> int | None:
-    """A whole number in any of its forms: 12, 12.0, "12". None for anything else."""
+    """Any form: 12, 12.0, "12"."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     number = number_of(value)
@@ -83,13 +83,12 @@ def integer_of(value: object) -> int | None:
 
 
 def count_of(value: object) -> int | None:
-    """A whole number of things, in any form of `integer_of`; None for anything else."""
     number = integer_of(value)
     return number if number is not None and 0 <= number <= MAX_COUNT else None
 
 
 def number_in(text: str) -> float:
-    """The finite number that a header or a metrics page has as this text; -1 for what is none."""
+    """-1: no finite number."""
     text = text.strip()
     if not text.isascii() or len(text) > 32 or not text[:1].isdigit():
         return -1.0
@@ -106,12 +105,11 @@ _NO_BYTE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 
 
 def whole_text(text: str) -> str:
-    """The text with U+FFFD in place of lone surrogates: it can be encoded."""
     return _LONE.sub("\ufffd", text)
 
 
 class SaidText:
-    """Length and checksum of a text in pieces, which is not kept. They tell whether another text begins with it."""
+    """Length and checksum of a text in pieces, which is not kept."""
 
     __slots__ = ("_checksum", "num_chars")
 
@@ -123,7 +121,7 @@ class SaidText:
         self._checksum = _checksum(piece, self._checksum)
 
     def rest_of(self, text: str) -> str | None:
-        """The rest of `text` after the text so far; None: `text` does not begin with it."""
+        """None: `text` does not begin with it."""
         begin = text[: self.num_chars]
         return text[self.num_chars :] if len(begin) == self.num_chars and _checksum(begin, 0) == self._checksum else None
 
@@ -146,7 +144,6 @@ class SplitText:
         self._is_waiting = False
 
     def push(self, piece: str, *, is_last: bool = False) -> str:
-        """The text that is complete with this piece."""
         if not self._is_waiting and (piece.isascii() or _LONE.search(piece) is None):
             return piece
         text = (self._half + piece).encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
@@ -157,19 +154,17 @@ class SplitText:
         return text
 
     def rest(self) -> str:
-        """The text that still waits, at the end."""
         return self.push("", is_last=True) if self._is_waiting else ""
 
 
 NAME_BYTES = 200
-"""Memory of one token name without its text and its bytes."""
 
 MAX_NAMES_BYTES = 128 << 10
-"""Most memory of one table of token names, about 600 of them; then a new table begins, so that a long stream does not grow it."""
+"""About 600 names; then a new table begins, so that a long stream does not grow it."""
 
 
 class NamedTexts:
-    """A `TokenTexts` for tokens that a server names by text alone: numbers them as they come. num_bytes: memory of the table"""
+    """A `TokenTexts` for tokens that a server names by text alone."""
 
     def __init__(self) -> None:
         self.num_bytes = 0

@@ -41,12 +41,7 @@ MAX_FRUITLESS_LOSSES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptCall:
-    """One prompt, with everything that is needed to run it, and to run it again.
-
-    request            first submission, with all sequences of the call. Its parameters are checked and have their seed
-    max_output_tokens  most output tokens of a sequence, by the parameters or by the rest of the context
-    parsing            how the outputs are parsed; None: they are plain text
-    earlier            output of an earlier stream that the sequences continue
+    """max_output_tokens  most output tokens of a sequence, by the parameters or by the rest of the context
     answer_id          id of the earlier stream's request, from which ids of tool calls are made; None: `request_id` is used
     preferred_replica, unsent, has_fallback  as in `GenerationRequest`
     """
@@ -65,10 +60,8 @@ class PromptCall:
 class SequenceGroup:
     """Sequences of a call that are submitted together: at first all of them, after a loss one per group.
 
-    indices     indices of the sequences within the call
     numerics    numerics of the replica that computed the output ids so far; None: there are none, and any replica may be used
     wait_until  after a loss, the time on the pool's clock at which waiting for a replica ends; None: no loss
-    epoch       number of the group's submission
     num_read    output ids of the whole call that were read before the group was submitted
     num_prompt_logprobs  prompt positions whose log-probabilities this submission has sent
     is_earlier  the output ids come from an earlier stream of the client, not from a loss
@@ -89,13 +82,7 @@ class SequenceGroup:
 
 
 class CallAttempts:
-    """The attempts of one call.
-
-    output_ids   per sequence, every id that was read, also if its text is held back. The reader adds them by `keep`
-    replicas     per sequence, the name of its present or last replica; None before the first submission
-    epoch        number of the latest submission
-    num_resumes  submissions after a loss
-    """
+    """output_ids   per sequence, every id that was read, also if its text is held back. The reader adds them by `keep`"""
 
     def __init__(self, pool: ReplicaPool, call: PromptCall) -> None:
         num_sequences = call.request.params.n
@@ -121,9 +108,7 @@ class CallAttempts:
     # -- what the reader does ------------------------------------------------------------------------------------------------------
 
     async def batch(self) -> list[SequenceUpdate]:
-        """New updates of any sequence; empty once all have ended, or after `cancel`.
-
-        Raises Unavailable when no replica takes the call, ReplicaLost when a call cannot be continued after a loss, and the error of a
+        """Raises Unavailable when no replica takes the call, ReplicaLost when a call cannot be continued after a loss, and the error of a
         final rejection.
         """
         while self._groups:
@@ -134,7 +119,7 @@ class CallAttempts:
         return []
 
     def keep(self, index: int, token_ids: Sequence[int]) -> int:
-        """Keep output ids that were read, after which another replica could continue. Returns the sequence's number of kept ids."""
+        """Keep output ids after which another replica could continue. Returns the sequence's number of kept ids."""
         kept = self.output_ids[index]
         room = self._max_output_tokens - len(kept)
         kept.extend(token_ids if len(token_ids) <= room else token_ids[:room])
@@ -142,9 +127,8 @@ class CallAttempts:
         return len(kept)
 
     def go_on(self, numerics: Numerics) -> None:
-        """Continue an earlier stream. Called before the first `batch`, after `keep` of the stream's output ids.
-
-        Each sequence that has not ended is submitted with its output ids, as after a loss. numerics: those the ids were computed with
+        """Continue an earlier stream, before the first `batch` and after `keep` of its output ids. numerics: those the ids were computed
+        with
         """
         self._numerics = numerics
         wait_until = self._pool.clock() + self._pool.failover_s
@@ -154,17 +138,14 @@ class CallAttempts:
         ]
 
     def end(self, index: int) -> None:
-        """Note that a sequence has ended, here or at its engine, so that it is not submitted again."""
         self._open.discard(index)
 
     def finish(self, index: int, keep_tokens: int, reason: FinishReason) -> None:
-        """Ask the engine to end a sequence that it still computes."""
         for group in self._groups:
             if index in group.indices and group.replica is not None and group.request_id is not None:
                 group.replica.connection.finish(group.request_id, index, keep_tokens, reason)
 
     def handle_plain_rows(self, handler: PlainRowHandler | None) -> None:
-        """Set the plain row handler of present and later streams of updates (`wire.stream`)."""
         self._handler = handler
         for group in self._groups:
             if group.updates is not None:
@@ -177,7 +158,6 @@ class CallAttempts:
             wait.cancel()
 
     async def close(self) -> None:
-        """`cancel`, and wait until no task is left."""
         self.cancel()
         tasks = list(self._reads)
         self._reads.clear()
@@ -191,7 +171,7 @@ class CallAttempts:
 
     @property
     def numerics(self) -> Numerics:
-        """Numerics of the replica that sent the latest ids, also after it is lost."""
+        """Also after it is lost."""
         for group in self._groups:
             if group.updates is not None:
                 return group.updates.numerics
@@ -200,7 +180,7 @@ class CallAttempts:
     # -- reading -------------------------------------------------------------------------------------------------------------------
 
     async def _next(self) -> tuple[SequenceGroup, list[SequenceUpdate]]:
-        """The next group with updates or an end. A single group is read in the caller's task; several groups have a task each."""
+        """A single group is read in the caller's task; several groups have a task each."""
         if len(self._groups) == 1 and not self._reads:
             return self._groups[0], await self._read(self._groups[0])
         for group in self._groups:
@@ -211,7 +191,7 @@ class CallAttempts:
         return self._reads.pop(task), task.result()
 
     async def _read(self, group: SequenceGroup) -> list[SequenceUpdate]:
-        """The group's new updates; empty once it has ended, was cancelled, or was split after a loss."""
+        """Empty once the group has ended, was cancelled, or was split after a loss."""
         while group in self._groups:
             if group.updates is None:
                 await self._place(group)
@@ -231,7 +211,6 @@ class CallAttempts:
         return []
 
     def _trimmed(self, group: SequenceGroup, update: SequenceUpdate) -> SequenceUpdate:
-        """The update without the values that an earlier attempt has already given."""
         if update.prompt_logprobs:
             begin = group.num_prompt_logprobs
             group.num_prompt_logprobs += len(update.prompt_logprobs)
@@ -252,7 +231,6 @@ class CallAttempts:
                 group.attempt.end()
 
     def _drop_all(self) -> None:
-        """Drop all groups and cancel them at their engines."""
         for group in list(self._groups):
             self._drop(group)
             if group.replica is not None and group.request_id is not None:
@@ -261,7 +239,7 @@ class CallAttempts:
     # -- submitting ----------------------------------------------------------------------------------------------------------------
 
     async def _place(self, group: SequenceGroup) -> None:
-        """Submit the group. After a loss, wait for a replica that takes it. Raises Unavailable, or ReplicaLost after a loss."""
+        """After a loss, wait for a replica that takes it. Raises Unavailable, or ReplicaLost after a loss."""
         silent_until = self._pool.clock() + SILENT_WAIT_S
         while group in self._groups:
             try:
@@ -278,7 +256,7 @@ class CallAttempts:
                     raise
 
     def _submit(self, group: SequenceGroup) -> None:
-        """Submit to the replica that routing picks, or to the next if that one is lost at this moment. Raises Unavailable."""
+        """To the replica that routing picks, or to the next if that one is lost at this moment. Raises Unavailable."""
         whole = replace(self._call.request, epoch=self.epoch + 1)
         num_output, max_tokens = max(len(self.output_ids[index]) for index in group.indices), whole.params.max_tokens
         while True:
@@ -309,7 +287,7 @@ class CallAttempts:
             return
 
     def _resumed(self, group: SequenceGroup, whole: EngineRequest) -> EngineRequest:
-        """The request for the rest of the call: the whole call if nothing was read, else the group's only sequence with its output ids."""
+        """The whole call if nothing was read, else the group's only sequence with its output ids."""
         if whole.params.prompt_logprobs is not None and self._num_prompt_logprobs >= len(whole.prompt_ids) - 1:
             whole = replace(whole, params=whole.params.with_(prompt_logprobs=None))
         if len(group.indices) == len(self.output_ids):
@@ -345,7 +323,7 @@ class CallAttempts:
     # -- after a loss --------------------------------------------------------------------------------------------------------------
 
     def _lose(self, group: SequenceGroup, error: Unavailable) -> None:
-        """Make groups of the open sequences of a lost replica, to wait for another one. Raises ReplicaLost if they must not wait."""
+        """Make groups of the open sequences of a lost replica. Raises ReplicaLost if they must not wait."""
         assert group.updates is not None
         assert group.attempt is not None
         group.attempt.lose()
@@ -365,9 +343,8 @@ class CallAttempts:
             self._groups.append(SequenceGroup((index,), numerics if self.output_ids[index] else None, wait_until))
 
     def _may_resume_again(self, group: SequenceGroup) -> bool:
-        """Whether to resume after a loss: always after a new token, and at the first loss without one; later by the pool's budget.
-
-        Several groups at one lost connection count as one loss.
+        """Always after a new token, and at the first loss without one; later by the pool's budget. Several groups at one lost connection
+        count as one loss.
         """
         assert group.attempt is not None
         connection, last_epoch = self._last_loss
@@ -380,7 +357,7 @@ class CallAttempts:
         return self._num_fruitless < MAX_FRUITLESS_LOSSES and self._pool.resume_budget.withdraw()
 
     async def _wait(self, group: SequenceGroup, error: Exception) -> None:
-        """Wait for a ready replica, at most until `wait_until`. Raises ReplicaLost once that time is over."""
+        """Raises ReplicaLost once `wait_until` is over."""
         assert group.wait_until is not None
         remaining_s = group.wait_until - self._pool.clock()
         if remaining_s <= 0 or (self._call.has_fallback and not self._num_read):
@@ -388,7 +365,6 @@ class CallAttempts:
         await self._wait_for_change(group, remaining_s)
 
     async def _wait_for_change(self, group: SequenceGroup, timeout_s: float) -> None:
-        """Wait for a ready replica, at most `timeout_s`. Every replica may be tried again then."""
         group.tried.clear()
         wait = asyncio.ensure_future(self._pool.wait_for_change())
         self._waits.add(wait)

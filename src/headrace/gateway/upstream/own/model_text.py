@@ -1,7 +1,5 @@
-"""Runs one model's template and tokenizer in the text workers. Upstreams call it to turn text into tokens, and many tokens into text.
-
-Every call names the tenant whose share of the queue it takes, raises Overloaded when there is no room, and frees its place when its task is
-cancelled.
+"""Runs one model's template and tokenizer in the text workers. Every call names the tenant whose share of the queue it takes, raises
+Overloaded when there is no room, and frees its place when its task is cancelled.
 """
 
 from __future__ import annotations
@@ -20,10 +18,7 @@ from headrace.text.tokenizer import Tokenizer
 
 
 class ModelText:
-    """
-    name       the model's name in the workers
-    tokenizer  for small work in the gateway itself: detokenizing token by token
-    """
+    """tokenizer: for small work in the gateway itself, detokenizing token by token"""
 
     def __init__(self, pool: TextPool, name: str, tokenizer: Tokenizer) -> None:
         self._pool = pool
@@ -43,11 +38,7 @@ class ModelText:
         return ids, answer.unread
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool, max_model_len: int | None, tenant: str) -> list[array[int]]:
-        """Texts as token ids. A text that is clearly too long is refused before it is sent to a worker.
-
-        Raises InvalidRequest for a lone surrogate or a text that exceeds a worker's bounds, ContextLengthExceeded for one that cannot fit,
-        Overloaded and Unavailable when no worker takes the job.
-        """
+        """Raises as `encode_chat`, and InvalidRequest for a lone surrogate."""
         bound = self.tokenizer.bound
         if bound is not None and bound.counts_spaces:  # other bounds split the text, which takes too long here: a worker does it
             for text in texts:
@@ -64,14 +55,14 @@ class ModelText:
         return _tokens(*await self._submit(frames.Tokenize(job, needs_texts), tenant=tenant, field="prompt"))
 
     async def decode(self, token_ids: Sequence[int], *, field: str, skip_special_tokens: bool = True, tenant: str) -> str:
-        """The ids' text. Raises InvalidRequest, naming `field`, for an id outside the vocabulary."""
+        """Raises InvalidRequest, naming `field`, for an id outside the vocabulary."""
         job = frames.DecodeIds(self._name, field, skip_special_tokens)
         answer, _ = await self._submit(job, frames.ids_to_bytes(field, token_ids), tenant=tenant, field=field)
         assert isinstance(answer, frames.Text)
         return answer.text
 
     def _submit(self, job: frames.WorkerJob, tail: bytes = b"", *, tenant: str, field: str) -> Awaitable[Done]:
-        """A worker's answer to a job. Raises Overloaded when the queue is full; Unavailable without workers or with damaged files."""
+        """Raises Overloaded when the queue is full; Unavailable without workers or with damaged files."""
         if self._name in self._pool.failures:
             raise Unavailable("The tokenizer or the chat template of this model cannot be read now.", retry_after_s=UNREADABLE_RETRY_S)
         return self._pool.submit(job, tail, tenant=tenant, field=field)

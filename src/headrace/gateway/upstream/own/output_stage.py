@@ -37,13 +37,7 @@ from headrace.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputParsing:
-    """How the outputs of one prompt are parsed.
-
-    tools, reasoning   formats to parse; None: not parsed
-    functions          functions that the request offers
-    is_reasoning_open  the prompt ends inside the reasoning
-    marker_ids         ids of marker tokens, whose text is kept even if special tokens are skipped
-    """
+    """is_reasoning_open: the prompt ends inside the reasoning; marker_ids: their text is kept even if special tokens are skipped"""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
@@ -55,7 +49,7 @@ class OutputParsing:
     def of(
         cls, formats: ModelFormats, tokenizer: Tokenizer, prompt: Conversation | PlainPrompts, prompt_ids: Sequence[int]
     ) -> OutputParsing | None:
-        """The parsing for a prompt; None: its outputs are plain text."""
+        """None: the outputs are plain text."""
         if not isinstance(prompt, Conversation):
             return None
         tools = formats.tools if prompt.shown_tools else None
@@ -73,17 +67,12 @@ class OutputParsing:
 
 
 class OutputStage:
-    """One sequence's parser, its calls' ids and its reasoning tokens.
-
-    is_passed             all further events are plain content, so that `read` need not be called
+    """is_passed             all further events are plain content, so that `read` need not be called
     num_reasoning_tokens  tokens whose text begins inside the reasoning, without its markers
     """
 
     def __init__(self, parsing: OutputParsing, tokenizer: Tokenizer, skipped: Set[int], call_key: str) -> None:
-        """
-        skipped   ids of tokens without text
-        call_key  text unique to the sequence, from which ids of tool calls are made
-        """
+        """skipped: ids of tokens without text; call_key: text unique to the sequence"""
         self._parser = OutputParser(
             parsing.tools, parsing.reasoning, functions=parsing.functions, is_reasoning_open=parsing.is_reasoning_open
         )
@@ -98,7 +87,6 @@ class OutputStage:
         return self._count.num_tokens if self._count is not None else 0
 
     def read(self, event: OutputEvent, token_ids: Sequence[int]) -> OutputEvent:
-        """The event with its text parsed. token_ids: ids of the event's tokens"""
         if self._count is not None:
             self._count.add(token_ids)
         delta = self._parser.push(event.text)
@@ -139,7 +127,7 @@ def after_reasoning(
     prompt: Conversation | PlainPrompts,
     prompt_ids: Sequence[int],
 ) -> Grammar | None:
-    """The grammar, made to begin after the reasoning that may precede the answer to a conversation."""
+    """The grammar, made to begin after the reasoning that may precede the answer."""
     if grammar is None or not isinstance(prompt, Conversation):
         return grammar
     begun = begun_answer(prompt.messages, continue_final_message=prompt.continue_final_message)
@@ -147,7 +135,7 @@ def after_reasoning(
 
 
 def _document(wanted: Grammar, choice: ToolChoice) -> Mapping[str, object]:
-    """The JSON schema that the output may match in place of calls. Raises InvalidRequest if calls are required, or for another grammar."""
+    """What the output may match in place of calls. Raises InvalidRequest if calls are required, or for another grammar."""
     if choice.mode is CallMode.REQUIRED:
         rule = 'tool_choice "auto" or "none" beside it, because the output is calls alone'
         raise InvalidRequest("grammar", rule, None, "Leave one of the two out.")
@@ -163,7 +151,7 @@ ID_TYPE = "i"
 
 
 class EarlierSequence(Struct, array_like=True, frozen=True):
-    """output_ids: every id that was read, as bytes of ID_TYPE;  finish, stop_token_id: the engine's; None: it has not ended the sequence"""
+    """output_ids: every id that was read, as bytes of ID_TYPE"""
 
     output_ids: bytes
     finish: str | None = None
@@ -171,10 +159,7 @@ class EarlierSequence(Struct, array_like=True, frozen=True):
 
 
 class EarlierCallOutput(Struct, array_like=True, frozen=True):
-    """The output of one prompt.
-
-    prompt_digest       digest of the prompt's ids: a template may write today's date, so that the same request has another prompt
-    numerics            numerics of the replica that computed the output
+    """prompt_digest       digest of the prompt's ids: a template may write today's date, so that the same request has another prompt
     num_counted_tokens  output tokens that the requests so far were charged for; 0: written by a version without this field
     """
 
@@ -186,7 +171,7 @@ class EarlierCallOutput(Struct, array_like=True, frozen=True):
     num_counted_tokens: int = 0
 
     def up_to(self, offsets: Sequence[int]) -> EarlierCallOutput:
-        """The output with each sequence cut at an offset (`OutputEvent.offset`)."""
+        """Cut at `OutputEvent.offset`s."""
         return msgspec.structs.replace(self, sequences=tuple(map(_cut, self.sequences, offsets)))
 
 
@@ -196,16 +181,15 @@ def _cut(sequence: EarlierSequence, offset: int) -> EarlierSequence:
 
 
 calls_of = msgspec.msgpack.Decoder(tuple[EarlierCallOutput, ...]).decode
-"""The calls of a state. Raises msgspec.DecodeError for what another version wrote in another form."""
+"""Raises msgspec.DecodeError for what another version wrote in another form."""
 
 
 def state_of(*calls: EarlierCallOutput) -> bytes:
-    """Calls encoded for `EventStream.saved_state`."""
     return msgspec.msgpack.encode(calls)
 
 
 def joined_states(states: Sequence[bytes | None]) -> bytes | None:
-    """One state of the states of a request's calls; None if one of the calls cannot be continued."""
+    """None if one of the calls cannot be continued."""
     if None in states:
         return None
     return state_of(*[call for state in states if state is not None for call in calls_of(state)])
@@ -216,7 +200,7 @@ def prompt_digest(prompt_ids: Sequence[int]) -> bytes:
 
 
 class EarlierUpdates:
-    """Gives one call's earlier output as updates. The first update of sequence 0 has the number of cached prompt tokens."""
+    """The first update of sequence 0 has the number of cached prompt tokens."""
 
     def __init__(self, call: EarlierCallOutput, request_id: RequestId) -> None:
         self._request_id = request_id
@@ -225,7 +209,6 @@ class EarlierUpdates:
         self._offsets = [0] * len(call.sequences)
 
     def take(self, index: int, offset: int | None = None) -> SequenceUpdate:
-        """A sequence's output from the previous offset up to `offset`; None: the rest."""
         sequence, ids, begin = self._call.sequences[index], self._ids[index], self._offsets[index]
         end = len(ids) if offset is None else min(offset, len(ids))
         finish = sequence.finish if (offset is None or offset > len(ids)) and begin <= len(ids) else None
@@ -243,10 +226,8 @@ class EarlierUpdates:
 
 @dataclass(slots=True)
 class RecomputedLogprobs:
-    """Collects log-probabilities of ids that were read earlier and are computed again, since ids are kept without them.
-
-    ids    ids of the tokens in order whose text was held back when the client stopped reading
-    found  their log-probabilities so far
+    """Ids are kept without log-probabilities, so some are computed again. ids: in order, those whose text was held back when the client
+    stopped
     """
 
     ids: Sequence[int]
@@ -257,7 +238,7 @@ class RecomputedLogprobs:
         return len(self.found) == len(self.ids)
 
     def take(self, update: SequenceUpdate) -> SequenceUpdate | None:
-        """Take log-probabilities from an update. Returns the rest of the update; None: its tokens differ from `ids`, or are too few."""
+        """None: the update's tokens differ from `ids`, or are too few."""
         count = min(len(self.ids) - len(self.found), len(update.token_ids))
         begin = len(self.found)
         is_equal = tuple(self.ids[begin : begin + count]) == update.token_ids[:count]

@@ -1,8 +1,5 @@
 """Judges the health of one replica as a gateway sees it: whether it is ready, how long it has stalled, and whether its requests fail.
 
-Readiness and stalls are pure functions of what the wire reports about the replica. A replica that stops answering, or whose idle loop
-stalls, must count as not ready within one second; the thresholds leave room for one heartbeat.
-
 The replica's circuit breaker counts failures; each submitted request reports one outcome to it. A request that the replica lost before the
 first token counts as a failure, once per connection: a process that dies with a hundred requests has failed once. A request with a sequence
 that ended by a fault of the engine counts too. `policy.routing.failures` decides what follows from open circuits.
@@ -36,7 +33,7 @@ STEP_GRACE_FACTOR = 4.0
 
 
 def verdict(state: ConnectionState, seen: SeenLoad | None, now: float) -> str:
-    """The reason why a replica is not ready, in words that clients may see; empty: ready."""
+    """In words that clients may see; empty: ready."""
     if state is ConnectionState.DOWN:
         return "not connected"
     if state is ConnectionState.SILENT:
@@ -77,27 +74,24 @@ NO_TICKET = Ticket(-1)
 """Ticket of a request sent although the circuit is open, since no other replica could take it. Its outcome changes nothing."""
 
 ConnectionKey = tuple[str, float]
-"""Id of the engine's process, and when the connection to it was made."""
+"""Instance id of the engine, and when the connection was made."""
 
 EJECTED = "failed several requests in a row"
-"""Why a replica whose circuit is open is not ready."""
+"""In words that clients may see."""
 
 
 class ReplicaCircuit:
-    """The circuit of one replica, over all its connections and restarts."""
-
     def __init__(self) -> None:
         self.breaker = CircuitBreaker(REPLICA_LIMITS)
         self._failed_connection: ConnectionKey | None = None
 
     def send(self, connection: ConnectionKey | None, clock: Clock) -> ReplicaAttempt:
-        """Note that a request is sent over a connection. None: the connection is lost already"""
         now = clock()
         ticket = self.breaker.send(now) if self.breaker.can_send(now) else NO_TICKET
         return ReplicaAttempt(self, connection, ticket, clock)
 
     def lose(self, connection: ConnectionKey | None, ticket: Ticket, now: float) -> None:
-        """Note that a request was lost before its first token. Losses of one connection count once."""
+        """Losses of one connection count once."""
         if connection is not None and connection == self._failed_connection:
             self.breaker.abandon(ticket, now)
             return
@@ -106,10 +100,7 @@ class ReplicaCircuit:
 
 
 class ReplicaAttempt:
-    """One submission of a request. Only its first reported outcome counts.
-
-    connection  connection that it was sent over
-    """
+    """Only its first reported outcome counts."""
 
     __slots__ = ("_circuit", "_clock", "_has_begun", "_is_over", "_ticket", "connection")
 
@@ -118,7 +109,6 @@ class ReplicaAttempt:
         self._has_begun = self._is_over = False
 
     def read(self, updates: Sequence[SequenceUpdate]) -> None:
-        """Note updates of the request, by which its answer begins or ends."""
         if self._is_over:
             return
         if not self._has_begun and any(update.token_ids for update in updates):
@@ -134,13 +124,13 @@ class ReplicaAttempt:
                 return
 
     def succeed(self) -> None:
-        """Note that the replica worked: the request was answered, or refused for its own content."""
+        """The request was answered, or refused for its own content."""
         if not self._is_over:
             self._is_over = True
             self._circuit.breaker.succeed(self._ticket)
 
     def lose(self) -> None:
-        """Note that the replica was lost or given up. It counts as a failure only before the first token."""
+        """It counts as a failure only before the first token."""
         if not self._is_over:
             self._is_over = True
             if self._has_begun:
@@ -149,10 +139,7 @@ class ReplicaAttempt:
                 self._circuit.lose(self.connection, self._ticket, self._clock())
 
     def end(self) -> None:
-        """Note that reading ended: the client left, the replica was full, or a stop string ended the last sequence.
-
-        An answer that had begun counts as a success.
-        """
+        """The client left, the replica was full, or a stop string ended the last sequence. An answer that had begun counts as a success."""
         if self._has_begun:
             self.succeed()
         elif not self._is_over:
@@ -165,7 +152,7 @@ ReplicaInstance = tuple[ReplicaId, str]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replica:
-    """One replica: its name, its connection, and its circuit. Compared by identity."""
+    """Compared by identity."""
 
     name: ReplicaId
     connection: ReplicaClient
@@ -173,28 +160,25 @@ class Replica:
 
     @property
     def instance(self) -> ReplicaInstance:
-        """Name and instance id. A restarted replica has another instance id, so it may be tried again."""
+        """A restarted replica has another instance id, so it may be tried again."""
         info = self.connection.info
         return self.name, info.instance_id if info is not None else ""
 
     @property
     def max_model_len(self) -> int:
-        """The replica's `max_model_len` in tokens; 0 before its hello."""
         info = self.connection.info
         return info.model.max_model_len if info is not None else 0
 
     def verdict(self, now: float) -> str:
-        """The reason why the replica is not ready; empty: ready."""
         return verdict(self.connection.state, self.connection.snapshot, now)
 
     @property
     def numerics(self) -> Numerics:
-        """The facts that its results depend on (`core.numerics`); empty before its hello."""
+        """Empty before its hello."""
         info = self.connection.info
         return info.model.numerics if info is not None else {}
 
     def health(self, reason: str, now: float) -> ReplicaHealth:
-        """The replica's state. reason: why the replica is not ready; empty: ready"""
         connection = self.connection
         return ReplicaHealth(
             self.name,
@@ -207,6 +191,6 @@ class Replica:
         )
 
     def candidate(self, lowest: PriorityClass = PriorityClass.BATCH) -> Candidate:
-        """The replica as routing sees it. lowest: lowest class of the counted requests that were sent since the load snapshot"""
+        """lowest: lowest class of the counted requests that were sent since the load snapshot"""
         seen, sent = self.connection.snapshot, self.connection.sent_since_snapshot(lowest)
         return Candidate(self.name, seen.load if seen else None, SentSince(len(sent), sum(sent)))

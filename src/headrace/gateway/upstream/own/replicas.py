@@ -1,13 +1,10 @@
 """Keeps the replicas of one model as this gateway sees them: holds their connections, and chooses among them.
 
-Replicas come and go while requests run. A retired one gets no new request; its connection stays until its last request has left, or its
-engine has ended. `replica_health` judges whether a replica is ready.
+A retired replica gets no new request; its connection stays until its last request has left, or its engine has ended.
 
-The pool watches its replicas for the running calls: it moves calls off a replica that hangs, and wakes the calls that wait for one. A
-replica hangs when it makes no progress for `MOVE_AFTER_S` beyond its predicted step. A stream of such a replica is given up only if another
-ready replica may continue it, or may begin it where no output has come yet. Otherwise the stream stays until the wire's lease ends, since
-the replica may recover. A retired replica is watched as well: its streams move off it when it hangs, and none moves to it. Without a
-`failover_s` nothing moves, and only the calls that wait already are woken. See docs/failover.md.
+A replica hangs when it makes no progress for `MOVE_AFTER_S` beyond its predicted step. A stream of such a replica is given up only if
+another ready replica may continue it, or may begin it where no output has come yet. Otherwise the stream stays until the wire's lease ends,
+since the replica may recover. Without a `failover_s` nothing moves, and only the calls that wait already are woken. docs/failover.md
 """
 
 from __future__ import annotations
@@ -44,33 +41,24 @@ UNAVAILABLE_RETRY_S = 10.0
 """Seconds after which a client may try a model again that has no replica at all: its engines cannot be started, or are being replaced."""
 
 RETIRED = "retired"
-"""Why a retired replica is not ready."""
 
 CLOSE_CHECK_S = 0.05
-"""Seconds between two looks whether the last request of a retired replica has left."""
 
 UNKNOWN_PROMPT_TOKENS = 128
-"""Length expected of a prompt before any of the model's replicas has finished a request."""
 
 
 TICK_S = 0.1
-"""Seconds between two looks at the replicas."""
 
 MOVE_AFTER_S = 2.0
 """Seconds without progress, beyond the predicted step, after which streams leave a replica for another one."""
 
 RETRY_S = 0.5
-"""Calls that wait for a replica try again after this many seconds where one is ready and nothing has changed: it was full, perhaps."""
+"""A replica that is ready and takes no call may be full."""
 
 
 class ReplicaPool:
-    """All replicas of one model. `async with` keeps the connections open.
-
-    replicas       replicas for new requests
-    retired        replicas without new requests that are still connected
-    unavailable    why there is no replica, in words that clients may read; empty if there are some
+    """unavailable    why there is no replica, in words that clients may read; empty if there are some
     failover_s     most seconds that a call waits for another replica after a loss; 0: the call ends
-    resume_budget  budget of resumes after a resume without a new token
     """
 
     def __init__(
@@ -84,10 +72,6 @@ class ReplicaPool:
         slow_start_s: float = 0.0,
         on_closed: Callable[[ReplicaId], None] = lambda _: None,
     ) -> None:
-        """
-        slow_start_s  seconds for which the share of a newly connected replica grows (`policy.routing.choice`)
-        on_closed     called after a retired replica's connection has closed
-        """
         self.model = model
         self.replicas = tuple(replicas)
         self.retired: tuple[Replica, ...] = ()
@@ -120,7 +104,7 @@ class ReplicaPool:
             await replica.connection.close()
 
     def follow(self, failover_s: float) -> None:
-        """Change `failover_s` for later losses. A wait that has begun keeps its end."""
+        """A wait that has begun keeps its end."""
         self.failover_s = failover_s
         self._start_watch()
 
@@ -129,7 +113,7 @@ class ReplicaPool:
             self._watching = asyncio.get_running_loop().create_task(self._watch(), name="replica watch")
 
     def change(self, *, add: Collection[Replica] = (), retire: Collection[Replica] = ()) -> None:
-        """Connect the replicas `add`, and send no new requests to `retire`, which must be among `replicas`."""
+        """retire: must be among `replicas`"""
         assert set(retire) <= set(self.replicas), "a replica is retired once"
         self.replicas = (*(replica for replica in self.replicas if replica not in retire), *add)
         self.retired = (*self.retired, *retire)
@@ -141,7 +125,7 @@ class ReplicaPool:
             task.add_done_callback(self._closing.discard)
 
     async def _close_unused(self, replica: Replica) -> None:
-        """Close a retired replica's connection after its last request. If its engine ends before, its requests move to other replicas."""
+        """If its engine ends before its last request, its requests move to other replicas."""
         while replica.connection.num_open:
             await asyncio.sleep(CLOSE_CHECK_S)
         await replica.connection.close()
@@ -149,7 +133,6 @@ class ReplicaPool:
         self._on_closed(replica.name)
 
     def check(self) -> None:
-        """Assert that no replica is both in use and retired, and that each retired one is being closed."""
         assert len(set(self.replicas)) == len(self.replicas)
         assert len({replica.name for replica in self.replicas}) == len(self.replicas), "two replicas with one name"
         assert not set(self.replicas) & set(self.retired)
@@ -157,9 +140,8 @@ class ReplicaPool:
 
     @property
     def info(self) -> ModelInfo | None:
-        """Model facts from the replica with the largest `max_model_len`; without a connection, the last known facts.
-
-        `max_model_len` depends on a replica's memory, so replicas of one model may differ.
+        """From the replica with the largest `max_model_len`, which depends on a replica's memory; without a connection, the last known
+        facts.
         """
         models = [info.model for replica in self.replicas if (info := replica.connection.info) is not None]
         self._last_info = max(models, key=lambda model: model.max_model_len, default=self._last_info)
@@ -167,7 +149,7 @@ class ReplicaPool:
 
     @property
     def has_silent(self) -> bool:
-        """Whether a connected replica is silent or not reading, so that it may recover in a moment."""
+        """A silent replica may recover in a moment."""
         silent = (ConnectionState.SILENT, ConnectionState.NOT_READING)
         return any(replica.connection.state in silent for replica in self.replicas)
 
@@ -182,7 +164,6 @@ class ReplicaPool:
     ) -> Replica:
         """The replica for a request. Raises Unavailable when no connected replica is left that fits the request and was not tried.
 
-        max_output_tokens  most output tokens of one sequence; None: any rest of the context is enough
         numerics           for a resume, numerics of the replica that computed the output ids; only a replica of equal numerics is chosen
         preferred          name of a replica whose prefix cache has the prompt's beginning; empty: none is known
 
@@ -207,8 +188,6 @@ class ReplicaPool:
 
         Where no replica is ready, the queues of the connected ones count: one may be ready again in a moment, and until then requests
         would join without a bound. With a queue policy without classes all waiting requests are ahead.
-
-        unsent  admitted requests not sent yet, which are counted in equal parts for all replicas
         """
         info, size = self.info, RequestSize(self._mean_prompt_tokens(), self._expected_output_tokens(None))
         traits = traits_of(info.queue_policy if info else "")
@@ -223,28 +202,25 @@ class ReplicaPool:
         return min(states, key=lambda state: (state.wait_s, state.depth), default=None)
 
     def note_sent(self, replica: Replica) -> ReplicaAttempt:
-        """Note that a request was sent. The caller must report its outcome to the result."""
+        """The caller must report its outcome to the result."""
         info = replica.connection.info
         return replica.circuit.send(None if info is None else (info.instance_id, info.connected_at), self.clock)
 
     def _ejected(self, ready: Sequence[Replica]) -> frozenset[ReplicaId]:
-        """The ready replicas that get no requests because several failed in a row."""
         return ejected({replica.name: replica.circuit.breaker for replica in ready}, self.clock())
 
     def _started(self, fit: Sequence[Replica]) -> list[Replica]:
-        """The replicas of `fit` that take part in this decision. A newly connected replica takes part in a growing share of decisions."""
+        """A newly connected replica takes part in a growing share of decisions."""
         now, infos = self.clock(), [replica.connection.info for replica in fit]
         connected_s = [0.0 if info is None else now - info.connected_at for info in infos]
         return started(fit, [started_share(seconds, self._slow_start_s) for seconds in connected_s], self._random)
 
     def why_unavailable(self) -> Unavailable:
-        """The error of a request that no replica takes."""
         if self.unavailable and not self.replicas:
             return Unavailable(f"The model {self.model} cannot be served now. {self.unavailable}", retry_after_s=UNAVAILABLE_RETRY_S)
         return Unavailable(f"No replica of {self.model} takes requests now.", retry_after_s=1.0)
 
     def _choose(self, fit: Sequence[Replica], size: RequestSize, preferred: str) -> Replica:
-        """Choose one of `fit`, which is not empty."""
         if len(fit) == 1:
             return fit[0]
         info = self.info
@@ -259,13 +235,12 @@ class ReplicaPool:
         return next(replica for replica in fit if replica.name == chosen.replica_id)
 
     def _expected_output_tokens(self, max_output_tokens: int | None) -> int:
-        """Mean output tokens of the model's finished requests, at most `max_output_tokens`."""
+        """Mean of the model's finished requests, at most `max_output_tokens`."""
         num_finished, _, num_tokens = self._counted()
         mean = mean_output_tokens(num_finished, num_tokens)
         return mean if max_output_tokens is None else max(1, min(mean, max_output_tokens))
 
     def _counted(self) -> tuple[int, int, int]:
-        """(finished requests, their prompt tokens, their output tokens), summed over the model's replicas."""
         counted = [seen.load.counters for replica in self.replicas if (seen := replica.connection.snapshot) is not None]
         num_finished = sum(sum(counters.finished.values()) for counters in counted)
         return num_finished, sum(counters.prompt_tokens for counters in counted), sum(counters.generation_tokens for counters in counted)
@@ -280,10 +255,7 @@ class ReplicaPool:
         return num_tokens // num_finished if num_finished else UNKNOWN_PROMPT_TOKENS
 
     def why_not_resume(self, numerics: Numerics | None) -> str:
-        """For each connected replica, the reason why it may not continue a stream; empty: one may.
-
-        numerics  numerics of the replica that computed the stream's tokens so far; None: there are none, and any replica may begin
-        """
+        """Per connected replica; empty: one may. None: nothing was computed yet, and any replica may begin."""
         connected = [replica for replica in self.replicas if replica.connection.state is ConnectionState.CONNECTED]
         reasons = {replica.name: "" if numerics is None else why_not_resume(numerics, replica.numerics) for replica in connected}
         if "" in reasons.values():
@@ -305,7 +277,7 @@ class ReplicaPool:
     # -- the watch over its replicas -----------------------------------------------------------------------------------------------
 
     async def wait_for_change(self) -> None:
-        """Wait until a replica becomes ready, or until RETRY_S have passed and a replica is ready."""
+        """Or until RETRY_S have passed and a replica is ready."""
         if self._change is None:
             self._change = asyncio.get_running_loop().create_future()
             self._woken_at = self.clock()
@@ -353,5 +325,5 @@ class ReplicaPool:
         self._last_ready = ready
 
     def _ready_instances(self) -> frozenset[tuple[str, str, str]]:
-        """Name, instance id and numerics digest of each ready replica. The digest may become known only later."""
+        """With the numerics' digest, which may become known only later."""
         return frozenset((*replica.instance, numerics_digest(replica.numerics)) for replica in self.ready())

@@ -33,8 +33,6 @@ ANOTHER_TOKEN = "This answer cannot be continued from where it stopped; it can b
 
 
 class TokenStream(EventStream):
-    """The event stream of one call at our engines."""
-
     def __init__(self, pool: ReplicaPool, tokenizer: Tokenizer, call: PromptCall, *, first_index: int = 0) -> None:
         """first_index: index of the call's first sequence within the request"""
         self._first_index = first_index
@@ -103,7 +101,7 @@ class TokenStream(EventStream):
         return OutputEvent(index) if event is None else event
 
     def _go_on(self, earlier: EarlierUpdates) -> list[OutputEvent]:
-        """End the replay of an earlier stream. Returns events of ids that were read after its last event, and continues open sequences."""
+        """End the replay of an earlier stream: the events of ids that were read after its last event."""
         assert self.call.earlier is not None
         events = self._read([earlier.take(index) for index in range(self.call.request.params.n)])
         self._num_earlier_tokens = max(self._num_earlier_tokens, sum(assembler.num_tokens for assembler in self._assemblers))
@@ -128,11 +126,10 @@ class TokenStream(EventStream):
         await self.attempts.close()
 
     def _read(self, updates: Iterable[SequenceUpdate]) -> list[OutputEvent]:
-        """The events of updates, at most one per sequence."""
         return merged(event for update in updates if (event := self._fed(update)) is not None)
 
     def _fed(self, update: SequenceUpdate) -> OutputEvent | None:
-        """The event of one update; None: no visible content. If a stop string ends the sequence here, its engine finishes it too."""
+        """None: no visible content. If a stop string ends the sequence here, its engine finishes it too."""
         assembler = self._assemblers[update.index]
         if assembler.finish is None:
             self.attempts.keep(update.index, update.token_ids)
@@ -152,7 +149,7 @@ class TokenStream(EventStream):
         return self._parsed(update.index, event_of(self._first_index + update.index, delta, offset), delta.token_ids)
 
     def _with_logprobs(self, update: SequenceUpdate) -> SequenceUpdate:
-        """Take the log-probabilities of recomputed tokens from the update, and return its rest. Raises ReplicaLost if a token differs."""
+        """Returns the update without the log-probabilities of recomputed tokens. Raises ReplicaLost if a token differs."""
         recomputed = self._recomputed.get(update.index)
         if recomputed is None:
             return update
@@ -165,7 +162,7 @@ class TokenStream(EventStream):
         return rest
 
     def _handle_plain_rows(self, rows: Sequence[PlainRow]) -> bool:
-        """A `wire.stream.PlainRowHandler`: like `_read` of these rows, but the listener gets the events at once. False: not taken."""
+        """Like `_read` of these rows, but the listener gets the events at once. False: not taken."""
         listener = self._listener
         if listener is None or not listener.has_room:
             return False
@@ -223,7 +220,6 @@ class MergedStream(EventStream):
         return sum(stream.num_resumes for stream in self._streams)
 
     async def events(self) -> list[OutputEvent]:
-        """Events of any of the streams; empty once all have ended."""
         found: list[OutputEvent] = []
         while not found and (self._to_ask or self._waiting):
             self._waiting |= {asyncio.create_task(self._streams[number].events()): number for number in self._to_ask}
@@ -253,7 +249,6 @@ class MergedStream(EventStream):
             stream.cancel()
 
     async def close(self) -> None:
-        """Cancel the streams and every task that waits for their events."""
         self.cancel()
         tasks = list(self._waiting)
         self._waiting.clear()

@@ -49,13 +49,7 @@ MAX_NAMED = 8
 
 
 class TokenUpstream(Upstream):
-    """One model's replicas."""
-
     def __init__(self, text: ModelText, pool: ReplicaPool, *, draw_seed: Callable[[], int], formats: ModelFormats) -> None:
-        """
-        draw_seed  gives the seed of a request without one
-        formats    the model's formats of tool calls and reasoning
-        """
         self._formats = formats
         self._text = text
         self._pool = pool
@@ -96,7 +90,7 @@ class TokenUpstream(Upstream):
             raise error.of_tier(principal.ceiling.tier) from None
 
     async def _prepare(self, request: GenerationRequest, principal: PrincipalFacts, info: ModelInfo) -> Prepared:
-        """info: the model's facts, with `max_model_len` reduced to the caller's tier"""
+        """info: with `max_model_len` reduced to the caller's tier"""
         earlier = None if request.earlier is None else _earlier_calls(request.earlier, request.sampling)
         params = self._params(request, info, None if earlier is None else earlier[0].seed)
         grammar = bound_grammar(self._formats, request.prompt, None if request.grammar is None else request.grammar.grammar)
@@ -144,7 +138,6 @@ class TokenUpstream(Upstream):
         return await self._text.decode(token_ids, field="tokens", skip_special_tokens=False, tenant=tenant)
 
     def _info(self) -> ModelInfo:
-        """The model's facts. Raises Unavailable before the first replica's hello."""
         info = self._pool.info
         if info is None:
             if self._pool.unavailable:
@@ -153,10 +146,7 @@ class TokenUpstream(Upstream):
         return info
 
     def _params(self, request: GenerationRequest, info: ModelInfo, earlier_seed: int | None) -> SamplingParams:
-        """The client's parameters, with the model's defaults for those of FROM_MODEL that are missing, and a seed. Raises InvalidRequest.
-
-        earlier_seed  seed of the earlier stream that this one continues
-        """
+        """With the model's defaults for those of FROM_MODEL that are missing, and a seed. Raises InvalidRequest."""
         chosen = {name: info.sampling_defaults[name] for name in FROM_MODEL if name in info.sampling_defaults}
         seeds = (request.sampling.get("seed"), earlier_seed)
         seed = next((seed for seed in seeds if seed is not None), None)
@@ -168,10 +158,7 @@ class TokenUpstream(Upstream):
     async def _encode(
         self, prompt: Conversation | PlainPrompts, max_tokens: int | None, info: ModelInfo, tenant: str
     ) -> tuple[list[TokenPrompt], list[str]]:
-        """The tokenized prompts, and the names of request fields that have no effect on them.
-
-        Raises ContextLengthExceeded for most prompts that do not fit; `_call` raises it for the rest.
-        """
+        """Raises ContextLengthExceeded for most prompts that do not fit; `_call` raises it for the rest."""
         if isinstance(prompt, Conversation):
             ids, unread = await self._text.encode_chat(prompt, max_model_len=info.max_model_len, tenant=tenant)
             return [self._prompt(tuple(ids), "")], unread if len(unread) <= MAX_NAMED else ["chat_template_kwargs"]
@@ -215,7 +202,7 @@ def check_fits_context(num_tokens: int, max_tokens: int | None, info: ModelInfo,
 
 
 def _with_max_tokens(params: SamplingParams, prompts: Sequence[TokenPrompt], principal: PrincipalFacts, info: ModelInfo) -> SamplingParams:
-    """Set a missing `max_tokens` to the output tokens that the caller's limits allow one sequence. Unchanged without limits."""
+    """The output tokens that the caller's limits allow one sequence, where none are asked for."""
     num_tokens = [len(prompt.token_ids) for prompt in prompts]
     ceiling = principal.ceiling
     room = info.max_model_len - max(num_tokens)
@@ -227,9 +214,7 @@ def _with_max_tokens(params: SamplingParams, prompts: Sequence[TokenPrompt], pri
 
 
 def _earlier_calls(earlier: EarlierOutput, sampling: Mapping[str, Any]) -> tuple[EarlierCallOutput, ...]:
-    """The calls of an earlier stream. A request with log-probabilities continues where its client stopped reading, since kept ids have no
-    log-probabilities.
-    """
+    """A request with log-probabilities continues where its client stopped reading: kept ids have none."""
     calls = calls_of(earlier.state)
     if sampling.get("logprobs") is None:
         return calls
@@ -238,7 +223,7 @@ def _earlier_calls(earlier: EarlierOutput, sampling: Mapping[str, Any]) -> tuple
 
 
 def _continued(call: PromptCall, earlier: Sequence[EarlierCallOutput], number: int, request: GenerationRequest) -> PromptCall:
-    """The call, continued after its earlier output. Raises StreamConflict if its prompt has other tokens now."""
+    """Raises StreamConflict if its prompt has other tokens now."""
     assert request.earlier is not None
     if number >= len(earlier) or earlier[number].prompt_digest != prompt_digest(call.request.prompt_ids):
         raise StreamConflict("The prompt of this request has other tokens than it had: its chat template or tokenizer was changed.")
@@ -256,7 +241,7 @@ def _call(
     grammar: Grammar | None,
     parsing: OutputParsing | None,
 ) -> PromptCall:
-    """The call of the request's prompt `number`. Raises InvalidRequest by the same rules as the engine."""
+    """Raises InvalidRequest by the same rules as the engine."""
     part = "messages" if isinstance(request.prompt, Conversation) else "prompt"
     room = check_fits_context(len(prompt_ids), params.max_tokens, info, part=part)
     if params.max_tokens is None:  # the default of the model's author, or the rest of the context
@@ -288,8 +273,6 @@ OFFSET_TOKENS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenPrompt(PreparedPrompt):
-    """A prompt as token ids, with the tokenizer for the texts of its log-probabilities."""
-
     token_ids: tuple[int, ...]
     tokenizer: Tokenizer
 
