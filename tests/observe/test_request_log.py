@@ -119,6 +119,14 @@ def test_no_log_is_no_thread() -> None:
 
 
 @pytest.mark.pure
+def test_the_version_is_that_of_the_model_that_answered() -> None:
+    asked = finished(model="big", version="fp_big")
+    assert (asked.model, asked.version) == ("big", "fp_big")
+    answered = asked._replace(answered=asked.answered._replace(model="small"))
+    assert (answered.model, answered.version) == ("small", None)
+
+
+@pytest.mark.pure
 def test_time_is_a_timestamp() -> None:
     assert json.loads(line_of(finished(time=1_795_399_722.6589)))["time"] == "2026-11-23T02:08:42.658Z"
 

@@ -10,7 +10,7 @@ def finished(**fields: object) -> FinishedRequest:
     """A request that failed, with `fields` (see `FIELDS`)."""
     made = FinishedRequest(RequestArrival("abc", "POST", "/v1/chat/completions"), End(Outcome.FAILED))
     places = {**FIELDS, "model": "asked.model", "version": "asked.version", "detail": "end.detail", "tier": "caller.tier"}
-    places |= {"price": "answered.usage.price", "prompt": "answered.prompt"}
+    places["price"] = "answered.usage.price"
     for name, value in fields.items():
         part, *inner, last = places[name].split(".")
         value_of_part = getattr(made, part)

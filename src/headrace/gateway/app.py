@@ -19,7 +19,7 @@ from headrace.core.errors import DeadlineExceeded, HeadraceError, InvalidRequest
 from headrace.core.ids import RequestId
 from headrace.gateway.access.auth import Authenticator
 from headrace.gateway.access.open_requests import Draining, KeyRevoked, UseCount
-from headrace.gateway.access.principal import ANONYMOUS, OpenMetrics, Principal
+from headrace.gateway.access.principal import OpenMetrics
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.generation.service import Service
 from headrace.gateway.generation.stages.model_choice import refused_headers
@@ -44,14 +44,17 @@ from headrace.gateway.ledger.record import UsageRecord, is_recorded, usage_recor
 from headrace.gateway.stores.guard import StoreWait
 from headrace.gateway.surfaces.routes import AnsweredPath, find_path, logged_path, plain_path
 from headrace.gateway.upstream.seam import ReplicaLost
-from headrace.observe.finished_request import Caller, End, FinishedRequest, Outcome, RequestArrival
-from headrace.observe.request_log import MAX_DETAIL_CHARS, RequestLog
+from headrace.observe.finished_request import MAX_DETAIL_CHARS, Caller, End, FinishedRequest, Outcome, RequestArrival
+from headrace.observe.request_log import RequestLog
 from headrace.observe.tenant_metrics import RequestUse
 
 log = logging.getLogger("headrace.gateway")
 
 _FIELD = re.compile(r"[A-Za-z_]{1,40}(?:\[[0-9]{1,6}\]|\.[A-Za-z_]{1,40}){0,8}")
 UNPRINTED = "(a field of another form)"
+
+UNFINISHED = End(Outcome.FAILED)
+"""The end of a request that nothing below has ended."""
 
 
 class ActiveConfig:
@@ -105,7 +108,7 @@ class Gateway:
         if path is not None:
             exchange.framing = path.framing
         reached: AnsweredPath | None = None
-        end = End(Outcome.FAILED)
+        end = UNFINISHED
         with StoreWait(service.clock) as store_wait:
             try:
                 service.open_requests.use(exchange.request_id, exchange.principal.tenant, active.choosing)
@@ -116,28 +119,30 @@ class Gateway:
                 else:
                     reached = path
                     await self.dispatch(path, exchange, active)
-                end = End(Outcome.COMPLETED)
+                end = End(Outcome.COMPLETED, exchange.status, service.clock() - exchange.arrived_at)
             except HeadraceError as error:
-                reply, end = _refused_by(error)
+                reply, end = _ended_by(error)
                 await self._fail(exchange, error, reply, end)
             except asyncio.CancelledError:
                 end = End(Outcome.FAILED, detail="cut off at the end of a shutdown")
                 raise
             except Exception as error:  # the outermost border: a bug must not end the other requests of the connection
                 log.error("request %s failed: %s", exchange.request_id, fault(error))
-                reply, end = _refused_by(error)
+                reply, end = _ended_by(error)
                 end = end._replace(detail=type(error).__name__)
                 await self._fail(exchange, error, reply, end)
             finally:
                 service.open_requests.leave_used(exchange.request_id)
-                end = end._replace(status=exchange.status or end.status, latency_s=service.clock() - exchange.arrived_at)
-                finished = FinishedRequest(arrival, end, _caller(exchange.principal), exchange.asked, exchange.answered)
-                self._close(finished, reached, service, store_wait)
+                if end.latency_s is None:
+                    end = end._replace(status=exchange.status or end.status, latency_s=service.clock() - exchange.arrived_at)
+                finished = FinishedRequest(arrival, end, exchange.caller, exchange.asked, exchange.answered)
+                self._close(finished, exchange, reached, service, store_wait)
 
     async def dispatch(self, path: AnsweredPath | None, exchange: Exchange, active: ActiveConfig) -> None:
         """Check the key, then call the handler. An unknown path needs a key too, so that strangers cannot learn which paths exist."""
         if path is None or not (path.is_public or path.path in active.public):
-            exchange.principal = await active.authenticator.principal(exchange.headers, exchange.framing)
+            principal = exchange.principal = await active.authenticator.principal(exchange.headers, exchange.framing)
+            exchange.caller = Caller(principal.tenant, principal.user or None, principal.key_id or None, principal.tier_name)
         if path is None:
             raise RouteNotFound(exchange.scope["path"])
         endpoint, service = path.endpoint(exchange.scope["method"]), active.service
@@ -163,14 +168,16 @@ class Gateway:
         if not (isinstance(error, ClientLeft | SlowReader) or isinstance(exchange.end_reason, ClientLeft | SlowReader)):
             await exchange.fail(reply)
 
-    def _close(self, request: FinishedRequest, path: AnsweredPath | None, service: Service, store_wait: StoreWait) -> None:
+    def _close(
+        self, request: FinishedRequest, exchange: Exchange, path: AnsweredPath | None, service: Service, store_wait: StoreWait
+    ) -> None:
         """Count and log a request that has ended. service: of the configuration that the request began with"""
         metrics = service.metrics
         metrics.http_responses.labels(str(request.end.status)).inc()
         if path is not None and path.generates:
             metrics.store_wait.observe(store_wait.waited_s)
             metrics.finished(request.model or "", request.answered.replica or "", request.counted_outcome)
-            usage = usage_record(request) if is_recorded(request) else None
+            usage = usage_record(request, prompt=exchange.logged_prompt) if is_recorded(request) else None
             if service.ledger is not None and usage is not None:
                 service.ledger.write(usage)
             if request.caller.tenant is not None:
@@ -191,14 +198,7 @@ def _arrival(exchange: Exchange, active: ActiveConfig) -> RequestArrival:
     )
 
 
-def _caller(principal: Principal) -> Caller:
-    """No tenant where no key was asked for."""
-    if principal is ANONYMOUS:
-        return Caller(tier=principal.tier_name)
-    return Caller(principal.tenant, principal.user or None, principal.key_id or None, principal.tier_name)
-
-
-def _refused_by(error: Exception) -> tuple[ErrorReply, End]:
+def _ended_by(error: Exception) -> tuple[ErrorReply, End]:
     """The answer to a request that ended with an error, and how the request ended."""
     reply = error_reply(error)
     detail = None

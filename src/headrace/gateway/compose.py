@@ -132,6 +132,7 @@ async def _open_service(
     replayed = GuardedStore(open_replay_store(stores), "answers under an Idempotency-Key", sources.clock)
     for store in (answers, replayed):
         stack.push_async_callback(store.close)
+    stored_keys = await _stored_keys(stack, config, share, sources)
     watch = await stack.enter_async_context(_watch(config, memory, metrics, sources))
     encoding = EncodingTurns(sources.clock)
     kept_streams = _kept_streams(stack, config, stores, metrics, sources)
@@ -150,7 +151,7 @@ async def _open_service(
     return Service(
         config=config.requests,
         models=ModelTable(models.served),
-        stored_keys=await _stored_keys(stack, config, share, sources),
+        stored_keys=stored_keys,
         open_requests=open_requests,
         watch=watch,
         text_pool=text_pool,

@@ -1,13 +1,16 @@
 """Defines a request that has ended: one value of parts, each made once by its owner. The log line, the usage record and the metrics are
 functions of it.
 
-No prompt enters it but that of a tenant that has its prompts logged, and no answer, key or header but a client's own short x-request-id.
+No prompt, answer or key enters it, and no header but a client's own short x-request-id.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
 from typing import NamedTuple, Protocol
+
+MAX_DETAIL_CHARS = 200
+"""Of `End.detail` and `Answered.failure`."""
 
 
 class Outcome(StrEnum):
@@ -46,6 +49,8 @@ class RequestArrival(NamedTuple):
 
 
 class Caller(NamedTuple):
+    """All are None before the key is checked, and on paths that need none."""
+
     tenant: str | None = None
     user: str | None = None
     key_id: str | None = None
@@ -93,8 +98,7 @@ class Answered(NamedTuple):
     cache_tier    the cache that answered instead of an engine: "response" or "idempotency"
     continued_id  request id of the stream that this request continues; its completion_tokens are those that it added
     num_resumes   how often a sequence was submitted again because its engine was lost; None: never
-    prompt        the prompt as JSON, for a tenant that has its prompts logged
-    failure       what the engine said of a sequence that it could not end, for the operator
+    failure       the engine's message, for the operator, where it ended a sequence without an answer
     """
 
     model: str | None = None
@@ -107,7 +111,6 @@ class Answered(NamedTuple):
     seed: int | None = None
     usage: Usage = Usage()
     times: Times = Times()
-    prompt: str | None = None
     failure: str | None = None
 
 
@@ -132,11 +135,14 @@ class End(NamedTuple):
 
 
 class FinishedRequest(NamedTuple):
+    """worker: the gateway worker that answered, where there are several"""
+
     arrival: RequestArrival
     end: End
     caller: Caller = Caller()
     asked: Asked = Asked()
     answered: Answered = Answered()
+    worker: int | None = None
 
     @property
     def model(self) -> str | None:
@@ -144,7 +150,7 @@ class FinishedRequest(NamedTuple):
 
     @property
     def version(self) -> str | None:
-        return self.answered.version or self.asked.version
+        return self.answered.version if self.answered.model else self.asked.version
 
     @property
     def detail(self) -> str | None:

@@ -20,7 +20,6 @@ from headrace.observe.logs import CLOSE_S, LineWriter, LogFormat, clock_time, pr
 MAX_QUEUED = 10_000
 """The most lines that wait to be written. One more is dropped and counted."""
 
-MAX_DETAIL_CHARS = 200
 MAX_LINE_BYTES = 4096
 """A longer line, its end included, is written without the fields that may be long. Linux keeps a write of at most this length whole in a
 pipe to which several processes write (PIPE_BUF)."""
@@ -38,6 +37,7 @@ FIELDS = {
     "outcome": "end.outcome",
     "client": "arrival.client",
     "client_request_id": "arrival.client_request_id",
+    "worker": "worker",
     "tenant": "caller.tenant",
     "user": "caller.user",
     "key_id": "caller.key_id",
@@ -76,17 +76,14 @@ _values_of = attrgetter(*FIELDS.values())
 _encode = json.JSONEncoder(ensure_ascii=True, separators=(",", ":")).encode
 
 
-def line_of(request: FinishedRequest, *, worker: int | None = None, is_cut: bool = False) -> str:
+def line_of(request: FinishedRequest, *, is_cut: bool = False) -> str:
     """One line of ASCII JSON. It has no control characters, so that nothing a client sends can forge a second line.
 
-    worker  the gateway worker that answered, where there are several
     is_cut  without the fields that may be long
     """
     values = zip(FIELDS, _values_of(request), strict=True)
     kept = {name: round(value, 6) if isinstance(value, float) else value for name, value in values if value is not None}
     kept["time"] = timestamp(request.arrival.time)
-    if worker is not None:
-        kept["worker"] = worker
     for name in LONG_FIELDS if is_cut else ():
         kept.pop(name, None)
     return _encode(kept)
@@ -142,6 +139,8 @@ class RequestLog:
         """Queue one line; never blocks. A full queue drops the line and counts it."""
         if self._lines is None:
             return
+        if self._worker is not None:
+            request = request._replace(worker=self._worker)
         line = self._line(request)
         if len(line.encode("utf-8", "replace")) > MAX_LINE_BYTES:
             line = self._line(request, is_cut=True)
@@ -149,7 +148,7 @@ class RequestLog:
 
     def _line(self, request: FinishedRequest, *, is_cut: bool = False) -> str:
         if not self._is_text:
-            return line_of(request, worker=self._worker, is_cut=is_cut) + "\n"
+            return line_of(request, is_cut=is_cut) + "\n"
         if is_cut:
             request = request._replace(end=request.end._replace(reason=None, detail=None), answered=request.answered._replace(failure=None))
         return text_of(request, is_short=self._is_terminal) + "\n"

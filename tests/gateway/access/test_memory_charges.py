@@ -21,11 +21,12 @@ from headrace.core.plan import columns_of
 from headrace.gateway.access.memory_charges import ChargeLimits, MemoryCharge, MemoryLimits, RequestMemory
 from headrace.gateway.config import config_from
 from headrace.gateway.generation.answer_memory import first_answer_bytes
-from headrace.gateway.generation.call import Call
+from headrace.gateway.generation.call import Call, Ending
 from headrace.gateway.http.asgi import ABORT_EXTENSION
 from headrace.gateway.http.config import Limits
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.sse import StreamWatch
+from headrace.gateway.limits.reservation import LimitReservation
 from headrace.gateway.site import idle_memory, memory
 from headrace.gateway.site.tenant_share import TenantShare
 from headrace.gateway.surfaces.dialect.logprobs import completion_logprobs, echo_logprobs
@@ -342,6 +343,30 @@ async def test_a_refused_request_is_freed_at_once_and_not_by_a_collection(bench:
                     assert (await reader.readline()).split()[1] == b"400"
             await eventually(lambda: bench.gateway.service.open_requests.num_open == 0)
             await asyncio.sleep(0.05)
-            assert not [kept for kept in gc.get_objects() if type(kept) is Call]  # isinstance would ask torch's deprecated objects
+            assert not kept_requests()
+        finally:
+            gc.enable()
+
+
+def kept_requests() -> list[object]:
+    kinds = (Call, Ending, Exchange, LimitReservation)  # `isinstance` would ask torch's deprecated objects
+    return [kept for kept in gc.get_objects() if type(kept) in kinds]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answered_request_is_freed_at_once_too(text: TextModel, stream: bool) -> None:
+    async with open_bench(text) as bench, serving(bench.gateway) as port:
+        gc.collect()
+        gc.disable()
+        try:
+            async with dial(port) as (reader, writer):
+                body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3, "stream": stream}
+                more = ("idempotency-key: a", "x-session-id: s", "connection: close")
+                writer.write(post("/v1/chat/completions", body, *more))
+                assert (await reader.readline()).split()[1] == b"200"
+                await reader.read()
+            await eventually(lambda: not bench.gateway.service.open_requests.num_open and not bench.gateway.service.replays.claims)
+            await asyncio.sleep(0.05)
+            assert not kept_requests()
         finally:
             gc.enable()

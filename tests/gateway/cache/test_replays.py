@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +17,10 @@ from scripted_store import script_replays
 from headrace.core.errors import Unavailable
 from headrace.gateway.cache import replays
 from headrace.gateway.cache.replays import LEASE_S
+from headrace.gateway.ledger.record import UsageRecord
+from headrace.gateway.limits.reservation import LimitReservation
 from headrace.gateway.stores.guard import REQUEST_WAIT_S
+from headrace.gateway.upstream.seam import TokenUsage
 from headrace.text.folder import TextModel
 from tests.house.reader import ROOT
 
@@ -154,6 +158,48 @@ async def test_an_answer_is_finished_without_its_client_and_waits_for_the_retry(
         assert (len(one.replica.requests), one.replica.cancelled) == (1, [])
         if not stream:
             assert answer.json()["usage"]["completion_tokens"] == 8
+
+
+async def test_what_a_shutdown_cuts_off_is_billed_as_it_counts_in_the_limits(
+    text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client has left, the answer goes on for its retry, and then the request's task is cancelled."""
+    left, written, counted = asyncio.Event(), list[UsageRecord](), list[TokenUsage | None]()
+    count = LimitReservation.count
+
+    def note(reservation: LimitReservation, usage: TokenUsage | None) -> None:
+        counted.append(usage)
+        count(reservation, usage)
+
+    body = iter([{"type": "http.request", "body": json.dumps(chat_body(**SAMPLED)).encode()}])
+
+    async def receive() -> dict[str, Any]:
+        if (message := next(body, None)) is not None:
+            return message
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(_: Any) -> None:
+        return
+
+    headers = [(b"content-type", b"application/json"), (b"host", b"localhost"), (b"idempotency-key", b"a")]
+    scope = {"type": "http", "method": "POST", "path": PATH, "query_string": b"", "headers": headers, "http_version": "1.1"}
+    monkeypatch.setattr(LimitReservation, "count", note)
+    async with open_bench(text, state=str(tmp_path)) as bench:
+        ledger = bench.gateway.service.ledger
+        assert ledger is not None
+        monkeypatch.setattr(ledger, "write", written.append)
+        bench.replica.token_delay_s = 1.0
+        running = asyncio.create_task(bench.gateway(scope, receive, send))
+        await asyncio.sleep(2.5)
+        left.set()
+        await asyncio.sleep(1.0)
+        running.cancel()
+        await asyncio.wait([running])
+    [used] = counted
+    assert used is not None
+    assert [record.completion_tokens for record in written] == [used.completion_tokens]
+    assert used.completion_tokens > 0
 
 
 async def test_a_gateway_that_died_keeps_its_keys_for_a_lease(text: TextModel, tmp_path: Path) -> None:

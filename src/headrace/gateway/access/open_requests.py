@@ -57,7 +57,7 @@ class Draining(Unavailable):
     pass
 
 
-End = Callable[[HeadraceError], None]
+CutOff = Callable[[HeadraceError], None]
 """Ends a request with an error before its time."""
 
 
@@ -67,7 +67,7 @@ class OpenRequests:
     def __init__(self, max_requests: int, tenant_share: Callable[[], float] = lambda: 1.0) -> None:
         self.max_requests = max_requests
         self._tenant_share = tenant_share
-        self._open: dict[RequestId, End] = {}
+        self._open: dict[RequestId, CutOff] = {}
         self._uses: dict[RequestId, tuple[UseCount, str]] = {}
         self._tenants: Counter[str] = Counter()
         self._empty = asyncio.Event()
@@ -95,7 +95,7 @@ class OpenRequests:
             used[0].leave(used[1])
 
     @contextmanager
-    def admit(self, request_id: RequestId, tenant: str, cut: End) -> Iterator[None]:
+    def admit(self, request_id: RequestId, tenant: str, cut: CutOff) -> Iterator[None]:
         """Open until the block ends. cut: ends the request with an error
 
         Raises Draining after `drain` and Overloaded at a cap; the request is not counted then.
@@ -152,10 +152,10 @@ class KeyUses:
     """
 
     def __init__(self) -> None:
-        self._ends: dict[str, set[End]] = {}
+        self._ends: dict[str, set[CutOff]] = {}
 
     @contextmanager
-    def use(self, key_id: str, end: End) -> Iterator[None]:
+    def use(self, key_id: str, end: CutOff) -> Iterator[None]:
         """end: ends the request with an error"""
         ends = self._ends.setdefault(key_id, set())
         ends.add(end)

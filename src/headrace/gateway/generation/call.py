@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from msgspec import Struct, structs
@@ -44,29 +43,29 @@ class Ending:
 
     ends                closed at the end of the request, also after an error
     model               the model that answers; at first the one that the client named
+    version             of its weights when it was chosen: its system_fingerprint
     continued_id        id of the answer that this request continues
-    prompt              the prompt as JSON, for a tenant that has its prompts logged
-    prepared            None: the request has not been prepared
-    cache_tier          as in `Ready`
+    prepared            None: no upstream has prepared the request
     side_usage          tokens of other requests that were made for this one, such as a summary; None: no other request
     stream              None before the answer has begun
     used                tokens of the answer when it has ended; None: no engine began an answer
     is_refused_at_end   a hook of `Ready.before_end` raised
     """
 
-    __slots__ = ("cache_tier", "continued_id", "ends", "is_refused_at_end", "model", "prepared", "prompt", "side_usage", "stream", "used")
+    __slots__ = ("continued_id", "ends", "is_refused_at_end", "model", "prepared", "side_usage", "stream", "used", "version")
 
     def __init__(self, model: ServedModel) -> None:
         self.ends = AsyncExitStack()
-        self.model = model
+        self.answered_by(model)
         self.continued_id: RequestId | None = None
-        self.prompt: str | None = None
         self.prepared: Prepared | None = None
-        self.cache_tier: str | None = None
         self.side_usage: TokenUsage | None = None
         self.stream: EventStream | None = None
         self.used: TokenUsage | None = None
         self.is_refused_at_end = False
+
+    def answered_by(self, model: ServedModel) -> None:
+        self.model, self.version = model, model.upstream.fingerprint
 
     def usage(self) -> TokenUsage:
         """Tokens that the answer has used so far."""
@@ -125,7 +124,8 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
         now: int,
     ) -> Self:
         """A new request. now: Unix seconds. Raises InvalidRequest for sampling parameters or sizes out of their limits."""
-        exchange.asked = Asked(model.name, model.upstream.fingerprint, parsed.is_streaming, parsed.sampling.get("n"))
+        ending = Ending(model)
+        exchange.asked = Asked(model.name, ending.version, parsed.is_streaming, parsed.sampling.get("n"))
         params = SamplingParams(**parsed.sampling).checked()
         parsed.check_caps(exchange.principal.priority)
         request_s = config.timeouts.request_s
@@ -138,7 +138,7 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
             params=params,
             memory=AnswerMemory(charges, parsed, params),
             reservation=reservation,
-            ending=Ending(model),
+            ending=ending,
             asked=model,
             model=model,
             salt=_salt(exchange.principal, parsed, salt_key),
@@ -166,7 +166,8 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
         return structs.replace(self, **values)
 
     def answered_by(self, model: ServedModel) -> Self:
-        self.ending.model = model
+        """The call with another model, which becomes the model of its account as well."""
+        self.ending.answered_by(model)
         return self.changed(model=model)
 
     def remaining_s(self, clock: Clock) -> float | None:
@@ -218,8 +219,7 @@ def never() -> bool:
 Replay = Callable[[EventStream, RequestProgress, AnswerEncoder, SseStream, RecordEvents], Awaitable[None]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
+class Ready(Struct, frozen=True, kw_only=True, eq=False):
     """An answer that may begin, and what the stages want done with it.
 
     call             the request as its upstream, or the cache, answers it
@@ -243,8 +243,11 @@ class Ready:
     before_end: Sequence[Callable[[str | None], Awaitable[None]]] = ()
     outlives_client: Callable[[], bool] = never
 
-    def recorded_by(self, recorder: EventRecorder) -> Ready:
-        return replace(self, recorders=(*self.recorders, recorder))
+    def changed(self, **values: object) -> Self:
+        return structs.replace(self, **values)
+
+    def recorded_by(self, recorder: EventRecorder) -> Self:
+        return self.changed(recorders=(*self.recorders, recorder))
 
 
 CallNext = Callable[[Call], Coroutine[Any, Any, Ready]]

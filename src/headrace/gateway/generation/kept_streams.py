@@ -158,7 +158,6 @@ class KeptStreams:
 
     @property
     def num_writing(self) -> int:
-        """Entries that are being written."""
         return 0 if self._store is None else self._store.num_writing
 
     async def close(self) -> None:
@@ -273,7 +272,7 @@ class KeptStreams:
     # -- keeping -------------------------------------------------------------------------------------------------------------------
 
     def begin(self, answer_id: RequestId, exchange: Exchange) -> None:
-        """Note that a stream is being sent, until `keep` or `forget`."""
+        """A stream is being sent, until `keep` or `forget`."""
         self._open[answer_id] = OpenStream(exchange, _now())
 
     def forget(self, answer_id: RequestId, *, is_claimed: bool) -> None:
@@ -284,7 +283,7 @@ class KeptStreams:
             self._closed(answer_id)
 
     def keep(self, answer_id: RequestId, kept: KeptStream) -> None:
-        """Write a stream that has ended. Returns at once."""
+        """Returns at once; the store is written in the background."""
         value = _encode(kept)
         self._write(
             answer_id,
@@ -310,7 +309,6 @@ class KeptStreams:
 
 
 def _owner(exchange: Exchange) -> str:
-    """Hex digest of a request's tenant and body."""
     return blake2b(exchange.principal.tenant_key.encode() + b"\0" + exchange.body_digest, digest_size=16).hexdigest()
 
 

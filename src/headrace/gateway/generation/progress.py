@@ -14,9 +14,8 @@ from headrace.core.errors import DeadlineExceeded, InvalidRequest, SequenceFaile
 from headrace.core.finish import FINISH_WORDS, FinishReason
 from headrace.core.grammar import CANNOT_CONTINUE
 from headrace.gateway.upstream.seam import EventStream, OutputEvent
-from headrace.observe.finished_request import Times
+from headrace.observe.finished_request import MAX_DETAIL_CHARS, Times
 from headrace.observe.metrics import ReplicaMetrics
-from headrace.observe.request_log import MAX_DETAIL_CHARS
 
 
 @dataclass(slots=True)
@@ -37,7 +36,7 @@ class RequestProgress:
     """Times and token counts of one running request.
 
     ttft_s   seconds from arrival to the first token of any sequence; None before it
-    failure  what the engine said of a sequence that it could not end
+    failure  the engine's message where it ended a sequence without an answer
     """
 
     __slots__ = ("_arrived_at", "_instruments", "_sequences", "_stream", "failure", "num_sequences", "ttft_s")
@@ -65,8 +64,6 @@ class RequestProgress:
                 sequence.last_s = now
             if event.finish is not None:
                 sequence.finish = event.finish
-                if self.failure is None and event.error is not None:
-                    self.failure = event.error[:MAX_DETAIL_CHARS]
 
     def record_replayed(self, event: OutputEvent) -> None:
         """Take the finish reason of an event of an earlier stream. Its tokens and latencies were counted there."""

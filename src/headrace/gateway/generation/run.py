@@ -25,8 +25,8 @@ from headrace.gateway.generation.answer_encoder import AnswerEncoder, DirectChun
 from headrace.gateway.generation.call import Call, CallNext, Ready
 from headrace.gateway.generation.progress import DEADLINE_PASSED, RequestProgress, raise_if_failed
 from headrace.gateway.http.sse import SseStream, StreamWatch
-from headrace.gateway.upstream.seam import NO_USAGE, EventStream, OutputEvent, TokenUsage, added
-from headrace.observe.finished_request import Answered, Usage
+from headrace.gateway.upstream.seam import NO_USAGE, EventStream, OutputEvent, added
+from headrace.observe.finished_request import MAX_DETAIL_CHARS, Answered, Times, Usage
 from headrace.observe.metrics import Metrics
 
 DEADLINE_GRACE_S = 0.5
@@ -47,46 +47,44 @@ class Pipeline:
         """Answer a request. Raises the HeadraceError by which a stage or the upstream refuses it, or which ends the answer early."""
         exchange, ending = call.exchange, call.ending
         answer: _Answer | None = None
+        ready: Ready | None = None
         try:
             async with exchange.watching(), ending.ends:
-                ready = await exchange.unless_ended(self.stages(call))
-                ending.prepared, ending.cache_tier = ready.prepared, ready.cache_tier
-                answer = _Answer(self, ready, encoder_of(ready))
+                begun = ready = await exchange.unless_ended(self.stages(call))
+                answer = _Answer(self, begun, encoder_of(begun))
                 await answer.write()
         finally:
-            exchange.answered = _answered(call, answer)
+            exchange.answered = _answered(call, ready, answer)
 
 
-def _answered(call: Call, answer: _Answer | None) -> Answered:
-    """What the request got, as far as it came."""
+def _answered(call: Call, ready: Ready | None, answer: _Answer | None) -> Answered:
+    """What the request got, as far as it came. ready: None: a stage or the upstream refused it; answer: None: none has begun"""
     ending = call.ending
-    model, prepared, side = ending.model, ending.prepared, ending.side_usage
-    made = Answered(
-        model=model.name,
-        version=None if model is call.asked else model.upstream.fingerprint,
+    side, prepared = ending.side_usage, ending.prepared
+    answered_with = prepared if ready is None else ready.prepared
+    replica = num_resumes = finish_reasons = failure = None
+    usage, times = NO_USAGE if side is None else side, Times()
+    if answer is not None:
+        stream, progress = answer.stream, answer.progress
+        usage = stream.usage() if side is None else added(side, ending.used or NO_USAGE)
+        replica, num_resumes, times, failure = stream.facts(0).replica, stream.num_resumes or None, progress.times(), progress.failure
+        finish_reasons = tuple(progress.finish_reasons) or None
+    price = call.config.price_of(ending.model.name)
+    return Answered(
+        model=ending.model.name,
+        version=ending.version,
+        replica=replica,
         continued_id=ending.continued_id,
-        cache_tier=ending.cache_tier,
-        seed=None if prepared is None else prepared.seed,
-        prompt=ending.prompt,
+        num_resumes=num_resumes,
+        cache_tier=None if ready is None else ready.cache_tier,
+        finish_reasons=finish_reasons,
+        seed=None if answered_with is None else answered_with.seed,
+        usage=Usage(None if prepared is None else prepared.prompt_tokens, price=price)
+        if answer is None and side is None
+        else Usage(usage.prompt_tokens, usage.charged.completion_tokens, usage.cached_tokens, price),  # earlier output has its own record
+        times=times,
+        failure=failure,
     )
-    price = call.config.price_of(model.name)
-    if answer is None:
-        usage = Usage(None if prepared is None else prepared.prompt_tokens) if side is None else _usage(side)
-        return made._replace(usage=usage._replace(price=price))
-    stream, progress = answer.stream, answer.progress
-    return made._replace(
-        replica=stream.facts(0).replica,
-        num_resumes=stream.num_resumes or None,
-        finish_reasons=tuple(progress.finish_reasons) or None,
-        usage=_usage(stream.usage() if side is None else added(side, ending.used or NO_USAGE))._replace(price=price),
-        times=progress.times(),
-        failure=progress.failure,
-    )
-
-
-def _usage(usage: TokenUsage) -> Usage:
-    """Without the output of an earlier stream, which is in the record of the request that produced it."""
-    return Usage(usage.prompt_tokens, usage.charged.completion_tokens, usage.cached_tokens)
 
 
 class _Answer:
@@ -120,10 +118,12 @@ class _Answer:
             stream.listen(None)  # nothing is written any more, and the stream and its listener are in no cycle
             if self.deadline_timer is not None:
                 self.deadline_timer.cancel()
-            if outlives_client():
-                await self._read_to_end()
-            await stream.close()
-            self._close()
+            try:
+                if outlives_client():
+                    await self._read_to_end()
+            finally:  # what ran is counted and billed, also where a shutdown cancels this
+                await stream.close()
+                self._close()
 
     def _start_deadline_timer(self) -> asyncio.TimerHandle | None:
         """A timer that ends the request when a hanging engine does not. None: the request has no deadline."""
@@ -189,6 +189,7 @@ class _Answer:
         self.progress.record(events, self.clock())
         for event in events:
             if event.finish is not None:
+                self.progress.failure = event.error and event.error[:MAX_DETAIL_CHARS]
                 raise_if_failed(event.finish, event.error)
         if not events and len(self.progress.finish_reasons) < self.progress.num_sequences:
             raise Unavailable("The engine ended this request before it was complete; it can be sent again.")

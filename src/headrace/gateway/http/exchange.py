@@ -30,7 +30,7 @@ from headrace.gateway.http.asgi import (
 )
 from headrace.gateway.http.content_encoding import decoder_of
 from headrace.gateway.http.errors import BodyTooLarge, ClientLeft, ErrorReply, ReadTimeout, SlowReader, UnsupportedMediaType
-from headrace.observe.finished_request import Answered, Asked
+from headrace.observe.finished_request import Answered, Asked, Caller
 
 if TYPE_CHECKING:
     from headrace.gateway.http.client_transport import ClientTransport
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _JSON = (b"content-type", b"application/json")
+_NO_CALLER, _NOT_ASKED, _NOT_ANSWERED = Caller(), Asked(), Answered()
 
 
 class Watching:
@@ -68,8 +69,10 @@ class Exchange:
 
     framing        framing of the path's API
     principal      the caller; ANONYMOUS until its key is checked
-    asked          what the body asked for, and what it got: set by the handler of a path that uses a model
-    answered
+    caller         the same for the log; empty until the key is checked
+    asked          what the body asked for, set by the handler of a path that uses a model
+    answered       what the request got, set by the handler of a path that generates
+    logged_prompt  the prompt as JSON, for the usage record of a tenant that has its prompts logged; else None
     status         HTTP status of the answer; 0: it has not begun
     arrived_at     time on the service's clock at which the request's headers were complete
     end_reason     error that ends the answer early (client left, deadline passed, shutdown); None: it goes on
@@ -79,7 +82,7 @@ class Exchange:
     body_digest    digest of path, session and body, for requests that must equal an earlier one: a continued stream, a retry with an
                    Idempotency-Key
     pending_bytes  bytes of the running write that the transport has not taken yet
-    connection     the client's transport; None: the ASGI server gives none
+    connection     None: the ASGI server gives none
     """
 
     __slots__ = (
@@ -95,12 +98,14 @@ class Exchange:
         "arrived_at",
         "asked",
         "body_digest",
+        "caller",
         "connection",
         "end_reason",
         "framing",
         "headers",
         "ignored",
         "late_headers",
+        "logged_prompt",
         "more_headers",
         "pending_bytes",
         "principal",
@@ -120,7 +125,8 @@ class Exchange:
         self._repeated = _repeated(self.headers) if len(self._values) < len(self.headers) else frozenset()
         self.framing: Framing = OPENAI
         self.principal: Principal = ANONYMOUS
-        self.asked, self.answered = Asked(), Answered()
+        self.caller, self.asked, self.answered = _NO_CALLER, _NOT_ASKED, _NOT_ANSWERED
+        self.logged_prompt: str | None = None
         self.status = 0
         self.ignored: list[str] = []
         self.end_reason: HeadraceError | None = None
@@ -141,16 +147,10 @@ class Exchange:
         return None if name in self._repeated else self._values.get(name)
 
     def has_header(self, name: bytes) -> bool:
-        """Whether the request has a header, once or several times."""
         return name in self._values
 
     async def json_body(self, *, max_bytes: int, timeout_s: float, hold: Callable[[int], None]) -> bytes:
-        """The bytes of a body whose Content-Type is JSON.
-
-        hold  called with the bytes of each part as it arrives; may raise to refuse the body
-
-        Raises: UnsupportedMediaType, InvalidRequest for damaged compression, BodyTooLarge, ReadTimeout or ClientLeft.
-        """
+        """hold: called with the bytes of each part as it arrives; may raise. Raises UnsupportedMediaType, and what `body` raises."""
         media_type = (self.header(b"content-type") or b"").split(b";")[0].strip().lower()
         if media_type != b"application/json":
             raise UnsupportedMediaType("The body must be JSON: send 'Content-Type: application/json'.")
@@ -160,7 +160,7 @@ class Exchange:
         """The whole body, decoded by its Content-Encoding. `max_bytes` bounds the received and the decoded bytes.
 
         Raises UnsupportedEncoding, InvalidRequest for damaged compression, BodyTooLarge (by Content-Length before reading), ReadTimeout or
-        ClientLeft.
+        ClientLeft, and what `hold` raises.
         """
         if self.connection is not None and self.connection.has_body(self.scope):
             return await self._read_body(max_bytes, hold)
@@ -303,7 +303,7 @@ class Exchange:
             await self.write(b"", is_last=True)
 
     async def fail(self, error: ErrorReply) -> None:
-        """Answer with an error: with the error's status, or as an event if a stream has begun."""
+        """Answer with the error's status, or by an event if a stream has begun."""
         with suppress(HeadraceError):  # the client has left
             if not self.status:
                 await self.reply(error.status, self.framing.error_body(error), [_JSON, *self.framing.error_headers(error)])
@@ -346,7 +346,7 @@ class Exchange:
 
     @property
     def has_room(self) -> bool:
-        """Whether `write` would return at once: no bytes wait, and the client is connected."""
+        """Whether `write` would return at once."""
         if self.connection is None or self.pending_bytes or self._closed or self.end_reason is not None:
             return False
         return self.connection.has_room(self.scope)
@@ -359,6 +359,5 @@ class Exchange:
 
 
 def _repeated(headers: Headers) -> frozenset[bytes]:
-    """Names of headers that occur more than once."""
     counts = Counter(name for name, _ in headers)
     return frozenset(name for name, count in counts.items() if count > 1)

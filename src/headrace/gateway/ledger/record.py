@@ -99,9 +99,11 @@ def is_recorded(request: FinishedRequest) -> bool:
     return completion_tokens is not None and (request.end.outcome is not Outcome.REFUSED or completion_tokens > 0)
 
 
-def usage_record(request: FinishedRequest) -> UsageRecord:
+def usage_record(request: FinishedRequest, *, prompt: str | None = None) -> UsageRecord:
+    """prompt: as `prompt_json` gives it, of tenants that opted in; else None"""
     arrival, end, caller, answered, times = request.arrival, request.end, request.caller, request.answered, request.answered.times
-    tokens, price = _billed_tokens(request), answered.usage.price
+    prompt_tokens, cached_tokens, completion_tokens = _billed_tokens(request)
+    price = answered.usage.price
     return UsageRecord(
         request_id=arrival.request_id,
         time_ms=int(arrival.time * 1000),
@@ -113,11 +115,15 @@ def usage_record(request: FinishedRequest) -> UsageRecord:
         version=request.version or "",
         endpoint=arrival.path,
         route=answered.replica or "",
-        cache_tier=answered.cache_tier or ("prefix" if tokens.cached_tokens else ""),
+        cache_tier=answered.cache_tier or ("prefix" if cached_tokens else ""),
         outcome=end.outcome.value,
         finish_reason=",".join(dict.fromkeys(answered.finish_reasons or ())),
-        **tokens._asdict(),
-        cost_nanos=0 if price is None else price.cost_nanos(**tokens._asdict()),
+        prompt_tokens=prompt_tokens,
+        cached_tokens=cached_tokens,
+        completion_tokens=completion_tokens,
+        cost_nanos=0
+        if price is None
+        else price.cost_nanos(prompt_tokens=prompt_tokens, cached_tokens=cached_tokens, completion_tokens=completion_tokens),
         ttft_ms=_ms(times.ttft_s),
         tpot_ms=_ms(times.tpot_s),
         queue_ms=_ms(times.queue_time_s),
@@ -126,7 +132,7 @@ def usage_record(request: FinishedRequest) -> UsageRecord:
         decode_ms=_ms(times.decode_s),
         preempted_ms=_ms(times.preempted_s),
         stalled_ms=_ms(times.stalled_s),
-        prompt=answered.prompt,
+        prompt=prompt,
     )
 
 
@@ -135,25 +141,19 @@ def prompt_json(prompt: Sequence[object]) -> str:
     return msgspec.json.encode(prompt)[:MAX_PROMPT_BYTES].decode("utf-8", "ignore")
 
 
-class BilledTokens(NamedTuple):
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
+def _billed_tokens(request: FinishedRequest) -> tuple[int, int, int]:
+    """Prompt, cached and generated tokens that count for this record.
 
-
-def _billed_tokens(request: FinishedRequest) -> BilledTokens:
-    """The tokens that count for this record.
-
-    None for an answer from a cache, and for a request that failed in the gateway before its first token. For a continued stream the prompt
-    does not count: it was counted for the request that began the stream.
+    All are 0 for an answer from a cache, and for a request that failed in the gateway before its first token. For a continued stream the
+    prompt counts 0: it was counted for the request that began the stream.
     """
     answered, usage = request.answered, request.answered.usage
     completion_tokens = usage.completion_tokens or 0
     if answered.cache_tier is not None or (request.end.outcome is Outcome.FAILED and not completion_tokens):
-        return BilledTokens()
+        return 0, 0, 0
     if answered.continued_id is not None:
-        return BilledTokens(completion_tokens=completion_tokens)
-    return BilledTokens(usage.prompt_tokens or 0, usage.cached_tokens or 0, completion_tokens)
+        return 0, 0, completion_tokens
+    return usage.prompt_tokens or 0, usage.cached_tokens or 0, completion_tokens
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -82,7 +82,7 @@ class Limiter:
             await limiter._leave(tasks)
 
     def admit(self, exchange: Exchange, limits: Limits) -> LimitReservation:
-        """A reservation to use with `async with` around a request, which is charged when the block ends.
+        """A reservation to use with `async with` around a request, which is charged when the block ends. It gives the exchange its headers.
 
         Entering the block raises RateLimitExceeded, or Unavailable when the store fails.
         """

@@ -38,11 +38,11 @@ def chain(
 ) -> CallNext:
     """All stages, with their collaborators, as one: a call passes them in order, and goes to its upstream behind the last."""
     rows = (
-        partial(take_turn, sessions=sessions),
-        log_prompt,
-        partial(answer_once, replays=replays, metrics=answer_cache.metrics, unix_time=unix_time),
+        partial(take_turn, sessions=sessions),  # first: the history is a part of the prompt for all others
+        log_prompt,  # before the caches, whose answers have a usage record too
+        partial(answer_once, replays=replays, metrics=answer_cache.metrics, unix_time=unix_time),  # a retry counts as no hit
         partial(use_cache, cache=answer_cache, unix_time=unix_time),
-        partial(resume, kept_streams=kept_streams),
+        partial(resume, kept_streams=kept_streams),  # before the choice: a continued stream keeps its model
         partial(choose_model, clock=clock, open_requests=open_requests),
     )
     stage: CallNext = partial(prepare, clock=clock)
@@ -55,5 +55,5 @@ async def log_prompt(call: Call, call_next: CallNext) -> Ready:
     """Keep the prompt for the usage record, for a tenant that has chosen it."""
     if call.principal.logs_prompts:
         prompt = call.parsed.prompt
-        call.ending.prompt = prompt_json(prompt.messages if isinstance(prompt, Conversation) else prompt.prompts)
+        call.exchange.logged_prompt = prompt_json(prompt.messages if isinstance(prompt, Conversation) else prompt.prompts)
     return await call_next(call)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from headrace.core.clock import Clock
 from headrace.core.errors import InvalidRequest
 from headrace.gateway.cache.recorded_answer import WholeAnswer
@@ -54,7 +52,7 @@ class FirstAnswer:
     def recording(self, ready: Ready) -> Ready:
         """The answer, recorded, and made to its end when the client leaves."""
         self._recorder, ready = recorder_of(ready, max_bytes=self._replays.max_entry_bytes)
-        return replace(ready, outlives_client=self.outlives_client)
+        return ready.changed(outlives_client=self.outlives_client)
 
     def outlives_client(self) -> bool:
         """Whether the client has left, so that the answer is finished for the retry."""

@@ -6,7 +6,6 @@ Nothing happens where the client did not send `Last-Event-ID`, the server keeps 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from types import TracebackType
 
 from headrace.core.errors import InvalidRequest, Unavailable
@@ -51,7 +50,7 @@ async def resume(call: Call, call_next: CallNext, *, kept_streams: KeptStreams) 
         await kept_streams.claim(continued)
     kept_streams.begin(call.answer_id, exchange)
     call.ending.ends.push(stream.end)
-    return replace(ready, event_log=event_log, replay=None if continued is None else stream.replay)
+    return ready.changed(event_log=event_log, replay=None if continued is None else stream.replay)
 
 
 class ResumableStream:

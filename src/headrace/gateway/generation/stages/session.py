@@ -133,8 +133,8 @@ class SessionTurn:
     def recording(self, ready: Ready) -> Ready:
         """The answer, recorded, and the turn stored before the answer's last bytes are sent."""
         answer = TurnRecorder()
-        ready = ready.recorded_by(answer)
-        return replace(ready, before_end=(*ready.before_end, partial(self._keep, ready, answer)))
+        keep = partial(self._keep, ready, answer)
+        return ready.changed(recorders=(*ready.recorders, answer), before_end=(*ready.before_end, keep))
 
     async def _keep(self, ready: Ready, answer: TurnRecorder, replica: str | None) -> None:
         """Store the messages that made the prompt, and the answer. Raises SessionConflict, Unavailable or RequestTooLarge."""
