@@ -1,7 +1,6 @@
 """A deployment changes in every way while streams run, in real processes: no request fails, no stream is cut, every text is the same.
 
-The storm over many rounds and the real engine is `bench/storms/change.py`; what a command prints is in tests/cli/test_control.py. The last
-test kills the supervisor.
+What a command prints is in tests/cli/test_control.py. The last test kills the supervisor.
 """
 
 from __future__ import annotations
