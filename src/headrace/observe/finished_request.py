@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 MAX_DETAIL_CHARS = 200
-"""Of `End.detail` and `Answered.failure`."""
+"""Longest `End.detail` and `Answered.failure`."""
 
 
 class Outcome(StrEnum):
