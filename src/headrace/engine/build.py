@@ -30,12 +30,11 @@ from headrace.tensor.host.cache_folder import packed_directory
 from headrace.tensor.packed.file import PackedFolder
 
 MAX_MEMORY_SHARE = 0.5
-"""The most of the free memory that is read into before it is known whether the configuration can run at all."""
 
 
 @contextmanager
 def reading_ahead(config: EngineConfig) -> Iterator[PackedFolder | None]:
-    """`read_ahead` for the duration of a start. Afterwards what the start did not open is dropped, also when the start failed."""
+    """What the start did not open is dropped afterwards, also when the start failed."""
     folder = read_ahead(config)
     try:
         yield folder
@@ -45,7 +44,7 @@ def reading_ahead(config: EngineConfig) -> Iterator[PackedFolder | None]:
 
 
 def read_ahead(config: EngineConfig) -> PackedFolder | None:
-    """Begin to read this configuration's packed weights. Returns their folder; None if none are kept."""
+    """None if no packed weights are kept for this configuration."""
     if config.device != "cpu" or config.load_format == "dummy" or config.kernels == "reference":
         return None
     directory = packed_directory()
@@ -58,7 +57,6 @@ def read_ahead(config: EngineConfig) -> PackedFolder | None:
 
 
 POLL_S = 0.05
-"""Seconds between two checks whether the engine is idle."""
 
 REST_S = 0.5
 """Idle time begins this long after the last request: a client that sends its next request at once leaves none."""
@@ -85,7 +83,6 @@ _DONE = object()
 
 
 WRITER = "headrace-pack"
-"""Name of the thread that writes packed weights."""
 
 Pieces = Generator[None, None, None]
 """The type of the same name in `tensor.packed.store`, which cannot be imported here without torch."""
@@ -94,18 +91,13 @@ MAX_WAITING_BYTES = 256 << 20
 """Memory that waiting requests may hold (token ids, grammars, `logit_bias`), see `core.waiting_bytes`."""
 
 CACHED_SHARE = 0.5
-"""Share of the KV blocks that a tenant's cached blocks may take before they are evicted first. With a half, a flood of one tenant's prompts
-leaves the other half to all others, and a tenant alone still has the whole cache."""
+"""Share of the KV blocks that a tenant's cached blocks may take before they are evicted first."""
 
 JOIN_S = 2.0
-"""Seconds that an engine process waits at its end for the thread that writes packed weights."""
 
 
 def make_scheduler(config: EngineConfig, info: ModelInfo, *, block_key: str = "") -> Scheduler:
-    """The scheduler and KV manager for a model whose facts are known.
-
-    block_key  secret (hex) of block hashes; empty: a random one, so that every process has other block identities
-    """
+    """block_key: secret (hex) of block hashes; empty: a random one, so that every process has other block identities"""
     key = bytes.fromhex(block_key) or secrets.token_bytes(32)
     kv = KvManager(
         info.kv_groups,
@@ -145,7 +137,7 @@ def assemble(
     clock: Clock = time.monotonic,
     preparer: Preparer | None = None,
 ) -> Engine:
-    """An engine around any runner, also the simulator's and the tests' fake runner, on any clock. block_key: see `make_scheduler`"""
+    """Around any runner, also the simulator's and the tests' fake runner, on any clock."""
     scheduler = make_scheduler(config, info, block_key=block_key)
     info = replace(info, queue_policy=config.queue_policy)
     return Engine(scheduler, runner, info=info, outbox=outbox, preparer=preparer, clock=clock)
@@ -154,7 +146,7 @@ def assemble(
 def build_engine(config: EngineConfig, outbox: Outbox) -> Engine:
     """Load weights, size the KV pools, warm up. The returned engine's `run` has not been started.
 
-    A thread writes packed weights for the next start while the engine is idle. The program does not end before the thread has written all.
+    A thread writes packed weights while the engine is idle. The program does not end before the thread has written all.
 
     Raises: ConfigError, CheckpointError, and ForkedProcess in a fork of a process that has made an engine.
     """
@@ -168,8 +160,7 @@ def build_served_engine(config: EngineConfig, outbox: Outbox, block_key: str = "
     """`build_engine` for a process that serves gateways.
 
     A thread hashes all weight bytes, unless their digest is on record, and sets the digest in the engine's `info`: gateways need it to know
-    whether a stream of another replica may go on here. The thread then writes packed weights while the engine is idle. If the engine ends
-    first, the rest is not written.
+    whether a stream of another replica may go on here. If the engine ends before all packed weights are written, the rest is not.
     """
     engine, weights, unwritten = _build(config, outbox, block_key)
     if weights is not None or unwritten is not None:
@@ -180,7 +171,7 @@ def build_served_engine(config: EngineConfig, outbox: Outbox, block_key: str = "
 
 
 def _write_all(engine: Engine, unwritten: Pieces) -> None:
-    """Write all pieces: while the engine is idle, and the rest at once when the engine or the program ends, even with requests open."""
+    """While the engine is idle, and the rest at once when the engine or the program ends, even with requests open."""
     program = threading.main_thread()
     do_while_idle(unwritten, is_idle=lambda: engine.is_idle, is_over=lambda: engine.is_stopping or not program.is_alive())
     for _ in unwritten:
@@ -196,7 +187,7 @@ def _end_start(engine: Engine, weights: Callable[[], str] | None, unwritten: Pie
 
 
 def _build(config: EngineConfig, outbox: Outbox, block_key: str = "") -> tuple[Engine, Callable[[], str] | None, Pieces | None]:
-    """The engine, a function that hashes its weights (None: the digest is known), and the packed weights to write (None: none)."""
+    """Also returns a function that hashes the weights (None: the digest is known), and the packed weights to write."""
     config = config.checked()
     FORKS.begin_engine()
     with reading_ahead(config) as packed:

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 armed_places: dict[str, Callable[[], None]] = {}
-"""Name of a place -> the function that is called there and may raise."""
+"""Name of a place -> the function that is called there and may raise. Names are literals, one per place."""
 
 
 def failpoint(name: str) -> None:
-    """Raise here if a test armed `name`. Call it with a literal, one name per place."""
     if armed_places and (visit := armed_places.get(name)) is not None:
         visit()

@@ -15,12 +15,11 @@ from headrace.core.load import EngineCounters, FailureKind
 log = logging.getLogger(__name__)
 
 MAX_LOGGED = 5
-"""The most failures of one kind that are logged per window of WINDOW_S seconds."""
 WINDOW_S = 10.0
 
 
 class Failures:
-    """counters: returns the scheduler's counters, called at each failure. All methods run on the loop's thread."""
+    """All methods run on the loop's thread."""
 
     def __init__(self, counters: Callable[[], EngineCounters], clock: Clock) -> None:
         self._counters = counters
@@ -28,7 +27,7 @@ class Failures:
         self._windows: dict[FailureKind, _Window] = {}
 
     def note(self, kind: FailureKind, what: str, error: BaseException) -> None:
-        """Count a failure, and log it unless its kind fills the log. what: a sentence without request data, for the operator."""
+        """what: a sentence without request data, for the operator"""
         self._counters().note_failure(kind)
         window = self._windows.setdefault(kind, _Window())
         if (num_left_out := window.take(self._clock())) is None:
@@ -38,14 +37,12 @@ class Failures:
 
 
 class _Window:
-    """Counts the failures of one kind that were logged and left out since a time window began."""
-
     def __init__(self) -> None:
         self._began = float("-inf")
         self._num_logged = self._num_left_out = 0
 
     def take(self, now: float) -> int | None:
-        """Count a failure. Returns how many were left out since the last logged one; None: leave this one out too."""
+        """How many were left out since the last logged failure; None: leave this one out too."""
         if now - self._began >= WINDOW_S:
             self._began, self._num_logged = now, 0
         if self._num_logged >= MAX_LOGGED:

@@ -24,7 +24,6 @@ class Submit:
     request: EngineRequest
     arrived: float
     work: SubmittedWork = field(init=False)
-    """Counted once: the Inbox adds it when the message is put and when it is taken."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "work", SubmittedWork.of(self.request))
@@ -32,7 +31,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Takes the place of a Submit that the inbox has no room for. The loop sends the refusal in order with its other updates."""
+    """Takes the place of a Submit that the inbox has no room for."""
 
     request_id: RequestId
     epoch: int
@@ -68,7 +67,7 @@ class PrerequisiteFailed:
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Ends the loop's sleep and has no other effect."""
+    pass
 
 
 Message = Submit | Refuse | Cancel | Finish | Satisfied | PrerequisiteFailed | Wake
@@ -77,10 +76,7 @@ Message = Submit | Refuse | Cancel | Finish | Satisfied | PrerequisiteFailed | W
 class SubmittedWork(NamedTuple):
     """The work of some Submits, summed.
 
-    classes    by class: waiting sequences, and queued tokens (of prompts, and of outputs of earlier attempts). A prompt counts once,
-               however
-               many sequences its request has
-    num_bytes  memory that the requests hold while they wait
+    classes  a prompt counts once, however many sequences its request has; tokens include outputs of earlier attempts
     """
 
     classes: ClassLoads = NO_CLASS_LOADS
@@ -100,11 +96,8 @@ class SubmittedWork(NamedTuple):
 
 
 class Inbox:
-    """Messages to the loop. `put` may be called from any thread, `take` only from the loop's.
-
-    max_bytes  bound on the memory of requests in the inbox; one beyond it is refused
-    taken      sum over the Submits taken so far; only the loop's thread changes it
-    """
+    """`put` may be called from any thread, `take` only from the loop's. taken: changed by the loop's thread alone; max_bytes: of the
+    requests in the inbox"""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -114,11 +107,10 @@ class Inbox:
         self.taken = SubmittedWork()
 
     def put(self, message: Message) -> None:
-        """Never blocks for longer than another `put` takes."""
         self._messages.put(self._counted(message) if isinstance(message, Submit) else message)
 
     def _counted(self, submit: Submit) -> Submit | Refuse:
-        """The Submit, counted before it can be taken, so that never more is taken than was put. A `Refuse` where there is no room."""
+        """Counted before it can be taken, so that never more is taken than was put. A `Refuse` where there is no room."""
         request, work = submit.request, submit.work
         with self._lock:
             try:
@@ -129,11 +121,11 @@ class Inbox:
         return submit
 
     def put_since(self, taken: SubmittedWork) -> SubmittedWork:
-        """The work put so far, less `taken`, a value of `self.taken` at an earlier moment."""
+        """taken: a value of `self.taken` at an earlier moment"""
         return self._put.since(taken)
 
     def take(self, timeout_s: float | None = None) -> Message | None:
-        """The next message; None if there is none, or none within `timeout_s` seconds."""
+        """None if there is none, or none within `timeout_s` seconds."""
         try:
             message = self._messages.get_nowait() if timeout_s is None else self._messages.get(timeout=timeout_s)
         except queue.Empty:

@@ -15,19 +15,14 @@ from headrace.engine.config import EngineConfig
 GIB = 1 << 30
 MIB = 1 << 20
 SPARE_BYTES = 256 * MIB
-"""Bytes left free beyond those that an allocation lacked, for later allocations."""
+"""Left free beyond what an allocation lacked, for later allocations."""
 MAX_BLOCKS = 2**31 - 1
 """Block ids are 32-bit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvSizing:
-    """The pools' sizes.
-
-    num_blocks     per group, pad block included
-    max_model_len  the longest sequence that fits
-    lines          the arithmetic, for the operator
-    """
+    """num_blocks: pad block included; lines: the arithmetic, for the operator"""
 
     num_blocks: tuple[int, ...]
     max_model_len: int
@@ -38,9 +33,8 @@ class KvSizing:
 class KvMemoryBudget:
     """Memory once the weights are loaded.
 
-    available_bytes   free now
-    source            where that number comes from, for messages
-    weight_bytes      held by weights, which count towards `memory_fraction`
+    source            where available_bytes comes from, for messages
+    weight_bytes      count towards `memory_fraction`
     activation_bytes  reserved for a step's tensors
     """
 
@@ -51,11 +45,8 @@ class KvMemoryBudget:
 
 
 def size_kv(config: EngineConfig, groups: tuple[KvGroup, ...], max_model_len: int, budget: KvMemoryBudget) -> KvSizing:
-    """Blocks per group for a model whose longest context is max_model_len.
-
-    Raises ConfigError if no sequence of max_model_len fits although the operator set it, if no sequence of any length fits, or if the
-    operator set more blocks or bytes than there is free memory.
-    """
+    """Raises ConfigError if no sequence of max_model_len fits although the operator set it, if no sequence of any length fits, or if the
+    operator set more blocks or bytes than there is free memory."""
     if not groups:
         return KvSizing(num_blocks=(), max_model_len=max_model_len, lines=("KV cache: this model needs none",))
     pools = _Pools(config, groups, max_model_len)
@@ -73,18 +64,18 @@ def size_kv(config: EngineConfig, groups: tuple[KvGroup, ...], max_model_len: in
 
 
 def step_tokens(config: EngineConfig, max_model_len: int) -> int:
-    """Most tokens of one step. Without chunking a whole prompt may run at once."""
+    """Without chunking a whole prompt may run at once."""
     return config.max_num_batched_tokens if config.enable_chunked_prefill else max(config.max_num_batched_tokens, max_model_len)
 
 
 def activation_bytes(config: EngineConfig, hidden_size: int, vocab_size: int, max_model_len: int, itemsize: int) -> int:
-    """A generous bound on the tensors alive at once in a step: 32 times the hidden size per token, with `itemsize` bytes each, and three
-    copies of the sampled rows' logits in float32. In known models the feed-forward's two halves take at most 8 of the 32."""
+    """A generous bound: 32 times the hidden size per token, and three copies of the sampled rows' logits in float32. In known models the
+    feed-forward's two halves take at most 8 of the 32."""
     return itemsize * 32 * step_tokens(config, max_model_len) * hidden_size + 4 * 3 * config.max_num_seqs * vocab_size
 
 
 def out_of_memory(config: EngineConfig, groups: tuple[KvGroup, ...], sizing: KvSizing, wanted_bytes: int) -> ConfigError:
-    """The error of a start whose device ran out of memory in spite of the sizing. wanted_bytes: of the allocation that failed"""
+    """wanted_bytes: of the allocation that failed"""
     taken = sum(count * group.block_bytes(config.block_size) for count, group in zip(sizing.num_blocks, groups, strict=True))
     fits = taken - wanted_bytes - SPARE_BYTES
     rule = f"the device's memory ran out beside {taken:,} bytes ({describe_bytes(taken)}) of KV cache"
@@ -105,17 +96,16 @@ class _Pools:
         return -(-num_tokens // self.config.block_size)
 
     def resident(self, window: int) -> int:
-        """The most tokens that a windowed group holds of one sequence: the window, and those of all steps that may be uncommitted."""
+        """The window, and the tokens of all steps that may be uncommitted."""
         return min(self.max_model_len, window + self.config.depth * step_tokens(self.config, self.max_model_len))
 
     def counts(self, full_blocks: int) -> tuple[int, ...]:
-        """Blocks per group, pad block included."""
         return tuple(
             1 + (full_blocks if group.window is None else min(full_blocks + 1, self._bound(group.window))) for group in self.groups
         )
 
     def _bound(self, window: int) -> int:
-        """The most blocks that a windowed group can use. One more per sequence than its tokens fill: a window may begin within a block."""
+        """One more per sequence than its tokens fill: a window may begin within a block."""
         return self.config.max_num_seqs * (self.blocks_for(self.resident(window)) + 1)
 
     def num_bytes(self, full_blocks: int) -> int:
@@ -123,7 +113,7 @@ class _Pools:
         return sum(count * group.block_bytes(size) for count, group in zip(self.counts(full_blocks), self.groups, strict=True))
 
     def within(self, max_bytes: int) -> int:
-        """The most full-group blocks whose pools take at most `max_bytes`; -1: not even the pad blocks fit."""
+        """-1: not even the pad blocks fit."""
         low, high = -1, MAX_BLOCKS
         while low < high:
             middle = (low + high + 1) // 2
@@ -131,7 +121,7 @@ class _Pools:
         return low
 
     def longest(self, full_blocks: int) -> int:
-        """Tokens of the longest sequence that fits alone, at most max_model_len; below 1 when none does."""
+        """At most max_model_len; below 1 when none fits."""
         for group, count in zip(self.groups, self.counts(full_blocks), strict=True):
             if group.window is None or self.blocks_for(self.resident(group.window)) + 1 > count - 1:
                 return min(self.max_model_len, full_blocks * self.config.block_size)
@@ -139,7 +129,6 @@ class _Pools:
 
 
 def _full_blocks(pools: _Pools, budget: KvMemoryBudget) -> tuple[int, str]:
-    """Blocks of a full-attention group, pad block excluded, and one line that says how they were chosen."""
     config = pools.config
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks - 1, f"KV memory: {config.num_kv_blocks:,} blocks per group, as num_kv_blocks says"
@@ -159,7 +148,7 @@ def _full_blocks(pools: _Pools, budget: KvMemoryBudget) -> tuple[int, str]:
 
 
 def _check_fits(pools: _Pools, full_blocks: int, budget: KvMemoryBudget) -> None:
-    """Raise ConfigError when the operator's own number of blocks or bytes is more than the free memory, before it is reserved."""
+    """Before it is reserved."""
     config, needed = pools.config, pools.num_bytes(full_blocks)
     if needed <= budget.available_bytes:
         return
@@ -205,7 +194,6 @@ def _describe(config: EngineConfig, group: KvGroup, count: int, max_model_len: i
 
 
 def describe_bytes(num_bytes: int) -> str:
-    """The number for people: "1.50 GiB", "12.00 MiB", "4.0 KiB"."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB")):
         if abs(num_bytes) >= unit:
             return f"{num_bytes / unit:.2f} {name}"

@@ -17,11 +17,7 @@ from headrace.policy.schedule.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True)
 class _Published:
-    """The load at one moment, without ages.
-
-    taken  the inbox's `taken` at that moment: those requests are in the load, or over
-    at     the moment, in seconds on the engine's clock
-    """
+    """taken: the inbox's `taken` at that moment: those requests are in the load, or over"""
 
     load: LoadSnapshot
     taken: SubmittedWork
@@ -29,7 +25,7 @@ class _Published:
 
 
 class LoadBoard:
-    """Holds the last published load. The first one is published on creation."""
+    """The first load is published on creation."""
 
     def __init__(self, scheduler: Scheduler, inbox: Inbox, steps: StepQueue, clock: Clock) -> None:
         self._scheduler = scheduler
@@ -39,7 +35,6 @@ class LoadBoard:
         self.publish()
 
     def publish(self) -> None:
-        """Replace the load that `snapshot` reads by the scheduler's current counts. Called on the loop's thread."""
         scheduler, pools = self._scheduler, self._scheduler.kv.pools
         classes, costs = scheduler.class_loads, self._steps.costs
         total = summed(classes)
@@ -61,7 +56,7 @@ class LoadBoard:
         self._published = _Published(load, self._inbox.taken, self._clock())
 
     def snapshot(self) -> LoadSnapshot:
-        """The published load with current ages. Sequences submitted since its publication count as waiting. Callable from any thread."""
+        """With current ages. Sequences submitted since the publication count as waiting. Callable from any thread."""
         now = self._clock()
         published, step = self._published, self._steps.running
         submitted = self._inbox.put_since(published.taken).classes

@@ -3,9 +3,8 @@
 One thread runs the loop and owns the scheduler; other threads reach it through the `inbox`. The runner that computes plans is a Protocol
 (`steps`): the loop imports no tensor. `depth` plans may be uncommitted: 1 is the reference, 2 overlaps planning with computing.
 
-A step that raises commits nothing and is repeated in parts until only the sequence that causes the failure fails (`recovery`). Every
-unexpected exception is logged with its traceback and counted (`failures`); the client gets an error without internals. `EngineFatal`
-leaves the loop: the process then ends and is restarted.
+A step that raises commits nothing and is repeated in parts until only the sequence that causes the failure fails (`recovery`).
+`EngineFatal` leaves the loop: the process then ends and is restarted.
 """
 
 from __future__ import annotations
@@ -40,21 +39,15 @@ IDLE_WAKE_S = 0.2
 """Seconds between wakes of an idle loop, which publishes its load each time: the load's age tells an idle loop from one that hangs."""
 
 CHECK_INTERVAL_S = 60.0
-"""Least seconds between checks of the scheduler by an idle loop: a request that arrives meanwhile waits for the check."""
+"""Least seconds between checks by an idle loop: a request that arrives meanwhile waits for the check."""
 
 MAX_PLAN_FAILURES = 3
-"""Failed plans in a row after which the engine ends."""
 
 Outbox = Callable[[list[SequenceUpdate | Rejected]], None]
 
 
 class Engine:
-    """One engine: a scheduler, a runner and the loop between them.
-
-    outbox    called on the loop's thread with updates; must not block
-    preparer  names the prerequisites of a request, and is called when the request is over
-    closing   exit stack of resources that are released when the loop has ended
-    """
+    """outbox: called on the loop's thread, must not block; closing: resources that are released when the loop has ended"""
 
     def __init__(
         self,
@@ -88,68 +81,60 @@ class Engine:
 
     @property
     def clock(self) -> Clock:
-        """The clock that requests' deadlines are on."""
         return self._clock
 
     # what other threads call
 
     def submit(self, request: EngineRequest) -> None:
-        """Hand a request in. All its updates, a refusal included, arrive through the outbox."""
+        """All its updates, a refusal included, arrive through the outbox."""
         self._inbox.put(Submit(request, self._clock()))
 
     def cancel(self, request_id: RequestId) -> None:
         self._inbox.put(Cancel(request_id))
 
     def finish(self, request_id: RequestId, index: int, keep_tokens: int, reason: FinishReason = FinishReason.STOP) -> None:
-        """The gateway found a stop string: end the sequence; `keep_tokens` of its output tokens count."""
+        """The gateway found a stop string: `keep_tokens` of the sequence's output tokens count."""
         self._inbox.put(Finish(request_id, index, keep_tokens, reason))
 
     def satisfied(self, preparation_id: PreparationId, what: str) -> None:
-        """A prerequisite is met. Raises ValueError for a prerequisite of the scheduler's own."""
+        """Raises ValueError for a prerequisite of the scheduler's own."""
         check_prerequisite(what)
         self._inbox.put(Satisfied(preparation_id, what))
 
     def failed(self, preparation_id: PreparationId, what: str, error: Exception) -> None:
-        """A prerequisite cannot be met: end the request. A HeadraceError is sent to the client, any other is logged.
-
-        Raises ValueError for a prerequisite of the scheduler's own.
-        """
+        """A HeadraceError is sent to the client, any other is logged. Raises ValueError for a prerequisite of the scheduler's own."""
         check_prerequisite(what)
         self._inbox.put(PrerequisiteFailed(preparation_id, what, error))
 
     def stop(self) -> None:
-        """End `run` after the current turn."""
         self._stopping = True
         self._inbox.put(Wake())
 
     def snapshot(self) -> LoadSnapshot:
-        """The replica's load. The loop publishes it with every plan and with every step's result."""
+        """Published with every plan and with every step's result."""
         return self._load.snapshot()
 
     @property
     def is_stopping(self) -> bool:
-        """Whether `stop` was called."""
         return self._stopping
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request runs, waits or is in the inbox."""
         load = self.snapshot()
         return load.num_running == 0 and load.num_waiting == 0 and load.step_age_s is None
 
     def recent_plans(self) -> bytes:
-        """The last plans, in the file format of `headrace replay`. They hold prompts: a caller that stores them must keep them private."""
+        """In the file format of `headrace replay`. They hold prompts: a caller that stores them must keep them private."""
         return dump_plans(list(self._steps.recent))
 
     @property
     def last_plan(self) -> Plan | None:
-        """The plan that was made last; None before the first."""
         return self._steps.recent[-1] if self._steps.recent else None
 
     # the loop
 
     def run(self) -> None:
-        """Call `turn` until `stop`. Raises EngineFatal when going on could give wrong answers."""
+        """Raises EngineFatal when going on could give wrong answers."""
         with self.closing:
             while not self._stopping:
                 if self.turn():
@@ -158,7 +143,7 @@ class Engine:
                     self.idle()
 
     def turn(self) -> bool:
-        """One iteration: handle messages, plan, submit, commit the oldest step. False when there was nothing to do."""
+        """Handle messages, plan, submit, commit the oldest step. False when there was nothing to do."""
         self._take_messages()
         plan = self._plan()
         self._publish()  # before a step keeps this thread busy: what left the inbox is counted, and ended requests are released
@@ -173,7 +158,7 @@ class Engine:
         return plan is not None or commits or bool(updates) or self._plan_failures > 0
 
     def _emit(self, updates: Sequence[SequenceUpdate | Rejected]) -> None:
-        """Publish the load, then hand out updates: whoever reads an update finds a snapshot that includes it."""
+        """Publish the load first: whoever reads an update finds a snapshot that includes it."""
         self._publish()
         if updates:
             self._outbox(list(updates))
@@ -194,7 +179,7 @@ class Engine:
             self._check()
 
     def _check(self) -> None:
-        """Raise EngineFatal if slots and blocks do not add up. Called when no sequence is alive, so that no answer is lost."""
+        """Called when no sequence is alive, so that no answer is lost."""
         self._is_checked = True
         self._next_check = self._clock() + CHECK_INTERVAL_S
         try:
@@ -207,7 +192,7 @@ class Engine:
             self._handle(message)
 
     def _handle(self, message: Message) -> None:
-        """Handle a message. An error refuses that message: nothing a client sends may end the loop."""
+        """An error refuses the message: nothing a client sends may end the loop."""
         try:
             self._dispatch(message)
         except EngineFatal:
@@ -233,7 +218,7 @@ class Engine:
                 pass
 
     def _add(self, request: EngineRequest, arrived: float) -> None:
-        """Add a request to the scheduler. Its prerequisites are begun only once it is known to have room."""
+        """Prerequisites are begun only once the request is known to have room."""
         leaving = self._sequences.check_room(request)
         preparation_id, prerequisites = self._preparations.begin(request)
         try:
@@ -243,7 +228,7 @@ class Engine:
             raise
 
     def _end_unprepared(self, preparation_id: PreparationId, what: str, error: Exception) -> None:
-        """End a request whose prerequisite failed. An InvalidRequest or Overloaded refuses it as if it had just arrived."""
+        """An InvalidRequest or Overloaded refuses the request as if it had just arrived."""
         if isinstance(error, InvalidRequest | Overloaded):
             if (request := self._sequences.withdraw(preparation_id, self._clock())) is not None:
                 self._reject(request, error)
@@ -254,7 +239,7 @@ class Engine:
         self._sequences.failed(preparation_id, what, f"prerequisite failed: {what}: {message}", self._clock())
 
     def _reject(self, refused: EngineRequest | Refuse, error: Exception) -> None:
-        """Send a refusal. For a full queue, add the retry time that follows from the load at this moment."""
+        """For a full queue, with the retry time that follows from the load at this moment."""
         if isinstance(error, QueueFull):
             lowest = self._sequences.queue.traits.lowest_before(refused.priority)
             wait_s = full_queue_retry_s(self.snapshot(), lowest, block_size=self.info.block_size)
@@ -275,7 +260,7 @@ class Engine:
             self._sequences.cancel_preparation(message.preparation_id, self._clock())
 
     def _plan(self) -> Plan | None:
-        """The next plan; None without one. If planning raises, the next turn tries again. Raises EngineFatal after MAX_PLAN_FAILURES."""
+        """If planning raises, the next turn tries again. Raises EngineFatal after MAX_PLAN_FAILURES."""
         try:
             plan = self.scheduler.plan(self._clock(), self._steps.costs)
         except EngineFatal:
@@ -313,14 +298,13 @@ class Engine:
             self._sequences.counters.note_step(seconds)
 
     def _recover(self, failed: Plan) -> None:
-        """Undo the failed plan and all later ones, and repeat their rows."""
         later = self._steps.take_all()
         for step in later:
             self.scheduler.end_moves(self._discard(step))
         self._recovery.recover([failed, *(step.plan for step in later)])
 
     def _discard(self, step: UncommittedStep) -> array[int]:
-        """Wait for a step whose rows do not count any more. Returns the ids of the moves that ended, which count all the same."""
+        """Wait for a step whose rows do not count any more. Its moves count all the same."""
         try:
             return step.ticket.result().moves_done
         except EngineFatal:
@@ -330,7 +314,6 @@ class Engine:
             return array("i")
 
     def _compute(self, plan: Plan) -> None:
-        """Submit, await and commit one step on its own."""
         self._deliver(plan, self._steps.compute(plan))
 
     def _deliver(self, plan: Plan, result: Result) -> None:

@@ -17,11 +17,8 @@ from headrace.wire.leash import Leash
 
 
 def run_engine(read: Callable[[], tuple[ProcessConfig, EngineConfig]], parent_fd: int | None = None) -> None:
-    """Serves one replica until it is drained or dies; never returns.
-
-    read       returns the configuration; an error that it raises is reported as a refusal to start
-    parent_fd  the inherited end of the supervisor's leash; None when started by hand
-    """
+    """Never returns. An error of `read` is reported as a refusal to start. parent_fd: the inherited end of the supervisor's leash; None
+    when started by hand"""
     set_up_logging()
     prepare_openmp(os.environ)  # before torch is imported, which building the engine does
     leash = Leash(parent_fd)

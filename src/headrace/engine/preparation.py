@@ -19,28 +19,25 @@ from headrace.policy.schedule.arrival import check_prerequisite
 
 
 class Preparer(Protocol):
-    """Meets the prerequisites of requests. All methods are called on the loop's thread and must not block: the work is done on another
-    thread, which then calls `Engine.satisfied` or `Engine.failed`."""
+    """All methods are called on the loop's thread and must not block: the work is done on another thread, which then calls
+    `Engine.satisfied` or `Engine.failed`."""
 
     def begin(self, request: EngineRequest, preparation_id: PreparationId) -> Mapping[str, float]:
-        """The prerequisites of a checked request by name (a grammar, an adapter, KV), each with the seconds that it may take.
-
-        Called once for each request that has room in the scheduler. If it raises a HeadraceError, the request is refused with that error,
-        and `end` is not called.
-        """
+        """Prerequisites by name, each with the seconds that it may take. If it raises a HeadraceError, the request is refused with it, and
+        `end` is not called."""
         ...
 
     def end(self, preparation_id: PreparationId) -> None:
-        """The request is over: release what `begin` took for it. Called once for each `begin` that returned."""
+        """Called once for each `begin` that returned."""
         ...
 
     def close(self) -> None:
-        """End threads and processes. Called when all requests have ended and none follows."""
+        """All requests have ended and none follows."""
         ...
 
 
 class NothingToPrepare:
-    """The preparer of an engine whose requests have no prerequisites. Refuses grammars, since they would have to be compiled."""
+    """Refuses grammars, since they would have to be compiled."""
 
     def begin(self, request: EngineRequest, preparation_id: PreparationId) -> Mapping[str, float]:
         if request.grammar is not None:
@@ -55,8 +52,6 @@ class NothingToPrepare:
 
 
 class Preparations:
-    """The preparations whose `begin` has returned and whose `end` has not been called."""
-
     def __init__(self, preparer: Preparer, failures: Failures) -> None:
         self._preparer = preparer
         self._failures = failures
@@ -64,7 +59,7 @@ class Preparations:
         self._num_begun = 0
 
     def begin(self, request: EngineRequest) -> tuple[PreparationId, Mapping[str, float]]:
-        """Begin a request's preparation. Raises the preparer's errors, and ValueError for a prerequisite of the scheduler's own."""
+        """Raises the preparer's errors, and ValueError for a prerequisite of the scheduler's own."""
         self._num_begun += 1
         preparation_id = PreparationId(self._num_begun)
         prerequisites = self._preparer.begin(request, preparation_id)
@@ -78,7 +73,7 @@ class Preparations:
         return preparation_id, prerequisites
 
     def end(self, preparation_ids: Iterable[PreparationId]) -> None:
-        """End the preparations of these requests. An error of the preparer is logged, and the others are ended all the same.
+        """An error of the preparer is logged, and the others are ended all the same.
 
         Raises EngineFatal if the preparer did, after all are ended.
         """
@@ -95,7 +90,7 @@ class Preparations:
             raise fatal
 
     def close(self) -> None:
-        """The loop has ended: end every open preparation, then close the preparer."""
+        """The loop has ended."""
         try:
             self.end(sorted(self._open))
         finally:

@@ -17,11 +17,11 @@ from headrace.policy.schedule.scheduler import Scheduler
 from headrace.policy.sequence import Sequence
 
 Compute = Callable[[Plan], None]
-"""Run one plan and commit it. Raises the step's error; then nothing of the step was committed."""
+"""Raises the step's error; then nothing of the step was committed."""
 
 
 class Recovery:
-    """Repeats failed plans through `compute`. All methods run on the loop's thread, while no other plan is in flight."""
+    """All methods run on the loop's thread, while no other plan is in flight."""
 
     def __init__(self, scheduler: Scheduler, compute: Compute, failures: Failures, clock: Clock) -> None:
         self._scheduler = scheduler
@@ -30,7 +30,7 @@ class Recovery:
         self._clock = clock
 
     def recover(self, plans: list[Plan]) -> None:
-        """Undo `plans` (the failed one first in the list), send their state changes to the runner again, and repeat their rows."""
+        """plans: the failed one first"""
         sequences: dict[int, Sequence] = {}
         for plan in reversed(plans):
             for seq in self._scheduler.rollback(plan):
@@ -42,7 +42,7 @@ class Recovery:
         self._repeat_in_halves(list(sequences.values()))
 
     def _repeat_changes(self, plan: Plan) -> None:
-        """Send all state changes of a failed step again, since it is unknown which of them were applied."""
+        """It is unknown which of them were applied."""
         self._compute_changes(self._scheduler.delta_plan(plan))
 
     def _compute_changes(self, plan: Plan) -> None:

@@ -1,8 +1,4 @@
-"""Tracks steps between submission and commit: the runner's protocol, the queue of uncommitted steps, and the ring of the last plans.
-
-`StepQueue` keeps the order in which plans went to the runner, and when the oldest began. The scheduler commits results
-(`policy.schedule.scheduler`); `engine.recovery` repeats steps that raised.
-"""
+"""Tracks steps between submission and commit: the runner's protocol, the queue of uncommitted steps, and the ring of the last plans."""
 
 from __future__ import annotations
 
@@ -16,7 +12,6 @@ from headrace.core.errors import EngineFatal
 from headrace.core.plan import Plan, Result, StepCosts
 
 UNKNOWN_STEP_S = 5.0
-"""Seconds predicted for a step before any was observed."""
 
 
 MIN_SPREAD = 1.0
@@ -70,28 +65,21 @@ class StepTimer:
 
     @property
     def _spread(self) -> float:
-        """Variance of the steps' token counts."""
         return self._xx / self._weight - (self._x / self._weight) ** 2
 
     def _slope(self) -> float:
-        """Seconds per token. The caller asked `_spread` first."""
         mean_tokens, mean_seconds = self._x / self._weight, self._y / self._weight
         return max(0.0, (self._xy / self._weight - mean_tokens * mean_seconds) / self._spread)
 
 
 PLAN_RING = 128
-"""Plans kept for `headrace replay`; the oldest is dropped first."""
 
 
 class Ticket(Protocol):
-    def result(self) -> Result:
-        """Wait for the step. Raises the step's error."""
-        ...
+    def result(self) -> Result: ...
 
 
 class Runner(Protocol):
-    """Computes plans in the order in which they are submitted."""
-
     def submit(self, plan: Plan) -> Ticket: ...
 
     def close(self) -> None: ...
@@ -99,7 +87,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class UncommittedStep:
-    """A plan that the runner has. submitted: when the runner got the plan, on the engine's clock."""
+    """submitted: when the runner got the plan, on the engine's clock"""
 
     plan: Plan
     ticket: Ticket
@@ -108,7 +96,7 @@ class UncommittedStep:
 
 @dataclass(frozen=True, slots=True)
 class RunningStep:
-    """Times of the uncommitted steps. started: when the oldest began; predicted_s: expected seconds of the newest"""
+    """started: when the oldest uncommitted step began; predicted_s: of the newest"""
 
     started: float
     predicted_s: float
@@ -118,8 +106,6 @@ class StepQueue:
     """Uncommitted steps, oldest first. Changed on the loop's thread alone; `running` may be read from others.
 
     recent   the last PLAN_RING plans, without those that only poll for moves
-    running  None while no step is uncommitted
-    costs    recent cost of steps
     """
 
     def __init__(self, runner: Runner, clock: Clock) -> None:
@@ -135,7 +121,7 @@ class StepQueue:
         return len(self._steps)
 
     def submit(self, plan: Plan) -> None:
-        """Hand a plan to the runner. If the runner raises, the step's ticket raises that error instead, except EngineFatal."""
+        """If the runner raises, the step's ticket raises that error instead, except EngineFatal."""
         if not plan.only_polls_moves:
             self.recent.append(plan)
         now = self._clock()
@@ -153,7 +139,7 @@ class StepQueue:
             return failed
 
     def compute(self, plan: Plan) -> Result:
-        """Submit a plan and wait for it, while no other step is uncommitted. Raises the step's error."""
+        """While no other step is uncommitted. Raises the step's error."""
         self.recent.append(plan)
         return self.runner.submit(plan).result()
 
@@ -161,13 +147,12 @@ class StepQueue:
         return self._steps.popleft()
 
     def take_all(self) -> list[UncommittedStep]:
-        """Remove and return every uncommitted step, oldest first."""
         taken = list(self._steps)
         self._steps.clear()
         return taken
 
     def end(self, step: UncommittedStep) -> float:
-        """Note that the step is over: committed, or undone and repeated. Returns the seconds that it took by itself."""
+        """Committed, or undone and repeated. Returns the seconds that it took by itself."""
         now = self._clock()
         began = step.submitted if self.running is None else max(step.submitted, self.running.started)
         self.running = replace(self.running, started=now) if self._steps and self.running is not None else None

@@ -22,8 +22,7 @@ from headrace.policy.config import AdmissionRules
 from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince, mean_output_tokens, speed_of, wait_s
 
 BUSY_DEPTH = 10
-"""A model is busy if every replica has more waiting sequences than this, whatever wait is predicted: for a replica of unknown speed none
-is."""
+"""A model is busy if every replica has more waiting sequences than this, whatever wait is predicted."""
 
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
@@ -31,11 +30,10 @@ MAX_RETRY_S = 60.0
 
 
 class AdmissionOutcome(StrEnum):
-    """The outcome of an admission; the value is sent in a header of the answer."""
+    """The value is sent in a header of the answer."""
 
     SERVED = "served"
     CACHED_ANSWER = "cached_answer"
-    """The answer was in a cache (docs/caches.md), so nothing was decided."""
     SMALLER_MODEL = "smaller_model"
     QUEUED = "queued"
     REFUSED = "refused"
@@ -46,10 +44,8 @@ class QueueState:
     """The queue of one model, as a request of some class finds it.
 
     depth      waiting sequences that are served before the request, at the replica with the shortest wait
-    wait_s     predicted seconds until that replica begins a new request
     num_slots  sequences that the replica runs at once, where engines serve tenants in turns; 0: engines do not distinguish tenants
     answer_s   predicted seconds of a mean answer of the model at that replica, if it ran alone; 0: not known
-    is_overloaded  whether more requests come than the model answers (`OverloadWatch`)
     """
 
     depth: int
@@ -59,7 +55,7 @@ class QueueState:
     is_overloaded: bool = False
 
     def at_turn(self, turn: TenantTurn) -> QueueState:
-        """The part of the queue that is served before a tenant's newest request, where engines serve tenants in turns.
+        """The part of the queue that is served before a tenant's newest request.
 
         Each time that one of the tenant's requests is served, so is one of every other tenant. A turn within a quarter of the slots counts
         as no wait: the engine preempts a sequence of a tenant that holds four times as many (docs/fairness.md).
@@ -78,12 +74,7 @@ class QueueState:
 
 
 class TenantTurn(NamedTuple):
-    """Open requests of one model as one gateway counts them. All requests count alike: weights are left out.
-
-    num_own      requests of the tenant, the newest included
-    num_open     requests of all tenants
-    num_tenants  tenants with an open request
-    """
+    """Open requests of one model as one gateway counts them."""
 
     num_own: int
     num_open: int
@@ -91,12 +82,11 @@ class TenantTurn(NamedTuple):
 
 
 ALONE = TenantTurn(1, 1, 1)
-"""The turn of a tenant that finds the whole queue before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionVerdict:
-    """An outcome. retry_after_s: for a refusal, seconds until the queue is short enough if nothing more joins it"""
+    """retry_after_s: for a refusal, seconds until the queue is short enough if nothing more joins it"""
 
     outcome: AdmissionOutcome
     retry_after_s: float = 0.0
@@ -115,7 +105,6 @@ def decide(
 
     queue, smaller  queues of the requested model and of the smaller one. None: the queue is not known (a foreign server's) and counts as
                     short
-    has_smaller     whether there is a smaller model that the caller may use
     """
     if not _is_busy(queue, rules, ttft_goal_s):
         return AdmissionVerdict(AdmissionOutcome.SERVED)
@@ -132,14 +121,11 @@ def decide(
 
 
 def retry_after_s(queue: QueueState, bound_s: float) -> float:
-    """The retry time of a refusal: seconds until the wait in this queue is `bound_s`, if nothing more joins it."""
     return min(MAX_RETRY_S, max(MIN_RETRY_S, queue.wait_s - bound_s))
 
 
 def full_queue_retry_s(load: LoadSnapshot, lowest: PriorityClass, *, block_size: int) -> float:
     """Retry time in seconds of a request that an engine's full queue refuses: the predicted wait of a new request.
-
-    lowest  lowest class of the requests that are served before the refused one
 
     The queue has room for one request earlier than that, but if all refused requests came back then, all but one would be refused again.
     """
@@ -149,10 +135,7 @@ def full_queue_retry_s(load: LoadSnapshot, lowest: PriorityClass, *, block_size:
 
 def served_before(load: LoadSnapshot, lowest: PriorityClass) -> LoadSnapshot:
     """The part of the load that is served before or with a request of this class. Running sequences of lower classes make room for the
-    request; waiting ones are served after it. An engine that does not report its load by class gives the whole load.
-
-    Lower classes that have aged are sometimes served first (docs/fairness.md). That is not predicted.
-    """
+    request; waiting ones are served after it. An engine that does not report its load by class gives the whole load."""
     if not load.classes:
         return load
     before = summed(load.classes[: lowest + 1])
@@ -160,10 +143,7 @@ def served_before(load: LoadSnapshot, lowest: PriorityClass) -> LoadSnapshot:
 
 
 def queue_state(load: LoadSnapshot, sent: SentSince, size: RequestSize, *, block_size: int) -> QueueState:
-    """The queue of one replica as a request finds it. A replica of unknown speed has a wait of 0.
-
-    size  of an average request. Its prompt is not part of the wait
-    """
+    """The queue of one replica as a request finds it."""
     speed = speed_of(load)
     num_free_slots = max(0, load.max_num_seqs - load.num_running - load.num_waiting)
     depth = load.num_waiting + max(0, sent.num_requests - num_free_slots)
@@ -206,11 +186,10 @@ class OverloadWatch:
         self._watch_from(0.0, 0, has_begun_long=False)
 
     def seen(self, queue: QueueState, now: float) -> QueueState:
-        """The queue, with whether the model is overloaded."""
         return replace(queue, is_overloaded=now < self._until)
 
     def arrive(self, queue: QueueState, rules: AdmissionRules, *, num_open: int, now: float) -> QueueState:
-        """Note an arriving request, and return the queue as `seen` does. num_open: open requests of the model, this one included"""
+        """num_open: open requests of the model, this one included"""
         short_s = rules.short_wait_s(queue.answer_s)
         if now - self._last_long > short_s:  # the queue was short meanwhile
             self._watch_from(now, num_open, has_begun_long=False)
@@ -225,7 +204,7 @@ class OverloadWatch:
         return self.seen(queue, now)
 
     def refuse(self, queue: QueueState, rules: AdmissionRules, *, now: float) -> None:
-        """Note that a request is refused. queue: as `seen` returned it. A refusal by the goal of a tier alone changes nothing."""
+        """A refusal by the goal of a tier alone changes nothing."""
         if queue.wait_s > rules.wait_bound_s(queue.answer_s, None, is_overloaded=queue.is_overloaded):
             self._until = now + CALM_WAITS * rules.short_wait_s(queue.answer_s)
 
@@ -234,8 +213,6 @@ class OverloadWatch:
 
 
 class UnsentRequest:
-    """One admitted request. It is counted until it is sent to a replica, or until it ends unsent."""
-
     __slots__ = ("_counts", "_is_counted", "_priority")
 
     def __init__(self, counts: list[int], priority: PriorityClass) -> None:
@@ -243,7 +220,7 @@ class UnsentRequest:
         counts[priority] += 1
 
     def uncount(self) -> None:
-        """Count the request no longer. A second call changes nothing."""
+        """A second call changes nothing."""
         if self._is_counted:
             self._is_counted = False
             self._counts[self._priority] -= 1
@@ -264,5 +241,4 @@ class UnsentRequests:
         return UnsentRequest(self._counts, priority)
 
     def num_requests(self, lowest: PriorityClass) -> int:
-        """How many of the requests are of class `lowest` or a higher one."""
         return sum(self._counts[: lowest + 1])

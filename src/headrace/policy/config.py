@@ -9,11 +9,8 @@ from headrace.core.option import option
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of one scheduler. Fields have the names and meaning that they have in `engine.config.EngineConfig` and
-    `core.model_info.ModelInfo`.
-
-    max_waiting_bytes  memory that waiting requests may hold; in neither of those classes
-    """
+    """Fields as in `engine.config.EngineConfig` and `core.model_info.ModelInfo`. max_waiting_bytes: memory that waiting requests may
+    hold"""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -36,11 +33,10 @@ class SchedulerConfig:
 
 GOAL_SHARE = 0.5
 """Part of a tier's `ttft_ms` that a request may be predicted to wait. The rest is for the request's own prompt and for errors of the
-prediction. With all of the goal, overload would keep waits at the goal, and most served requests would miss it."""
+prediction."""
 
 SHORT_WAIT_S = 0.5
-"""The wait in seconds that is always allowed. Where an answer by itself takes longer, its time is allowed. On two cores that the clients of
-an overload share, the first token comes a second later than the wait that was predicted."""
+"""The wait in seconds that is always allowed. Where an answer by itself takes longer, its time is allowed."""
 
 PEAK_WAIT_S, PEAK_ANSWERS = 10.0, 10.0
 """The wait in seconds that is allowed in a peak, and the number of answers whose time is allowed where that is longer."""
@@ -48,8 +44,6 @@ PEAK_WAIT_S, PEAK_ANSWERS = 10.0, 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionRules:
-    """The options below `gateway.admission`."""
-
     max_wait_s: float = option(
         60.0,
         "Longest predicted wait in seconds that any request joins; with a longer one it is refused with 429. "

@@ -1,8 +1,7 @@
-"""Decides which replicas of a deployment to start and to retire next, by comparing the desired state with the replicas that exist.
+"""Decides which replicas of a deployment to start and to retire next.
 
-Pure: no clock, no process and no gateway is known here. Events of processes and commands of operators come in as calls. `actions` returns
-what to do now. The caller (`fleet.reconciler`) does it and reports it with `start`, `retire` and `end_rollout`. The rules and their reasons
-are in docs/control.md.
+`actions` returns what to do now. The caller (`fleet.reconciler`) does it and reports it with `start`, `retire` and `end_rollout`. The rules
+and their reasons are in docs/control.md.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ class ReplicaPhase(StrEnum):
     SERVING = "serving"
     """Every gateway has once reported the replica ready."""
     FAILED = "failed"
-    """The replica's process cannot be started; none runs."""
     DRAINING = "draining"
     """The replica gets no new request. Its streams finish, then its process ends."""
 
@@ -31,7 +29,6 @@ class PlannedReplica:
     """One replica. Its name is never given to another replica.
 
     number    the number in its name; a younger replica has a larger one
-    revision  revision of the model's options that its process was started with
     replaces  name of the replica that leaves once this one serves; "" for none
     is_ready  whether every gateway reported it ready, the last time that all gateways answered
     """
@@ -96,11 +93,7 @@ DeploymentAction = StartReplica | RetireReplica | EndRollout
 
 
 class Deployment:
-    """Targets and replicas of every model whose engines run on this machine.
-
-    targets   by model; a removed model has no target while its replicas drain
-    replicas  by name, in the order of their start; an entry is removed by `ended`
-    """
+    """Targets and replicas of every model whose engines run on this machine. A removed model has no target while its replicas drain."""
 
     def __init__(self) -> None:
         self.targets: dict[str, ModelTarget] = {}
@@ -109,8 +102,7 @@ class Deployment:
         self._revisions: dict[str, int] = defaultdict(int)
 
     def copy(self) -> Deployment:
-        """A copy to return to when the next plan is refused. The copy and the original share the counters of names and revisions, so that
-        none is given twice."""
+        """To return to when the next plan is refused. Counters of names and revisions are shared, so that none is given twice."""
         made = Deployment()
         made.targets = {**self.targets}
         made.replicas = {name: replace(replica) for name, replica in self.replicas.items()}
@@ -125,7 +117,6 @@ class Deployment:
         return [replica for replica in self.of(model) if replica.phase in (ReplicaPhase.STARTING, ReplicaPhase.SERVING)]
 
     def is_converged(self, model: str) -> bool:
-        """Whether nothing is left to do for `model`: each of its target's replicas serves or has failed, and it has no other replica."""
         target, replicas = self.targets.get(model), self.of(model)
         if target is None:
             return not replicas
@@ -136,14 +127,13 @@ class Deployment:
         return [replica.name for replica in self.of(model) if replica.phase is ReplicaPhase.STARTING]
 
     def only_waits_for_starts(self, model: str) -> bool:
-        """Whether replicas of `model` start and none leaves."""
         phases = {replica.phase for replica in self.of(model)}
         return ReplicaPhase.STARTING in phases and ReplicaPhase.DRAINING not in phases
 
     # -- commands ------------------------------------------------------------------------------------------------------------------
 
     def scale(self, counts: Mapping[str, int]) -> None:
-        """Set each model's number of replicas. A model that is missing from `counts` is removed; a new one is added."""
+        """A model that is missing from `counts` is removed; a new one is added."""
         for model in [*self.targets]:
             if model not in counts:
                 del self.targets[model]
@@ -152,10 +142,8 @@ class Deployment:
             self.targets[model] = replace(known, num_replicas=count)
 
     def roll_out(self, model: str, options: RolloutOptions) -> int:
-        """Replace every replica of `model` by one of a new revision. Returns the revision.
-
-        Raises: ConfigError where the first step would leave no replica that serves, unless `options` allow that.
-        """
+        """Returns the new revision. Raises ConfigError where the first step would leave no replica that serves, unless `options` allow
+        that."""
         self.drop_failed(model)
         target, replicas = self.targets[model], [replica for replica in self.of(model) if replica.phase is not ReplicaPhase.DRAINING]
         if options.max_surge == 0 and not options.allow_outage and replicas and target.num_replicas < 2:
@@ -167,7 +155,7 @@ class Deployment:
         return target.revision
 
     def drop_failed(self, model: str) -> list[str]:
-        """Forget the replicas of `model` that could not be started, so that others are started in their place. Returns their names."""
+        """Forget the replicas that could not be started, so that others are started in their place. Returns their names."""
         failed = [replica.name for replica in self.of(model) if replica.phase is ReplicaPhase.FAILED]
         for name in failed:
             del self.replicas[name]
@@ -192,7 +180,7 @@ class Deployment:
     # -- what to do, and that it was done ------------------------------------------------------------------------------------------
 
     def actions(self) -> list[DeploymentAction]:
-        """The actions to take now; none while a process or a gateway must be waited for. Rollouts of several models follow one another."""
+        """The actions to take now; none while a process or a gateway must be waited for."""
         models = dict.fromkeys([*self.targets, *(replica.model for replica in self.replicas.values())])
         rollouts = [model for model, target in self.targets.items() if target.rollout is not None]
         return [action for model in models if model not in rollouts[1:] for action in self._actions(model)]
@@ -210,7 +198,7 @@ class Deployment:
         self.replicas[name].is_ready = False
 
     def end_rollout(self, action: EndRollout) -> None:
-        """End the rollout. If a successor failed, forget it: replicas still missing are started with the earlier revision."""
+        """If a successor failed, it is forgotten: replicas still missing are started with the earlier revision."""
         target = self.targets[action.model]
         assert target.rollout is not None
         if action.failed:
@@ -221,7 +209,6 @@ class Deployment:
     # -- events of processes -------------------------------------------------------------------------------------------------------
 
     def seen(self, name: str, *, is_ready: bool) -> None:
-        """Note whether the gateways report a replica ready."""
         replica = self.replicas[name]
         if replica.phase not in (ReplicaPhase.STARTING, ReplicaPhase.SERVING):
             return
@@ -230,16 +217,13 @@ class Deployment:
             replica.phase, replica.replaces = ReplicaPhase.SERVING, ""
 
     def failed(self, name: str) -> None:
-        """Note that the replica's process cannot be started."""
         self.replicas[name].phase, self.replicas[name].is_ready = ReplicaPhase.FAILED, False
 
     def started_after_all(self, name: str) -> None:
-        """Note that the process of a failed replica was started again."""
         if self.replicas[name].phase is ReplicaPhase.FAILED:
             self.replicas[name].phase = ReplicaPhase.STARTING
 
     def ended(self, name: str) -> None:
-        """Forget a draining replica whose process has ended."""
         del self.replicas[name]
 
     # -- the rules -----------------------------------------------------------------------------------------------------------------
@@ -258,8 +242,7 @@ class Deployment:
     def _rollout(
         self, model: str, target: ModelTarget, options: RolloutOptions, live: list[PlannedReplica], *, num_processes: int
     ) -> Iterator[DeploymentAction]:
-        """The next actions of a rollout. At most num_replicas + max_surge processes exist, draining ones included, and at most one replica
-        is being replaced."""
+        """At most num_replicas + max_surge processes exist, draining ones included, and at most one replica is being replaced."""
         current = [replica for replica in live if replica.revision >= target.revision]
         old = [replica for replica in live if replica.revision < target.revision]
         if failed := [replica.name for replica in current if replica.phase is ReplicaPhase.FAILED]:
@@ -312,7 +295,6 @@ class Deployment:
         return any(other.is_ready and other.name != replica.name for other in self.of(replica.model))
 
     def check(self) -> None:
-        """Raises AssertionError where a rule of this module does not hold."""
         for name, replica in self.replicas.items():
             assert name == replica.name
             assert replica.number < self._numbers[replica_prefix(replica.model)], "a name could be given again"

@@ -21,17 +21,15 @@ from headrace.core.request import EngineRequest
 
 NO_SLOT = -1
 NO_PREPARATION = PreparationId(0)
-"""The preparation of a request for which nothing was prepared."""
 LEAST_PROGRESS_TOKENS = 64
-"""Tokens that a preempted sequence gives after it runs again, before it can be preempted for others once more. With fewer, a tenant with
-frequent requests causes more recomputation; with more, its requests wait longer, since no sequence is left that may be preempted."""
+"""Tokens that a preempted sequence gives after it runs again, before it can be preempted for others once more."""
 
 NO_DRAFTS = array("i")
 """An empty column. Shared by all sequences: never append to it."""
 
 
 class Stage(IntEnum):
-    """The stages of a sequence's time; the value is the field's index in `core.update.StageSeconds`."""
+    """The value is the field's index in `core.update.StageSeconds`."""
 
     QUEUE = 0
     PREFILL = 1
@@ -41,14 +39,12 @@ class Stage(IntEnum):
 
 
 QUEUE, PREFILL, DECODE, PREEMPTED, STALLED = Stage
-"""Shorter names for the members, as for `SeqState` below."""
 
 
 class RunningFacts(NamedTuple):
-    """Facts of a sequence that do not change while it runs; one row of `step_builder.RunningColumns`.
+    """What does not change while a sequence runs; one row of `step_builder.RunningColumns`.
 
-    counted    1 if every committed token counts as generated; 0 with stop strings, where the gateway reports at the end how many count
-    mask_slot  its slot if it has a grammar, else NO_SLOT
+    counted  1 if every committed token counts as generated; 0 with stop strings, where the gateway reports at the end how many count
     """
 
     slot: int
@@ -75,11 +71,10 @@ class SeqState(Enum):
 
 
 BLOCKED, WAITING, RUNNING, DONE = SeqState
-"""Shorter names for the members. Looking up an Enum's member takes 0.15 us, and the scheduler asks for states many times per step."""
+"""Looking up an Enum's member takes 0.15 us, and the scheduler asks for states many times per step."""
 
 
 NO_FACTS = RunningFacts(NO_SLOT, 0, RequestId(""), 0, 0, 0, NO_SLOT)
-"""The facts of a sequence that has not run yet."""
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +85,6 @@ class Sequence:
     incarnation  raised by every preemption: rows planned with a lower one do not count as computed any more
     makes_room_from  length from which on the sequence may be preempted so that another sequence has room
     blocks       per KV group, block ids in order; 0 where a window has passed
-    hashes       identities of its leading full blocks, computed as far as they were needed
     allocated_until    positions below this may be written into the sequence's blocks; 0 = ask the KV manager
     bulk_decode_limit  below this position each next token is planned in bulk: the sequence decodes, has blocks and is not complete;
                        0 = check the sequence in full
@@ -98,20 +92,12 @@ class Sequence:
                        window; 0 = check the sequence in full
     end_ids      tokens that end the sequence once it has `min_tokens` outputs. With a grammar they end it at any time: an end token is then
                  sampled early only where no other token is allowed
-    facts        the sequence's row in a step's columns; replaced when the sequence starts or its rows are disowned
-    drafts       ids drafted to follow the last known one; the next row verifies them
     waits_for_commit  no row is planned while another one is in flight: the sequence has drafts, or one of its rows gave too few tokens
-    missing      unmet prerequisites, each with the seconds from arrival that it may take
-    preparation_id  the preparation of its request; NO_PREPARATION if there is none
-    registered   per KV group, number of leading blocks already offered to the prefix cache
     num_prompt_logprobs_emitted  prompt positions whose log-probabilities were emitted; a prompt computed again after a preemption does
                                  not emit them again
     stage, stage_since, stage_seconds  the current stage, when it began, and the seconds spent in each stage before it
-    stage_unstalled  the stage that follows STALLED
     num_charged  positions that the queue policy has counted as service, or that others computed
     has_aged     the sequence started while a higher class waited, so no sequence of a higher class preempts it
-    num_queued, num_waiting_bytes  the sequence's part in `waiting.WaitingWork`; 0 while it does not wait
-    key          its place in the queue policy's order, smaller first; set at the first push
     """
 
     seq_id: SeqId
@@ -157,7 +143,7 @@ class Sequence:
     # what changes its counts
 
     def grant(self, count: int, samples: int) -> None:
-        """A plan computes its next `count` positions; `samples` tokens come out of them.
+        """A plan computes its next `count` positions; `samples` tokens come out.
 
         For rows that pass in bulk, `Planner._plan_decodes` and `Scheduler._commit_decodes` write the same fields in place: a method call
         per row makes a step of 64 rows 7 % slower (62 us instead of 58, bench/scheduler.py).
@@ -168,11 +154,10 @@ class Sequence:
         self.bulk_decode_limit = min(self.allocated_until, self.limit - 1) if samples == 1 and not self.waits_for_commit else 0
 
     def ungrant(self, samples: int) -> None:
-        """Undo `grant` for a row of `samples` tokens: the row is committed, and its tokens are appended next, or it is rolled back."""
+        """Undo `grant`: the row's tokens are appended next, or it is rolled back."""
         self.num_expected -= samples
 
     def roll_back(self, start: int) -> None:
-        """Undo the plans of positions from `start` on."""
         self.num_planned = start
         self.bulk_decode_limit = 0
 
@@ -181,7 +166,6 @@ class Sequence:
         self.num_computed = num_computed
 
     def append(self, token_ids: array[int]) -> Appended:
-        """Append sampled tokens up to the first one that ends the sequence."""
         kept, reason, stop_token = 0, None, None
         for token in token_ids:
             kept += 1
@@ -196,14 +180,14 @@ class Sequence:
         return kept, reason, stop_token
 
     def draft(self, drafts: array[int]) -> None:
-        """Set the ids drafted to follow the last committed token. They are dropped if another row is in flight."""
+        """Drafts are dropped if another row is in flight."""
         self.waits_for_commit = self.waits_for_commit or bool(drafts)
         self.drafts = NO_DRAFTS if self.has_rows_in_flight or self.num_in_flight else drafts
         if self.waits_for_commit:
             self.bulk_decode_limit = self.bulk_commit_limit = 0
 
     def disown_rows(self) -> None:
-        """Discard the rows in flight: an earlier row gave fewer tokens than they were planned on. None is planned before they are
+        """Discard the rows in flight, which were planned on more tokens than an earlier row gave. None is planned before they are
         committed."""
         self.incarnation += 1
         self.facts = self._facts()
@@ -211,7 +195,6 @@ class Sequence:
         self.bulk_commit_limit = 0
 
     def start_after(self, num_tokens: int) -> None:
-        """The first `num_tokens` positions were computed by another sequence."""
         self.num_computed = self.num_planned = self.num_charged = num_tokens
 
     def take_uncharged(self) -> int:
@@ -220,11 +203,9 @@ class Sequence:
         return count
 
     def allocate(self, end: int) -> None:
-        """The sequence's blocks now have writable room for positions below `end`."""
         self.allocated_until = end
 
     def reset(self) -> None:
-        """The sequence holds no blocks any more, so none of its tokens is computed."""
         self.start_after(0)
         self.drafts, self.waits_for_commit = NO_DRAFTS, False
         self.allocated_until = self.bulk_decode_limit = self.bulk_commit_limit = 0
@@ -232,8 +213,8 @@ class Sequence:
     # what changes its state
 
     def start(self, slot: int, now: float) -> None:
-        """Run, from the prefix hits that the caller took. A preempted sequence can be preempted for others again once it has given as many
-        tokens as it has to compute anew, so that preemption for others never doubles its cost."""
+        """A preempted sequence can be preempted for others again once it has given as many tokens as it has to compute anew, so that
+        preemption for others never doubles its cost."""
         if self.incarnation:
             self.makes_room_from = len(self.tokens) + max(LEAST_PROGRESS_TOKENS, len(self.tokens) - self.num_computed)
         self.slot = slot
@@ -248,14 +229,13 @@ class Sequence:
 
     @property
     def mask_slot(self) -> int:
-        """Its slot if its request has a grammar, else NO_SLOT: `Plan.mask_slots`."""
         return NO_SLOT if self.request.grammar is None else self.slot
 
     def wait(self) -> None:
         self.state = WAITING
 
     def preempt(self, now: float) -> None:
-        """Rows planned until now do not count as computed. The sequence waits, to run again from what the prefix cache still holds."""
+        """Rows planned until now do not count as computed."""
         self.incarnation += 1
         self.state = WAITING
         self.enter(PREEMPTED, now)
@@ -266,23 +246,20 @@ class Sequence:
     # where its time goes: nothing here runs once per token
 
     def enter(self, stage: Stage, now: float) -> None:
-        """Count the sequence's time for `stage` from `now` on."""
         self.stage_seconds[self.stage] += now - self.stage_since
         self.stage, self.stage_since = stage, now
 
     def stall(self, now: float) -> None:
-        """A step runs without this sequence: its time counts as STALLED."""
         if self.stage is not STALLED:
             self.stage_unstalled = self.stage
             self.enter(STALLED, now)
 
     def unstall(self, now: float) -> None:
-        """A step has the sequence again."""
         if self.stage is STALLED:
             self.enter(self.stage_unstalled, now)
 
     def end_prefill(self, now: float) -> None:
-        """The sequence has its first token since it began to run."""
+        """It has its first token since it began to run."""
         if self.stage is PREFILL:
             self.enter(DECODE, now)
         elif self.stage is STALLED:
@@ -292,7 +269,7 @@ class Sequence:
 
     @property
     def has_rows_in_flight(self) -> bool:
-        """Whether a plan that computes some of its positions is not committed yet. Such a row need not sample: see `num_in_flight`."""
+        """Such a row need not sample: see `num_in_flight`."""
         return self.num_planned > self.num_computed
 
     @property
@@ -313,12 +290,11 @@ class Sequence:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is its request's first sequence, which computes the prompt for all and emits the prompt's log-probabilities."""
+        """The first sequence of a request computes the prompt for all and emits the prompt's log-probabilities."""
         return self.index == self.request.first_index
 
     @property
     def is_complete(self) -> bool:
-        """Whether the last token that the sequence may produce is sampled, committed or not."""
         return self.num_expected >= self.limit
 
     @property

@@ -20,7 +20,7 @@ from headrace.policy.sequence import RUNNING, RunningFacts, Sequence
 
 
 class StepRow(NamedTuple):
-    """One row of a plan. samples: the most tokens it can give, each from one of its last positions."""
+    """samples: the most tokens it can give, each from one of its last positions."""
 
     seq: Sequence
     incarnation: int
@@ -30,26 +30,22 @@ class StepRow(NamedTuple):
 
     @property
     def first_sampled(self) -> int:
-        """Position of the first token it gives."""
         return self.start + self.count - self.samples + 1
 
     def num_computed(self, num_tokens: int) -> int:
-        """The sequence's computed length after this row gave `num_tokens` tokens. Positions of rejected drafts do not count.
-
-        A row that was to give a token and gave none has to compute its last position again.
-        """
+        """After this row gave `num_tokens` tokens. One that was to give a token and gave none has to compute its last position again."""
         return self.start + self.count - (self.samples - num_tokens)
 
     @property
     def is_current(self) -> bool:
-        """Its sequence still runs, and was not preempted since the row was planned."""
+        """Its sequence runs, and was not preempted since the row was planned."""
         return self.incarnation == self.seq.incarnation and self.seq.state is RUNNING
 
 
 class RunningColumns:
     """The `RunningFacts` of a step's sequences, by column; never modified.
 
-    generation  the sequence table's generation when the columns were built; while it stays equal, no sequence has started or ended
+    generation  the sequence table's generation when the columns were built
     """
 
     incarnations: tuple[int, ...]
@@ -72,7 +68,6 @@ class RunningColumns:
         return len(self.seqs)
 
     def after(self, seqs: list[Sequence], generation: int) -> RunningColumns:
-        """The columns of `seqs`: these columns if the sequences are the same, in the same slots."""
         return self if generation == self.generation and seqs == self.seqs else RunningColumns(seqs, generation)
 
 
@@ -86,9 +81,6 @@ class StepRows:
     counts, samples  entries may be missing at the end until `fill`: they are 1
     drafts           flat: samples - 1 for each row with samples > 1
     num_decodes      leading rows of one token that sample one
-    After `close`:
-    slots, mask_slots, incarnations  of the rows' sequences
-    decode_columns                   the leading rows' other columns
     """
 
     __slots__ = ("counts", "decode_columns", "drafts", "incarnations", "mask_slots", "num_decodes", "samples", "seqs", "slots", "starts")
@@ -116,17 +108,14 @@ class StepRows:
         self.samples.append(samples)
 
     def fill(self) -> None:
-        """Complete the columns: rows that gave no count compute one token and sample one."""
+        """Rows that gave no count compute one token and sample one."""
         if missing := len(self.starts) - len(self.counts):
             ones = array("i", [1]) * missing
             self.counts += ones
             self.samples += ones
 
     def close(self, last: RunningColumns, generation: int) -> None:
-        """End the adding of rows. last: the decode columns of the step before
-
-        A planned sequence is not preempted by the same plan, so its slot and incarnation are those of when its row was added.
-        """
+        """last: the decode columns of the step before. A planned sequence is not preempted by the same plan, so its slot stays."""
         self.fill()
         decodes, prefills = self.seqs[: self.num_decodes], self.seqs[self.num_decodes :]
         self.decode_columns = columns = last.after(decodes, generation)
@@ -137,11 +126,9 @@ class StepRows:
             self.incarnations = (*columns.incarnations, *[seq.incarnation for seq in prefills])
 
     def row(self, index: int) -> StepRow:
-        """One row of a closed step."""
         return StepRow(self.seqs[index], self.incarnations[index], self.starts[index], self.counts[index], self.samples[index])
 
     def rows(self, first: int = 0) -> list[StepRow]:
-        """The rows of a closed step from `first` on."""
         columns = (self.seqs, self.incarnations, self.starts, self.counts, self.samples)
         values = zip(*[column[first:] for column in columns], strict=True)
         return list(map(tuple.__new__, repeat(StepRow), values))
@@ -149,20 +136,14 @@ class StepRows:
 
 MAX_PROMPT_LOGPROB_TOKENS = 64
 """The most prompt positions with log-probabilities in one chunked step. Each needs a row of logits over the whole vocabulary, many times
-the cost of a plain prompt token: a full budget of them would delay the next token of every other sequence by seconds."""
+the cost of a plain prompt token."""
 
 Move = tuple[int, int, int, int, int]
-"""Kind, id, group, source, target."""
 
 
 @dataclass(slots=True)
 class StepBuilder:
-    """Step `step_id` while it is being decided. Changes are listed in the order in which they must be made; columns as in `core.plan`.
-
-    max_tokens  the step's token budget
-    now         time of the decision, in seconds
-    costs       recent cost of steps, on which the decision is based
-    """
+    """Step `step_id` while it is being decided. Changes are listed in the order in which they must be made; columns as in `core.plan`."""
 
     step_id: int
     max_tokens: int = 0
@@ -178,21 +159,19 @@ class StepBuilder:
     ended: list[int] = field(default_factory=list)
     logprob_budget: int = MAX_PROMPT_LOGPROB_TOKENS
     num_prefills: int = 0
-    """Rows of several tokens, drafted rows excluded: rows that compute more tokens than they sample."""
+    """Rows that compute more tokens than they sample, drafted rows excluded."""
     num_spent_beyond_rows: int = 0
-    """Tokens of the budget spent beyond one per row: the rest of each prefill chunk or drafted row, and the surcharge for its context."""
+    """The rest of each prefill chunk or drafted row, and the surcharge for its context."""
     num_unused: int = 0
-    """Tokens that the queue policy leaves unused (`StepShares.prefill`)."""
     num_withheld_for_long: int = 0
-    """Tokens withheld for long prompts while the sequences queued behind them are planned."""
+    """While the sequences queued behind long prompts are planned."""
     num_charged_rows: int = 0
-    """Leading rows whose sequences the queue policy has counted in this step."""
     first: Sequence | None = None
-    """A waiting sequence for which another one was preempted, and which therefore starts before all other waiting sequences."""
+    """A waiting sequence for which another one was preempted: it starts before all others."""
 
     @classmethod
     def repeating(cls, plan: Plan, step_id: int, is_in_flight: Callable[[int], bool]) -> StepBuilder:
-        """A step without rows that repeats the changes of `plan`. is_in_flight: whether a move id is in flight; other moves are left out"""
+        """A step without rows that repeats the changes of `plan`. Moves that are not in flight any more are left out."""
         moves = zip(plan.move_kinds, plan.move_ids, plan.move_groups, plan.move_sources, plan.move_targets, strict=True)
         return cls(
             step_id,
@@ -207,7 +186,7 @@ class StepBuilder:
 
     @property
     def budget(self) -> int:
-        """Tokens left for further rows, less the surcharges for context. Negative if bulk rows, which do not ask for it, took too many."""
+        """Less the surcharges for context. Negative if bulk rows, which do not ask for it, took too many."""
         return self.max_tokens - len(self.rows.seqs) - self.num_spent_beyond_rows - self.num_unused - self.num_withheld_for_long
 
     def table(self, group: int, slot: int, index: int, block: int) -> None:
@@ -217,7 +196,6 @@ class StepBuilder:
         self.table_blocks.append(block)
 
     def tables(self, group: int, slot: int, first_index: int, blocks: Items[int]) -> None:
-        """Consecutive block-table entries, from `first_index` on."""
         count = len(blocks)
         self.table_groups += [group] * count
         self.table_slots += [slot] * count
@@ -232,11 +210,10 @@ class StepBuilder:
 
     @property
     def has_changes(self) -> bool:
-        """Whether there are state changes, which the runner needs even when no row is computed."""
         return bool(self.started or self.table_slots or self.moves or self.ended)
 
     def build(self) -> Plan:
-        """The plan. Rows must be closed, or there are none. The plan takes their columns, which must not change afterwards."""
+        """Rows must be closed. The plan takes their columns, which must not change afterwards."""
         rows = self.rows
         kinds, ids, groups, sources, targets = zip(*self.moves, strict=True) if self.moves else [()] * 5
         return Plan(

@@ -41,14 +41,14 @@ LAST_RETRY_S = 1.0
 
 class ConnectionState(StrEnum):
     DOWN = "down"
-    """No connection, or a hello that does not fit; `reason` says which."""
+    """`reason` says why."""
     CONNECTED = "connected"
     DRAINING = "draining"
     """Takes no new work; running streams go on."""
     SILENT = "silent"
-    """Connected, but heartbeats are missing: send nothing new, the process may be stopped or dead."""
+    """Connected, but heartbeats are missing: send nothing new."""
     NOT_READING = "not reading"
-    """Connected and heard, but it does not read what is sent, as behind a link that is cut in one direction: send nothing new."""
+    """Connected and heard, but it does not read what is sent: send nothing new."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ class ReplicaInfo:
     """A replica's hello.
 
     instance_id   drawn at each start of the engine process: a restarted replica keeps its name and has lost its requests. Lists of tried
-                  replicas are keyed by (name, instance_id), so that a restarted replica may be tried again
-    connected_at  when this connection was made, on the client's clock
+                  replicas are keyed by (name, instance_id)
+    connected_at  on the client's clock
     """
 
     instance_id: str
@@ -68,14 +68,14 @@ class ReplicaInfo:
 
 @dataclass(frozen=True, slots=True)
 class SeenLoad:
-    """The last load snapshot and the moment (this client's clock) it arrived."""
+    """received_s: on this client's clock"""
 
     load: LoadSnapshot
     received_s: float
 
 
 class ReplicaClient:
-    """One replica as the gateway sees it. Use as `async with ReplicaClient(target) as replica:` or start() and close()."""
+    """One replica as the gateway sees it. Use as `async with` or by `start` and `close`."""
 
     def __init__(
         self,
@@ -87,12 +87,10 @@ class ReplicaClient:
         expect: Expectation | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """
-        target   "unix:/path", or "host:port": then with a token, and beyond loopback with tls
-        tls      certificates of this end
-        name     for messages; the target itself by default
-        expect   facts that the replica's hello must match; a replica that differs stays DOWN, and `reason` names the mismatch
-        clock    gives the time that requests' deadlines refer to, in seconds
+        """target   "unix:/path", or "host:port": then with a token, and beyond loopback with tls
+        name     for messages
+        expect   a replica that differs stays DOWN, and `reason` names the mismatch
+        clock    that requests' deadlines refer to, in seconds
 
         Raises: ConfigError for a target the wire refuses, or certificates that cannot be used.
         """
@@ -120,12 +118,11 @@ class ReplicaClient:
         await self.close()
 
     def start(self) -> None:
-        """Begins to connect, in the background."""
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._keep_connected(), name=f"replica {self.name}")
 
     async def close(self) -> None:
-        """Ends the connection; open streams raise Unavailable."""
+        """Open streams raise Unavailable."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -144,26 +141,24 @@ class ReplicaClient:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the last frame, less the delays of this process. 0 while there is no connection."""
+        """Less the delays of this process. 0 while there is no connection."""
         return self._session.silent_s if self._session is not None and self._session.is_open else 0.0
 
     @property
     def unread_s(self) -> float:
-        """Seconds for which the engine has read nothing from this connection, less the delays of this process."""
+        """Less the delays of this process."""
         return self._session.unread_s if self._session is not None and self._session.is_open else 0.0
 
     @property
     def num_open(self) -> int:
-        """Requests submitted here that have not ended."""
         return len(self._streams)
 
     def sent_since_snapshot(self, lowest: PriorityClass = PriorityClass.BATCH) -> list[int]:
-        """The number of tokens to compute of each request that was sent after the engine's last load snapshot: its prompt, and the output
-        that it resumes after. Only requests of class `lowest` or a higher one are listed."""
+        """Tokens to compute of each request that the last load snapshot does not count, of class `lowest` or a higher one."""
         return self._session.unseen_tokens_of(lowest) if self._session else []
 
     async def wait_connected(self, timeout_s: float) -> ReplicaInfo:
-        """The hello, as soon as there is a connection. Raises Unavailable with the last reason after `timeout_s`."""
+        """Raises Unavailable with the last reason after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 while self.info is None or self.state is ConnectionState.DOWN:
@@ -174,10 +169,7 @@ class ReplicaClient:
         return self.info
 
     def submit(self, request: EngineRequest) -> ReplicaStream:
-        """Sends `request`; its updates, or its Rejected, arrive through the stream.
-
-        Raises: Unavailable when the replica takes no work now, InvalidRequest for what the wire cannot carry or an id already open.
-        """
+        """Raises: Unavailable when the replica takes no work now, InvalidRequest for what the wire cannot carry or an id already open."""
         state = self.state
         if self._session is None or state is not ConnectionState.CONNECTED:
             why = self.reason if state is ConnectionState.DOWN else "takes no new work"
@@ -198,7 +190,7 @@ class ReplicaClient:
         return stream
 
     def cancel(self, request_id: RequestId) -> None:
-        """End the stream, and have the engine free everything of the request. An unknown id is ignored."""
+        """Have the engine free everything of the request. An unknown id is ignored."""
         stream = self._streams.get(request_id)
         if stream is not None:
             if self._session is not None:
@@ -206,7 +198,7 @@ class ReplicaClient:
             stream.end()
 
     def finish(self, request_id: RequestId, index: int, keep_tokens: int, reason: FinishReason) -> None:
-        """Have the engine end a sequence after a stop string: `keep_tokens` tokens of its output count. Its later updates are dropped."""
+        """After a stop string. Its later updates are dropped."""
         stream = self._streams.get(request_id)
         if stream is not None:
             if self._session is not None:
@@ -214,18 +206,18 @@ class ReplicaClient:
             stream.end_sequence(index)
 
     def abandon(self, reason: str) -> None:
-        """Raise Unavailable(reason) in every open stream, and send the engine a cancel for each. The engine may never read the cancels."""
+        """Every open stream raises Unavailable, and the engine is sent a cancel for each, which it may never read."""
         self._abandon_all(list(self._streams.values()), reason)
 
     def abandon_unseen(self, reason: str) -> int:
-        """`abandon` for requests that no load snapshot has counted: the engine may never read them. Returns how many were abandoned."""
+        """Requests that no load snapshot has counted: the engine may never read them. Returns how many."""
         if self._session is None:
             return 0
         found = [stream for handle in self._session.unseen_handles if (stream := self._session.streams.get(handle)) is not None]
         return self._abandon_all(found, reason)
 
     def abandon_unbegun(self, reason: str) -> int:
-        """`abandon` for requests without any update so far that resume no earlier output. Returns how many were abandoned."""
+        """Requests without any update so far that resume no earlier output. Returns how many."""
         return self._abandon_all([stream for stream in self._streams.values() if stream.is_unbegun], reason)
 
     def _abandon_all(self, streams: Sequence[ReplicaStream], reason: str) -> int:
@@ -285,7 +277,6 @@ class ReplicaClient:
         log.info("replica %s is connected (instance %s)", self.name, hello.instance_id)
 
     def _log_state(self) -> None:
-        """Log each change of the state once."""
         state = self.state
         if state is not self._logged_state:
             self._logged_state = state
@@ -293,11 +284,8 @@ class ReplicaClient:
             log.log(logging.WARNING if is_bad else logging.INFO, "replica %s is %s", self.name, state.value)
 
     def _log_down(self, *, is_starting: bool) -> None:
-        """Log each reason once per outage: the connection is tried every second, and gRPC words one cause in several ways.
-
-        is_starting  nothing listens at the address yet, because the engine is still loading. gRPC's error (a failed precondition) would
-                     cause alarm, so a plain line is logged instead
-        """
+        """Each reason once per outage: the connection is tried every second. is_starting: nothing listens yet, because the engine is still
+        loading"""
         reason = "" if is_starting else self.reason
         if reason not in self._logged_reasons:
             self._logged_reasons.add(reason)
@@ -321,7 +309,7 @@ class ReplicaClient:
         self.has_tried = True
 
     def _lose(self) -> None:
-        """Forgets the connection. The next one may lead to another process: neither hello nor load is carried over."""
+        """The next connection may lead to another process: neither hello nor load is carried over."""
         self._session, self.info, self.snapshot, self.has_tried = None, None, None, True
         for stream in list(self._streams.values()):
             stream.fail(Unavailable(f"replica {self.name} was lost while it worked on this request ({self.reason}); it can be sent again"))

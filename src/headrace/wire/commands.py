@@ -24,7 +24,7 @@ MAX_SUBMIT_BYTES = 8 * MAX_FRAME_BYTES
 
 @dataclass(slots=True)
 class _Submit:
-    """A Submit, and the finishes that must not overtake it."""
+    """finishes: those that must not overtake it"""
 
     command: pb.Command
     num_bytes: int
@@ -35,10 +35,7 @@ class _Submit:
 
 
 class UnwrittenCommands:
-    """Commands waiting to be written to one session's stream.
-
-    num_prefill_tokens  tokens of the waiting Submits whose KV has to be computed: prompts, and outputs of earlier attempts
-    """
+    """num_prefill_tokens: of prompts, and of outputs of earlier attempts"""
 
     def __init__(self) -> None:
         self._urgent: deque[pb.Command] = deque()
@@ -46,19 +43,17 @@ class UnwrittenCommands:
         self.num_prefill_tokens = 0
 
     def tokens_of(self, lowest: PriorityClass) -> list[int]:
-        """The tokens to compute of each waiting Submit of this class or a higher one."""
         return [waiting.num_tokens for waiting in self._submits.values() if waiting.priority <= lowest]
 
     @property
     def handles(self) -> list[Handle]:
-        """The handles of the waiting Submits."""
         return list(self._submits)
 
     def __bool__(self) -> bool:
         return bool(self._urgent or self._submits)
 
     def submit(self, request: EngineRequest, handle: Handle) -> None:
-        """Queue a Submit. Raises InvalidRequest or RequestTooLarge for a request that the wire cannot carry; nothing is queued then."""
+        """Raises InvalidRequest or RequestTooLarge for a request that the wire cannot carry; nothing is queued then."""
         command = encode_submit(request, handle)
         num_bytes = command.ByteSize()
         if num_bytes > MAX_SUBMIT_BYTES:
@@ -80,7 +75,7 @@ class UnwrittenCommands:
         (self._urgent if waiting is None else waiting.finishes).append(command)
 
     def take(self, now: float) -> pb.ClientFrame:
-        """The next frame, with deadlines as the time that remains at `now`. Empty when nothing waits."""
+        """With deadlines as the time that remains at `now`. Empty when nothing waits."""
         frame, num_bytes = pb.ClientFrame(), 0
         while self._urgent and num_bytes < MAX_FRAME_BYTES:
             num_bytes += self._urgent[0].ByteSize()

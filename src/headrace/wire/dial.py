@@ -20,18 +20,18 @@ from headrace.wire.target import TOKEN_METADATA, GrpcTarget
 from headrace.wire.tls.files import Certificates, TlsRole, handshake_fault
 
 PROBE_S = 2.0
-"""Seconds for a repeated handshake. An engine that refuses a certificate says so within a round trip."""
+"""An engine that refuses a certificate says so within a round trip."""
 
 LOOK_S = 5.0
-"""Seconds for finding out a fault in all, looking up the name included. The next connection waits for it."""
+"""In all, looking up the name included. The next connection waits for it."""
 
 READ_BYTES = 16 << 10
 ALERT_S = 0.5
-"""Seconds to wait for an alert after this end has finished its handshake: in TLS 1.3 the engine verifies the gateway last."""
+"""After this end has finished its handshake: in TLS 1.3 the engine verifies the gateway last."""
 
 
 class Dialer:
-    """Opens connections to one engine. Each connection uses the present content of the certificate files."""
+    """Each connection uses the present content of the certificate files."""
 
     def __init__(self, target: GrpcTarget) -> None:
         """Raises ConfigError for certificates that cannot be used."""
@@ -40,7 +40,6 @@ class Dialer:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """gRPC metadata of each call: the token, if there is one."""
         return () if self.target.token is None else ((TOKEN_METADATA, self.target.token),)
 
     def open_channel(self) -> grpc.aio.Channel:
@@ -51,7 +50,7 @@ class Dialer:
         return grpc.aio.secure_channel(self.target.address, credentials, options=TLS_CHANNEL_OPTIONS)
 
     async def find_tls_fault(self) -> str:
-        """The reason why the two ends do not agree on TLS; empty when the failure has another cause."""
+        """Empty when the failure has another cause."""
         if self.target.path is not None:
             return ""
         try:
@@ -90,7 +89,7 @@ class _TlsProbe:
         self.end = context.wrap_bio(self._incoming, self._outgoing, server_hostname=host)
 
     def run(self, step: Callable[[], object]) -> None:
-        """Repeat a step of `end` until it needs no more input. Raises OSError, or SSLError after its alert was sent."""
+        """Until the step needs no more input. Raises OSError, or SSLError after its alert was sent."""
         while True:
             try:
                 step()

@@ -34,19 +34,17 @@ ORPHANED = 69
 
 
 DRAINING = "draining"
-"""The reason of a `ReplicaStatus` that is not ready since its engine drains: it takes no new work, and running streams go on."""
+"""It takes no new work, and running streams go on."""
 
 
 class LeashRequestKind(StrEnum):
-    """What a supervisor asks of a child."""
-
     RELOAD = "reload"
     STATUS = "status"
 
 
 @dataclass(frozen=True, slots=True)
 class LeashRequest:
-    """A supervisor's request. The answer carries the same id."""
+    """The answer carries the same id."""
 
     kind: LeashRequestKind
     id: int
@@ -54,12 +52,8 @@ class LeashRequest:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """A replica as one gateway sees it.
-
-    reason      why it is not ready, else empty
-    num_open    requests of this gateway at it
-    is_refused  its model's tokenizer or chat template cannot be used: this gateway will not connect to it, whatever its engine does
-    """
+    """As one gateway sees it. num_open: of this gateway; is_refused: its model's tokenizer or chat template cannot be used, so it will not
+    be connected to"""
 
     is_ready: bool
     reason: str
@@ -68,18 +62,18 @@ class ReplicaStatus:
 
 
 ModelStatuses = Mapping[str, Mapping[str, ReplicaStatus]]
-"""Model to replica to status. A replica is listed until this gateway has closed its connection, a retired one too."""
+"""Model to replica to status. Listed until this gateway has closed its connection, a retired one too."""
 
 
 class ReloadRefused(HeadraceError):
-    """The child changed nothing; the message is its reason."""
+    """The child changed nothing."""
 
 
 class Leash:
     """The child's end. Without a descriptor (started by hand) it does nothing."""
 
     def __init__(self, fd: int | None) -> None:
-        """fd  the inherited descriptor, owned by this object from now on. Raises OSError when it is no socket."""
+        """fd: owned by this object from now on. Raises OSError when it is no socket"""
         self._socket = None if fd is None else socket.socket(fileno=fd)
         self._lock = threading.Lock()
         self._handler: Callable[[LeashRequest], None] | None = None
@@ -87,11 +81,10 @@ class Leash:
 
     @property
     def is_held(self) -> bool:
-        """A supervisor started this process."""
         return self._socket is not None
 
     def watch(self, on_gone: Callable[[], None] | None = None) -> None:
-        """Waits for the supervisor's end to close, in a thread of its own: a blocked event loop must not keep an orphan alive.
+        """In a thread of its own: a blocked event loop must not keep an orphan alive.
 
         on_gone  called once the supervisor's end has closed; None: this process exits at once with status ORPHANED
         """
@@ -100,7 +93,7 @@ class Leash:
             threading.Thread(target=self._wait, args=(self._socket, leave), name="leash", daemon=True).start()
 
     def listen(self, handler: Callable[[LeashRequest], None] | None) -> None:
-        """Have `handler` called for each request, in the thread of `watch`; `handler` must not raise. Requests that wait are handled now.
+        """`handler` is called in the thread of `watch`, and must not raise. Requests that wait are handled now.
 
         None: later requests wait for the next handler.
         """
@@ -111,11 +104,11 @@ class Leash:
                 self._handle(request)
 
     def ready(self, facts: Mapping[str, object] | None = None) -> None:
-        """Report that the child serves. facts: its address and the values chosen at start, for the supervisor's log and its operator"""
+        """facts: its address and the values chosen at start"""
         self._say({"event": "ready", **(facts or {})})
 
     def failed(self, reason: str, *, can_retry: bool) -> None:
-        """Report why the child ends. can_retry False: a start with the same configuration fails again"""
+        """can_retry False: a start with the same configuration fails again"""
         self._say({"event": "failed", "reason": reason, "can_retry": can_retry})
 
     def reloaded(self, request: LeashRequest) -> None:
@@ -165,10 +158,7 @@ def _said(status: ReplicaStatus) -> Mapping[str, object]:
 
 
 class LeashRequests:
-    """The supervisor's requests to one child and their answers. Lives on one event loop.
-
-    num_answers  answers received so far, late ones included
-    """
+    """Lives on one event loop. num_answers: late ones included"""
 
     def __init__(self, write: Callable[[bytes], None]) -> None:
         """write: sends bytes to the child"""
@@ -179,13 +169,13 @@ class LeashRequests:
         self.num_answers = 0
 
     async def reload(self) -> None:
-        """Return once the child has applied its file. Raises ReloadRefused with its reason, or Unavailable when it ends first."""
+        """Raises ReloadRefused, or Unavailable when the child ends first."""
         answer = await self._ask(LeashRequestKind.RELOAD)
         if answer["event"] == "refused":
             raise ReloadRefused(str(answer["reason"]))
 
     async def status(self) -> ModelStatuses:
-        """The state of the child's replicas. Raises Unavailable when the child ends before it answers."""
+        """Raises Unavailable when the child ends before it answers."""
         answer = await self._ask(LeashRequestKind.STATUS)
         return {
             model: {name: ReplicaStatus(said["ready"], said["reason"], said["open"], said["refused"]) for name, said in replicas.items()}
@@ -193,14 +183,14 @@ class LeashRequests:
         }
 
     def take(self, message: Mapping[str, Any]) -> None:
-        """Take a message of the child. An answer to a request that was given up is only counted."""
+        """An answer to a request that was given up is only counted."""
         self.num_answers += 1
         answered = self._open.get(message.get("id", 0))
         if answered is not None and not answered.done():
             answered.set_result(message)
 
     def close(self) -> None:
-        """The child has ended: raise Unavailable in every open request."""
+        """The child has ended: every open request raises Unavailable."""
         self._is_closed = True
         for asked in self._open.values():
             if not asked.done():

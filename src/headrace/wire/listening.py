@@ -20,13 +20,13 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 NUM_TRIES = 16
-"""Ports that are tried where the system chooses one for the first address: the others may have it in use."""
+"""Where the system chooses a port for the first address: the others may have it in use."""
 
 MISSING = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def listening_sockets(host: str, port: int, *, backlog: int, shares_port: bool = False) -> list[socket.socket]:
-    """`bound_sockets` that listen. An address that was left out is named in the log."""
+    """An address that was left out is named in the log."""
     sockets, missing = bound_sockets(host, port, shares_port=shares_port)
     try:
         for each in sockets:
@@ -63,13 +63,12 @@ def close_all(sockets: Sequence[socket.socket]) -> None:
 
 
 def shown_address(bound: socket.socket) -> str:
-    """Address and port as in a URL."""
     host, port = bound.getsockname()[:2]
     return f"{shown_host(host)}:{port}"
 
 
 def shown_host(host: str) -> str:
-    """The host as in a URL: an IPv6 address has brackets, and its zone a percent sign that is escaped."""
+    """As in a URL: an IPv6 address has brackets, and its zone a percent sign that is escaped."""
     bare = host.strip("[]")
     return f"[{bare.replace('%', '%25')}]" if ":" in bare else bare
 

@@ -15,7 +15,7 @@ from headrace.core.ids import RequestId
 from headrace.core.model_info import ModelInfo
 
 PROTOCOL_VERSION = 3
-"""Raised when an older peer would misread a frame; added fields do not raise it. Two versions refuse each other."""
+"""Raised when an older peer would misread a frame; added fields do not raise it."""
 
 INFER = "headrace.wire.v1.Infer"
 CONTROL = "headrace.wire.v1.Control"
@@ -24,17 +24,16 @@ DRAIN = f"/{CONTROL}/Drain"
 SNAPSHOT = f"/{CONTROL}/Snapshot"
 
 HEARTBEAT_S = 0.25
-"""The engine sends a load snapshot at least this often, also while a step runs."""
+"""Also while a step runs."""
 
 SILENT_AFTER_S = 0.75
-"""Three heartbeats missed: the replica gets no new work. Its open requests wait on, it may only be stopped for a moment."""
+"""Three heartbeats missed: no new work. Open requests wait on."""
 
 NOT_READING_AFTER_S = 1.5
-"""Six of the gateway's own heartbeats unread: an engine that is heard and does not read gets no new work. It is more than SILENT_AFTER_S
-because a heartbeat and the load that counts it take a round trip."""
+"""Six of the gateway's own heartbeats unread: an engine that is heard and does not read gets no new work."""
 
 READ_TOKENS_PER_S = 200_000
-"""Prompt tokens per second that a link must carry: heartbeats may wait behind a large Submit for as long as that one needs."""
+"""A link must carry: heartbeats may wait behind a large Submit for as long as that one needs."""
 
 LEASE_S = 10.0
 """Silence of the engine, or either end not reading, for this long ends the stream and everything on it."""
@@ -60,23 +59,19 @@ SERVER_OPTIONS: tuple[tuple[str, int | str], ...] = (
 
 
 class Mismatch(HeadraceError):
-    """The two ends do not fit together; the message names what differs. Retrying helps only after one of them was replaced."""
+    """The message names what differs. Retrying helps only after one end was replaced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expectation:
-    """Facts that a gateway requires of its replicas. A fact that is left out is not checked.
-
-    digests     by kind ("model", "tokenizer", "template"): compared where both ends have one
-    vocab_size  0: not checked
-    """
+    """A fact that is left out is not checked. digests: by kind ("model", "tokenizer", "template"), compared where both ends have one"""
 
     digests: Mapping[str, str] = field(default_factory=dict)
     vocab_size: int = 0
 
 
 def check_protocol(version: int, peer: str) -> None:
-    """Raises Mismatch naming both versions."""
+    """Raises Mismatch."""
     if version != PROTOCOL_VERSION:
         raise Mismatch(
             f"protocol version: {peer} speaks {version}, this side {PROTOCOL_VERSION}. Run the same release on both ends: "
@@ -95,8 +90,8 @@ def check_model(model: ModelInfo, expect: Expectation) -> None:
 
 
 Handle = NewType("Handle", int)
-"""Number of an attempt on one stream. The gateway chooses the handle and never reuses it on the stream. Updates with a handle that the
-gateway has forgotten belong to an ended attempt, and are dropped."""
+"""Number of an attempt on one stream. The gateway chooses it and never reuses it. Updates with a handle that the gateway has forgotten
+belong to an ended attempt, and are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,4 +104,4 @@ class Attempt:
 
 
 class MalformedFrame(HeadraceError):
-    """A frame that is not valid protobuf, or has invalid content. The stream that carried the frame is closed, and no other stream."""
+    """Not valid protobuf, or invalid content. The stream that carried the frame is closed, and no other stream."""

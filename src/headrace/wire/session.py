@@ -33,20 +33,18 @@ from headrace.wire.target import nothing_listens
 
 HELLO_TIMEOUT_S = 5.0
 CLOCK_ROWS = 64
-"""The clock is read once in this many rows of a frame."""
 
 
 class ConnectionLost(HeadraceError):
-    """The session is over; the message says why."""
+    pass
 
 
 class NotListening(ConnectionLost):
-    """Nothing listens at the address: the engine has not started yet, or has ended."""
+    """The engine has not started yet, or has ended."""
 
 
 class Session:
-    """Owns a gRPC channel while `run` runs. The client adds streams to `streams` and removes them. A stream with unread updates calls
-    `deliveries.add`."""
+    """Owns a gRPC channel while `run` runs. The client adds and removes `streams`. A stream with unread updates calls `deliveries.add`."""
 
     def __init__(
         self,
@@ -59,12 +57,8 @@ class Session:
         on_beat: Callable[[], None],
         clock: Clock,
     ) -> None:
-        """
-        on_hello  called once with the engine's hello; may raise Mismatch, which ends the session
-        on_load   called with every load snapshot
-        on_weights_digest  called when the engine has hashed its weights after its hello
-        on_beat   called every HEARTBEAT_S while connected
-        """
+        """on_hello: may raise Mismatch, which ends the session; on_weights_digest: after its hello; on_beat: every HEARTBEAT_S while
+        connected"""
         self._dialer = dialer
         self._expect = expect
         self._on_hello = on_hello
@@ -88,21 +82,19 @@ class Session:
 
     @property
     def num_unseen_tokens(self) -> int:
-        """The tokens to compute of the Submits that no load snapshot has counted yet."""
         return sum([num_tokens for _, num_tokens, _ in self._unseen]) + self._commands.num_prefill_tokens
 
     def unseen_tokens_of(self, lowest: PriorityClass) -> list[int]:
-        """The tokens to compute of each Submit that no load snapshot has counted yet, of class `lowest` or a higher one."""
+        """The Submits that no load snapshot has counted yet."""
         written = [num_tokens for _, num_tokens, priority in self._unseen if priority <= lowest]
         return written + self._commands.tokens_of(lowest)
 
     @property
     def unseen_handles(self) -> list[Handle]:
-        """Handles of the Submits that no load snapshot has counted yet."""
         return [*(handle for handle, _, _ in self._unseen), *self._commands.handles]
 
     def send_submit(self, request: EngineRequest) -> Handle:
-        """Queue a Submit. Raises InvalidRequest for a request that the wire cannot carry; nothing is sent then."""
+        """Raises InvalidRequest for a request that the wire cannot carry; nothing is sent then."""
         handle = Handle(self._next_handle)
         self._commands.submit(request, handle)
         self._next_handle += 1
@@ -118,7 +110,7 @@ class Session:
         self._has_commands.set()
 
     async def run(self) -> None:
-        """Connect, and read and write frames until the connection ends. Always raises: ConnectionLost, Mismatch or MalformedFrame."""
+        """Always raises: ConnectionLost, Mismatch or MalformedFrame."""
         channel = self._dialer.open_channel()
         try:
             connect = channel.stream_stream(CONNECT, request_serializer=pb.ClientFrame.SerializeToString)
@@ -182,7 +174,7 @@ class Session:
             await self._take(frame)
 
     async def _next_frame(self, call: Any) -> pb.EngineFrame | None:
-        """None at the stream's orderly end. Raises AioRpcError when it broke, MalformedFrame for bytes that do not parse."""
+        """None at the stream's orderly end."""
         data = await call.read()
         if data is grpc.aio.EOF:
             code = await call.code()
@@ -196,17 +188,13 @@ class Session:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the engine's last frame, less the time in which a delay of this process's event loop kept it from reading one.
-
-        The delay in progress is left out too, before `_watch` has noticed it.
-        """
+        """Seconds since the engine's last frame, less the time in which a delay of this process's event loop kept it from reading one."""
         return min(self._clock(), self._watch_due_at) - self.last_frame_at
 
     @property
     def unread_s(self) -> float:
         """Seconds for which the engine has read nothing: HEARTBEAT_S for each of this end's beats since the engine last counted another
-        one, less the time that large prompts in transit may take. A delayed process has no beats, so its delays do not count; nor does it
-        count that its reading lags behind, as long as the frames that it reads say that the engine has read on."""
+        one, less the time that large prompts in transit may take. A delayed process has no beats, so its delays do not count."""
         if self._num_pings_seen >= self._num_pings:
             return 0.0
         return max(0.0, self._num_unread_beats * HEARTBEAT_S - self.num_unseen_tokens / READ_TOKENS_PER_S)
@@ -245,7 +233,7 @@ class Session:
             self._on_load(decode_load(frame.load))
 
     async def _take_rows(self, rows: UpdateRows) -> None:
-        """Hand rows to the streams that are still open, a large frame in slices of the event loop."""
+        """A large frame in slices of the event loop."""
         streams, ends_s = self.streams, self._clock() + SLICE_S
         for number, (handle, index, token_ids, extras) in enumerate(rows):
             if (stream := streams.get(handle)) is None:
@@ -268,7 +256,7 @@ class Session:
             self._unseen.popleft()
 
     async def _lost(self, code: grpc.StatusCode, details: str | None) -> ConnectionLost:
-        """The error with its cause. gRPC says UNAVAILABLE when nothing listens and when a certificate is refused; `Dialer` tells which."""
+        """gRPC says UNAVAILABLE when nothing listens and when a certificate is refused; `Dialer` tells which."""
         if code is not grpc.StatusCode.UNAVAILABLE or self.is_open:
             return ConnectionLost(f"{code.name.lower()}: {details}")
         if await nothing_listens(self._dialer.target):

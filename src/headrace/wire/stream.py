@@ -23,19 +23,18 @@ from headrace.core.update import Rejected, SequenceUpdate
 from headrace.wire.service import Attempt, Handle
 
 PlainRow = tuple[int, tuple[int, ...]]
-"""A plain row: sequence index and new token ids."""
+"""Sequence index and new token ids."""
 
 NO_NUMERICS: Numerics = MappingProxyType({})
 
 PlainRowHandler = Callable[[Sequence[PlainRow]], bool]
-"""Called with plain rows in order. Takes all of them (True) or none (False), and never waits."""
+"""Takes all rows, in order (True) or none (False), and never waits."""
 
 UPDATE_BYTES = 256
 PLAIN_ROW_BYTES = 128
 """Bytes charged for an update and for a plain row, in addition to their token ids: objects and references."""
 
 TOKEN_ID_BYTES = 40
-"""Bytes charged for a token id: an integer object, and the reference to it."""
 
 
 class ReplicaStream:
@@ -44,11 +43,10 @@ class ReplicaStream:
         async with replica.submit(request) as stream:
             async for update in stream: ...
 
-    If the scope ends before the stream does, the request is cancelled at the engine. The iterator ends after the last sequence's finish
-    or after a Rejected. Once everything is read it raises Unavailable if the replica was lost before, or the error of the plain row
-    handler. The stream does not bound its buffer; the gateway cancels a request whose `unread_bytes` grow too large.
+    If the scope ends before the stream does, the request is cancelled at the engine. The iterator ends after the last sequence's finish or
+    after a Rejected. Once everything is read it raises Unavailable if the replica was lost before, or the error of the plain row handler.
+    The stream does not bound its buffer; the gateway cancels a request whose `unread_bytes` grow too large.
 
-    plain_row_handler  takes plain rows in place of the consumer task, which sets and clears it
     first_index  index of the request's first sequence. Prompt log-probabilities are the same for all sequences; only this one's are kept
     numerics     the replica's `core.numerics`. Another replica may continue the stream only if its own are equal. The weights digest may be
                  added later; the weights have not changed since the start
@@ -84,16 +82,14 @@ class ReplicaStream:
         request_delivery: Callable[[ReplicaStream], object],
         numerics: Numerics = NO_NUMERICS,
     ) -> None:
-        """
-        on_end            called once, when the stream has ended
-        cancel_request    cancels the request at the engine, and ends the stream if it has not ended
+        """cancel_request    cancels the request at the engine, and ends the stream if it has not ended
         request_delivery  called when data arrives and no delivery is pending. The callee must call `deliver`, now or later; until then it
                           is not called again
         """
         self.attempt = Attempt(request.request_id, request.epoch)
         self.handle = handle
         self.is_unbegun = not request.output_ids
-        """Nothing of it has come, and it resumes nothing: any replica may compute it."""
+        """Nothing has come, and it resumes nothing: any replica may compute it."""
         self.numerics = numerics
         self._open_indices = set(request.indices)
         self.first_index = min(self._open_indices)
@@ -115,17 +111,16 @@ class ReplicaStream:
 
     @property
     def is_ended(self) -> bool:
-        """Nothing more will arrive; there may still be unread updates."""
+        """There may still be unread updates."""
         return self._is_ended
 
     @property
     def num_unread(self) -> int:
-        """Updates and plain rows that were not read yet."""
         return len(self._updates) + len(self._plain)
 
     @property
     def unread_bytes(self) -> int:
-        """Approximate memory of unread updates and plain rows. The gateway limits it per client (`gateway.http.sse`)."""
+        """About. The gateway limits it per client (`gateway.http.sse`)."""
         return self._unread_bytes + sum([PLAIN_ROW_BYTES + TOKEN_ID_BYTES * len(token_ids) for _, token_ids in self._plain])
 
     def __aiter__(self) -> ReplicaStream:
@@ -139,7 +134,7 @@ class ReplicaStream:
         return update
 
     async def batch(self) -> list[SequenceUpdate | Rejected]:
-        """Waits, then returns all unread updates; an empty list means the stream has ended. Raises the iterator's error."""
+        """All unread updates; an empty list means the stream has ended. Raises the iterator's error."""
         if not await self._wait_for_updates():
             return []
         updates = list(self._updates)
@@ -155,7 +150,7 @@ class ReplicaStream:
             self._cancel_request(self.request_id)
 
     def put(self, update: SequenceUpdate) -> None:
-        """Queue an update for the consumer task. Updates of a sequence that has ended are dropped."""
+        """Updates of a sequence that has ended are dropped."""
         if self._is_ended or update.index not in self._open_indices:
             return
         self.is_unbegun = False
@@ -166,7 +161,7 @@ class ReplicaStream:
             self.end_sequence(update.index)
 
     def put_plain_row(self, index: int, token_ids: tuple[int, ...]) -> None:
-        """Queue a plain row for the handler if one is set, the consumer task waits and no update is unread; else `put` it as an update."""
+        """For the handler if one is set, the consumer task waits and no update is unread; else as an update."""
         if self.plain_row_handler is None or self._updates or self._waiter is None:
             attempt = self.attempt
             self.put(SequenceUpdate(request_id=attempt.request_id, epoch=attempt.epoch, index=index, token_ids=token_ids))
@@ -176,7 +171,7 @@ class ReplicaStream:
                 self._schedule_delivery()
 
     def deliver(self) -> bool:
-        """True: the handler took all plain rows. The task is woken only if the stream has ended. False: the consumer task was woken."""
+        """True: the handler took all plain rows; the task is woken only if the stream has ended. False: the task was woken."""
         self._is_delivery_pending = False
         if self._plain and not self._updates and self.plain_row_handler is not None and self._waiter is not None:
             try:
@@ -204,7 +199,6 @@ class ReplicaStream:
                 self.end()
 
     def end(self) -> None:
-        """No more updates; what is unread stays readable."""
         if not self._is_ended:
             self._is_ended = True
             # With a delivery pending `deliver` wakes the task: a thousand ends in one frame must not wake a thousand tasks at once.
@@ -213,13 +207,13 @@ class ReplicaStream:
             self._on_end(self)
 
     def fail(self, error: Unavailable) -> None:
-        """End the stream; its iterator raises `error` once everything unread is read."""
+        """The iterator raises `error` once everything unread is read."""
         if not self._is_ended:
             self._error = error
             self.end()
 
     def _give_up(self, error: Exception) -> None:
-        """Cancel the request, since the plain row handler failed and the rows given to it are lost. The consumer task raises `error`."""
+        """The plain row handler failed and the rows given to it are lost. The consumer task raises `error`."""
         self._plain, self._error = [], error
         self._cancel_request(self.request_id)
         self._wake()  # a stream that ended while its delivery was pending is not ended again, and nothing else would wake its task
@@ -236,7 +230,7 @@ class ReplicaStream:
         self._request_delivery(self)
 
     def _plain_to_updates(self) -> None:
-        """Turn plain rows into updates, before any later update is appended."""
+        """Before any later update is appended."""
         for index, token_ids in self._plain:
             update = SequenceUpdate(request_id=self.request_id, epoch=self.attempt.epoch, index=index, token_ids=token_ids)
             self._updates.append(update)
@@ -248,7 +242,7 @@ class ReplicaStream:
             self._waiter.set_result(None)
 
     async def _wait_for_updates(self) -> bool:
-        """Wait for unread updates (True) or the end (False). Raises the stream's error once nothing is unread."""
+        """False at the end. Raises the stream's error once nothing is unread."""
         while not (self._updates or self._plain or self._is_ended):
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -262,7 +256,7 @@ class ReplicaStream:
 
 
 def update_bytes(update: SequenceUpdate | Rejected) -> int:
-    """Approximate memory in bytes of an update from the wire, which shares nothing with other updates."""
+    """It shares nothing with other updates."""
     if isinstance(update, Rejected):
         return 512
     num_bytes = UPDATE_BYTES + TOKEN_ID_BYTES * len(update.token_ids)
@@ -272,19 +266,18 @@ def update_bytes(update: SequenceUpdate | Rejected) -> int:
 
 
 SLICE_S = 0.0015
-"""A slice ends after this time on the event loop, so that heartbeats, new requests and sockets wait no longer for their turn."""
+"""Then heartbeats, new requests and sockets have their turn."""
 
 SLICE_UNITS = 128
-"""A slice ends after this many units, whatever the clock says: writing to the sockets comes after it, and costs more than the slice."""
+"""Whatever the clock says: writing to the sockets comes after it, and costs more than the slice."""
 
 WAKE_UNITS = 8
-"""A stream whose plain row handler takes everything counts one unit. One whose task is woken counts this many, and as many again for every
-WAKE_UPDATES unread updates: the task runs after the slice, and 64 sequences with log-probabilities take it a millisecond."""
+"""A stream counts one unit. One whose task is woken counts this many, and as many again for every WAKE_UPDATES unread updates: the task
+runs after the slice, and 64 sequences with log-probabilities take it a millisecond."""
 
 WAKE_UPDATES = 4
 
 CLOCK_UNITS = 16
-"""The clock is read once in this many units."""
 
 
 class DeliveryQueue:
@@ -301,12 +294,11 @@ class DeliveryQueue:
         self._has_any = asyncio.Event()
 
     def add(self, stream: ReplicaStream) -> None:
-        """Queue a stream. The `request_delivery` of each `ReplicaStream`."""
+        """The `request_delivery` of each `ReplicaStream`."""
         self._streams.append(stream)
         self._has_any.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
         while True:
             await self._has_any.wait()
             self._deliver_slice()
@@ -316,7 +308,7 @@ class DeliveryQueue:
                 self._has_any.clear()
 
     def deliver_all(self) -> None:
-        """Deliver everything at once: the connection is lost, and updates that arrived before the loss must still reach their streams."""
+        """The connection is lost, and updates that arrived before must still reach their streams."""
         while self._streams:
             self._streams.popleft().deliver()
 

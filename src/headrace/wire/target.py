@@ -28,24 +28,18 @@ from headrace.wire.tls.files import TlsFiles, files_in, token_path
 
 TOKEN_METADATA = "headrace-token"
 MAX_UNIX_PATH_BYTES = 107
-"""Most bytes of a Unix socket's path: sun_path has 108 bytes, and the last one is a zero."""
+"""sun_path has 108 bytes, and the last one is a zero."""
 
 MIN_TOKEN_CHARS = 16
 
 LISTENS_S = 2.0
-"""Seconds in which `nothing_listens` tries all addresses of a host. On a network that drops packets the kernel would try for two minutes,
-and the gateway would not connect again for that long."""
+"""On a network that drops packets the kernel would try for two minutes, and the gateway would not connect again for that long."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrpcTarget:
-    """A checked address.
-
-    address  "unix:/path" or "host:port"
-    path     path of the Unix socket; None for TCP
-    token    required for TCP, optional for a Unix socket
-    tls      certificates of this side; None: no TLS, which only Unix sockets and loopback addresses may have
-    """
+    """address: "unix:/path" or "host:port"; path: None for TCP; token: required for TCP; tls: None only for Unix sockets and loopback
+    addresses"""
 
     address: str
     path: Path | None
@@ -54,31 +48,25 @@ class GrpcTarget:
 
     @property
     def grpc_address(self) -> str:
-        """The address as gRPC takes it."""
         return self.address if self.path is None else unix_address(self.path)
 
     @property
     def host(self) -> str:
-        """Host of a TCP address. An IPv6 address has no brackets."""
+        """An IPv6 address has no brackets."""
         return self.address.rpartition(":")[0].strip("[]")
 
     @property
     def port(self) -> int:
-        """Port of a TCP address."""
         return int(self.address.rpartition(":")[2])
 
 
 def unix_address(path: Path) -> str:
-    """A Unix socket's address for gRPC, which reads it as a URL: `#`, `?`, `%` and spaces of the path are escaped."""
+    """gRPC reads it as a URL: `#`, `?`, `%` and spaces of the path are escaped."""
     return f"unix:{quote(os.fsencode(path))}"
 
 
 def parse_target(address: str, token: str | None = None, tls: TlsFiles | None = None) -> GrpcTarget:
-    """The target of an address. Opens no file.
-
-    Raises ConfigError for an address that is neither unix:/path nor host:port, a relative or too long socket path, a TCP address without a
-    token, a host beyond loopback without TLS, TLS on a Unix socket, and a token of fewer than MIN_TOKEN_CHARS characters.
-    """
+    """Opens no file. Raises ConfigError."""
     if token is not None and len(token) < MIN_TOKEN_CHARS:
         raise ConfigError("engine token", f"{len(token)} characters are too few", f"Use at least {MIN_TOKEN_CHARS} random ones.")
     if address.startswith("unix:"):
@@ -110,7 +98,7 @@ def parse_target(address: str, token: str | None = None, tls: TlsFiles | None = 
 
 
 def target_of(address: str, *, token: str | None, token_file: str, tls_dir: str) -> GrpcTarget:
-    """`parse_target` for the keys of a configuration file. Without `token` the token is read from the file that `token_path` names.
+    """Without `token` the token is read from the file that `token_path` names.
 
     tls_dir  folder with the certificates of this side, and with its token where `token_file` is empty; empty: no TLS
 
@@ -123,10 +111,7 @@ def target_of(address: str, *, token: str | None, token_file: str, tls_dir: str)
 
 
 def check_target(address: str, *, token: str | None, token_file: str, tls_dir: str) -> None:
-    """Check the keys that `target_of` takes, without opening a file: the files may be on another machine.
-
-    Raises ConfigError where both `token` and `token_file` are given, and where `parse_target` does.
-    """
+    """Opens no file: the files may be on another machine. Raises ConfigError."""
     if token is not None and token_file:
         raise ConfigError("token_file", "is given beside token", "Give one of them.")
     if token is None and (token_file or tls_dir):
@@ -135,20 +120,14 @@ def check_target(address: str, *, token: str | None, token_file: str, tls_dir: s
 
 
 def check_private(path: Path) -> None:
-    """Raises ConfigError where the directory of the socket `path` belongs to another user or is open to other users.
-
-    Raises OSError where the directory does not exist.
-    """
+    """Raises ConfigError where the socket's directory belongs to another user or is open to others; OSError where it does not exist."""
     info = os.stat(path.parent)
     if info.st_uid != os.geteuid() or stat.S_IMODE(info.st_mode) & 0o077:
         raise ConfigError("engine address", "the socket's directory is open to other users", "Make it yours alone (mode 0700).")
 
 
 async def nothing_listens(target: GrpcTarget) -> bool:
-    """Whether no server listens at the target: the socket file is missing, or every address of the host refuses a connection.
-
-    False for every other failure, and where the addresses take longer than LISTENS_S to answer.
-    """
+    """The socket file is missing, or every address refuses. False for every other failure, and after LISTENS_S."""
     if target.path is not None:
         return await _is_refused(asyncio.open_unix_connection(target.path))
     try:
@@ -171,10 +150,7 @@ async def _is_refused(connecting: Awaitable[tuple[Any, asyncio.StreamWriter]]) -
 
 
 def token_matches(metadata: Iterable[tuple[str, str | bytes]], token: str | None) -> bool:
-    """Whether the metadata of a gRPC call has `token`, compared in constant time.
-
-    token  None: True, since the mode of the socket's directory is the access control
-    """
+    """In constant time. token None: True, since the mode of the socket's directory is the access control"""
     if token is None:
         return True
     given = next((value for key, value in metadata if key == TOKEN_METADATA), "")

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 Range = tuple[int, int]
-"""The first and the last code point."""
 
 LAST = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
@@ -36,9 +35,9 @@ _WITH_CONTROLS = frozenset({"C", "Cc", "Any", "ASCII", "Common", "Zyyy"})
 
 @dataclass(frozen=True, slots=True)
 class CharSet:
-    """Characters: those in the ranges or with one of the properties; all others where `is_excluding`.
+    """Characters: those in the ranges (sorted, neither overlapping nor adjacent) or with one of the properties; all others where
+    `is_excluding`.
 
-    ranges      sorted, neither overlapping nor adjacent
     properties  Unicode properties as ECMAScript and Rust write them: \\p{...} or \\P{...}
     """
 
@@ -48,21 +47,20 @@ class CharSet:
 
     @classmethod
     def of(cls, ranges: Iterable[Range], properties: Iterable[str] = (), *, is_excluding: bool = False) -> CharSet:
-        """The set of these ranges, in any order. Without properties it is never an excluding one."""
+        """In any order. Without properties the set is never an excluding one."""
         found, named = _merged(ranges), tuple(dict.fromkeys(properties))
         return cls(_others(found) if is_excluding and not named else found, named, is_excluding and bool(named))
 
     def has(self, char: str) -> bool:
-        """Whether a quote or a backslash is in the set."""
+        """For a quote or a backslash."""
         is_listed = any(first <= ord(char) <= last for first, last in self.ranges)
         return (is_listed or any(_is_of(name, _WITH_QUOTES) for name in self.properties)) != self.is_excluding
 
     def minus(self, other: CharSet) -> CharSet:
-        """The characters that are not in the other set. Neither set may have properties."""
         return CharSet.of([*_others(self.ranges), *other.ranges], is_excluding=True)
 
     def text(self) -> str:
-        """The set as an expression for one of its characters, which both dialects read alike. Empty where no string can hold one."""
+        """An expression for one of its characters, which both dialects read alike. Empty where no string can hold one."""
         has_escapes = self.has('"') and self.has("\\")
         if self.is_excluding:
             ranges = self.ranges if has_escapes else _merged([*self.ranges, *_WITHOUT_SHORT_ESCAPE])
@@ -80,7 +78,7 @@ ANY = CharSet(((0, LAST),))
 
 
 def property_set(name: str, *, is_excluding: bool) -> CharSet | None:
-    """The characters with a Unicode property; None for a property that is not supported."""
+    """None for a property that is not supported."""
     value = name.removeprefix("General_Category=").removeprefix("gc=")
     if value in _CATEGORIES or name in _BINARY or _SCRIPT.fullmatch(name):
         return CharSet.of((), [f"\\{'P' if is_excluding else 'p'}{{{name}}}"])
@@ -117,17 +115,16 @@ def with_case(chars: CharSet) -> CharSet | None:
 
 
 def char_text(char: str) -> str:
-    """A character, so that it stands for itself outside of brackets."""
+    """It stands for itself outside of brackets."""
     return f"\\{char}" if char in "\\^$.*+?()[]{}|/" else _plain(char)
 
 
 def has_only_short_escapes(text: str) -> bool:
-    """Whether a JSON string can hold the text without `\\u`."""
+    """A JSON string can hold the text without `\\u`."""
     return not any(first <= ord(char) <= last for char in text for first, last in _WITHOUT_SHORT_ESCAPE)
 
 
 def _is_of(name: str, values: frozenset[str]) -> bool:
-    """Whether a property is one of those with these values, or the opposite of another."""
     return (name[3:-1].rpartition("=")[2] in values) != name.startswith("\\P")
 
 
@@ -145,7 +142,7 @@ def _one_char(ranges: tuple[Range, ...]) -> str:
 
 
 def _written(ranges: Iterable[Range]) -> str:
-    """The ranges as they stand in brackets, without surrogates, which no string can hold."""
+    """As they stand in brackets, without surrogates, which no string can hold."""
     written = []
     for first, last in ranges:
         first, last = 0xE000 if _is_surrogate(first) else first, 0xD7FF if _is_surrogate(last) else last
@@ -205,4 +202,3 @@ DOT = ANY.minus(LINE_ENDS)
 _WORD_IN_EITHER_CASE = CharSet.of([*WORD.ranges, (0x17F, 0x17F), (0x212A, 0x212A)])
 _CLOSED = (DIGITS, SPACE, _WORD_IN_EITHER_CASE)
 _IN_EITHER_CASE = frozenset({ANY, DOT, *_CLOSED, *(ANY.minus(chars) for chars in _CLOSED)})
-"""Sets that have each letter in both cases, or in none."""

@@ -17,17 +17,17 @@ from headrace.engine.grammar.places import Place, refused, unsupported
 UNEVALUATED = ("unevaluatedProperties", "unevaluatedItems")
 
 EVALUATING = frozenset({"anyOf", "oneOf", "not", "if", "contains", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef"})
-"""Keywords with which the value decides which of its parts are evaluated."""
+"""With these the value decides which of its parts are evaluated."""
 
 NAME_FORMATS = {
     "uuid": "^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$",
     "date": "^[0-9]{4}-((0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-9])|(0[13-9]|1[0-2])-30|(0[13578]|1[02])-31)$",
 }
-"""Formats of property names, as expressions: llguidance has formats of values alone."""
+"""As expressions: llguidance has formats of values alone."""
 
 
 def close_unevaluated(node: Keywords, combined: Sequence[Any], conjuncts: Sequence[Keywords], place: Place) -> None:
-    """Rewrite `unevaluatedProperties` and `unevaluatedItems` as rules for what the conjuncts do not name.
+    """As rules for what the conjuncts do not name.
 
     combined: the conjuncts' schemas as sent, the node's own first. Raises InvalidRequest where the rules would depend on the value.
     """
@@ -50,7 +50,7 @@ def close_unevaluated(node: Keywords, combined: Sequence[Any], conjuncts: Sequen
 
 
 def name_properties(node: Keywords, names: Sequence[Keywords] | None, link: Callable[[Any, str], Any], place: Place) -> None:
-    """Rewrite `propertyNames` as the properties that it allows, or as an expression that their names match.
+    """As the properties that it allows, or as an expression that their names match.
 
     names  the conjuncts of its schema; None where it allows no name
     link   makes a reference to a schema that several properties share
@@ -73,7 +73,7 @@ def name_properties(node: Keywords, names: Sequence[Keywords] | None, link: Call
 
 
 def _names_allowed(conjuncts: Sequence[Keywords], place: Place) -> dict[str, None] | str | None:
-    """The property names that the conjuncts allow: the names, an expression that they match, or None for any name."""
+    """The names, an expression that they match, or None for any name."""
     rules: list[Keywords] = []
     for node in conjuncts:
         types = node.get("type", "string")
@@ -93,7 +93,7 @@ def _names_allowed(conjuncts: Sequence[Keywords], place: Place) -> dict[str, Non
 
 
 def _name_expression(rule: Keywords) -> str | None:
-    """The expression that names under this rule match; None where no expression says the same."""
+    """None where no expression says the same."""
     if rule.keys() == {"pattern"}:
         expression: str = rule["pattern"]
         return expression
@@ -105,7 +105,7 @@ def _name_expression(rule: Keywords) -> str | None:
 
 
 def check_multiples(conjuncts: Sequence[Keywords], place: Place) -> None:
-    """Raise InvalidRequest for several `multipleOf` whose least common multiple llguidance gets wrong: it multiplies them in 32 bits."""
+    """Raises InvalidRequest for several `multipleOf` whose least common multiple llguidance gets wrong: it multiplies them in 32 bits."""
     parts = {part for each in conjuncts if "multipleOf" in each and (part := multiple_parts(each["multipleOf"]))}
     most_decimals = max([num_decimals for _, num_decimals in parts], default=0)
     product = 1

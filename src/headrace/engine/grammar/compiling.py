@@ -27,11 +27,7 @@ _HEADER = struct.Struct("<III")
 
 @dataclass(frozen=True, slots=True)
 class GrammarVocabulary:
-    """
-    tokens         the bytes of each id below the model's vocabulary size; empty for an id without a token
-    special_ids    control tokens
-    eos_token_ids  what may follow a complete output
-    """
+    """tokens: empty for an id without a token; special_ids: control tokens; eos_token_ids: what may follow a complete output"""
 
     tokens: list[bytes]
     special_ids: frozenset[int]
@@ -39,7 +35,7 @@ class GrammarVocabulary:
 
     @classmethod
     def load(cls, folder: str | Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> GrammarVocabulary:
-        """The vocabulary of a model folder. Raises CheckpointError when tokenizer.json is missing or of an unsupported kind.
+        """Raises CheckpointError when tokenizer.json is missing or of an unsupported kind.
 
         Holds the GIL for long if the vocabulary is large: an engine calls this in another process.
         """
@@ -50,7 +46,7 @@ class GrammarVocabulary:
         return cls([tokenizer.token_bytes(i) for i in range(vocab_size)], frozenset(special_ids), eos_token_ids)
 
     def packed(self) -> bytes:
-        """This value as bytes: three counts, 32-bit lengths, special ids, end ids, then all tokens' bytes."""
+        """Three counts, 32-bit lengths, special ids, end ids, then all tokens' bytes."""
         specials = sorted(self.special_ids)
         head = _HEADER.pack(len(self.tokens), len(specials), len(self.eos_token_ids))
         numbers = [*map(len, self.tokens), *specials, *self.eos_token_ids]
@@ -58,7 +54,6 @@ class GrammarVocabulary:
 
     @classmethod
     def unpacked(cls, data: bytes) -> GrammarVocabulary:
-        """The value that `packed` wrote."""
         num_tokens, num_special, num_eos = _HEADER.unpack_from(data)
         numbers = struct.unpack_from(f"<{num_tokens + num_special + num_eos}I", data, _HEADER.size)
         ends = accumulate(numbers[:num_tokens], initial=_HEADER.size + 4 * len(numbers))
@@ -67,14 +62,10 @@ class GrammarVocabulary:
 
 
 class TokenTrie:
-    """A vocabulary as llguidance walks it; made once per model.
-
-    control_ids  id of each control token, by its text
-    num_words    32-bit words of a mask
-    """
+    """control_ids: by the token's text; num_words: 32-bit words of a mask"""
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
-        """Raises CheckpointError for a vocabulary that no trie can be made of. Holds the GIL, about half a second for 100,000 tokens."""
+        """Raises CheckpointError. Holds the GIL, about half a second for 100,000 tokens."""
         from llguidance import LLTokenizer, TokenizerWrapper
 
         self.vocab_size = len(vocabulary.tokens)
@@ -94,7 +85,7 @@ class TokenTrie:
 
 
 class _WrappedVocabulary:
-    """The attributes that llguidance's `TokenizerWrapper` reads. Nothing is tokenized: masks let the model choose how it spells a text."""
+    """What llguidance's `TokenizerWrapper` reads. Nothing is tokenized: masks let the model choose how it spells a text."""
 
     bos_token_id = None
 
@@ -114,16 +105,15 @@ NAMES = {
     GrammarKind.REGEX: "a regular expression",
     GrammarKind.LARK: "a grammar",
 }
-"""Names of grammars in errors for clients. Choices, GBNF and function calls are Lark sources too, so that Lark is not named."""
+"""In errors for clients. Choices, GBNF and function calls are Lark sources too, so that Lark is not named."""
 
 
 NAME_EXCLUDED = ". Allow it in properties, propertyNames, patternProperties or additionalProperties."
-"""The remedy for a required property that one of these excludes. llguidance's message does not name `propertyNames`, which it only sees
-rewritten."""
+"""llguidance's message does not name `propertyNames`, which it only sees rewritten."""
 
 
 def compile_grammar(trie: TokenTrie, grammar: Grammar) -> LLMatcher:
-    """A matcher at the start of the grammar. Its copies match outputs of their own and share its lexer's states.
+    """Its copies match outputs of their own and share its lexer's states.
 
     Raises InvalidRequest. Cost: milliseconds, up to seconds for a grammar that was not vetted; releases the GIL.
     """
@@ -136,7 +126,6 @@ def compile_grammar(trie: TokenTrie, grammar: Grammar) -> LLMatcher:
 
 
 def refusal(grammar: Grammar, reason: str) -> InvalidRequest:
-    """Why llguidance does not compile a grammar."""
     name = NAMES[grammar.kind]
     if grammar.kind is GrammarKind.REGEX:
         reason = _regex_reason(reason)
@@ -147,7 +136,7 @@ def refusal(grammar: Grammar, reason: str) -> InvalidRequest:
 
 
 def _regex_reason(reason: str) -> str:
-    """The fault in a regular expression, without the expression and its position in the Lark grammar made from it."""
+    """Without the expression and its position in the Lark grammar made from it."""
     if found := re.search(r"^error: (.+)$", reason, re.MULTILINE):
         return f"{found[1][:1].upper()}{found[1][1:]}."
     _, _, rest = reason.rpartition("(in regex): ")
@@ -155,6 +144,6 @@ def _regex_reason(reason: str) -> str:
 
 
 def one_line(reason: str) -> str:
-    """llguidance's message on one line, bounded; it may quote the client's source."""
+    """Bounded; it may quote the client's source."""
     text = " ".join(reason.replace("<non-verbose/>", "").split())
     return text if len(text) <= MAX_REASON_CHARS else text[: MAX_REASON_CHARS - 3] + "..."

@@ -17,7 +17,7 @@ from headrace.engine.grammar.char_sets import ANY, DIGITS, DOT, SPACE, WORD, Cha
 from headrace.engine.grammar.limits import MAX_COUNT
 
 MAX_GROUP_DEPTH = 60
-"""Groups within each other. Deeper expressions are refused, before the stack ends."""
+"""Deeper expressions are refused, before the stack ends."""
 
 _ESCAPED_SETS = {"d": DIGITS, "w": WORD, "s": SPACE}
 _CONTROLS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13}
@@ -31,12 +31,7 @@ _PROPERTY = re.compile(r"\{([^{}]*)\}")
 
 
 class PatternRefused(Exception):
-    """An expression that is none, or has no exact form.
-
-    limit   what is supported
-    remedy  what to do instead
-    given   the part at fault; None for the expression
-    """
+    """An expression that is none, or has no exact form. given: the part at fault; None for the expression"""
 
     def __init__(self, limit: str, remedy: str = "", given: str | None = None) -> None:
         super().__init__(limit)
@@ -45,8 +40,6 @@ class PatternRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """One character of a set."""
-
     chars: CharSet
 
 
@@ -62,7 +55,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """A part, least to most times. most: None for any number"""
+    """most: None for any number"""
 
     part: Node
     least: int = 0
@@ -71,15 +64,11 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """The beginning or the end of the text."""
-
     is_start: bool
 
 
 @dataclass(frozen=True, slots=True)
 class LookAhead:
-    """What follows matches the part, or does not."""
-
     part: Node
     is_negative: bool
 
@@ -88,7 +77,7 @@ Node = Chars | Concatenation | Choice | Repeat | Anchor | LookAhead
 
 
 def parsed(expression: str) -> Node:
-    """The tree of an expression. Linear in its length. Raises PatternRefused."""
+    """Linear in its length. Raises PatternRefused."""
     parser = _Parser(expression)
     found = parser.choice(0)
     if parser.at < len(expression):
@@ -97,7 +86,7 @@ def parsed(expression: str) -> Node:
 
 
 class _Parser:
-    """Reads one expression. at: the position of the next character; flags: those in force there, of "i", "m" and "s" """
+    """at: the position of the next character; flags: those in force there, of "i", "m" and "s" """
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -106,7 +95,6 @@ class _Parser:
         self._flags = frozenset(first[1] if first else "")
 
     def choice(self, depth: int) -> Node:
-        """Alternatives up to the end or a closing parenthesis."""
         if depth > MAX_GROUP_DEPTH:
             raise PatternRefused(f"a regular expression with groups in at most {MAX_GROUP_DEPTH} levels")
         parts = [self._sequence(depth)]
@@ -195,7 +183,7 @@ class _Parser:
         return self._cased(found, is_excluding=is_excluding)
 
     def _range(self, first: CharSet, last: CharSet) -> list[CharSet]:
-        """The characters between two; or both sets and a hyphen, where one stands for several characters."""
+        """Or both sets and a hyphen, where one stands for several characters."""
         begin, end = _point(first), _point(last)
         if begin is None or end is None:
             return [first, _single(ord("-")), last]
@@ -214,7 +202,7 @@ class _Parser:
         return self._escape(is_in_class=True)
 
     def _escape(self, *, is_in_class: bool = False) -> CharSet:
-        """The characters that an escape stands for, whose backslash has been read. In a class, `_cased` is applied to the whole."""
+        """Its backslash has been read. In a class, `_cased` is applied to the whole."""
         char = self._next()
         if char.lower() in _ESCAPED_SETS:
             chars = _ESCAPED_SETS[char.lower()]
@@ -270,7 +258,7 @@ class _Parser:
         return chars
 
     def _cased(self, sets: list[CharSet], *, is_excluding: bool = False) -> CharSet:
-        """All characters of the sets, in either case where the flag i is set."""
+        """In either case where the flag i is set."""
         found = [with_case(each) if "i" in self._flags else each for each in sets]
         if None in found:
             raise PatternRefused("a pattern whose groups of the flag i hold characters of ASCII", "Write both cases out.")
@@ -296,7 +284,7 @@ def _single(point: int) -> CharSet:
 
 
 def _point(chars: CharSet) -> int | None:
-    """The only character of a set; None where there are several."""
+    """None where there are several characters."""
     (first, last), *others = chars.ranges or ((0, 1),)
     return first if first == last and not others and not chars.properties else None
 

@@ -14,32 +14,30 @@ from headrace.engine.grammar.json_values import TYPES, allowed_values, value_key
 
 Conjuncts = Sequence[dict[str, Any]]
 ConjunctsOf = Callable[[Any], Conjuncts | None]
-"""The conjuncts of a schema; None for one that no value satisfies."""
+"""None for a schema that no value satisfies."""
 
 MAX_COMPARISONS = 4_000
-"""The most pairs of schemas that are compared for one document's `oneOf`: about 40 ms."""
+"""For one document's `oneOf`: about 40 ms."""
 
 MAX_DEPTH = 8
-"""Nesting of properties and branches up to which schemas are compared."""
 
 MAX_TAGS = 16
-"""The most properties of the first branch that are tried as the one that distinguishes the branches."""
 
 
 class Exclusion:
-    """Decides whether schemas of one document exclude each other. A "no" may mean that this was not found out within the limits."""
+    """A "no" may mean that this was not found out within the limits."""
 
     def __init__(self, conjuncts_of: ConjunctsOf) -> None:
         self._conjuncts_of = conjuncts_of
         self._num_left = MAX_COMPARISONS
 
     def is_exclusive(self, branches: Sequence[Any], context: Conjuncts) -> bool:
-        """Whether no value satisfies two of the branches. context: further conjuncts that the value satisfies"""
+        """No value satisfies two of the branches. context: further conjuncts that the value satisfies"""
         found = [[*conjuncts, *context] for conjuncts in map(self._conjuncts_of, branches) if conjuncts is not None]
         return self._are_told_apart(found) or all(self._disjoint(one, other, 0) for one, other in combinations(found, 2))
 
     def _are_told_apart(self, branches: Sequence[Conjuncts]) -> bool:
-        """Whether branches list different values, of their own or of one required property. Linear, for long lists of branches."""
+        """Branches list different values, of their own or of one required property. Linear, for long lists of branches."""
         if _are_distinct([_listed(branch) for branch in branches]):
             return True
         names = [name for node in branches[0] for name in node.get("required", ())] if branches else []
@@ -57,7 +55,7 @@ class Exclusion:
         return _are_distinct(listed)
 
     def _of_property(self, name: str, branch: Conjuncts) -> Conjuncts | None:
-        """The conjuncts of a property's value; None where the branch allows none."""
+        """None where the branch allows no value."""
         found: list[dict[str, Any]] = []
         for node in branch:
             schema = _property(name, node)
@@ -68,7 +66,6 @@ class Exclusion:
         return found
 
     def _disjoint(self, one: Conjuncts, other: Conjuncts, depth: int) -> bool:
-        """Whether no value satisfies both lists of conjuncts."""
         self._num_left -= 1
         both = [*one, *other]
         if self._num_left < 0 or depth > MAX_DEPTH or not both:
@@ -82,7 +79,6 @@ class Exclusion:
         return self._no_branch_meets(one, other, depth) or self._no_branch_meets(other, one, depth)
 
     def _no_value_of(self, name: str, one: Conjuncts, other: Conjuncts, both: Conjuncts, depth: int) -> bool:
-        """Whether no value of the type `name` satisfies both."""
         match name:
             case "integer" | "number":
                 return _is_empty_range(both)
@@ -104,7 +100,6 @@ class Exclusion:
         return first is None or second is None or (bool(first and second) and self._disjoint(first, second, depth + 1))
 
     def _of_pair(self, one: Sequence[Any], other: Sequence[Any], depth: int) -> bool:
-        """Whether no value satisfies all schemas of both lists."""
         found: list[list[dict[str, Any]]] = []
         for schemas in (one, other):
             conjuncts = [self._conjuncts_of(schema) for schema in schemas]
@@ -114,7 +109,7 @@ class Exclusion:
         return bool(found[0] and found[1]) and self._disjoint(found[0], found[1], depth + 1)
 
     def _no_branch_meets(self, one: Conjuncts, other: Conjuncts, depth: int) -> bool:
-        """Whether `one` has an `anyOf` or `oneOf` of which every branch excludes `other`."""
+        """`one` has an `anyOf` or `oneOf` of which every branch excludes `other`."""
         for node in one:
             for keyword in ("anyOf", "oneOf"):
                 if keyword not in node:
@@ -127,7 +122,7 @@ class Exclusion:
 
 
 def _listed(conjuncts: Conjuncts) -> list[Any] | None:
-    """The values listed by `const` or `enum` that all conjuncts allow; None where no conjunct lists values."""
+    """None where no conjunct lists values."""
     for node in conjuncts:
         values = values_of(node)
         if values is not None:
@@ -148,7 +143,7 @@ def _are_distinct(listed: Sequence[Sequence[Any] | None]) -> bool:
 
 
 def _types(conjuncts: Conjuncts) -> set[str]:
-    """The types that all conjuncts allow. "number" includes "integer"."""
+    """ "number" includes "integer"."""
     found = set(TYPES)
     for node in conjuncts:
         given = node.get("type")
@@ -159,7 +154,7 @@ def _types(conjuncts: Conjuncts) -> set[str]:
 
 
 def _property(name: str, node: dict[str, Any]) -> Any:
-    """The schema of a conjunct for a property; true where that depends on patterns."""
+    """True where that depends on patterns."""
     properties = node.get("properties", {})
     if name in properties:
         return properties[name]
@@ -183,13 +178,12 @@ def _item(index: int, conjuncts: Conjuncts) -> list[Any]:
 
 
 def _exceeds(conjuncts: Conjuncts, least: str, most: str) -> bool:
-    """Whether the smallest size is above the largest one."""
     limits = [node[most] for node in conjuncts if most in node]
     return bool(limits) and max([node.get(least, 0) for node in conjuncts]) > min(limits)
 
 
 def _is_empty_range(conjuncts: Conjuncts) -> bool:
-    """Whether the bounds of all conjuncts leave no number, fractions included."""
+    """Fractions included."""
     lower = [(node[key], key == "exclusiveMinimum") for node in conjuncts for key in ("minimum", "exclusiveMinimum") if key in node]
     upper = [(node[key], key == "maximum") for node in conjuncts for key in ("maximum", "exclusiveMaximum") if key in node]
     if not lower or not upper:

@@ -11,11 +11,11 @@ TYPES = ("null", "boolean", "object", "array", "number", "integer", "string")
 SIZES = {str: ("minLength", "maxLength"), list: ("minItems", "maxItems"), dict: ("minProperties", "maxProperties")}
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 DECIDED = frozenset({"type", "required", *BOUNDS, *(keyword for keywords in SIZES.values() for keyword in keywords)})
-"""Keywords that `refutes` decides completely, together with `const` and `enum`."""
+"""What `refutes` decides completely, together with `const` and `enum`."""
 
 
 def type_names(value: object) -> tuple[str, ...]:
-    """The JSON Schema types of a value; an integer has two: "integer" and "number"."""
+    """An integer has two: "integer" and "number"."""
     match value:
         case None:
             return ("null",)
@@ -31,12 +31,12 @@ def type_names(value: object) -> tuple[str, ...]:
 
 
 def value_key(value: object) -> object:
-    """A key that is equal only for equal JSON values: 1 and true, equal in Python, have different keys."""
+    """1 and true, equal in Python, have different keys."""
     return json.dumps(value, sort_keys=True) if isinstance(value, dict | list) else (isinstance(value, bool), value)
 
 
 def values_of(node: Mapping[str, Any]) -> list[Any] | None:
-    """The values listed by `const` or `enum`; if both are given, the values in both. None where neither is given."""
+    """If `const` and `enum` are given, the values in both. None where neither is."""
     values: list[Any] | None = node.get("enum")
     if "const" not in node:
         return values
@@ -45,7 +45,6 @@ def values_of(node: Mapping[str, Any]) -> list[Any] | None:
 
 
 def refutes(node: Mapping[str, Any], value: object) -> bool:
-    """Whether the DECIDED keywords of a schema exclude a value."""
     given = node.get("type")
     if given is not None and set([given] if isinstance(given, str) else given).isdisjoint(type_names(value)):
         return True
@@ -61,7 +60,6 @@ def refutes(node: Mapping[str, Any], value: object) -> bool:
 
 
 def allowed_values(values: Sequence[Any], nodes: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """The values that no schema excludes by its DECIDED keywords, `const` or `enum`."""
     keys = [{value_key(value) for value in listed} for node in nodes if (listed := values_of(node)) is not None]
     kept = [value for value in values if all(value_key(value) in each for each in keys)]
     return [value for value in kept if not any(refutes(node, value) for node in nodes)]

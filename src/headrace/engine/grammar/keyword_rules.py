@@ -43,10 +43,9 @@ OF_ANY_TYPE = frozenset({"type", "nullable", "const", "enum", "not", *LOGIC, *RE
 
 DEPENDENCIES = ("dependentRequired", "dependentSchemas", "dependencies")
 UNSUPPORTED = frozenset({"not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", *DEPENDENCIES})
-"""Keywords that are refused unless the rules below remove them."""
+"""Refused unless the rules below remove them."""
 
 ENFORCED_FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
-"""The formats that llguidance enforces."""
 
 NO_BOUND = (1 << 31) - 1
 """A largest size from here on binds no answer. Generators write it for "no bound"."""
@@ -55,7 +54,7 @@ NO_BOUND = (1 << 31) - 1
 def simplified(schema: Any, place: Place) -> Keywords | bool:
     """The keywords of a schema that bind the answer, in their order. True: there are none. False: no value satisfies the schema.
 
-    Subschemas are not simplified, except to find out whether one allows everything. Raises InvalidRequest for a keyword with a value that
+    Raises InvalidRequest for a keyword with a value that
     JSON Schema does not allow, and for a keyword that cannot be enforced.
     """
     if isinstance(schema, bool):
@@ -85,17 +84,15 @@ def simplified(schema: Any, place: Place) -> Keywords | bool:
 
 
 def is_keyword(name: str) -> bool:
-    """Whether `name` is a keyword that can bind a value in JSON Schema."""
     return name in KEYWORD_TO_TYPE or name in OF_ANY_TYPE
 
 
 def allows_all(schema: Any, place: Place) -> bool:
-    """Whether a schema visibly allows every value."""
     return simplified(schema, place) is True
 
 
 def _read_draft_3_required(node: Keywords, place: Place) -> None:
-    """Refuse or drop draft 3's `required`, a boolean in the property itself; false was its default."""
+    """A boolean in the property itself; false was its default."""
     if node.get("required") is True:
         raise refused((place, "required"), "a list of names in required", True, "List the property's name in required of its object.")
     if node.get("required") is False:
@@ -103,7 +100,7 @@ def _read_draft_3_required(node: Keywords, place: Place) -> None:
 
 
 def _types(node: Keywords, place: Place) -> Types | None:
-    """The types that `type` allows; None for every type. OpenAPI's `nullable` adds "null"."""
+    """None for every type. OpenAPI's `nullable` adds "null"."""
     is_nullable = node.pop("nullable", False) is True
     if "type" not in node:
         return None
@@ -130,7 +127,7 @@ def _names(node: Keywords) -> Types | None:
 
 
 def _not_excluded(node: Keywords, types: Types | None, place: Place) -> Types | None:
-    """The types left by `not`, where it excludes only types. A `not` within a `not` becomes an `allOf`. Other `not`s stay in `node`."""
+    """A `not` within a `not` becomes an `allOf`. Other `not`s stay in `node`."""
     if "not" not in node:
         return types
     excluded, below = node["not"], (place, "not")
@@ -157,7 +154,6 @@ def _not_excluded(node: Keywords, types: Types | None, place: Place) -> Types | 
 
 
 def _drop_other_types(node: Keywords, types: Types | None) -> None:
-    """Drop the keywords that bind only values of types that the schema does not allow."""
     if types is None:
         return
     for keyword in [keyword for keyword in node if keyword in KEYWORD_TO_TYPE]:
@@ -167,7 +163,7 @@ def _drop_other_types(node: Keywords, types: Types | None) -> None:
 
 
 def _types_of_values(node: Keywords, types: Types | None, place: Place) -> Types | None:
-    """The schema's types, narrowed to those of the values in `const` and `enum`. Listed values that other keywords exclude are dropped.
+    """Listed values that other keywords exclude are dropped.
 
     A `format` beside listed values is dropped too: llguidance would refuse values whose spelling it does not know.
     """
@@ -192,7 +188,7 @@ def _types_of_values(node: Keywords, types: Types | None, place: Place) -> Types
 
 
 def _read_sizes(node: Keywords, place: Place, least: str, most: str) -> None:
-    """Check the bounds of a size, and drop those without effect: a least size of 0, and a largest size of NO_BOUND or more."""
+    """Sizes without effect are dropped: a least one of 0, and a largest one of NO_BOUND or more."""
     for keyword in (least, most):
         _check_whole(node, keyword, place)
     if node.get(least) == 0:
@@ -254,7 +250,7 @@ def _array_rules(node: Keywords, place: Place) -> None:
 
 
 def _read_items(node: Keywords, place: Place) -> None:
-    """Rewrite `items` as a list and `additionalItems` (drafts up to 2019-09) as `prefixItems` and `items`."""
+    """`items` as a list and `additionalItems` (drafts up to 2019-09) become `prefixItems` and `items`."""
     if isinstance(node.get("items"), list):
         if "prefixItems" in node:
             raise refused((place, "items"), "a schema in items beside prefixItems", node["items"])
@@ -271,7 +267,7 @@ def _read_items(node: Keywords, place: Place) -> None:
 
 
 def _read_contains(node: Keywords, place: Place) -> None:
-    """Drop `contains` where it has no effect; rewrite it as a number of items where every item counts."""
+    """Rewritten as a number of items where every item counts."""
     for keyword in ("minContains", "maxContains"):
         _check_whole(node, keyword, place)
     least, most = node.get("minContains", 1), node.get("maxContains")
@@ -324,7 +320,6 @@ def _check_objects(node: Keywords, place: Place) -> None:
 
 
 def _translate_names(node: Keywords, place: Place) -> None:
-    """Translate the expressions of `patternProperties`."""
     found: Keywords = {}
     for expression, rule in node.pop("patternProperties", {}).items():
         translation, *others = _translated(expression, (place, expression))
@@ -338,7 +333,7 @@ def _translate_names(node: Keywords, place: Place) -> None:
 
 
 def _is_idle(rule: object, place: Place) -> bool:
-    """Whether a dependency is a schema that allows everything."""
+    """A schema that allows everything."""
     return isinstance(rule, dict | bool) and allows_all(rule, place)
 
 
@@ -356,7 +351,7 @@ def _logic_rules(node: Keywords, place: Place) -> None:
 
 
 def _read_condition(node: Keywords, place: Place) -> None:
-    """Drop `if`, `then` and `else` where they have no effect, and resolve an `if` that is always or never true."""
+    """Dropped where they have no effect, and resolved where `if` is always or never true."""
     branches = {name: node[name] for name in ("then", "else") if name in node and not allows_all(node[name], (place, name))}
     condition = simplified(node["if"], (place, "if")) if "if" in node and branches else None
     if isinstance(condition, dict):
@@ -369,4 +364,3 @@ def _read_condition(node: Keywords, place: Place) -> None:
 
 
 READ_FIRST = {"number": _number_rules, "string": _string_rules, "array": _array_rules, "object": _object_rules}
-"""By type: the function that checks and simplifies the type's keywords."""

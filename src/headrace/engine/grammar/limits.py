@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from llguidance import LLParserLimits
 
 MAX_JSON_DEPTH = 64
-"""Levels of objects and arrays in the text of a JSON schema. A deeper one is refused."""
+"""Levels of objects and arrays in the text of a JSON schema."""
 
 MAX_LEXER_STATES = 8_000
 """States that the lexer of one compiled grammar may build while in use. A state takes about 0.5 KB, at most 2 KB, so that one grammar stays
@@ -21,69 +21,60 @@ below 16 MB. A counted repetition such as `.{1,2000}` takes a state per byte wri
 renewed, which drops the states of earlier masks."""
 
 MAX_COUNT = 7_000
-"""The largest count of characters in a grammar (`maxLength`, `.{1,n}`). A larger one is refused: an output that used it would exceed
-MAX_LEXER_STATES."""
+"""The largest count of characters in a grammar (`maxLength`, `.{1,n}`). An output that used a larger one would exceed MAX_LEXER_STATES."""
 
 MAX_RENEWAL_S = 0.25
-"""CPU seconds that one sequence may spend on new lexers after finding the shared one full. A sequence that needs more ends with an
-error."""
+"""CPU seconds that one sequence may spend on new lexers after finding the shared one full."""
 
 STEP_LEXER_FUEL = 28_000
-"""Lexer work of one mask, in llguidance's units: about 14,000 per millisecond. A mask that needs more ends its sequence."""
+"""Lexer work of one mask, in llguidance's units: about 14,000 per millisecond."""
 
 STEP_MAX_ITEMS = 20_000
-"""Parser items of one mask. A mask that needs more ends its sequence. 20,000 take about a millisecond where rules are not ambiguous, and
-longer where they are (see MASK_CPU_S)."""
+"""Parser items of one mask. 20,000 take about a millisecond where rules are not ambiguous, and longer where they are (see MASK_CPU_S)."""
 
 VET_CPU_S = 0.12
-"""CPU time that vetting may take: compiling and `NUM_VETTED_STEPS` masks. A grammar that needs more is refused."""
+"""For compiling and `NUM_VETTED_STEPS` masks."""
 
 VET_WALL_S = 10.0
-"""Seconds that vetting may take by the clock, however busy the machine is. A grammar that needs more is refused."""
+"""Seconds by the clock, however busy the machine is."""
 
 VET_MEMORY_BYTES = 192 << 20
-"""Address space that vetting may take beyond that of its process. A grammar that needs more is refused."""
+"""Address space beyond that of its process."""
 
 VET_STACK_BYTES = 8 << 20
-"""Stack that vetting may take. A grammar whose rules refer to each other in a longer chain is refused."""
+"""Rules that refer to each other in a longer chain are refused."""
 
 MAX_COMPILED_BYTES = 16 << 20
-"""Memory that one compiled grammar may hold after vetting. A larger one is refused."""
 
 NUM_VETTED_STEPS = 48
-"""Masks that vetting computes along outputs drawn at random from what the grammar allows."""
+"""Along outputs drawn at random from what the grammar allows."""
 
 MASK_CPU_S = VET_CPU_S / NUM_VETTED_STEPS
-"""CPU seconds that advancing by one token and filling a mask may take on average; vetting allows the same. STEP_MAX_ITEMS does not bound
-this: in an ambiguous grammar, an item costs more the longer the output is."""
+"""On average, of advancing by one token and filling a mask. STEP_MAX_ITEMS does not bound this: in an ambiguous grammar, an item costs more
+the longer the output is."""
 
 MASK_BURST_S = 0.05
-"""CPU time that a sequence may spend on its masks beyond that average. A sequence that spends more ends with an error."""
+"""CPU time that a sequence may spend on its masks beyond that average."""
 
 STORE_BYTES = 512 << 20
-"""Memory of all compiled grammars, each counted with all the states that its lexer may build. Idle ones are dropped beyond it, the least
-recently used first; where all are in use, further requests with new grammars are refused."""
+"""Memory of all compiled grammars, each counted with all the states that its lexer may build."""
 
 TENANT_BYTES = STORE_BYTES * 3 // 4
-"""Memory of the compiled grammars of one tenant, counted as for STORE_BYTES."""
 
 STATES_BYTES = MAX_LEXER_STATES * 512
-"""Memory added for a compiled grammar to the amount measured by vetting: for the states that its lexer may still build."""
+"""Added to the amount measured by vetting: for the states that the lexer may still build."""
 
 PREPARE_TIMEOUT_S = 30.0
-"""Seconds that a request waits for its grammar. Then it is refused with an error that allows a retry. The first request of an engine also
-waits until the model's vocabulary is read."""
+"""Seconds that a request waits for its grammar. The first request of an engine also waits until the model's vocabulary is read."""
 
 MAX_WAITING_GRAMMARS = 64
-"""Requests of one tenant that may wait for their grammars. Further ones with new grammars are refused."""
+"""Requests of one tenant that may wait for their grammars."""
 
 STACK_BYTES = 64 << 20
-"""Stack of the threads that compile and match grammars: eight times that of vetting, so that what
-vetting lets pass does not overflow it."""
+"""Eight times that of vetting, so that what vetting lets pass does not overflow it."""
 
 
 def parser_limits() -> LLParserLimits:
-    """The limits that llguidance keeps itself."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -112,20 +103,18 @@ def check_string_counts(node: Mapping[str, object]) -> None:
 
 
 def check_regex_counts(expression: str) -> None:
-    """Raises InvalidRequest if a regular expression has a repetition count that is too large."""
     for count in _counts(expression):
         if len(count) > _NUM_DIGITS or int(count) > MAX_COUNT:
             raise InvalidRequest("grammar", f"counts of at most {MAX_COUNT} in a regular expression", count, "Lower it, or use + or *.")
 
 
 def check_lark_counts(source: str) -> None:
-    """Raises InvalidRequest if a regular expression in a Lark source has a repetition count that is too large."""
     for found in _LARK_EXPRESSION.finditer(source):
         check_regex_counts(found[1] or "")
 
 
 def _counts(expression: str) -> Iterator[str]:
-    """The repetition counts of an expression: numbers in braces, outside character sets and escapes."""
+    """Numbers in braces, outside character sets and escapes."""
     for found in _COUNT.finditer(expression):
         for number in found.groups():
             if number:

@@ -26,36 +26,32 @@ from headrace.engine.grammar.places import Place, refused
 from headrace.engine.grammar.references import References
 
 MAX_WRITTEN = 4_000
-"""Schemas written, repetitions counted, after which definitions are no longer written out."""
+"""Repetitions counted; beyond it definitions are no longer written out."""
 
 MAX_WRITTEN_OUT = 6
-"""Definitions that may be written out within each other."""
 
 MAX_NAME_CHARS = 40
 
 BRANCHES = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
-"""Keywords whose schemas judge the same value as the schema that has them."""
 
 Schema = dict[str, Any] | bool
 Around = tuple["Around", Any] | None
-"""The schemas around a value, linked from the innermost outwards."""
+"""Linked from the innermost outwards."""
 
 
 class Target(NamedTuple):
-    """The schema that a reference points to. name: the name that its definition should get"""
+    """name: that its definition should get"""
 
     schema: Any
     name: str
 
 
 def normalized(schema: Any) -> dict[str, Any]:
-    """An equivalent schema that llguidance reads as JSON Schema defines it. Raises InvalidRequest where there is none."""
+    """Raises InvalidRequest where there is no equivalent schema that llguidance reads."""
     return _Document(schema).written()
 
 
 class _Document:
-    """One schema document with the definitions that its references need."""
-
     def __init__(self, root: Any) -> None:
         self._root = root
         self._references = References(root)
@@ -91,7 +87,7 @@ class _Document:
     # reading
 
     def _simplified(self, schema: Any, place: Place) -> Keywords | bool:
-        """`keyword_rules.simplified`, with the targets of all references under `$ref`. The result is cached: callers must not change it."""
+        """With the targets of all references under `$ref`. The result is cached: callers must not change it."""
         if id(schema) in self._read:
             return self._read[id(schema)][1]
         found = simplified(schema, place)
@@ -114,7 +110,7 @@ class _Document:
         return found or True
 
     def _followed(self, schema: Any) -> Any:
-        """The schema at the end of a chain of schemas that consist of one reference."""
+        """At the end of a chain of schemas that consist of one reference."""
         while True:
             node = self._simplified(schema, self._references.place(schema))
             if not isinstance(node, dict) or node.keys() != {"$ref"} or len(node["$ref"]) > 1:
@@ -122,7 +118,7 @@ class _Document:
             schema = node["$ref"][0].schema
 
     def _conjuncts(self, schema: Any) -> list[Keywords] | None:
-        """The keywords of a schema and of the schemas that its `allOf` and `$ref` name, its own first. None: no value satisfies all."""
+        """Its own keywords first, then those of what its `allOf` and `$ref` name. None: no value satisfies all."""
         if id(schema) not in self._conjunct_lists:
             found = [self._simplified(each, self._references.place(each)) for each in self._combined(schema)]
             nodes = [
@@ -132,7 +128,7 @@ class _Document:
         return self._conjunct_lists[id(schema)][1]
 
     def _combined(self, schema: Any) -> list[Any]:
-        """A schema and all schemas that its `allOf` and `$ref` name, directly or not, each once."""
+        """Directly or not, each once."""
         found: dict[int, Any] = {}
         unseen = [schema]
         while unseen:
@@ -148,7 +144,7 @@ class _Document:
     # rewriting
 
     def _rewritten(self, schema: Any, place: Place) -> Keywords | bool:
-        """The keywords of a schema, with rules over several schemas rewritten for llguidance."""
+        """Rules over several schemas, rewritten for llguidance."""
         found = self._simplified(schema, place)
         if isinstance(found, bool):
             return found
@@ -165,11 +161,7 @@ class _Document:
     # writing
 
     def _written(self, schema: Any, place: Place, *, around: Around = None, is_combined: bool = False) -> Schema:
-        """The schema as llguidance gets it.
-
-        around       the schemas around this one that judge the same value
-        is_combined  whether other schemas judge the same value
-        """
+        """around: schemas that judge the same value; is_combined: whether other schemas do"""
         self._num_written += 1
         node = self._rewritten(schema, place)
         if isinstance(node, bool):
@@ -195,7 +187,7 @@ class _Document:
     def _write_branches(
         self, written: dict[str, Any], keyword: str, value: list[Any], place: Place, around: tuple[Around, Any], is_combined: bool
     ) -> bool:
-        """Add the branches of a keyword, which judge the same value, to `written`. False: no value satisfies them."""
+        """They judge the same value. False: no value satisfies them."""
         tag = self._tag(value, place, around) if keyword == "oneOf" else None
         if tag is not None:
             written["allOf"] = [*written.get("allOf", ()), {"required": [tag]}]
@@ -220,11 +212,8 @@ class _Document:
         return bool(possible)
 
     def _tag(self, branches: list[Any], place: Place, around: tuple[Around, Any]) -> str | None:
-        """The property that must be required so that the branches of a `oneOf` exclude each other; None where they do without one.
-
-        The property is that of OpenAPI's `discriminator`, which pydantic leaves out of `required` where it has a default. Raises
-        InvalidRequest where the branches do not exclude each other even so.
-        """
+        """The property is that of OpenAPI's `discriminator`, which pydantic leaves out of `required` where it has a default. Raises
+        InvalidRequest where the branches do not exclude each other even so."""
         context = self._context(around)
         if self._exclusion.is_exclusive(branches, context):
             return None
@@ -235,7 +224,6 @@ class _Document:
         raise refused(place, "a oneOf whose branches visibly exclude each other", remedy="Use anyOf.")
 
     def _context(self, around: Around) -> list[Keywords]:
-        """The keywords, branches left out, of all schemas around a value."""
         found: dict[int, Keywords] = {}
         while around is not None:
             around, schema = around
@@ -244,8 +232,7 @@ class _Document:
         return [node for node in found.values() if node]
 
     def _child(self, schema: Any, place: Place) -> Schema:
-        """The written form of a schema that judges another value than the schema around it. A schema with branches becomes a definition if
-        the document is recursive."""
+        """It judges another value. With branches it becomes a definition if the document is recursive."""
         self._references.check_ends(schema)
         node = self._simplified(schema, place)
         if isinstance(node, dict):
@@ -255,8 +242,8 @@ class _Document:
         return self._written(schema, place)
 
     def _referred(self, target: Target, around: Around, is_combined: bool) -> Schema:
-        """The target of a reference: as a reference to a definition, or written out where it is combined with other keywords in a recursive
-        document, up to MAX_WRITTEN_OUT within each other."""
+        """As a reference to a definition, or written out where it is combined with other keywords in a recursive document, up to
+        MAX_WRITTEN_OUT within each other."""
         schema = self._followed(target.schema)
         place = self._references.place(schema)
         node = self._simplified(schema, place)
@@ -271,7 +258,7 @@ class _Document:
         return found
 
     def _pointer(self, schema: Any, name: str) -> str:
-        """The reference to a schema's definition. A new definition is written later."""
+        """A new definition is written later."""
         if id(schema) not in self._pointers:
             base = re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:MAX_NAME_CHARS] or "schema"
             name = base

@@ -15,13 +15,11 @@ from typing import Any
 from headrace.engine.grammar.places import Place, refused
 
 EXACT = 1 << 53
-"""A 64-bit float holds every integer up to here."""
 
 MAX_INTEGER = (1 << 63) - 1
-"""The largest bound of an integer: llguidance rounds it to 2^63, and cuts that off here."""
+"""llguidance rounds it to 2^63, and cuts that off here."""
 
 MAX_FLOAT = (1 << 63) - 1024
-"""The largest float below 2^63; its negative is the least bound."""
 
 OPEN_LIMIT = 10**18
 """llguidance cannot write a range that is open towards infinity and begins here or further out."""
@@ -30,7 +28,6 @@ NUM_DIGITS = 15
 """Digits that a fraction keeps in llguidance, if at most MAX_DECIMALS are after the point. Further digits may change."""
 
 MAX_DECIMALS = 22
-"""Powers of ten up to this one are exact as 64-bit floats."""
 
 MAX_MULTIPLE = (1 << 32) - 1
 
@@ -40,11 +37,8 @@ SEND_TEXT = "Send such a number as a string."
 
 
 def as_read(value: float) -> float:
-    """The number that llguidance reads for `value`.
-
-    llguidance reads the digits as one float and divides by a power of ten. Both steps may round, so the result may be a neighbour of the
-    float that the digits mean.
-    """
+    """llguidance reads the digits as one float and divides by a power of ten. Both steps may round, so the result may be a neighbour of the
+    float that the digits mean."""
     if isinstance(value, int):
         return value
     sign, digits, exponent = Decimal(repr(value)).as_tuple()
@@ -57,7 +51,7 @@ def as_read(value: float) -> float:
 
 
 def check_values(values: Sequence[object], keyword: str, place: Place) -> None:
-    """Raises InvalidRequest if a number in the values, or within them, would be written as another number."""
+    """Raises InvalidRequest if a number, also within a value, would be written as another one."""
     unseen = list(values)
     while unseen:
         value = unseen.pop()
@@ -73,7 +67,7 @@ def check_values(values: Sequence[object], keyword: str, place: Place) -> None:
 
 
 def check_multiple(node: dict[str, Any], place: Place) -> None:
-    """Raises InvalidRequest unless llguidance represents the `multipleOf` exactly: a number of 32 bits over a power of ten."""
+    """Raises InvalidRequest unless llguidance represents it exactly: a number of 32 bits over a power of ten."""
     if "multipleOf" not in node:
         return
     given = node["multipleOf"]
@@ -88,7 +82,7 @@ def check_multiple(node: dict[str, Any], place: Place) -> None:
 
 
 def multiple_parts(given: float) -> tuple[int, int] | None:
-    """(coefficient, decimals) of a `multipleOf`, computed as llguidance does it; None where the result would not be exact."""
+    """(coefficient, decimals), computed as llguidance does it; None where the result would not be exact."""
     found = as_read(given)
     num_decimals = 0
     while found <= MAX_MULTIPLE and found != int(found):
@@ -103,7 +97,7 @@ def is_number(value: object) -> bool:
 
 
 def read_bounds(node: dict[str, Any], place: Place) -> None:
-    """Check the bounds of a schema, and rewrite draft 4's boolean bounds as numbers. Raises InvalidRequest for any other bound."""
+    """Draft 4's boolean bounds become numbers. Raises InvalidRequest for any other bound."""
     for inclusive, exclusive in SIDES:
         _without_boolean(node, inclusive, exclusive)
         for keyword in (inclusive, exclusive):
@@ -112,10 +106,7 @@ def read_bounds(node: dict[str, Any], place: Place) -> None:
 
 
 def move_bounds(node: dict[str, Any], place: Place, *, is_integer: bool) -> None:
-    """Move bounds inwards to numbers that llguidance represents exactly. `read_bounds` has been called.
-
-    is_integer: whether no fraction is allowed. Raises InvalidRequest where no number is left between the bounds.
-    """
+    """`read_bounds` has been called. Raises InvalidRequest where no number is left between the bounds."""
     given = _bounds(node)
     least, most = (_moved_bound(node, side, sign, is_integer=is_integer) for side, sign in zip(SIDES, (1, -1), strict=True))
     if least is not None and least >= OPEN_LIMIT and most is None:
@@ -134,13 +125,13 @@ def _bounds(node: dict[str, Any]) -> dict[str, float]:
 
 
 def _without_boolean(node: dict[str, Any], inclusive: str, exclusive: str) -> None:
-    """Rewrite `exclusiveMinimum: true` (draft 4, OpenAPI 3.0), which excludes `minimum` itself, as a numeric bound."""
+    """`exclusiveMinimum: true` (draft 4, OpenAPI 3.0) excludes `minimum` itself."""
     if isinstance(node.get(exclusive), bool) and node.pop(exclusive) and inclusive in node:
         node[exclusive] = node.pop(inclusive)
 
 
 def _moved_bound(node: dict[str, Any], side: tuple[str, str], sign: int, *, is_integer: bool) -> float | None:
-    """Move one side's bound inwards in `node`, and return it; None without one. sign: 1 for the lower side, -1 for the upper one"""
+    """In `node`; returned too. sign: 1 for the lower side, -1 for the upper one"""
     given = [(node[keyword], keyword == side[1]) for keyword in side if keyword in node]
     if not given:
         return None
@@ -161,12 +152,12 @@ def _moved_bound(node: dict[str, Any], side: tuple[str, str], sign: int, *, is_i
 
 
 def _is_held(bound: float, *, is_exclusive: bool) -> bool:
-    """Whether a bound may stay as it is. llguidance may round its last digits: an exclusive bound would be allowed itself then."""
+    """llguidance may round its last digits: an exclusive bound would be allowed itself then."""
     return as_read(bound) == bound and not (is_exclusive and float(f"{bound:.{NUM_DIGITS}g}") != bound)
 
 
 def _inwards(bound: int, sign: int, *, is_integer: bool) -> int:
-    """The first integer at or within a bound that llguidance writes exactly. sign: 1 for a lower bound, -1 for an upper one"""
+    """The first integer that llguidance writes exactly. sign: 1 for a lower bound, -1 for an upper one"""
     if is_integer and sign < 0 and bound >= MAX_INTEGER:
         return MAX_INTEGER
     lower = min(max(sign * bound, -MAX_FLOAT), 1 << 1000)  # an upper bound is a lower one of the negated numbers

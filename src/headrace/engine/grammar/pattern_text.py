@@ -20,7 +20,7 @@ _REST = Repeat(Chars(ANY))
 AFTER_START = "a pattern whose look-around stands directly after ^"
 
 MAX_EXCLUDED_CHARS = 40
-"""Characters of an excluded beginning. Each takes a level of groups."""
+"""Each takes a level of groups."""
 
 
 def without_look_around(node: Node) -> list[Node]:
@@ -46,7 +46,7 @@ def without_look_around(node: Node) -> list[Node]:
 
 
 def _excluded(node: Node) -> list[Node]:
-    """Trees for the texts that do not begin with what `node` matches. Raises PatternRefused where they are not known."""
+    """Texts that do not begin with what `node` matches. Raises PatternRefused where they are not known."""
     if isinstance(node, Choice):
         return [found for part in node.parts for found in _excluded(part)]
     parts = node.parts if isinstance(node, Concatenation) else (node,)
@@ -78,13 +78,13 @@ def _maybe(*parts: Node) -> Node:
 
 
 def _without_any(passed: CharSet, chars: CharSet) -> Node:
-    """Texts without one of `chars` up to and including the first character that is not passed over."""
+    """Up to and including the first character that is not passed over."""
     others = ANY.minus(chars)
     return Concatenation((Repeat(Chars(_common(passed, others))), _maybe(Chars(others.minus(passed)), _REST)))
 
 
 def _without_two(passed: CharSet, chars: CharSet) -> Node | None:
-    """Texts without two of `chars` in a row up to the first character that is not passed over; None where some of `chars` are not."""
+    """Up to the first character that is not passed over; None where some of `chars` are not."""
     if chars.minus(passed).ranges:
         return None
     others, one = ANY.minus(chars), Repeat(Chars(chars), 0, 1)
@@ -93,14 +93,14 @@ def _without_two(passed: CharSet, chars: CharSet) -> Node | None:
 
 
 def _without_last(passed: CharSet, chars: CharSet) -> Node:
-    """Texts that end with another character than `chars`, or hold one before their end that is not passed over."""
+    """Or they hold one before their end that is not passed over."""
     another = Concatenation((_REST, Chars(ANY.minus(chars))))
     stopped = Concatenation((_REST, Chars(ANY.minus(passed)), Chars(ANY), _REST))
     return _maybe(Choice((another, stopped)))
 
 
 def _other_beginning(parts: tuple[Node, ...]) -> Node | None:
-    """Texts that do not begin with these characters, or that are not these where `$` follows; None for other parts than characters."""
+    """Or texts that are not these where `$` follows; None for other parts than characters."""
     is_whole = parts[-1:] == (_END,)
     if len(parts) > MAX_EXCLUDED_CHARS:
         return None
@@ -118,11 +118,11 @@ def _common(one: CharSet, other: CharSet) -> CharSet:
 
 
 MAX_CHARS = 256 << 10
-"""Characters of a translation. Pieces may repeat parts of the expression."""
+"""Pieces may repeat parts of the expression."""
 
 
 class Piece(NamedTuple):
-    """A piece of an expression, written out. is_nullable: it matches the empty text; is_choice: it has alternatives"""
+    """is_nullable: it matches the empty text; is_choice: it has alternatives"""
 
     text: str
     is_nullable: bool
@@ -139,14 +139,14 @@ class Piece(NamedTuple):
 
 
 Pieces = dict[tuple[bool, bool], Piece]
-"""Pieces by whether each must begin where the text begins, and end where it ends. No pieces: nothing matches."""
+"""By whether each must begin where the text begins, and end where it ends. None: nothing matches."""
 
 _EMPTY = Piece("", is_nullable=True)
 _ANYWHERE = (False, False)
 
 
 def translated(expression: str) -> list[str]:
-    """Expressions that together match the texts of a pattern, all of which a text must match. Raises PatternRefused.
+    """A text must match all of them. Raises PatternRefused.
 
     Several are needed for look-around. Time and size are linear, but for anchors within an expression, whose pieces MAX_CHARS bounds.
     """
@@ -166,7 +166,6 @@ def _whole(pieces: Pieces) -> str:
 
 
 def pieces_of(node: Node) -> Pieces:
-    """The pieces of a tree. Raises PatternRefused for one without an exact form."""
     match node:
         case Chars(chars):
             text = chars.text()
@@ -204,7 +203,7 @@ def _concatenated(texts: list[Piece]) -> Piece:
 
 
 def _joined(first: Pieces, second: Pieces) -> Pieces:
-    """The pieces of one expression after another. Where the second must begin the text, the first matches nothing, and conversely."""
+    """Where the second must begin the text, the first matches nothing, and conversely."""
     found: list[Pieces] = []
     for (is_start, is_end), before in first.items():
         for (is_next_start, is_next_end), after in second.items():

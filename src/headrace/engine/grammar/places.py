@@ -9,19 +9,19 @@ from decimal import Decimal
 from headrace.core.errors import InvalidRequest, ShownValue
 
 Place = str | tuple["Place", str | int]
-"""The text of a reference ("#" is the root), or a place and the key or index below it. Linked, so that long keys are not copied."""
+"""The text of a reference ("#" is the root), or a place and the key or index below it. Linked: keys are not copied."""
 
 ROOT: Place = "#"
 MAX_POINTER_CHARS = 120
 
 LONG_INTEGER = 10**40
-"""From here on, an integer is shown with an exponent, as the client probably wrote it."""
+"""From here on shown with an exponent, as the client probably wrote it."""
 
 _NOTHING = object()
 
 
 def refused(place: Place, limit: str, given: object = _NOTHING, remedy: str = "") -> InvalidRequest:
-    """The error for a rule that the schema at `place` breaks, or that cannot be enforced. given: the value, None as null"""
+    """A rule that the schema breaks, or that cannot be enforced. given: the value, None as null"""
     shown = None if given is _NOTHING else ShownValue("null") if given is None else given
     if isinstance(given, int) and abs(given) >= LONG_INTEGER:
         shown = ShownValue(f"{Decimal(given).normalize():e}")
@@ -29,12 +29,11 @@ def refused(place: Place, limit: str, given: object = _NOTHING, remedy: str = ""
 
 
 def unsupported(place: Place, keywords: Iterable[str]) -> InvalidRequest:
-    """The error for keywords of the schema at `place` that bind the answer and cannot be enforced."""
     return refused(place, "keywords of JSON Schema that are supported", ", ".join(keywords), "Leave them out.")
 
 
 def pointer(place: Place) -> str:
-    """The place as a JSON pointer in ASCII. The beginning of a long one is left out."""
+    """In ASCII. The beginning of a long one is left out."""
     keys: list[str] = []
     num_chars = 0
     while isinstance(place, tuple) and num_chars <= MAX_POINTER_CHARS:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class GrammarCompiler:
-    """The grammars of one model. Nothing is read or started before the first one.
+    """Vets each grammar in another process, then compiles it in this one. Nothing is read or started before the first one.
 
     num_words  32-bit words of a mask
     refusal    why this model can have no grammar at all; "" where it can
@@ -45,15 +45,14 @@ class GrammarCompiler:
         self._trie: TokenTrie | None = None
 
     def vet(self, grammar: Grammar) -> int:
-        """Vet a grammar. Returns the bytes that it will hold when compiled. Raises InvalidRequest, SequenceFailed, CheckpointError."""
+        """Returns the bytes that it will hold when compiled. Raises InvalidRequest, SequenceFailed, CheckpointError."""
         return self._vetter.vet(grammar)
 
     def compile(self, grammar: Grammar) -> LLMatcher:
-        """A matcher at the grammar's start. Called on a thread with a deep stack. Raises InvalidRequest, CheckpointError."""
+        """Called on a thread with a deep stack. Raises InvalidRequest, CheckpointError."""
         return compile_grammar(self._made_trie(), grammar)
 
     def close(self) -> None:
-        """End the vetting process."""
         self._vetter.close()
 
     def _made_trie(self) -> TokenTrie:
@@ -64,23 +63,18 @@ class GrammarCompiler:
 
 
 GRAMMAR = "grammar"
-"""The prerequisite's name."""
 
 MAX_VETTED = 4096
-"""Grammars remembered as vetted after the store dropped them. They are compiled again, but not vetted again."""
+"""Remembered after the store dropped them: compiled again, but not vetted again."""
 
 
 class PreparedEngine(Protocol):
-    """The calls that a preparer makes to its engine; `engine.loop.Engine` is one."""
-
     def satisfied(self, preparation_id: PreparationId, what: str) -> None: ...
 
     def failed(self, preparation_id: PreparationId, what: str, error: Exception) -> None: ...
 
 
 class GrammarPreparer:
-    """Compiles the grammars of accepted requests into a `GrammarStore`, from which the runner takes its matchers."""
-
     def __init__(self, compiler: GrammarCompiler, store: GrammarStore) -> None:
         self._compiler = compiler
         self._store = store
@@ -93,14 +87,12 @@ class GrammarPreparer:
         self._vetted: OrderedDict[bytes, int] = OrderedDict()
 
     def attach(self, engine: PreparedEngine) -> None:
-        """Set the engine to notify of prerequisites. Called once, before the first `begin`."""
         self._engine = engine
 
     # on the loop's thread
 
     def begin(self, request: EngineRequest, preparation_id: PreparationId) -> Mapping[str, float]:
-        """As `Preparer.begin`. Raises InvalidRequest where the model can have no grammar, Overloaded while too many of the tenant's
-        wait."""
+        """Raises InvalidRequest where the model can have no grammar, Overloaded while too many of the tenant's wait."""
         if request.grammar is None:
             return {}
         if self._compiler.refusal:
@@ -129,7 +121,6 @@ class GrammarPreparer:
             self._store.unpin(key)
 
     def close(self) -> None:
-        """End the vetting process and, after its current grammar, the thread."""
         self._jobs.close()
         self._compiler.close()
 
@@ -151,7 +142,7 @@ class GrammarPreparer:
                 self._engine.satisfied(preparation_id, GRAMMAR)
 
     def _prepare(self, key: GrammarKey) -> None:
-        """Pin the grammar. Compile it first, unless an earlier request of the tenant has just had it compiled."""
+        """An earlier request of the tenant may have just had it compiled."""
         if not self._store.pin(key):
             num_bytes = self._vet(key)
             self._store.add(key, self._compiler.compile(key.grammar), num_bytes)
@@ -166,7 +157,7 @@ class GrammarPreparer:
         return self._vetted[digest]
 
     def _hand_over(self, preparation_id: PreparationId, key: GrammarKey) -> None:
-        """Give the pin to the request. If the request has ended meanwhile, unpin the grammar."""
+        """If the request has ended meanwhile, unpin the grammar."""
         with self._lock:
             is_open = preparation_id in self._open
             if is_open:
@@ -176,7 +167,7 @@ class GrammarPreparer:
 
 
 class TenantJobs:
-    """Preparations that wait for the thread: tenants take turns, first come, first served within a tenant. Two threads use the queue."""
+    """Tenants take turns, first come, first served within a tenant. Two threads use the queue."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[PreparationId]] = OrderedDict()
@@ -184,7 +175,7 @@ class TenantJobs:
         self._closed = False
 
     def check_room(self, tenant: str) -> None:
-        """Raises Overloaded if MAX_WAITING_GRAMMARS of the tenant's preparations wait already."""
+        """Raises Overloaded if MAX_WAITING_GRAMMARS of the tenant's wait already."""
         with self._changed:
             num_waiting = len(self._waiting.get(tenant, ()))
         if num_waiting >= MAX_WAITING_GRAMMARS:
@@ -197,7 +188,7 @@ class TenantJobs:
             self._changed.notify()
 
     def take(self) -> PreparationId | None:
-        """Wait for the next preparation; None once closed."""
+        """None once closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             if self._closed:

@@ -13,13 +13,13 @@ from urllib.parse import unquote, urljoin
 from headrace.engine.grammar.places import ROOT, Place, refused, unsupported
 
 DATA_KEYWORDS = frozenset({"const", "enum", "default", "examples", "example"})
-"""Keywords whose values are data, not schemas."""
+"""Their values are data, not schemas."""
 
 NAMES_TO_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"})
-"""Keywords whose values are objects with a schema for each name."""
+"""Their values are objects with a schema for each name."""
 
 IN_PLACE = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else")
-"""Keywords whose schemas judge the same value as the schema that has them."""
+"""Their schemas judge the same value as the schema that has them."""
 
 
 _LEADING_ON = frozenset({*IN_PLACE, "$ref", "$dynamicRef", "$recursiveRef"})
@@ -34,7 +34,7 @@ OLD_DRAFTS = frozenset({f"http://json-schema.org/draft-0{number}/schema" for num
 
 @dataclass(slots=True, eq=False)
 class Resource:
-    """A schema with an address of its own. anchors: name -> schema within the resource"""
+    """anchors: name -> schema within the resource"""
 
     uri: str
     root: Any
@@ -42,7 +42,7 @@ class Resource:
 
 
 class References:
-    """The references of one document. Time and memory are linear in it."""
+    """Time and memory are linear in the document."""
 
     def __init__(self, document: Any) -> None:
         self._document = Resource("", document)
@@ -59,14 +59,14 @@ class References:
         self._is_recursive: bool | None = None
 
     def link(self, schema: Any, name: str) -> dict[str, str]:
-        """A new reference to a schema, for use in a rewritten schema. name: the name that its definition should get"""
+        """For use in a rewritten schema. name: that its definition should get"""
         made = {"$ref": f"#/{name}"}
         self._kept.append(made)  # an id belongs to one object as long as it lives
         self._links[id(made)] = schema
         return made
 
     def target(self, node: dict[str, Any], keyword: str, place: Place) -> Any:
-        """The schema that a reference points to. Raises InvalidRequest where the document has no such schema."""
+        """Raises InvalidRequest where the document has no such schema."""
         if id(node) in self._links:
             return self._links[id(node)]
         text = node[keyword]
@@ -80,11 +80,11 @@ class References:
         return found
 
     def place(self, schema: Any) -> Place:
-        """The place of a schema in the document; the root for a boolean, and for a schema made by rewriting."""
+        """The root for a boolean, and for a schema made by rewriting."""
         return self._places.get(id(schema), ROOT)
 
     def check_ends(self, schema: Any) -> None:
-        """Raise InvalidRequest if a schema leads back to itself for the same value, so that evaluating it would not end."""
+        """Raises InvalidRequest if a schema leads back to itself for the same value, so that evaluating it would not end."""
         if isinstance(schema, dict) and not _LEADING_ON.isdisjoint(schema):
             found = _circle(schema, self._in_place, self._ended)
             if found is not None:
@@ -92,13 +92,11 @@ class References:
                 raise refused(self.place(schema), limit, found, "They lead in a circle, so that no value is described.")
 
     def is_recursive(self) -> bool:
-        """Whether some schema of the document refers to itself, directly or not."""
         if self._is_recursive is None:
             self._is_recursive = _circle(self._document.root, self._below, set()) is not None
         return self._is_recursive
 
     def _in_place(self, node: Any) -> Iterator[Step]:
-        """Keywords and schemas below a schema that judge the same value as it does."""
         if isinstance(node, list):
             return  # no schema, which is said elsewhere
         for keyword in IN_PLACE:
@@ -108,7 +106,6 @@ class References:
         yield from self._targets(node)
 
     def _below(self, node: Any) -> Iterator[Step]:
-        """Everything directly below a schema, targets of references included."""
         if isinstance(node, list):
             yield from (("", child) for child in node)
         else:
@@ -121,13 +118,13 @@ class References:
                 yield text, self._links.get(id(node)) or self._found(text, self._resource_of.get(id(node), self._document))
 
     def _check_dynamic(self, found: Any, text: str, keyword: str, place: Place) -> None:
-        """Raise InvalidRequest if several schemas have the name of a dynamic reference, since its target depends on the evaluation."""
+        """Raises InvalidRequest if several schemas have the name, since the target depends on the evaluation."""
         named = self._recursive if keyword == "$recursiveRef" else self._dynamic.get(text.rpartition("#")[2], [])
         if len(named) > 1 and any(found is each for each in named):
             raise refused((place, keyword), f"a {keyword} that means one schema alone", text, "Use $ref.")
 
     def _found(self, text: str, resource: Resource) -> Any:
-        """The part that a reference in a resource points to. A bare fragment may also mean the document: some generators write that."""
+        """A bare fragment may also mean the document: some generators write that."""
         uri, _, fragment = text.partition("#")
         try:
             begun = self._resources.get(urljoin(resource.uri, uri)) if uri else resource
@@ -139,7 +136,6 @@ class References:
         return _part(self._document, fragment) if found is None and not uri else found
 
     def _index(self, document: Any) -> None:
-        """Note every schema's place, the resources and anchors, and the resource of each schema that is not in the document's own."""
         unseen: list[tuple[Any, Resource, Place]] = [(document, self._document, ROOT)]
         while unseen:
             node, resource, place = unseen.pop()
@@ -162,7 +158,7 @@ class References:
                     unseen.append((child, resource, below))
 
     def _begun(self, node: dict[str, Any], resource: Resource) -> Resource:
-        """The resource that a schema belongs to: a new one if the schema has an address. The schema's anchors are noted."""
+        """A new resource if the schema has an address. Its anchors are noted."""
         for keyword in ("$id", "id"):
             if not isinstance(text := node.get(keyword), str) or ("$ref" in node and self._is_old):
                 continue
@@ -186,7 +182,7 @@ class References:
 
 
 def _circle(start: Any, steps_of: Callable[[Any], Iterator[Step]], ended: set[int]) -> str | None:
-    """The text of a step that closes a circle; None without a circle. Nodes from which all steps end are added to `ended`."""
+    """The text of a step that closes a circle. Nodes from which all steps end are added to `ended`."""
     under_way: set[int] = set()
     path: list[tuple[Any, Iterator[Step]]] = []
     step: Step | None = ("#", start)
@@ -213,7 +209,7 @@ def _joined(base: str, uri: str) -> str | None:
 
 
 def _part(resource: Resource, fragment: str) -> Any:
-    """A part of a resource, by pointer or by name; None where there is none."""
+    """By pointer or by name; None where there is none."""
     if not fragment:
         return resource.root
     for text in (unquote(fragment), fragment):

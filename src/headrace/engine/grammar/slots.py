@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 LEXER_IS_FULL = "too many states"
-"""Text in a matcher's error if its lexer has reached the limit of states. Copies share a lexer, so other sequences may have filled it."""
+"""Text in a matcher's error. Copies share a lexer, so other sequences may have filled it."""
 
 OVERSPENT = f"its masks take more than {MASK_CPU_S * 1000:g} ms of CPU time on average"
 
@@ -40,20 +40,20 @@ MIN_SHARED_TOKENS = 64
 
 
 class MatcherSource(Protocol):
-    """The source of a runner's matchers. Called on the thread that fills masks."""
+    """Called on the thread that fills masks. Every method raises HeadraceError where the grammar cannot be compiled."""
 
     num_words: int
 
     def template(self, grammar: Grammar) -> LLMatcher:
-        """A matcher at the grammar's start, to be copied and never advanced. Raises HeadraceError where the grammar cannot be compiled."""
+        """A matcher at the grammar's start, to be copied and never advanced."""
         ...
 
     def renewed(self, grammar: Grammar) -> LLMatcher:
-        """A new template with an empty lexer, which `template` gives from now on. Raises HeadraceError."""
+        """With an empty lexer; `template` gives it from now on."""
         ...
 
     def unshared(self, grammar: Grammar) -> LLMatcher:
-        """A new template for the caller alone. Raises HeadraceError."""
+        """For the caller alone."""
         ...
 
 
@@ -62,11 +62,9 @@ class _Slot:
     """A sequence's grammar, and the state of its matcher.
 
     token_ids    the sequence's output so far; the matcher has consumed the first `num_consumed`
-    template     the matcher that `matcher` is a copy of
     renewal_s    CPU time in seconds spent on new lexers for this sequence
     renewed_at   `num_consumed` when its lexer was last found full
     overspent_s  CPU time in seconds beyond MASK_CPU_S for each token; never below 0
-    failure      why the sequence cannot go on; None: it can
     """
 
     grammar: Grammar
@@ -80,11 +78,11 @@ class _Slot:
     failure: str | None = None
 
     def match_with(self, template: LLMatcher) -> None:
-        """Match from the output's beginning, with a copy of `template`."""
+        """From the output's beginning."""
         self.template, self.matcher, self.num_consumed = template, template.deep_copy(), 0
 
     def fill(self, words: NDArray[np.uint32]) -> str:
-        """Advance the matcher over new tokens and fill the mask. Returns "" or an error: the matcher's, or that filling took too long."""
+        """Over new tokens. Returns "" or an error: the matcher's, or that filling took too long."""
         matcher = self.matcher
         assert matcher is not None, "match_with comes first"
         begin, num_new = time.thread_time(), len(self.token_ids) - self.num_consumed
@@ -123,7 +121,7 @@ class SlotGrammars:
             self._slots.pop(slot, None)
 
     def begin(self, slots: Sequence[int]) -> None:
-        """Begin to fill masks on the thread. Raises ValueError for a slot that has no grammar."""
+        """Raises ValueError for a slot that has no grammar."""
         self._finish_filling()
         if unknown := [slot for slot in slots if slot >= 0 and slot not in self._slots]:
             raise ValueError(f"mask_slots: slots {unknown} hold no grammar")
@@ -157,7 +155,6 @@ class SlotGrammars:
                 held.matcher, held.num_consumed, held.failure = None, 0, None
 
     def close(self) -> None:
-        """End the thread, once it has filled the masks that were begun."""
         self._finish_filling()
         if self._thread is not None:
             self._jobs.put(None)
@@ -165,13 +162,13 @@ class SlotGrammars:
             self._thread = None
 
     def check(self) -> None:
-        """Raise AssertionError if a matcher has consumed tokens that its slot does not have. For tests, between steps."""
+        """For tests, between steps."""
         for slot, held in self._slots.items():
             assert held.num_consumed <= len(held.token_ids), f"slot {slot} has matched tokens that were taken back"
             assert held.matcher is not None or not held.num_consumed, f"slot {slot} has matched tokens and no matcher"
 
     def _finish_filling(self) -> None:
-        """Wait for masks that were begun and not waited for, as after a step that raised: slots must not change while they are filled."""
+        """Begun and not waited for, as after a step that raised: slots must not change while masks are filled."""
         if self._filling is not None:
             self._filling.exception()
             self._filling = None
@@ -201,7 +198,7 @@ class SlotGrammars:
         return StepMasks(RowMasks(np.array([row for row, _ in rows], dtype=np.int64), words), failures)
 
     def _fill_one(self, held: _Slot, words: NDArray[np.uint32]) -> str | None:
-        """Advance the slot's matcher over its tokens and fill its mask. Returns why that failed; None: it did not."""
+        """Returns why that failed."""
         try:
             if held.matcher is None:
                 held.match_with(self._source.template(held.grammar))
@@ -217,8 +214,7 @@ class SlotGrammars:
         return None
 
     def _fill_with_another_lexer(self, held: _Slot, words: NDArray[np.uint32]) -> str:
-        """Match the output again with an emptier lexer. Most states of a full one were for masks of earlier positions, and few are needed
-        again.
+        """Most states of a full one were for masks of earlier positions, and few are needed again.
 
         A lexer that was renewed for another sequence is tried first. Returns as `_Slot.fill`.
         """

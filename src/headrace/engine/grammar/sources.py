@@ -38,7 +38,7 @@ def read_schema(text: str) -> Any:
 
 
 def read_embedded(text: str, begin: int) -> tuple[Any, int] | None:
-    """(value, end offset) of the JSON value that begins at an offset; None where there is none. Raises InvalidRequest if it is too deep."""
+    """(value, end offset); None where no JSON value begins there. Raises InvalidRequest if it is too deep."""
     try:
         schema, end = _DECODER.raw_decode(text, begin)
     except RecursionError:
@@ -59,7 +59,7 @@ def _too_deep() -> InvalidRequest:
 
 
 def _levels(value: Any) -> Iterator[list[dict[str, Any] | list[Any]]]:
-    """The objects and arrays of each level, outermost first."""
+    """Outermost first."""
     level = [value]
     while level := [item for item in level if isinstance(item, dict | list)]:
         yield level
@@ -84,7 +84,6 @@ _DECODER = json.JSONDecoder(parse_float=_number, parse_constant=_refuse_constant
 
 
 SHORT_ESCAPES: Mapping[str, object] = {"json_allowed_escapes": 'nrbtf"\\'}
-"""llguidance's option for a schema in which each string has one spelling."""
 
 
 def escape_options(schema: dict[str, Any]) -> Mapping[str, object]:
@@ -105,13 +104,13 @@ def escape_options(schema: dict[str, Any]) -> Mapping[str, object]:
 
 
 def _tells_names_apart(node: dict[str, Any]) -> bool:
-    """Whether a schema has different rules for listed names, for names that match an expression, and for other names."""
+    """Different rules for listed names, for names that match an expression, and for other names."""
     is_listed, is_matched = "properties" in node or "required" in node, "patternProperties" in node
     return is_listed + is_matched + (node.get("additionalProperties") is not False) > 1
 
 
 def _values(value: Any) -> Iterator[Any]:
-    """A JSON value and all values in it, without the names of properties: they have one spelling."""
+    """With all values in it, without the names of properties: they have one spelling."""
     unseen = [value]
     while unseen:
         found = unseen.pop()
@@ -123,19 +122,17 @@ def _values(value: Any) -> Iterator[Any]:
 _BEGIN = '%llguidance {"no_forcing": true}\n'
 _ANY_TEXT = "/(?s:.*)/"
 _NEWLINES_BEFORE_JSON = "/\\n{0,2}/"
-"""Models write an empty line between their reasoning and a document. White space before a document does not change it."""
+"""Models write an empty line between their reasoning and a document."""
 
 _OPTIONS = "x-guidance"
-"""The keyword with llguidance's options in a schema. llguidance removes it and puts the last keyword in its place, so that anywhere but at
-the end it would change the keywords' order."""
+"""llguidance removes it and puts the last keyword in its place, so that anywhere but at the end it would change the keywords' order."""
 
 _EMBEDDED = re.compile(r"""//[^\n]*|#[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(%json\s*)(?=\{)""")
-"""A schema in a Lark source, or a comment, a text or an expression, in which no schema begins."""
+"""A schema, or a comment, a text or an expression, in which no schema begins."""
 
 
 def llguidance_source(grammar: Grammar, control_ids: Mapping[str, int]) -> str:
-    """The grammar's source for llguidance. Raises InvalidRequest for faults that llguidance would not report, and as `normalize` for
-    schemas.
+    """Raises InvalidRequest for faults that llguidance would not report, and as `normalize` for schemas.
 
     control_ids  id of each control token, by its text: a marker of reasoning may be one
     """
@@ -165,15 +162,14 @@ def _schema(source: str) -> str:
 
 
 def _with_options(schema: Any, options: Mapping[str, object]) -> str:
-    """The normalized schema, with llguidance's options as its last keyword."""
+    """They are its last keyword."""
     found = normalized(schema)
     options = {**options, **escape_options(found)}
     return json.dumps({**found, **({_OPTIONS: options} if options else {})})
 
 
 def _with_normalized_schemas(source: str) -> str:
-    """A Lark source with normalized schemas after `%json`, which grammars of function calls have. Text that is no JSON is left to
-    llguidance to refuse."""
+    """After `%json`, which grammars of function calls have. Text that is no JSON is left to llguidance to refuse."""
     written: list[str] = []
     end = begin = 0
     while (found := _EMBEDDED.search(source, begin)) is not None:
@@ -190,7 +186,7 @@ def _with_normalized_schemas(source: str) -> str:
 
 
 def _regex_literal(expression: str) -> str:
-    """The expression as a Lark literal between slashes. Slashes and line breaks are escaped, since either would end the literal."""
+    """Slashes and line breaks are escaped, since either would end the literal."""
     escaped = re.sub(r"\\.|/|\n|\r", _escape, expression, flags=re.DOTALL)
     return f"/{escaped}/"
 
@@ -211,7 +207,7 @@ def _main(grammar: Grammar, control_ids: Mapping[str, int]) -> str:
 
 
 def _thought(span: ReasoningSpan, control_ids: Mapping[str, int]) -> str:
-    """A Lark rule for any text up to and including the first end marker."""
+    """Any text up to and including the first end marker."""
     if span.end in control_ids:
         return f"thought: {_ANY_TEXT} {_marker(span.end, control_ids)}"
     return f"thought[lazy]: {_ANY_TEXT} {json.dumps(span.end)}"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class GrammarKey(NamedTuple):
-    """The key of a compiled grammar. It names the tenant, so that one tenant's grammars are not found by another."""
+    """It names the tenant, so that one tenant's grammars are not found by another."""
 
     tenant: str
     grammar: Grammar
@@ -30,13 +30,13 @@ class Compiler(Protocol):
     num_words: int
 
     def compile(self, grammar: Grammar) -> LLMatcher:
-        """A matcher at the grammar's start. Raises HeadraceError."""
+        """Raises HeadraceError."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class _Compiled:
-    """A matcher at the grammar's start, never advanced: sequences match copies of it, which share its lexer."""
+    """template: never advanced; sequences match copies of it, which share its lexer"""
 
     template: LLMatcher
     num_bytes: int
@@ -44,7 +44,7 @@ class _Compiled:
 
 
 class GrammarStore:
-    """Compiled grammars of one engine. Used by several threads. max_bytes, tenant_bytes: bounds on all grammars, and on one tenant's"""
+    """Used by several threads."""
 
     def __init__(self, compiler: Compiler, *, max_bytes: int = STORE_BYTES, tenant_bytes: int = TENANT_BYTES) -> None:
         self.num_words = compiler.num_words
@@ -58,7 +58,7 @@ class GrammarStore:
         return len(self._compiled)
 
     def pin(self, key: GrammarKey) -> bool:
-        """Keep a compiled grammar until `unpin`. False: the store does not have it."""
+        """Until `unpin`. False: the store does not have it."""
         with self._lock:
             if (compiled := self._compiled.get(key)) is None:
                 return False
@@ -67,12 +67,11 @@ class GrammarStore:
             return True
 
     def unpin(self, key: GrammarKey) -> None:
-        """Release one pin: its request has ended."""
         with self._lock:
             self._compiled[key].num_pins -= 1
 
     def add(self, key: GrammarKey, template: LLMatcher, num_bytes: int) -> None:
-        """Add a compiled grammar, pinned once. num_bytes: its bytes as measured by vetting
+        """Pinned once. num_bytes: as measured by vetting
 
         Raises Overloaded if the grammars in use leave no room for it.
         """
@@ -85,13 +84,13 @@ class GrammarStore:
             self._compiled[key].num_pins += 1
 
     def template(self, grammar: Grammar) -> LLMatcher:
-        """A matcher at the grammar's start, to be copied. A grammar that no request has prepared, as in a replay, is compiled now."""
+        """A grammar that no request has prepared, as in a replay, is compiled now."""
         with self._lock:
             found = self._pinned(grammar)
         return self._compiler.compile(grammar) if found is None else found.template
 
     def renewed(self, grammar: Grammar) -> LLMatcher:
-        """A new template with an empty lexer, compiled now. Later sequences share it, and so do sequences that find their lexer full."""
+        """Later sequences share it, and so do sequences that find their lexer full."""
         template = self._compiler.compile(grammar)
         with self._lock:
             if (found := self._pinned(grammar)) is not None:
@@ -99,11 +98,9 @@ class GrammarStore:
         return template
 
     def unshared(self, grammar: Grammar) -> LLMatcher:
-        """A new template, compiled now, for the caller alone."""
         return self._compiler.compile(grammar)
 
     def check(self) -> None:
-        """Raise AssertionError unless bytes and pins add up."""
         with self._lock:
             assert self.num_bytes == sum(compiled.num_bytes for compiled in self._compiled.values()) <= self._max_bytes
             assert all(compiled.num_pins >= 0 for compiled in self._compiled.values())
@@ -111,14 +108,14 @@ class GrammarStore:
                 assert self._bytes_of(tenant) <= self._tenant_bytes
 
     def _pinned(self, grammar: Grammar) -> _Compiled | None:
-        """A pinned compilation of the grammar, of any tenant: equal grammars match equally."""
+        """From any tenant: equal grammars match equally."""
         return next((compiled for key, compiled in self._compiled.items() if compiled.num_pins and key.grammar == grammar), None)
 
     def _bytes_of(self, tenant: str) -> int:
         return sum(compiled.num_bytes for key, compiled in self._compiled.items() if key.tenant == tenant)
 
     def _make_room(self, tenant: str, num_bytes: int) -> None:
-        """Drop idle grammars, least recently used first: the tenant's own beyond its quota, then any tenant's. Raises Overloaded."""
+        """Least recently used first: the tenant's own beyond its quota, then any tenant's. Raises Overloaded."""
         own = [key for key in self._compiled if key.tenant == tenant]
         if not self._drop_idle(own, self._bytes_of(tenant) + num_bytes - self._tenant_bytes):
             raise Overloaded(f"this tenant's grammars in use take all of their {self._tenant_bytes >> 20} MiB")
@@ -126,7 +123,7 @@ class GrammarStore:
             raise Overloaded(f"the grammars in use take all of their {self._max_bytes >> 20} MiB")
 
     def _drop_idle(self, keys: list[GrammarKey], excess: int) -> bool:
-        """Drop unpinned grammars among `keys` until `excess` bytes are free. False: too many are pinned."""
+        """False: too many are pinned."""
         for key in keys:
             if excess <= 0:
                 return True

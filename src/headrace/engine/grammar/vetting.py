@@ -25,18 +25,15 @@ from headrace.engine.grammar.limits import VET_CPU_S, VET_MEMORY_BYTES, VET_STAC
 from headrace.engine.grammar.vetting_host import OtherEndGone, receive_frame, send_frame
 
 START_TIMEOUT_S = 60.0
-"""Seconds that reading a model's vocabulary may take."""
 
 ANSWER_TIMEOUT_S = VET_WALL_S + 3.0
-"""Seconds after which a process that has not answered is killed, and the grammar refused."""
+"""Then the process is killed, and the grammar refused."""
 
 NUM_ATTEMPTS = 2
-"""Times that a grammar is vetted whose vetting process ended meanwhile, since that may have had another cause."""
+"""The vetting process may have ended for another cause."""
 
 
 class GrammarVetter:
-    """The vetting process of one model."""
-
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._config = {"folder": str(folder), "vocab_size": vocab_size, "eos_token_ids": list(eos_token_ids)}
         self._process: subprocess.Popen[bytes] | None = None
@@ -46,16 +43,14 @@ class GrammarVetter:
         self._lock = threading.Lock()
 
     def vocabulary(self) -> GrammarVocabulary:
-        """The model's vocabulary, as the vetting process read it. Raises CheckpointError."""
+        """As the vetting process read it. Raises CheckpointError."""
         with self._lock:
             self._started()
             return GrammarVocabulary.unpacked(self._vocabulary)
 
     def vet(self, grammar: Grammar) -> int:
-        """Vet a grammar. Returns the bytes that it holds when compiled.
-
-        Raises InvalidRequest, CheckpointError, and SequenceFailed when the process cannot be kept running.
-        """
+        """Returns bytes held when compiled. Raises InvalidRequest, CheckpointError, and SequenceFailed when the process cannot be kept
+        running."""
         with self._lock:
             for _ in range(NUM_ATTEMPTS):
                 try:
@@ -68,7 +63,7 @@ class GrammarVetter:
         raise SequenceFailed("the grammar could not be vetted: the process that does it has ended")
 
     def close(self) -> None:
-        """End the process. A grammar that is being vetted fails, and so does every later one."""
+        """A grammar that is being vetted fails, and so does every later one."""
         self._closed = True
         if (channel := self._channel) is not None:
             with suppress(OSError):
@@ -94,7 +89,6 @@ class GrammarVetter:
         return answer
 
     def _started(self) -> socket.socket:
-        """The socket to the process. The process is started if there is none."""
         if self._closed:
             raise SequenceFailed("the engine is ending")
         if self._channel is None:
@@ -132,7 +126,7 @@ def _num_bytes(grammar: Grammar, answer: Mapping[str, Any]) -> int:
 
 
 def _over_budget(grammar: Grammar, number: int) -> InvalidRequest:
-    """The budget that a fork exceeded, by the signal that ended it."""
+    """By the signal that ended the fork."""
     timed = {int(signal.SIGPROF): f"{VET_CPU_S * 1000:g} ms of CPU time", int(signal.SIGALRM): f"{VET_WALL_S:g} s"}
     budget = timed.get(number, f"{VET_MEMORY_BYTES >> 20} MiB of memory and {VET_STACK_BYTES >> 20} MiB of stack")
     limit = f"{NAMES[grammar.kind]} that can be compiled within {budget}"

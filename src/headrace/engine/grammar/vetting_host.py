@@ -43,11 +43,11 @@ _LENGTH = struct.Struct("<I")
 
 
 class OtherEndGone(Exception):
-    """The process at the other end of the socket has closed it, or has ended."""
+    pass
 
 
 def send_frame(channel: socket.socket, data: bytes) -> None:
-    """Send one frame. Raises OtherEndGone, and TimeoutError where the socket has a time limit."""
+    """Raises OtherEndGone, and TimeoutError where the socket has a time limit."""
     try:
         channel.sendall(_LENGTH.pack(len(data)) + data)
     except TimeoutError:
@@ -57,7 +57,7 @@ def send_frame(channel: socket.socket, data: bytes) -> None:
 
 
 def receive_frame(channel: socket.socket) -> bytes:
-    """Receive one frame. Raises OtherEndGone, and TimeoutError where the socket has a time limit."""
+    """Raises as `send_frame`."""
     (length,) = _LENGTH.unpack(_exactly(channel, _LENGTH.size))
     return _exactly(channel, length)
 
@@ -79,7 +79,6 @@ def _exactly(channel: socket.socket, num_bytes: int) -> bytes:
 
 
 NO_EXTENSION = "NoExtensionBias"
-"""The text of a matcher that no token can continue."""
 
 
 def main() -> None:
@@ -93,7 +92,7 @@ def main() -> None:
 
 
 def serve(channel: socket.socket) -> None:
-    """Read the vocabulary, then vet grammar by grammar. Raises OtherEndGone when the engine is gone."""
+    """Raises OtherEndGone when the engine is gone."""
     config = json.loads(receive_frame(channel))
     try:
         vocabulary = GrammarVocabulary.load(config["folder"], config["vocab_size"], tuple(config["eos_token_ids"]))
@@ -116,7 +115,7 @@ def _say(channel: socket.socket, message: Mapping[str, object]) -> None:
 
 
 def vet_in_fork(trie: TokenTrie, grammar: Grammar) -> Mapping[str, object]:
-    """Vet the grammar in a fork. Returns the fork's answer, or the signal that ended it."""
+    """The fork's answer, or the signal that ended it."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -133,7 +132,6 @@ def vet_in_fork(trie: TokenTrie, grammar: Grammar) -> Mapping[str, object]:
 
 
 def _vet_and_leave(trie: TokenTrie, grammar: Grammar, writer: int) -> NoReturn:
-    """The fork's part: vet, write the answer to `writer`, exit."""
     try:
         _bind_this_process()
         try:
@@ -148,7 +146,6 @@ def _vet_and_leave(trie: TokenTrie, grammar: Grammar, writer: int) -> NoReturn:
 
 
 def _bind_this_process() -> None:
-    """Bound the memory, stack and time of this process from now on."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # an abort would print the client's text on stderr
@@ -166,7 +163,7 @@ def _limit(kind: int, num_bytes: int) -> None:
 
 
 def vet(trie: TokenTrie, grammar: Grammar) -> int:
-    """Bytes that the compiled grammar holds after some use; 0 where the system does not report memory. Raises InvalidRequest."""
+    """Bytes that it holds after some use; 0 where the system does not report memory. Raises InvalidRequest."""
     before = _memory_bytes()[1]
     matcher = compile_grammar(trie, grammar)
     _try_masks(matcher, grammar)
@@ -181,7 +178,7 @@ def vet(trie: TokenTrie, grammar: Grammar) -> int:
 
 
 def _try_masks(template: LLMatcher, grammar: Grammar) -> None:
-    """Compute masks along random outputs. Raises InvalidRequest if a mask exceeds its limits, or if the grammar allows no output at all."""
+    """Along random outputs. Raises InvalidRequest if a mask exceeds its limits, or if the grammar allows no output at all."""
     draw, matcher = random.Random(0), template.deep_copy()
     for step in range(NUM_VETTED_STEPS):
         mask: bytes = matcher.compute_bitmask()
@@ -205,7 +202,7 @@ def _why_nothing_matches(matcher: LLMatcher) -> str:
 
 
 def _drawn_bit(mask: bytes, draw: random.Random) -> int | None:
-    """The index of a random set bit; None where no bit is set."""
+    """None where no bit is set."""
     begin: int = draw.randrange(len(mask))
     places: list[int] = [*range(begin, len(mask)), *range(begin)]
     for place in places:
@@ -216,7 +213,7 @@ def _drawn_bit(mask: bytes, draw: random.Random) -> int | None:
 
 
 def _memory_bytes() -> tuple[int, int]:
-    """(address space, resident memory without mapped files) of this process in bytes; zeros where the system does not report them."""
+    """(address space, resident memory without mapped files) in bytes; zeros where the system does not report them."""
     try:
         with open("/proc/self/statm", "rb") as file:
             size, resident, shared = map(int, file.read().split()[:3])

@@ -20,7 +20,7 @@ from headrace.tensor.batch import ForwardBatch, GroupBatch
 
 
 class UnknownToken(Exception):
-    """A row needs a token id that was never sampled, because the step that should have sampled it failed."""
+    """Never sampled, because the step that should have sampled it failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,10 @@ class Rows:
 
     @property
     def ends(self) -> Ints:
-        """[R] position after the row's last token: where a sampled token will stand."""
+        """[R] where a sampled token will stand."""
         return self.starts + self.counts
 
     def picked(self, places: Ints) -> Rows:
-        """Some of the rows, in this order."""
         counts = self.counts[places]
         return Rows(
             self.slots[places], self.starts[places], counts, self.samples[places], self.mask_slots[places], _row_starts(counts)
@@ -48,7 +47,7 @@ class Rows:
 
 
 def read_rows(plan: Plan) -> Rows:
-    """The plan's row columns. Raises ValueError for adapters, which this runner does not have."""
+    """Raises ValueError for adapters, which this runner does not have."""
     slots, starts, counts, samples = (column(values) for values in (plan.slots, plan.starts, plan.counts, plan.samples))
     mask_slots = column(plan.mask_slots) if plan.mask_slots else np.full(len(slots), -1)
     if any(plan.adapter_slots):
@@ -71,14 +70,14 @@ def refuse_moves_but_copies(plan: Plan) -> None:
 
 
 def refuse_drafts(plan: Plan) -> None:
-    """Raises ValueError for rows with drafted tokens, which this runner cannot verify. It drafts nothing itself."""
+    """Raises ValueError for rows with drafted tokens, which this runner cannot verify."""
     if plan.drafts:
         raise ValueError(f"drafts: this runner verifies no drafted tokens; samples must be 0 or 1, got {max(plan.samples)}")
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The step's tokens whose hidden states the model returns, [W] ascending; None: all. Less than half must be selected to be worth it."""
+    """[W] ascending; None: all. Less than half must be selected to be worth it."""
 
     tokens: Ints | None
 
@@ -91,7 +90,7 @@ ALL = Selection(None)
 
 
 def count_prompt_logprobs(rows: Rows, state: SlotState) -> Ints:
-    """[R] per row, the number of its leading tokens whose next token is a prompt token with log-probability asked for."""
+    """[R] leading tokens whose next token is a prompt token with log-probability asked for."""
     asks = state.prompt_logprobs[rows.slots] >= 0
     if not asks.any():  # the usual case
         return np.zeros(len(asks), dtype=np.int64)
@@ -99,10 +98,7 @@ def count_prompt_logprobs(rows: Rows, state: SlotState) -> Ints:
 
 
 def select_tokens(rows: Rows, logprob_counts: Ints) -> Selection:
-    """The tokens whose hidden states the step needs: at sampled positions, and for prompt log-probabilities.
-
-    logprob_counts  `count_prompt_logprobs` of `rows`
-    """
+    """At sampled positions, and for prompt log-probabilities."""
     num_tokens = int(rows.row_starts[-1])
     if num_tokens == len(rows.slots):
         return ALL
@@ -119,7 +115,7 @@ Upload = Callable[[Sequence[NDArray[Any]]], list[Tensor]]
 
 
 def upload_each(arrays: Sequence[NDArray[Any]], device: str) -> list[Tensor]:
-    """An `Upload` that copies one array after another. Nothing is copied if the device is the host."""
+    """Nothing is copied if the device is the host."""
     return [torch.from_numpy(values).to(device) for values in arrays]
 
 
@@ -138,7 +134,7 @@ def refuse_unknown_ids(rows: Rows, known: Ints, failed: NDArray[np.bool_]) -> No
 
 
 def build_batch(rows: Rows, state: SlotState, upload: Upload, selected: Selection = ALL) -> tuple[Tensor, ForwardBatch]:
-    """The step's token ids [T] int64 and the batch that describes them, in one upload."""
+    """Token ids [T] int64 and the batch that describes them, in one upload."""
     token_slots, positions = token_places(rows)
     tables = state.tables
     arrays: list[NDArray[Any]] = [state.token_ids[token_slots, positions].astype(np.int64), positions, rows.row_starts.astype(np.int32)]

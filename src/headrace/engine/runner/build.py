@@ -57,11 +57,8 @@ AnyRunner = ModelRunner | OverlappedRunner | DeviceRunner
 
 
 class Built(NamedTuple):
-    """The results of a start.
-
-    weights    hashes all weights and returns their digest; None: `info` holds it already
-    preparer   of the grammars that the runner follows
-    unwritten  packed weights to write for the next start, which keep this start's weights in memory; None: there are none
+    """weights    hashes all weights and returns their digest; None: `info` holds it already
+    unwritten  packed weights to write for the next start, which keep this start's weights in memory
     """
 
     runner: AnyRunner
@@ -74,12 +71,11 @@ class Built(NamedTuple):
 def build_runner(
     config: EngineConfig, packed: PackedFolder | None = None, features: CpuFeatures | None = None
 ) -> tuple[AnyRunner, ModelInfo]:
-    """The runner and its model's facts, without the rest of `build`."""
     return build(config, packed, features)[:2]
 
 
 def build(config: EngineConfig, packed: PackedFolder | None = None, features: CpuFeatures | None = None) -> Built:
-    """Choose threads, dtype and kernels, load the weights, size and reserve the KV cache, warm up. Slow stages are logged.
+    """Slow stages are logged.
 
     packed    the folder of packed linears, if there is one; reading may have begun (`engine.build`)
     features  the CPU to choose for; None: this machine's
@@ -124,8 +120,6 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Choices:
-    """The choices that a start makes before it reads a weight, with the reasons in words."""
-
     features: CpuFeatures
     dtype: torch.dtype
     why_dtype: str
@@ -135,7 +129,6 @@ class _Choices:
     layer: str
 
     def lines(self, config: EngineConfig) -> tuple[str, ...]:
-        """One line per choice, for the log of a start."""
         return (
             f"device: {DEVICES[config.device].identity}{', no graphs are captured' if config.enforce_eager else ''}",
             f"dtype: {_name(self.dtype)}, {self.why_dtype}",
@@ -151,7 +144,7 @@ class _Choices:
 
 
 def _choose(config: EngineConfig, found: ModelDescription, packed: PackedFolder | None, features: CpuFeatures) -> _Choices:
-    """Choose dtype, kernels and threads, and set the threads. Raises ConfigError, also if the weights do not fit the free memory."""
+    """The threads are set. Raises ConfigError, also if the weights do not fit the free memory."""
     device, is_rounded = DEVICES[config.device], found.held in (Precision.INT8, Precision.INT4)
     for name, wanted in (("quantization", found.precision.value), ("kv_cache_dtype", config.kv_cache_dtype)):
         if wanted == "fp8" and not device.has_fp8:
@@ -196,7 +189,7 @@ def _load(config: EngineConfig, choices: _Choices, packed: PackedFolder | None) 
 
 
 def _numerics(config: EngineConfig, choices: _Choices, loaded: LoadedModel, kv_dtype: str) -> dict[str, str]:
-    """Everything that may change a bit of a result, by name; see `core.numerics`."""
+    """Everything that may change a bit of a result; see `core.numerics`."""
     backend = choices.backend
     return {
         WEIGHTS: loaded.model_digest if loaded.weights is None else loaded.weights.known,
@@ -215,7 +208,7 @@ def _numerics(config: EngineConfig, choices: _Choices, loaded: LoadedModel, kv_d
 
 
 def _longrope(loaded: LoadedModel) -> dict[str, str]:
-    """The fact that says which of LongRoPE's factors are in use; empty for a model without LongRoPE."""
+    """Which of LongRoPE's factors are in use; empty for a model without it."""
     spec = loaded.model.spec
     if spec.longrope is None:
         return {}
@@ -226,8 +219,7 @@ def _longrope(loaded: LoadedModel) -> dict[str, str]:
 
 
 def _linear_scaling(spec: DecoderSpec) -> list[str]:
-    """A line for a context that linear scaling made longer. Whether max_position_embeddings includes the factor, config.json does not
-    say."""
+    """Whether max_position_embeddings includes the factor, config.json does not say."""
     scalings = [layer.attention.rope.scaling for layer in spec.layers]
     longer = [scaling for scaling in scalings if isinstance(scaling, LinearScaling) and scaling.original_positions < spec.max_positions]
     if not longer:
@@ -237,7 +229,7 @@ def _linear_scaling(spec: DecoderSpec) -> list[str]:
 
 
 def _kv_dtype(config: EngineConfig, computed: torch.dtype, stored: str, features: CpuFeatures) -> tuple[torch.dtype, str]:
-    """(dtype of the KV cache, why). stored: dtype of most stored weights."""
+    """(dtype, why). stored: dtype of most stored weights"""
     if config.kv_cache_dtype == "auto":
         return DEVICES[config.device].default_kv_dtype(config.dtype, computed, stored, features)
     if config.kv_cache_dtype == "fp8":
@@ -251,13 +243,13 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _versions(backend: Backend) -> str:
-    """Versions of the software that may change a bit of a result: the libraries that compute, and those that compiled kernels."""
+    """The libraries that compute, and those that compiled kernels."""
     packages = ("llguidance", *(() if backend.compiler is None else backend.compiler.packages))
     return ", ".join([f"headrace {__version__}", f"torch {torch.__version__}", *(f"{name} {_version(name)}" for name in packages)])
 
 
 def _version(package: str) -> str:
-    """The version of the package's distribution, or `__version__` of a package whose distribution has another name (pytorch-triton)."""
+    """Or `__version__` of a package whose distribution has another name (pytorch-triton)."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -270,13 +262,8 @@ def _rounded(loaded: LoadedModel) -> str:
 
 
 def _check_weights_fit(found: ModelDescription, available: Available, num_bytes_ahead: int) -> None:
-    """Refuse weights that the free memory cannot hold, before loading them: the system would kill the process halfway.
-
-    found            its sizes are in the checkpoint's dtype, the least that the weights can take
-    num_bytes_ahead  bytes of weights that are in memory already
-
-    Raises: ConfigError.
-    """
+    """Before loading: the system would kill the process halfway. Raises ConfigError. found: sizes are in the checkpoint's dtype, the least
+    that the weights can take"""
     if found.resident_bytes > available.num_bytes + num_bytes_ahead:
         raise ConfigError(
             "model",
@@ -301,7 +288,7 @@ def _size(config: EngineConfig, loaded: LoadedModel, groups: tuple[KvGroup, ...]
 
 @contextmanager
 def _memory_errors_named(config: EngineConfig, groups: tuple[KvGroup, ...], sizing: KvSizing) -> Iterator[None]:
-    """Turn a device's out-of-memory error in the block into a ConfigError with the size that would fit."""
+    """A device's out-of-memory error becomes a ConfigError with the size that would fit."""
     try:
         yield
     except RuntimeError as error:  # torch's, the device's own, and Triton's: each says so in words
@@ -323,7 +310,7 @@ def _compile_cache(backend: Backend) -> str:
 def _make_runner(
     config: EngineConfig, loaded: LoadedModel, sizing: KvSizing, kv: KvCache, backend: Backend, masks: SlotGrammars
 ) -> AnyRunner:
-    """A `DeviceRunner` where steps are launched and finished separately, else a `ModelRunner`, behind a queue if `depth` is above 1."""
+    """A `DeviceRunner` where steps are launched and finished separately."""
     launches = DEVICES[config.device].make_launches()
     if launches is not None and backend.choice is not None:
         launches = EagerLaunches(launches) if config.enforce_eager else launches
@@ -354,7 +341,7 @@ def _make_runner(
 
 
 def _warm_up(runner: AnyRunner, config: EngineConfig, sizing: KvSizing, loaded: LoadedModel) -> float:
-    """Compile, load and capture the kernels that requests will run. Returns the seconds it took."""
+    """Returns the seconds it took."""
     began = time.perf_counter()
     most_tokens = 0
     if isinstance(runner, DeviceRunner):

@@ -20,7 +20,7 @@ from headrace.tensor.sampling import NO_ROWS_MASKED, RowMasks
 
 @dataclass(frozen=True, slots=True)
 class StepMasks:
-    """One step's masks. failures: row -> why its sequence cannot go on; such a row's mask allows no token"""
+    """failures: row -> why its sequence cannot go on; such a row's mask allows no token"""
 
     masks: RowMasks
     failures: Mapping[int, str] = field(default_factory=dict)
@@ -30,7 +30,7 @@ NO_MASKS = StepMasks(NO_ROWS_MASKED)
 
 
 class MaskSource(SlotPart, Protocol):
-    """The grammar masks of a runner. Slots without a grammar are skipped.
+    """Slots without a grammar are skipped.
 
     A sequence whose grammar cannot go on (a limit is exceeded, or its output does not match) raises nothing: `wait` names it each time its
     mask is asked for. Every method may be called while masks are being filled, since the step that began them may have failed; the masks
@@ -38,20 +38,18 @@ class MaskSource(SlotPart, Protocol):
     """
 
     def begin(self, slots: Sequence[int]) -> None:
-        """Begin to fill masks for rows of these slots, -1 for a row without a mask."""
+        """-1 for a row without a mask."""
         ...
 
     def wait(self) -> StepMasks:
-        """The masks that `begin` started; returned once. Their memory is valid until the next `begin`. Raises the error of filling them."""
+        """Returned once. Their memory is valid until the next `begin`. Raises the error of filling them."""
         ...
 
-    def close(self) -> None:
-        """End the threads."""
-        ...
+    def close(self) -> None: ...
 
 
 class NoGrammars:
-    """The masks of a runner without grammars. A step that needs one is refused, which ends only that sequence."""
+    """A step that needs a mask is refused, which ends only that sequence."""
 
     def start(self, started: Started) -> None:
         pass
@@ -77,5 +75,5 @@ class NoGrammars:
 
 
 def load_mask_kernel(mask: ApplyMasks) -> None:
-    """Apply one mask, so that the function behind `mask` is compiled or loaded now and not at the first request with a grammar."""
+    """Compiled or loaded now and not at the first request with a grammar."""
     mask(np.zeros((1, 32), dtype=np.float32), np.zeros(1, dtype=np.int64), np.full((1, 1), 2**32 - 1, dtype=np.uint32))

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class Model(Protocol):
-    """The interface that the runner needs of a loaded model; `tensor.models.decoder.DecoderModel` is one."""
+    """`tensor.models.decoder.DecoderModel` is one."""
 
     vocab_size: int
 
@@ -62,7 +62,7 @@ class Model(Protocol):
 
 
 class CompletedStep:
-    """The ticket of a step that is already computed, or has already raised."""
+    """Already computed, or it has already raised."""
 
     def __init__(self, outcome: Result | Exception) -> None:
         self._outcome = outcome
@@ -76,10 +76,8 @@ class CompletedStep:
 class ModelRunner:
     """One model, its KV cache and every slot's state. Used by one thread at a time.
 
-    max_num_seqs   number of slots, numbered from 0
     max_model_len  tokens of the longest sequence, prompt and output together
     draw           chooses the tokens of rows that are not greedy
-    mask           applies grammar masks
     masks          masks of sequences that have a grammar; None: a sequence with a grammar is refused
     """
 
@@ -105,21 +103,18 @@ class ModelRunner:
         self._upload = partial(upload_each, device=device)
 
     def submit(self, plan: Plan) -> CompletedStep:
-        """Compute the plan now. Never raises: the ticket's `result` raises the step's error."""
+        """Never raises: the ticket's `result` raises the step's error."""
         try:
             return CompletedStep(self.execute(plan))
         except Exception as error:
             return CompletedStep(error)
 
     def close(self) -> None:
-        """End the threads that fill masks. The garbage collector frees the rest."""
+        """The garbage collector frees all but the threads that fill masks."""
         self._masks.close()
 
     def execute(self, plan: Plan) -> Result:
-        """Apply the plan's changes, compute its rows, remember the sampled tokens.
-
-        Raises: the computation's error; EngineFatal if the device itself failed, after which no result of it can be trusted.
-        """
+        """Raises the computation's error; EngineFatal if the device itself failed, after which no result of it can be trusted."""
         try:
             with torch.inference_mode():
                 self._state.apply(plan)
@@ -154,7 +149,7 @@ class ModelRunner:
         return make_result(plan, sampling, sampled, prompts, errors)
 
     def _sample(self, rows: Rows, sampling: Ints, selected: Selection, hidden: Tensor, masks: RowMasks) -> Sampled:
-        """A token for each row in `sampling` [S], sampled from the logits of the row's last position."""
+        """For each row in `sampling` [S], from the logits of the row's last position."""
         if not len(sampling):
             return Sampled(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.bool_), NO_LOGPROBS)
         last = torch.from_numpy(selected.places(rows.row_starts[sampling + 1] - 1)).to(hidden.device)
@@ -165,7 +160,6 @@ class ModelRunner:
 
 
 CLOSE_TIMEOUT_S = 10.0
-"""Seconds that `close` waits for the step in progress."""
 
 
 class OverlappedRunner:
@@ -184,7 +178,7 @@ class OverlappedRunner:
         self._thread.start()
 
     def submit(self, plan: Plan) -> Future[Result]:
-        """Return at once. The ticket's `result` waits for the step and raises the step's error. Raises RuntimeError after `close`."""
+        """Returns at once. Raises RuntimeError after `close`."""
         if self._closed:
             raise RuntimeError("the runner is closed")
         ticket: Future[Result] = Future()
@@ -192,10 +186,8 @@ class OverlappedRunner:
         return ticket
 
     def close(self) -> None:
-        """Finish the step in progress, drop the steps not begun, end the thread.
-
-        A step that does not end in time is abandoned with a line in the log. The runner below then stays open, since the step uses it.
-        """
+        """A step that does not end in time is abandoned with a line in the log. The runner below then stays open, since the step uses
+        it."""
         if self._closed:
             return
         self._closed = True

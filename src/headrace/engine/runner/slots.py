@@ -18,27 +18,24 @@ Ints = NDArray[np.int64]
 
 
 def column(values: object) -> Ints:
-    """A plan's 32-bit column as int64 indices."""
     return np.frombuffer(values, dtype=np.int32).astype(np.int64)  # type: ignore[call-overload,no-any-return]
 
 
 class SlotPart(Protocol):
-    """A part of a runner's state by slot. Used by the runner's thread alone. Repeating `start` or `end` changes nothing."""
+    """Used by the runner's thread alone. Repeating `start` or `end` changes nothing."""
 
     def start(self, started: Started) -> None:
-        """The slot's sequence begins, or runs again with its outputs so far committed. Forget the slot's last sequence."""
+        """The slot's sequence begins, or runs again with its outputs so far committed."""
         ...
 
-    def end(self, slots: Ints) -> None:
-        """Forget these slots."""
-        ...
+    def end(self, slots: Ints) -> None: ...
 
     def commit(self, slots: Ints, token_ids: Ints) -> None:
-        """Add one sampled token to each of `slots` [N], which are all different."""
+        """One sampled token for each of `slots` [N], which are all different."""
         ...
 
     def retract(self, slot: int, token_ids: Ints) -> None:
-        """Remove the slot's last tokens, given as `token_ids`: their step was rolled back."""
+        """The slot's last tokens: their step was rolled back."""
         ...
 
 
@@ -47,11 +44,9 @@ class SlotState:
 
     token_ids        [N, L] int32, valid below `known`
     known            [N] number of known ids: given by `started`, or sampled by an earlier plan
-    num_prompt       [N] number of leading ids that are the prompt
     prompt_logprobs  [N] number of most likely tokens to list per prompt token; -1: prompt log-probabilities are not asked for
     failed           [N] whether the slot's last row failed, so that its next token will never be known
     tables           per KV group, [N, M] int32 block ids
-    table_width      M
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, num_groups: int, block_size: int) -> None:
@@ -79,7 +74,7 @@ class SlotState:
             table[slot] = 0
 
     def write_tables(self, plan: Plan) -> None:
-        """Apply the plan's block-table entries in order. The last entry for a place wins: a fork's copy over the shared block."""
+        """In order. The last entry for a place wins: a fork's copy over the shared block."""
         if not plan.table_slots:
             return
         groups, slots, indices, blocks = (
@@ -94,7 +89,7 @@ class SlotState:
             table.ravel()[places[last]] = blocks[mine[last]]
 
     def cache_places(self, token_slots: Ints, positions: Ints) -> list[Ints]:
-        """Per KV group, the KV slots [T] of these sequence slots and positions: block * block size + offset."""
+        """Per KV group, the KV slots [T]: block * block size + offset."""
         size = self.block_size
         return [table[token_slots, positions // size].astype(np.int64) * size + positions % size for table in self.tables]
 

@@ -16,14 +16,14 @@ from headrace.tensor.batch import KvCache
 
 
 class RunnerState:
-    """Everything that a runner remembers. slots: the state that batches are built from; parts: the rest (sampling, grammars)"""
+    """slots: what batches are built from; parts: the rest (sampling, grammars)"""
 
     def __init__(self, kv: KvCache, slots: SlotState, *parts: SlotPart) -> None:
         self.kv, self.slots = kv, slots
         self._parts: tuple[SlotPart, ...] = (slots, *parts)
 
     def apply(self, plan: Plan) -> None:
-        """Points 1 to 4 of `core.plan`. May be repeated. Raises ValueError, with nothing applied, for a move or draft it cannot do."""
+        """Points 1 to 4 of `core.plan`. Raises ValueError, with nothing applied, for a move or draft it cannot do."""
         failpoint("runner.apply")
         refuse_moves_but_copies(plan)
         refuse_drafts(plan)
@@ -37,10 +37,8 @@ class RunnerState:
             self.kv.copy_block(group, source, target)
 
     def rewind(self, rows: Rows, sampling: Ints) -> None:
-        """Forget tokens of a plan that was rolled back: those at or after a position that is about to be sampled again.
-
-        sampling  [S] the rows that sample
-        """
+        """Forget tokens of a plan that was rolled back: those at or after a position that is about to be sampled again. sampling: [S]
+        rows"""
         slots, ends = self.slots, rows.ends
         for row in sampling[slots.known[rows.slots[sampling]] > ends[sampling]]:
             slot = int(rows.slots[row])
@@ -49,7 +47,7 @@ class RunnerState:
                 part.retract(slot, stale)
 
     def commit(self, slots: Ints, token_ids: Ints, failed: Ints | NDArray[np.bool_]) -> None:
-        """Point 6 of `core.plan`: record one sampled token of each of `slots` [N]; the sequences of the slots `failed` are over."""
+        """Point 6 of `core.plan`. slots [N]: one sampled token each; the sequences of the slots `failed` are over"""
         for part in self._parts:
             part.commit(slots, token_ids)
         self.slots.failed[failed] = True

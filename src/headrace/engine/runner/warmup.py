@@ -20,7 +20,7 @@ from headrace.tensor.kernels import KernelCompiler
 log = logging.getLogger(__name__)
 
 _DECODE_ROWS = 4
-"""Sequences of the mixed step and of the last decode step: one per kind of sampling."""
+"""One per kind of sampling."""
 _PROMPT_TOKENS = 2
 
 
@@ -53,12 +53,11 @@ def warm_up(runner: _Runner, config: EngineConfig, *, max_model_len: int, vocab_
 
 
 def prompt_lengths(most: int) -> list[int]:
-    """4, 8, .. below `most`, and `most` itself."""
     return [*takewhile(lambda length: length < most, (2**power for power in range(2, 32))), most] if most else []
 
 
 def _prompts(tokens: int, longest: int, vocab_size: int) -> Plan:
-    """A step of this many tokens, in as few rows as the longest sequence allows."""
+    """In as few rows as the longest sequence allows."""
     sizes = [longest] * (tokens // longest) + ([tokens % longest] if tokens % longest else [])
     started = tuple(_started(slot, size, SamplingParams(temperature=0.0, seed=0), vocab_size) for slot, size in enumerate(sizes))
     return _plan([(slot, 0, size, 1) for slot, size in enumerate(sizes)], started=started)
@@ -103,14 +102,13 @@ def _plan(rows: list[tuple[int, int, int, int]], *, started: tuple[Started, ...]
 
 
 LOG_INTERVAL_S = 5.0
-"""Seconds between two lines of progress."""
 
 
 class CompileNotice:
-    """Called with the number of functions compiled so far, at each change. Logs at the first call, then every LOG_INTERVAL_S."""
+    """Called with the number of functions compiled so far. Logs at the first call, then every LOG_INTERVAL_S."""
 
     def __init__(self, kept: str, expected: int | None = None, clock: Clock = time.perf_counter) -> None:
-        """kept: where compiled kernels are kept, or why they are not, in words. expected: see `KernelCompiler`."""
+        """kept: where compiled kernels are kept, or why they are not, in words"""
         self._kept, self._expected, self._clock = kept, expected, clock
         self._began_s = self._logged_s = 0.0
         self._num_compiled: int | None = None
@@ -134,7 +132,7 @@ class CompileNotice:
 
 @contextmanager
 def log_compiling(compiler: KernelCompiler | None) -> Iterator[None]:
-    """Log the kernels that are compiled inside the block. compiler: the backend's; None: it compiles nothing."""
+    """Kernels that are compiled inside the block. compiler: None: the backend compiles nothing"""
     if compiler is None:
         yield
         return

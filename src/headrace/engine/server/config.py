@@ -23,10 +23,10 @@ from headrace.wire.tls.files import TlsRole, load_certificates
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessConfig:
-    """The options of an engine process beside its engine's. Fields that are no options are those of the supervisor's file.
+    """Fields that are no options are those of the supervisor's file.
 
-    token      the token that gateways must send; None on Unix sockets, which their directory protects
-    gpu        the GPU this engine keeps to, as in CUDA_VISIBLE_DEVICES; empty = the first that torch finds
+    token      None on Unix sockets, which their directory protects
+    gpu        as in CUDA_VISIBLE_DEVICES; empty = the first that torch finds
     block_key  secret (hex) of block hashes, derived from `site_key`; a supervisor passes only this one
     """
 
@@ -50,14 +50,14 @@ class ProcessConfig:
     block_key: str = field(default="", repr=False)
 
     def target(self) -> GrpcTarget:
-        """The address to listen on, with the token read and the certificates tried. Raises ConfigError."""
+        """With the token read and the certificates tried. Raises ConfigError."""
         target = target_of(self.address, token=self.token, token_file=self.token_file, tls_dir=self.tls_dir)
         if target.tls is not None:
             load_certificates(target.tls, TlsRole.ENGINE)
         return target
 
     def keep_to_share(self, engine: EngineConfig) -> EngineConfig:
-        """Bind this process to its CPUs and its GPU, and reduce the engine's memory share. Before anything counts CPUs or imports torch."""
+        """Before anything counts CPUs or imports torch."""
         if self.gpu:
             os.environ[VISIBLE] = self.gpu
         if self.cpus:  # empty on systems that cannot bind a process
@@ -66,12 +66,11 @@ class ProcessConfig:
 
 
 def load_process_config(path: str | Path) -> tuple[ProcessConfig, EngineConfig]:
-    """The values in a JSON file. Raises ConfigError naming the file or the key."""
     return process_config_from(read_json_object(path))
 
 
 def process_config_from(data: dict[str, object]) -> tuple[ProcessConfig, EngineConfig]:
-    """The checked values of plain data. Raises ConfigError naming the key."""
+    """Raises ConfigError naming the key."""
     engine = decode(EngineConfig, section(data, "engine"), "engine").checked()
     process = decode(ProcessConfig, data)
     check_options(process)
@@ -84,7 +83,7 @@ def process_config_from(data: dict[str, object]) -> tuple[ProcessConfig, EngineC
 
 
 def section(data: dict[str, object], key: str) -> Mapping[str, object]:
-    """Remove a nested object from `data` and return it. Raises ConfigError if it is missing or no object."""
+    """Remove a nested object from `data`. Raises ConfigError."""
     value = data.pop(key, None)
     if not isinstance(value, dict):
         raise ConfigError(key, "is missing" if value is None else "is not an object")

@@ -62,7 +62,7 @@ class Routes(Generic[Stream]):
         return len(self._by_request)
 
     def open(self, stream: Stream, handle: Handle, request_id: RequestId, epoch: int, indices: range) -> Route[Stream]:
-        """Open a route; an older attempt must be closed before. Raises ValueError if the request or the handle has a route already."""
+        """An older attempt must be closed before. Raises ValueError if the request or the handle has a route already."""
         if request_id in self._by_request or (stream, handle) in self._by_handle:
             raise ValueError(f"request {request_id} or handle {handle} is routed already")
         self._num_opened += 1
@@ -84,13 +84,12 @@ class Routes(Generic[Stream]):
         self._by_handle.pop((route.stream, route.handle), None)
 
     def sequence_ended(self, route: Route[Stream], index: int) -> None:
-        """Note that a sequence has ended. The last one closes the route."""
+        """The last one closes the route."""
         route.running.discard(index)
         if not route.running:
             self.close(route)
 
     def check(self) -> None:
-        """Raises AssertionError unless both maps hold the same open routes."""
         by_handle = {id(route) for route in self._by_handle.values()}
         assert {id(route) for route in self._by_request.values()} == by_handle, "a route is known by one name only"
         assert all(route.running for route in self._by_request.values()), "a finished route is still open"
@@ -101,10 +100,7 @@ Value = TypeVar("Value")
 
 
 class AsyncioOutbox:
-    """Passes updates from the engine's thread to the asyncio loop, once per step. Drops them once the asyncio loop is closed.
-
-    deliver  called on the asyncio loop with each step's updates; set by the service
-    """
+    """Updates are dropped once the asyncio loop is closed. deliver: called on that loop with each step's updates; set by the service"""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -119,7 +115,7 @@ class AsyncioOutbox:
 
 
 def call_unless_closed(loop: asyncio.AbstractEventLoop, call: Callable[[Value], None], value: Value) -> None:
-    """`call(value)` on the loop, from another thread. Does nothing if the loop is closed, even if that happens concurrently."""
+    """From another thread. Does nothing if the loop is closed, even if that happens concurrently."""
     try:
         loop.call_soon_threadsafe(call, value)
     except RuntimeError:
@@ -128,16 +124,14 @@ def call_unless_closed(loop: asyncio.AbstractEventLoop, call: Callable[[Value], 
 
 
 class ServedEngine(Protocol):
-    """The interface that the server needs of `engine.loop.Engine`. Every method may be called from any thread and returns at once."""
+    """`engine.loop.Engine` as the server needs it. Every method may be called from any thread and returns at once."""
 
     info: ModelInfo
 
     @property
     def clock(self) -> Clock: ...
 
-    def submit(self, request: EngineRequest) -> None:
-        """Hand a request in. Its updates come through the outbox, under the request's epoch."""
-        ...
+    def submit(self, request: EngineRequest) -> None: ...
 
     def cancel(self, request_id: RequestId) -> None: ...
 
@@ -147,10 +141,7 @@ class ServedEngine(Protocol):
 
 
 class RequestDispatcher:
-    """Open requests of one engine, over all streams. Lives on the asyncio loop.
-
-    draining  why no new request is taken; None: new requests are taken
-    """
+    """Open requests of one engine, over all streams. Lives on the asyncio loop. draining: why no new request is taken"""
 
     def __init__(self, engine: ServedEngine) -> None:
         self.draining: str | None = None
@@ -159,11 +150,10 @@ class RequestDispatcher:
 
     @property
     def num_open(self) -> int:
-        """Requests that have not ended."""
         return len(self._routes)
 
     def take(self, stream: GatewayStream, command: pb.Command) -> None:
-        """Carry out a gateway's command. Raises MalformedFrame, which ends the stream, for a command that breaks the format."""
+        """Raises MalformedFrame, which ends the stream."""
         check_known_fields("command", command)
         match command.WhichOneof("kind"):
             case "submit":
@@ -176,13 +166,12 @@ class RequestDispatcher:
                 raise MalformedFrame("a command of unknown kind")
 
     def cancel_all(self, stream: GatewayStream) -> None:
-        """Cancel all requests of a stream that has ended."""
         for route in self._routes.of_stream(stream):
             self._routes.close(route)
             self._engine.cancel(route.request_id)
 
     def deliver(self, updates: Updates) -> None:
-        """Put one step's updates into the unsent frames of their streams. Updates of a cancelled or replaced attempt are dropped."""
+        """Updates of a cancelled or replaced attempt are dropped."""
         for update in updates:
             route = self._routes.of_request(update.request_id)
             if route is None or route.attempt != update.epoch:
@@ -196,7 +185,6 @@ class RequestDispatcher:
                     self._routes.sequence_ended(route, update.index)
 
     def check(self, streams: Iterable[GatewayStream]) -> None:
-        """Raise AssertionError when a route is lost, or kept by a stream that is none of `streams`."""
         self._routes.check()
         known = sum(len(self._routes.of_stream(stream)) for stream in streams)
         assert known == len(self._routes), "a route outlived its stream"

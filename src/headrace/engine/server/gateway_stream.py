@@ -26,15 +26,11 @@ HELLO_TIMEOUT_S = 5.0
 
 
 class StreamLost(HeadraceError):
-    """The gateway left or lost its lease; the message says which."""
+    pass
 
 
 class GatewayStream:
-    """One gateway's stream.
-
-    context  grpc.aio's ServicerContext of Infer.Connect, raw bytes in both directions
-    clock    bounds how long a frame's commands occupy the event loop: a frame may hold 100,000 cancels, or a few very long prompts
-    """
+    """context: grpc.aio's ServicerContext of Infer.Connect; clock: bounds how long a frame's commands occupy the event loop"""
 
     def __init__(self, context: Any, *, on_command: Callable[[GatewayStream, pb.Command], None], clock: Clock = time.monotonic) -> None:
         self._context = context
@@ -52,18 +48,15 @@ class GatewayStream:
 
     @property
     def is_flushed(self) -> bool:
-        """Whether no answer waits or is being written."""
         return not self._is_writing and not self.unsent.has_answers
 
     def wake(self) -> None:
-        """Something was put into `unsent`."""
         self._wake.set()
 
     def check_lease(self, beat_s: float, lease_s: float, max_units: int) -> None:
         """End the stream if the gateway does not read: one write took longer than `lease_s`, or more than `max_units` units are unsent.
 
-        Called once per heartbeat. Time is counted in beats of `beat_s` seconds, not by a clock: a delay of this process itself is not the
-        gateway's fault.
+        Time is counted in beats of `beat_s` seconds, not by a clock: a delay of this process itself is not the gateway's fault.
         """
         if self._lost.done():
             return
@@ -76,12 +69,12 @@ class GatewayStream:
             self._lost.set_exception(StreamLost(f"lease lost: {self.unsent.num_units} unread units exceed {max_units}"))
 
     def end(self) -> None:
-        """Make `pump` return: the engine leaves."""
+        """The engine leaves."""
         if not self._lost.done():
             self._lost.set_result(None)
 
     async def read_hello(self) -> pb.ClientHello:
-        """Read the first frame. Raises MalformedFrame if it is no hello, StreamLost if it does not come in time."""
+        """Raises MalformedFrame if the first frame is no hello, StreamLost if it does not come in time."""
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 frame = await self._read_frame()
@@ -94,7 +87,7 @@ class GatewayStream:
         return frame.hello
 
     async def pump(self) -> None:
-        """Read and write until the gateway closes its side, or `end`. Raises StreamLost or MalformedFrame. Leaves no task behind."""
+        """Until the gateway closes its side, or `end`. Raises StreamLost or MalformedFrame. Leaves no task behind."""
         tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
         try:
             done, _ = await asyncio.wait([*tasks, self._lost], return_when=asyncio.FIRST_COMPLETED)

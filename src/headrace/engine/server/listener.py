@@ -31,38 +31,35 @@ log = logging.getLogger(__name__)
 FOLDER_PREFIX = "headrace-wire-"
 INNER_NAME = "grpc.sock"
 LOCK_NAME = "engine.lock"
-"""Name of the file that marks the directory as in use. Another name than "lock", which marks a deployment's directory (fleet/files.py)."""
+"""Another name than "lock", which marks a deployment's directory (fleet/files.py)."""
 
 HANDSHAKE_S = 5.0
-"""Seconds from the connection to the end of its handshake. A connection that takes longer is closed."""
 
 MAX_HANDSHAKES = 64
-"""Connections that may be in their handshake. One more is closed at once, so that strangers cannot take all descriptors."""
+"""One more connection is closed at once, so that strangers cannot take all descriptors."""
 
 REPEAT_S = 60.0
-"""Seconds until the same refusal of the same address is logged again: a gateway tries every second."""
+"""Until the same refusal of the same address is logged again: a gateway tries every second."""
 
 MAX_REFUSALS = 1024
-"""Refusals that are remembered for REPEAT_S; with more, all are forgotten and may be logged again."""
+"""With more, all are forgotten and may be logged again."""
 
 UNREAD_S = 2 * LEASE_S
-"""Seconds after which the system ends a connection whose other end acknowledges or reads nothing, such as a machine that lost its power. By
-then the gateway has lost its lease, and only the relay's sockets are freed."""
+"""Seconds after which the system ends a connection whose other end acknowledges or reads nothing, such as a machine that lost its power."""
 
 LINGER_S = 2.0
 """Seconds in which a connection that the gRPC server has closed may deliver the rest of its bytes: an engine that drains ends this way."""
 
 ACCEPT_PAUSE_S = 0.1
-"""Seconds to wait after a connection could not be accepted, for example for want of descriptors."""
 
 BACKLOG = 128
 
 TLS_HANDSHAKE = 0x16
-"""First byte of a TLS handshake; HTTP/2 begins with a letter."""
+"""HTTP/2 begins with a letter."""
 
 
 class HandshakeRefused(HeadraceError):
-    """A connection was closed before any byte was relayed. The message is logged, unless it is empty."""
+    """The message is logged, unless it is empty."""
 
 
 class CannotListen(HeadraceError):
@@ -70,10 +67,7 @@ class CannotListen(HeadraceError):
 
 
 class TcpListener:
-    """Listens at every address of the target's host; a connection ends when either side closes it.
-
-    inner  the socket, in a private directory, at which the gRPC server must listen before `start`
-    """
+    """inner: the socket, in a private directory, at which the gRPC server must listen before `start`"""
 
     def __init__(self, target: GrpcTarget, *, clock: Clock = time.monotonic) -> None:
         """Raises ConfigError if the certificates or the directory of temporary files cannot be used."""
@@ -88,14 +82,14 @@ class TcpListener:
         self._is_stopping = False
 
     async def start(self) -> str:
-        """Listen. Returns the address with its port. Raises CannotListen."""
+        """Returns the address with its port. Raises CannotListen."""
         self._sockets = await asyncio.to_thread(_listen, self._target)
         for listening in self._sockets:
             self._accept_from(listening)
         return f"{self._target.address.rpartition(':')[0]}:{self._sockets[0].getsockname()[1]}"
 
     def stop_accepting(self) -> None:
-        """Stop accepting. Called before the gRPC server stops, which could not answer a new connection any more. May be called again."""
+        """Before the gRPC server stops, which could not answer a new connection any more. May be called again."""
         self._is_stopping = True
         for listening in self._sockets:
             asyncio.get_running_loop().remove_reader(listening)
@@ -103,7 +97,7 @@ class TcpListener:
         self._sockets = []
 
     async def close(self) -> None:
-        """Stop accepting, and let connections that the gRPC server has closed deliver their last bytes."""
+        """Connections that the gRPC server has closed deliver their last bytes."""
         self.stop_accepting()
         if self._serving:
             await asyncio.wait(self._serving, timeout=LINGER_S)
@@ -113,7 +107,7 @@ class TcpListener:
         self._folder.remove()
 
     def _accept_from(self, listening: socket.socket) -> None:
-        """Accept through a reader callback. A task could be cancelled with a connection accepted that nothing would then close."""
+        """A task could be cancelled with a connection accepted that nothing would then close."""
         if not self._is_stopping:
             asyncio.get_running_loop().add_reader(listening, self._accept, listening)
 
@@ -148,7 +142,7 @@ class TcpListener:
                 log.debug("connection from %s: %s", host, error)
 
     async def _connect_inner(self, inner: socket.socket) -> None:
-        """Connect to the gRPC server. Raises HandshakeRefused with the reason: the gateway sees only a closed connection."""
+        """Raises HandshakeRefused with the reason: the gateway sees only a closed connection."""
         try:
             await asyncio.get_running_loop().sock_connect(inner, str(self.inner))
         except OSError as error:
@@ -157,7 +151,7 @@ class TcpListener:
             raise HandshakeRefused(f"this engine's gRPC server does not answer at {self.inner} ({error.strerror})") from error
 
     async def _shake_hands(self, connection: socket.socket, host: str) -> ByteStream:
-        """The connection's byte stream, after the TLS handshake if there is TLS. Raises HandshakeRefused or OSError."""
+        """Raises HandshakeRefused or OSError."""
         if self._num_handshakes >= MAX_HANDSHAKES:
             raise HandshakeRefused(f"{MAX_HANDSHAKES} connections have not finished their handshake yet")
         self._num_handshakes += 1
@@ -191,7 +185,7 @@ class TcpListener:
 
 
 def _set_options(connection: socket.socket) -> None:
-    """Set the socket's options. Raises OSError if the connection is gone already."""
+    """Raises OSError if the connection is gone already."""
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
@@ -199,8 +193,8 @@ def _set_options(connection: socket.socket) -> None:
 
 
 def _make_folder() -> LockedFolder:
-    """A new private directory. Directories left by killed engines are removed first. Raises ConfigError if its path is too long for a
-    socket or cannot be written."""
+    """Directories left by killed engines are removed first. Raises ConfigError if its path is too long for a socket or cannot be
+    written."""
     base = Path("the temporary directory")
     try:
         base = Path(tempfile.gettempdir())
@@ -215,7 +209,7 @@ def _make_folder() -> LockedFolder:
 
 
 def _listen(target: GrpcTarget) -> list[socket.socket]:
-    """A socket for each address of the target's host. Raises CannotListen."""
+    """Raises CannotListen."""
     try:
         sockets = listening_sockets(target.host, target.port, backlog=BACKLOG)
     except OSError as error:
@@ -226,7 +220,7 @@ def _listen(target: GrpcTarget) -> list[socket.socket]:
 
 
 def check_can_listen(target: GrpcTarget) -> None:
-    """Fail early if the address cannot be used: loading weights may take minutes.
+    """Fail early: loading weights may take minutes.
 
     Raises: CannotListen for a TCP address that is taken or not of this machine, ConfigError for a socket's directory that others may enter.
     """
@@ -237,7 +231,7 @@ def check_can_listen(target: GrpcTarget) -> None:
 
 
 class RefusalLog:
-    """Logs each reason of each address once in REPEAT_S."""
+    """Each reason of each address once in REPEAT_S."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -254,7 +248,7 @@ class RefusalLog:
 
 
 async def relay(gateway: ByteStream, server: ByteStream) -> None:
-    """Copy bytes in both directions until either stream ends. The server's last bytes are still delivered. Raises OSError."""
+    """Until either stream ends. The server's last bytes are still delivered. Raises OSError."""
     to_server = asyncio.ensure_future(_copy(gateway.recv, server.sendall))
     to_gateway = asyncio.ensure_future(_copy(server.recv, gateway.sendall))
     try:
@@ -271,10 +265,7 @@ async def relay(gateway: ByteStream, server: ByteStream) -> None:
 
 
 async def linger(connection: socket.socket) -> None:
-    """Shut down writing, and wait for the other end to close. Closing with unread bytes would discard bytes that are still under way.
-
-    Raises: OSError.
-    """
+    """Closing with unread bytes would discard bytes that are still under way. Raises OSError."""
     connection.shutdown(socket.SHUT_WR)
     with suppress(TimeoutError):
         async with asyncio.timeout(LINGER_S):
@@ -283,6 +274,6 @@ async def linger(connection: socket.socket) -> None:
 
 
 async def _copy(receive: Callable[[], Awaitable[bytes]], send: Callable[[bytes], Awaitable[None]]) -> None:
-    """Send received bytes before receiving more, so that a slow reader slows its sender."""
+    """Sent before more is received, so that a slow reader slows its sender."""
     while data := await receive():
         await send(data)

@@ -38,9 +38,8 @@ class EngineExitCode(IntEnum):
 
     DRAINED = 0
     ENGINE_DIED = 70
-    """The loop ended by itself, by a device-fatal error or a bug. A restart may help."""
+    """The loop ended by itself, by a device-fatal error or a bug."""
     CANNOT_LISTEN = 71
-    """The address is taken, or does not belong to this machine. A restart may help."""
     INTERRUPTED = 75
     """Stopped without a drain, or the drain time was over; open requests were cut."""
     REFUSED = 78
@@ -48,8 +47,6 @@ class EngineExitCode(IntEnum):
 
 
 class RunnableEngine(ServedEngine, Protocol):
-    """An engine whose loop this process runs."""
-
     def run(self) -> None: ...
 
     def stop(self) -> None: ...
@@ -58,15 +55,12 @@ class RunnableEngine(ServedEngine, Protocol):
 
 
 MakeEngine = Callable[[Callable[[Updates], None]], RunnableEngine]
-"""Builds the engine around its outbox. May take minutes; may raise ConfigError or CheckpointError."""
+"""May take minutes; may raise ConfigError or CheckpointError."""
 
 
 class LoopThread:
-    """Builds the engine and runs its loop in one thread, since the tensor library has thread-local state.
-
-    built  the engine, or the error of building it
-    ended  None when the loop has returned, the exception when it has died
-    """
+    """Builds and runs in one thread, since the tensor library has thread-local state. ended: None when the loop has returned, the exception
+    when it has died"""
 
     def __init__(self, make_engine: MakeEngine, bridge: AsyncioOutbox) -> None:
         self._loop = asyncio.get_running_loop()
@@ -101,13 +95,13 @@ class LoopThread:
 
 
 def run_process(make_engine: MakeEngine, config: ProcessConfig, leash: Leash) -> EngineExitCode:
-    """Serves until the process is drained, stopped or its loop dies. The caller passes the status to `leave`."""
+    """The caller passes the status to `leave`."""
     leash.watch()
     return asyncio.run(_run_until_stopped(make_engine, config, leash))
 
 
 def leave(code: EngineExitCode) -> None:
-    """Ends the process now: a step that hangs in its daemon thread must not hold up the interpreter's shutdown."""
+    """A step that hangs in its daemon thread must not hold up the interpreter's shutdown."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -153,7 +147,7 @@ async def _serve(make_engine: MakeEngine, config: ProcessConfig, leash: Leash, s
 
 
 def dump_plans(engine: RunnableEngine) -> str:
-    """On SIGUSR1: write the last plans to a file, log its path. Only this user can read it: plans hold prompts. For `headrace replay`."""
+    """Only this user can read the file: plans hold prompts. For `headrace replay`."""
     handle, path = tempfile.mkstemp(prefix="headrace-plans-", suffix=".hrplan")
     with os.fdopen(handle, "wb") as file:
         file.write(engine.recent_plans())
@@ -186,7 +180,7 @@ async def _until_end(service: EngineService, thread: LoopThread, stop: StopSigna
 
 
 def _death(service: EngineService, thread: LoopThread) -> BaseException | str | None:
-    """The error that ended the loop or the heartbeat; None while both run. Errors of the loop's thread are logged already."""
+    """None while both loop and heartbeat run. Errors of the loop's thread are logged already."""
     if thread.ended.done():
         return thread.ended.result() or "its loop ended"
     if not service.heartbeat.done():

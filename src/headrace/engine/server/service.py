@@ -51,8 +51,6 @@ Asked = TypeVar("Asked", pb.DrainRequest, pb.SnapshotRequest)
 
 
 class EngineService:
-    """Serves one engine at one address until `stop`."""
-
     def __init__(
         self,
         engine: ServedEngine,
@@ -64,10 +62,8 @@ class EngineService:
         lease_s: float = LEASE_S,
         max_unread: int = MAX_UNITS,
     ) -> None:
-        """
-        bridge    the outbox the engine was made with
-        replica   name of this replica, for hellos and messages
-        on_drain  called when an operator asks for a drain over the wire; default: `drain` itself
+        """replica               name of this replica, for hellos and messages
+        on_drain              called when an operator asks for a drain over the wire
         lease_s, max_unread   a gateway that takes nothing for this long, or leaves more units (of 32 bytes) unread, loses its stream
         """
         self._engine = engine
@@ -79,7 +75,7 @@ class EngineService:
         self._server: grpc.aio.Server | None = None
         self._listener: TcpListener | None = None
         self.address = target.address
-        """Where it listens. Port 0 is the port that was taken once it has started."""
+        """Port 0 is the port that was taken once it has started."""
         self._heartbeat: asyncio.Task[None] | None = None
         self._drained = asyncio.Event()
         self._wrong_token_due_s = -math.inf
@@ -93,22 +89,18 @@ class EngineService:
 
     @property
     def num_open(self) -> int:
-        """Requests that have not ended."""
         return self._dispatcher.num_open
 
     @property
     def heartbeat(self) -> asyncio.Task[None]:
-        """The heartbeat's task. A process whose heartbeat has ended must end too. Raises RuntimeError before `start`."""
+        """A process whose heartbeat has ended must end too. Raises RuntimeError before `start`."""
         if self._heartbeat is None:
             raise RuntimeError("the service was not started")
         return self._heartbeat
 
     async def start(self) -> None:
-        """Bind and serve.
-
-        Raises CannotListen if the address is taken, ConfigError for a socket directory open to others, and for certificates or a directory
-        of temporary files that cannot be used.
-        """
+        """Raises CannotListen if the address is taken, ConfigError for a socket directory open to others, and for certificates or a
+        directory of temporary files that cannot be used."""
         if self._target.path is not None:
             check_private(self._target.path)
             self._target.path.unlink(missing_ok=True)
@@ -134,8 +126,7 @@ class EngineService:
         return server
 
     async def stop(self) -> None:
-        """End every stream, and cancel its open requests. For STREAMS_END_S they may end in order: a gateway then can read what was
-        written."""
+        """For STREAMS_END_S streams may end in order: a gateway then can read what was written. Open requests are cancelled."""
         if self._heartbeat is not None:
             self._heartbeat.cancel()
             await asyncio.gather(self._heartbeat, return_exceptions=True)
@@ -151,7 +142,7 @@ class EngineService:
             self._target.path.unlink(missing_ok=True)
 
     def drain(self, reason: str) -> None:
-        """Take no new request from now on, and say so to the gateways. Running requests go on; `drained` waits for them."""
+        """Running requests go on; `drained` waits for them."""
         if self._dispatcher.draining is None:
             self._dispatcher.draining = reason
             for stream in self._streams:
@@ -160,7 +151,7 @@ class EngineService:
             self._note_drained()
 
     async def drained(self, timeout_s: float) -> bool:
-        """Wait until a drain has no open request and everything is sent. False: not within `timeout_s` seconds."""
+        """Until no request is open and everything is sent. False: not within `timeout_s` seconds."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._drained.wait()
@@ -171,13 +162,12 @@ class EngineService:
         return True
 
     def check(self) -> None:
-        """Raises AssertionError when a route is lost or kept by a stream that ended."""
         self._dispatcher.check(self._streams)
 
     # the wire's side
 
     def _handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
-        """Handlers for raw bytes. Parsing is done here, so that a malformed frame ends with a clean status."""
+        """For raw bytes: parsing is done here, so that a malformed frame ends with a clean status."""
         infer = {"Connect": grpc.stream_stream_rpc_method_handler(self._connect)}
         control = {
             "Drain": grpc.unary_unary_rpc_method_handler(self._control_drain),
@@ -186,7 +176,7 @@ class EngineService:
         return (grpc.method_handlers_generic_handler(INFER, infer), grpc.method_handlers_generic_handler(CONTROL, control))
 
     async def _connect(self, _requests: object, context: Any) -> None:
-        """Infer.Connect: one gateway, from hello to hang-up."""
+        """One gateway, from hello to hang-up."""
         await self._authorize(context)
         stream = GatewayStream(context, on_command=self._take_command)
         status: tuple[grpc.StatusCode, str] | None = None
@@ -211,7 +201,7 @@ class EngineService:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the engine's token is missing or wrong")
 
     def _log_wrong_token(self) -> None:
-        """Log at most once a minute: a gateway tries every second."""
+        """At most once a minute: a gateway tries every second."""
         now = asyncio.get_running_loop().time()
         if now >= self._wrong_token_due_s:
             self._wrong_token_due_s = now + REPEAT_S
@@ -242,13 +232,11 @@ class EngineService:
     # the engine's side
 
     def _deliver(self, updates: Updates) -> None:
-        """Send one step's updates, each to the stream of its attempt, and the load to all streams."""
         self._dispatcher.deliver(updates)
         self._send_load()
         self._note_drained()
 
     def _send_load(self) -> LoadSnapshot:
-        """Send the current load to all streams."""
         load = self._engine.snapshot()
         for stream in self._streams:
             stream.unsent.put_load(load, stream.num_submits, stream.last_ping)
@@ -264,7 +252,7 @@ class EngineService:
             await asyncio.sleep(HEARTBEAT_S)
 
     def _send_weights_digest(self) -> None:
-        """Send the weights' digest to all streams, once, if the engine computed it after the service began."""
+        """Once, if the engine computed it after the service began."""
         digest = self._engine.info.numerics.get(WEIGHTS, "")
         if digest == self.hello.model.numerics.get(WEIGHTS, ""):
             return
@@ -296,7 +284,7 @@ class EngineService:
         return reply.SerializeToString()
 
     async def _read_control(self, kind: type[Asked], data: bytes, context: Any) -> Asked:
-        """An operator's request. Ends the call with a status if the token is wrong or the message is of another version."""
+        """Ends the call with a status if the token is wrong or the message is of another version."""
         await self._authorize(context)
         try:
             asked = kind.FromString(data)

@@ -17,34 +17,30 @@ from headrace.core.update import SequenceUpdate
 UNIT_BYTES = 32
 
 UPDATE_UNITS = 24
-"""Units charged for each waiting update, merged or not, beside its contents: for the object, and the map's entry."""
+"""For each waiting update beside its contents: the object, and the map's entry."""
 
 POSITION_UNITS, ALTERNATIVE_UNITS = 8, 3
-"""Units charged for the log-probabilities of a position that are still objects, and for each alternative."""
+"""For log-probabilities of a position that are still objects, and for each alternative."""
 
 COLUMNS_UNITS = 24
-"""Units charged for merged log-probabilities, and again for those of the prompt, beside a unit per entry: six arrays."""
+"""For merged log-probabilities, and again for those of the prompt, beside a unit per entry: six arrays."""
 
 FACTS_UNITS = 12
-"""Units charged for an end, or for a first token's facts, beside the end's message."""
+"""For an end, or a first token's facts, beside the end's message."""
 
 MAX_MERGED_ENTRIES = 4096
-"""Entries from which on a merged update takes no further ones, since a frame is filled with whole updates."""
+"""From here on a merged update takes no further ones, since a frame is filled with whole updates."""
 
 PAGE_POSITIONS = 1024
-"""A long prompt's log-probabilities are split after this many positions, so that one frame need not hold all of them."""
+"""A long prompt's log-probabilities are split, so that one frame need not hold all of them."""
 
 
 class UnreadUpdate:
-    """Consecutive updates of one sequence, merged into one."""
+    """Consecutive updates of one sequence, merged. num_entries: its size in a frame; num_units: its charge in memory"""
 
     __slots__ = ("_facts", "_logprobs", "_prompt_logprobs", "_token_ids", "num_entries", "num_units")
 
     def __init__(self, update: SequenceUpdate) -> None:
-        """
-        num_entries  the update's size in a frame
-        num_units    the update's charge in memory units
-        """
         self._facts = SequenceUpdate(update.request_id, update.epoch, update.index)  # all but tokens and log-probabilities
         self._token_ids = array("i")
         self._logprobs: LogprobColumns | None = None
@@ -74,7 +70,7 @@ class UnreadUpdate:
         return wide_columns()
 
     def _keep_facts(self, update: SequenceUpdate) -> None:
-        """Take over the update's facts. A first token's facts stay as they first came; the end is taken from the last update."""
+        """A first token's facts stay as they first came; the end is taken from the last update."""
         cached, queue_time_s = self._facts.num_cached_tokens, self._facts.queue_time_s
         self._facts = update._replace(
             token_ids=(),
@@ -91,11 +87,10 @@ class UnreadUpdate:
 
 
 Unread = SequenceUpdate | list[UnreadUpdate]
-"""The waiting output of one sequence: one update as it came, or merged ones."""
 
 
 def put(unread: Unread | None, update: SequenceUpdate) -> tuple[Unread, int]:
-    """`unread` with `update` added, and the units added. Raises ValueError if the update belongs to another sequence."""
+    """Also returns the units added. Raises ValueError if the update belongs to another sequence."""
     if isinstance(unread, list):
         return unread, _merge(unread, update)
     if unread is None and len(update.prompt_logprobs) <= PAGE_POSITIONS:
@@ -108,7 +103,7 @@ def put(unread: Unread | None, update: SequenceUpdate) -> tuple[Unread, int]:
 
 
 def take(unread: Unread, max_entries: int) -> tuple[SequenceUpdate, list[UnreadUpdate]]:
-    """(one update for a frame, the updates that stay). Takes all, or as many leading ones as it takes to reach `max_entries`."""
+    """(one update for a frame, the updates that stay): all, or as many leading ones as it takes to reach `max_entries`."""
     if not isinstance(unread, list):
         return unread, []
     count = num_entries = 0
@@ -126,7 +121,7 @@ def num_units(unread: Unread) -> int:
 
 
 def units_alone(update: SequenceUpdate) -> int:
-    """Units charged for an update that waits unmerged: its tokens take 40 bytes each."""
+    """Units of an update that waits unmerged: its tokens take 40 bytes each."""
     units = UPDATE_UNITS + 2 * len(update.token_ids)
     if update.logprobs or update.prompt_logprobs:
         positions = [*update.logprobs, *update.prompt_logprobs]
@@ -137,13 +132,13 @@ def units_alone(update: SequenceUpdate) -> int:
 
 
 def num_entries(update: SequenceUpdate) -> int:
-    """The update's size in a frame: tokens, log-probabilities, alternatives, and the units of its facts."""
+    """Its size in a frame: tokens, log-probabilities, alternatives, and the units of its facts."""
     num_logprobs = sum([_num_entries(positions) for positions in (update.logprobs, update.prompt_logprobs) if positions])
     return len(update.token_ids) + num_logprobs + (_num_fact_units(update) if _has_facts(update) else 0)
 
 
 def _merge(unread: list[UnreadUpdate], update: SequenceUpdate) -> int:
-    """Merge the update into the last one, or append it. Returns the units added."""
+    """Into the last one, or appended. Returns the units added."""
     if len(update.prompt_logprobs) > PAGE_POSITIONS:
         return sum([_merge(unread, page) for page in _pages(update)])
     if not unread or unread[-1].num_entries >= MAX_MERGED_ENTRIES:
@@ -156,17 +151,16 @@ def _merge(unread: list[UnreadUpdate], update: SequenceUpdate) -> int:
 
 
 def _has_facts(update: SequenceUpdate) -> bool:
-    """Whether the update has facts. The other facts (`stop_token_id`, `error`, `stages`) come only with an end."""
+    """The other facts (`stop_token_id`, `error`, `stages`) come only with an end."""
     return update.finish is not None or update.num_cached_tokens is not None or update.queue_time_s is not None
 
 
 def _num_fact_units(update: SequenceUpdate) -> int:
-    """Units charged for an update's facts, both in memory and in a frame."""
+    """Both in memory and in a frame."""
     return FACTS_UNITS + (0 if update.error is None else 1 + sys.getsizeof(update.error) // UNIT_BYTES)
 
 
 def _extend(columns: LogprobColumns, positions: Sequence[TokenLogprobs]) -> int:
-    """Append the positions to the columns. Returns the entries added."""
     before = len(columns.token_ids) + len(columns.top_ids)
     if isinstance(positions, LogprobColumns) and positions.logprobs.typecode == "d":
         columns.extend(positions)
@@ -183,7 +177,7 @@ def _num_entries(positions: Sequence[TokenLogprobs]) -> int:
 
 
 def _pages(update: SequenceUpdate) -> Iterator[SequenceUpdate]:
-    """The update split into pages of prompt log-probabilities. Tokens and the end are in the last page."""
+    """Tokens and the end are in the last page."""
     entries = update.prompt_logprobs
     while len(entries) > PAGE_POSITIONS:
         yield SequenceUpdate(request_id=update.request_id, epoch=update.epoch, index=update.index, prompt_logprobs=entries[:PAGE_POSITIONS])

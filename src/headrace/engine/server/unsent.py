@@ -21,25 +21,20 @@ from headrace.wire.codec import encode_load, encode_rejected, encode_updates
 from headrace.wire.service import Handle
 
 MAX_UNITS = (32 << 20) // UNIT_BYTES
-"""Most that may be unsent to one gateway: 32 MiB, in units of 32 bytes."""
+"""32 MiB, in units of 32 bytes."""
 
 REFUSAL_UNITS, REFUSAL_BYTES_PER_UNIT = 16, 16
-"""A refusal is charged 16 units (512 bytes, which the shortest refusal takes), and a unit of 32 bytes for every 16 bytes of its encoding,
-since its memory grows by twice the encoding's length."""
+"""The shortest refusal takes 512 bytes, and its memory grows by twice the encoding's length."""
 
 FRAME_ENTRIES = 2**15
-"""Most tokens and log-probability entries in the updates of one frame, about. Such a frame is smaller than 1 MiB even when every entry is
-an alternative of a token."""
+"""About. Such a frame is smaller than 1 MiB even when every entry is an alternative of a token."""
 
 MAX_REJECTED_BYTES = 2**20
-"""Most bytes of refusals in one frame. A larger refusal is the only one of its frame."""
+"""A larger refusal is the only one of its frame."""
 
 
 class UnsentFrames:
-    """Updates, refusals and load of one gateway, from `put...` until `take` puts them into a frame.
-
-    Not thread-safe: used on the server's event loop only.
-    """
+    """From `put...` until `take` puts it into a frame. Used on the server's event loop only."""
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[Handle, int], Unread] = {}
@@ -53,7 +48,7 @@ class UnsentFrames:
 
     @property
     def num_units(self) -> int:
-        """Memory of the unsent updates and refusals, in units of 32 bytes; the caller compares it with MAX_UNITS."""
+        """The caller compares it with MAX_UNITS."""
         return self._num_row_units + self._num_refusal_units
 
     @property
@@ -62,7 +57,7 @@ class UnsentFrames:
 
     @property
     def has_answers(self) -> bool:
-        """Whether updates or refusals are unsent, which requests wait for. A load snapshot is not an answer."""
+        """Which requests wait for. A load snapshot is not an answer."""
         return bool(self._waiting or self._rejected)
 
     def put(self, handle: Handle, update: SequenceUpdate) -> None:
@@ -80,7 +75,7 @@ class UnsentFrames:
         self._num_refusal_units += _refusal_units(num_bytes)
 
     def put_load(self, load: LoadSnapshot, submits_seen: int, pings_seen: int = 0) -> None:
-        """Keep a load snapshot for the next frame. An earlier unsent snapshot is dropped."""
+        """An earlier unsent snapshot is dropped."""
         self._load, self._submits_seen, self._pings_seen = load, submits_seen, pings_seen
 
     def put_draining(self, reason: str) -> None:
@@ -90,12 +85,12 @@ class UnsentFrames:
         self._weights_digest = digest
 
     def forget(self, handle: Handle) -> None:
-        """Drop the unsent updates of a request that its gateway cancelled."""
+        """Its gateway cancelled it."""
         for key in [key for key in self._waiting if key[0] == handle]:
             self._num_row_units -= num_units(self._waiting.pop(key))
 
     def take(self) -> pb.EngineFrame | None:
-        """The next frame, with at most about FRAME_ENTRIES entries and MAX_REJECTED_BYTES of refusals; None when nothing is unsent."""
+        """None when nothing is unsent."""
         if self.is_empty:
             return None
         frame = pb.EngineFrame(rejected=self._take_rejected())
@@ -112,7 +107,6 @@ class UnsentFrames:
         return frame
 
     def _take_rejected(self) -> list[pb.Rejected]:
-        """The oldest refusals, up to MAX_REJECTED_BYTES."""
         taken: list[pb.Rejected] = []
         num_bytes = 0
         while self._rejected:
@@ -126,10 +120,7 @@ class UnsentFrames:
         return taken
 
     def _take_rows(self) -> Iterator[tuple[Handle, SequenceUpdate]]:
-        """The updates of one frame, sequence by sequence, until the frame is full.
-
-        A sequence whose update fits only in part goes to the end of the queue, so that a long answer does not hold back the others.
-        """
+        """A sequence whose update fits only in part goes to the end of the queue, so that a long answer does not hold back the others."""
         if self._num_row_units - UPDATE_UNITS * len(self._waiting) <= FRAME_ENTRIES:  # an entry is at least a unit: all of it fits
             waiting, self._waiting, self._num_row_units = self._waiting, {}, 0
             for (handle, _), unread in waiting.items():

@@ -4,8 +4,8 @@
     prompt that begins with stored blocks --HOST_IN under a lease--> cached blocks; the sequence waits meanwhile, as for a prerequisite
 
 A sequence never depends on its transfer. It computes its prompt when blocks are short, when the transfer's time is over, or when its slots
-were needed. No engine is composed with a tier, since no runner but the simulator's has memory to move blocks to. The tests show that plans,
-leases and results carry such moves. Limit: the search for idle blocks reads past all blocks that are stored already.
+were needed. No engine is composed with a tier, since no runner but the simulator's has memory to move blocks to. Limit: the search for
+idle blocks reads past all blocks that are stored already.
 """
 
 from __future__ import annotations
@@ -27,15 +27,13 @@ GROUP = 0
 
 @dataclass(slots=True)
 class _Out:
-    """A block being copied to a slot."""
-
     identity: BlockHash
     slot: int
 
 
 @dataclass(slots=True)
 class _In:
-    """Host slots being copied to blocks, in the lease's order. waiting: the sequence that waits for them; None: it gave up"""
+    """Host slots being copied to blocks, in the lease's order. waiting: None when the sequence gave up"""
 
     identities: list[BlockHash]
     slots: list[int]
@@ -51,8 +49,7 @@ class TierCounters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTierConfig:
-    """num_slots  blocks that host memory holds
-    idle_s     a block unused for this long is copied out
+    """idle_s     a block unused for this long is copied out
     lease_s    time limit of a transfer
     max_outs   blocks copied out at once; none of them can be evicted meanwhile
     """
@@ -68,7 +65,6 @@ class _Slots:
     """The slots of host memory.
 
     stored   identity -> slot that holds it, roughly the least recently used first
-    used_at  slot -> when its block was last used, in seconds
     readers  slot -> number of transfers that read it; a slot that is read is not reused
     """
 
@@ -78,10 +74,8 @@ class _Slots:
     readers: Counter[int] = field(default_factory=Counter)
 
     def take(self, used_at: float) -> int | None:
-        """A slot for a block last used at `used_at`: a free one, else the oldest unread slot if its block is older, else None.
-
-        A block does not replace one of the same age: two such blocks would replace each other for ever.
-        """
+        """A slot for a block last used at `used_at`. A block does not replace one of the same age: two such blocks would replace each other
+        for ever."""
         if self.free:
             return self.free.pop()
         identity = next((identity for identity, slot in self.stored.items() if not self.readers[slot]), None)
@@ -91,7 +85,7 @@ class _Slots:
 
 
 class HostTier:
-    """Decides which blocks move between device and host. All methods run on the loop's thread, `plan` while a step is planned."""
+    """All methods run on the loop's thread, `plan` while a step is planned."""
 
     def __init__(self, kv: KvManager, config: HostTierConfig) -> None:
         if len(kv.groups) != 1 or kv.groups[GROUP].window is not None:
@@ -108,15 +102,14 @@ class HostTier:
     # what a sequence waits for
 
     def fetch(self, seq: Sequence) -> bool:
-        """Whether a new sequence has to wait for host slots, which hold the blocks after its prefix hits. `plan` or `moves_done` returns
-        the sequence once when its wait is over."""
+        """`plan` or `moves_done` returns the sequence once when its wait is over."""
         if seq.needs_prompt_logprobs or any(seq.blocks) or not self._stored_after_hits(seq):
             return False
         self._asking.append(seq)
         return True
 
     def _stored_after_hits(self, seq: Sequence) -> list[BlockHash]:
-        """Identities to copy in: those after the sequence's hits on the device, up to the first that neither device nor host holds."""
+        """The blocks after the hits on the device, up to the first that neither device nor host holds."""
         if not self._slots.stored:
             return []
         found: list[BlockHash] = []
@@ -130,7 +123,7 @@ class HostTier:
     # what moves
 
     def plan(self, step: StepBuilder, now: float) -> list[Sequence]:
-        """Add transfers to the plan being made. Returns sequences that need not wait any more."""
+        """Returns sequences that need not wait any more. If a transfer ends later, its blocks are cached all the same."""
         ready = self._give_up_overdue()
         asking, self._asking = self._asking, []
         ready += [seq for seq in asking if seq.state is SeqState.BLOCKED and not self._begin_in(seq, step, now)]
@@ -138,7 +131,6 @@ class HostTier:
         return ready
 
     def _give_up_overdue(self) -> list[Sequence]:
-        """Sequences whose transfer is overdue. If the transfer ends later, its blocks are cached all the same."""
         ready = []
         for lease, move in self._ins.items():
             if lease.is_overdue and move.waiting is not None:
@@ -148,7 +140,7 @@ class HostTier:
         return ready
 
     def _begin_in(self, seq: Sequence, step: StepBuilder, now: float) -> bool:
-        """Begin to copy the sequence's blocks in. False: no host slot holds any, or too few blocks are available to copy to."""
+        """False: no host slot holds any, or too few blocks are available to copy to."""
         identities = self._stored_after_hits(seq)
         if not identities:
             return False
@@ -182,7 +174,7 @@ class HostTier:
             self._outs[lease] = _Out(identity, slot)
 
     def _idle_blocks(self, now: float) -> list[tuple[int, float]]:
-        """Idle cached blocks that no slot holds or is about to hold, the oldest first, each with the time of its last use."""
+        """Without those that a slot holds or is about to hold, the oldest first, each with the time of its last use."""
         known = {*self._slots.stored, *(move.identity for move in self._outs.values())}
         old = takewhile(lambda entry: now - entry[1] >= self.config.idle_s, self._pool.idle_since())
         return [(block, last_used) for block, last_used in old if self._pool.identity(block) not in known]
@@ -190,7 +182,7 @@ class HostTier:
     # what has moved
 
     def moves_done(self, leases: Iterable[Lease]) -> list[Sequence]:
-        """Finish these transfers. Returns sequences that need not wait any more."""
+        """Returns sequences that need not wait any more."""
         ready: list[Sequence] = []
         for lease in leases:
             if lease in self._outs:
@@ -205,7 +197,7 @@ class HostTier:
         self.counters.blocks_out += 1
 
     def _end_in(self, lease: Lease, move: _In) -> list[Sequence]:
-        """Cache the blocks copied in. A block computed elsewhere meanwhile is not cached, and is free when the lease is released."""
+        """A block computed elsewhere meanwhile is not cached, and is free when the lease is released."""
         for identity, slot, block in zip(move.identities, move.slots, lease.blocks, strict=True):
             self._pool.register(block, identity)
             self._slots.readers[slot] -= 1
@@ -215,7 +207,6 @@ class HostTier:
     # invariants
 
     def check(self) -> None:
-        """Raise AssertionError unless every slot has one place and every transfer a lease in flight."""
         held = self._slots
         slots = [*held.free, *held.stored.values(), *(move.slot for move in self._outs.values())]
         assert sorted(slots) == list(range(self.config.num_slots)), "a host slot was lost, or is in two places"

@@ -6,8 +6,6 @@
 
 A block that a transfer may still read or write is never given to another owner because time has passed. An overdue lease ends when the
 runner reports its moves, or with the engine; until then its blocks are used, and `num_overdue_blocks` counts them.
-
-A release of what is not leased, or a report of a move that is not in flight, is a bug of ours: `LeaseError`.
 """
 
 from __future__ import annotations
@@ -23,16 +21,14 @@ MAX_MOVE_ID = 2**31 - 1
 
 
 class LeaseError(EngineFatal):
-    """Leases were used wrongly. The engine ends, since going on could give a block to two owners."""
+    """A bug of ours: going on could give a block to two owners."""
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
     """Blocks of one group, owned by a transfer.
 
-    owner     the transfer's purpose, for messages
     deadline  in seconds, on the clock that is passed to the scheduler
-    moves     ids of its moves in flight
     """
 
     owner: str
@@ -44,8 +40,6 @@ class Lease:
 
 
 class Leases:
-    """Every lease on these pools' blocks."""
-
     def __init__(self, pools: Sequence[BlockPool]) -> None:
         self._pools = pools
         self._leases: dict[Lease, None] = {}
@@ -59,11 +53,11 @@ class Leases:
 
     @property
     def has_moves(self) -> bool:
-        """Whether moves of leases that are not overdue are in flight, so that the runner should be asked for them."""
+        """Whether the runner should be asked for moves: those of leases that are not overdue."""
         return any(lease.moves and not lease.is_overdue for lease in self._leases)
 
     def num_overdue_blocks(self, group: int) -> int:
-        """Blocks of overdue leases. Such blocks may never be free again, so a request that needs them is refused."""
+        """Such blocks may never be free again, so a request that needs them is refused."""
         return sum(len(lease.blocks) for lease in self._leases if lease.is_overdue and lease.group == group)
 
     def is_in_flight(self, move_id: int) -> bool:
@@ -72,7 +66,7 @@ class Leases:
     # changes
 
     def lease(self, group: int, blocks: Iterable[int], owner: str, deadline: float) -> Lease:
-        """Own these used or cached blocks beside their other owners. A lease does not count as a use, so the blocks' age stays."""
+        """Own these used or cached blocks beside their other owners. It does not count as a use, so the blocks' age stays."""
         lease = Lease(owner, group, tuple(blocks), deadline)
         for block in lease.blocks:
             self._pools[group].lend(block)
@@ -80,14 +74,13 @@ class Leases:
         return lease
 
     def lease_fresh(self, group: int, count: int, owner: str, deadline: float) -> Lease:
-        """`count` blocks to write to. The caller asked `num_available` first."""
+        """The caller asked `num_available` first."""
         pool = self._pools[group]
         lease = Lease(owner, group, tuple(pool.take() for _ in range(count)), deadline)
         self._leases[lease] = None
         return lease
 
     def begin_move(self, lease: Lease) -> int:
-        """The id under which a move of one of the lease's blocks is planned."""
         self._require(lease)
         if len(self._moves) >= MAX_MOVE_ID:
             raise LeaseError("every move id is in flight")
@@ -100,7 +93,7 @@ class Leases:
         return self._last_move_id
 
     def moves_done(self, move_ids: Iterable[int]) -> list[Lease]:
-        """End the moves that the runner reports. Returns the leases whose last move ended; the caller releases them."""
+        """Returns the leases whose last move ended; the caller releases them."""
         finished: list[Lease] = []
         for move_id in move_ids:
             lease = self._moves.pop(move_id, None)
@@ -112,7 +105,7 @@ class Leases:
         return finished
 
     def release(self, lease: Lease) -> None:
-        """Give the blocks back, tail first. Each is reusable once no sequence owns it and no uncommitted plan names it."""
+        """Blocks go tail first. Each is reusable once no sequence owns it and no uncommitted plan names it."""
         self._require(lease)
         if lease.moves:
             raise LeaseError(f"the lease of {lease.owner} on blocks {lease.blocks} was released with moves in flight: {lease.moves}")
@@ -121,7 +114,7 @@ class Leases:
             self._pools[lease.group].drop(block)
 
     def expire(self, now: float) -> None:
-        """End the leases past their deadline: release those without moves in flight, and mark the others overdue."""
+        """Leases without moves in flight are released, the others marked overdue."""
         for lease in [lease for lease in self._leases if lease.deadline <= now]:
             if lease.moves:
                 lease.is_overdue = True
@@ -141,5 +134,4 @@ class Leases:
         assert sum(len(lease.moves) for lease in self._leases) == len(self._moves), "a move without a lease"
 
     def owned(self, group: int) -> Counter[int]:
-        """block -> leases that own it."""
         return Counter(block for lease in self._leases if lease.group == group for block in lease.blocks)

@@ -23,9 +23,6 @@ from headrace.policy.step_builder import StepBuilder
 class KvManager:
     """Owns one `BlockPool` per KV group.
 
-    groups, num_blocks  the model's groups and their pools' sizes, pad block included
-    key                 secret of the block hashes
-    model_digest, kv_dtype  as in `chain_root`
     adapter_digests     name -> content digest of the adapters that requests may name. Hashes use the digest: a name may be loaded anew
     cached_share        part of a pool that a tenant's cached blocks may be before they are evicted first (`CachedShares`)
     caching             False: no block is registered and none is found (the reference implementation)
@@ -59,11 +56,11 @@ class KvManager:
 
     @property
     def has_pending_free(self) -> bool:
-        """Whether commits of planned steps will free blocks, so that no sequence has to be preempted for them."""
+        """Commits of planned steps will free blocks, so that no sequence has to be preempted for them."""
         return any(pool.num_pending_free for pool in self.pools)
 
     def shortage(self, num_tokens: int, step_tokens: int) -> str | None:
-        """Why a sequence of `num_tokens` tokens can never fit; None when it can. step_tokens: held beyond a window by uncommitted steps"""
+        """Why it can never fit; None when it can. step_tokens: held beyond a window by uncommitted steps"""
         for index, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
             resident = num_tokens if group.window is None else min(num_tokens, group.window + step_tokens)
             needed = self.blocks_for(resident) + (group.window is not None)
@@ -76,21 +73,20 @@ class KvManager:
         return -(-num_tokens // self.block_size)
 
     def num_allocated(self, seq: Sequence) -> int:
-        """Positions that the sequence's blocks have room for; the sequence's limit for a model without KV groups."""
+        """The sequence's limit for a model without KV groups."""
         return min(map(len, seq.blocks)) * self.block_size if seq.blocks else seq.limit
 
     def num_held(self, seq: Sequence) -> int:
-        """Blocks that the sequence holds in the group where it holds most. A shared block counts in full for each of its sequences."""
+        """In the group where it holds most. A shared block counts in full for each of its sequences."""
         held = (len(seq.blocks[i]) - (0 if window is None else seq.blocks[i].count(PAD_BLOCK)) for i, window, _ in self._by_group)
         return max(held, default=0)
 
     def num_that_may_grow(self, sequences: Iterable[Sequence]) -> int:
-        """The number of these sequences that may need another block before they end."""
         size = self.block_size
         return sum([1 for seq in sequences if len(seq.blocks[0]) * size < seq.limit]) if self.pools else 0
 
     def num_hit_tokens(self, seq: Sequence) -> int:
-        """Leading tokens whose KV could be reused. At least one token is always computed: it gives the logits."""
+        """At least one token is always computed: it gives the logits."""
         if not (self.caching and seq.uses_prefix_cache):
             return 0
         limit = (len(seq.tokens) - 1) // self.block_size
@@ -99,18 +95,17 @@ class KvManager:
         return hits * self.block_size
 
     def hashes_after_hits(self, seq: Sequence) -> list[BlockHash]:
-        """Identities of the full prompt blocks after the prefix hits: the prompt's blocks that are not cached on the device."""
+        """The prompt's full blocks that are not cached on the device."""
         if not (self.caching and seq.uses_prefix_cache):
             return []
         hits = self.num_hit_tokens(seq) // self.block_size
         return seq.hashes[hits : (len(seq.tokens) - 1) // self.block_size]
 
     def hashes_before(self, seq: Sequence, last: BlockHash) -> list[BlockHash]:
-        """Identities of the sequence's blocks before the block `last`, which must be one of the sequence's own."""
         return seq.hashes[: seq.hashes.index(last)]
 
     def _chain_hits(self, seq: Sequence, limit: int) -> int:
-        """Largest number of leading blocks every group can supply: all of them in a full group, the window's in a windowed one."""
+        """Leading blocks that every group can supply: all of them in a full group, the window's in a windowed one."""
         hits = limit if self.pools else 0
         for _, window, pool in self._by_group:
             if window is None:
@@ -125,13 +120,11 @@ class KvManager:
         return all(pool.find(seq.hashes[i]) is not None for i in range(first, hits))
 
     def _first_live(self, num_computed: int, window: int) -> int:
-        """Index of the first block a query at position num_computed can still see."""
         return max(0, num_computed - window + 1) // self.block_size
 
     # changes
 
     def open(self, seq: Sequence) -> None:
-        """Prepare a new sequence's bookkeeping."""
         request = seq.request
         adapter_digest = b"" if request.adapter is None else self._adapter_digests[request.adapter]
         seq.root = self._chain_root(salt=request.salt, adapter_digest=adapter_digest)
@@ -139,7 +132,7 @@ class KvManager:
         seq.registered = [0 for _ in self.groups]
 
     def take_hits(self, seq: Sequence, num_tokens: int) -> None:
-        """Hold the blocks of `num_tokens` cached tokens for a sequence that has none yet; they count as computed."""
+        """For a sequence that has no blocks yet; the tokens count as computed."""
         count = num_tokens // self.block_size
         for index, window, pool in self._by_group:
             first = 0 if window is None else self._first_live(num_tokens, window)
@@ -200,7 +193,7 @@ class KvManager:
         return True
 
     def _add_block(self, seq: Sequence, step: StepBuilder) -> bool:
-        """`grow` by one position after full blocks, in the only group: the common case of decoding rows."""
+        """`grow` by one position after full blocks, in the only group."""
         pool, blocks = self.pools[0], seq.blocks[0]
         if not pool.num_available:
             return False
@@ -211,7 +204,7 @@ class KvManager:
         return True
 
     def _num_copies(self, seq: Sequence, group: int) -> int:
-        """Blocks that must be copied before the next write: 1 if the block to write first is shared or registered, else 0."""
+        """1 if the block to write first is shared or registered."""
         blocks, first = seq.blocks[group], seq.num_planned // self.block_size
         return int(first < len(blocks) and not self.pools[group].is_writable(blocks[first]))
 
@@ -228,7 +221,6 @@ class KvManager:
         pool.drop(source)
 
     def write_tables(self, seq: Sequence, step: StepBuilder) -> None:
-        """All table entries of a sequence that just took its slot."""
         for group, blocks in enumerate(seq.blocks):
             if blocks:
                 first = blocks.count(PAD_BLOCK)  # a window has passed them
@@ -253,7 +245,7 @@ class KvManager:
         child.start_after(num_prompt - 1)
 
     def commit(self, seq: Sequence) -> int:
-        """After `seq.num_computed` rose: register full blocks, free blocks that the window has passed. Returns `bulk_commit_limit`."""
+        """Register full blocks, free those that the window has passed. Returns `bulk_commit_limit`."""
         full = seq.num_computed // self.block_size
         for index, registered in enumerate(seq.registered):
             if full > registered:
@@ -308,17 +300,16 @@ class KvManager:
             pool.unregister(block)
 
     def note_planned(self, step_id: int) -> None:
-        """Step `step_id` is planned: it may name any block that is held now."""
         self.steps.last_planned = step_id
 
     def begin_plan(self, now: float) -> None:
-        """A plan is about to be made. now: seconds, for last uses and the leases' time limits."""
+        """now: seconds, for last uses and the leases' time limits"""
         self.steps.now = now
         if len(self.leases):
             self.leases.expire(now)
 
     def release_pending(self, committed: int) -> None:
-        """Step `committed` is done: blocks that waited for it become reusable."""
+        """Blocks that waited for step `committed` become reusable."""
         self.steps.last_committed = max(self.steps.last_committed, committed)
         for pool in self.pools:
             pool.release_pending()

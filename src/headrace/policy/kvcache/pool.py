@@ -50,11 +50,9 @@ class CachedShares:
         self._tenant_of[block] = tenant
 
     def forget(self, block: int) -> None:
-        """Drop a block's tenant: the block is not cached, and has no identity any more."""
         del self._tenant_of[block]
 
     def add(self, block: int) -> None:
-        """A registered block is cached from now on, as the last one used."""
         tenant = self._tenant_of[block]
         blocks = self._cached.get(tenant)
         if blocks is None:
@@ -64,7 +62,6 @@ class CachedShares:
             self._above[tenant] = None
 
     def remove(self, block: int) -> None:
-        """A cached block is held or evicted."""
         tenant = self._tenant_of[block]
         blocks = self._cached[tenant]
         del blocks[block]
@@ -74,11 +71,9 @@ class CachedShares:
                 del self._cached[tenant]
 
     def move(self, block: int, *, last: bool) -> None:
-        """A cached block counts as the last one used, or as the first."""
         self._cached[self._tenant_of[block]].move_to_end(block, last=last)
 
     def check(self, cached: Collection[int], registered: Collection[int]) -> None:
-        """Raise AssertionError unless every cached block is its tenant's, and the sums agree."""
         assert self._tenant_of.keys() == set(registered), "a registered block has no tenant"
         of_tenants = Counter(self._tenant_of[block] for block in cached)
         assert {tenant: len(blocks) for tenant, blocks in self._cached.items()} == of_tenants, "a tenant's cached blocks are miscounted"
@@ -89,17 +84,12 @@ class CachedShares:
 PAD_BLOCK = 0
 
 MAX_CHECKED_BLOCKS = 2**16
-"""In a larger pool, `check` compares counts alone: checking each block takes a quarter to half a microsecond."""
+"""In a larger pool, `check` compares counts alone."""
 
 
 @dataclass(slots=True)
 class StepClock:
-    """The engine's steps as its pools see them.
-
-    last_planned    the newest planned step; its plan may name any block that is held now
-    last_committed  the newest committed step
-    now             seconds, when the newest plan was begun
-    """
+    """last_planned: its plan may name any block that is held now; now: seconds, when the newest plan was begun"""
 
     last_planned: int = 0
     last_committed: int = 0
@@ -109,7 +99,6 @@ class StepClock:
 class BlockPool:
     """Blocks 1..total-1; block 0 is the pad block, without owner and never handed out.
 
-    steps         shared, changed by the manager
     cached_share  part of the blocks that a tenant's cached ones may be before they are evicted first; 1: all tenants alike
     """
 
@@ -136,7 +125,6 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks `take` could hand out now, cached ones included."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -149,7 +137,7 @@ class BlockPool:
 
     @property
     def num_pending_free(self) -> int:
-        """Blocks without an owner that an uncommitted plan still names."""
+        """Without an owner, and named by an uncommitted plan."""
         return len(self._pending_free)
 
     @property
@@ -160,28 +148,26 @@ class BlockPool:
         return self._by_hash.get(identity)
 
     def num_leading_hits(self, identities: Sequence[BlockHash]) -> int:
-        """The number of leading identities of a chain whose blocks are registered."""
         return next((count for count, identity in enumerate(identities) if identity not in self._by_hash), len(identities))
 
     def num_idle_hits(self, identities: Sequence[BlockHash]) -> int:
-        """The number of these blocks that are cached without an owner. Holding them lowers `num_available` by as many."""
+        """The blocks that are cached without an owner. Holding them lowers `num_available` by as many."""
         return sum([1 for identity in identities if self._by_hash.get(identity) in self._cached])
 
     def identity(self, block: int) -> BlockHash | None:
-        """A registered block's identity; None for another block."""
         return self._hash_of.get(block)
 
     def is_writable(self, block: int) -> bool:
         return self._num_owners[block] == 1 and block not in self._hash_of
 
     def idle_since(self) -> Iterator[tuple[int, float]]:
-        """Cached blocks with the time of their last use in seconds, the oldest first. The pool must not change while this is read."""
+        """Cached blocks with the time of their last use, the oldest first. The pool must not change while this is read."""
         return iter(self._cached.items())
 
     # changes
 
     def take(self) -> int:
-        """A block for one owner; a cached block is forgotten when none is free. The caller asked `num_available` first."""
+        """A cached block is forgotten when none is free. The caller asked `num_available` first."""
         if self._free:
             block = self._free.pop()
         else:
@@ -192,7 +178,6 @@ class BlockPool:
         return block
 
     def _victim(self) -> int:
-        """The cached block to evict."""
         found = None if self._shares is None else self._shares.victim()
         return next(iter(self._cached)) if found is None else found
 
@@ -202,11 +187,10 @@ class BlockPool:
             self._shares.remove(block)
 
     def take_many(self, count: int) -> list[int]:
-        """`count` blocks for one owner. The caller asked `num_available` first."""
         return [self.take() for _ in range(count)]
 
     def hold(self, block: int) -> None:
-        """Add an owner to a used or cached block. It counts as a use of the block."""
+        """Add an owner. It counts as a use of the block."""
         if self._num_owners[block] == 0 and self._pending_free.pop(block, None) is None:
             self._uncache(block)
         if self._lent:
@@ -214,7 +198,7 @@ class BlockPool:
         self._num_owners[block] += 1
 
     def touch(self, blocks: Sequence[int]) -> None:
-        """Count a use of the cached ones among these blocks: a waiting prompt begins with them. Later ones are evicted first."""
+        """Count a use of the cached ones: a waiting prompt begins with them. Later ones are evicted first."""
         for block in reversed(blocks):
             if block in self._cached:
                 self._cached[block] = self.steps.now
@@ -223,18 +207,18 @@ class BlockPool:
                     self._shares.move(block, last=True)
 
     def lend(self, block: int) -> None:
-        """Add a transfer as an owner. This does not count as a use: a cached block that no sequence uses keeps its age."""
+        """Add a transfer as an owner. This is no use: a cached block that no sequence uses keeps its age."""
         last_used = self._cached.get(block)
         self.hold(block)
         if last_used is not None:
             self._lent[block] = last_used
 
     def name_until(self, block: int, step_id: int) -> None:
-        """Step `step_id`, which is being planned, copies from this block: it is not reusable before that step is committed."""
+        """Step `step_id`, which is being planned, copies from this block."""
         self._named_until[block] = step_id
 
     def drop(self, *blocks: int) -> None:
-        """Remove an owner of each block, in this order. A block without an owner is reusable once no uncommitted plan can name it."""
+        """In this order. A block without an owner is reusable once no uncommitted plan can name it."""
         owners, named_until = self._num_owners, self._named_until
         last_planned, last_committed = self.steps.last_planned, self.steps.last_committed
         for block in blocks:
@@ -248,7 +232,6 @@ class BlockPool:
                 self._make_reusable([block])
 
     def release_pending(self) -> None:
-        """Make reusable the pending-free blocks that no uncommitted plan can name any more."""
         committed = self.steps.last_committed
         if self._pending_free:
             due = list(takewhile(committed.__ge__, self._pending_free.values()))
@@ -257,8 +240,7 @@ class BlockPool:
             self._named_until = {block: step_id for block, step_id in self._named_until.items() if step_id > committed}
 
     def register(self, block: int, identity: BlockHash, tenant: str = "") -> bool:
-        """Offer a full, computed block to the prefix cache as `tenant`'s. False when the cache has a block of that identity, which
-        stays."""
+        """Offer a full, computed block to the prefix cache. False when it has a block of that identity, which stays."""
         if identity in self._by_hash or block in self._hash_of:
             return False
         if self._shares is not None:
@@ -301,10 +283,7 @@ class BlockPool:
     # invariants
 
     def check(self, held: Mapping[int, int], leased: Mapping[int, int]) -> None:
-        """Raise AssertionError unless every block is in exactly one state. held, leased: block -> owners among sequences, among leases.
-
-        In a pool of more than MAX_CHECKED_BLOCKS blocks, only owned blocks are checked one by one; of the others only the total.
-        """
+        """held, leased: block -> owners. In a pool of more than MAX_CHECKED_BLOCKS blocks, only owned blocks are checked one by one."""
         claimed = {block: held.get(block, 0) + leased.get(block, 0) for block in {*held, *leased}}
         assert all(self._num_owners[block] == count for block, count in claimed.items()), "a block has other owners than the pool says"
         if self.total <= MAX_CHECKED_BLOCKS:

@@ -18,18 +18,16 @@ from typing import NamedTuple, Protocol
 from headrace.policy.limits.counters import KEPT_BUCKETS, Amounts, Moment, Unit, Window, bucket_of, used_of
 
 UNNAMED_BEATS = 10
-"""Beats after which a reservation that its gateway does not name is charged as unused. Such a gateway gave the request up before the store
-had made the reservation."""
+"""Beats after which a reservation that its gateway does not name is charged as unused."""
 
 LATE_MS = 3_600_000
 """Milliseconds for which an expired reservation still waits for a charge: its gateway may have been slow, not dead."""
 
 MAX_LATE_REMOVED = 256
-"""The most expired reservations that one `renew` removes."""
 
 
 class Claim(NamedTuple):
-    """One limit, and the amount of it that a request asks for. amount: None reads the counter and takes nothing"""
+    """amount: None reads the counter and takes nothing"""
 
     counter: str
     window: Window
@@ -39,8 +37,6 @@ class Claim(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """The amount that a reservation took from a bucket of a counter."""
-
     counter: str
     bucket: int
     unit: Unit
@@ -52,9 +48,7 @@ class Reservation:
     """The amounts taken for one request.
 
     gateway     the process that charges the reservation; "" once that process was found dead
-    beat        the gateway's beat when the reservation was made
     saved       the amounts to charge if the gateway dies
-    expired_ms  when they were charged because it died, in steady milliseconds; None before
     """
 
     id: str
@@ -66,7 +60,7 @@ class Reservation:
 
 
 class ClaimReading(NamedTuple):
-    """A counter before a claim was decided: its running bucket, and the one before it."""
+    """The running bucket before a claim was decided, and the one before it."""
 
     current: int
     previous: int
@@ -74,7 +68,7 @@ class ClaimReading(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TakeResult:
-    """The decision of `take`. readings: the counters it was based on, one per claim; now: the instant whose buckets were read"""
+    """readings: one per claim; now: the instant whose buckets were read"""
 
     is_admitted: bool
     now: Moment
@@ -83,7 +77,7 @@ class TakeResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """The reservation for which amounts are taken. It is made if it does not exist. saved: as in `Reservation`"""
+    """The reservation for which amounts are taken; it is made if it does not exist."""
 
     id: str
     gateway: str
@@ -92,8 +86,6 @@ class Holder:
 
 
 class Charges(NamedTuple):
-    """The amounts that ended requests of a gateway used, by reservation."""
-
     gateway: str
     used: Mapping[str, Amounts]
 
@@ -102,8 +94,6 @@ NO_CHARGES = Charges("", {})
 
 
 class BookRows(Protocol):
-    """The storage of the book."""
-
     def used(self, counter: str, bucket: int) -> int | None: ...
     def buckets(self, counter: str) -> list[int]: ...
     def set_used(self, counter: str, window: Window, bucket: int, used: int) -> None: ...
@@ -154,7 +144,7 @@ class LimitBook:
         return ClaimReading(self.rows.used(claim.counter, bucket) or 0, previous or 0)
 
     def charge(self, reservation_id: str, used: Amounts) -> bool:
-        """Replace the reserved amounts by the used ones, and end the reservation. False: there is no such reservation (any more)."""
+        """Replace the reserved amounts by the used ones, and end the reservation. False: there is none (any more)."""
         reservation = self.rows.reservation(reservation_id)
         if reservation is None:
             return False
@@ -212,7 +202,7 @@ class LimitBook:
         self.rows.set_used(counter, window, bucket, (used or 0) + amount)
 
     def _replace(self, reservation: Reservation, used: Amounts) -> tuple[Taken, ...]:
-        """Correct the counters. If a reservation took from two buckets of one counter, the first bucket gets all of the use."""
+        """If a reservation took from two buckets of one counter, the first bucket gets all of the use."""
         charged: set[str] = set()
         corrected: list[Taken] = []
         for taken in reservation.taken:
@@ -224,12 +214,11 @@ class LimitBook:
 
 
 def is_over(claim: Claim, reading: ClaimReading, now: Moment) -> bool:
-    """Whether the claim would exceed its limit. A claim of nothing never does."""
     return bool(claim.amount) and used_of(claim.window, now, *reading) + (claim.amount or 0) > claim.limit
 
 
 LEASE_S = 5.0
-"""Seconds for which a beat may stand still. After that the gateway counts as dead, and another gateway charges its reservations."""
+"""Seconds for which a beat may stand still. After that the gateway counts as dead, and another one charges its reservations."""
 
 
 class PeerWatch:
@@ -240,7 +229,7 @@ class PeerWatch:
         self._seen: dict[str, tuple[int, float]] = {}
 
     def dead(self, beats: Mapping[str, int], now: float) -> list[tuple[str, int]]:
-        """Gateways whose beat has not moved for LEASE_S, each with that beat. beats: of all gateways; now: monotonic seconds"""
+        """Each with its beat. beats: of all gateways; now: monotonic seconds"""
         seen: dict[str, tuple[int, float]] = {}
         for gateway, beat in beats.items():
             before = self._seen.get(gateway)

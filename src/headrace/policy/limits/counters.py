@@ -25,8 +25,6 @@ right day are still there."""
 
 
 class Window(StrEnum):
-    """The span of time for which a limit's number counts: at one moment, in any 60 s, in a UTC day, in a UTC month."""
-
     OPEN = "open"
     MINUTE = "minute"
     DAY = "day"
@@ -34,7 +32,7 @@ class Window(StrEnum):
 
 
 class Unit(IntEnum):
-    """The unit of a counter; the value is the index of its field in `Amounts`."""
+    """The value is the index of the field in `Amounts`."""
 
     REQUESTS = 0
     OPEN = 1
@@ -45,7 +43,7 @@ class Unit(IntEnum):
 
 
 class Amounts(NamedTuple):
-    """The use of one request, by unit. tokens: prompt and output together; nanos: money (`core.money.NANOS`)"""
+    """tokens: prompt and output together; nanos: money (`core.money.NANOS`)"""
 
     requests: int = 0
     open: int = 0
@@ -56,14 +54,13 @@ class Amounts(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """An instant on two clocks, in milliseconds. Minutes are measured on `steady_ms`, days and months are those of `unix_ms`."""
+    """Minutes are measured on `steady_ms`, days and months are those of `unix_ms`."""
 
     steady_ms: int
     unix_ms: int
 
 
 def bucket_of(window: Window, now: Moment) -> int:
-    """Number of the bucket in which `now` lies. Numbers of one window grow with time."""
     if window is Window.OPEN:
         return 0
     if window is Window.MINUTE:
@@ -74,7 +71,7 @@ def bucket_of(window: Window, now: Moment) -> int:
 
 @lru_cache(maxsize=16)
 def month_of(day: int) -> int:
-    """Months since year 0, for a day counted from 1970-01-01. Source: Hinnant, days_from_civil. The script in Redis repeats this."""
+    """For a day counted from 1970-01-01. Source: Hinnant, days_from_civil. The script in Redis repeats this."""
     day += 719_468
     era = day // 146_097
     day_of_era = day - era * 146_097
@@ -84,7 +81,7 @@ def month_of(day: int) -> int:
 
 
 def first_day_of(month: int) -> int:
-    """The first day of a month, counted from 1970-01-01: the inverse of `month_of`."""
+    """The inverse of `month_of`."""
     year, month_index = divmod(month - 2, 12)
     era = year // 400
     year_of_era = year - era * 400
@@ -92,7 +89,7 @@ def first_day_of(month: int) -> int:
 
 
 def used_of(window: Window, now: Moment, current: int, previous: int) -> int:
-    """The use that counts now: the running bucket, and for a minute the part of the bucket before it. Rounded up."""
+    """For a minute with the part of the bucket before it. Rounded up."""
     if window is not Window.MINUTE or previous <= 0:
         return current
     left_ms = MINUTE_MS - now.steady_ms % MINUTE_MS
@@ -120,7 +117,6 @@ def reset_ms(window: Window, now: Moment) -> int:
 
 
 def _minute_ms(now: Moment, *, current: int, previous: int, allowed: int) -> int:
-    """Milliseconds until the sliding minute counts at most `allowed`. That is in this bucket or in the next one."""
     elapsed_ms = now.steady_ms % MINUTE_MS
     if allowed < 0:
         return MINUTE_MS

@@ -15,7 +15,7 @@ PICOS_OF_PRICE = 1_000_000
 """Pico-units per token for a price of 1 per million tokens."""
 
 PRICE_DECIMALS = 6
-"""Decimals of a price per million tokens. The last one is a pico-unit per token, so a price is a whole number of these."""
+"""Decimals of a price per million tokens."""
 
 MAX_PRICE = 1e6
 """The highest price per million tokens, in the currency's unit: it keeps a month's sum within a 64-bit integer."""
@@ -25,7 +25,6 @@ MIN_MONEY, MAX_MONEY = 1e-9, 1e9
 """Bounds of a budget, in the currency's unit: a nano-unit, and what is less in nano-units than a 64-bit integer holds."""
 
 MAX_PRICES = 256
-"""Prices that are cached as whole numbers; further prices are computed for each request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +40,6 @@ class Price:
     )
 
     def checked(self, where: str) -> Price:
-        """This value if its rules hold. Raises ConfigError."""
         check_options(self, where)
         for name in ("input", "output", "cached_input"):
             value = getattr(self, name)
@@ -60,19 +58,16 @@ class Price:
 
 @lru_cache(maxsize=MAX_PRICES)
 def picos_per_token(price: float) -> int:
-    """A price per million tokens as pico-units (a thousandth of a nano-unit) per token: whole, so that costs are exact."""
     return round(price * PICOS_OF_PRICE)
 
 
 FREE = Price()
-"""The price of a model without an entry in the table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCeiling:
     """The most that one request may use. None in a field: no such bound.
 
-    tier            name of the tier, for refusals
     context_tokens  prompt and output of one sequence
     output_tokens   output of all sequences together: the lowest limit on output
     total_tokens    prompt, and output of all sequences together: the lowest limit on both
@@ -93,13 +88,12 @@ class RequestCeiling:
         return max(1, min(bounds) // num_sequences) if bounds else None
 
     def deciding(self, *, has_max_tokens: bool) -> RequestCeiling:
-        """The bounds on which an answer's length depends: the context alone if the client sent `max_tokens`, else all."""
+        """The bounds on which an answer's length depends: the context alone if the client sent `max_tokens`."""
         if has_max_tokens:
             return RequestCeiling(tier=self.tier, context_tokens=self.context_tokens)
         return self if self.nanos is not None else replace(self, price=FREE)
 
     def _bounds(self, prompt_tokens: int) -> Iterator[int]:
-        """The bounds on the output of all sequences together, in tokens."""
         if self.output_tokens is not None:
             yield self.output_tokens
         if self.total_tokens is not None:

@@ -13,11 +13,10 @@ from headrace.policy.limits.price import MAX_MONEY, MIN_MONEY
 MAX_WEIGHT = 1e6
 
 CLASSES = tuple(member.name.lower() for member in PriorityClass)
-"""Names of priority classes as a file has them."""
 
 
 class DeploymentBudget(NamedTuple):
-    """Money that all tenants together may use in a UTC day, a UTC month, in the currency of `prices`. None: without this limit"""
+    """Money that all tenants together may use in a UTC day, a UTC month, in the currency of `prices`."""
 
     daily_budget: float | None = None
     monthly_budget: float | None = None
@@ -62,23 +61,19 @@ class Tier:
         return PriorityClass[self.class_.upper()]
 
     def terms(self, name: str) -> TierTerms:
-        """The part of these rules that the engine enforces, with the tier's name."""
         return TierTerms(name=name, weight=self.weight, kv_share=self.kv_share, ttft_ms=self.ttft_ms, tpot_ms=self.tpot_ms)
 
     def checked(self, where: str) -> Tier:
-        """This value if its rules hold. Raises ConfigError about a key below `where`."""
         check_options(self, where)
         return self
 
     @property
     def budgets(self) -> dict[str, float]:
-        """Name and money of each budget that is set."""
         given = {"daily_budget": self.daily_budget, "monthly_budget": self.monthly_budget}
         return {name: money for name, money in given.items() if money is not None}
 
 
 DEFAULT_TIER = "standard"
-"""The tier of tenants and keys that name none."""
 
 BUILT_IN_TIERS: Mapping[str, Tier] = {
     "enterprise": Tier(class_="premium", weight=8.0, max_context_tokens=131_072),
@@ -87,7 +82,7 @@ BUILT_IN_TIERS: Mapping[str, Tier] = {
     "free": Tier(weight=0.5, requests_per_minute=60, max_context_tokens=32_768),
     "batch": Tier(class_="batch", weight=0.25),
 }
-"""Tiers there are without configuration. One of the same name in a configuration takes the place of the whole tier here."""
+"""One of the same name in a configuration takes the place of the whole tier here."""
 
 
 def all_tiers(configured: Mapping[str, Tier]) -> dict[str, Tier]:

@@ -18,22 +18,19 @@ from headrace.policy.placement.need import Need
 from headrace.policy.placement.roofline import Layout, Roofline
 
 HEADROOM = 0.8
-"""Share of a goal that a plan uses. The rest is for bursts, and for steps that are longer than predicted."""
+"""Share of a goal that a plan uses."""
 
 MAX_NUM_SEQS = 1024
-"""Most sequences that a replica decodes together, whatever its memory holds."""
 
 MAX_DEVICES = 64
-"""Most devices of one replica."""
 
 LEAST_RUNNING = 1e-3
-"""Sequences that decode together at the smallest load that is tried."""
 
 FULLEST_STEPS = 16
-"""Halvings of the logarithm of the load: it is found within a tenth of a percent."""
+"""Halvings of the logarithm of the load."""
 
 TIE = 0.05
-"""Layouts whose rates differ by no more than this share are equally good: the roofline is not more exact."""
+"""Layouts whose rates differ by no more than this share are equally good."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +40,8 @@ class Placement:
     resident_tokens, num_sequences  capacity of one replica's cache; a sequence has the traffic's whole context
     batch                           sequences that a full replica decodes together; 0: the layout cannot be used
     max_num_seqs                    sequences that a full replica must have room for
-    full_tokens_per_s               that a full replica generates when nothing holds it back
-    load                            of one replica at the rate that is asked for; without one, of a full replica
     prefill_tokens_per_s            of one replica that does nothing else
-    mbu                             share of the data sheet's bandwidth that decoding uses
     replicas                        as many as the traffic needs, or as the devices allow
-    price_per_hour                  of all replicas; None where the device has no price
-    reason                          why the layout is not chosen; empty for the chosen one
     """
 
     layout: Layout
@@ -71,12 +63,11 @@ class Placement:
 
     @property
     def capacity_tokens_per_s(self) -> float:
-        """The most that all replicas together generate within the goals; an encoder reads."""
         return self.replicas * self.full_tokens_per_s
 
 
 def choose_layout(need: Need) -> list[Placement]:
-    """Every layout, the best first. The chosen layout has an empty `reason`; if no layout meets the goals, even the first has one."""
+    """The best first, with an empty `reason`; if no layout meets the goals, even the first has one."""
     judged = [judge(need, layout) for layout in layouts(need)]
     most = max((_output(need, each) for each in judged if not each.reason), default=0.0)
     judged.sort(key=lambda each: (bool(each.reason), *(_shortfall(need, each) if each.reason else _cost(need, each, most))))
@@ -87,7 +78,7 @@ def choose_layout(need: Need) -> list[Placement]:
 
 
 def layouts(need: Need) -> Iterator[Layout]:
-    """The layouts to compare: TP and PP in powers of two, TP no wider than a machine's links, few enough for a short search."""
+    """TP and PP in powers of two, TP no wider than a machine's links, few enough for a short search."""
     most = min(MAX_DEVICES, MAX_DEVICES if need.num_devices is None else need.num_devices)
     for tp in _powers(min(most, need.device.link.num_devices)):
         for pp in _powers(min(most // tp, need.model.num_layers)):
@@ -95,7 +86,6 @@ def layouts(need: Need) -> Iterator[Layout]:
 
 
 def judge(need: Need, layout: Layout) -> Placement:
-    """The figures of one layout with the largest batch that memory and goals allow."""
     latency = Roofline(need.model, need.device, layout, need.dtype, need.kv_dtype)
     resident, sequences = capacity(need, layout)
     refused = _why_impossible(need, layout, resident, sequences)
@@ -124,7 +114,7 @@ def judge(need: Need, layout: Layout) -> Placement:
 
 
 def _fullest(need: Need, latency: Roofline, room: int) -> Load:
-    """The largest load that keeps the goals and has room; the smallest one that is tried where none does."""
+    """The smallest load that is tried where none keeps the goals and has room."""
 
     def is_kept(load: Load) -> bool:
         return load.slots <= room and not _why_late(need, load)
@@ -143,7 +133,6 @@ def _fullest(need: Need, latency: Roofline, room: int) -> Load:
 
 
 def capacity(need: Need, layout: Layout) -> tuple[int, int]:
-    """Tokens that the cache of one replica holds, and sequences of the whole context. The group with the most layers sets the bound."""
     free = free_bytes(need, layout)
     if free <= 0 or need.model.is_encoder:
         return 0, 0
@@ -152,13 +141,13 @@ def capacity(need: Need, layout: Layout) -> tuple[int, int]:
 
 
 def free_bytes(need: Need, layout: Layout) -> float:
-    """Memory of a replica beside the weights, in bytes; negative where the weights do not fit."""
+    """Beside the weights; negative where the weights do not fit."""
     share = math.ceil(need.model.num_layers / layout.pp) / need.model.num_layers
     return layout.tp * need.device.memory_bytes * need.memory_fraction / share - need.model.weights_bytes(need.dtype)
 
 
 def _why_late(need: Need, load: Load) -> str:
-    """The goal that a replica with this load misses; empty where it meets all."""
+    """Empty where it meets all goals."""
     for name, value_s, most_s in _limits(need, load):
         if value_s > most_s:
             value, most = _apart(value_s * 1e3, most_s * 1e3, 1)
@@ -214,7 +203,6 @@ def _why_impossible(need: Need, layout: Layout, resident: int, sequences: int) -
 
 
 def _replicas(need: Need, layout: Layout, rate: float) -> tuple[int, str]:
-    """Replicas, and why they are not enough."""
     wanted = math.ceil(need.traffic.tokens_per_s / rate - 1e-9) if need.traffic.tokens_per_s else 0
     if need.num_devices is None:
         return max(1, wanted), ""
@@ -251,12 +239,11 @@ def _encoder(need: Need, latency: Roofline, refused: str) -> Placement:
 
 
 def _encoder_limit_s(need: Need) -> float:
-    """Most seconds of one input."""
     return HEADROOM * min((goal for goal in (need.goals.ttft_s, need.goals.ttft_p95_s) if goal is not None), default=math.inf)
 
 
 def _largest(most: int, is_good: Callable[[int], bool]) -> int:
-    """The largest number from 1 to `most` that is good; 0 where 1 is not. If a number is good, so are those below it."""
+    """0 where 1 is not good. If a number is good, so are those below it."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -265,7 +252,7 @@ def _largest(most: int, is_good: Callable[[int], bool]) -> int:
 
 
 def _output(need: Need, each: Placement) -> float:
-    """The quantity to maximize when no rate is given: tokens per second of the existing devices, else per device."""
+    """To be maximized when no rate is given: tokens per second of the existing devices, else per device."""
     return each.capacity_tokens_per_s if need.num_devices is not None else each.capacity_tokens_per_s / each.num_devices
 
 
@@ -274,8 +261,8 @@ def _is_tie(need: Need, each: Placement, most: float) -> bool:
 
 
 def _cost(need: Need, each: Placement, most: float) -> tuple[float, float, float, float]:
-    """The sort key to minimize. With a rate: all devices, then devices per replica (lost together in a failure), then TPOT. Without one,
-    among the layouts that give `most` tokens or nearly as many: devices per replica, then pipeline stages."""
+    """To be minimized. With a rate: all devices, then devices per replica (lost together in a failure), then TPOT. Without one, among
+    layouts that give `most` tokens or nearly as many: devices per replica, then pipeline stages."""
     layout = each.layout
     if need.traffic.tokens_per_s:
         return each.num_devices, layout.num_devices, each.load.tpot_s, 0.0
@@ -285,7 +272,7 @@ def _cost(need: Need, each: Placement, most: float) -> tuple[float, float, float
 
 
 def _shortfall(need: Need, each: Placement) -> tuple[int, float]:
-    """The sort key of layouts that cannot serve, the nearest to it first: too few devices, then a missed goal, then too little memory."""
+    """Sort key of layouts that cannot serve, the nearest to it first."""
     layout = each.layout
     latency = Roofline(need.model, need.device, layout, need.dtype, need.kv_dtype)
     lacking_bytes = (0.0 if need.model.is_encoder else latency.kv_bytes(need.traffic.context)) - free_bytes(need, layout)
@@ -303,7 +290,6 @@ def _shortfall(need: Need, each: Placement) -> tuple[int, float]:
 
 
 def _why_not(need: Need, each: Placement, best: Placement, most: float) -> str:
-    """Why a layout that serves is not the chosen one."""
     is_larger = each.layout.num_devices > best.layout.num_devices
     if need.traffic.tokens_per_s:
         if each.num_devices == best.num_devices:
@@ -320,7 +306,7 @@ LARGER = "in larger replicas: a failure takes more away"
 
 
 def _apart(first: float, second: float, places: int) -> tuple[str, str]:
-    """Two different numbers as text, with `places` decimals, or with as many more as it takes to show the difference."""
+    """With `places` decimals, or with as many more as it takes to show the difference."""
     for more in range(places, places + 12):
         shown = f"{first:,.{more}f}", f"{second:,.{more}f}"
         if shown[0] != shown[1]:

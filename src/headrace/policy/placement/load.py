@@ -38,7 +38,6 @@ class Load:
     tokens_per_s  generated
     tpot_s        from one token to the next
     decode_s      of a step without prompts; prompts_s: of the prompts in a step, in the mean
-    own_s         of a prompt's own computation
     steps_s       of steps that a prompt waits for whatever the load; for users alone, of those beside it
     wait_s        of the mean wait that other prompts cause; wait_p95_s: what 95 % of them wait at most
     """
@@ -65,18 +64,17 @@ class Load:
 
     @property
     def slots(self) -> int:
-        """Sequences that the replica must have room for: random arrivals are three deviations more than their mean at times."""
+        """Random arrivals are three deviations more than their mean at times."""
         present = self.running + self.waiting
         return math.ceil(present + 3 * math.sqrt(present)) if self.waiting else math.ceil(present)
 
 
 def step_tokens(need: Need) -> int:
-    """Most tokens of a step on this device."""
     return STEP_TOKENS.get(need.device.name, GPU_STEP_TOKENS)
 
 
 def at_running(need: Need, latency: Roofline, running: float) -> Load:
-    """The load at which `running` sequences decode together; a lower one where prompts alone keep the replica busy before that."""
+    """A lower load where prompts alone keep the replica busy before that."""
     traffic = need.traffic
     if traffic.counts_prompts:
         return _random_arrivals(need, latency, running)
@@ -88,12 +86,11 @@ def at_running(need: Need, latency: Roofline, running: float) -> Load:
 
 
 def at_rate(need: Need, latency: Roofline, tokens_per_s: float, most: float) -> Load:
-    """The load that generates `tokens_per_s`, with at most `most` sequences that decode together."""
+    """With at most `most` sequences that decode together."""
     return at_running(need, latency, _least(most, lambda running: at_running(need, latency, running).tokens_per_s >= tokens_per_s))
 
 
 def _random_arrivals(need: Need, latency: Roofline, running: float) -> Load:
-    """See the module's header."""
     traffic = need.traffic
     prompt, decoding = traffic.prompt_tokens, traffic.output_tokens - 1 or 1
     step_s = latency.decode_s(running + 1, traffic.decode_context)
@@ -155,7 +152,7 @@ def _mean_step_s(rate: float, step_s: float, prompt_s: float, saved_s: float) ->
 
 
 def _least(most: float, is_enough: Callable[[float], bool]) -> float:
-    """The least number from 0 to `most` that is enough, `most` where none is. If a number is enough, so are those above it."""
+    """`most` where none is enough. If a number is enough, so are those above it."""
     low, high = 0.0, most
     if not is_enough(most):
         return most

@@ -8,23 +8,22 @@ WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, 
 """Bytes of one weight of a layer, without scales."""
 
 KV_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0}
-"""Bytes of one key or value in the cache."""
 
 
 INT4_SCALE_BYTES = 20 / 8 / 128
-"""Bytes for each int4 weight of a scale in 16 bits and a zero point in 4, in groups of 128: the usual ones of GPTQ and AWQ."""
+"""Bytes for each int4 weight of a scale in 16 bits and a zero point in 4, in groups of 128."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSizes:
-    """Bytes of one weight, in the mean and with its share of scales: of the layers' weights, and of the tables (embedding and head)."""
+    """Bytes of one weight, in the mean and with its share of scales."""
 
     layer: float
     table: float
 
 
 def sizes_of(dtype: str) -> WeightSizes:
-    """The sizes of weights in a dtype of WEIGHT_BYTES. Quantizing leaves the tables in 16 bits."""
+    """Quantizing leaves the tables in 16 bits."""
     size = WEIGHT_BYTES[dtype]
     return WeightSizes(layer=size + (INT4_SCALE_BYTES if dtype == "int4" else 0.0), table=max(size, 2.0))
 
@@ -51,11 +50,7 @@ class ModelShape:
     mlp_size            inner width of a dense feed-forward block, which has three matrices with a gate and two without
     num_experts         routed experts of a layer; 0: every layer is dense. `experts_per_token` of them compute a token
     expert_size         inner width of an expert; shared_size: of the experts that compute every token, together
-    num_dense_layers    layers at the beginning that are dense although the others have experts
     window              tokens that one of the `num_window_layers` layers sees; 0: every layer sees the whole context
-    latent              takes the place of heads' own keys and values
-    max_positions       longest context the model was made for
-    is_encoder          no tokens are generated and nothing is cached
     is_assumed          its family is not known, and its sizes were read as those of Llama's
     stored              sizes of the weights as a checkpoint stores them; None: those of the dtype that is asked about
     """
@@ -87,36 +82,32 @@ class ModelShape:
 
     @property
     def num_params(self) -> int:
-        """All weights: embeddings, layers, head. Biases are left out: less than a thousandth."""
+        """Biases are left out: less than a thousandth."""
         return self.num_table_params + self.num_layer_params
 
     @property
     def num_table_params(self) -> int:
-        """Weights of the embedding and the head."""
         embeddings = self.vocab_size * self.hidden_size * (1 if self.is_tied or self.is_encoder else 2)
         return embeddings + (self.max_positions * self.hidden_size if self.is_encoder else 0)
 
     @property
     def num_layer_params(self) -> int:
-        """All other weights."""
         return self._num_read_layer_params(self.num_experts)
 
     @property
     def num_active_params(self) -> int:
-        """Weights that one generated token is multiplied with: its own experts', and not the embedding table."""
+        """What one generated token is multiplied with: its own experts', and not the embedding table."""
         return self._num_head_params + self._num_read_layer_params(self.experts_per_token)
 
     def sizes(self, dtype: str) -> WeightSizes:
-        """As stored, or else in this dtype."""
         return self.stored or sizes_of(dtype)
 
     def weights_bytes(self, dtype: str) -> float:
-        """Bytes of all weights."""
         sizes = self.sizes(dtype)
         return self.num_layer_params * sizes.layer + self.num_table_params * sizes.table
 
     def read_bytes(self, dtype: str, num_tokens: float) -> float:
-        """Bytes of weights that a step over `num_tokens` tokens reads. Tokens choose experts independently; others are not read."""
+        """By a step over `num_tokens` tokens, which choose experts independently."""
         chosen = 0.0
         if self.num_experts:
             chosen = self.num_experts * (1.0 - (1.0 - self.experts_per_token / self.num_experts) ** num_tokens)
@@ -128,7 +119,6 @@ class ModelShape:
         return 0 if self.is_encoder else self.vocab_size * self.hidden_size
 
     def _num_read_layer_params(self, num_experts: float) -> int:
-        """Weights of all layers, where each layer with experts has this many, and of the last norm."""
         return self.num_layers * self._attention_params + self._mlp_params(num_experts) + self.hidden_size
 
     @property
@@ -144,7 +134,6 @@ class ModelShape:
         return norms + query + keys_values + expanded + self.heads * latent.value_dim * self.hidden_size
 
     def _mlp_params(self, num_experts: float) -> int:
-        """Weights of all layers' feed-forward blocks, where each layer with experts has this many."""
         matrices = 3 if self.is_gated else 2
         if not self.num_experts:
             return self.num_layers * matrices * self.hidden_size * self.mlp_size
@@ -157,7 +146,7 @@ class ModelShape:
 
     @property
     def num_kv_values(self) -> int:
-        """Numbers that one token adds to the cache, over all layers; 0 for an encoder."""
+        """Numbers that one token adds to the cache, over all layers."""
         if self.is_encoder:
             return 0
         if self.latent is not None:
@@ -165,7 +154,7 @@ class ModelShape:
         return self.num_layers * 2 * self.kv_heads * self.head_dim
 
     def num_resident_kv_values(self, num_tokens: float) -> float:
-        """Numbers that a sequence of `num_tokens` tokens holds in the cache; a layer with a window keeps no more tokens than the window."""
+        """A layer with a window keeps no more tokens than the window."""
         if not self.window:
             return self.num_kv_values * num_tokens
         per_layer = self.num_kv_values / self.num_layers
@@ -173,7 +162,7 @@ class ModelShape:
         return per_layer * (whole * num_tokens + self.num_window_layers * min(num_tokens, self.window))
 
     def attention_flops(self, num_tokens: float) -> float:
-        """FLOPs of one query over a context of `num_tokens` tokens: scores and weighted sum, over all layers."""
+        """Scores and weighted sum of one query, over all layers."""
         dims = 2 * self.head_dim if self.latent is None else self.latent.nope_dim + self.latent.rope_dim + self.latent.value_dim
         per_layer = 2 * self.heads * dims
         whole = self.num_layers - self.num_window_layers
@@ -181,5 +170,5 @@ class ModelShape:
         return per_layer * seen
 
     def kv_shards(self, tp: int) -> int:
-        """Parts into which `tp` devices divide the cache: a device holds whole heads, and a latent vector belongs to every head."""
+        """A device holds whole heads, and a latent vector belongs to every head."""
         return 1 if self.latent is not None else min(tp, self.kv_heads)

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from headrace.policy.placement.model import ModelShape
 
 WEIGHT_EFFICIENCY = {4.0: 0.80, 2.0: 0.80, 1.0: 0.70, 0.5: 0.60}
-"""Bytes of one weight -> share of the sheet's bandwidth at which a decode step reads weights."""
+"""Bytes of one weight -> share of the sheet's bandwidth at which a decode step reads weights. KV_EFFICIENCY: keys and values"""
 
 KV_EFFICIENCY = 0.80
-"""Share of the sheet's bandwidth at which a decode step reads keys and values."""
 
 COMPUTE_EFFICIENCY = {4.0: 0.65, 2.0: 0.65, 1.0: 0.48, 0.5: 0.65}
 """Bytes of one weight -> share of the sheet's FLOP/s that a prefill reaches."""
@@ -25,7 +24,7 @@ every device that states none of its own.
 
 
 FP32_TIMES = 16
-"""Time of a product in fp32 over that in bf16, where a device does not say: without tensor cores."""
+"""Time in fp32 over that in bf16, where a device does not say: without tensor cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +39,11 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """
-    memory_bytes     as the sheet says: 80 GB are 80e9 bytes
+    """memory_bytes     as the sheet says: 80 GB are 80e9 bytes
     bytes_per_s      read bandwidth of that memory
     flops            dtype of weights -> FLOP/s of dense products; fp32 that is not there takes 16 times as long as bf16, others as long,
                      with the efficiency of two bytes
-    link             within a machine; network: between machines
     price_per_hour   of one device, in dollars; None: not known
-    price_source     provider, list and month of the price, or that it is an assumption; empty where there is no price
-    as_of            date of the entry, yyyy-mm; source: what kind of source its other figures have
-    is_served        Headrace has a backend for it
     """
 
     name: str
@@ -113,7 +107,6 @@ class Traffic:
 class Need:
     """The inputs of a choice.
 
-    num_devices      None: no limit
     memory_fraction  part of a device's memory for weights and cache
     compares_all     also layouts that this version does not run may be chosen
     rounding         to which the engine rounds the weights when it loads them; empty: they are as stored, or in 16 or 32 bits

@@ -1,8 +1,4 @@
-"""Predicts a step's time: the larger of bytes read / bandwidth and FLOPs / (FLOP/s), plus collectives and gaps.
-
-`StepLatency` is what the planner and the simulator ask; `Roofline` is the model of it that needs no measurement. A replica's cold start is
-predicted by `load_seconds`.
-"""
+"""Predicts a step's time: the larger of bytes read / bandwidth and FLOPs / (FLOP/s), plus collectives and gaps."""
 
 from __future__ import annotations
 
@@ -14,19 +10,15 @@ from headrace.policy.placement.model import KV_BYTES, WEIGHT_BYTES, ModelShape
 from headrace.policy.placement.need import KV_EFFICIENCY, Device
 
 CHUNK_TOKENS = 2048
-"""Tokens of a prompt that one step computes: a step of a usual size that keeps the device busy."""
 
 ACTIVATION_BYTES = 2
 """Bytes of one activation that devices send one another."""
 
 
 READING_WEIGHTS, COMPUTING, READING_KV, GAPS, COLLECTIVES = "reading weights", "computing", "reading KV", "gaps", "collectives"
-"""Names of the terms of a step's or a prompt's time."""
 
 
 class StepLatency(Protocol):
-    """Predicted durations of steps."""
-
     def prefill_s(self, num_tokens: int, context: int = 0) -> float:
         """Seconds from a prompt's first to its last token, with nothing else running. context: tokens of it that are computed already"""
         ...
@@ -71,11 +63,10 @@ class Roofline:
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Bytes of one token's KV over all devices. Heads held by several devices count once for each."""
+        """Over all devices. Heads held by several devices count once for each."""
         return self.model.num_kv_values * KV_BYTES[self.kv_dtype] * self._kv_copies
 
     def kv_bytes(self, num_tokens: float) -> float:
-        """KV cache of one sequence, over all devices."""
         return self.model.num_resident_kv_values(num_tokens) * KV_BYTES[self.kv_dtype] * self._kv_copies
 
     @property
@@ -87,11 +78,10 @@ class Roofline:
         return self.prefill_busy_s(num_tokens, context) * (1 + (self.layout.pp - 1) / num_chunks)
 
     def prefill_busy_s(self, num_tokens: float, context: float = 0.0) -> float:
-        """Seconds for which a prompt keeps the replica from other work."""
         return sum(self.prefill_terms(num_tokens, context).values())
 
     def prefill_terms(self, num_tokens: float, context: float = 0.0) -> dict[str, float]:
-        """The terms of `prefill_busy_s`, in seconds by name. Of reading weights and computing with them, only the longer counts."""
+        """Reading weights and computing with them overlap: only the longer counts."""
         pp = self.layout.pp
         flops = num_tokens * (2 * self.model.num_active_params + self.model.attention_flops(context + num_tokens / 2))
         num_chunks = max(1.0, num_tokens / CHUNK_TOKENS)
@@ -105,7 +95,7 @@ class Roofline:
         return sum(self.decode_terms(num_sequences, context).values())
 
     def decode_terms(self, num_sequences: float, context: float) -> dict[str, float]:
-        """The terms of `decode_s`, in seconds by name. Of reading weights and computing with them, only the longer counts."""
+        """As `prefill_terms`."""
         batch = self._batch(num_sequences)
         compute_s = 2 * batch * self.model.num_active_params / (self.layout.tp * self.compute_rate)
         return _longer(self.read_weights_s(batch), compute_s) | {
@@ -115,7 +105,7 @@ class Roofline:
         }
 
     def read_weights_s(self, num_tokens: float) -> float:
-        """Seconds to read the weights for one batch, over all pipeline stages one after the other."""
+        """Over all pipeline stages one after the other."""
         rate = self.device.bytes_per_s * self.device.weight_efficiency[WEIGHT_BYTES[self.dtype]]
         return self.model.read_bytes(self.dtype, num_tokens) / (self.layout.tp * rate)
 
@@ -132,22 +122,21 @@ class Roofline:
         return reduce_s + (self.layout.pp - 1) * (between.latency_s + message / (tp * between.bytes_per_s))
 
     def decode_bytes(self, num_sequences: float, context: float) -> float:
-        """Bytes of weights and KV that all devices read while each sequence gets one token."""
+        """Read by all devices while each sequence gets one token."""
         batch = self._batch(num_sequences)
         weights = self.model.read_bytes(self.dtype, batch) * num_sequences / batch
         return weights + num_sequences * self.kv_bytes(context)
 
     def bandwidth_tokens_per_s(self, num_sequences: float, context: float) -> float:
-        """Tokens per second if a step took only as long as reading its weights and KV at the sheet's whole bandwidth."""
+        """If a step took only as long as reading at the sheet's whole bandwidth."""
         return num_sequences * self.layout.num_devices * self.device.bytes_per_s / self.decode_bytes(num_sequences, context)
 
     def _batch(self, num_sequences: float) -> float:
-        """Sequences that pass a pipeline stage together. With fewer sequences than stages each passes alone, and some stages wait."""
+        """With fewer sequences than stages each passes alone, and some stages wait."""
         return max(num_sequences / self.layout.pp, min(num_sequences, 1.0))
 
     @property
     def compute_rate(self) -> float:
-        """FLOP/s that one device reaches."""
         return self.device.flops_of(self.dtype) * self.compute_efficiency
 
     @property
@@ -170,5 +159,5 @@ START_S = 20.0
 
 
 def load_seconds(weights_bytes: float, bytes_per_s: float = LOAD_BYTES_PER_S) -> float:
-    """Seconds of a replica's cold start. weights_bytes: of the whole model, however many devices divide it"""
+    """Getting a machine is not part of it. weights_bytes: of the whole model, however many devices divide it"""
     return START_S + weights_bytes / bytes_per_s

@@ -16,5 +16,5 @@ QUEUES: dict[str, type[Queue]] = {
 
 
 def traits_of(policy: str) -> QueueTraits:
-    """The traits of the policy with the name that an engine reports. An unknown name has no traits."""
+    """An unknown name has no traits."""
     return QUEUES[policy].traits if policy in QUEUES else QueueTraits()

@@ -16,15 +16,13 @@ from headrace.policy.queues.queue import QueueTraits, StepShares
 from headrace.policy.sequence import Sequence
 
 MAX_REMEMBERED_TENANTS = 10_000
-"""Service counters kept. Beyond this number half of them are dropped: those of tenants without waiting sequences, the least served
-first."""
+"""Service counters kept."""
 
 IDLE_CREDIT_TOKENS = 1024.0
-"""Tokens (for a tier: divided by its weight) by which a tenant or tier that begins to wait may lag behind the least served waiting one. A
-short burst after a pause is then served at once. However often a tenant pauses, it gets no more than this beyond its share."""
+"""Tokens (for a tier: divided by its weight) by which a tenant or tier that begins to wait may lag behind the least served waiting one."""
 
 _Entry = tuple[float, float, int, str]
-"""A waiting tenant in the heap: its service, the key of its first sequence, the order in which it began to wait (for ties), its name."""
+"""A waiting tenant in the heap."""
 
 
 class TenantOrder:
@@ -32,8 +30,6 @@ class TenantOrder:
 
     When a tenant begins to wait, its counter is raised to IDLE_CREDIT_TOKENS below the least counter among the waiting tenants, or, when
     none waits, below that of the tenant that waited last: idling earns no more credit.
-
-    served  weighted service of the tier itself, which the caller counts
     """
 
     def __init__(self) -> None:
@@ -62,7 +58,6 @@ class TenantOrder:
         return None if tenant is None else self._queues[tenant][0]
 
     def heads(self) -> Iterator[Sequence]:
-        """Each waiting tenant's first sequence, the least served tenant's first."""
         for tenant in sorted(self._queues, key=lambda name: (self._served[name], self._queues[name][0].key)):
             yield self._queues[tenant][0]
 
@@ -70,7 +65,7 @@ class TenantOrder:
         return len(self._queues.get(tenant, ()))
 
     def remove(self, seq: Sequence) -> bool:
-        """Remove a waiting sequence. False: it did not wait here."""
+        """Remove a waiting sequence."""
         tenant = seq.request.tenant
         queue = self._queues.get(tenant)
         if queue is None or seq not in queue:
@@ -86,7 +81,7 @@ class TenantOrder:
         return True
 
     def service_of(self, tenant: str) -> float:
-        """A tenant's service: tokens computed for it, plus the amount by which it was raised when it began to wait."""
+        """A tenant's service."""
         return self._served.get(tenant, 0.0)
 
     def charge(self, tenant: str, service: float) -> None:
@@ -95,7 +90,6 @@ class TenantOrder:
             self._enter(tenant)  # the entry in the heap would come too late
 
     def _enter(self, tenant: str) -> None:
-        """Push a new entry of a waiting tenant whose first sequence or service has changed."""
         known = self._current.get(tenant)
         if known is None:
             self._num_arrivals += 1
@@ -108,7 +102,7 @@ class TenantOrder:
             heapq.heapify(self._heap)
 
     def _least_served(self) -> str | None:
-        """The tenant to serve next. A charge leaves a tenant's entry too early in the heap; it is replaced when it reaches the top."""
+        """A charge leaves a tenant's entry too early in the heap; it is replaced when it reaches the top."""
         while self._heap:
             entry = self._heap[0]
             tenant = entry[3]
@@ -129,7 +123,6 @@ class TenantOrder:
             self._forget_idle(but=tenant)
 
     def _forget_idle(self, *, but: str) -> None:
-        """Drop half of the counters: of tenants with nothing waiting, those with the least service first."""
         kept = {*self._queues, self._last_to_wait, but}
         idle = sorted((name for name in self._served if name not in kept), key=lambda name: self._served[name])
         for name in idle[: len(self._served) // 2]:
@@ -140,7 +133,6 @@ class TenantOrder:
 
 
 def _insert(queue: deque[Sequence], seq: Sequence) -> None:
-    """Insert a sequence by its key. Most are the newest; a preempted one is among the oldest."""
     if not queue or _place(queue[-1]) < _place(seq):
         queue.append(seq)
         return
@@ -153,7 +145,7 @@ def _place(seq: Sequence) -> tuple[float, int]:
 
 
 MAX_REMEMBERED_TIERS = 1000
-"""Most tiers whose counters are kept. When one more arrives, the idle tiers with the least service are forgotten, up to half of all."""
+"""Most tiers whose counters are kept."""
 
 SLACK_LEAD_TOKENS = 1024
 """Tiers at most this many weighted tokens ahead of the least served tier are ordered by slack, the time left until a TTFT goal is missed.
@@ -163,9 +155,9 @@ With a larger number a tier with short goals would take the share of the others 
 class FairShareQueue:
     """Serves the tier with the least weighted service first, and inside that tier the tenant with the least service.
 
-    Weighted service is the number of tokens computed, divided by the tier's weight. A tier that was idle may not catch up at once: when
-    the tier begins to wait, its service is raised to IDLE_CREDIT_TOKENS below the least service of the waiting tiers. When no tier waits,
-    the service of the tier that waited last takes the place of that minimum. `TenantOrder` has the same rule for tenants.
+    Weighted service is the number of tokens computed, divided by the tier's weight. A tier that was idle may not catch up at once: when the
+    tier begins to wait, its service is raised to IDLE_CREDIT_TOKENS below the least service of the waiting tiers. When no tier waits, the
+    service of the tier that waited last takes the place of that minimum.
     """
 
     traits = QueueTraits(has_tenants=True)
@@ -174,7 +166,6 @@ class FairShareQueue:
     def __init__(self) -> None:
         self._tiers: dict[str, TenantOrder] = {}
         self._waiting: dict[str, TenantOrder] = {}
-        """Tiers with waiting sequences, in the order in which the tiers began to wait."""
         self._last_to_wait = TenantOrder()
         self._size = 0
 
@@ -245,13 +236,12 @@ class FairShareQueue:
                 self.count(seq.request, count)
 
     def count(self, request: EngineRequest, num_tokens: int) -> None:
-        """Add computed tokens to the service of a request's tier and tenant."""
         tier = self._tier(request.tier.name)
         tier.served += num_tokens / request.tier.weight
         tier.charge(request.tenant, num_tokens)
 
     def _service(self, seq: Sequence) -> tuple[float, float, float, int]:
-        """Sort key of a sequence: weighted service of its tier, service of its tenant, then the order among the tenant's sequences."""
+        """Sort key: the tier's weighted service, the tenant's, then the order among the tenant's sequences."""
         tier = self._tier(seq.request.tier.name)
         return tier.served, tier.service_of(seq.request.tenant), seq.key, seq.seq_id
 
@@ -264,7 +254,6 @@ class FairShareQueue:
         return tier
 
     def _forget_idle(self) -> None:
-        """Forget the least served idle tiers, up to half of all tiers. A tier without waiting sequences is idle."""
         idle = sorted((name for name in self._tiers if name not in self._waiting), key=lambda name: self._tiers[name].served)
         for name in idle[: len(self._tiers) // 2]:
             del self._tiers[name]
@@ -274,15 +263,13 @@ class FairShareQueue:
 
 
 def _rank(served: float, least: float, slack: float) -> tuple[bool, float, float]:
-    """Sort key of a tier; the smallest is served first. Without TTFT goals all slacks are infinite, and the least served tier is first."""
+    """Sort key of a tier; the smallest is served first."""
     return served - least > SLACK_LEAD_TOKENS, slack, served
 
 
 def _slack_s(seq: Sequence, now: float, costs: StepCosts) -> float:
-    """Seconds that the prefill of a sequence may wait so that its first token still meets the tier's TTFT goal.
-
-    Infinite for a tier without a TTFT goal, after the first token, and when the goal is already missed.
-    """
+    """Seconds that the prefill may wait so that the first token meets the TTFT goal. Infinite without a goal, after the first token, and
+    when it is missed already."""
     goal_ms = seq.request.tier.ttft_ms
     if goal_ms is None or seq.first_token_emitted:
         return math.inf

@@ -14,15 +14,12 @@ from headrace.policy.queues.queue import QueueTraits, StepShares
 from headrace.policy.sequence import Sequence
 
 SJF_AGING_S_PER_TOKEN = 0.01
-"""Each token of a request's length delays its turn by this many seconds: a request 100 tokens longer is served as if it had arrived 1 s
-later, so long requests cannot starve."""
+"""Each token of a request's length delays its turn by this many seconds."""
 
 
 class KeyQueue:
-    """A heap ordered by a key that is computed at the first push. A preempted sequence keeps its key, and with it its place.
-
-    Subclasses differ in `key_of` alone. A removed sequence's entry stays until it is on top, or the heap has four entries per sequence.
-    """
+    """A preempted sequence keeps its key, and with it its place. A removed sequence's entry stays until it is on top, or the heap has four
+    entries per sequence."""
 
     traits = QueueTraits()
     shares = StepShares()
@@ -88,11 +85,11 @@ class KeyQueue:
 
 
 class FcfsQueue(KeyQueue):
-    """First come, first served."""
+    pass
 
 
 class SjfQueue(KeyQueue):
-    """Shortest job first with aging. A request's length is its uncached prompt tokens plus max_tokens."""
+    """A request's length is its uncached prompt tokens plus max_tokens."""
 
     def key_of(self, seq: Sequence, cost_tokens: int) -> float:
         return seq.arrival + cost_tokens * SJF_AGING_S_PER_TOKEN

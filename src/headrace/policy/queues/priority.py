@@ -19,11 +19,7 @@ CLASS_WEIGHTS = {PriorityClass.PREMIUM: 64.0, PriorityClass.STANDARD: 8.0, Prior
 
 
 class _ClassOrder(FairShareQueue):
-    """The waiting sequences of one class.
-
-    served  tokens computed for the class, divided by its weight
-    since   seconds: when the class began to wait, or when one of its sequences last started while the class had its share
-    """
+    """since: seconds when the class began to wait, or when one of its sequences last started while the class had its share"""
 
     def __init__(self, priority: PriorityClass) -> None:
         super().__init__()
@@ -33,11 +29,8 @@ class _ClassOrder(FairShareQueue):
 
 
 class PriorityQueue:
-    """Serves the highest waiting class, or a lower class that has aged and had less service.
-
-    When a class begins to wait, its service is raised to the least among the waiting classes; if none waits, to that of the class that
-    waited last.
-    """
+    """When a class begins to wait, its service is raised to the least among the waiting classes; if none waits, to that of the class that
+    waited last."""
 
     traits = QueueTraits(has_classes=True, has_tenants=True)
     shares = StepShares(premium_headroom=1 / 16)
@@ -117,7 +110,6 @@ class PriorityQueue:
                 order.count(seq.request, count)
 
     def _waiting(self) -> list[_ClassOrder]:
-        """The classes with waiting sequences, the highest first."""
         return [order for order in self._classes.values() if len(order)]
 
     def __len__(self) -> int:
@@ -125,7 +117,6 @@ class PriorityQueue:
 
 
 def _served_now(waiting: list[_ClassOrder], now: float) -> Iterator[_ClassOrder]:
-    """The highest of the waiting classes, and those that have aged."""
     for order in waiting:
         if order is waiting[0] or now - order.since >= (order.priority - waiting[0].priority) * PRIORITY_AGING_S:
             yield order

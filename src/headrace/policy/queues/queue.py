@@ -1,9 +1,5 @@
-"""Declares the protocol of a queue policy: the order in which sequences start, the sequence to preempt, and shares of the step's prefill
-budget.
-
-The sequence that a policy would serve last is preempted first. Implementations: `keyed` (first come first served, shortest job
-first), `fair` and `priority`; `QUEUES` names them.
-"""
+"""Declares the protocol of a queue policy: the order in which sequences start, the sequence to preempt (the one that would be served last),
+and shares of the step's prefill budget. `QUEUES` names the implementations."""
 
 from __future__ import annotations
 
@@ -18,14 +14,13 @@ from headrace.policy.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class StepShares:
-    """Shares of a step, the same for every policy here. A policy that differs has its own value or a subclass.
+    """Shares of a step's tokens between prefilling sequences. A policy that differs has its own value.
 
     long_prompt_steps     a prompt is long when the rest of it would fill more steps than this; sequences queued behind it then do not wait
                           for its end
-    queued_share_divisor  while a long prompt prefills, 1/N of the step's remaining token budget is reserved for the sequences queued
-                          behind it
-    premium_headroom      fraction of slots and KV blocks that sequences of other classes leave free while premium requests come
-    prefill               fraction of the tokens left over by decoding rows that prefills may take; the rest of the step stays unused
+    queued_share_divisor  while a long prompt prefills, 1/N of the step's remaining budget is reserved for the sequences behind it
+    premium_headroom      fraction of slots and KV blocks that other classes leave free while premium requests come
+    prefill               fraction of the tokens left over by decoding rows that prefills may take
     """
 
     long_prompt_steps: int = 2
@@ -34,63 +29,55 @@ class StepShares:
     prefill: float = 1.0
 
     def for_prefill(self, budget: int) -> int:
-        """Tokens of `budget` that running and newly started prefills may take together: at least one if the budget is not empty."""
+        """At least one token if the budget is not empty."""
         return budget if self.prefill >= 1.0 or budget <= 0 else max(1, int(budget * self.prefill))
 
     def is_long(self, num_tokens: int, budget: int) -> bool:
-        """Whether a prompt whose rest costs `num_tokens` is long, when a step has `budget` tokens for prefills."""
         return num_tokens > self.long_prompt_steps * max(budget, 1)
 
     def withheld_for_long(self, budget: int) -> int:
-        """Tokens of `budget` withheld for long prompts while the sequences queued behind them take their share: at least one token, if
-        two or more remain."""
+        """At least one token, if two or more remain."""
         return budget - max(budget // self.queued_share_divisor, 1) if budget > 1 else max(budget, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class QueueTraits:
-    """The facts that a queue policy takes into account.
-
-    has_classes  higher classes are served first
-    has_tenants  tenants are served in turns, by the tokens computed for each: `Queue.charge` has to be called
-    """
+    """has_tenants: tenants are served in turns, by the tokens computed for each: `Queue.charge` has to be called"""
 
     has_classes: bool = False
     has_tenants: bool = False
 
     def lowest_before(self, priority: PriorityClass) -> PriorityClass:
-        """The lowest class of the requests that are served before a new one of this class."""
+        """The lowest class that is served before a new request of this one."""
         return priority if self.has_classes else PriorityClass.BATCH
 
 
 class Queue(Protocol):
-    """The waiting sequences of one engine. shares: how a step's tokens are divided between prefilling sequences"""
+    """The waiting sequences of one engine."""
 
     traits: QueueTraits
     shares: StepShares
 
     def push(self, seq: Sequence, cost_tokens: int) -> None:
-        """Add a new or preempted sequence. cost_tokens: uncached prompt + tokens it may still generate."""
+        """A new or preempted sequence. cost_tokens: uncached prompt + tokens it may still generate"""
         ...
 
     def head(self, now: float, costs: StepCosts) -> Sequence | None:
-        """The sequence to start next, None when the queue is empty. Changes nothing. costs: what steps cost lately"""
+        """Changes nothing. costs: what steps cost lately"""
         ...
 
     def heads(self, now: float, costs: StepCosts) -> Iterator[Sequence]:
-        """`head` and the sequences after it, one per tenant where the policy distinguishes tenants. The queue must not change meanwhile."""
+        """One per tenant where the policy distinguishes tenants. The queue must not change meanwhile."""
         ...
 
     def num_of_tenant(self, seq: Sequence) -> int:
-        """The number of waiting sequences of the same tenant, class and tier as `seq`, itself included."""
+        """Waiting sequences of the same tenant, class and tier, itself included."""
         ...
 
-    def start(self, seq: Sequence, now: float) -> None:
-        """Take out a sequence that starts now."""
-        ...
+    def start(self, seq: Sequence, now: float) -> None: ...
 
     def remove(self, seq: Sequence) -> None:
-        """Take out a waiting sequence that was cancelled or expired. A sequence that does not wait is ignored."""
+        """A sequence that does not wait is ignored."""
         ...
 
     def outranks(self, seq: Sequence, other: Sequence) -> bool:
@@ -101,16 +88,12 @@ class Queue(Protocol):
         """Whether a waiting sequence of another tenant or class takes prefill budget before a running one."""
         ...
 
-    def victim(self, candidates: Iterable[Sequence]) -> Sequence:
-        """The running sequence to preempt."""
-        ...
+    def victim(self, candidates: Iterable[Sequence]) -> Sequence: ...
 
-    def prefill_order(self, sequences: list[Sequence], now: float, costs: StepCosts) -> list[Sequence]:
-        """Running sequences in the order in which they take prefill budget this step."""
-        ...
+    def prefill_order(self, sequences: list[Sequence], now: float, costs: StepCosts) -> list[Sequence]: ...
 
     def charge(self, sequences: Iterable[Sequence]) -> None:
-        """Count what was planned for these sequences since their last charge (`Sequence.take_uncharged`)."""
+        """What was planned since their last charge (`Sequence.take_uncharged`)."""
         ...
 
     def __len__(self) -> int: ...

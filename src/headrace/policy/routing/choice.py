@@ -1,11 +1,8 @@
 """Chooses the replica of a request: draws two at random, and takes the one that is expected to be done first.
 
 Pure: no socket, no clock, no state, and the random numbers are the caller's. A replica's load is its last snapshot plus what this gateway
-sent since that snapshot was made. Without the second part a burst would all go to the replica that looked idle a moment ago. A faster
-replica is drawn more often. The two are compared by `predicted_time`, or by the number of requests while neither speed is known. Comparing
-two alone also keeps several gateways from choosing the same replica at once (Mitzenmacher 2001, "The power of two choices").
-
-Not here: health (an unhealthy replica is not a candidate), retries (the caller leaves out the replicas that it has tried).
+sent since that snapshot was made. The two are compared by `predicted_time`, or by the number of requests while neither speed is known.
+Comparing two alone also keeps several gateways from choosing the same replica at once (Mitzenmacher 2001, "The power of two choices").
 """
 
 from __future__ import annotations
@@ -19,15 +16,12 @@ from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, Se
 
 Choice = TypeVar("Choice")
 ReplicaId = NewType("ReplicaId", str)
-"""Name of a replica within one model, as the configuration gives it."""
 
 SIMILAR = 1.25
-"""Predicted times whose ratio is at most this are equal: speeds are measured no better while machines are shared, and replicas of one speed
-share evenly."""
+"""Predicted times whose ratio is at most this are equal."""
 
 UNMEASURED_DIVISOR = 64
-"""One choice in N ignores the measured speeds, so that a replica once measured as slow, which gets no requests, is measured again. Fewer
-than one request in a hundred then goes to a replica that really is slower."""
+"""One choice in N ignores the measured speeds, so that a replica once measured as slow, which gets no requests, is measured again."""
 
 AFFINITY = 2.0
 """A preferred replica is taken if its predicted time is at most this many times that of the choice without it. The prediction leaves out
@@ -49,22 +43,16 @@ EMPTY = LoadSnapshot(
     kv_blocks_total=0,
     counters=EngineCounters(),
 )
-"""The load assumed of a replica before its first snapshot. The number of its blocks is unknown, so that none counts as missing."""
+"""Assumed before the first snapshot. The number of blocks is unknown, so that none counts as missing."""
 
 
 class Random(Protocol):
-    """The part of `random.Random` used here: an integer in [0, stop)."""
-
     def randrange(self, stop: int, /) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One replica that could take the request.
-
-    snapshot  its last load report; None before the first
-    sent      requests sent to it since that report
-    """
+    """snapshot: None before the first; sent: since that report"""
 
     replica_id: ReplicaId
     snapshot: LoadSnapshot | None = None
@@ -73,7 +61,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Cost:
-    """The comparison between two replicas whose speed is not known. Compared field by field; lower is better.
+    """The comparison between two replicas whose speed is not known. Lower is better.
 
     lacks_blocks  the prompt would have to wait for KV blocks (free and evictable ones, less those of requests sent since the report)
     outstanding   requests running, waiting and sent since the report
@@ -93,12 +81,10 @@ def choose(
     random: Random,
     preferred: ReplicaId | None = None,
 ) -> Candidate | None:
-    """The replica to try, or None without candidates. Draws at most three random numbers, whatever the number of replicas.
+    """Draws at most three random numbers, whatever the number of replicas, and the same with and without `preferred`. A replica of unknown
+    speed counts as one of mean speed.
 
-    preferred  one that has the beginning of the prompt in its prefix cache: it is taken unless it is much slower than the choice made
-               without it (AFFINITY, AFFINITY_REQUESTS). The random numbers are the same with and without it
-
-    A replica whose speed is not known counts as one of the candidates' mean speed.
+    preferred  has the beginning of the prompt in its prefix cache: taken unless it is much slower than the choice without it
     """
     if len(candidates) < 2:
         return candidates[0] if candidates else None
@@ -127,7 +113,7 @@ def _is_about_as_cheap(favourite: Cost, chosen: Cost) -> bool:
 
 
 def cheaper_of_two(choices: Sequence[Choice], cost_of: Callable[[Choice], Any], random: Random) -> Choice:
-    """Draw two choices at random and return the cheaper one. choices: at least one; cost_of: a value that can be compared"""
+    """choices: at least one; cost_of: a value that can be compared"""
     count = len(choices)
     first = random.randrange(count)
     if count == 1:
@@ -139,11 +125,7 @@ def cheaper_of_two(choices: Sequence[Choice], cost_of: Callable[[Choice], Any], 
 
 
 def draw_two(choices: Sequence[Choice], weights: Sequence[float], random: Random) -> tuple[Choice, Choice]:
-    """Two different choices in the order they were drawn, each by its weight among those left.
-
-    choices  at least two
-    weights  > 0, one per choice
-    """
+    """Each by its weight (> 0) among those left. choices: at least two"""
     first = _draw(weights, random)
     rest = [*range(first), *range(first + 1, len(choices))]
     second = rest[_draw([weights[index] for index in rest], random)] if len(rest) > 1 else rest[0]
@@ -151,7 +133,6 @@ def draw_two(choices: Sequence[Choice], weights: Sequence[float], random: Random
 
 
 def _draw(weights: Sequence[float], random: Random) -> int:
-    """Index of one weight, drawn in proportion."""
     point = random.randrange(RESOLUTION) / RESOLUTION * sum(weights)
     for index, weight in enumerate(weights):
         point -= weight
@@ -161,7 +142,7 @@ def _draw(weights: Sequence[float], random: Random) -> int:
 
 
 def cost(candidate: Candidate, *, prompt_tokens: int, block_size: int) -> Cost:
-    """The cost of sending a prompt of `prompt_tokens` tokens to this replica. A replica without a snapshot counts as empty."""
+    """A replica without a snapshot counts as empty."""
     snapshot, sent = candidate.snapshot, candidate.sent
     if snapshot is None:
         return Cost(False, sent.num_requests, 0.0)
@@ -172,14 +153,13 @@ def cost(candidate: Candidate, *, prompt_tokens: int, block_size: int) -> Cost:
 
 
 SLOW_START_S = 10.0
-"""Seconds in which the share of a newly connected replica grows to its full size, while others serve."""
 
 FIRST_SHARE = 0.1
 """Part of its share that a replica gets in its first moment: enough to find out its speed."""
 
 
 def started_share(ready_s: float, slow_start_s: float) -> float:
-    """Part of its share that a replica gets `ready_s` seconds after it became ready. slow_start_s: 0 = always all of it"""
+    """Part of its share `ready_s` seconds after it became ready. slow_start_s: 0 = always all of it"""
     if ready_s >= slow_start_s:
         return 1.0
     return max(FIRST_SHARE, ready_s / slow_start_s)

@@ -15,22 +15,19 @@ from typing import NewType
 from headrace.policy.routing.choice import ReplicaId
 
 Ticket = NewType("Ticket", int)
-"""Number of the circuit's state when a request was sent. It grows by one with every change of state."""
+"""Number of the circuit's state when a request was sent."""
 
 
 class CircuitState(Enum):
     CLOSED = "closed"
-    """Requests are sent."""
     OPEN = "open"
-    """No request is sent before the cooldown has passed."""
     HALF_OPEN = "half_open"
-    """One request is under way, the probe; no other is sent before its outcome is known."""
+    """The probe is under way; no other request is sent before its outcome is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakerLimits:
-    """max_failures    failures in a row that open the circuit
-    cooldown_s      how long it stays open the first time
+    """cooldown_s      how long it stays open the first time
     max_cooldown_s  upper bound of the doubled cooldowns
     """
 
@@ -60,8 +57,7 @@ class CircuitBreaker:
         self.num_failures = 0
 
     def wait_s(self, now: float) -> float:
-        """Seconds until a request may be sent: 0 for now, the rest of the cooldown while the circuit is open. While a probe runs, one first
-        cooldown, since the probe's outcome is not known."""
+        """Seconds until a request may be sent. While a probe runs, one first cooldown, since the probe's outcome is not known."""
         if self.state is CircuitState.OPEN:
             return max(0.0, self._open_until - now)
         return self._limits.cooldown_s if self.state is CircuitState.HALF_OPEN else 0.0
@@ -70,14 +66,14 @@ class CircuitBreaker:
         return self.wait_s(now) == 0.0
 
     def send(self, now: float) -> Ticket:
-        """Note that a request is sent, which `can_send` allowed. If the circuit was open, this request is the probe."""
+        """If the circuit was open, this request is the probe. `can_send` allowed it."""
         assert self.can_send(now)
         if self.state is CircuitState.OPEN:
             self._change(CircuitState.HALF_OPEN)
         return self._ticket
 
     def begin(self, ticket: Ticket) -> None:
-        """The request's answer has begun. A probe closes the circuit. This is not an outcome yet: the answer may still break off."""
+        """A probe closes the circuit. This is not an outcome yet: the answer may still break off."""
         if ticket == self._ticket and self.state is CircuitState.HALF_OPEN:
             self._change(CircuitState.CLOSED)
             self._cooldown_s = self._limits.cooldown_s
@@ -89,7 +85,7 @@ class CircuitBreaker:
             self.num_failures = 0
 
     def fail(self, ticket: Ticket, now: float) -> None:
-        """Outcome: the server failed."""
+        """The server failed."""
         if ticket != self._ticket:
             return
         if self.state is CircuitState.HALF_OPEN:
@@ -101,13 +97,12 @@ class CircuitBreaker:
             self._open(now)
 
     def abandon(self, ticket: Ticket, now: float) -> None:
-        """Outcome not known, for example because the client left. A probe leaves the circuit open without a further cooldown."""
+        """The outcome is not known. A probe leaves the circuit open without a further cooldown."""
         if ticket == self._ticket and self.state is CircuitState.HALF_OPEN:
             self._change(CircuitState.OPEN)
             self._open_until = now
 
     def check(self) -> None:
-        """Raise AssertionError where the state contradicts itself."""
         limits = self._limits
         assert limits.cooldown_s <= self._cooldown_s <= limits.max_cooldown_s
         assert 0 <= self.num_failures < limits.max_failures
@@ -127,7 +122,7 @@ EJECTED_DIVISOR = 10
 """At most 1/N of a model's ready replicas are left out at a time, and one where there are fewer."""
 
 REPLICA_LIMITS = BreakerLimits(max_failures=3, cooldown_s=5.0, max_cooldown_s=60.0)
-"""Three failures in a row open a replica's circuit: each loss of a replica makes a request move."""
+"""Three failures in a row open a replica's circuit."""
 
 
 def ejected(ready: Mapping[ReplicaId, CircuitBreaker], now: float) -> frozenset[ReplicaId]:
@@ -155,12 +150,10 @@ class TenantFailures:
 
     def __init__(self) -> None:
         self._tenant_to_answered_at: dict[bytes, float] = {}
-        """The last two tenants."""
         self._failing: bytes | None = None
         self._is_failing_several = False
 
     def answered(self, tenant: bytes, now: float) -> None:
-        """Note an answer."""
         self._failing, self._is_failing_several = None, False
         kept = [each for each in self._tenant_to_answered_at.items() if each[0] != tenant]
         self._tenant_to_answered_at = dict([*kept[-1:], (tenant, now)])
@@ -182,17 +175,15 @@ class RetryBudget:
     """
 
     def __init__(self, *, share: float = 0.2, burst: float = 10.0) -> None:
-        """It begins full."""
         self._share = share
         self._burst = burst
         self.tokens = burst
 
     def deposit(self) -> None:
-        """A new request came."""
         self.tokens = min(self.tokens + self._share, self._burst)
 
     def withdraw(self) -> bool:
-        """Take one retry. False: none is left, and the failure stands."""
+        """False: none is left, and the failure stands."""
         if self.tokens < 1.0:
             return False
         self.tokens -= 1.0

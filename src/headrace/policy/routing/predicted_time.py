@@ -22,29 +22,22 @@ OUTPUT_SHARE = 0.1
 same time; with 1 it stays idle while requests queue at a fast one (docs/experiments.md, Routing by predicted time)."""
 
 UNKNOWN_OUTPUT_TOKENS = 128
-"""Expected output tokens of an answer before any has ended."""
 
 
 def mean_output_tokens(num_finished: int, num_tokens: int) -> int:
-    """Expected output tokens of an answer: the mean of ended answers. num_tokens: sum over their outputs"""
+    """num_tokens: sum over the outputs of ended answers"""
     return max(1, num_tokens // num_finished) if num_finished else UNKNOWN_OUTPUT_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSize:
-    """Sizes of one request in tokens.
-
-    prompt_tokens  tokens of its prompt
-    output_tokens  expected output tokens of one sequence
-    """
-
     prompt_tokens: int
     output_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class SentSince:
-    """Requests that this gateway sent to a replica after the replica's last load report. num_tokens: of their prompts"""
+    """Sent by this gateway after the replica's last report. num_tokens: of the prompts"""
 
     num_requests: int = 0
     num_tokens: int = 0
@@ -67,19 +60,17 @@ class StepSpeed:
         return self.fixed_s + num_tokens * self.token_s
 
     def idle_s(self, size: RequestSize) -> float:
-        """Seconds that an idle replica needs for a request, its whole output included."""
         return self.step_s(size.prompt_tokens) + size.output_tokens * self.step_s(1)
 
 
 def speed_of(load: LoadSnapshot | None) -> StepSpeed | None:
-    """The replica's speed; None where the replica has not reported any: it has computed nothing yet, or is of an earlier version."""
+    """None: it has computed nothing yet, or is of an earlier version."""
     if load is None or load.step_fixed_s + load.step_token_s <= 0.0:
         return None
     return StepSpeed(load.step_fixed_s, load.step_token_s)
 
 
 def mean_speed(speeds: Iterable[StepSpeed | None]) -> StepSpeed | None:
-    """Mean of the known speeds; None without any."""
     known = [speed for speed in speeds if speed is not None]
     if not known:
         return None
@@ -87,10 +78,8 @@ def mean_speed(speeds: Iterable[StepSpeed | None]) -> StepSpeed | None:
 
 
 def predicted_s(load: LoadSnapshot, sent: SentSince, size: RequestSize, speed: StepSpeed, *, block_size: int) -> float:
-    """Predicted seconds to the first token, plus a share of the time of the output. Infinite where the prompt can never fit the KV cache.
-
-    speed  the replica's own, or an assumed one
-    """
+    """Predicted seconds to the first token, plus a share of the time of the output. Infinite where the prompt can never fit the KV
+    cache."""
     num_sequences = load.num_running + load.num_waiting + sent.num_requests + 1
     output_s = size.output_tokens * speed.step_s(min(num_sequences, load.max_num_seqs or num_sequences))
     waiting_s = wait_s(load, sent, size, speed, block_size=block_size)
@@ -117,7 +106,7 @@ def wait_s(load: LoadSnapshot, sent: SentSince, size: RequestSize, speed: StepSp
 
 
 def _num_rows(load: LoadSnapshot) -> int:
-    """Running sequences of all classes, also of those that the request does not wait for: every step has their rows."""
+    """Rows of all classes: every step has them."""
     return summed(load.classes).num_running if load.classes else load.num_running
 
 
@@ -126,7 +115,7 @@ def _rest_of_step_s(load: LoadSnapshot) -> float:
 
 
 def _blocks_share(load: LoadSnapshot, num_tokens: int, size: RequestSize, block_size: int) -> float:
-    """Share of the KV pool that must become free before `num_tokens` more tokens fit; 0: they fit now."""
+    """Share of the KV pool that must become free before `num_tokens` more tokens fit."""
     if not load.kv_blocks_total:
         return 0.0
     if num_blocks(size.prompt_tokens, block_size) > load.kv_blocks_total:

@@ -24,22 +24,19 @@ NO_PREREQUISITES: Mapping[str, float] = MappingProxyType({})
 
 RESERVED = "headrace."
 FORK = "headrace.fork"
-"""The 2nd to nth sequence of a request wait for the first one to compute the prompt."""
+"""The 2nd to nth sequence of a request wait for the first to compute the prompt."""
 HOST_KV = "headrace.host_kv"
-"""A sequence whose cached prompt continues in the host tier waits until those blocks are copied, or will not be."""
+"""Its cached prompt continues in the host tier."""
 NO_TIME_LIMIT = math.inf
-"""The scheduler's own prerequisites always end: the first sequence ends by itself, and a transfer has its lease's time limit."""
+"""The scheduler's own prerequisites always end."""
 
 
 def check_prerequisite(name: str) -> None:
-    """Raises ValueError for a name that is the scheduler's own."""
     if name.startswith(RESERVED):
         raise ValueError(f"prerequisite {name!r}: names that begin with {RESERVED!r} are the scheduler's own")
 
 
 class Arrivals:
-    """Makes sequences, numbered as they come. All methods run on the loop's thread."""
-
     def __init__(self, config: SchedulerConfig, kv: KvManager) -> None:
         self._config = config
         self._kv = kv
@@ -47,7 +44,6 @@ class Arrivals:
         self._num_made = 0
 
     def refuse_what_never_fits(self, request: EngineRequest) -> None:
-        """Raises RequestTooLarge for a request that the KV cache cannot hold even alone."""
         length = self._limit(request)
         if reason := self._kv.shortage(length, self._config.uncommitted_tokens):
             raise RequestTooLarge(
@@ -58,7 +54,6 @@ class Arrivals:
             )
 
     def make_sequence(self, request: EngineRequest, index: int, now: float, prerequisites: Mapping[str, float]) -> Sequence:
-        """One of a request's sequences, blocked by its prerequisites; the KV manager knows it."""
         tokens = array("i", request.prompt_ids)
         tokens.extend(request.output_ids)
         self._num_made += 1
@@ -71,18 +66,16 @@ class Arrivals:
         return seq
 
     def _limit(self, request: EngineRequest) -> int:
-        """Length at which a sequence of this request ends."""
         if request.params.max_tokens is None:
             return self._config.max_model_len
         return min(self._config.max_model_len, len(request.prompt_ids) + request.params.max_tokens)
 
 
 MIN_SWEEP = 64
-"""Entries of ended sequences are not swept out of a heap smaller than this."""
 
 
 class Limit(IntEnum):
-    """The kind of a deadline. An answer's ends the sequence; a prerequisite's ends it only while the prerequisite is missing."""
+    """An answer's ends the sequence; a prerequisite's ends it only while the prerequisite is missing."""
 
     ANSWER = 0
     PREREQUISITE = 1
@@ -96,7 +89,7 @@ class Deadlines:
         self._sweep_at = MIN_SWEEP
 
     def add(self, at: float, seq: Sequence, kind: Limit, what: str = "") -> None:
-        """what: the prerequisite's name. A sequence has one entry per kind and name, so the heap never compares sequences."""
+        """A sequence has one entry per kind and name, so the heap never compares sequences."""
         if len(self._heap) >= self._sweep_at:
             self._heap = [entry for entry in self._heap if entry[4].state is not SeqState.DONE]
             heapq.heapify(self._heap)
@@ -104,12 +97,11 @@ class Deadlines:
         heapq.heappush(self._heap, (at, seq.seq_id, kind, what, seq))
 
     def take_due(self, now: float) -> Iterator[tuple[Sequence, Limit, str]]:
-        """Take the entries whose time has come; yield those of live sequences."""
         while self._heap and self._heap[0][0] <= now:
             _, _, kind, what, seq = heapq.heappop(self._heap)
             if seq.state is not SeqState.DONE:
                 yield seq, kind, what
 
     def next(self) -> float | None:
-        """The earliest entry's time, None without entries. Its sequence may have ended."""
+        """Its sequence may have ended."""
         return self._heap[0][0] if self._heap else None

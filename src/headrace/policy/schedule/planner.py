@@ -24,30 +24,26 @@ from headrace.policy.sequence import RUNNING, Sequence
 from headrace.policy.step_builder import StepBuilder
 
 CHARGE_STEPS = 16
-"""Steps after which the queue policy counts the tokens of all running sequences again. Until then a tenant's counter may lack as many
-tokens for each of its running sequences."""
+"""Steps after which the queue policy counts the tokens of all running sequences again."""
 
 
 class Planner:
-    """Fills a step with rows."""
-
     def __init__(self, config: SchedulerConfig, kv: KvManager, sequences: SequenceTable) -> None:
         self.config = config
         self.kv = kv
         self.sequences = sequences
         self.room = Room(config, kv, sequences)
         self.is_static = False
-        """Whether a batch is filled and run to its end before the next: the baseline of the benchmarks."""
+        """A batch is run to its end before the next: the baseline of the benchmarks."""
         self._price = ChunkPrice(config.costly_context if config.enable_chunked_prefill else 0)
         self._charge_at = 0
-        """The step from which decoding rows are counted again."""
         self.prompt_tokens_left = [0] * len(PriorityClass)
         """Tokens of running prompts that the last step left to later ones, by priority class."""
         self.step_prompt_tokens = config.max_num_batched_tokens
-        """Tokens for prompts, beside the decoding rows and their goals, in the last step in which a prompt ran or could have started."""
+        """In the last step in which a prompt ran or could have started."""
 
     def fill(self, step: StepBuilder) -> None:
-        """Add rows for running sequences, and for waiting ones that can start. When `fill` raises, the step holds the rows added so far."""
+        """When it raises, the step holds the rows added so far."""
         step.first = self.room.make(step.now, step.costs)
         prefilling, drafted = self._plan_decodes(step)
         for seq in drafted:
@@ -63,7 +59,7 @@ class Planner:
         self.step_prompt_tokens, self.room.max_running = self.config.max_num_batched_tokens, self.config.max_num_seqs
 
     def fill_within_held_blocks(self, sequences: list[Sequence], step: StepBuilder) -> list[Sequence]:
-        """Add rows for these sequences alone, within the blocks they hold. Returns the sequences that the budget did not reach."""
+        """These sequences alone, within the blocks they hold. Returns those that the budget did not reach."""
         left: list[Sequence] = []
         for seq in sequences:
             if seq.state is RUNNING and not (seq.num_uncomputed == 1 and seq.is_complete):
@@ -79,8 +75,7 @@ class Planner:
     def _plan_decodes(self, step: StepBuilder) -> tuple[list[Sequence], list[Sequence]]:
         """Add a row of one token for each decoding sequence that has or gets a block for it, perhaps by preempting another.
 
-        Without budget a sequence is stalled, without a block stalled or preempted. Returns the running sequences with more than one token
-        to compute, and the sequences with drafted tokens to verify.
+        Returns the running sequences with more than one token to compute, and the sequences with drafted tokens to verify.
 
         This is the scheduler's hottest loop: for a sequence below its `bulk_decode_limit` there is nothing to decide.
         """
@@ -106,7 +101,7 @@ class Planner:
         return prefilling, drafted
 
     def _plan_drafted(self, seq: Sequence, step: StepBuilder) -> None:
-        """Add one row over the last token and its drafted successors, as many as budget, length and blocks allow."""
+        """One row over the last token and its drafted successors, as many as budget, length and blocks allow."""
         if seq.state is not RUNNING:
             return  # preempted earlier in this plan
         drafts = seq.drafts[: max(0, min(step.budget - 1, seq.limit - 1 - len(seq.tokens)))]
@@ -155,7 +150,6 @@ class Planner:
         return int(min(budget, max(most - (step.max_tokens - budget), prefill_part(most, step.max_tokens))))
 
     def _start_ahead(self, prefilling: list[Sequence], step: StepBuilder) -> None:
-        """Start the waiting sequences that the queue policy serves before every running prompt."""
         queue = self.sequences.queue
         if not (queue.traits.has_tenants and prefilling and self._may_start()):
             return
@@ -176,17 +170,14 @@ class Planner:
             self.sequences.queue.charge(self.sequences.slots.running)
 
     def _is_long(self, seq: Sequence, budget: int) -> bool:
-        """Whether the rest of a prompt is long for steps like this one, which has `budget` for prefills (`StepShares.is_long`).
-
-        A prompt with log-probabilities never is: it takes a small part of each step.
-        """
+        """A prompt with log-probabilities never is: it takes a small part of each step."""
         if seq.needs_prompt_logprobs or not self.config.enable_chunked_prefill:
             return False
         cost = seq.num_uncomputed + self._price.surcharge(seq.num_planned, seq.num_uncomputed)
         return self.sequences.queue.shares.is_long(cost, budget)
 
     def _extend_bulk_decode(self, seq: Sequence, step: StepBuilder) -> bool:
-        """Give the next block to a decoding sequence that has filled its last one. False: the sequence has to be checked in full."""
+        """False: the sequence has to be checked in full."""
         last = seq.limit - 1
         if seq.bulk_decode_limit in (0, last) or step.budget <= 0 or not self.kv.grow(seq, seq.num_planned + 1, step):
             return False
@@ -201,7 +192,6 @@ class Planner:
             self._plan_row(seq, step)
 
     def _plan_row(self, seq: Sequence, step: StepBuilder) -> None:
-        """Give a running sequence its share of the step, preempting others until its blocks fit."""
         if seq.state is not RUNNING:
             return  # preempted earlier in this plan
         count = self._chunk_size(seq, seq.num_uncomputed, step)
@@ -226,12 +216,9 @@ class Planner:
         self._add_row(seq, count, step)
 
     def _chunk_size(self, seq: Sequence, num_uncomputed: int, step: StepBuilder) -> int:
-        """Tokens of this step for a sequence with `num_uncomputed` tokens to compute.
-
-        A chunk far into a prompt is shortened when the step has other rows, or a long prompt is still to be planned: all rows of a step
-        wait for the chunk's attention over its context.
-        Without chunked prefill a prompt is computed in one step; a prompt longer than the whole budget is its step's only prefill.
-        """
+        """A chunk far into a prompt is shortened when the step has other rows, or a long prompt is still to be planned: all rows of a step
+        wait for the chunk's attention over its context. Without chunked prefill a prompt is computed in one step; a prompt longer than the
+        whole budget is its step's only prefill."""
         if self.config.enable_chunked_prefill or num_uncomputed == 1:
             is_priced = num_uncomputed > 1 and (len(step.rows) or step.num_withheld_for_long)
             most = self._price.most(seq.num_expected - num_uncomputed, step.budget) if is_priced else max(step.budget, 0)
@@ -244,7 +231,7 @@ class Planner:
         return num_uncomputed if is_oversized and step.num_prefills == 0 else 0
 
     def _add_row(self, seq: Sequence, count: int, step: StepBuilder, samples: int | None = None) -> None:
-        """Add a row of `count` tokens. samples: None without drafts; the row then samples one token if it ends at the last expected one."""
+        """samples: None without drafts; the row then samples one token if it ends at the last expected one"""
         start = seq.num_planned
         if samples is None:
             samples = int(start + count == seq.num_expected)
@@ -257,10 +244,8 @@ class Planner:
         seq.unstall(step.now)
 
     def charge(self, step: StepBuilder) -> None:
-        """Charge the queue policy for the prompts among the rows added since the last call: the order between tenants depends on them.
-
-        Decoding rows are counted every CHARGE_STEPS steps, before an order is asked for: 64 of them take 30 us, and are a token each.
-        """
+        """Charge the queue policy for the prompts added since the last call: the order between tenants depends on them. Decoding rows are
+        counted every CHARGE_STEPS steps: 64 of them take 30 us."""
         if not self.sequences.queue.traits.has_tenants:
             return
         first = max(step.num_charged_rows, step.rows.num_decodes)
@@ -269,7 +254,7 @@ class Planner:
             step.num_charged_rows = len(step.rows)
 
     def _plan_waiting(self, step: StepBuilder) -> None:
-        """Start waiting sequences in the queue's order. With static batching none starts while a sequence of the last batch runs."""
+        """With static batching none starts while a sequence of the last batch runs."""
         if not self._may_start():
             return
         num_running_before = len(self.sequences.slots)
@@ -281,13 +266,12 @@ class Planner:
                 return
 
     def _may_start(self) -> bool:
-        """Whether a sequence waits and there is a slot for it; with static batching, also only while no sequence runs."""
         if not len(self.sequences.queue) or not self.sequences.slots.has_free:
             return False
         return not (self.is_static and len(self.sequences.slots))
 
     def _try_start(self, seq: Sequence, step: StepBuilder, num_running_before: int) -> bool:
-        """Start the head of the queue. False: the head does not fit yet. No sequence behind it is tried then, or the head could starve.
+        """False: the head does not fit yet. No sequence behind it is tried then, or the head could starve.
 
         num_running_before: leading running sequences that were not started by this plan
         """
@@ -314,13 +298,11 @@ class Planner:
         return True
 
     def _blocks_for_long_chunks(self, step: StepBuilder) -> int:
-        """Blocks left free in sliding-window groups, where a prompt takes blocks chunk by chunk, for the long prompts planned later in this
-        step."""
+        """Left free in sliding-window groups, where the long prompts planned later in this step take blocks chunk by chunk."""
         return self.kv.blocks_for(step.budget + step.num_withheld_for_long) if step.num_withheld_for_long else 0
 
     def _leaves_blocks_to_grow(self, num_left: float, num_running_before: int) -> bool:
-        """Whether a free block is left for each running sequence that may still need one, if one more sequence starts. With fewer blocks
-        the start would only lead to a preemption. num_left: blocks left after the start; below 0 when the sequence itself does not fit."""
+        """Whether each running sequence that may still need a block finds one: else the start would only lead to a preemption."""
         if num_left < 0:
             return False
         if num_left >= num_running_before:
@@ -343,12 +325,12 @@ class Planner:
             self.sequences.counters.prefix_cache_hit_tokens += seq.num_cached
 
     def _num_cached_tokens(self, seq: Sequence) -> int:
-        """Leading tokens whose KV can be reused; 0 with prompt log-probabilities, which need every position computed."""
+        """0 with prompt log-probabilities, which need every position computed."""
         return 0 if seq.needs_prompt_logprobs else self.kv.num_hit_tokens(seq)
 
 
 def _tokens_left(sequences: Iterable[Sequence]) -> list[int]:
-    """Tokens left to plan of the running prompts among `sequences`, by priority class. A single token left is a decoding row's next one."""
+    """By priority class. A single token left is a decoding row's next one."""
     found = [0] * len(PriorityClass)
     for seq in sequences:
         if seq.state is RUNNING and (left := seq.num_uncomputed) > 1:

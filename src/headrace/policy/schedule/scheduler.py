@@ -4,8 +4,6 @@
     commit(plan, result, now) -> updates   appends tokens, finishes, frees
     rollback(plan)                         the step raised: nothing of it happened
 
-`planner` decides which rows a step has; this module commits them or rolls them back.
-
 Up to `depth` plans may be uncommitted. The runner keeps the ids that such plans sample, so the next plan is made before the last result is
 read. A commit finds out which sequences have ended. If a later plan already has a row for an ended sequence, that row is dropped when the
 later plan is committed.
@@ -35,8 +33,6 @@ MOVE_POLL_S = 0.005
 
 
 class Scheduler:
-    """Decides steps over `sequences`, which requests are added to and ended in. All methods run on the loop's thread."""
-
     def __init__(self, config: SchedulerConfig, kv: KvManager, tier: HostTier | None = None) -> None:
         self.config = config
         self.kv = kv
@@ -48,34 +44,30 @@ class Scheduler:
         self._unsent: StepBuilder | None = None
         self._next_step = 1
         self._next_poll = 0.0
-        """When the next plan without rows may ask for moves, on the clock of `now`."""
         self._failures: list[Exception] = []
 
     def batch_statically(self) -> None:
-        """Fill a batch and run it to its end before the next, from now on: the baseline of the benchmarks, which no option has."""
+        """The baseline of the benchmarks, which no option has."""
         self._planner.is_static = True
 
     # what it knows beside its sequences
 
     @property
     def class_loads(self) -> ClassLoads:
-        """Queued are the tokens known and not planned: of waiting sequences, and of prompts that the last plan left unfinished."""
+        """Queued are the tokens known and not planned."""
         waiting = self.sequences.waiting
         queued = map(add, waiting.num_tokens, self._planner.prompt_tokens_left)
         return tuple(map(ClassLoad, self.sequences.slots.num_of_class, waiting.num_sequences, queued))
 
     @property
     def max_running(self) -> int:
-        """Sequences that may run at once: goals of those that run may allow fewer than there are slots."""
         return self._planner.room.max_running
 
     @property
     def step_prompt_tokens(self) -> int:
-        """Most prompt tokens of a step like the last one that had room for prompts."""
         return self._planner.step_prompt_tokens
 
     def next_deadline(self) -> float | None:
-        """When `plan` has to run next at the latest, on the clock its `now` comes from."""
         deadline = self.sequences.next_deadline()
         if not self._waits_for_moves:
             return deadline
@@ -84,11 +76,7 @@ class Scheduler:
     # planning
 
     def plan(self, now: float, costs: StepCosts = UNKNOWN_COSTS) -> Plan | None:
-        """The next step, or None when nothing can be computed now (all waiting for results, prerequisites or blocks).
-
-        costs  of steps lately. They decide only where a request has a goal; the plan records them
-        After a plan that could not be made comes one without rows, see `unsent_plan`.
-        """
+        """None when nothing can be computed now. costs: decide only where a request has a goal; the plan records them"""
         if (unsent := self.unsent_plan()) is not None:
             return unsent
         self.kv.begin_plan(now)
@@ -107,25 +95,23 @@ class Scheduler:
 
     @property
     def _waits_for_moves(self) -> bool:
-        """Whether moves are in flight and no uncommitted step's result will report them."""
         return not self._rows and len(self.kv.leases) > 0 and self.kv.leases.has_moves
 
     def _polls_moves(self, now: float) -> bool:
-        """Whether to plan a step without rows now, to ask for moves in flight. If so, the next may be planned `MOVE_POLL_S` later."""
         if not self._waits_for_moves or now < self._next_poll:
             return False
         self._next_poll = now + MOVE_POLL_S
         return True
 
     def _unplan(self, step: StepBuilder) -> None:
-        """Planning raised: undo the rows. Blocks and slots that were handed out are announced by a plan of their own (`unsent_plan`)."""
+        """Blocks and slots that were handed out are announced by a plan of their own (`unsent_plan`)."""
         step.ended.extend(self.sequences.slots.take_ended())
         step.rows.close(self._decode_columns, self.sequences.slots.generation)
         self._undo(step.rows)
         self._unsent = step
 
     def _freeze(self, step: StepBuilder) -> Plan:
-        """Make the plan. A runner applies `ended` before `started`, so one plan may pass a slot from one sequence to another."""
+        """A runner applies `ended` before `started`, so one plan may pass a slot from one sequence to another."""
         step.ended.extend(self.sequences.slots.take_ended())
         return self._close(step)
 
@@ -141,7 +127,7 @@ class Scheduler:
     # results
 
     def commit(self, plan: Plan, result: Result, now: float) -> list[SequenceUpdate]:
-        """Commit a step's result. Returns this step's updates and those of sequences that ended otherwise since the last commit."""
+        """Returns this step's updates and those of sequences that ended otherwise since the last commit."""
         rows = self._rows.pop(plan.step_id)
         num_decodes = rows.num_decodes if are_plain(rows, result) else 0
         if num_decodes:
@@ -152,8 +138,7 @@ class Scheduler:
         return self.sequences.take_updates()
 
     def _commit_decodes(self, rows: StepRows, token_ids: array[int], now: float) -> None:
-        """Commit the leading rows, one token each: in bulk where the token is all there is, one by one where a block is full or the
-        sequence may end."""
+        """In bulk where the token is all there is, one by one where a block is full or the sequence may end."""
         needs_block_commit: list[int] = []
         needs_full_commit: list[int] = []
         for i, seq, start, token in zip(range(rows.num_decodes), rows.decode_columns.seqs, rows.starts, token_ids, strict=False):
@@ -179,7 +164,7 @@ class Scheduler:
             self._fail_commit(seq, failure, now)
 
     def _commit_rows(self, rows: StepRows, result: Result, first: int, now: float) -> None:
-        """Commit the rows from `first` on, of any kind; before it every row has one token."""
+        """Before row `first` every row has one token."""
         if first == len(rows) == len(result.token_counts):
             return
         errors = dict(result.errors)
@@ -200,7 +185,6 @@ class Scheduler:
         self.sequences.fail(seq, "internal error while a step was committed", now)
 
     def take_failures(self) -> list[Exception]:
-        """The exceptions raised in `commit` since the last call, one per sequence that ended by it."""
         failures, self._failures = self._failures, []
         return failures
 
@@ -240,7 +224,7 @@ class Scheduler:
         seq.draft(drafts)
 
     def end_moves(self, move_ids: array[int]) -> None:
-        """End the moves that the runner reports, whatever becomes of the step that reports them. Raises LeaseError: see `Leases`."""
+        """Whatever becomes of the step that reports them. Raises LeaseError: see `Leases`."""
         if not move_ids:
             return
         finished = self.kv.leases.moves_done(move_ids)
@@ -248,14 +232,13 @@ class Scheduler:
             self.sequences.end_host_waits(self.tier.moves_done(finished))
 
     def rollback(self, plan: Plan) -> list[Sequence]:
-        """The step raised: undo its rows. Sequences keep their blocks, since KV writes are idempotent. Returns the rows' live sequences."""
+        """The step raised. Sequences keep their blocks, since KV writes are idempotent. Returns the rows' live sequences."""
         rows = self._rows.pop(plan.step_id)
         self._undo(rows)
         self.kv.release_pending(plan.step_id)
         return [row.seq for row in rows.rows() if row.is_current]
 
     def _undo(self, rows: StepRows) -> None:
-        """Take back what was planned for these rows."""
         for row in reversed(rows.rows()):
             row.seq.ungrant(row.samples)
             if row.is_current:
@@ -278,11 +261,11 @@ class Scheduler:
         return step.build()
 
     def unsent_plan(self) -> Plan | None:
-        """A plan without rows, of the state changes left by a plan that could not be made. None: there are none.
+        """The state changes left by a plan that could not be made, without rows.
 
-        It is computed before anything else is planned or repeated. The sequences hold the blocks it names, and the blocks it copies
-        from may be free. Slots that were given back since are announced by the plan after it: a runner applies `ended` before
-        `started`, so the end of a sequence that this plan starts would be lost in it.
+        It is computed before anything else is planned or repeated. The sequences hold the blocks it names, and the blocks it copies from
+        may be free. Slots that were given back since are announced by the plan after it: a runner applies `ended` before `started`, so the
+        end of a sequence that this plan starts would be lost in it.
         """
         unsent, self._unsent = self._unsent, None
         if unsent is None or not unsent.has_changes:
@@ -293,7 +276,6 @@ class Scheduler:
     # invariants
 
     def check(self) -> None:
-        """Raise AssertionError unless sequences, slots and blocks add up. Runs when the engine is idle, and after every test."""
         self.sequences.check()
         if self.tier is not None:
             self.tier.check()

@@ -3,8 +3,7 @@
     add -> BLOCKED (prerequisites missing) -> WAITING (in the queue) -> RUNNING (slot and blocks) -> DONE
                                                   ^---- preempt ----'
 
-There is one way in (`add`) and one way out (`_end`, from every state). The public methods that end sequences all lead to `_end`. Only a
-failed `add` is undone without it. The planner decides what a step contains.
+There is one way in (`add`) and one way out (`_end`, from every state). Only a failed `add` is undone without it.
 """
 
 from __future__ import annotations
@@ -31,13 +30,12 @@ from headrace.policy.sequence import BLOCKED, DONE, NO_PREPARATION, RUNNING, WAI
 from headrace.policy.step_builder import RunningColumns
 
 OVERDUE_RETRY_S = 5.0
-"""When a request that waited too long for a prerequisite may be sent again, as its client reads it."""
 
 DISPLACED = "the engine's waiting queue is full, and this tenant had more than its part of it; send the request again later"
 
 
 class SequenceTable:
-    """Owns the sequences, the slots and the waiting queue. All methods run on the loop's thread."""
+    """All methods run on the loop's thread."""
 
     def __init__(self, config: SchedulerConfig, kv: KvManager, tier: HostTier | None = None) -> None:
         self.config = config
@@ -47,7 +45,6 @@ class SequenceTable:
         self.slots = Slots(config.max_num_seqs)
         self._arrivals = Arrivals(config, kv)
         self.last_premium = -math.inf
-        """When a premium request came last."""
         self.counters = EngineCounters()
         self.waiting = WaitingWork(config, self.queue.traits)
         self._blocked: dict[SeqId, Sequence] = {}
@@ -74,8 +71,8 @@ class SequenceTable:
     # in
 
     def check_room(self, request: EngineRequest) -> list[Family]:
-        """Whether `add` may be called with a checked request now; changes nothing. Returns the waiting requests that it takes the place
-        of where the queue is full (`waiting.displaced`): they are for `add`.
+        """Changes nothing. Returns the waiting requests that it takes the place of where the queue is full (`waiting.displaced`): they are
+        for `add`.
 
         Raises: QueueFull when the waiting queue is full, RequestTooLarge for what never fits, ValueError for a request id still in use.
         """
@@ -101,7 +98,7 @@ class SequenceTable:
     ) -> None:
         """Add a request that `check_room` has just let pass.
 
-        prerequisites  names of what the request waits for, each with the seconds it may take
+        prerequisites  each with the seconds it may take
         preparation_id the number by which `satisfied`, `failed` and `take_ended` name this request
         leaving        the waiting requests whose place it takes, as `check_room` found them: they are refused
         """
@@ -127,17 +124,16 @@ class SequenceTable:
         self.counters.prompt_tokens += len(request.prompt_ids)
 
     def _refuse(self, family: list[Sequence], error: HeadraceError, now: float) -> None:
-        """End a request that nothing was computed for: it is for `take_refused`."""
+        """Nothing was computed for it. It is for `take_refused`."""
         self._refused.append((family[0].request, error))
         self._end_unsaid(family, now)
 
     def _end_unsaid(self, family: list[Sequence], now: float) -> None:
-        """End a request without an update about any of its sequences."""
         for seq in list(family):
             self._end(seq, FinishReason.CANCELLED, now, is_emitted=True)
 
     def _begin_wait(self, seq: Sequence) -> None:
-        """It waits from now on, for prerequisites or in the queue. A sibling that will share a prompt (n > 1) has one token to compute."""
+        """A sibling that will share a prompt (n > 1) has one token to compute."""
         self.waiting.add(seq, 1 if FORK in seq.missing else len(seq.tokens))
 
     def _watch_deadlines(self, seq: Sequence, now: float) -> None:
@@ -148,7 +144,6 @@ class SequenceTable:
                 self._deadlines.add(now + timeout_s, seq, Limit.PREREQUISITE, what)
 
     def _remove(self, family: list[Sequence]) -> None:
-        """Adding a request raised: remove every trace of it."""
         for seq in family:
             self.queue.remove(seq)
             self._blocked.pop(seq.seq_id, None)
@@ -157,7 +152,7 @@ class SequenceTable:
         del self._families[family[0].request.request_id]
 
     def _place(self, seq: Sequence, *, may_fetch: bool = True) -> None:
-        """Push a sequence to the queue, or block it while prerequisites are missing. may_fetch: it may have to wait for the host tier."""
+        """may_fetch: it may have to wait for the host tier"""
         if may_fetch and not seq.missing and self.tier is not None and self.tier.fetch(seq):
             seq.missing[HOST_KV] = NO_TIME_LIMIT
         if seq.missing:
@@ -174,17 +169,16 @@ class SequenceTable:
             self.queue.charge(self.slots.running)
 
     def satisfied(self, preparation_id: PreparationId, what: str) -> None:
-        """A prerequisite is met. An unknown id is ignored: the request may have been cancelled meanwhile."""
+        """An unknown id is ignored: the request may have been cancelled meanwhile."""
         for seq in self._prepared.get(preparation_id, ()):
             self._satisfy(seq, what)
 
     def end_host_waits(self, sequences: list[Sequence]) -> None:
-        """These sequences wait for the host tier no longer. Sequences that have ended are ignored."""
         for seq in sequences:
             self._satisfy(seq, HOST_KV)
 
     def failed(self, preparation_id: PreparationId, what: str, message: str, now: float) -> None:
-        """A prerequisite cannot be met: the sequences that wait for it end. message: for the client."""
+        """The sequences that wait for it end. message: for the client"""
         for seq in list(self._prepared.get(preparation_id, ())):
             if what in seq.missing:
                 self.fail(seq, message, now)
@@ -199,13 +193,12 @@ class SequenceTable:
     # slots
 
     def start(self, seq: Sequence, now: float) -> None:
-        """Move a waiting sequence into a slot. The caller asked `slots.has_free` first."""
         self.queue.start(seq, now)
         self.waiting.remove(seq)
         self.slots.start(seq, now)
 
     def preempt(self, seq: Sequence, now: float) -> None:
-        """Free a running sequence's slot and blocks, and queue it again. It will compute anew what the prefix cache does not hold."""
+        """It will compute anew what the prefix cache does not hold."""
         self._charge_running()
         self._leave_state(seq)
         self.kv.release(seq)
@@ -215,7 +208,7 @@ class SequenceTable:
         self.counters.preemptions += 1
 
     def drop_waiting_forks(self) -> bool:
-        """Free the shared prompt blocks of one waiting sequence, which will compute its prompt by itself. False: no sequence holds any."""
+        """Free the shared prompt blocks of one waiting sequence, which will compute its prompt by itself."""
         for seq in self.alive():
             if seq.state is WAITING and any(seq.blocks):
                 self.kv.release(seq)
@@ -225,17 +218,16 @@ class SequenceTable:
     # out
 
     def cancel(self, request_id: RequestId, now: float) -> None:
-        """The client left: end every sequence of the request. Its blocks are free once no uncommitted plan names them."""
+        """Its blocks are free once no uncommitted plan names them."""
         for seq in list(self._families.get(request_id, ())):
             self._end(seq, FinishReason.CANCELLED, now)
 
     def cancel_preparation(self, preparation_id: PreparationId, now: float) -> None:
-        """As `cancel`, of the request with this preparation: an answer about one of its prerequisites could not be handled."""
         for seq in list(self._prepared.get(preparation_id, ())):
             self._end(seq, FinishReason.CANCELLED, now)
 
     def withdraw(self, preparation_id: PreparationId, now: float) -> EngineRequest | None:
-        """End a request without an update about any of its sequences. None, and nothing is done, where one of them waits for nothing."""
+        """End a request without an update. None, and nothing is done, where one of its sequences waits for nothing."""
         family = list(self._prepared.get(preparation_id, ()))
         if not family or not all(seq.missing for seq in family):
             return None
@@ -243,8 +235,7 @@ class SequenceTable:
         return family[0].request
 
     def finish(self, request_id: RequestId, index: int, keep_tokens: int, reason: FinishReason, now: float) -> None:
-        """The gateway found a stop string after `keep_tokens` output tokens: end the sequence; tokens beyond do not count and are not
-        cached."""
+        """The gateway found a stop string: tokens beyond `keep_tokens` do not count and are not cached."""
         for seq in list(self._families.get(request_id, ())):
             if seq.index == index:
                 self._end(seq, reason, now, keep_tokens=keep_tokens)
@@ -253,7 +244,7 @@ class SequenceTable:
         self._end(seq, FinishReason.ERROR, now, error=message)
 
     def expire(self, now: float) -> None:
-        """End sequences that are past their deadline, or waited too long for a prerequisite: these are for `take_refused`."""
+        """Sequences that waited too long for a prerequisite are for `take_refused`."""
         for seq, kind, what in self._deadlines.take_due(now):
             if kind is Limit.ANSWER:
                 self._end(seq, FinishReason.DEADLINE, now)
@@ -265,7 +256,7 @@ class SequenceTable:
                     self.fail(seq, late, now)
 
     def take_refused(self) -> list[tuple[EngineRequest, HeadraceError]]:
-        """Requests that were let in and refused since the last call, and why. There is no update about them."""
+        """Let in and refused since the last call, and why. There is no update about them."""
         refused, self._refused = self._refused, []
         return refused
 
@@ -282,7 +273,7 @@ class SequenceTable:
         error: str | None = None,
         is_emitted: bool = False,
     ) -> None:
-        """The one way out, from every state. is_emitted: the update that carries the end is emitted by the caller."""
+        """is_emitted: the update that carries the end is emitted by the caller"""
         if seq.state is DONE:
             return
         update = None if is_emitted else sequence_update(seq, NOTHING, 0, now, reason, error=error)
@@ -311,7 +302,7 @@ class SequenceTable:
             self._blocked.pop(seq.seq_id, None)
 
     def _forget(self, seq: Sequence) -> None:
-        """Remove an ending sequence from its request's family. Siblings that waited to share its prompt will compute it themselves."""
+        """Siblings that waited to share its prompt will compute it themselves."""
         family = self._families.get(seq.request.request_id, [])
         if seq not in family:
             return
@@ -325,14 +316,13 @@ class SequenceTable:
                 self._satisfy(sibling, FORK)
 
     def take_ended(self) -> list[PreparationId]:
-        """Preparations whose requests ended since the last call, each once: they can be released."""
+        """Each once: they can be released."""
         ended, self._ended_preparations = self._ended_preparations, []
         return ended
 
     # updates
 
     def emit_output(self, seq: Sequence, output: RowOutput, appended: Appended, now: float) -> None:
-        """Emit one row's output: an update with the appended tokens, and the sequence's end if they end it."""
         kept, reason, stop_token = appended
         if kept:
             seq.end_prefill(now)
@@ -344,7 +334,7 @@ class SequenceTable:
         self._updates.append(update)
 
     def emit_tokens(self, columns: RunningColumns, token_ids: list[int], needs_full_commit: list[int]) -> None:
-        """Emit one token for every sequence of the columns, those at the indices `needs_full_commit` (ascending) left out."""
+        """One token for every sequence, those at the indices `needs_full_commit` (ascending) left out."""
         updates = token_updates(columns, token_ids)
         for i in reversed(needs_full_commit):
             del updates[i]
@@ -352,7 +342,6 @@ class SequenceTable:
         self._updates += updates
 
     def fork_siblings(self, seq: Sequence) -> None:
-        """The prompt of a request's first sequence is computed: share its blocks with the siblings that wait for it."""
         if not seq.is_first or seq.request.params.n == 1:
             return
         for sibling in list(self._families.get(seq.request.request_id, ())):
@@ -367,7 +356,6 @@ class SequenceTable:
     # invariants
 
     def check(self) -> None:
-        """Raise AssertionError unless sequences, slots and blocks add up."""
         alive = self.alive()
         self.kv.check(alive)
         states = {state: [seq for seq in alive if seq.state is state] for state in SeqState}

@@ -1,7 +1,4 @@
-"""Assigns the slots of one engine to its running sequences.
-
-`planner` decides which sequence starts; `planner` and `sequence_table` decide which one leaves.
-"""
+"""Assigns the slots of one engine to its running sequences. All methods run on the loop's thread."""
 
 from __future__ import annotations
 
@@ -13,10 +10,7 @@ from headrace.policy.sequence import NO_SLOT, Sequence
 
 
 class Slots:
-    """All methods run on the loop's thread.
-
-    num_of_class  running sequences of each priority class
-    num_goals     running sequences with a goal for each further token
+    """num_goals     running sequences with a goal for each further token
     generation    raised whenever a sequence starts to run or stops
     """
 
@@ -34,7 +28,7 @@ class Slots:
 
     @property
     def running(self) -> list[Sequence]:
-        """The sequences in the order in which they started. The list is the caller's own."""
+        """In the order in which they started. The list is the caller's own."""
         return list(self._running.values())
 
     @property
@@ -50,7 +44,7 @@ class Slots:
         return bool(self._ended)
 
     def start(self, seq: Sequence, now: float) -> None:
-        """Run a sequence in a slot. The caller asked `has_free` first."""
+        """The caller asked `has_free` first."""
         self.num_of_class[seq.request.priority] += 1
         self.num_goals += seq.request.tier.tpot_ms is not None
         seq.start(self._free.pop(), now)
@@ -58,7 +52,7 @@ class Slots:
         self.generation += 1
 
     def leave(self, seq: Sequence) -> None:
-        """A running sequence ends or is preempted. Leaving twice changes nothing."""
+        """Leaving twice changes nothing."""
         if seq.slot == NO_SLOT:
             return
         del self._running[seq.seq_id]
@@ -70,17 +64,15 @@ class Slots:
         seq.slot = NO_SLOT
 
     def disown_rows(self, seq: Sequence) -> None:
-        """Rows in flight of a running sequence will not count: see `Sequence.disown_rows`."""
         seq.disown_rows()
         self.generation += 1  # `RunningColumns` hold its incarnation
 
     def take_ended(self) -> list[int]:
-        """Slots freed since the last plan, to be announced to the runner."""
+        """Freed since the last plan, to be announced to the runner."""
         ended, self._ended = self._ended, []
         return ended
 
     def check(self, running: Iterable[Sequence]) -> None:
-        """Raise AssertionError unless exactly the sequences of `running` are in slots, and counted."""
         among = list(running)
         slots = [seq.slot for seq in self._running.values()]
         assert len(set(slots)) == len(slots), "two sequences in one slot"

@@ -1,7 +1,7 @@
 """Chooses the waiting sequence that starts next, and the running sequence that makes room for it.
 
-The queue policy gives the order (`policy.queues`). This module adds the bounds that depend on running sequences: a tenant's share of the KV
-blocks, headroom for premium requests, goals, and room for a sequence that finds no slot or too few blocks. See docs/fairness.md.
+Beside the queue policy's order these are the bounds that depend on running sequences: a tenant's share of the KV blocks, headroom for
+premium requests, goals, and room for a sequence that finds no slot or too few blocks. See docs/fairness.md.
 """
 
 from __future__ import annotations
@@ -17,21 +17,19 @@ from headrace.policy.schedule.step_budget import most_running, tightest_tpot_s, 
 from headrace.policy.sequence import Sequence
 
 HEADROOM_S = 60.0
-"""Headroom is kept for premium requests for this many seconds after one arrived."""
 
 CROWD_FACTOR = 4
 """A tenant makes room for another one of its class if it has N times as many running sequences as the other will have, by weight. At 1,
 tenants with equal shares would preempt each other's sequences all the time."""
 
 MAX_PREEMPTED = 8
-"""Most sequences that are preempted at once for one tenant's waiting ones."""
 
 LOOK_AGAIN_S = 0.02
-"""Room is made at most once in this many seconds: to look at all running sequences takes 50 us."""
+"""Room is made at most once in this many seconds."""
 
 
 class Room:
-    """Decides whether the next waiting sequence may start. All methods run on the loop's thread; only `make` changes sequences."""
+    """All methods run on the loop's thread; only `make` changes sequences."""
 
     def __init__(self, config: SchedulerConfig, kv: KvManager, sequences: SequenceTable) -> None:
         self.config = config
@@ -42,10 +40,9 @@ class Room:
         """The sequence that did not start for want of blocks, and how many blocks it lacks."""
         self._look_again = 0.0
         self.max_running = config.max_num_seqs
-        """Sequences that may run at once, as found when a sequence was last considered: goals may allow fewer than there are slots."""
+        """As found when a sequence was last considered: goals may allow fewer than there are slots."""
 
     def next_to_start(self, now: float, costs: StepCosts) -> Sequence | None:
-        """The waiting sequence to start next, None when no sequence may start now."""
         head = self._head(now, costs)
         if head is None:
             return None
@@ -54,7 +51,7 @@ class Room:
         return head if self._keeps_goals(head, costs) else None
 
     def _head(self, now: float, costs: StepCosts) -> Sequence | None:
-        """The first sequence, or the first whose tenant does not exceed its share, if there is one."""
+        """The first whose tenant does not exceed its share, if there is one; else the first."""
         queue = self.sequences.queue
         head = queue.head(now, costs)
         if head is None or not self._exceeds_share(head):
@@ -62,11 +59,10 @@ class Room:
         return next((other for other in queue.heads(now, costs) if not self._exceeds_share(other)), head)
 
     def num_blocks_kept(self, seq: Sequence, now: float) -> int:
-        """Blocks that must stay free for premium requests when the sequence starts."""
         return self._part(min((pool.total for pool in self.kv.pools), default=0)) if self._leaves_headroom(seq, now) else 0
 
     def _leaves_headroom(self, seq: Sequence, now: float) -> bool:
-        """Whether the sequence must leave headroom: premium requests came lately, the sequence is not premium, and other sequences run."""
+        """Premium requests came lately, the sequence is not premium, and other sequences run."""
         if now - self.sequences.last_premium >= HEADROOM_S or seq.request.priority is PriorityClass.PREMIUM:
             return False
         return len(self.sequences.slots) > 0
@@ -75,7 +71,6 @@ class Room:
         return int(total * self.sequences.queue.shares.premium_headroom)
 
     def _keeps_goals(self, seq: Sequence, costs: StepCosts) -> bool:
-        """Whether the decoding rows keep every goal beside the part of a step that prompts get, with one more sequence."""
         self.max_running = self.config.max_num_seqs
         if not self.sequences.slots.num_goals and seq.request.tier.tpot_ms is None:
             return True
@@ -86,7 +81,7 @@ class Room:
     # shares of the KV blocks
 
     def _exceeds_share(self, seq: Sequence) -> bool:
-        """Whether the sequence's tenant would hold more than its share of the blocks with this sequence. One sequence may always run."""
+        """Whether the tenant would hold more than its share of the blocks with it. One sequence may always run."""
         share = seq.request.tier.kv_share
         if share is None:
             return False
@@ -94,7 +89,6 @@ class Room:
         return held > 0 and held + self.kv.blocks_for(len(seq.tokens)) > share * self._num_blocks
 
     def _num_held(self) -> Counter[str]:
-        """Blocks of the running sequences, by tenant. A block of two sequences counts for each."""
         held: Counter[str] = Counter()
         for seq in self.sequences.slots.running:
             held[seq.request.tenant] += self.kv.num_held(seq)
@@ -107,7 +101,6 @@ class Room:
     # room for the head of the queue
 
     def note_short(self, seq: Sequence, num_blocks: int) -> None:
-        """Note that a sequence did not start because it lacks this many blocks."""
         self._short, self._num_short = seq, num_blocks
 
     def make(self, now: float, costs: StepCosts) -> Sequence | None:
@@ -141,8 +134,6 @@ class Room:
 
     def _candidates(self, head: Sequence, num_preempted: int) -> list[Sequence]:
         """Running sequences that have to make room for the waiting sequence `head`.
-
-        num_preempted  sequences that were already preempted for the tenant of `head`
 
         A sequence that was preempted before makes room again only after some progress (`Sequence.start`), so that every sequence ends.
         """

@@ -14,36 +14,34 @@ from headrace.core.plan import StepCosts
 from headrace.policy.sequence import Sequence
 
 TPOT_SHARE = 0.9
-"""Part of a goal for further tokens that a step is predicted to take at most. The rest is for what the prediction misses and for the way to
-the client: with all of the goal, steps under load last as long as the goal, and every second request misses it by a few percent."""
+"""Part of a goal for further tokens that a step is predicted to take at most. With all of the goal, steps under load last as long as the
+goal, and every second request misses it by a few percent."""
 
 PREFILL_DIVISOR = 16
-"""Prompts get 1/N of a step's tokens where the decoding sequences' goals allow twice as many. Sequences start only while the rest of the
-step is enough for the decoding rows, so that prompts and decoding rows keep the goals together."""
+"""Prompts get 1/N of a step's tokens where the decoding sequences' goals allow twice as many."""
 
 LEAST_PREFILL_DIVISOR = 64
-"""Prompts get at least 1/N of a step's tokens, whatever goals the decoding sequences have: else they would never end."""
+"""Prompts get at least 1/N of a step's tokens, whatever the goals: else they would never end."""
 
 
 def tightest_tpot_s(sequences: Iterable[Sequence]) -> float:
-    """What steps may take for the shortest goal for further tokens, in seconds; infinite where none of the sequences has one."""
+    """Seconds that steps may take; infinite where none of the sequences has a goal."""
     goals = [goal for seq in sequences if (goal := seq.request.tier.tpot_ms) is not None]
     return TPOT_SHARE * min(goals) / 1000 if goals else math.inf
 
 
 def tokens_within(goal_s: float, costs: StepCosts) -> float:
-    """Most tokens of a step that is predicted to take no longer than the goal; infinite where there is no goal, or costs are not known."""
+    """Infinite where there is no goal, or costs are not known."""
     return (goal_s - costs.fixed_s) / costs.token_s if costs.token_s else math.inf
 
 
 def prefill_part(most: float, max_tokens: int) -> int:
-    """Tokens that prompts get in each step of `max_tokens` beside any number of decoding rows, where goals allow steps of `most` tokens."""
+    """Where goals allow steps of `most` tokens, beside any number of decoding rows."""
     return int(max(min(max_tokens // PREFILL_DIVISOR, most // 2), max_tokens // LEAST_PREFILL_DIVISOR, 1))
 
 
 def most_running(most: float, max_tokens: int) -> float:
-    """Sequences that may run at once where goals allow steps of `most` tokens: prompts get their part of each step. Infinite where even one
-    row would miss a goal, which then is no bound."""
+    """Prompts get their part of each step. Infinite where even one row would miss a goal, which then is no bound."""
     return math.inf if most < 1 else max(1, most - prefill_part(most, max_tokens))
 
 
@@ -59,11 +57,11 @@ class ChunkPrice:
     costly_context: int = 0
 
     def most(self, start: int, budget: int) -> int:
-        """The most tokens from position `start` on that `budget` pays for; at least one if the budget is not empty."""
+        """At least one token if the budget is not empty."""
         if not self.costly_context or budget <= 0:
             return max(budget, 0)
         return max(1, budget * self.costly_context // (self.costly_context + start))
 
     def surcharge(self, start: int, count: int) -> int:
-        """The cost of `count` tokens from `start` on, beyond one each. A single token, as in decoding rows, has no surcharge."""
+        """Beyond one each. A single token, as in decoding rows, has none."""
         return count * start // self.costly_context if self.costly_context and count > 1 else 0

@@ -15,8 +15,6 @@ from headrace.policy.step_builder import RunningColumns, StepRow, StepRows
 
 
 class RowOutput(NamedTuple):
-    """The output of one row of a step."""
-
     token_ids: array[int]
     logprobs: Items[TokenLogprobs | None] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
@@ -27,7 +25,7 @@ NOTHING = RowOutput(array("i"))
 
 
 def are_plain(rows: StepRows, result: Result) -> bool:
-    """Whether each of the leading rows has one token and nothing else: no log-probabilities, drafts or errors."""
+    """Each of the leading rows has one token and nothing else."""
     count = rows.num_decodes
     if result.logprobs or (result.errors and min(row for row, _ in result.errors) < count):
         return False
@@ -37,7 +35,7 @@ def are_plain(rows: StepRows, result: Result) -> bool:
 
 
 def outputs(result: Result, first: int) -> list[RowOutput]:
-    """Each row's output, from row `first` on. Each row before it gave one token."""
+    """From row `first` on. Each row before it gave one token."""
     ends = accumulate(result.token_counts[first:], initial=first)
     plain = [RowOutput(result.token_ids[begin:end]) for begin, end in pairwise(ends)]
     if not (result.logprobs or result.prompt_rows or result.draft_counts):
@@ -51,14 +49,13 @@ def outputs(result: Result, first: int) -> list[RowOutput]:
 
 
 def _drafts_of(result: Result) -> dict[int, array[int]]:
-    """Row -> the tokens drafted to follow it."""
     ends = accumulate(result.draft_counts)
     return {row: result.drafts[end - count : end] for row, (count, end) in enumerate(zip(result.draft_counts, ends, strict=True)) if count}
 
 
 def take_not_emitted(row: StepRow, entries: tuple[TokenLogprobs, ...]) -> tuple[TokenLogprobs, ...]:
-    """The entries, for prompt positions row.start + 1 and on, that were not emitted before a preemption or a repeated step. They count as
-    emitted from now on."""
+    """The entries, for positions row.start + 1 and on, that were not emitted before a preemption or a repeated step. They count as emitted
+    from now on."""
     if not row.seq.is_first:
         return ()  # the sequences of a request share their prompt, and the first one emits its log-probabilities
     fresh = entries[max(0, row.seq.num_prompt_logprobs_emitted - row.start) :]
@@ -75,11 +72,7 @@ def sequence_update(
     stop_token_id: int | None = None,
     error: str | None = None,
 ) -> SequenceUpdate:
-    """What one row's output, or the end of its sequence, adds to the answer. The sequence notes that its first token was emitted.
-
-    kept    tokens of the output that count
-    finish  why the sequence ends; None: it goes on
-    """
+    """The sequence notes that its first token was emitted. kept: tokens of the output that count; finish: None: it goes on"""
     request, token_ids, prompt_logprobs = seq.request, tuple(output.token_ids[:kept]), output.prompt_logprobs
     logprobs = tuple(entry for entry in output.logprobs[:kept] if entry is not None) if output.logprobs else ()
     num_cached_tokens = queue_time_s = stages = None
@@ -101,9 +94,6 @@ _UNSET = tuple(repeat(SequenceUpdate._field_defaults[name]) for name in Sequence
 
 
 def token_updates(columns: RunningColumns, token_ids: list[int]) -> list[SequenceUpdate]:
-    """An update with one token for each sequence of these columns.
-
-    There is one update per row and step, so the loop runs in C and bypasses the tuple's Python constructor, which halves its time.
-    """
+    """There is one update per row and step, so the loop runs in C and bypasses the tuple's Python constructor, which halves its time."""
     values = zip(columns.request_ids, columns.epochs, columns.indices, zip(token_ids, strict=True), *_UNSET, strict=False)
     return list(map(tuple.__new__, repeat(SequenceUpdate), values))

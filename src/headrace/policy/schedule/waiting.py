@@ -20,7 +20,7 @@ from headrace.policy.sequence import RUNNING, Sequence
 
 
 class QueuePartKey(NamedTuple):
-    """Whose part of the queue: a tenant of a tier has one in each class."""
+    """Whose part of the queue."""
 
     priority: PriorityClass
     tier: str
@@ -33,7 +33,7 @@ class QueuePartKey(NamedTuple):
 
 @dataclass(slots=True)
 class QueuePart:
-    """What waits of one tenant in one class. weight: of its tier, as its last request said"""
+    """weight: of the tier, as its last request said"""
 
     num_sequences: int = 0
     num_bytes: int = 0
@@ -60,7 +60,7 @@ class WaitingWork:
         self.num_sequences, self.num_tokens, self.num_bytes = ([0] * len(PriorityClass) for _ in range(3))
 
     def refuse_too_large(self, request: EngineRequest, num_bytes: int) -> None:
-        """Raises RequestTooLarge for a request that could not wait even alone. num_bytes: `submitted_bytes` of it"""
+        """It could not wait even alone. num_bytes: `submitted_bytes` of it"""
         config, n = self._config, request.params.n
         if n > config.max_waiting:
             raise RequestTooLarge("n", f"n <= max_waiting ({config.max_waiting})", n, "Send several requests.")
@@ -70,26 +70,23 @@ class WaitingWork:
         check_bytes(0, num_bytes, config.max_waiting_bytes)
 
     def refuse_beyond_part(self, request: EngineRequest) -> None:
-        """Raises QueueFull for a request that would take what waits of its tenant beyond `max_waiting_per_tenant`."""
         of_tenant, per_tenant = self._tenants[request.tenant], self._config.max_waiting_per_tenant
         if per_tenant is not None and of_tenant + request.params.n > per_tenant:
             part = f"{of_tenant} of max_waiting_per_tenant {per_tenant}"
             raise QueueFull(f"this tenant's part of the waiting queue is full ({part})")
 
     def refuse_while_full(self, request: EngineRequest, num_bytes: int) -> None:
-        """Raises QueueFull for a request that would take what waits beyond a bound. num_bytes: `submitted_bytes` of it"""
         (num_sequences, bytes_waiting), most = self.counted_with(request), self._config.max_waiting
         if num_sequences + request.params.n > most:
             raise QueueFull(f"the engine's waiting queue is full ({num_sequences} of {most})")
         check_bytes(bytes_waiting, num_bytes, self._config.max_waiting_bytes)
 
     def counted_with(self, request: EngineRequest) -> tuple[int, int]:
-        """Sequences and bytes that wait in the request's class and the higher ones, or of all where the policy knows no classes."""
         counted = slice(self._traits.lowest_before(request.priority) + 1)
         return sum(self.num_sequences[counted]), sum(self.num_bytes[counted])
 
     def add(self, seq: Sequence, num_tokens: int) -> None:
-        """A sequence begins to wait. num_tokens: that it has to compute, at least one"""
+        """num_tokens: that it has to compute, at least one"""
         seq.num_queued = num_tokens
         seq.num_waiting_bytes = sequence_bytes(len(seq.tokens)) + (request_bytes(seq.request) if seq.is_first else 0)
         priority = seq.request.priority
@@ -103,7 +100,6 @@ class WaitingWork:
         part.weight = seq.request.tier.weight
 
     def remove(self, seq: Sequence) -> None:
-        """A sequence runs or ends. Removing it twice changes nothing."""
         if not seq.num_queued:
             return
         priority = seq.request.priority
@@ -121,7 +117,6 @@ class WaitingWork:
         seq.num_queued = seq.num_waiting_bytes = 0
 
     def check(self, waiting: Iterable[Sequence]) -> None:
-        """Raise AssertionError unless exactly the sequences of `waiting` are counted."""
         among = list(waiting)
         for priority in PriorityClass:
             same = [seq for seq in among if seq.request.priority == priority]
@@ -142,7 +137,6 @@ class WaitingWork:
 
 
 Family = list[Sequence]
-"""The sequences of one request."""
 
 
 def displaced(
@@ -151,8 +145,8 @@ def displaced(
     """The requests to displace for `request`, whose tenant has less than its part of a full queue (docs/fairness.md). Empty: it may not
     wait.
 
-    Otherwise one tenant could fill the whole queue, and the queue policy would never see another tenant's request. A class displaces no
-    higher one (`WaitingWork`). A request that has begun, at any engine, is never displaced: its client may have read a part of the answer.
+    A class displaces no higher one (`WaitingWork`). A request that has begun, at any engine, is never displaced: its client may have read a
+    part of the answer.
 
     request_bytes  `submitted_bytes` of the request
     families       of every request in the engine, the oldest first; read only where a tenant has more than its part
@@ -187,19 +181,19 @@ def displaced(
 def _above(
     parts: Mapping[QueuePartKey, QueuePart], request: EngineRequest, due: float, config: SchedulerConfig, traits: QueueTraits
 ) -> list[QueuePartKey]:
-    """The parts of the request's class that are larger than `due`, the share that its tenant would have; the largest first."""
+    """Larger than `due`, the share that the request's tenant would have; the largest first."""
     same_class = [(key, _share(part, config)) for key, part in parts.items() if key.priority == request.priority or not traits.has_classes]
     larger = [(share, key) for key, share in same_class if share > due and key[1:] != QueuePartKey.of(request)[1:]]
     return [key for _, key in sorted(larger, reverse=True)]
 
 
 def _share(part: QueuePart, config: SchedulerConfig) -> float:
-    """How much of the queue a part takes, by count or by bytes, whichever is more, divided by its tier's weight."""
+    """By count or by bytes, whichever is more, divided by the tier's weight."""
     return max(part.num_sequences / config.max_waiting, part.num_bytes / config.max_waiting_bytes) / part.weight
 
 
 def _by_part(families: Iterable[Family]) -> dict[QueuePartKey, list[Family]]:
-    """The requests that may leave; each part's list ends with the newest."""
+    """Each part's list ends with the newest."""
     found: dict[QueuePartKey, list[Family]] = {}
     for family in _that_may_leave(families):
         found.setdefault(QueuePartKey.of(family[0].request), []).append(family)
@@ -207,7 +201,7 @@ def _by_part(families: Iterable[Family]) -> dict[QueuePartKey, list[Family]]:
 
 
 def _that_may_leave(families: Iterable[Family]) -> Iterator[Family]:
-    """The requests that nothing was computed for yet, here or at another replica."""
+    """Nothing was computed for them yet, here or at another replica."""
     for family in families:
         request = family[0].request
         is_new = len(family) == request.params.n and not request.output_ids and not request.numerics_digest

@@ -72,7 +72,7 @@ def encode_load(snapshot: LoadSnapshot) -> pb.Load:
 
 
 def decode_load(message: pb.Load) -> LoadSnapshot:
-    """Raises MalformedFrame when the number of step buckets or of priority classes differs from this version's."""
+    """Raises MalformedFrame when the number of step buckets or of priority classes is not this version's."""
     if len(message.classes) not in (0, len(PriorityClass)):
         raise MalformedFrame(f"load: {len(message.classes)} classes, not {len(PriorityClass)}")
     classes = tuple(ClassLoad(each.num_running, each.num_waiting, each.num_queued_tokens) for each in message.classes)

@@ -20,10 +20,10 @@ M = TypeVar("M", bound=Message)
 
 
 class SameFields(Generic[V, M]):
-    """Converts a dataclass from and to its message. A repeated field becomes a tuple, a map a dict, and a missing optional field None."""
+    """A repeated field becomes a tuple, a map a dict, and a missing optional field None."""
 
     def __init__(self, value: type[V], message: type[M], *, but: Collection[str] = ()) -> None:
-        """but: fields that only one side has, or that need a conversion. Raises TypeError where any other field is on one side only."""
+        """but: fields that only one side has, or that need a conversion. Raises TypeError where any other field is on one side only"""
         same = [field for field in message.DESCRIPTOR.fields if field.name not in but]
         names = [field.name for field in same]
         if different := {field.name for field in fields(value)}.difference(but) ^ {*names}:  # type: ignore[arg-type]
@@ -36,12 +36,10 @@ class SameFields(Generic[V, M]):
         self._optional = [field.name for field in same if field.has_presence]
 
     def encode(self, value: V, **others: Any) -> M:
-        """others: the fields that are not the same"""
         others.update(zip(self._names, self._get(value), strict=True))
         return self._message(**others)
 
     def decode(self, message: M, **others: Any) -> V:
-        """others: the fields that are not the same"""
         others.update(zip(self._names, self._get(message), strict=True))
         for name in self._repeated:
             others[name] = tuple(others[name])
@@ -57,7 +55,7 @@ MAX_MESSAGE_CHARS = 2000
 
 
 def printable(text: str) -> str:
-    """`text` shortened and made valid Unicode: an error message may quote a broken request."""
+    """Shortened and made valid Unicode: an error message may quote a broken request."""
     return text[:MAX_MESSAGE_CHARS].encode("utf-8", "replace").decode("utf-8")
 
 

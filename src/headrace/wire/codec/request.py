@@ -20,10 +20,7 @@ _SPAN = SameFields(ReasoningSpan, pb.ReasoningSpan)
 
 
 def encode_grammar(grammar: Grammar) -> pb.Grammar:
-    """The message of a grammar.
-
-    Raises ValueError for a source with a lone surrogate, which protobuf cannot encode; `encode_submit` makes an InvalidRequest of it.
-    """
+    """Raises ValueError for a lone surrogate; `encode_submit` makes an InvalidRequest of it."""
     span = grammar.reasoning
     reasoning = None if span is None else _SPAN.encode(span)
     return pb.Grammar(kind=GRAMMAR_KIND[grammar.kind], source=grammar.source, reasoning=reasoning)
@@ -45,14 +42,14 @@ MAX_NAMED_FIELDS = 16
 _NOT_HONOURED = ("adapter_digest", "kv_ticket", "modality_digests")
 _PARAMS = SameFields(SamplingParams, pb.Params, but=("logit_bias", "logit_bias_ids", "logit_bias_values", "structured_outputs"))
 _OTHERWISE = ("handle", "task", "params", "priority", "grammar", "tier", "weight", "deadline_at", "deadline_remaining_ms")
-"""Fields of an EngineRequest or a Submit that are not the same on both sides."""
+"""Not the same on both sides."""
 _SUBMIT = SameFields(EngineRequest, pb.Submit, but=(*_OTHERWISE, *_NOT_HONOURED))
 _TIER = SameFields(TierTerms, pb.TierTerms)
 _TASKS: dict[int, str] = {pb.TASK_UNSPECIFIED: "none", pb.TASK_EMBED: "embed", pb.TASK_SCORE: "score"}
 
 
 def encode_submit(request: EngineRequest, handle: Handle) -> pb.Command:
-    """The command that starts `request` under `handle`, without its deadline: `set_remaining` sets it when the command is written.
+    """Without its deadline: `set_remaining` sets it when the command is written.
 
     Raises: InvalidRequest for values the wire cannot carry (a lone surrogate, an integer over 32 bits, a deadline that is no number).
     """
@@ -79,18 +76,15 @@ def encode_submit(request: EngineRequest, handle: Handle) -> pb.Command:
 
 
 def set_remaining(message: pb.Submit, deadline_at: float | None, now: float) -> None:
-    """The deadline as the milliseconds that remain at `now`, on the same clock.
-
-    Rounded up to a millisecond, so that a deadline in the future is never sent as a past one, after float errors are rounded away. At most
-    MAX_REMAINING_MS.
-    """
+    """On the clock of `now`. Rounded up to a millisecond, so that a deadline in the future is never sent as a past one, after float errors
+    are rounded away."""
     if deadline_at is not None:
         remaining = min(max((deadline_at - now) * 1000, 0.0), MAX_REMAINING_MS)
         message.deadline_remaining_ms = max(math.ceil(round(remaining, 3)), 1 if remaining > 0 else 0)
 
 
 def decode_submit(message: pb.Submit, now: float) -> EngineRequest:
-    """The request, with its deadline on the clock of `now`. `EngineRequest.checked` checks the values; here only the format is checked.
+    """With its deadline on the clock of `now`. `EngineRequest.checked` checks the values.
 
     Raises: InvalidRequest for a field that this version does not honour, MalformedFrame when the message breaks the format.
     """
@@ -114,7 +108,7 @@ def decode_submit(message: pb.Submit, now: float) -> EngineRequest:
 
 
 def _refuse_others(message: pb.Submit) -> None:
-    """Raises InvalidRequest for a known field that this version does not honour, and for a field of a later version."""
+    """Raises InvalidRequest for a field that this version does not honour, or does not know."""
     release = f"protocol version {PROTOCOL_VERSION}"
     if message.task != pb.TASK_GENERATE:
         raise InvalidRequest("task", f"generate, the only task of {release}", _TASKS.get(message.task, message.task))
@@ -127,13 +121,13 @@ def _refuse_others(message: pb.Submit) -> None:
 
 
 def check_known_fields(where: str, message: Message) -> None:
-    """Raises MalformedFrame for a field this version does not know. For messages without a request that could be rejected instead."""
+    """Raises MalformedFrame. For messages without a request that could be rejected instead."""
     if unknown := _unknown_fields(message):
         raise MalformedFrame(f"{where}: fields {unknown} are not of protocol version {PROTOCOL_VERSION}")
 
 
 def _unknown_fields(message: Message) -> list[int]:
-    """Distinct numbers of the first MAX_NAMED_FIELDS unknown fields. A frame may hold millions, and the error must fit a gRPC status."""
+    """At most MAX_NAMED_FIELDS: a frame may hold millions, and the error must fit a gRPC status."""
     fields = UnknownFieldSet(message)
     return sorted({fields[i].field_number for i in range(min(len(fields), MAX_NAMED_FIELDS))})
 
@@ -143,7 +137,6 @@ def encode_cancel(handle: Handle) -> pb.Command:
 
 
 def decode_cancel(message: pb.Cancel) -> Handle:
-    """Raises MalformedFrame for a field this version does not know."""
     check_known_fields("cancel", message)
     return Handle(message.handle)
 
@@ -153,7 +146,7 @@ def encode_finish(handle: Handle, index: int, keep_tokens: int, reason: FinishRe
 
 
 def decode_finish(message: pb.Finish) -> tuple[Handle, int, int, FinishReason]:
-    """(handle, sequence index, tokens that the client keeps, finish reason). Raises MalformedFrame for an unknown reason or field."""
+    """(handle, sequence index, tokens that the client keeps, finish reason). Raises MalformedFrame."""
     check_known_fields("finish", message)
     if message.reason not in FINISH_REASON:
         raise MalformedFrame(f"finish: unknown reason {message.reason}")

@@ -29,7 +29,7 @@ from headrace.wire.service import Attempt, Handle, MalformedFrame
 
 
 def encode_updates(rows: Iterable[tuple[Handle, SequenceUpdate]]) -> pb.Updates:
-    """One message for all rows. `stop_token_id`, `error` and `stages` are sent only beside `finish`."""
+    """`stop_token_id`, `error` and `stages` are sent only beside `finish`."""
     message = pb.Updates()
     handles: list[int] = []
     indices: list[int] = []
@@ -49,8 +49,6 @@ def encode_updates(rows: Iterable[tuple[Handle, SequenceUpdate]]) -> pb.Updates:
 
 
 class RowExtras(TypedDict, total=False):
-    """The fields of a SequenceUpdate that only some rows have."""
-
     logprobs: LogprobColumns
     prompt_logprobs: LogprobColumns
     finish: FinishReason
@@ -66,18 +64,17 @@ def update_of(attempt: Attempt, index: int, token_ids: tuple[int, ...], extras: 
 
 
 UpdateRow = tuple[Handle, int, tuple[int, ...], "RowExtras | None"]
-"""Handle, sequence index, token ids, and what only some rows have; None: tokens and nothing else, as nearly all rows are."""
+"""What only some rows have is None for nearly all rows: tokens and nothing else."""
 
 
 class UpdateRows:
     """One frame's rows in order. A row is decoded when the iterator reaches it, so a large frame can be read in slices.
 
-    Raises MalformedFrame. The constructor raises it when columns differ in length, or a sparse entry names a row twice or beyond the last
-    one; the iterator raises it at a row with an unknown enum value, or with log-probabilities that do not match its tokens.
+    The constructor and the iterator raise MalformedFrame.
     """
 
     def __init__(self, message: pb.Updates, *, takes_prompt: Callable[[Handle, int], bool] = lambda _handle, _index: True) -> None:
-        """takes_prompt  says by handle and sequence index whether the prompt's log-probabilities are decoded"""
+        """takes_prompt: whether the prompt's log-probabilities are decoded"""
         _check_columns(message)
         self._takes_prompt = takes_prompt
         self._message = message
@@ -163,7 +160,7 @@ def _by_row(name: str, entries: Iterable[Entry], num_rows: int) -> dict[int, Ent
 
 
 def _encode_logprobs(positions: Sequence[TokenLogprobs]) -> pb.Logprobs:
-    """Columns are copied as they are. For a few objects, plain lists are quicker than columns."""
+    """For a few objects, plain lists are quicker than columns."""
     if isinstance(positions, LogprobColumns):
         return pb.Logprobs(**dict(zip(_LOGPROB_FIELDS, positions.columns(), strict=True)))
     return pb.Logprobs(
@@ -177,7 +174,7 @@ def _encode_logprobs(positions: Sequence[TokenLogprobs]) -> pb.Logprobs:
 
 
 def _decode_logprobs(message: pb.Logprobs) -> LogprobColumns:
-    """Columns instead of an object per position: an answer may have a million alternatives. Raises MalformedFrame."""
+    """Columns: an answer may have a million alternatives. Raises MalformedFrame."""
     count = len(message.token_ids)
     if not len(message.logprobs) == len(message.ranks) == len(message.top_counts) == count:
         raise MalformedFrame("logprobs: columns differ in length")
@@ -192,7 +189,7 @@ def _decode_logprobs(message: pb.Logprobs) -> LogprobColumns:
 
 
 NO_VALUE = "null"
-"""Text of `InvalidRequest.value` when the client gave no value."""
+"""When the client gave no value."""
 
 
 def encode_rejected(handle: Handle, error: Exception) -> pb.Rejected:
@@ -215,7 +212,7 @@ def encode_rejected(handle: Handle, error: Exception) -> pb.Rejected:
 
 
 def decode_rejected(message: pb.Rejected) -> tuple[Handle, Exception]:
-    """(handle of the refused request, the error to raise for it). Raises MalformedFrame for an unknown kind."""
+    """Raises MalformedFrame for an unknown kind."""
     return Handle(message.handle), _error(message)
 
 

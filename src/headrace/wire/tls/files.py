@@ -38,7 +38,7 @@ _VERIFY_WORDS = {
     7: _OTHER_AUTHORITY,  # same name of the authority, other key
     26: "is for another role (its extended key usage)",
 }
-"""OpenSSL's verification codes (X509_V_ERR_*) -> what is wrong with the other end's certificate. All else has OpenSSL's own words."""
+"""OpenSSL's codes (X509_V_ERR_*). All else has OpenSSL's own words."""
 
 _ALERT_WORDS = {
     "CERTIFICATE_EXPIRED": "it has expired, or is not valid yet there",
@@ -48,20 +48,19 @@ _ALERT_WORDS = {
     "CERTIFICATE_REQUIRED": "none was sent",
     "BAD_CERTIFICATE": "it is not for the name or address that was dialled",
 }
-"""TLS alerts -> why the other end refused this end's certificate."""
+"""Why the other end refused this end's certificate."""
 
 _NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "UNKNOWN_PROTOCOL", "RECORD_LAYER_FAILURE")
-"""Reasons that OpenSSL gives for bytes that are no TLS."""
 
 
 def certificate_fault(error: ssl.SSLCertVerificationError, ca: str) -> str:
-    """What is wrong with a certificate that was verified here against the file `ca`: continues "the engine's certificate ..."."""
+    """Continues "the engine's certificate ...". ca: the file it was verified against"""
     words = _VERIFY_WORDS.get(error.verify_code)
     return words.format(ca=ca) if words else f"is refused: {error.verify_message}"
 
 
 def handshake_fault(error: Exception, *, own: str, peer: str, ca: str) -> str:
-    """The reason why a handshake failed; empty when the error does not name one.
+    """Empty when the error does not name a reason.
 
     own, peer  what the two ends are called: "this engine" and "the gateway"
     ca         file with the authority that the peer's certificate is verified against
@@ -85,7 +84,6 @@ Value = TypeVar("Value")
 Stamp = tuple[tuple[int, ...] | None, ...]
 
 LOOK_S = 1.0
-"""Seconds between two looks at the files."""
 
 
 class Watched(Generic[Value]):
@@ -97,7 +95,7 @@ class Watched(Generic[Value]):
     """
 
     def __init__(self, paths: tuple[str, ...], load: Callable[[], Value], clock: Clock = time.monotonic) -> None:
-        """load: called here and when the files have changed; raises ConfigError for files that cannot be used"""
+        """load: raises ConfigError for files that cannot be used"""
         self._paths, self._load, self._clock = paths, load, clock
         self._stamp, self._looked_at = _stamp_of(paths), clock()  # before loading, so that a change meanwhile is seen
         self._loaded = load()
@@ -105,7 +103,7 @@ class Watched(Generic[Value]):
         self._logged: tuple[Stamp, str] | None = None
 
     def current(self) -> Value:
-        """What the files held at the last look. Never waits, and raises nothing: files that cannot be used are logged, and tried again."""
+        """Never waits, and raises nothing: files that cannot be used are logged, and tried again."""
         silent_s = self._clock() - self._looked_at
         if silent_s < LOOK_S:
             return self._loaded
@@ -134,14 +132,14 @@ class Watched(Generic[Value]):
         self._logged = None
 
     def _report(self, stamp: Stamp, reason: str) -> None:
-        """Log once why the present files are not used. stamp: theirs; empty where they could not be looked at"""
+        """Once. stamp: of the present files; empty where they could not be looked at"""
         if self._logged != (stamp, reason):
             self._logged = stamp, reason
             log.error("changed certificates are not used: %s", reason)
 
 
 def _stamp_of(paths: tuple[str, ...]) -> Stamp:
-    """A value for each file that changes when its content or its mode does; None for a file that is not there."""
+    """Changes when a file's content or its mode does; None for a file that is not there."""
     try:
         return in_time(lambda: tuple(_file_stamp(path) for path in paths))
     except OSError:  # at the start, where loading says more
@@ -157,14 +155,14 @@ def _file_stamp(path: str) -> tuple[int, ...] | None:
 
 
 ALPN = "h2"
-"""The protocol inside TLS; gRPC hangs up where it is not agreed on."""
+"""gRPC hangs up where it is not agreed on."""
 
 CA_NAME, CERTIFICATE_NAME, KEY_NAME, TOKEN_NAME = "ca.crt", "tls.crt", "tls.key", "token"
-"""File names in a folder that `headrace tls init` makes. The first three are cert-manager's and Kubernetes' names."""
+"""The first three are cert-manager's and Kubernetes' names."""
 
 
 class TlsRole(StrEnum):
-    """An end of the wire. Its certificate has the extended key usage of TLS servers or of TLS clients."""
+    """Its certificate has the extended key usage of TLS servers or of TLS clients."""
 
     ENGINE = "engine"
     GATEWAY = "gateway"
@@ -172,12 +170,7 @@ class TlsRole(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFiles:
-    """Paths of three PEM files.
-
-    ca           the authority that signs the certificates of both ends
-    certificate  this end's own, intermediate ones after it
-    key          its private key: no passphrase, and closed to other users
-    """
+    """PEM. ca: signs both ends' certificates; certificate: intermediate ones after it; key: no passphrase, and closed to other users"""
 
     ca: str
     certificate: str
@@ -189,23 +182,19 @@ class TlsFiles:
 
 
 def files_in(folder: str | Path) -> TlsFiles:
-    """The files of a folder as `headrace tls init` makes it."""
+    """As `headrace tls init` makes it."""
     path = expanded(str(folder))
     return TlsFiles(ca=str(path / CA_NAME), certificate=str(path / CERTIFICATE_NAME), key=str(path / KEY_NAME))
 
 
 def token_path(token_file: str, tls_dir: str) -> str:
-    """The file with the token: the one that is named, else the one in the folder of certificates; empty where neither is given."""
+    """The one that is named, else the one in the folder of certificates; empty where neither is given."""
     return token_file or (str(expanded(tls_dir) / TOKEN_NAME) if tls_dir else "")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedCertificates:
-    """The files' content.
-
-    context               verifies the other end; a gateway's also checks the name that was dialled
-    ca, certificate, key  PEM, for gRPC
-    """
+    """context: a gateway's also checks the name that was dialled; the others: PEM, for gRPC"""
 
     context: ssl.SSLContext
     ca: bytes
@@ -214,8 +203,6 @@ class LoadedCertificates:
 
 
 class Certificates(Watched[LoadedCertificates]):
-    """The certificates of one end, loaded again when their files change."""
-
     def __init__(self, files: TlsFiles, role: TlsRole, clock: Clock = time.monotonic) -> None:
         """Raises ConfigError with the file that cannot be used and why."""
         super().__init__(files.paths, partial(load_certificates, files, role), clock)
@@ -223,7 +210,7 @@ class Certificates(Watched[LoadedCertificates]):
 
 
 def load_certificates(files: TlsFiles, role: TlsRole) -> LoadedCertificates:
-    """Read and check one end's files. A certificate that is not valid now is logged and loaded: it may be renewed later.
+    """A certificate that is not valid now is logged and loaded: it may be renewed later.
 
     Raises ConfigError about `tls_dir` for a file that cannot be read, a key that other users can read, a key that does not match its
     certificate, and a certificate of another authority or role.
@@ -237,7 +224,7 @@ def load_certificates(files: TlsFiles, role: TlsRole) -> LoadedCertificates:
 
 
 def _context(files: TlsFiles, is_server: bool) -> ssl.SSLContext:
-    """A context with this end's certificate that does not verify the other end yet."""
+    """Does not verify the other end yet."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.set_alpn_protocols([ALPN])
@@ -259,7 +246,7 @@ def _require_peer(context: ssl.SSLContext, files: TlsFiles) -> None:
 
 
 def _check_own(files: TlsFiles, role: TlsRole) -> None:
-    """Check this end's certificate as the other end will, by a handshake with itself in memory. Raises ConfigError."""
+    """As the other end will, by a handshake with itself in memory. Raises ConfigError."""
     client, server = _context(files, False), _context(files, True)
     client.check_hostname = False
     client.verify_mode = ssl.CERT_NONE
@@ -274,7 +261,7 @@ def _check_own(files: TlsFiles, role: TlsRole) -> None:
 
 
 def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> None:
-    """A handshake in memory. Raises ssl.SSLError with what one end has against the other's certificate."""
+    """In memory. Raises ssl.SSLError with what one end has against the other's certificate."""
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     waiting = [client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True)]
     while waiting:

@@ -14,17 +14,17 @@ CHUNK_BYTES = 2**16
 
 
 class ByteStream(Protocol):
-    """Bytes in both directions. `recv` returns b"" at the end."""
+    """`recv` returns b"" at the end."""
 
     async def recv(self) -> bytes: ...
     async def sendall(self, data: bytes) -> None: ...
 
 
 class PlainStream:
-    """A `ByteStream` over a non-blocking socket, which the caller closes."""
+    """Over a non-blocking socket, which the caller closes."""
 
     def __init__(self, connection: socket.socket, received: bytes = b"") -> None:
-        """received  bytes that were read from the socket before"""
+        """received: bytes that were read from the socket before"""
         self._socket = connection
         self._received = received
         self._loop = asyncio.get_running_loop()
@@ -42,7 +42,7 @@ class PlainStream:
 
 
 class TlsStream:
-    """The server's end of TLS over a plain stream. One task may call `recv` while another calls `sendall`."""
+    """The server's end. One task may call `recv` while another calls `sendall`."""
 
     def __init__(self, plain: ByteStream, context: ssl.SSLContext) -> None:
         self._plain = plain
@@ -89,7 +89,7 @@ class TlsStream:
             raise ConnectionResetError("the other end closed the connection")
 
     async def _flush(self) -> None:
-        """Send pending TLS records in the order in which they were made, also for two tasks. Return at once if there are none."""
+        """In the order in which records were made, also for two tasks."""
         if not self._outgoing.pending:
             return
         async with self._sending:

@@ -28,7 +28,7 @@ _BELOW_ONE = np.float32(1 - 2.0**-24)
 
 @dataclass(frozen=True, slots=True)
 class _Edits:
-    """The device's data about one sequence: [N] ids and values of its bias, its end tokens, and whether its tokens are counted."""
+    """The device's data about one sequence, [N] each. is_counted: whether its tokens are counted"""
 
     bias_ids: NDArray[np.int32]
     biases: NDArray[np.float32]
@@ -37,9 +37,7 @@ class _Edits:
 
 
 def read_chosen(chosen: NDArray[np.int32], num_top: Ints, vocab_size: int) -> Sampled:
-    """The sampled tokens of N rows, from the device's output.
-
-    chosen   [NUM_CHOSEN, N], or [1, N] where no row asked for log-probabilities
+    """chosen   [NUM_CHOSEN, N], or [1, N] where no row asked for log-probabilities
     num_top  [N] most likely tokens to list per row; -1: the row asked for no log-probabilities
     """
     token_ids = chosen[Chosen.TOKEN].astype(np.int64)
@@ -56,7 +54,7 @@ def read_chosen(chosen: NDArray[np.int32], num_top: Ints, vocab_size: int) -> Sa
 
 
 class SlotChoice:
-    """The `SlotPart` of sampling on the device. slots: the token ids of the sequences; tensors: written on the device through `upload`"""
+    """The `SlotPart` of sampling on the device. tensors: written on the device through `upload`"""
 
     def __init__(self, slots: SlotState, tensors: SlotTensors, upload: Upload, eos_token_ids: tuple[int, ...]) -> None:
         self._slots, self._tensors, self._upload, self._eos_token_ids = slots, tensors, upload, frozenset(eos_token_ids)
@@ -91,21 +89,20 @@ class SlotChoice:
             self._unsent.discard(int(slot))
 
     def commit(self, slots: Ints, token_ids: Ints) -> None:
-        """Nothing to do: the device has counted these tokens itself."""
+        """The device has counted these tokens itself."""
 
     def retract(self, slot: int, token_ids: Ints) -> None:
         self.doubt([slot])
 
     def doubt(self, slots: Iterable[int]) -> None:
-        """Mark these slots for `send`: it is unknown whether the device counted their last token."""
+        """It is unknown whether the device counted the slots' last token: mark them for `send`."""
         self._unsent.update(int(slot) for slot in slots if int(slot) in self._edits)
 
     def unsent(self, slots: Ints) -> NDArray[np.bool_]:
-        """[N] whether `send` would write to the slot."""
         return np.isin(slots, list(self._unsent)) if self._unsent else np.zeros(len(slots), dtype=np.bool_)
 
     def send(self, slots: Ints) -> None:
-        """Write to the device the data of these slots that it lacks. No token of these slots may be in flight."""
+        """The data of these slots that the device lacks. No token of these slots may be in flight."""
         due = slots[self.unsent(slots)].tolist()
         for slot in due:
             edits, tensors = self._edits[slot], self._tensors
@@ -118,14 +115,14 @@ class SlotChoice:
         self._unsent.difference_update(due)
 
     def _seen(self, slot: int) -> NDArray[np.int32]:
-        """The slot's row of `SlotTensors.seen`, computed from its known ids."""
+        """The slot's row of `SlotTensors.seen`, from its known ids."""
         slots, num_prompt = self._slots, self._slots.num_prompt[slot]
         seen = np.bincount(slots.token_ids[slot, num_prompt : slots.known[slot]], minlength=self._vocab_size).astype(np.int32)
         seen[slots.token_ids[slot, :num_prompt]] += IN_PROMPT
         return seen
 
     def fill(self, fields: NDArray[np.int32], slots: Ints, positions: Ints, mask_places: Ints) -> ChoiceKind:
-        """Write the sampling fields of B rows, and return the kinds of sampling that they need.
+        """Returns the kinds of sampling that the rows need.
 
         fields       [NUM_FIELDS, B], changed in place
         slots        [B]; positions [B] of the tokens being chosen
@@ -153,5 +150,5 @@ class SlotChoice:
         )
 
     def num_top(self, slots: Ints) -> Ints:
-        """[N] most likely tokens to list; -1: no log-probabilities."""
+        """[N] most likely tokens to list; -1: none."""
         return self._columns.num_top[slots]

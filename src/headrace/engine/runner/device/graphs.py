@@ -30,25 +30,22 @@ from headrace.tensor.launches import Launches
 log = logging.getLogger(__name__)
 
 TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
-"""Sizes in tokens that are captured, up to the engine's most for a step."""
+"""Up to the engine's most for a step."""
 TOKENS_PER_ROW = 16
-"""Tokens per row of a size: a size of N tokens has room for N / TOKENS_PER_ROW rows."""
+"""A size of N tokens has room for N / TOKENS_PER_ROW rows."""
 MAX_PADDING = 4
-"""A step is padded to this many times its tokens at most, unless the size is one of SMALL_TOKENS or fewer, which costs little more than
-its weights."""
+"""At most this many times a step's tokens, unless the size is one of SMALL_TOKENS or fewer, which costs little more than its weights."""
 SMALL_TOKENS = 128
 
 Array = TypeVar("Array", Tensor, NDArray[np.int64])
 
 
 class PromptSize(NamedTuple):
-    """Capacity of a captured pass over prompts."""
-
     tokens: int
     rows: int
 
     def takes(self, num_tokens: int, num_rows: int) -> bool:
-        """Whether the tokens and rows fit without too much padding."""
+        """Without too much padding."""
         is_near = self.tokens <= max(SMALL_TOKENS, MAX_PADDING * num_tokens)
         return num_tokens <= self.tokens and num_rows <= self.rows and is_near
 
@@ -58,10 +55,9 @@ class PromptSize(NamedTuple):
 
 
 class RowLine(IntEnum):
-    """The lines of the rows' inputs, one value per row. FIRST has one value more: the end of the last row."""
+    """One value per row. FIRST has one value more: the end of the last row."""
 
     FIRST = 0
-    """First token of the row."""
     CONTEXT = 1
     SLOT = 2
     LAST = 3
@@ -70,11 +66,11 @@ class RowLine(IntEnum):
 
 
 TOKEN_LINES = 2
-"""Lines of the tokens' inputs before the places in each KV group's cache: ids and positions."""
+"""Ids and positions, before the places in each KV group's cache."""
 
 
 def sizes_up_to(most_tokens: int, max_rows: int) -> list[PromptSize]:
-    """Sizes for steps of at most `most_tokens` tokens and `max_rows` rows, ascending."""
+    """Ascending."""
     counts = [count for count in TOKENS if count < most_tokens] + [min(most_tokens, TOKENS[-1])]
     return [PromptSize(count, min(max_rows, max(1, count // TOKENS_PER_ROW))) for count in dict.fromkeys(counts)]
 
@@ -87,10 +83,7 @@ def lines(buffer: Array, size: PromptSize, groups: int) -> tuple[Array, Array]:
 
 
 def fill(buffer: NDArray[np.int64], size: PromptSize, rows: Rows, state: SlotState, first_place: int) -> None:
-    """Write the inputs of `rows`, which fit the size.
-
-    first_place  place in the choice of the first row that samples; the others follow
-    """
+    """`rows` fit the size. first_place: in the choice, of the first row that samples; the others follow"""
     of_tokens, of_rows = lines(buffer, size, len(state.tables))
     token_slots, positions = token_places(rows)
     num_tokens, num_rows = len(positions), len(rows.slots)
@@ -108,14 +101,13 @@ def fill(buffer: NDArray[np.int64], size: PromptSize, rows: Rows, state: SlotSta
 
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
-"""Numbers of rows that are captured, up to the engine's most. A step is padded to the next."""
+"""Rows that are captured, up to the engine's most. A step is padded to the next."""
 
 LOG_INTERVAL_S = 5.0
-"""Seconds between two lines of progress."""
 
 
 class StepGraphs:
-    """The captured graphs of steps. prompts, decode, choose: enqueue a pass over prompts, one over rows of one token, the choice"""
+    """prompts, decode, choose: enqueue a pass over prompts, one over rows of one token, the choice"""
 
     def __init__(
         self,
@@ -133,7 +125,7 @@ class StepGraphs:
         self._captured: dict[object, Callable[[], None]] = {}
 
     def capture(self) -> None:
-        """Capture all sizes, the largest first, so that smaller ones use its memory. Logs progress."""
+        """The largest first, so that smaller ones use its memory."""
         began = logged = time.perf_counter()
         bodies: dict[object, Callable[[], None]] = {size: lambda size=size: self._prompts(size) for size in reversed(self.prompt_sizes)}  # type: ignore[misc]
         for size in reversed(self._sizes):
@@ -150,19 +142,16 @@ class StepGraphs:
                  time.perf_counter() - began)  # fmt: skip
 
     def decode(self, count: int) -> None:
-        """Enqueue the forward pass of `count` rows."""
         self._captured[self._padded(count)]()
 
     def choose(self, count: int, kind: ChoiceKind) -> None:
-        """Enqueue the choice of `count` tokens."""
         self._captured[self._padded(count), kind]()
 
     def prompts(self, size: PromptSize) -> None:
-        """Enqueue the forward pass over prompts of one of the sizes."""
         self._captured[size]()
 
     def prompt_size(self, num_tokens: int, num_rows: int) -> PromptSize | None:
-        """The smallest size with room for these tokens and rows; None where there is none."""
+        """None where there is none."""
         return next((size for size in self.prompt_sizes if size.takes(num_tokens, num_rows)), None)
 
     def _padded(self, count: int) -> int:

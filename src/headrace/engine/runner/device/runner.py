@@ -54,7 +54,7 @@ from headrace.tensor.launches import Launches
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """How the rows of a plan are computed. Row indices, ascending in the first three columns.
+    """Row indices, ascending in the first three columns.
 
     decodes   rows of one token; replayed from a graph
     prompts   other rows, except `reported`
@@ -69,7 +69,6 @@ class RowLayout:
 
     @classmethod
     def of(cls, rows: Rows, logprob_counts: Ints) -> RowLayout:
-        """logprob_counts: `count_prompt_logprobs` of `rows`."""
         is_reported = logprob_counts > 0
         is_prompt = (rows.counts > 1) & ~is_reported
         decodes, prompts, reported = (np.flatnonzero(mine) for mine in (~is_prompt & ~is_reported, is_prompt, is_reported))
@@ -81,12 +80,10 @@ class LaunchedStep:
     """A step in flight, and its ticket.
 
     finish         sets the outcome of this step and of those before it
-    choices        the device's choices
     sampling       [S] the rows that sample, ascending; places [S]: their places in the choice
     generations    [R] generations of the rows' slots at the launch
     num_top        [S] most likely tokens to list per row; -1: no log-probabilities
     mask_failures  row -> why its grammar cannot go on
-    outcome        the result or error; None until finished
     """
 
     def __init__(
@@ -109,7 +106,7 @@ class LaunchedStep:
         self.outcome: Result | Exception | None = None
 
     def result(self) -> Result:
-        """Wait for this step, and finish those before it."""
+        """Finishes the steps before it too."""
         self._finish(self)
         assert self.outcome is not None
         return CompletedStep(self.outcome).result()
@@ -118,8 +115,6 @@ class LaunchedStep:
 class DeviceRunner:
     """One model, its KV cache and every slot's state. Used by one thread at a time.
 
-    max_num_seqs   number of slots, numbered from 0
-    most_tokens    the most tokens of one step
     max_model_len  tokens of the longest sequence, prompt and output together
     masks          masks of sequences that have a grammar; None: a sequence with a grammar is refused
     """
@@ -155,11 +150,11 @@ class DeviceRunner:
         self._flight: deque[LaunchedStep] = deque()
 
     def capture(self) -> None:
-        """Capture the graphs that steps replay, once, before the first step. Raises the device's errors."""
+        """Once, before the first step. Raises the device's errors."""
         self._steps.capture()
 
     def submit(self, plan: Plan) -> LaunchedStep | CompletedStep:
-        """Enqueue the plan's step. Never raises: the ticket's `result` raises the step's error."""
+        """Never raises: the ticket's `result` raises the step's error."""
         try:
             with torch.inference_mode():
                 self._apply(plan)
@@ -171,16 +166,15 @@ class DeviceRunner:
             return CompletedStep(self._reason(error))
 
     def close(self) -> None:
-        """End the threads that fill masks. The garbage collector frees the rest."""
+        """The garbage collector frees all but the threads that fill masks."""
         self._masks.close()
 
     def finish(self, step: LaunchedStep) -> None:
-        """Wait for the steps in flight up to this one, oldest first, and give each its outcome."""
         while step.outcome is None:
             self._finish_oldest()
 
     def _reason(self, error: Exception) -> Exception:
-        """The error that the ticket raises. Clears the frames of the failed step, which hold its tensors: its rows are computed again."""
+        """Clears the frames of the failed step, which hold its tensors: its rows are computed again."""
         traceback.clear_frames(error.__traceback__)
         if not self._launches.is_lost(error):
             return error
@@ -230,8 +224,7 @@ class DeviceRunner:
         return self._launched(plan, rows, layout, kind, prompts, {int(layout.chosen[place]): why for place, why in masks.failures.items()})
 
     def _finish_where_needed(self, rows: Rows) -> None:
-        """Finish all steps in flight if the host needs an id that only the device has, or if a plan with an id in flight was rolled
-        back."""
+        """If the host needs an id that only the device has, or if a plan with an id in flight was rolled back."""
         in_flight = self._num_in_flight[rows.slots]
         is_plain = (rows.counts == 1) & (self._slots.known[rows.slots] + in_flight == rows.ends) & ~self._choice.unsent(rows.slots)
         if ((in_flight > 0) & ~is_plain).any():
@@ -247,7 +240,7 @@ class DeviceRunner:
         self._masks.begin(masked.tolist())
 
     def _send(self, rows: Rows, layout: RowLayout, masked: Ints) -> ChoiceKind:
-        """Send the step's inputs. masked: for each of `layout.chosen`, its slot if it has a grammar, else -1"""
+        """masked: for each of `layout.chosen`, its slot if it has a grammar, else -1"""
         inputs, own = self._steps.new_inputs(), rows.picked(layout.decodes)
         fields = inputs.fields[:, : len(own.slots)]
         is_in_flight = own.ends > self._slots.known[own.slots]
@@ -266,7 +259,6 @@ class DeviceRunner:
         return kind
 
     def _compute_prompts(self, rows: Rows, layout: RowLayout, logprob_counts: Ints) -> PromptLogprobColumns:
-        """Compute prompt rows: hidden states of rows that sample, and log-probabilities of prompt tokens."""
         left, place = layout.reported, len(layout.decodes)
         if len(layout.prompts):
             own = rows.picked(layout.prompts)
@@ -307,7 +299,7 @@ class DeviceRunner:
     # finishing
 
     def _finish_oldest(self) -> None:
-        """Wait for the oldest step in flight and set its outcome. Its tokens are no longer in flight, whatever the outcome."""
+        """Its tokens are no longer in flight, whatever the outcome."""
         step = self._flight.popleft()
         slots = step.rows.slots[step.sampling]
         live = slots[self._is_live(step)[step.sampling]]
@@ -324,7 +316,7 @@ class DeviceRunner:
         return is_live
 
     def _finish(self, step: LaunchedStep) -> Result:
-        """Record the tokens of a step. Raises UnknownToken for a token that follows one which an earlier step failed to sample."""
+        """Raises UnknownToken for a token that follows one which an earlier step failed to sample."""
         step.choices.mark.synchronize()
         failpoint("device.finish")
         slots, ends, sampling = step.rows.slots, step.rows.ends, step.sampling

@@ -38,7 +38,7 @@ from headrace.tensor.launches import Launches, Mark, pinned, upload_together
 
 
 class DeviceModel(Protocol):
-    """What a device's steps need of a model, such as `tensor.models.decoder.DecoderModel`. activations: dtype of hidden states"""
+    """Such as `tensor.models.decoder.DecoderModel`. activations: dtype of hidden states"""
 
     vocab_size: int
     hidden_size: int
@@ -55,11 +55,7 @@ class DeviceModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HostInputs:
-    """One step's inputs in pinned memory.
-
-    fields   [NUM_FIELDS, N] of the rows; padding rows until filled
-    changes  to block tables; none until filled; see `DeviceChoice.write_tables`
-    """
+    """One step's inputs in pinned memory. fields: [NUM_FIELDS, N], padding rows until filled; changes: see `DeviceChoice.write_tables`"""
 
     buffer: Tensor
     fields: NDArray[np.int32]
@@ -67,19 +63,14 @@ class HostInputs:
 
 
 class Choices(NamedTuple):
-    """The tokens that a step chose: [NUM_CHOSEN or 1, B] in host memory, valid once the device has reached the mark."""
+    """[NUM_CHOSEN or 1, B] in host memory, valid once the device has reached the mark."""
 
     chosen: Tensor
     mark: Mark
 
 
 class DeviceSteps:
-    """Enqueues the parts of steps on the device.
-
-    slots        the device's data by slot
-    table_shape  (KV groups, blocks of the longest sequence)
-    most_tokens  the most tokens of one step
-    """
+    """slots: the device's data by slot; table_shape: (KV groups, blocks of the longest sequence)"""
 
     def __init__(
         self, model: DeviceModel, kv: KvCache, choice: DeviceChoice, launches: Launches, *, max_num_seqs: int, most_tokens: int,
@@ -107,7 +98,7 @@ class DeviceSteps:
         self._padding[[Field.ROW_SLOT, Field.SLOT]] = max_num_seqs
 
     def capture(self) -> None:
-        """Capture the graphs. Only padding rows are computed."""
+        """Only padding rows are computed."""
         with torch.inference_mode():
             self.send(self.new_inputs())
             self._graphs.capture()
@@ -120,24 +111,23 @@ class DeviceSteps:
         return HostInputs(buffer, fields, changes)
 
     def send(self, inputs: HostInputs) -> None:
-        """Replace the inputs on the device by this step's."""
         self._inputs.copy_(inputs.buffer, non_blocking=True)
 
     def send_masks(self, words: Words) -> None:
-        """Send the step's grammar masks. words [M, ceil(V / 32)]"""
+        """words [M, ceil(V / 32)]"""
         if len(words):
             self._rows.masks[: len(words)] = self.upload([words.view(np.int32)])[0]
 
     def write_tables(self, changes: Tensor | None = None) -> None:
-        """Write block-table entries: `changes`, or those of the step's inputs, which `decode` writes by itself."""
+        """`changes`, or those of the step's inputs, which `decode` writes by itself."""
         self._choice.write_tables(self.slots.tables, self._changes if changes is None else changes)
 
     def decode(self, count: int) -> None:
-        """Compute the first `count` rows of the inputs, one token each. The choice reads their hidden states in the same order."""
+        """The first `count` rows of the inputs, one token each. The choice reads their hidden states in the same order."""
         self._graphs.decode(count)
 
     def prompts(self, rows: Rows, state: SlotState, first_place: int) -> bool:
-        """Compute prompt rows. The choice reads those that sample from `first_place` on. False: the rows fit no captured size."""
+        """The choice reads those that sample from `first_place` on. False: the rows fit no captured size."""
         size = self._graphs.prompt_size(int(rows.row_starts[-1]), len(rows.slots))
         if size is None:
             return False
@@ -148,26 +138,23 @@ class DeviceSteps:
         return True
 
     def forward(self, ids: Tensor, batch: ForwardBatch) -> Tensor:
-        """Hidden states of any batch, enqueued layer by layer."""
         return self.model.forward(ids, batch, self.kv)
 
     def put_hidden(self, hidden: Tensor, first_place: int) -> None:
-        """Place hidden states [N, E] where the choice reads them, from `first_place` on."""
+        """[N, E], where the choice reads them."""
         self._hidden[first_place : first_place + len(hidden)] = hidden
 
     def choose(self, count: int, kind: ChoiceKind) -> None:
-        """Choose the tokens of the first `count` rows."""
         self._graphs.choose(count, kind)
 
     def read(self, count: int, *, is_reported: bool) -> Choices:
-        """Start copying the choices of the first `count` rows to the host."""
         size = NUM_CHOSEN if is_reported else 1
         chosen = pinned((size, count), torch.int32, self._launches)
         chosen.copy_(self._rows.chosen[:size, :count], non_blocking=True)
         return Choices(chosen, self._launches.mark())
 
     def _decode(self, size: int) -> None:
-        """A forward pass over `size` rows of the inputs; the body of a graph."""
+        """The body of a graph."""
         self.write_tables()
         fields = self._fields[:, :size]
         rows = self._choice.decode_rows(fields, self.slots, self.kv.block_size)
@@ -176,7 +163,7 @@ class DeviceSteps:
         self.put_hidden(self.forward(rows.ids, batch), 0)
 
     def _prompts(self, size: PromptSize) -> None:
-        """A forward pass over the inputs of prompts, padded to `size`; the body of a graph."""
+        """The body of a graph."""
         of_tokens, of_rows = lines(self._prompt_inputs, size, len(self.kv.pools))
         each = of_rows[:, : size.rows]
         tables = (table.index_select(0, each[RowLine.SLOT]) for table in self.slots.tables)
@@ -187,12 +174,12 @@ class DeviceSteps:
         self._hidden.index_copy_(0, each[RowLine.PLACE], self.forward(of_tokens[0], batch))
 
     def _choose(self, size: int, kind: ChoiceKind) -> None:
-        """Logits of the first `size` hidden states, and tokens from them; the body of a graph."""
+        """The body of a graph."""
         self._choice.choose(self.model.head(self._hidden[:size]), self._fields[:, :size], self.slots, self._rows, kind)
 
 
 def _bits(field: Field) -> Any:
-    """The value of the field in a padding row, as int32 bits."""
+    """In a padding row, as int32 bits."""
     return np.float32(PADDING[field]).view(np.int32) if field in FLOATS else PADDING[field]
 
 
@@ -207,7 +194,7 @@ class TableChanges:
         self._blocks: dict[int, int] = {}
 
     def add(self, plan: Plan) -> None:
-        """Add the plan's entries. A later entry for the same place wins."""
+        """A later entry for the same place wins."""
         if not plan.table_slots:
             return
         groups, slots, indices, blocks = (
@@ -217,14 +204,14 @@ class TableChanges:
         self._blocks.update(zip(places.tolist(), blocks.tolist(), strict=True))
 
     def fill(self, changes: NDArray[np.int32]) -> Iterator[NDArray[np.int32]]:
-        """Write entries in the form of `DeviceChoice.write_tables`. Yields those that do not fit, to be written first."""
+        """In the form of `DeviceChoice.write_tables`. Yields those that do not fit, to be written first."""
         entries = iter(self._blocks.items())
         _write(changes, list(islice(entries, MAX_TABLE_CHANGES)))
         while more := list(islice(entries, MAX_TABLE_CHANGES)):
             yield _write(np.zeros_like(changes), more)
 
     def clear(self) -> None:
-        """Forget all entries: the device has them."""
+        """The device has them."""
         self._blocks.clear()
 
 
