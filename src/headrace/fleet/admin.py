@@ -1,7 +1,7 @@
-"""Answers operators' requests at the admin socket: HTTP with JSON over a Unix socket in the deployment's own directory.
+"""Answers operators' requests: HTTP with JSON over a Unix socket in the deployment's own directory, or over TCP (`fleet.admin_listen`).
 
-Only the user that runs the deployment can open the socket, and each request carries the token from the file beside it. The same requests
-may be answered over TCP, with another token (`fleet.admin_listen`). docs/control.md lists them; `cli.control_client` is the other end.
+Only the user that runs the deployment can open the socket, and each request carries the token from the file beside it. docs/control.md
+lists the requests.
 """
 
 from __future__ import annotations
@@ -75,8 +75,6 @@ Command = Callable[[Mapping[str, object], Hear], Coroutine[Any, Any, list[str]]]
 
 
 class AdminRequests(Protocol):
-    """Answers requests that are not about processes: keys, tenants, caches."""
-
     async def answer(
         self, method: str, path: Sequence[str], query: Mapping[str, str], body: Mapping[str, object], actor: str
     ) -> tuple[int, object] | None:

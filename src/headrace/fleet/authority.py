@@ -1,13 +1,10 @@
 """Makes a private certificate authority for one site, in one folder, and certificates for its machines (`headrace tls init`).
 
     DIR/authority.key        signs new certificates; stays in this folder, off the servers
-    DIR/ca.crt               the authority's certificate
-    DIR/token                the secret that gateways send to engines
-    DIR/gateway/             for each machine with a gateway: ca.crt, tls.crt, tls.key, token
-    DIR/engine-HOST/         for the machine HOST: the same four names
+    DIR/ca.crt, DIR/token    the authority's certificate; the secret that gateways send to engines
+    DIR/gateway/, DIR/engine-HOST/    for each machine: ca.crt, tls.crt, tls.key, token
 
-Nothing is ever overwritten. An existing file is kept if it is what would be made; otherwise the command is refused. `wire.tls.files` reads
-and verifies certificates, without the package that this module needs to make them.
+Nothing is ever overwritten. An existing file is kept if it is what would be made; otherwise the command is refused.
 """
 
 from __future__ import annotations

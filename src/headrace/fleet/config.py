@@ -30,14 +30,12 @@ COMMAND = (sys.executable, "-P", "-m", "headrace")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """One served model.
-
+    """
     folder     resolved (`fleet.weights.resolve_model`); None: only foreign servers answer
     replicas   engine processes; none without a folder or beside `remote`
     engine     options of `engine.config.EngineConfig` beside `model`
     remote     engines that run elsewhere, as the gateway's options of each replica
-    upstreams  foreign servers, as the gateway's options of each; beside engines, they answer what the engines cannot take
-    gateway    the gateway's own options of the model
+    upstreams  foreign servers, likewise
     """
 
     name: str

@@ -1,7 +1,6 @@
-"""Carries out an operator's commands to a running deployment: status, reload, rollout, scale, drain.
+"""Carries out an operator's commands to a running deployment. The admin socket (`fleet.admin`) and SIGHUP come here.
 
-The admin socket (`fleet.admin`) and SIGHUP come here. A command returns when all that follows from it is done; a caller that leaves
-earlier stops nothing. `machine.hangup` handles the signal; one from a closed terminal drains the process instead.
+A command returns when all that follows from it is done; a caller that leaves earlier stops nothing.
 """
 
 from __future__ import annotations

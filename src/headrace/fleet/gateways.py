@@ -1,11 +1,10 @@
-"""The gateway processes of a deployment as a group: their shared address, their configuration file, and what they see of replicas.
+"""The gateway processes of a deployment: their shared address, their configuration file, and what they see of replicas.
 
-Gateways are asked over their leashes (`wire.leash`). One that is just restarting is not asked: the new process reads the newest file when
-it starts, and has no open requests before that. Either all running gateways follow a change of the file, or the file is restored.
+Gateways are asked over their leashes (`wire.leash`). One that is just restarting is not asked: the new process reads the newest file.
+Either all running gateways follow a change of the file, or the file is restored.
 
-Each gateway listens with a socket of its own (SO_REUSEPORT), and the kernel spreads connections over them. The supervisor binds more
-sockets, which never listen and so get no connection. They pick a free port where the configuration says port 0, and keep it for this
-deployment while gateways restart. A port that belongs to another server is refused before weights are loaded.
+The supervisor binds sockets that never listen beside the gateways' own (SO_REUSEPORT). They pick a free port where the configuration says
+0, and keep it while gateways restart. A port that belongs to another server is refused before weights are loaded.
 """
 
 from __future__ import annotations
@@ -55,7 +54,6 @@ class GatewaysView:
         return is_seen_by_all and not any(status.reason == DRAINING or status.is_refused for status in seen)
 
     def is_refused(self, model: str, replica: str) -> bool:
-        """Whether no gateway can use the model's tokenizer or chat template."""
         seen = self._of(model, replica)
         return bool(seen) and not self.silent and all(status is not None and status.is_refused for status in seen)
 

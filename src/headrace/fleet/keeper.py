@@ -1,8 +1,7 @@
 """Keeps one process running: starts it, starts it again when it dies, gives up when it cannot start at all.
 
 A process that has never served is given up when it reports a fault of its configuration or weights, does not serve in time, or dies
-MAX_START_FAILURES times; `ProcessKeeper.keep` then raises the reason. A process that has served is started again without limit, after a
-pause that doubles up to MAX_PAUSE_S and resets after STABLE_S of service. Other replicas serve meanwhile.
+MAX_START_FAILURES times. One that has served is started again without limit, after a pause that doubles up to MAX_PAUSE_S.
 """
 
 from __future__ import annotations

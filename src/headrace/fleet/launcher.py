@@ -1,8 +1,4 @@
-"""Starts one process on this machine, in a session of its own, on the supervisor's leash, its output labelled.
-
-A child says through the leash that it is ready, or why it refuses to start (`wire.leash`). Its output is either logged here under its label
-(`observe.logs.relay`), or goes straight to the supervisor's own output.
-"""
+"""Starts one process on this machine, in a session of its own, on the supervisor's leash (`wire.leash`), its output labelled."""
 
 from __future__ import annotations
 

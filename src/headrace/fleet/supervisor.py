@@ -1,8 +1,7 @@
 """Runs a deployment: keeps gateway processes and one engine process per replica running, and takes them down in order.
 
-SIGTERM or SIGINT drains: first the gateways, which take no new work and let running streams finish, then the engines. After a second signal
-the gateways end their streams with an error, and then everything ends. When the supervisor itself is killed, its leashes break and the
-children leave by themselves.
+SIGTERM or SIGINT drains: first the gateways, then the engines. After a second signal the gateways end their streams with an error, and then
+everything ends. When the supervisor itself is killed, its leashes break and the children leave by themselves.
 """
 
 from __future__ import annotations
@@ -34,10 +33,9 @@ from headrace.machine.stop_signals import StopSignals, first_of
 log = logging.getLogger(__name__)
 
 GATEWAY_GRACE_S = 5.0
-"""Beyond the drain time, for the gateways to close the remaining streams."""
+"""Beyond the drain time, to close the remaining streams."""
 
 NOTICE_S = 1.0
-"""For gateways to read their drain time. After that they are asked to drain in any case."""
 
 CUT_GRACE_S = 3.0
 """After a second signal, for the gateways to end each stream with an error."""

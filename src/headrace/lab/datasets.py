@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """output_tokens: to ask for"""
-
     prompt_ids: tuple[int, ...]
     output_tokens: int
 

@@ -1,4 +1,4 @@
-"""Emulates the memory of a fake runner: blocks and host slots hold token ids in place of keys and values, and moves take several steps.
+"""Emulates the memory of a fake runner: blocks and host slots hold token ids, and moves take several steps.
 
 It detects a block that is read before its move is done, and a source that is overwritten before.
 """

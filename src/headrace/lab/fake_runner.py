@@ -1,8 +1,7 @@
 """Executes plans without tensors: the scheduler and loop above are real, the tokens are deterministic, and the pace is chosen.
 
-`fake_token` is a pure function of the sequence's seed, its index, the position and the token before it; so a test can write down the whole
-answer (`fake_answer`), and a preempted, resumed or re-planned sequence must give the same one. With `verify` every row is read back through
-its block table and compared, which catches a wrong slot, table or move.
+`fake_token` is a pure function, so a test can write down the whole answer (`fake_answer`), and a preempted, resumed or re-planned sequence
+must give the same one. With `verify` every row is read back through its block table and compared.
 
 It is not a model: temperature and penalties change nothing, logprobs are made up, and a row with a grammar is refused.
 """

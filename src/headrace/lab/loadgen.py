@@ -21,7 +21,6 @@ from headrace.lab.datasets import LoadRequest
 from headrace.lab.metrics import LoadRecord
 
 READ_BUFFER_BYTES = 1 << 20
-"""aiohttp refuses a line of more than twice this, and the request counts as a broken stream."""
 MAX_DETAIL_CHARS = 300
 SPIN_S = 0.002
 """A sender wakes this many seconds early and then yields: an event loop's timers are about a millisecond late."""

@@ -30,18 +30,15 @@ MAX_CLIENT_LAG_S = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRecord:
-    """One request as the client saw it. Times are seconds on one monotonic clock.
+    """Seconds on one monotonic clock.
 
     intended_s     when the schedule wanted it sent
     sendable_s     the later of `intended_s` and the moment one of `max_concurrency` places became free; None: `intended_s`
     due_s          the later of `sendable_s` and the moment the request before it in the same burst was sent; None: `sendable_s`
-    sent_s         when the client began to send it; None if it never did
-    chunk_s        arrival of each chunk that carried text, ascending
-    end_s          when the stream ended or the client gave up
+    sent_s         None if it never was
+    chunk_s        of each chunk that carried text, ascending
     output_tokens  as the server's usage says, else the number of chunks
-    status         None when no answer came
-    error          the kind of failure, for counting; None when the answer arrived whole
-    retry_after_s  as the server asked
+    error          the kind of failure; None when the answer arrived whole
     """
 
     intended_s: float
@@ -204,11 +201,11 @@ def distribution(samples: Iterable[float]) -> Distribution:
 class LoadReport:
     """Rates are per second of `duration_s`: first intended send to last end.
 
-    offered, admitted, finished  requests intended / not refused with 429 or 503 / answered whole
-    goodput                      requests per second that met the SLO
-    client_lag_s                 the client's own delay: without waits for a place, or for a turn in a burst
-    burst_send_s                 the client's time to send the requests of a burst, which the latencies include; 0 without a burst
-    first_error                  of the first failure by intended time
+    admitted      not refused with 429 or 503
+    finished      answered whole
+    goodput       requests per second that met the SLO
+    client_lag_s  the client's own delay: without waits for a place, or for a turn in a burst
+    burst_send_s  the client's time to send the requests of a burst, which the latencies include
     """
 
     duration_s: float

@@ -1,13 +1,9 @@
 """Writes the process log to stderr: short lines on a terminal, one JSON object per event elsewhere.
 
 Lines are written by a thread from a bounded queue (`LineWriter`): a stderr that takes no more, or a full disk, holds up no other thread.
-Lines are dropped, and later counted in a line of their own.
 
-An event is always one line, whatever is in it: a traceback or a client's text cannot forge lines or colour a terminal. A child whose output
-is piped to its supervisor writes JSON, and the supervisor's `relay` logs it again under the child's name.
-
-    02:10:11 [tiny-0] the model is loaded
-    {"time":"2026-11-23T02:10:11.123Z","level":"info","process":"tiny-0","logger":"headrace.engine.main","message":"the model is loaded"}
+An event is always one line: a traceback or a client's text cannot forge lines or colour a terminal. A child whose output is piped to its
+supervisor writes JSON, and the supervisor's `relay` logs it again under the child's name.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Makes the metrics page: names, labels, buckets, and the source of each number.
 
-The gateway's own measurements are counted here as they happen. An engine's state is read from its last snapshot when the page is asked for,
-so any number of gateways may export it, with equal numbers. A counter of the engine is a row of `core.load.EngineCounters`, which gives its
-names too; those of a restarted engine begin at zero, which Prometheus' rate() expects.
-
-Several gateway workers show one page: each worker's own measurements have the label `worker`; what is read from engines appears once.
+The gateway's own measurements are counted here as they happen. An engine's state is read from its last snapshot, so any number of gateways
+may export it, with equal numbers. A counter of the engine is a row of `core.load.EngineCounters`. Several gateway workers show one page:
+each worker's own measurements have the label `worker`.
 
 Labels' values are configured names and fixed words, never a client's, so the configuration bounds the number of series.
 """

@@ -1,8 +1,7 @@
 """Shows the use of tiers and of the largest tenants on the metrics page.
 
-Labels are bounded: at most MAX_TENANTS tenants have series of their own; the rest is `other`. Users and keys are no labels;
-`headrace usage` has them. Where there are several tenants, a tenant's key reads its own series alone (`ShownTenants`). Every series only
-grows. A tenant's own series begins at zero, and what it used before stays with `other`; it ends like one of a process that was restarted.
+At most MAX_TENANTS tenants have series of their own, which begin at zero; the rest is `other`. Users and keys are no labels. Where there
+are several tenants, a tenant's key reads its own series alone (`ShownTenants`). Every series only grows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Assembles a sequence's text, log-probabilities and finish reason from the engine's updates. The gateway and `LLM` both use this.
+"""Assembles a sequence's text, log-probabilities and finish reason from the engine's updates, for the gateway and `LLM`.
 
-One assembler per sequence. It leaves out an end token's text, finds stop strings, and says when the engine must finish a sequence that
-it still runs (`OutputDelta.engine_finish`). Tokens are emitted together with their text: where text is held back, because it may begin a
-stop string or ends within a character, its tokens are held back as well.
+Tokens are emitted together with their text: where text is held back, because it may begin a stop string or ends within a character, its
+tokens are held back as well.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from headrace.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class EngineFinish:
-    """Arguments for `Engine.finish`: only the first `keep_tokens` output tokens count."""
+    """Arguments for `Engine.finish`."""
 
     keep_tokens: int
     reason: FinishReason
@@ -32,10 +31,9 @@ class EngineFinish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputDelta:
-    """The new output of one sequence.
-
-    token_ids        the tokens emitted with this text, an end token included
-    prompt_logprobs  passed on from the engine (see `decoded_prompt_logprobs`)
+    """
+    token_ids        those emitted with this text, an end token included
+    prompt_logprobs  see `decoded_prompt_logprobs`
     stop_reason      beside FinishReason.STOP: the stop string or stop token id; None for the model's own end token
     engine_finish    set when a stop string ended the sequence and the engine still runs it
     """

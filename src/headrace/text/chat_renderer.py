@@ -1,11 +1,8 @@
-"""Renders chat templates: Jinja in an immutable sandbox, with the functions and options that templates on the hub expect.
+"""Renders chat templates: Jinja in an immutable sandbox, with what transformers' `apply_chat_template` gives templates.
 
-Filters, globals, tags and fields of messages are those of transformers' `apply_chat_template`; tests/text/test_chat_renderer.py compares
-the two. transformers is not used here: importing it takes half a second of processor time and 40 MB, at each start of a process that reads
-prompts. This module imports jinja2 when it is imported, so other modules import it inside functions.
-
-A template is a program: the sandbox keeps it away from the process, and the caller bounds its time and memory (`gateway.text_workers`).
-`text.template` says what a template is given, and what its errors mean to a client.
+transformers is not used here: importing it takes half a second of processor time and 40 MB. Other modules import this one inside
+functions, since it imports jinja2. A template is a program: the sandbox keeps it away from the process, and the caller bounds its time
+and memory (`gateway.text_workers`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Keeps control tokens in users' text apart from the template's own while a conversation is rendered to one string.
 
 A control token inside a user's string is put between two private-use characters that occur nowhere in the request, so the marks cannot be
-forged. After rendering, the text between such a pair is spelled with ordinary tokens. Strings without control tokens are left alone: a
-harmless conversation renders and encodes exactly as it would without this module.
-
-Source of the idea: `mark_control_tokens` in transformers. Here the marks are picked per request, and dictionary keys are covered too.
+forged. After rendering, the text between such a pair is spelled with ordinary tokens. Source of the idea: `mark_control_tokens` in
+transformers.
 """
 
 from __future__ import annotations
@@ -50,8 +48,7 @@ class Marks:
     def split(self, rendered: str, tokens: tuple[str, ...]) -> list[tuple[str, bool]]:
         """(piece, is_plain) parts of a rendered text, with marks removed.
 
-        A template that takes strings apart may separate a pair of marks. Lone marks are dropped but still cut the text, so that the pieces
-        around them cannot join into a control token.
+        A template may separate a pair of marks. Lone marks are dropped but still cut the text: no control token joins across them.
         """
         pair = re.compile(f"{self.start}{any_of(tokens).pattern}{self.end}|[{self.start}{self.end}]")
         parts: list[str | None] = pair.split(rendered)

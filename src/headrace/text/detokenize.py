@@ -1,8 +1,7 @@
 """Turns tokens into text as they arrive, and finds stop strings.
 
-Characters are never split across deltas. Emitted text is final: all deltas joined are the whole decode, cut at the first stop string.
-"First" is defined on characters alone, so that neither token borders nor chunks matter: the stop string whose last character comes first;
-of several ending there the longest. Knuth-Morris-Pratt per string: O(1) amortised per character and string.
+Characters are never split across deltas. All deltas joined are the whole decode, cut at the first stop string, whatever the token borders:
+the one whose last character comes first; of several ending there the longest. Knuth-Morris-Pratt per string.
 """
 
 from __future__ import annotations
@@ -72,7 +71,6 @@ def _all_borders(stops: tuple[str, ...]) -> tuple[array[int], ...]:
 
 
 def _borders(text: str) -> list[int]:
-    """borders[i] = length of the longest proper prefix of text[:i+1] that is also its suffix."""
     borders = [0] * len(text)
     length = 0
     for i in range(1, len(text)):

@@ -1,7 +1,6 @@
-"""Holds the log-probabilities of one sequence's tokens, and their texts, as columns, from the wire to the response.
+"""Holds the log-probabilities of one sequence's tokens as columns, from the wire to the response.
 
-An answer may have a hundred thousand alternatives. As objects they would take milliseconds to make and megabytes to keep, and every garbage
-collection would look at each. As columns they take 12 bytes each. Objects (`TokenEntry`) are made only by iteration.
+An answer may have a hundred thousand alternatives. As columns they take 12 bytes each; objects (`TokenEntry`) are made only by iteration.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ class TokenTexts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TopToken:
-    """raw: exact bytes; token: their text, U+FFFD for part of a character"""
-
     token_id: int
     token: str
     raw: bytes
@@ -86,7 +83,6 @@ class DecodedLogprobs:
         self.add(other.columns, other.text_offsets, other.visible)
 
     def joined(self, later: DecodedLogprobs) -> DecodedLogprobs:
-        """New columns with these tokens and then the next ones of the same sequence."""
         both = DecodedLogprobs(self.texts)
         both.extend(self)
         both.extend(later)
@@ -118,4 +114,3 @@ class DecodedLogprobs:
 
 
 DECODED_LOGPROBS_BYTES = 250
-"""Memory of the object and its own two columns, without their contents."""

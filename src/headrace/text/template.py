@@ -1,7 +1,6 @@
-"""Renders conversations to text and token ids through the model's own chat template.
+"""Renders conversations to text and token ids through the model's own chat template; clients cannot bring one.
 
-Only the folder's template is ever used; clients cannot bring one. The sandbox that renders it (`chat_renderer`) is imported on first use,
-since importing Jinja takes a tenth of a second. `encode` keeps users' text from forming control tokens (see `control`).
+The sandbox (`chat_renderer`) is imported on first use, since importing Jinja takes a tenth of a second.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ MAX_KWARG_CHARS = 4096
 MAX_UNREAD_NAME_CHARS = 64
 MAX_GROWTH = 4
 OWN_CHARS, OWN_CHARS_PER_MESSAGE = 64 << 10, 1024
-"""A rendered conversation may have MAX_GROWTH x the characters of its input, and OWN_CHARS + OWN_CHARS_PER_MESSAGE x messages of the
-template's own text. A template usually writes every string once."""
+"""A rendered conversation may have MAX_GROWTH x the characters of its input, and OWN_CHARS + OWN_CHARS_PER_MESSAGE x messages."""
 
 _RESERVED = frozenset(
     {"messages", "tools", "documents", "conversations", "chat_template", "tokenize", "add_generation_prompt", "continue_final_message"}

@@ -1,15 +1,13 @@
 """Finds the bytes that each token stands for, and from them a lower bound on the tokens of a text.
 
-Text is bytes joined and decoded as UTF-8: one rule for whole and incremental decoding, so that a stream always adds up to the whole.
-The `decoder` section of tokenizer.json says how a token's spelling maps to bytes. Two families exist among language models:
+Text is bytes joined and decoded as UTF-8: one rule for whole and incremental decoding. tokenizer.json's `decoder` section says how a
+token's spelling maps to bytes:
 
-  byte level     every character of the spelling stands for one byte (GPT-2's table): Llama 3, Qwen, GPT-2, the bundled models
-  metaspace      the spelling is text with U+2581 for a space; `<0xNN>` is one byte: Llama 2, Mistral, Mixtral, Phi-3, Gemma
+  byte level     every character stands for one byte (GPT-2's table): Llama 3, Qwen, GPT-2, the bundled models
+  metaspace      text with U+2581 for a space; `<0xNN>` is one byte: Llama 2, Mistral, Mixtral, Phi-3, Gemma
 
-Any other decoder is refused by name, because guessing would lose bytes.
-
-The bound holds only where no rule of the tokenizer drops text, so the rules are read from tokenizer.json. With a rule that is not known
-here there is no bound, and texts are tokenized, whatever their length.
+Any other decoder is refused, because guessing would lose bytes. The bound holds only where no rule of the tokenizer drops text; with a
+rule that is not known here there is none.
 """
 
 from __future__ import annotations

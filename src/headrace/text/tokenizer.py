@@ -29,11 +29,9 @@ _PIPED = re.compile(r"<[|\uff5c].*[|\uff5c]>\Z", re.DOTALL)
 class Tokenizer:
     """One folder's tokenizer. Immutable after loading and safe to use from several threads; `encode` releases the GIL.
 
-    vocab_size      highest token id + 1 (the model's own vocabulary may be padded beyond it)
     special_ids     control tokens that `skip_special_tokens` leaves out
     digest          SHA-256 of tokenizer.json, hex
     bound           lower bound on the tokens of a text (`token_bytes`); None for a tokenizer whose rules allow none
-    whole_texts     token id -> its text, for tokens that are whole characters by themselves
     """
 
     def __init__(self, config: TokenizerConfig, data: bytes) -> None:

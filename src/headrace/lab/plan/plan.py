@@ -25,8 +25,6 @@ from headrace.policy.placement.roofline import (
 
 @dataclass(frozen=True, slots=True)
 class Standby:
-    """num_replicas: loaded and without load, beside those that serve; load_bytes_per_s: at which a replica reads its weights"""
-
     num_replicas: int = 0
     load_bytes_per_s: float = LOAD_BYTES_PER_S
 
@@ -68,14 +66,12 @@ EGRESS_BYTES_PER_TOKEN = 250
 """One event of a chat completion, with its share of headers."""
 
 CONTEXTS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
-"""For which the number of sequences is shown."""
 
 OUTPUT_SHARE = 4
 """Assumed context tokens per answer token, where nothing else gives the length of answers."""
 
 
 INT4_STREAMS = 32
-"""Up to here INT4 is planned as it was measured on a GPU."""
 
 NEAR_BANDWIDTH = 2.0
 """A plan should generate no fewer tokens than what bandwidth alone would allow, divided by this."""

@@ -1,7 +1,6 @@
 """Simulates replicas of one model behind one gateway, on virtual time: admission, the choice of a replica, deaths and their failover.
 
-Events are handled in the order of their times. A step is computed when it begins, and its result is known when it ends. A request that
-arrives meanwhile finds the load of the step's beginning, as at a gateway.
+A step is computed when it begins, and its result is known when it ends. A request that arrives meanwhile finds the load of its beginning.
 """
 
 from __future__ import annotations

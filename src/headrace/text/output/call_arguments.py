@@ -29,7 +29,7 @@ class CallArguments:
     """
 
     def __init__(self, log: CallLog, name: str, span: ArgumentsSpan, *, begun: str = "") -> None:
-        """begun: the part of the object that `span` has already returned; the log holds its text"""
+        """begun: what `span` has already returned"""
         self._log, self._name, self._span = log, name, span
         self._is_begun = bool(begun) and log.begin(name, begun)
         self.reading = Reading.GOES_ON if self._is_begun or not begun else Reading.FAILED
@@ -124,7 +124,6 @@ class ArgumentsSpan:
         return at
 
     def _end_string(self, pieces: list[str]) -> None:
-        """An object that has begun ends here, even when it is incomplete."""
         self.is_over = self._object.is_begun or self._object.is_empty
         self.is_broken = not self.is_over
         if self._object.is_empty:

@@ -1,7 +1,4 @@
-"""Defines one row of the table of output formats: how a family of models marks reasoning, and how it writes tool calls.
-
-The rows are in `formats`.
-"""
+"""Defines one row of `formats`: how a family of models marks reasoning, and how it writes tool calls."""
 
 from __future__ import annotations
 

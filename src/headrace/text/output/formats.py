@@ -1,7 +1,7 @@
-"""Lists the output formats: how each family of models marks reasoning and writes tool calls. One row per format.
+"""Lists the output formats: how each family of models marks reasoning and writes tool calls.
 
 A row is chosen by the name that vLLM gives its parser, or by what the model's chat template mentions. Formats whose calls no `CallSyntax`
-describes (gpt-oss's channels) have no row: requests with functions are refused.
+describes (gpt-oss's channels) have no row.
 """
 
 from __future__ import annotations

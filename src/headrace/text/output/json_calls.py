@@ -1,4 +1,4 @@
-"""Reads tool calls written as JSON objects. Linear in the text, however it is split.
+"""Reads tool calls written as JSON objects. Linear in the text.
 
 Only a call's name and the end of its arguments are understood: what the model writes there goes to the client, valid or not. Text that
 is no call is given back as text.

@@ -1,8 +1,7 @@
-"""Separates generated text, as it arrives, into content, reasoning and tool calls.
+"""Separates generated text, as it arrives, into content, reasoning and tool calls. Linear in the text, in bounded memory.
 
 All deltas joined are the parse of the whole text, however it is split. Nothing raises. Left out are the markers that were recognized,
-white space after them, and what a call's JSON holds beside name and arguments. Text that looks like a call and is none is content. Memory
-is bounded (`reading.MAX_HELD_CHARS`), and time is linear in the text.
+white space after them, and what a call's JSON holds beside name and arguments.
 
 Models of every family sometimes write JSON calls between their own markers. So a section is read as JSON if it begins with a brace, or with
 a bracket that does not begin a list of Python calls.

@@ -1,6 +1,6 @@
-"""Reads tool calls written in Python: [f(a=1, b="x"), g()]. Nothing is evaluated. Linear in the text, however it is split.
+"""Reads tool calls written in Python: [f(a=1, b="x"), g()]. Nothing is evaluated. Linear in the text.
 
-Each argument is passed on as JSON when it is complete, since only its end shows that a Python literal has JSON.
+Each argument is passed on as JSON when complete, since only its end shows that a Python literal has JSON.
 """
 
 from __future__ import annotations

@@ -67,7 +67,6 @@ class TaggedCalls:
         return at
 
     def _enter(self, state: _State) -> None:
-        """Go on with `state`, or with the one after it if this format has no text for it."""
         tags = self._tags
         match state:
             case _State.CALL_START:
