@@ -77,4 +77,4 @@ def test_every_experiment_is_in_the_index_once() -> None:
     linked = re.findall(r"^\| \[[^\]]+\]\(#([^)]+)\) \|", index, re.MULTILINE)
     titles = re.findall(r"^### (.+)$", entries, re.MULTILINE)
     wanted = [re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles]
-    assert sorted(linked) == sorted(wanted), "add a row to the index of docs/experiments.md: question, verdict, gain, commit, JSON"
+    assert sorted(linked) == sorted(wanted), "add a row to the index of docs/experiments.md: question, verdict, commit, JSON"
