@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 class Backoff:
     """Pauses between attempts, which double.
 
-    first_s   seconds of the first pause
-    max_s     bound of a pause in seconds
     stable_s  an attempt that worked for this many seconds resets the pause to `first_s`
     """
 

@@ -4,5 +4,4 @@ from __future__ import annotations
 
 
 def counted(count: int, noun: str) -> str:
-    """The count and the noun, in the plural unless the count is 1. For nouns whose plural is formed with s."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -19,8 +19,6 @@ SECRET_KEYS = frozenset({"api_key", "block_key", "key", "salt_key", "sha256", "s
 
 
 class DifferenceKind(StrEnum):
-    """The kind of a difference. The value is the sign before its line."""
-
     ADDED = "+"
     REMOVED = "-"
     CHANGED = "~"
@@ -39,7 +37,6 @@ class Difference:
 
 
 def differences(before: object, after: object, path: str = "") -> Iterator[Difference]:
-    """Every difference of two values, in the order of their fields. path: prefix of the paths"""
     return _differences(before, after, path, is_secret=False)
 
 
@@ -74,7 +71,6 @@ def _of_items(before: Mapping[Any, object], after: Mapping[Any, object], path: A
 
 
 def _of_sequences(before: Sequence[object], after: Sequence[object], path: str, *, is_secret: bool) -> Iterator[Difference]:
-    """The differences of two lists of items without names: items that only one list has, or another order."""
     old, new = [_hashable(item) for item in before], [_hashable(item) for item in after]
     in_old, in_new = set(old), set(new)  # of 20,000 keys, each would be compared with each
     for key, item in zip(old, before, strict=True):
@@ -88,7 +84,6 @@ def _of_sequences(before: Sequence[object], after: Sequence[object], path: str, 
 
 
 def _hashable(value: object) -> Hashable:
-    """A value that is equal to another one's where the two items are equal."""
     if is_dataclass(value):
         return type(value), tuple(_hashable(getattr(value, item.name)) for item in fields(value))
     if isinstance(value, Mapping):
@@ -97,7 +92,6 @@ def _hashable(value: object) -> Hashable:
 
 
 def _item(item: object, *, is_secret: bool) -> str:
-    """An item as text, with secrets hidden. A dataclass hides its own."""
     return HIDDEN if is_secret and not isinstance(item, Mapping) and not is_dataclass(item) else _shown(item)
 
 
@@ -120,7 +114,6 @@ def _shown(value: object) -> str:
 
 
 def _masked(value: object) -> object:
-    """Plain data without its secrets."""
     if isinstance(value, Mapping):
         return {key: HIDDEN if key in SECRET_KEYS else _masked(item) for key, item in value.items()}
     return [_masked(item) for item in value] if isinstance(value, list | tuple) else value

@@ -119,7 +119,6 @@ class InvalidRequest(HeadraceError):
         super().__init__(f"{field}: expected {limit}{shown}." + (f" {remedy}" if remedy else ""))
 
     def at(self, field: str) -> InvalidRequest:
-        """This error with the field named as the client wrote it."""
         return InvalidRequest(field, self.limit, self.given, self.remedy)
 
 
@@ -186,7 +185,6 @@ class ConfigError(HeadraceError):
         super().__init__(f"{where}: {reason}." + (f" {remedy}" if remedy else ""))
 
     def at(self, where: str) -> ConfigError:
-        """This error, of the same class, with another name for the same value: a longer path, or a flag."""
         moved = type(self).__new__(type(self))
         vars(moved).update(vars(self))
         ConfigError.__init__(moved, where, self.reason, self.remedy)

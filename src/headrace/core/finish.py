@@ -9,13 +9,10 @@ class FinishReason(StrEnum):
     STOP = "stop"
     """An end token, a stop token id or (decided in the gateway) a stop string."""
     LENGTH = "length"
-    """The limit of max_tokens or of the model's context is reached."""
     CANCELLED = "cancelled"
     """The client left, or the stream that carried the request died."""
     DEADLINE = "deadline"
-    """The request's deadline passed; what was generated until then was delivered."""
     ERROR = "error"
-    """This sequence failed; the message travels beside it."""
 
     @property
     def is_answer(self) -> bool:

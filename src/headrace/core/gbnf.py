@@ -2,8 +2,6 @@
 
 A rule that reaches no recursion becomes a terminal of Lark, which the lexer matches as a whole: as many characters as it can. A grammar
 without recursion therefore keeps its meaning exactly. In one that recurses, such a rule must not end with what may stand behind it.
-
-Not here: compiling (engine.grammar), and which fields take GBNF (`Grammar.ebnf`).
 """
 
 from __future__ import annotations
@@ -16,8 +14,6 @@ from dataclasses import dataclass, field
 from headrace.core.errors import InvalidRequest
 
 MAX_GROUP_DEPTH = 64
-"""The deepest nesting of groups in parentheses."""
-
 MAX_NAME_CHARS = 40
 """Characters of a rule's name that are repeated in its Lark name, so that the compiler's messages can be traced to the rule."""
 
@@ -61,8 +57,6 @@ class NotGbnf(Exception):
 
 @dataclass(slots=True)
 class _Lexeme:
-    """A literal or a set of characters in Lark's notation."""
-
     lark: str
 
 
@@ -79,8 +73,6 @@ class _Repetition:
 
 @dataclass(slots=True)
 class _Alternatives:
-    """The right side of a rule, or a group. It matches if one of `sequences` does."""
-
     sequences: list[list[_Part]] = field(default_factory=lambda: [[]])
 
 
@@ -110,7 +102,6 @@ class _Parser:
         return NotGbnf(f"{what} at line {line}, column {column}")
 
     def rules(self) -> dict[str, _Alternatives]:
-        """Rule name -> right side, in the order of the source."""
         begins = [at - 1 for at, token in enumerate(self._tokens) if token.lastgroup == "define"]
         if not begins or begins[0] != 0:
             raise NotGbnf("It begins with no rule (name ::= ...)")
@@ -206,8 +197,6 @@ def _in_regex(char: str) -> str:
 
 
 class _Writer:
-    """Writes rules as Lark. `_regular`: names of the rules that reach no recursion"""
-
     def __init__(self, rules: Mapping[str, _Alternatives]) -> None:
         self._rules = rules
         self._regular = _regular_rules({name: set(_references(rule)) for name, rule in rules.items()})

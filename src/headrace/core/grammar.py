@@ -1,7 +1,4 @@
-"""The grammar of a request as a value: a JSON schema, a regular expression or a Lark grammar, and the place in an output where it begins.
-
-`engine.grammar` compiles grammars. The design is in docs/structured.md.
-"""
+"""The grammar of a request as a value: a JSON schema, a regular expression or a Lark grammar, and where in an output it begins."""
 
 from __future__ import annotations
 
@@ -19,8 +16,6 @@ MAX_GRAMMAR_BYTES = 256 << 10
 """Bytes of one grammar's source in UTF-8. A longer one is refused before it travels to an engine."""
 
 MAX_MARKER_CHARS = 64
-"""Characters of each text that begins or ends reasoning."""
-
 CANNOT_CONTINUE = "grammar: the output cannot be continued within its limits: "
 """How the error of a sequence begins that its own grammar ended. The rest says why, and may be shown to the client."""
 
@@ -83,7 +78,6 @@ class Grammar:
 
     @classmethod
     def json_object(cls) -> Grammar:
-        """A grammar for any JSON object."""
         return cls(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
 
     @classmethod

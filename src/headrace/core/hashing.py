@@ -17,8 +17,6 @@ from typing import NewType
 from headrace.core.errors import ConfigError
 
 BLOCKS, SALTS = b"block hashes", b"salts of tenants"
-"""What a site has a secret for."""
-
 BlockHash = NewType("BlockHash", bytes)
 DIGEST_BYTES = 16
 _BLOCK = blake2b(digest_size=DIGEST_BYTES, person=b"headrace-block")

@@ -9,10 +9,7 @@ from dataclasses import dataclass
 class KvGroup:
     """Layers whose keys and values live in blocks of one shape and one lifetime.
 
-    layers       indices of the model's layers, ascending
     kv_heads     key/value heads held by this rank
-    head_dim     elements per head
-    dtype_bytes  bytes per element of the cache
     scale_bytes  bytes beside each key and each value of a head; 0 where the cache is not rounded
     window       tokens a query sees, itself included; None = everything before it
     """
@@ -25,7 +22,6 @@ class KvGroup:
     scale_bytes: int = 0
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block over all layers of the group, keys and values."""
         return len(self.layers) * 2 * block_size * self.kv_heads * (self.head_dim * self.dtype_bytes + self.scale_bytes)
 
     def tokens_needed(self, num_tokens: int) -> int:

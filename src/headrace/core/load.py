@@ -49,7 +49,6 @@ class Counter:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The names of its labels: one or none."""
         return (self.label,) if self.label else ()
 
     def series(self, counted: Any) -> list[tuple[tuple[str, ...], int]]:
@@ -66,7 +65,6 @@ class EngineCounters:
     The wire's field and both metric names of a counter are derived from its row (`COUNTERS`). Only the histogram of step durations is
     written out where it is read.
 
-    step_seconds  sum of the steps' durations
     step_buckets  number of steps between two neighbouring STEP_BOUNDS_S, below the first and above the last
     """
 
@@ -107,14 +105,12 @@ class EngineCounters:
         self.step_buckets[bisect_left(STEP_BOUNDS_S, seconds)] += 1
 
     def note_finished(self, reason: str) -> None:
-        """Count a finished sequence. reason: a FinishReason's value"""
         self.finished[reason] = self.finished.get(reason, 0) + 1
 
     def note_failure(self, kind: FailureKind) -> None:
         self.failures[kind.value] = self.failures.get(kind.value, 0) + 1
 
     def copy(self) -> EngineCounters:
-        """A snapshot: the same numbers, independent of later steps."""
         copied = EngineCounters(*_values(self))
         copied.step_buckets = list(self.step_buckets)
         for name in LABELLED_COUNTERS:
@@ -125,7 +121,6 @@ class EngineCounters:
 _values = attrgetter(*(row.name for row in fields(EngineCounters)))
 _HINTS = get_type_hints(EngineCounters, include_extras=True)
 COUNTERS: Mapping[str, Counter] = {name: hint.__metadata__[0] for name, hint in _HINTS.items() if get_origin(hint) is Annotated}
-"""Every row of EngineCounters by its name, in order."""
 PLAIN_COUNTERS = tuple(name for name, counter in COUNTERS.items() if not counter.label)
 LABELLED_COUNTERS = tuple(name for name, counter in COUNTERS.items() if counter.label)
 
@@ -145,12 +140,10 @@ NO_CLASS_LOADS: ClassLoads = (ClassLoad(),) * len(PriorityClass)
 
 
 def summed(classes: ClassLoads) -> ClassLoad:
-    """The sums over these classes."""
     return ClassLoad(*map(sum, zip(*classes, strict=True)))
 
 
 def plus(classes: ClassLoads, others: ClassLoads) -> ClassLoads:
-    """Two loads added class by class."""
     return tuple(ClassLoad(*map(add, one, other)) for one, other in zip(classes, others, strict=True))
 
 

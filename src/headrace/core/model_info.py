@@ -17,7 +17,6 @@ LOAD_FORMATS = ("auto", "safetensors", "dummy")
 class ModelInfo:
     """Facts of one loaded model on one replica.
 
-    architecture      `architectures[0]` of config.json
     max_model_len     resolved: never more than the KV pool can hold for one sequence
     eos_token_ids     all end tokens that any file of the model's folder names
     num_blocks        per KV group, pad block included

@@ -15,4 +15,3 @@ def why_not_run(tp: int = 1, pp: int = 1) -> str:
 
 RUN_TP = tuple(tp for tp in range(1, MOST + 1) if not why_not_run(tp))
 RUN_PP = tuple(pp for pp in range(1, MOST + 1) if not why_not_run(1, pp))
-"""Values of tensor_parallel_size and of pipeline_parallel_size that are accepted."""

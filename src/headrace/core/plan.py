@@ -34,7 +34,6 @@ def int_column(values: Sequence[int] = ()) -> array[int]:
 
 
 def float_column(values: Sequence[float] = ()) -> array[float]:
-    """32-bit column."""
     return array("f", values)
 
 
@@ -138,7 +137,6 @@ class Plan:
 
     @property
     def only_polls_moves(self) -> bool:
-        """Whether the plan computes and changes nothing, and only asks for the moves in flight."""
         return not (self.slots or self.started or self.ended or self.table_slots or self.move_kinds)
 
 
@@ -190,7 +188,6 @@ class LogprobColumns(Sequence[TokenLogprobs]):
     @overload
     def __getitem__(self, place: slice) -> LogprobColumns: ...
     def __getitem__(self, place: int | slice) -> TokenLogprobs | LogprobColumns:
-        """One position; or a slice of neighbouring positions, as new columns."""
         if isinstance(place, int):
             row = range(len(self))[place]
             first = sum(islice(self.top_counts, row))
@@ -205,7 +202,6 @@ class LogprobColumns(Sequence[TokenLogprobs]):
         return LogprobColumns(*[*[column[begin:end] for column in rows], top_ids[flat], top_logprobs[flat]])
 
     def pages(self, size: int) -> Iterator[LogprobColumns]:
-        """All positions, in columns of at most `size` positions."""
         *rows, top_ids, top_logprobs = self.columns()
         end = 0
         for begin in range(0, len(self), size):
@@ -214,7 +210,6 @@ class LogprobColumns(Sequence[TokenLogprobs]):
             yield LogprobColumns(*[*page, top_ids[flat], top_logprobs[flat]])
 
     def append(self, entry: TokenLogprobs | None) -> None:
-        """Append one position. None: log-probabilities were not asked for there."""
         entry = entry or TokenLogprobs(0, 0.0, 0)
         self.token_ids.append(entry.token_id)
         self.logprobs.append(entry.logprob)
@@ -232,23 +227,19 @@ class LogprobColumns(Sequence[TokenLogprobs]):
             column.extend(more)
 
     def picked(self, places: Sequence[int]) -> LogprobColumns:
-        """These positions as new columns, in this order."""
         entries, found = self.entries(), LogprobColumns()
         for place in places if entries else ():
             found.append(entries[place])
         return found
 
     def columns(self) -> tuple[array[Any], ...]:
-        """The columns, in the order of the fields."""
         return self.token_ids, self.logprobs, self.ranks, self.top_counts, self.top_ids, self.top_logprobs
 
     @property
     def num_bytes(self) -> int:
-        """Approximate memory of the columns."""
         return COLUMNS_BYTES + sum([len(column) * column.itemsize for column in self.columns()])
 
     def entries(self) -> list[TokenLogprobs | None]:
-        """The positions as values; None where not asked for."""
         return [entry if entry.rank else None for entry in self]
 
 
@@ -308,7 +299,6 @@ class Result:
     errors: tuple[tuple[int, str], ...] = ()
 
     def prompt_entries(self) -> dict[int, tuple[TokenLogprobs, ...]]:
-        """Row -> entries of its prompt positions."""
         entries = [entry for entry in self.prompt_logprobs.entries() if entry is not None]
         ends = accumulate(self.prompt_counts)
         return {row: tuple(entries[end - count : end]) for row, count, end in zip(self.prompt_rows, self.prompt_counts, ends, strict=True)}

@@ -40,7 +40,6 @@ class PlanCodecError(HeadraceError):
 
 
 def encode_plan(plan: Plan) -> bytes:
-    """One plan as bytes."""
     columns = [getattr(plan, name) for name in COLUMNS] + [s.token_ids for s in plan.started]
     header = {
         "step_id": plan.step_id,
@@ -61,7 +60,6 @@ def decode_plan(data: bytes) -> Plan:
 
 
 def dump_plans(plans: Iterable[Plan]) -> bytes:
-    """The content of a replay file with these plans."""
     parts = [MAGIC]
     for plan in plans:
         data = encode_plan(plan)

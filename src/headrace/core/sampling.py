@@ -33,7 +33,6 @@ FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 class SamplingParams:
     """How tokens are chosen and when a sequence ends.
 
-    n                    sequences per prompt
     temperature          0 means greedy
     top_k, top_p, min_p  filters, applied in this order after temperature; top_k 0 or -1 = off; top_p 0 means greedy
     presence_penalty     subtracted once from logits of tokens already generated
@@ -98,8 +97,6 @@ class SamplingParams:
     def checked(self, *, vocab_size: int | None = None) -> SamplingParams:
         """This value if every rule holds.
 
-        vocab_size  if known, token ids in logit_bias and stop_token_ids are checked against it
-
         Raises: InvalidRequest naming the first field that breaks a rule.
         """
         _check_numbers(self)
@@ -139,7 +136,6 @@ class Bound:
     """The numbers that a parameter may be.
 
     kind            int, or float, which allows ints too
-    low, high       bounds, included
     is_low_outside  low itself is not allowed
     """
 
@@ -174,8 +170,6 @@ BOUNDS: Mapping[str, Bound] = {
     "prompt_logprobs": _integers(0, MAX_LOGPROBS),
 }
 _OPTIONAL = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs"})
-"""Parameters that may be None; None is then a value with a meaning of its own."""
-
 _FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "detokenize")
 _numbers_of, _flags_of = attrgetter(*BOUNDS), attrgetter(*_FLAGS)
 _DEFAULT_NUMBERS = _numbers_of(SamplingParams())
@@ -183,7 +177,6 @@ _DEFAULT_NUMBERS = _numbers_of(SamplingParams())
 
 
 def check_bound(name: str, value: object) -> None:
-    """Raise InvalidRequest for a number outside BOUNDS."""
     bound = BOUNDS[name]
     if bound.kind is float:
         _check_float(name, value, bound.low, bound.high, above=bound.is_low_outside)

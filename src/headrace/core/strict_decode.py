@@ -4,9 +4,6 @@ Strict: an unknown key is an error that names the nearest known one, a missing k
 Nothing is converted except a list to a tuple, a mapping to a nested dataclass, and an integer where a float is wanted. A key that is a
 word of Python's (class) is the field with an underscore behind it. Errors show no value, because it may be a secret. `plain` is the way
 back.
-
-Not here: what values mean (each configuration's own `checked`), and request bodies (`gateway.surfaces.dialect.parse`), whose errors are
-a client's and whose types are msgspec's.
 """
 
 from __future__ import annotations
@@ -64,17 +61,12 @@ class UnknownKey(ConfigError):
 
 
 class MissingKey(ConfigError):
-    """A mapping lacks a key that has no default."""
-
     def __init__(self, where: str) -> None:
         super().__init__(where, "is missing")
 
 
 class NeedsExactlyOne(ConfigError):
-    """A mapping has both or neither of two keys that exclude each other.
-
-    keys  the two keys
-    """
+    """A mapping has both or neither of two keys that exclude each other."""
 
     def __init__(self, where: str, first: str, second: str, remedy: str = "") -> None:
         self.keys = first, second
@@ -96,7 +88,6 @@ def read_json_object(path: str | Path) -> dict[str, object]:
 def decode(kind: type[Value], data: object, where: str = "", *, elsewhere: Mapping[str, str] | None = None) -> Value:
     """`data` decoded as the dataclass `kind`.
 
-    where      path of `data` in its file; empty for the whole file
     elsewhere  see `UnknownKey`
 
     Raises: ConfigError, UnknownKey or MissingKey, with the path of the first key that does not fit.
@@ -105,7 +96,6 @@ def decode(kind: type[Value], data: object, where: str = "", *, elsewhere: Mappi
 
 
 def plain(value: object) -> Any:
-    """A dataclass as plain data: the inverse of `decode`."""
     if is_dataclass(value) and not isinstance(value, type):
         return {key_of(item.name): plain(getattr(value, item.name)) for item in fields(value)}
     if isinstance(value, Mapping):
@@ -122,13 +112,11 @@ def key_of(field: str) -> str:
 
 
 def inner(hint: object) -> object:
-    """The type inside an optional type: X of `X | None`."""
     rest = [choice for choice in _choices(hint) if choice is not type(None)]
     return rest[0] if len(rest) == 1 else hint
 
 
 def joined(where: str, key: str) -> str:
-    """The path of `key` in the mapping at `where`."""
     return f"{where}.{key}" if where else key
 
 

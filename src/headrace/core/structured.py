@@ -64,7 +64,6 @@ class StructuredOutputsParams:
         return f"structured_outputs.{self.kind}"
 
     def as_grammar(self) -> Grammar:
-        """The rule as a checked grammar. Raises InvalidRequest naming the field."""
         kind, field = self.kind, self.field
         value = getattr(self, kind)
         if kind == "json":
@@ -86,7 +85,6 @@ _REFUSED = {
     "whitespace_pattern": "",
     "structural_tag": "Give a grammar.",
 }
-"""vLLM's other fields -> what to do instead."""
 
 
 def _schema_text(field: str, schema: object) -> str:

@@ -1,7 +1,4 @@
-"""Tools as values: functions with the schema of their arguments, and how far a request binds the model to call them.
-
-How a call looks in a model's text is the business of text.output; the request's fields are parsed in `gateway.surfaces`.
-"""
+"""Tools as values: functions with the schema of their arguments, and how far a request binds the model to call them."""
 
 from __future__ import annotations
 
@@ -49,7 +46,6 @@ class FunctionTool:
         return {"type": "function", "function": self._described()}
 
     def requested(self) -> dict[str, object]:
-        """The function in the format of a request's `tools`."""
         function = self._described() | ({"strict": True} if self.is_strict else {}) | _mark(self.function_cache_control)
         return {"type": "function", "function": function} | _mark(self.cache_control)
 

@@ -1,8 +1,6 @@
 """Options of vLLM that Headrace does not have: why one changes nothing, or what to do instead.
 
 One place for `LLM`'s keywords and the command line's flags.
-
-Which values of them ask for what happens anyway is said where they are read: `llm.options`, `cli.vllm_flags`.
 """
 
 from __future__ import annotations

@@ -10,11 +10,7 @@ from headrace.core.errors import QueueFull, RequestTooLarge
 from headrace.core.request import EngineRequest
 
 REQUEST_BYTES = 1024
-"""Memory in bytes of a request without its tokens and texts."""
-
 SEQUENCE_BYTES = 1400
-"""Memory in bytes of a waiting sequence without its tokens."""
-
 TOKEN_BYTES = 36
 """Memory in bytes of one token id of a request: a reference in a tuple, and the integer object."""
 
@@ -35,13 +31,11 @@ def request_bytes(request: EngineRequest) -> int:
 
 
 def submitted_bytes(request: EngineRequest) -> int:
-    """Bytes of a request and of its `n` sequences, when all of them wait."""
     num_tokens = len(request.prompt_ids) + len(request.output_ids)
     return request_bytes(request) + request.params.n * sequence_bytes(num_tokens)
 
 
 def sequence_bytes(num_tokens: int) -> int:
-    """Bytes of one waiting sequence of `num_tokens` tokens, without its request."""
     return SEQUENCE_BYTES + SEQUENCE_TOKEN_BYTES * num_tokens
 
 

@@ -1,7 +1,4 @@
-"""The memory and CPU time that this process's cgroups (version 2 or 1) allow. The tightest limit on the way up binds.
-
-Reads /proc and /sys below a given root, so that tests can write their own.
-"""
+"""The memory and CPU time that this process's cgroups (version 2 or 1) allow. The tightest limit on the way up binds."""
 
 from __future__ import annotations
 
@@ -18,7 +15,6 @@ _MEMORY_FILES = (
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
-    """Bytes that the cgroups allow; None without a limit."""
     return min((limit for limit, _ in _memory(root)), default=None)
 
 
@@ -52,7 +48,6 @@ def folders(controller: str, root: Path) -> Iterator[Path]:
 
 
 def read_text(path: Path) -> str | None:
-    """A file's text, stripped; None for a file that cannot be read."""
     try:
         return path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):
@@ -60,7 +55,6 @@ def read_text(path: Path) -> str | None:
 
 
 def _memory(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, bytes in use) of each cgroup that has a limit."""
     for folder in folders("memory", root):
         for limit_file, usage_file, reclaimable in _MEMORY_FILES:
             limit = _number(read_text(folder / limit_file))

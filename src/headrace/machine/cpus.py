@@ -11,6 +11,5 @@ def allowed_cpus() -> list[int] | None:
 
 
 def num_allowed_cpus() -> int:
-    """Number of CPUs that this process may use; the machine's count where the allowed ones are not known."""
     cpus = allowed_cpus()
     return (os.cpu_count() or 1) if cpus is None else len(cpus)

@@ -44,4 +44,3 @@ class Forks:
 
 
 FORKS = Forks()
-"""The one of this process."""

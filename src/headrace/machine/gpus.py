@@ -95,7 +95,6 @@ def parse_probe(output: str, error: str, visible: str | None, torch_cuda: str = 
 
 
 def too_old(capability: tuple[int, int]) -> Gpus:
-    """A value without GPUs: the compute capability of the best one is below MIN_CAPABILITY."""
     found, least = (".".join(map(str, numbers)) for numbers in (capability, MIN_CAPABILITY))
     return unusable(f"the GPU has compute capability {found}, and the kernels need {least}", "Use a card of the Ampere generation or newer")
 
@@ -112,7 +111,6 @@ def run_probe(code: str, timeout_s: float, environment: Mapping[str, str] | None
 
 
 def _missing_software() -> Gpus | None:
-    """The first required package that is not installed, as a value without GPUs; None where nothing is missing."""
     if find_spec("torch") is None:
         return unusable("torch is not installed", "Install a torch with CUDA")
     if _torch_cuda() is None:

@@ -37,7 +37,6 @@ def is_link_local(host: str) -> bool:
 
 
 def _embedded(address: ipaddress.IPv6Address) -> Iterator[IPAddress | None]:
-    """The IPv4 addresses inside an IPv6 address (mapped, 6to4, Teredo, NAT64); None where a form does not apply."""
     yield address.ipv4_mapped
     yield address.sixtofour
     yield from address.teredo or ()

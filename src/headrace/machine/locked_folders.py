@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Self
 
 NOT_LOCKED_YET = ".new"
-"""Suffix of a lock file's name until it is locked."""
 
 
 class LockedFolder:
@@ -39,7 +38,6 @@ class LockedFolder:
             raise
 
     def remove(self) -> None:
-        """Remove the directory with everything in it. May be called again."""
         _remove(self.path, self._lock_name)
         if self._descriptor >= 0:
             os.close(self._descriptor)
@@ -66,7 +64,6 @@ def is_locked(folder: Path, lock_name: str) -> bool:
 
 
 def remove_unlocked(base: Path, prefix: str, lock_name: str) -> None:
-    """Remove this user's directories in `base` whose processes have ended."""
     for path in base.glob(f"{prefix}*/{lock_name}"):
         with suppress(OSError):
             _remove_if_unlocked(path)
@@ -107,7 +104,6 @@ def _is_lock_of(descriptor: int, uid: int) -> bool:
 
 
 def _lock(folder: Path, name: str) -> int:
-    """Make and lock the lock file. Returns its descriptor, which is closed in programs that this process starts."""
     descriptor = os.open(folder / (name + NOT_LOCKED_YET), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

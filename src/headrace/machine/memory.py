@@ -1,7 +1,4 @@
-"""Memory that this process may still take: the least of what the machine and the cgroups above the process leave.
-
-Reads /proc and /sys below a given root, so that tests can write their own. `kv_sizing` decides what the memory is used for.
-"""
+"""Memory that this process may still take: the least of what the machine and the cgroups above the process leave."""
 
 from __future__ import annotations
 
@@ -33,7 +30,6 @@ def read_available(root: Path = Path("/")) -> Available:
 
 
 def machine_bytes(root: Path = Path("/")) -> int:
-    """Physical memory in bytes, or the cgroups' limit if that is lower."""
     return min(physical_bytes(), memory_limit(root) or UNLIMITED)
 
 

@@ -36,7 +36,6 @@ def is_open_to_others(info: os.stat_result) -> bool:
 
 
 def _stat(where: str, path: str) -> os.stat_result:
-    """Raises ConfigError for a file that cannot be read."""
     try:
         return in_time(lambda: os.stat(path))
     except OSError as error:

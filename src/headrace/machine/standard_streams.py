@@ -41,7 +41,6 @@ def prepare_standard_streams() -> None:
 
 
 def open_standard_descriptors() -> None:
-    """Open /dev/null as each of the descriptors 0, 1, 2 that is closed."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)

@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 class BackendModule:
     """Where a backend is found, and what it computes on.
 
-    module   its module, which has `make_backend`
-    devices  names of the devices that it computes on
     reason   why "auto" takes it, for the log of a start
-    package  what has to be installed; None: nothing beside torch
     trial    module whose `find_fault` compiles and runs a first kernel on a GPU; None: there is nothing to try
     """
 

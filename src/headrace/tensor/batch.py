@@ -1,7 +1,5 @@
 """The description of one step that a model's forward pass takes as an argument, and the paged KV cache that it reads and writes.
 
-Made from a plan by `engine.runner.batch`; read by `tensor.layers` and `tensor.kernels`.
-
 Shape letters used in the whole package: T tokens of the step, R rows (sequences) of the step, H query heads, K key/value heads,
 D head dimension, B blocks of a pool, S block size, M block-table width.
 """
@@ -99,7 +97,6 @@ class KvCache:
 
 
 def stored_as(group: KvGroup, dtype: torch.dtype) -> KvGroup:
-    """The same group with its cache stored in `dtype`."""
     return replace(group, dtype_bytes=dtype.itemsize, scale_bytes=SCALE_BYTES if dtype == torch.int8 else 0)
 
 
@@ -115,7 +112,6 @@ def allocate_kv(
 
     shapes      per layer, (kv_heads, head_dim)
     group_of    per layer, index of its KV group
-    num_blocks  per group, pad block included
 
     On the host the pages are reserved and not touched: a large cache costs neither start-up time nor memory before it is used. A model
     without attention has no layers here and no groups.
@@ -145,7 +141,6 @@ def _allocate_pool(
 
 
 def _layer_of(piece: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> LayerKv:
-    """One layer's views. piece: the layer's part of every block, uint8 [B, bytes]; shape: (2, S, K, D)."""
     num_bytes = math.prod(shape) * dtype.itemsize
     values = torch.unflatten(piece[:, :num_bytes].view(dtype), 1, shape)
     if dtype != torch.int8:

@@ -42,11 +42,9 @@ class TensorDevice:
         self.name = name
 
     def empty_weight(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory of its own for a weight, not written yet."""
         return torch.empty(shape, dtype=dtype, device=self.name)
 
     def zeroed_bytes(self, shape: tuple[int, ...]) -> Tensor:
-        """uint8 zeros, for a KV cache."""
         return torch.zeros(shape, dtype=torch.uint8, device=self.name)
 
     def make_launches(self) -> Launches | None:
@@ -62,7 +60,6 @@ class Cpu(TensorDevice):
 
     @property
     def title(self) -> str:
-        """Its name for people."""
         return self.name
 
     @property
@@ -82,7 +79,6 @@ class Cpu(TensorDevice):
         return 0
 
     def empty_weight(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """As `TensorDevice.empty_weight`, in large pages."""
         return pages.empty(math.prod(shape), dtype).view(shape)
 
     def zeroed_bytes(self, shape: tuple[int, ...]) -> Tensor:
@@ -126,7 +122,6 @@ class Cpu(TensorDevice):
 
 GPU_WORKING_BYTES = 768 << 20
 MAX_REASON = 300
-"""Characters of torch's error that are shown, on one line."""
 FP8_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs that multiply FP8."""
 
@@ -135,7 +130,6 @@ class Cuda(TensorDevice):
     """The GPU that torch uses by itself. Methods are those of `Cpu`; `features` says nothing of it."""
 
     def check(self) -> None:
-        """Raises ConfigError where torch sees none, or where the one it sees does not compute."""
         if not torch.cuda.is_available():
             gpus = find_gpus()
             raise ConfigError("device", gpus.problem or "torch sees no GPU here", gpus.remedy or "Use device = cpu.")
@@ -189,7 +183,6 @@ class Cuda(TensorDevice):
 
 
 def driver_version(root: Path = Path("/")) -> str:
-    """Version of the NVIDIA kernel module; "unknown" where it does not say."""
     text = read_text(root / "proc/driver/nvidia/version") or ""
     found = re.search(r"Kernel Module\b.*?(\d+(?:\.\d+)+)", text)
     return found.group(1) if found else "unknown"
@@ -199,4 +192,3 @@ CPU, CUDA = Cpu("cpu"), Cuda("cuda")
 ComputeDevice = Cpu | Cuda
 DEVICES: dict[str, ComputeDevice] = {device.name: device for device in (CPU, CUDA)}
 META = TensorDevice("meta")
-"""Shapes without memory."""

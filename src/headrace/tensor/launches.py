@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _ALIGNMENT = 16
-"""Bytes between the beginnings of arrays that are uploaded together."""
 
 
 class Mark(Protocol):
@@ -98,7 +97,6 @@ class EagerLaunches:
         self.pins, self.mark, self.is_lost = launches.pins, launches.mark, launches.is_lost
 
     def capture(self, body: Callable[[], None]) -> Callable[[], None]:
-        """As `Launches.capture`. `body` runs once, so that its kernels are compiled."""
         body()
         return body
 

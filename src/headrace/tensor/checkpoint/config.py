@@ -1,8 +1,4 @@
-"""config.json and generation_config.json: `ConfigFile` hands out checked fields, so that nothing absurd reaches a tensor.
-
-Sampling defaults come from generation_config.json, in a folder without it from config.json. End tokens are collected in
-`tensor.checkpoint.end_tokens`. Which fields an architecture has is in `tensor.models`; weights are read in `tensor.checkpoint.folder`.
-"""
+"""config.json and generation_config.json: `ConfigFile` hands out checked fields, so that nothing absurd reaches a tensor."""
 
 from __future__ import annotations
 
@@ -49,7 +45,6 @@ class ConfigFile:
         raise CheckpointError(self.file, f"{self.prefix}{name}{shown}: {reason}", remedy)
 
     def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
-        """The integer field, low <= value <= high; `default` when absent. Without a default an absent field is refused."""
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             self.refuse(name, f"must be an integer from {low} to {high}")
@@ -102,7 +97,6 @@ class ConfigFile:
 
 
 def read_config(folder: Path) -> ConfigFile:
-    """config.json of a local folder. Raises CheckpointError when there is none."""
     if not folder.is_dir():
         raise CheckpointError(str(folder), "not a folder", "Give a local folder in the Hugging Face layout.")
     return ConfigFile(str(folder / "config.json"), read_json(folder, "config.json"))
@@ -115,7 +109,6 @@ def read_generation_config(folder: Path, config: ConfigFile) -> ConfigFile:
 
 
 def read_sampling_defaults(folder: Path, config: ConfigFile, vocab_size: int) -> dict[str, Any]:
-    """SamplingParams fields that the checkpoint's author chose. Raises CheckpointError for one that breaks a sampling rule."""
     generation = read_generation_config(folder, config)
     sampling = {target: generation.values[name] for name, target in SAMPLING_DEFAULTS.items() if generation.has(name)}
     if generation.values.get("do_sample") is False:

@@ -4,8 +4,6 @@ They are ids in generation_config.json and config.json, and the tokenizer's `eos
 files alone: its tokenizer gets the end of a turn as eos_token, and the ids beside it stay the base model's. An end token that is left out
 is an answer that does not end. An ordinary token among them ends answers in their midst: config.json may hold its class's default, an id
 of another vocabulary. Beside a generation_config.json that names ids, config.json's count only where they are added tokens.
-
-The tokenizer's files are read as data: an engine needs no tokenizer. What they mean for text is in `text.tokenizer`.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from headrace.tensor.checkpoint.config import ConfigFile, read_generation_config
 log = logging.getLogger(__name__)
 
 MAX_EOS_TOKEN_IDS = 64
-"""In one file."""
 MAX_TOKENIZER_BYTES = 256 * 2**20
 """As in `text.files`."""
 _ID = re.compile(r"[0-9]{1,9}")
@@ -85,7 +82,6 @@ def _is_id(value: object) -> TypeGuard[int]:
 
 
 def _eos_tokens(folder: Path) -> dict[str, str]:
-    """Text -> file of each `eos_token`, which is a string or an object with a `content`."""
     found = {}
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         for name, value in _members(folder, file):
@@ -109,7 +105,6 @@ def _token_id(folder: Path, token: str) -> int | None:
 
 
 def _listed_tokens(folder: Path) -> dict[str, int]:
-    """Text -> id of the tokens that tokenizer.json adds to its vocabulary."""
     listed = _member(folder, "tokenizer.json", "added_tokens")
     entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
     return _ids_by_text((entry.get("content"), entry.get("id")) for entry in entries)
@@ -163,7 +158,6 @@ def _decoded_members(text: str) -> Iterator[tuple[str, object]]:
 
 
 def _after(text: str, position: int, mark: str) -> int:
-    """The position behind space, `mark` and space. Raises ValueError where something else stands."""
     found = re.compile(rf"\s*{re.escape(mark)}\s*").match(text, position)
     if found is None:
         raise ValueError(f"no {mark!r} at character {position}")

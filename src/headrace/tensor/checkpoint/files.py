@@ -66,7 +66,6 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def read_json(folder: Path, name: str) -> dict[str, object]:
-    """The JSON object in the folder's regular file of at most MAX_JSON_BYTES. Raises CheckpointError."""
     path = inside(folder, name)
     file = str(path)
     if not path.is_file():

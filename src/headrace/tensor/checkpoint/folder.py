@@ -72,7 +72,6 @@ class Checkpoint:
         return name in self._file_of
 
     def stored_dtype(self, name: str) -> str:
-        """Dtype of a tensor as safetensors names it, such as "BF16". Raises CheckpointError when the tensor is missing."""
         return self._headers[self._file(name)].tensors[name].dtype
 
     def read(self, name: str, shape: tuple[int, ...], region: tuple[slice, ...] = ()) -> Tensor:
@@ -93,7 +92,6 @@ class Checkpoint:
         return self._values(name, shape, ())
 
     def stored_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor in its file. Raises CheckpointError when the tensor is missing."""
         return self._headers[self._file(name)].tensors[name].shape
 
     def _values(self, name: str, shape: tuple[int, ...], region: tuple[slice, ...]) -> Tensor:
@@ -115,9 +113,6 @@ class Checkpoint:
     def expect(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = tuple(READABLE_DTYPES)) -> None:
         """Check a tensor without reading its values. `check_all_read` counts the tensor as read.
 
-        shape   shape of the whole tensor by config.json
-        dtypes  dtypes that are accepted, in safetensors' names
-
         Raises CheckpointError when the tensor is missing, has another shape, or has a dtype that is not accepted.
         """
         file = self._file(name)
@@ -130,12 +125,10 @@ class Checkpoint:
 
     @property
     def tensor_bytes(self) -> dict[str, int]:
-        """Bytes of each tensor in its file."""
         return {name: tensor.end - tensor.begin for header in self._headers.values() for name, tensor in header.tensors.items()}
 
     @property
     def files(self) -> list[Path]:
-        """Paths of the weight files."""
         return [self.folder / file for file in self._headers]
 
     def check_all_read(self) -> None:
@@ -153,7 +146,6 @@ class Checkpoint:
 
     @property
     def config_files(self) -> list[Path]:
-        """Paths of config.json and of the files of SEPARATE in the same folder."""
         return [self.folder / "config.json", *(path for name in SEPARATE if (path := self.folder / name).is_file())]
 
     def digest(self) -> str:
@@ -223,7 +215,6 @@ class Checkpoint:
         return self._file_of[name]
 
     def refuse(self, name: str, reason: str, remedy: str = "") -> NoReturn:
-        """Raises CheckpointError for the tensor `name`. The message names the tensor's file where the tensor exists."""
         raise CheckpointError(str(self.folder / self._file_of.get(name, "")), reason, remedy)
 
     def _refuse(self, file: str, reason: str, remedy: str = "") -> NoReturn:
@@ -244,7 +235,6 @@ def _gapless(shape: tuple[int, ...], region: tuple[slice, ...]) -> tuple[int, li
 
 
 def _list_shards(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name from the index; empty when the checkpoint is a single file. Raises CheckpointError."""
     if (folder / SINGLE).exists():
         return {}
     path = folder / INDEX

@@ -43,7 +43,6 @@ class Header:
     """A checked header.
 
     data_start  byte offset of the data in the file
-    digest      of the header's bytes
     metadata    the "__metadata__" entry, unchecked
     """
 
@@ -54,7 +53,6 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Read and check. Raises CheckpointError naming the file and, where there is one, the tensor."""
     try:
         text, file_bytes = _read_text(path)
     except OSError as error:

@@ -1,7 +1,4 @@
-"""Stand-ins for a checkpoint's weights: seeded random weights, and shapes that take no memory.
-
-Both implement `tensor.layers.weights.WeightSource`, as `tensor.checkpoint.folder.Checkpoint` does.
-"""
+"""Stand-ins for a checkpoint's weights: seeded random weights, and shapes that take no memory."""
 
 from __future__ import annotations
 

@@ -24,11 +24,9 @@ log = logging.getLogger(__name__)
 
 SUFFIX = ".weights"
 MAX_RECORDS = 64
-"""Most records that are kept. The record that was written longest ago is removed first."""
 MAX_RECORD_BYTES = 1 << 20
 """A larger record is not written. A record has some hundred bytes per weight file."""
 MAX_RECORDS_BYTES = 4 << 20
-"""Most bytes of all records together."""
 PIECE_BYTES = 4 << 20
 """Bytes hashed between two pauses, which takes some milliseconds of one CPU core."""
 
@@ -85,7 +83,6 @@ class WeightsDigest:
         return self._content
 
     def compute(self) -> str:
-        """Hash the files unless their digest is known, and return `known`."""
         deque(self.content(), maxlen=0)
         return self.known
 

@@ -16,7 +16,6 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 ENVIRONMENT = "HEADRACE_CACHE_DIR"
-"""Environment variable with the cache directory."""
 KEEP = "HEADRACE_KEEP_PACKED"
 """Environment variable. "0": weights are packed at every start, and none are kept on disk."""
 

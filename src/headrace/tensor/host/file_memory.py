@@ -29,10 +29,7 @@ def map_pages(num_bytes: int) -> mmap.mmap:
 
 
 class FileReading:
-    """Reads a part of a file into memory with several threads. The thread that calls `wait` reads too.
-
-    num_read  bytes read so far
-    """
+    """Reads a part of a file into memory with several threads. The thread that calls `wait` reads too."""
 
     def __init__(self, descriptor: int, start: int, target: memoryview, num_threads: int) -> None:
         """Begin to read bytes [start, start + len(target)) of an open file into `target`.

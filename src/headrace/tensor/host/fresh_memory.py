@@ -28,7 +28,6 @@ def is_poisoned() -> bool:
 
 @contextmanager
 def poisoned(is_on: bool = True) -> Iterator[None]:
-    """Set the switch for the whole process while the block runs."""
     before, _SWITCH.is_on = _SWITCH.is_on, is_on
     try:
         yield

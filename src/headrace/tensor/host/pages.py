@@ -16,7 +16,6 @@ LEAST_BYTES = 8 << 20
 
 
 def empty(num_elements: int, dtype: torch.dtype) -> Tensor:
-    """A flat tensor, its memory not written yet and its own."""
     num_bytes = num_elements * dtype.itemsize
     if num_bytes < LEAST_BYTES:
         return fresh_memory.empty((num_elements,), dtype)

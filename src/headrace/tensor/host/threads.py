@@ -1,8 +1,4 @@
-"""Decides how many threads compute, from the CPUs this process may use and its cgroup's quota.
-
-`plan_threads` decides from values that were read before; `kernels.Backend.limit_threads` sets the number. How threads wait between regions
-is set by `tensor.host.openmp`, before torch is imported.
-"""
+"""Decides how many threads compute, from the CPUs this process may use and its cgroup's quota."""
 
 from __future__ import annotations
 
@@ -57,7 +53,6 @@ def plan_threads(requested: int | None, share: CpuShare | None = None) -> Thread
 
 
 def read_cpu_share(root: Path = Path("/")) -> CpuShare:
-    """This process's share. root: the folder where proc and sys are mounted."""
     cpus = allowed_cpus()
     cpus = list(range(os.cpu_count() or 1)) if cpus is None else cpus
     return CpuShare(len(cpus), count_cores(root, cpus), cpu_quota(root))

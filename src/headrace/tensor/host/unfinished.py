@@ -12,7 +12,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 UNFINISHED = ".unfinished"
-"""Suffix of a file's name while the file is written."""
 
 
 @contextmanager
@@ -35,7 +34,6 @@ def locked(path: Path) -> Iterator[int | None]:
 
 
 def is_named(descriptor: int, path: Path) -> bool:
-    """Whether `path` still names this open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except OSError:
@@ -69,7 +67,6 @@ def remove_oldest(files: list[Path], *, max_files: int, max_bytes: int | None = 
 
 
 def _facts(path: Path) -> tuple[float, int]:
-    """(modification time, bytes)."""
     try:
         facts = path.stat()
     except OSError:  # another start has just removed it

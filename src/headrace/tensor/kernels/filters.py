@@ -42,7 +42,6 @@ class FilterLimits:
 
 
 Draw = Callable[[Floats, Floats, Doubles, FilterLimits], Ints]
-"""A function with the signature of `draw`."""
 
 
 def draw(logits: Floats, peak: Floats, u: Doubles, limits: FilterLimits) -> Ints:
@@ -70,7 +69,6 @@ def _to_weights(logits: Floats, peak: Floats, temperature: Floats) -> Floats:
 
 
 def _pick_filtered(weights: Floats, u: Doubles, limits: FilterLimits) -> Ints:
-    """The token [N] of each row of weights [N, V] (largest 1) after its filters."""
     top_k, top_p, min_p = limits.top_k, limits.top_p, limits.min_p
     mass = weights.sum(axis=1).astype(np.float64)
     above, ids = _compact(weights, _floors(weights, mass, top_k, top_p, min_p))

@@ -16,11 +16,9 @@ from headrace.tensor.kernels.filters import Floats, Ints
 Words = NDArray[np.uint32]
 
 ApplyMasks = Callable[[Floats, Ints, Words], tuple[Ints, Floats]]
-"""A function with the signature of `apply_masks`."""
 
 
 def num_words(vocab_size: int) -> int:
-    """32-bit words of one mask."""
     return (vocab_size + 31) // 32
 
 

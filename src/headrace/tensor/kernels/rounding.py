@@ -21,15 +21,12 @@ from torch import Tensor
 
 INPUT_LIMIT = 127.0
 FP8_LIMIT = 448.0
-"""The largest float8_e4m3fn."""
 GROUPS = (128, 64, 32)
 SLAB_ELEMENTS = 1 << 23
 """Weights that are rounded at a time, which bounds the size of temporary copies."""
 
 
 class Precision(Enum):
-    """How linears store their weights."""
-
     NONE = "none"
     INT8 = "int8"
     INT4 = "int4"
@@ -70,12 +67,10 @@ class RoundedWeight:
         return (grouped * self.scales.float()[:, :, None]).flatten(1)
 
     def to(self, device: str) -> RoundedWeight:
-        """The weight on a device, by torch's word for it."""
         zeros = None if self.zeros is None else self.zeros.to(device)
         return RoundedWeight(self.values.to(device), self.scales.to(device), self.group, zeros)
 
     def rows(self, rows: slice | Tensor) -> RoundedWeight:
-        """These outputs of the weight."""
         return RoundedWeight(self.values[rows], self.scales[rows], self.group, None if self.zeros is None else self.zeros[rows])
 
 

@@ -1,7 +1,4 @@
-"""Building blocks of decoders: attention, feed-forward, experts, rotary tables, and reading weights into them.
-
-A block is built from sizes (a spec) and tensor names. Differences between architectures are in `tensor.models`.
-"""
+"""Building blocks of decoders: attention, feed-forward, experts, rotary tables, and reading weights into them."""
 
 from __future__ import annotations
 

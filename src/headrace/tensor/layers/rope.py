@@ -149,8 +149,6 @@ def longrope_magnitude(factor: float, original_positions: int) -> float:
 
 
 def yarn_magnitude(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """YaRN's factor of cos and sin for a configuration without attention_factor."""
-
     def grown(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 

@@ -76,7 +76,6 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 def no_reduce(x: Tensor) -> Tensor:
-    """`Reduce` for a single rank."""
     return x
 
 
@@ -261,7 +260,6 @@ class WeightReader:
         return self._packed(parts, weight, self._bias(parts, shares) if bias else None)
 
     def _joined(self, regions: Sequence[Tensor]) -> Tensor:
-        """A copy of the regions, stacked by rows."""
         rows = [len(region) for region in regions]
         shape, dtype = (sum(rows), regions[0].shape[1]), self._weight_dtype(regions)
         weight = self.device.empty_weight(shape, dtype)

@@ -72,13 +72,9 @@ class LoadedModel:
     """A model with its weights in memory.
 
     max_model_len      longest context its tables were made for
-    eos_token_ids      end tokens; empty when the folder names none
-    sampling_defaults  SamplingParams fields the checkpoint's author chose
     model_digest       hex; see `_Weights.served_digest`
     weights            digest of all weight bytes, known now or later; None for random weights, which `model_digest` identifies
     weight_bytes       read by one decode step of one sequence
-    resident_bytes     held in memory
-    precision          to which linears were rounded at load
     stored_as          the format of a quantized checkpoint, for people; "" for plain weights
     held               in how many bits the linears are held, for people
     store              its `save` keeps the packed linears on disk for the next start; None: they are not kept
@@ -108,7 +104,6 @@ class ModelDescription:
     dtype_name      the checkpoint's dtype by config.json; float32 if it names none
     weight_bytes    read by one decode step of one sequence
     resident_bytes  of all weights, without overhead of packing
-    precision       to which linears are rounded at load
     held            in how many bits most linears are held, rounded at load or as stored
     """
 
@@ -262,7 +257,6 @@ def _log_ignored(config: ConfigFile, architecture: str) -> None:
 
 
 def _held(reader: WeightReader) -> str:
-    """In how many bits the linears are held, for people."""
     names = {4: "in 4 bits", 8: "in 8 bits", 16: "dense"}
     return "linears " + ", ".join(f"{names[bits]}: {reader.held[bits]}" for bits in sorted(reader.held))
 

@@ -121,12 +121,10 @@ def attention_spec(
 
 
 def read_mlp(config: ConfigFile, *, bias: bool = False) -> MlpSpec:
-    """The dense feed-forward block: `intermediate_size`, `hidden_act`."""
     return MlpSpec(size=config.integer("intermediate_size", 1, MAX_WIDTH), activation=read_activation(config), bias=bias)
 
 
 def read_activation(config: ConfigFile, name: str = "hidden_act", default: str = "silu") -> str:
-    """The activation function in the field `name`, one that `Kernels.gated_activation` knows. Raises CheckpointError for another one."""
     value = config.text(name, default)
     if value not in _ACTIVATIONS:
         config.refuse(name, f"only {', '.join(_ACTIVATIONS)} are supported")
@@ -134,7 +132,6 @@ def read_activation(config: ConfigFile, name: str = "hidden_act", default: str =
 
 
 def read_top_k(config: ConfigFile, num_experts: int, *, default: int) -> int:
-    """The field `num_experts_per_tok`: experts that compute each token."""
     return config.integer("num_experts_per_tok", 1, num_experts, default=default)
 
 
@@ -162,7 +159,6 @@ def read_layer_windows(config: ConfigFile, num_layers: int) -> list[int | None]:
 
 
 def windows_by_type(config: ConfigFile, window: int | None, num_layers: int) -> list[int | None]:
-    """Window of each layer by `layer_types`, whose entries are "full_attention" and "sliding_attention"."""
     types = config.items("layer_types")
     if len(types) != num_layers:
         config.refuse("layer_types", f"must name all {num_layers} layers")

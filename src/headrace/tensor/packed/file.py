@@ -95,7 +95,6 @@ class PackedFile:
         return stored, self._memory, stored.begin
 
     def place_of_table(self, name: str) -> tuple[StoredTensor, int]:
-        """(the table's tensor, its first byte in the file). Raises KeyError for an unknown name."""
         stored = self.tensors[TABLE + name]
         return stored, self._data_start + stored.begin
 
@@ -139,7 +138,6 @@ class PackedFolder:
         return file
 
     def drop(self) -> None:
-        """Stop reading ahead and release that memory."""
         if self._ahead is not None:
             self._ahead.drop()
             self._ahead = None

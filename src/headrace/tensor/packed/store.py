@@ -147,7 +147,6 @@ class PackedStore:
         return table
 
     def keep_table(self, name: str, table: Tensor) -> None:
-        """Hold a table of this start for `save`."""
         self._made_tables[name] = table
         self._form.row_reader()  # compiled now, with everything else that a first start compiles
 
@@ -286,7 +285,6 @@ def write_tensors(descriptor: int, linears: Mapping[str, Tensor], tables: Mappin
 
 
 def _parts(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
-    """The tensors' bytes, at most PIECE_BYTES at a time."""
     for tensor in tensors:
         whole: memoryview = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
         for begin in range(0, len(whole), PIECE_BYTES):
@@ -299,7 +297,6 @@ def _sync(stream: BinaryIO) -> None:
 
 
 def _inode(path: Path) -> tuple[int, int] | None:
-    """Which file is at the path; None if there is none."""
     try:
         found = path.stat()
     except OSError:

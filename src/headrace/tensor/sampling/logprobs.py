@@ -67,7 +67,6 @@ def _floats(values: Floats) -> array[float]:
 
 
 def not_asked(num_positions: int) -> LogprobColumns:
-    """Columns of positions whose log-probabilities are not asked for."""
     zeros = bytes(4 * num_positions)
     return LogprobColumns(array("i", zeros), array("f", zeros), array("i", zeros), array("i", zeros))
 

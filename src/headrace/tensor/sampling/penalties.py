@@ -37,7 +37,6 @@ class TokenCounts:
             self.add(token)
 
     def add(self, token_id: int) -> None:
-        """Count one more generated token."""
         place = self._place.get(token_id)
         if place is None:
             place = self._place[token_id] = len(self._place)

@@ -44,12 +44,10 @@ class RowMasks:
     words: Words
 
     def within(self, rows: slice) -> RowMasks:
-        """The masks of neighbouring rows, numbered from the first of these."""
         first, last = np.searchsorted(self.rows, (rows.start, rows.stop))
         return RowMasks(self.rows[first:last] - rows.start, self.words[first:last])
 
     def where(self, is_kept: NDArray[np.bool_]) -> RowMasks:
-        """The masks of some of the rows; is_kept [N]."""
         kept = is_kept[self.rows]
         return self if kept.all() else RowMasks(self.rows[kept], self.words[kept])
 
@@ -79,7 +77,6 @@ class _Edits:
         self.counts = TokenCounts(params, ids[:prompt], ids[prompt:]) if params.has_penalties else None
 
     def apply(self, logits: Floats) -> None:
-        """Add the bias to one row [V] and penalise it, in place."""
         logits[self._bias_ids] += self._bias
         if self.counts is not None:
             self.counts.apply(logits)

@@ -43,18 +43,15 @@ class AwqWeight:
     zeros: Tensor
 
     def dense(self, rows: slice) -> Tensor:
-        """See `QuantizedWeight.dense`."""
         values = self._values(rows).float()
         grouped = values.view(len(values), self.scales.shape[1], -1)
         return grouped.sub_(self.zeros[rows, :, None]).mul_(self.scales[rows, :, None]).flatten(1)
 
     def rounded(self, rows: slice) -> RoundedWeight | None:
-        """See `QuantizedWeight.rounded`."""
         values = decoded(rows, len(self.words), self._values)
         return nibbles(values.sub_(8), self.scales[rows], self.zeros[rows] - 8)
 
     def _values(self, rows: slice) -> Tensor:
-        """The integers of these outputs, int8 [len(rows), K]."""
         first = rows.start // PER_WORD
         values = _by_output(self.words[:, first : -(-rows.stop // PER_WORD)])
         return values[rows.start - first * PER_WORD : rows.stop - first * PER_WORD].to(torch.int8)
@@ -78,18 +75,15 @@ class AwqFormat:
         return Precision.INT4
 
     def precision_of(self, stem: str) -> Precision:
-        """See `WeightFormat.precision_of`."""
         return Precision.INT4
 
     def is_quantized(self, parts: StoredParts, stem: str) -> bool:
         return any(parts.has(f"{stem}.{part}") for part in ("qweight", "qzeros", "scales"))
 
     def stored_bytes(self, stem: str, shape: tuple[int, int]) -> float:
-        """See `WeightFormat.stored_bytes`."""
         return bytes_with_scales(shape, 4, Blocks(1, max(self.group, 0)), 16 + 4)
 
     def open(self, parts: StoredParts, stem: str, shape: tuple[int, int]) -> AwqWeight:
-        """See `WeightFormat.open`."""
         outputs, inputs = shape
         group = inputs if self.group < 0 else self.group
         if inputs % group:
@@ -102,7 +96,6 @@ class AwqFormat:
         return AwqWeight(words, scales.float().t().contiguous(), zeros)
 
     def _zeros(self, parts: StoredParts, name: str, shape: tuple[int, int]) -> Tensor:
-        """Zero points, float32 [N, G]. Raises CheckpointError for others than config.json says."""
         middle = torch.full((shape[1], shape[0]), MIDDLE)
         if self.is_symmetric and not parts.has(name):
             return middle
@@ -119,7 +112,6 @@ def _by_output(words: Tensor) -> Tensor:
 
 
 def read_format(section: ConfigFile) -> AwqFormat:
-    """The format that `quantization_config` describes, in the words of AutoAWQ's or GPTQModel's exporter. Raises CheckpointError."""
     bits = "w_bit" if section.has("w_bit") else "bits"
     group = "q_group_size" if section.has("q_group_size") else "group_size"
     if section.integer(bits, 1, 16) != 4:

@@ -64,7 +64,6 @@ MIXED = "mixed-precision"
 CLASS = "Linear"
 """The target that is every linear which no other target names."""
 PATTERN = "re:"
-"""Before a target that is a regular expression."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +82,11 @@ class Scheme:
 
     @property
     def precision(self) -> Precision:
-        """See `WeightFormat.precision_of`."""
         if self.layout not in INTEGERS:
             return Precision.FP8 if self.layout == "float-quantized" and not self.blocks.columns else Precision.NONE
         return Precision.INT4 if self.bits <= 4 and not self.has_order else Precision.INT8
 
     def stored_bytes(self, shape: tuple[int, int]) -> float:
-        """See `WeightFormat.stored_bytes`."""
         bits = 8 if self.layout == "int-quantized" else self.bits
         scale_bits = 8 if self.layout in FIXED_GROUPS else 16 + (0 if self.is_symmetric else bits)
         return bytes_with_scales(shape, bits, self.blocks, scale_bits)
@@ -132,7 +129,6 @@ class CompressedTensorsFormat:
         return self.groups[0].scheme.precision
 
     def precision_of(self, stem: str) -> Precision:
-        """See `WeightFormat.precision_of`."""
         return self._scheme(stem).precision
 
     def is_quantized(self, parts: StoredParts, stem: str) -> bool:
@@ -140,11 +136,9 @@ class CompressedTensorsFormat:
         return parts.has(f"{stem}.weight_packed") or (parts.has(name) and parts.stored_dtype(name) in (E4M3, "I8"))
 
     def stored_bytes(self, stem: str, shape: tuple[int, int]) -> float:
-        """See `WeightFormat.stored_bytes`."""
         return self._scheme(stem).stored_bytes(shape)
 
     def open(self, parts: StoredParts, stem: str, shape: tuple[int, int]) -> ScaledWeight:
-        """See `WeightFormat.open`."""
         return self._scheme(stem).read(parts, stem, shape)
 
     def _scheme(self, stem: str) -> Scheme:
@@ -208,7 +202,6 @@ def _with_integer_scales(
 
 
 def _zeros(parts: StoredParts, stem: str, shapes: list[tuple[int, ...]], bits: int) -> Tensor:
-    """Zero points, float32 of the first of these shapes."""
     name, (rows, columns) = f"{stem}.weight_zero_point", shapes[0]
     if parts.stored_dtype(name) != "I32":
         return read_any(parts, name, shapes, ("I8",)).float()
@@ -267,14 +260,12 @@ LAYOUTS: dict[str, Callable[[StoredParts, str, tuple[int, int], Scheme], ScaledW
 BITS = {"pack-quantized": (2, 8), "int-quantized": (2, 8), "float-quantized": (8, 8), "mxfp8-quantized": (8, 8)}
 """Layout -> fewest and most bits; of the others 4."""
 FIXED_GROUPS = {"mxfp8-quantized": MX_GROUP, "nvfp4-pack-quantized": NVFP4_GROUP, "mxfp4-pack-quantized": MX_GROUP}
-"""Layout -> inputs of a scale."""
 INTEGERS = ("pack-quantized", "int-quantized")
 IN_ORDER, IN_ANY_ORDER = (None, False, "weight", "static"), ("group", "dynamic", True)
 """Values of `actorder` with which a group's inputs are consecutive, or lie anywhere."""
 
 
 def read_format(section: ConfigFile) -> CompressedTensorsFormat:
-    """The format that `quantization_config` or `compression_config` describes. Raises CheckpointError."""
     _refuse_changed_results(section)
     shared = section.text("format", MIXED)
     groups: list[Group] = []
@@ -313,7 +304,6 @@ def _targets(group: ConfigFile) -> tuple[str, ...]:
 
 
 def _read_scheme(group: ConfigFile, shared: str) -> Scheme:
-    """The scheme of a group. shared: `format` of the whole section. Raises CheckpointError."""
     weights = group.section("weights")
     kind = weights.text("type", "int").lower()
     layout = group.text("format", shared)

@@ -58,8 +58,6 @@ class QuantizedWeight(Protocol):
 class WeightFormat(Protocol):
     """A quantized format with the options of one checkpoint's config.json.
 
-    method     `quant_method` of config.json
-    title      text for logs, such as "gptq, 4 bits in groups of 128"
     precision  the precision of most linears; see `precision_of`
     """
 

@@ -51,18 +51,15 @@ class Fp8Format:
         return Precision.NONE if self.blocks else Precision.FP8
 
     def precision_of(self, stem: str) -> Precision:
-        """See `WeightFormat.precision_of`."""
         return self.precision
 
     def is_quantized(self, parts: StoredParts, stem: str) -> bool:
         return is_e4m3(parts, stem)
 
     def stored_bytes(self, stem: str, shape: tuple[int, int]) -> float:
-        """See `WeightFormat.stored_bytes`."""
         return bytes_with_scales(shape, 8, self.blocks or CHANNEL, 32)
 
     def open(self, parts: StoredParts, stem: str, shape: tuple[int, int]) -> ScaledWeight:
-        """See `WeightFormat.open`."""
         name = f"{stem}.weight_scale_inv"
         name = name if self.blocks or parts.has(name) else f"{stem}.weight_scale"
         if self.blocks:
@@ -76,14 +73,12 @@ def tensor_or_channel(parts: StoredParts, name: str) -> Blocks:
 
 
 def read_format(section: ConfigFile) -> Fp8Format:
-    """The format that `quantization_config` describes. Raises CheckpointError."""
     if section.text("activation_scheme", "dynamic") not in SCHEMES:
         section.refuse("activation_scheme", f"only {' and '.join(SCHEMES)} are supported")
     return Fp8Format(section.text("quant_method"), read_block_size(section, "weight_block_size"))
 
 
 def read_block_size(section: ConfigFile, name: str) -> Blocks | None:
-    """The field [rows, columns]; None when absent. Raises CheckpointError."""
     if not (sizes := section.items(name)):
         return None
     numbers = [size for size in sizes if isinstance(size, int) and not isinstance(size, bool) and 0 < size <= 1 << 20]

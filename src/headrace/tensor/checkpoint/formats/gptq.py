@@ -63,7 +63,6 @@ class GptqWeight:
     bits: int
 
     def dense(self, rows: slice) -> Tensor:
-        """See `QuantizedWeight.dense`."""
         values = unpack(self.words[:, rows].t().contiguous(), self.bits).float()
         zeros, scales = (of_group[rows].index_select(1, self.groups) for of_group in (self.zeros, self.scales))
         return values.sub_(zeros).mul_(scales)
@@ -103,7 +102,6 @@ class GptqScheme:
         return Precision.INT4 if self.bits <= 4 and self.is_ordered else Precision.INT8
 
     def read(self, parts: StoredParts, stem: str, shape: tuple[int, int]) -> GptqWeight:
-        """See `WeightFormat.open`."""
         (outputs, inputs), bits = shape, self.bits
         if inputs * bits % 32 or outputs * bits % 32:
             raise CheckpointError(stem, f"a weight of shape {list(shape)} cannot be packed in words of 32 bits, {bits} bits each")
@@ -171,7 +169,6 @@ class GptqFormat:
         return self.scheme.precision
 
     def precision_of(self, stem: str) -> Precision:
-        """See `WeightFormat.precision_of`."""
         scheme = self._scheme(stem)
         return Precision.NONE if scheme is None else scheme.precision
 
@@ -179,14 +176,12 @@ class GptqFormat:
         return any(parts.has(f"{stem}.{part}") for part in ("qweight", "qzeros", "scales"))
 
     def stored_bytes(self, stem: str, shape: tuple[int, int]) -> float | None:
-        """See `WeightFormat.stored_bytes`."""
         if (scheme := self._scheme(stem)) is None:
             return None
         indices = 4 * shape[1]
         return indices + bytes_with_scales(shape, scheme.bits, Blocks(1, max(scheme.group, 0)), 16 + scheme.bits)
 
     def open(self, parts: StoredParts, stem: str, shape: tuple[int, int]) -> GptqWeight:
-        """See `WeightFormat.open`."""
         if (scheme := self._scheme(stem)) is None:
             raise CheckpointError(stem, "is stored quantized, though a rule of config.json's dynamic excludes it")
         return scheme.read(parts, stem, shape)
@@ -197,7 +192,6 @@ class GptqFormat:
 
 
 def read_format(section: ConfigFile) -> GptqFormat:
-    """The format that `quantization_config` describes. Raises CheckpointError."""
     rules = section.section("dynamic")
     patterns = read_patterns(section.file, map(_pattern, rules.values))
     found: list[tuple[Pattern, GptqScheme | None]] = []
@@ -213,7 +207,6 @@ def _pattern(rule: str) -> str:
 
 
 def _read_scheme(section: ConfigFile) -> GptqScheme:
-    """How linears are stored by these fields. Raises CheckpointError."""
     bits = section.integer("bits", 2, 8)
     if bits not in BITS:
         section.refuse("bits", f"only {', '.join(map(str, BITS))} are supported")

@@ -59,7 +59,6 @@ class ModelOptFormat:
         return Precision.NONE if self.algorithm == "NVFP4" else Precision.FP8
 
     def precision_of(self, stem: str) -> Precision:
-        """See `WeightFormat.precision_of`."""
         return self.precision
 
     def is_quantized(self, parts: StoredParts, stem: str) -> bool:
@@ -67,13 +66,11 @@ class ModelOptFormat:
         return is_e4m3(parts, stem) or (parts.has(name) and parts.stored_dtype(name) == "U8")
 
     def stored_bytes(self, stem: str, shape: tuple[int, int]) -> float:
-        """See `WeightFormat.stored_bytes`."""
         if self.algorithm == "NVFP4":
             return bytes_with_scales(shape, 4, Blocks(1, NVFP4_GROUP), 8)
         return bytes_with_scales(shape, 8, CHANNEL, 32)
 
     def open(self, parts: StoredParts, stem: str, shape: tuple[int, int]) -> ScaledWeight:
-        """See `WeightFormat.open`."""
         if self.algorithm != "NVFP4":
             name = f"{stem}.weight_scale"
             return read_e4m3(parts, stem, shape, scales=name, blocks=tensor_or_channel(parts, name))

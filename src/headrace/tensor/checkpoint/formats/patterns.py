@@ -49,8 +49,6 @@ _Part = Callable[[Name, _Places], _Places]
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A regular expression of a checkpoint's file; see `read_patterns`."""
-
     file: str
     text: str
     part: _Part
@@ -99,7 +97,6 @@ def _compiled(text: str) -> _Part:
 
 
 def _alternatives(pattern: str, position: int, depth: int) -> tuple[_Part, int]:
-    """What stands from `position` up to the end of the group or of the pattern, and where that is."""
     if depth > MAX_DEPTH:
         raise ValueError(f"nests more than {MAX_DEPTH} groups")
     options: list[list[_Part]] = [[]]

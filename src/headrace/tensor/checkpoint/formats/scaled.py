@@ -27,7 +27,6 @@ FLOATS = ("F32", "BF16", "F16")
 E4M3, E8M0 = "F8_E4M3", ("F8_E8M0", "U8")
 """safetensors' words; most writers store E8M0 as plain bytes."""
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
-"""By code."""
 _E2M1_PAIRS = torch.stack((_E2M1.repeat(16), _E2M1.repeat_interleave(16)), dim=1).view(torch.int64).flatten()
 """By byte, the bits of both float32 values in one word, so that bytes are looked up and not codes."""
 NOT_ROUNDED = "its rounding of activations unused"
@@ -66,7 +65,6 @@ class Blocks:
 
     @property
     def title(self) -> str:
-        """For people, e.g. "in groups of 32"."""
         if self.rows > 1:
             return f"in blocks of {self.rows} x {self.columns}"
         if self.columns:
@@ -98,7 +96,6 @@ class ScaledWeight:
     bits: int = 0
 
     def dense(self, rows: slice) -> Tensor:
-        """See `QuantizedWeight.dense`."""
         values = self.decode(self.codes[rows])
         scale_rows = torch.arange(len(self.codes))[rows] // (self.blocks.rows or len(self.codes))
         if self.zeros is not None:
@@ -124,12 +121,10 @@ class ScaledWeight:
         return RoundedWeight(self._integers(rows), scales[:, 0].contiguous(), 0) if self.bits == 8 else None
 
     def _integers(self, rows: slice) -> Tensor:
-        """The codes of these outputs as int8 [len(rows), K]."""
         inputs = self.decode(self.codes[:1]).shape[1]
         return decoded(rows, inputs, lambda part: self.decode(self.codes[part]))
 
     def _spread(self, scales: Tensor, inputs: int) -> Tensor:
-        """[R, G] -> what is multiplied with [R, K]"""
         if scales.shape[1] == 1:
             return scales
         if self.order is not None:
@@ -146,10 +141,7 @@ def bytes_with_scales(shape: tuple[int, int], bits: int, blocks: Blocks, scale_b
 
 
 def read_any(parts: StoredParts, name: str, shapes: Sequence[tuple[int, ...]], dtypes: tuple[str, ...]) -> Tensor:
-    """The tensor `name`, stored in any of `shapes`, reshaped to the first of them.
-
-    Raises CheckpointError when the tensor is missing, has another shape or dtype, or holds values that are not finite.
-    """
+    """The tensor `name`, stored in any of `shapes`, reshaped to the first of them."""
     stored = parts.stored_shape(name)
     return parts.read_part(name, stored if stored in shapes else shapes[0], dtypes).reshape(shapes[0])
 
@@ -164,30 +156,19 @@ def read_scales(parts: StoredParts, name: str, shapes: Sequence[tuple[int, ...]]
 
 
 def read_scalar(parts: StoredParts, name: str) -> Tensor:
-    """The only value of the float32 tensor `name`, as a tensor of shape []. Raises CheckpointError for another shape or dtype."""
     return read_any(parts, name, [(1,), (), (1, 1)], ("F32",))[0]
 
 
 def read_e4m3(
     parts: StoredParts, stem: str, shape: tuple[int, int], *, scales: str, blocks: Blocks, dtypes: tuple[str, ...] = FLOATS
 ) -> ScaledWeight:
-    """A weight of `shape` that is stored as E4M3, with its scales.
-
-    stem    name of the weight without ".weight"
-    scales  name of the tensor of scales
-
-    Raises CheckpointError when a tensor is missing or has another shape or dtype, and for scales that are NaN.
-    """
+    """A weight of `shape` that is stored as E4M3, with its scales."""
     codes = parts.read_part(f"{stem}.weight", shape, (E4M3,))
     return ScaledWeight(codes, to_float, read_scales(parts, scales, blocks.stored_shapes(shape), dtypes), blocks)
 
 
 def read_e2m1(parts: StoredParts, stem: str, shape: tuple[int, int], *, codes: str, group: int, dtypes: tuple[str, ...]) -> ScaledWeight:
-    """A weight of `shape` that is stored as E2M1 in the tensor `codes`, with a scale per output and group of `group` inputs.
-
-    Raises CheckpointError when `group` does not divide the inputs, when a tensor is missing or has another shape or dtype, and for scales
-    that are NaN.
-    """
+    """A weight of `shape` that is stored as E2M1 in the tensor `codes`, with a scale per output and group of `group` inputs."""
     outputs, inputs = shape
     if inputs % group:
         raise CheckpointError(stem, f"a weight of shape {list(shape)} has no groups of {group} inputs each")
@@ -198,6 +179,5 @@ def read_e2m1(parts: StoredParts, stem: str, shape: tuple[int, int], *, codes: s
 
 
 def is_e4m3(parts: StoredParts, stem: str) -> bool:
-    """Whether the linear's weight is stored, and as E4M3."""
     name = f"{stem}.weight"
     return parts.has(name) and parts.stored_dtype(name) == E4M3

@@ -51,7 +51,6 @@ FEW = 16
 
 
 def read_format(config: ConfigFile) -> WeightFormat | GgufFormat | None:
-    """The format of the checkpoint's linears; None for plain weights. Raises CheckpointError for one that is not supported."""
     if (section := find_section(config)) is None:
         return None
     method = section.text("quant_method", "compressed-tensors" if section.prefix == "compression_config." else None)
@@ -110,7 +109,6 @@ class QuantizedSource:
         return self._checkpoint.has(name) or self._stem(name) is not None
 
     def expect(self, name: str, shape: tuple[int, ...]) -> None:
-        """As `Checkpoint.expect`, for each part of a quantized weight."""
         self._pass_unused(name)
         if self._stem(name) is None:
             self._checkpoint.expect(name, shape)
@@ -136,12 +134,10 @@ class QuantizedSource:
         return found
 
     def precision_of(self, name: str) -> Precision:
-        """See `tensor.layers.weights.StoredSource`."""
         stem = self._stem(name)
         return Precision.NONE if stem is None else self._format.precision_of(stem)
 
     def rounded(self, name: str, shape: tuple[int, ...], rows: slice) -> RoundedWeight | None:
-        """See `tensor.layers.weights.StoredSource`."""
         self._pass_unused(name)
         first, last, _ = rows.indices(shape[0])
         weight = self._open(name, shape, self._checkpoint).rounded(slice(first, last))
@@ -159,7 +155,6 @@ class QuantizedSource:
         return self._format.open(parts, stem, (shape[0], shape[1]))
 
     def _pass_unused(self, name: str) -> None:
-        """Let what is UNUSED beside a weight count as read."""
         stem = name.removesuffix(".weight")
         for holder in (stem, stem.rpartition(".")[0]):
             for part in (f"{holder}.{unused}" for unused in UNUSED):

@@ -19,7 +19,6 @@ from headrace.tensor.checkpoint.gguf.shards import GgufModel
 MAX_SIZE = 2**26
 """The largest value of an integer key; `tensor.models.fields` bounds each field of config.json."""
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that become fields of config.json."""
 NOT_COMPUTED = (
     "attention.clamp_kqv", "attention.max_alibi_bias", "attention.scale", "attn_logit_softcapping", "embedding_scale",
     "expert_shared_count", "expert_weights_scale", "final_logit_softcapping", "logit_scale", "pooling_type", "residual_scale",
@@ -29,7 +28,6 @@ NOT_COMPUTED = (
 NOT_MANY = ("expert_gating_func", "expert_group_count", "interleave_moe_layer_step")
 """Keys of which one, and zero, mean what every architecture here computes: one group of experts, chosen by softmax, in every layer."""
 YARN_KEYS = {"attn_factor": "attn_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
-"""Key below rope.scaling -> field of a YaRN scaling."""
 SCALING_KEYS = ("type", "factor", "original_context_length", "finetuned", *YARN_KEYS)
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)")
@@ -113,13 +111,10 @@ class NameTable:
         return () if stored is None else (Place(f"blk.{number}.{stored}.{kind}", heads=self.rotated.get(stored)),)
 
     def adds_one(self, name: str) -> bool:
-        """Whether the tensor is stored as w + 1."""
         return self.is_norm_plus and name.endswith("norm.weight")
 
 
 class _Keys(NamedTuple):
-    """Keys of one architecture, and sizes that several fields need."""
-
     file: ConfigFile
     arch: str
 
@@ -130,7 +125,6 @@ class _Keys(NamedTuple):
         return self.file.has(self.named(name))
 
     def integer(self, name: str, default: int | None = None, *, low: int = 0) -> int:
-        """A size that is the same in every layer. Raises CheckpointError."""
         values = self.file.values.get(self.named(name))
         if isinstance(values, list):
             if not values or any(value != values[0] for value in values):
@@ -221,12 +215,10 @@ ARCHITECTURES: dict[str, _Describe] = {
 
 
 def name_table(model: GgufModel) -> NameTable:
-    """Raises CheckpointError for an architecture that is not here."""
     return _described(model)[1]
 
 
 def make_config(model: GgufModel) -> dict[str, object]:
-    """config.json of the model. Raises CheckpointError naming the key that is missing or not supported."""
     keys, (own, _) = _keys(model), _described(model)
     _refuse_not_computed(keys)
     heads, hidden_size = keys.integer("attention.head_count", low=1), keys.integer("embedding_length")
@@ -312,7 +304,6 @@ def _rope(keys: _Keys, model: GgufModel, head_dim: int) -> dict[str, object]:
 
 
 def _factors(model: GgufModel, name: str) -> list[float]:
-    """The values of a small float32 tensor; empty where the file has none. Raises CheckpointError."""
     if name not in model.tensors:
         return []
     header, tensor = model.tensors[name]

@@ -139,4 +139,3 @@ DENSE: dict[str, Callable[[Tensor], Tensor]] = {
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
 }
-"""Type -> function that dequantizes its blocks."""

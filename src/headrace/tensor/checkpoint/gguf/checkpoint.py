@@ -37,7 +37,6 @@ class GgufFormat:
 
     @property
     def precision(self) -> Precision:
-        """In how many bits most linears are held, by the file's type."""
         kind = self.title.removeprefix("gguf ")
         return Precision.NONE if kind in PLAIN else Precision.INT4 if kind.startswith("Q4") else Precision.INT8
 
@@ -66,7 +65,6 @@ def _part(place: Place, outputs: int, rows: slice) -> _Part:
 
 
 def read_format(section: ConfigFile) -> GgufFormat:
-    """The format that `quantization_config` describes."""
     return GgufFormat(f"gguf {section.text('stored', 'blocks')}")
 
 
@@ -85,26 +83,20 @@ class GgufCheckpoint:
 
     @property
     def config_files(self) -> list[Path]:
-        """The files that describe the model beside the weight files."""
         return [self.folder / "config.json"]
 
     @property
     def files(self) -> list[Path]:
-        """The weight files."""
         return [header.path for header in self._model.headers]
 
     def has(self, name: str) -> bool:
         return self._place(name) is not None
 
     def stored_dtype(self, name: str) -> str:
-        """The type's name: safetensors' for plain values. Raises CheckpointError when the tensor is missing."""
         return self._find(name)[2].kind.name
 
     def expect(self, name: str, shape: tuple[int, ...]) -> None:
-        """Check a tensor without reading it. For `check_all_read` it counts as read.
-
-        Raises: CheckpointError if the tensor is missing, or has another shape.
-        """
+        """Check a tensor without reading it. For `check_all_read` it counts as read."""
         place, header, tensor = self._find(name)
         stored = tensor.shape if place.expert is None else tensor.shape[1:]
         if stored != shape or (place.expert is not None and place.expert >= tensor.shape[0]):
@@ -116,10 +108,7 @@ class GgufCheckpoint:
         self._read.add(place.name)
 
     def read(self, name: str, shape: tuple[int, ...], region: tuple[slice, ...] = ()) -> Tensor:
-        """The tensor, or its `region`, in memory of its own: plain values in the stored dtype, blocks in float32.
-
-        Raises: CheckpointError as `expect` does, if the file cannot be read, and if a value that was read is NaN or infinite.
-        """
+        """The tensor, or its `region`, in memory of its own: plain values in the stored dtype, blocks in float32."""
         self.expect(name, shape)
         place, header, tensor = self._find(name)
         width = shape[1] if len(shape) == 2 else 1
@@ -136,12 +125,10 @@ class GgufCheckpoint:
         return values if len(shape) == 2 else values[:, 0]
 
     def precision_of(self, name: str) -> Precision:
-        """See `tensor.layers.weights.StoredSource`."""
         kind = self.stored_dtype(name)
         return Precision.NONE if kind in PLAIN else Precision.INT4 if kind in NIBBLES else Precision.INT8
 
     def rounded(self, name: str, shape: tuple[int, ...], rows: slice) -> RoundedWeight | None:
-        """See `tensor.layers.weights.StoredSource`."""
         self.expect(name, shape)
         place, header, tensor = self._find(name)
         if tensor.kind.name not in NIBBLES:
@@ -162,7 +149,6 @@ class GgufCheckpoint:
         return weight if weight is None or part.order is None else weight.rows(part.order[part.rows])
 
     def check_all_read(self) -> None:
-        """Raise CheckpointError if the files hold a tensor that was not read."""
         extra = sorted(self._model.tensors.keys() - self._read)
         if extra:
             shown = ", ".join(shorten(name) for name in extra[:3])
@@ -181,7 +167,6 @@ class GgufCheckpoint:
         return state.hexdigest()
 
     def _rows(self, header: GgufHeader, tensor: GgufTensor, name: str, first: int, last: int, width: int) -> Tensor:
-        """Rows [first, last) of `width` values each."""
         kind = tensor.kind
         found = torch.empty((last - first, width), dtype=PLAIN.get(kind.name, torch.float32))
         for part, data in self._blocks(header, tensor, name, first, last, width):

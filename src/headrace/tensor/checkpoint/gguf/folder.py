@@ -29,7 +29,6 @@ from headrace.tensor.host.cache_folder import ENVIRONMENT, cache_root, open_priv
 FOLDER = "gguf"
 NOTE = "note.json"
 VERSION = 2
-"""The conversion's; another one makes every folder anew."""
 MAX_FOLDERS = 64
 """At most this many are kept. The one that was asked for longest ago is removed first."""
 _FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")

@@ -31,7 +31,6 @@ MAX_ELEMENTS = 2**22
 """All arrays of a model's headers together hold at most this many. The largest vocabularies, merges and scores included, have a quarter."""
 MAX_STRING_BYTES = 2**24
 MAX_NAME_BYTES = 2**10
-"""The name of a key or a tensor is no longer."""
 MAX_DIMS = 4
 LEAST_ALIGNMENT, DEFAULT_ALIGNMENT, MAX_ALIGNMENT = 8, 32, 2**16
 DAMAGED = "The file is damaged or not a GGUF file: download or convert it again."
@@ -91,8 +90,6 @@ def read_gguf_header(path: Path, limits: HeaderLimits | None = None) -> GgufHead
 
 
 class _Reader:
-    """A position in the header, and what was read up to it."""
-
     def __init__(self, path: Path, stream: BinaryIO, limits: HeaderLimits) -> None:
         self._path, self._stream, self._limits = path, stream, limits
         self._file_bytes = os.fstat(stream.fileno()).st_size

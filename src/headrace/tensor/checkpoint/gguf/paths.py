@@ -15,7 +15,6 @@ def is_gguf(name: str | Path) -> bool:
 
 
 def is_first(path: Path) -> bool:
-    """Whether a file is a model's only one or the first of its shards, by its name."""
     found = SHARD.fullmatch(path.stem)
     return found is None or int(found[2]) == 1
 

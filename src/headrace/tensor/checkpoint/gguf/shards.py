@@ -36,16 +36,13 @@ class GgufModel:
 
     @property
     def digest(self) -> str:
-        """Hex digest over the headers of all files."""
         return blake2b(b"".join(header.digest for header in self.headers), digest_size=16).hexdigest()
 
     @property
     def tensor_bytes(self) -> dict[str, int]:
-        """Bytes of each tensor in its file."""
         return {name: tensor.end - tensor.begin for name, (_, tensor) in self.tensors.items()}
 
     def most_frequent(self) -> str:
-        """Name of the GGUF type that stores the most weights."""
         counts: Counter[str] = Counter()
         for _, tensor in self.tensors.values():
             counts[tensor.kind.name] += prod(tensor.shape)

@@ -17,7 +17,6 @@ TEMPLATE = "tokenizer.chat_template"
 """Key of the main chat template. Others have their name behind it, such as tool_use."""
 METASPACE = "\u2581"
 NAMED_TOKENS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id", "pad_token": "padding_token_id"}
-"""Name in tokenizer_config.json -> key."""
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 END_TEXTS = (
     *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>"),
@@ -94,7 +93,6 @@ def make_text_files(keys: ConfigFile, vocab_size: int) -> TextFiles:
 
 
 def _templates(keys: ConfigFile) -> dict[str, str]:
-    """Chat templates by name, "default" being the main one. Raises CheckpointError for a name that is listed and has no template."""
     prefix = f"{TEMPLATE}."
     named = {name.removeprefix(prefix): keys.text(name) for name in keys.values if name.startswith(prefix)}
     for name in keys.items(f"{TEMPLATE}s"):
@@ -116,7 +114,6 @@ class _Vocabulary:
         return {token: number for number, token in enumerate(self.tokens)}
 
     def named(self, key: str) -> int | None:
-        """The id that a key names; None where the file has no such key. Raises CheckpointError."""
         full = f"{PREFIX}{key}"
         return self.keys.integer(full, 0, len(self.tokens) - 1) if self.keys.has(full) else None
 

@@ -52,7 +52,6 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def _fits(*tensors: Tensor) -> bool:
-    """One supported dtype, in this machine's memory, last dimensions contiguous."""
     dtype = tensors[0].dtype
     return dtype in _DTYPES and all(t.dtype == dtype and t.stride(-1) == 1 and t.device.type == "cpu" for t in tensors)
 
@@ -168,8 +167,6 @@ class NumbaExecutor:
 
 
 class NumbaCompiler:
-    """Implements `KernelCompiler`."""
-
     packages: tuple[str, ...] = ("numba", "llvmlite")
     expected: int | None = 115
     """Counted by tests/engine/runner/test_warmup.py; the exact number is known only once all are compiled."""

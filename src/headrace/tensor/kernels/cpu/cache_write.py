@@ -85,7 +85,6 @@ def rotate_row(source: Pointer, target: Pointer, angles: Pointer, half: int) -> 
 
 @helper
 def rotate_heads(x: Pointer, head_stride: int, heads: int, angles: Pointer, half: int) -> None:
-    """Rotate one token's heads in place; x: its first head."""
     for head in range(heads):
         row = at(x, head * head_stride)
         rotate_row(row, row, angles, half)
@@ -93,7 +92,6 @@ def rotate_heads(x: Pointer, head_stride: int, heads: int, angles: Pointer, half
 
 @helper
 def rotate_token(r: RotaryArguments, query: Pointer, key: Pointer, token: int) -> None:
-    """Rotate one token's query and key in place."""
     angles = at(as_f32(r.cos_sin), load(as_i64(r.positions), token) * r.cos_sin_row)
     rotate_heads(at(query, token * r.query_token), r.query_head, r.query_heads, angles, r.half)
     rotate_heads(at(key, token * r.key_token), r.key_head, r.key_heads, angles, r.half)
@@ -260,7 +258,6 @@ _SOURCES: dict[tuple[str, torch.dtype, torch.dtype], Callable[[int, int, int], N
     ("rotary_scatter", _F32, _INT8): _rotary_scatter_f32_int8,
     ("rotary_scatter", _BF16, _INT8): _rotary_scatter_bf16_int8,
 }
-"""The source of each kernel, by its name, the dtype of the key and the dtype of the cache (rotary: again of the key)."""
 
 
 @cache
@@ -317,13 +314,11 @@ def scatter_arguments(key: Tensor, value: Tensor, cache_: Tensor, slot_mapping: 
 
 
 def rotary(query: Tensor, key: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
-    """See `Kernels.rotary`."""
     workers, arguments = workers_for(query.numel() + key.numel()), rotary_arguments(query, key, cos_sin, positions)
     launch(_kernel("rotary", query.dtype, key.dtype), arguments, workers, query, key, cos_sin, positions)
 
 
 def scatter_kv(key: Tensor, value: Tensor, cache_: Tensor, slot_mapping: Tensor, kv_scales: Tensor | None) -> None:
-    """See `Kernels.scatter_kv`."""
     arguments = scatter_arguments(key, value, cache_, slot_mapping, kv_scales)
     scales = () if kv_scales is None else (kv_scales,)
     kernel = _kernel("scatter", key.dtype, cache_.dtype)
@@ -334,7 +329,6 @@ def rotary_scatter(
     query: Tensor, key: Tensor, value: Tensor, cos_sin: Tensor, positions: Tensor, cache_: Tensor, slot_mapping: Tensor,
     kv_scales: Tensor | None,
 ) -> None:  # fmt: skip
-    """See `Kernels.rotary_scatter`."""
     rotated = rotary_arguments(query, key, cos_sin, positions)
     arguments = (*rotated, *scatter_arguments(key, value, cache_, slot_mapping, kv_scales))
     touched = (query, key, value, cos_sin, positions, cache_, slot_mapping, *(() if kv_scales is None else (kv_scales,)))

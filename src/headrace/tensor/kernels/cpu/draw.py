@@ -34,7 +34,6 @@ from headrace.tensor.kernels.filters import Doubles, FilterLimits, Floats, Ints
 Pointer = Any
 
 BLOCK = 256
-"""Tokens whose weights are summed at a time."""
 LEAST_BITS, ONE_BITS = 0x00800000, 0x3F800000
 """Bits of the smallest normal float32, which no weight above zero is below; and of 1, the largest weight."""
 SPARE = 64
@@ -43,7 +42,6 @@ UNDERFLOW = np.float32(-87.0)
 """Exponent at or below which a weight is 0."""
 ZERO, ONE = np.float32(0.0), np.float32(1.0)
 ELEMENTS_PER_THREAD = 1 << 14
-"""Logits that make another worker worth waking."""
 
 
 @helper

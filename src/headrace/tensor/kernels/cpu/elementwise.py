@@ -29,8 +29,6 @@ from headrace.tensor.kernels.cpu.jit.simd import sum_squares
 Pointer = Any
 
 ELEMENTS_PER_THREAD = 1 << 15
-"""Elements that make another worker worth waking."""
-
 SILU, GELU_TANH = 0, 1
 ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
 EXP_COST = 8
@@ -42,13 +40,11 @@ GELU_SLOPE, GELU_CUBE = np.float32(2.0 * 0.7978845608028654), np.float32(0.04471
 
 
 def workers_for(num_elements: int) -> int:
-    """Workers for a pass over `num_elements` elements."""
     return max(1, min(thread_limit(), num_elements // ELEMENTS_PER_THREAD))
 
 
 @helper
 def share(count: int, worker: int, workers: int) -> tuple[int, int]:
-    """The range of `count` items that this worker processes: (first, end)."""
     return count * worker // workers, count * (worker + 1) // workers
 
 
@@ -86,7 +82,6 @@ def add_row(residual: Pointer, x: Pointer, dim: int) -> None:
 
 @helper
 def norm(a: NormArguments, x: Pointer, weight: Pointer, out: Pointer, residual: Pointer, worker: int, workers: int) -> None:
-    """Norm this worker's tokens, each of `heads` rows. With a residual, x is added to it first and the sum is normed."""
     eps = float_from_bits(a.eps_bits)
     first, last = share(a.tokens, worker, workers)
     for token in range(first, last):
@@ -183,7 +178,6 @@ def _gate_bf16(arguments: int, worker: int, workers: int) -> None:
 
 
 def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
-    """See `Kernels.gated_activation`."""
     tokens, dim = gate_up.shape[0], gate_up.shape[1] // 2
     out = allocate_result((tokens, dim), gate_up.dtype)
     arguments = GateArguments(
@@ -205,7 +199,6 @@ _SOURCES: dict[tuple[str, torch.dtype, torch.dtype], Callable[[int, int, int], N
     ("gate", torch.float32, torch.float32): _gate_f32,
     ("gate", torch.bfloat16, torch.bfloat16): _gate_bf16,
 }
-"""The source of each kernel, by its name, the dtype of its input, and the dtype of its weight (norm) or output (gate)."""
 
 
 @cache

@@ -110,8 +110,6 @@ class ListArguments(NamedTuple):
 
 
 class LaunchEntry(NamedTuple):
-    """An entry of a list: the kernel's address, its arguments' address, and its workers."""
-
     kernel: int
     arguments: int
     workers: int
@@ -194,7 +192,6 @@ class LaunchList:
         return made
 
     def run_pending(self) -> None:
-        """Run the list, and empty it."""
         if self.entries:
             run_list(words(self.entries), self.workers)
         self._clear()
@@ -244,7 +241,6 @@ class RecordedLaunches(LaunchList):
         return True
 
     def replay_as_is(self) -> None:
-        """Run the list with the arguments that it has."""
         self.reset_counters()
         run_list(self._list, self.workers)
 

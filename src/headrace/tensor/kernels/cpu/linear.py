@@ -41,7 +41,6 @@ CHUNK_ROWS = 120
 """Rows that are multiplied with one piece of a block before the next piece, so that their outputs stay in the L2 cache too. A panel never
 extends over two chunks."""
 WORK_PER_THREAD = 1 << 18
-"""Multiply-adds for which one more worker thread is woken."""
 
 
 class LinearArguments(NamedTuple):
@@ -127,7 +126,6 @@ def multiply_panel(p: FloatProduct, weights: Pointer, row: int, count: int, colu
 
 @helper
 def multiply_block(p: FloatProduct, first: int, last: int) -> None:
-    """Multiply all rows with a block, the strips [first, last)."""
     strips = last - first
     for chunk in range(0, p.rows, CHUNK_ROWS):
         end = min(chunk + CHUNK_ROWS, p.rows)
@@ -143,7 +141,6 @@ def multiply_block(p: FloatProduct, first: int, last: int) -> None:
 
 @helper
 def multiply(p: FloatProduct, block: int, counter: Pointer) -> None:
-    """Take blocks of strips until none is left."""
     num_strips = p.columns // STRIP_COLUMNS
     first = take_ticket(counter) * block
     while first < num_strips:

@@ -20,12 +20,9 @@ from headrace.tensor.kernels.masks import Words, num_words
 Pointer = Any
 
 BLOCK_WORDS = 8
-"""Words of a mask that are tested together."""
 BLOCK = 32 * BLOCK_WORDS
-"""Tokens of one block of mask words."""
 FORBIDDEN = np.float32(-np.inf)
 ELEMENTS_PER_THREAD = 1 << 19
-"""Logits for which one more worker thread is woken."""
 
 
 @helper

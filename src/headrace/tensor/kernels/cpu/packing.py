@@ -30,7 +30,6 @@ DEPTH = 256
 """Inputs whose products are summed before they are added to the output. A piece of a panel and a piece of a strip of this depth fit the
 first-level cache together. The depth is part of the arithmetic: another one rounds differently."""
 WORK_PER_THREAD = 1 << 17
-"""Items that make another worker worth waking."""
 
 
 def can_strip(weight: Tensor) -> bool:
@@ -188,7 +187,6 @@ def narrow_piece(source: Pointer, stride: int, count: int, target: Pointer, leng
 
 
 def _copy(arguments: int, worker: int, workers: int) -> None:
-    """Strips one by one, items as they are: pairs of bfloat16, or float32."""
     a: StripArguments = read_arguments(StripArguments, arguments)
     strips, counter = -(-a.rows // STRIP_COLUMNS), as_i64(a.counter)
     strip = take_ticket(counter)

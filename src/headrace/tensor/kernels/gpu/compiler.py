@@ -32,7 +32,6 @@ def _choose_folder() -> tuple[bool, str]:
 
 
 _TEMPORARY: list[tempfile.TemporaryDirectory[str]] = []
-"""Folders that are removed when the process ends."""
 
 
 class TritonCompiler:

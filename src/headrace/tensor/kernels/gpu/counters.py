@@ -28,5 +28,4 @@ def arrival_counters(device: torch.device) -> Tensor:
 
 @cache
 def _all_counters(device: torch.device) -> tuple[tuple[Tensor, ...], dict[int, int]]:
-    """(the counters of each place, which place a stream has)."""
     return torch.zeros(MAX_STREAMS, NUM_COUNTERS, dtype=torch.int32, device=device).unbind(), {}

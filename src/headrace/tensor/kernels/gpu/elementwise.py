@@ -66,7 +66,6 @@ def _gated_activation_kernel(gate_up_ptr, out_ptr, F: tl.constexpr, BLOCK: tl.co
 
 
 def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
-    """See `Kernels.gated_activation`."""
     assert gate_up.is_contiguous()
     assert activation in ("silu", "gelu_tanh"), activation
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2

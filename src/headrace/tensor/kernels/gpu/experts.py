@@ -97,7 +97,6 @@ def stacked(weights: Sequence[StoredWeight]) -> StoredWeight:
 
 
 def expert_of(stack: StoredWeight, index: int) -> StoredWeight:
-    """One expert's part of `stacked`, a view."""
     return replace(stack, values=stack.values[index], scales=None if stack.scales is None else stack.scales[index])
 
 
@@ -108,7 +107,6 @@ class GroupedExperts:
         self.gate_up, self.down, self.activation, self.tuning = gate_up, down, activation, tuning
 
     def __call__(self, x: Tensor, experts: Tensor) -> Tensor:
-        """See `Experts`."""
         tokens, top_k = experts.shape
         order, starts = order_by_expert(experts.reshape(-1), self.gate_up.values.shape[0])
         middle = self._product(x, self.gate_up, order, starts, tokens, top_k)

@@ -20,8 +20,6 @@ from torch import Tensor
 
 IS_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
 MAX_FP8 = tl.constexpr(448.0)
-"""The largest e4m3."""
-
 PLAIN, FP8, INT8, INT4 = (tl.constexpr(number) for number in range(4))
 """Stored formats. Weights: as computed with, FP8 (e4m3) and its scale per output, planar bytes and a scale per output, planar nibbles and
 a scale per group. Caches: as computed with or another float, FP8 without scales, bytes and a scale per vector."""

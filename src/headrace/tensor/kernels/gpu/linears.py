@@ -114,7 +114,6 @@ class TritonPacking:
         return GroupedExperts(first, second, activation, self.tuning)
 
     def _stack(self, linears: Sequence[Linear]) -> StoredWeight | None:
-        """The linears' weights in one tensor; None where the grouped product does not take them."""
         stored = [linear for linear in linears if isinstance(linear, StoredLinear) and linear.bias is None]
         if len(stored) < len(linears) or len({(linear.weight.format, linear.weight.has_zeros) for linear in stored}) > 1:
             return None
@@ -128,7 +127,6 @@ class TritonPacking:
 
 
 def _pad(weight: RoundedWeight, rows: int, inputs: int) -> RoundedWeight:
-    """The weight with zeros for more rows and inputs."""
     if not rows and not inputs:
         return weight
     values = F.pad(weight.values.view(torch.int8), (0, inputs, 0, rows)).view(weight.values.dtype)

@@ -112,13 +112,11 @@ def rotary_scatter(
 
 
 def rotary(query: Tensor, key: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
-    """See `Kernels.rotary`."""
     cache = key[:, None, None]  # of the right shape, and not touched
     _launch(query, key, key, cos_sin, positions, cache, positions, None, cos_sin.shape[1] // 2, rotates=True, stores=False)
 
 
 def scatter_kv(key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor, kv_scales: Tensor | None) -> None:
-    """See `Kernels.scatter_kv`."""
     _launch(key, key, value, key, slot_mapping, cache, slot_mapping, kv_scales, key.shape[2] // 2, rotates=False, stores=True)
 
 

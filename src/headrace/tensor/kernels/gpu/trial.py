@@ -22,7 +22,6 @@ from headrace.machine.gpus import MIN_CAPABILITY, too_old
 from headrace.tensor.kernels.gpu.compiler import TritonCompiler
 
 MAX_REASON = 300
-"""Most characters that are shown of an error message of Triton or the driver."""
 MAX_AGE_S = 3600.0
 """Seconds after which the folder of a trial belongs to a trial that was killed."""
 _SIZE, _PREFIX = 64, "trial-"
@@ -49,7 +48,6 @@ def find_fault(device: str) -> str:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove the folders of killed trials that are older than MAX_AGE_S."""
     for old in folder.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # another start removes it
             if time.time() - old.stat().st_mtime > MAX_AGE_S:

@@ -128,7 +128,6 @@ def _first(variants: tuple[ProductVariant, ...], rows: int, outputs: int) -> Pro
 
 @cache
 def read_tuning() -> Tuning:
-    """The table in `h100.json`, the only one."""
     table = json.loads(files(__package__).joinpath("h100.json").read_text(encoding="utf-8"))
     return Tuning(
         device=table["device"],

@@ -208,7 +208,6 @@ def plan_batch(
 
 
 Kind = tuple[int, ...]
-"""Arguments of `plan_batch`."""
 ITEMS, NUM_ITEMS, PARTS, VECTORS, JOINS = (
     AttentionArguments._fields.index(name) for name in ("items", "num_items", "parts", "vectors", "joins")
 )
@@ -270,9 +269,7 @@ _SOURCES: dict[tuple[torch.dtype, torch.dtype], Callable[[int, int, int], None]]
     (torch.float32, torch.int8): _attend_f32_int8,
     (torch.bfloat16, torch.int8): _attend_bf16_int8,
 }
-"""The source of each kernel, by the dtypes of the query and of the cache."""
 MIXED = {(query, cache_) for query, cache_ in _SOURCES if query != cache_}
-"""Dtypes of query and cache that may differ."""
 
 
 @cache
@@ -352,7 +349,6 @@ def paged_attention(
 
 
 def _joining(memory: array[int]) -> array[int]:
-    """The same arguments for the kernel's second task, `join_parts`."""
     copied = memory[:]
     copied[JOINS] = 1
     return copied

@@ -45,7 +45,6 @@ from headrace.tensor.kernels.rounding import DEFAULT_GROUP, Precision, RoundedWe
 Pointer = Any
 
 WORK_PER_THREAD = 1 << 17
-"""Weights that make another worker worth waking."""
 BYTE_OFFSETS, NIBBLE_OFFSETS, NIBBLES = BYTE_OFFSET * 0x01010101, NIBBLE_OFFSET * 0x01010101, 0x0F0F0F0F
 """Masks for the four bytes of a word: a signed number with its sign bit flipped is that number plus the offset."""
 ZERO, ONE = np.float32(0.0), np.float32(1.0)
@@ -67,7 +66,6 @@ class RoundingArguments(NamedTuple):
 
 
 def round_weight(weight: Tensor, precision: Precision, *, group: int = DEFAULT_GROUP) -> RoundedWeight:
-    """Equal to `rounding.round_weight`."""
     rows, inputs = weight.shape
     fits = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16) and weight.numel() > 0
     if not fits or inputs % LANES or precision is Precision.NONE:
@@ -198,7 +196,6 @@ _ROUNDING: dict[tuple[Precision, torch.dtype], Callable[[int, int, int], None]] 
 
 @cache
 def _rounding_kernel(precision: Precision, dtype: torch.dtype) -> int:
-    """The kernel that rounds weights of `dtype` to this precision."""
     return compile_kernel(_ROUNDING[precision, dtype])
 
 

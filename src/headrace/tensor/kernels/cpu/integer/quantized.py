@@ -55,11 +55,9 @@ as_byte_input = as_i8 if HAS_DOTS else as_i16
 MAX_INPUTS = 1 << 16
 """Widest linear: up to here sums of products stay below 2**31."""
 WORK_PER_THREAD = 1 << 19
-"""Multiplications that make another worker worth waking."""
 
 
 def can_pack(weight: RoundedWeight) -> bool:
-    """Whether the kernels take a weight of this width."""
     return weight.values.shape[1] % max(NIBBLE_RUN, LANES) == 0 and 0 < weight.values.shape[1] <= MAX_INPUTS
 
 
@@ -183,7 +181,6 @@ def quantize_row(source: Pointer, target: Pointer, inputs: int, group: int, sums
 
 @helper
 def round_vector(source: Pointer, target: Pointer, dim: int) -> float:
-    """`quantize_row` without sums."""
     largest = largest_magnitude(source, dim)
     quantize(target, source, dim, rounding_factor(largest))
     scale: float = largest / np.float32(INPUT_LIMIT)
@@ -240,12 +237,10 @@ _PRODUCTS: dict[tuple[torch.dtype, bool], Callable[[int, int, int], None]] = {
     (torch.float16, False): _multiply_nibbles_f16,
     (torch.float16, True): _multiply_nibbles_with_zeros,
 }
-"""Dtype of the scales, and whether there are zero points -> the kernel."""
 
 
 @cache
 def _quantizing_kernel(dtype: torch.dtype) -> int:
-    """Rows of float32 to integers of this dtype."""
     return compile_kernel(_quantize_i8 if dtype == torch.int8 else _quantize_i16)
 
 

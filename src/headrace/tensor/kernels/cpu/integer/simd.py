@@ -184,7 +184,6 @@ def _zeros(builder: ir.IRBuilder, count: int, like: ir.Type) -> list[ir.Value]:
 
 
 def _registers(builder: ir.IRBuilder, starts: list[ir.Value]) -> list[ir.Value]:
-    """The addresses of the STRIP registers at each start."""
     return [gep(builder, start, c * LANES) for start in starts for c in range(STRIP)]
 
 

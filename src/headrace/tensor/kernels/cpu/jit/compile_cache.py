@@ -50,7 +50,6 @@ def _versions() -> tuple[str, str]:
 
 
 def _host_cpu() -> str:
-    """The name and features of the CPU for which Numba compiles."""
     import llvmlite.binding
     from numba import config
 
@@ -67,5 +66,4 @@ def choose_cache(root: Path, key: str) -> CompileCache:
 
 
 def numba_cache() -> CompileCache:
-    """The cache that this process's environment chooses."""
     return choose_cache(cache_root(os.environ), code_key(KERNEL_SOURCES, _host_cpu()))

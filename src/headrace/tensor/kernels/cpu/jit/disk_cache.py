@@ -108,7 +108,6 @@ class KeptCFunc(CFunc):
     """A C callback as `cfunc(cache=True)` makes it, but with this cache."""
 
     address: int
-    """Address of the machine code; set by `compile`."""
 
     def enable_caching(self) -> None:
         self._cache = KernelCache(self.__wrapped__)

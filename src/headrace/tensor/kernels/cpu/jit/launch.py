@@ -59,14 +59,11 @@ def helper(function: _Function) -> _Function:
 
 
 def entry(function: _Function) -> _Function:
-    """Compile a function that Python calls."""
     return _compiled(function, no_cfunc_wrapper=True)
 
 
 @intrinsic
 def call(_: Any, function: Any, arguments: Any, worker: Any, workers: Any) -> tuple[Any, Any]:
-    """Call the C function at address `function`."""
-
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, given: Any) -> ir.Value:
         i64 = ir.IntType(64)
         pointer = builder.inttoptr(given[0], ir.FunctionType(ir.VoidType(), [i64, i64, i64]).as_pointer())
@@ -107,7 +104,6 @@ def double_from_bits(_: Any, bits: Any) -> tuple[Any, Any]:
 
 
 def float_bits(value: float) -> int:
-    """A float as an int64 argument: the bits of the nearest float32. See `float_from_bits`."""
     return int(struct.unpack("<i", struct.pack("<f", value))[0])
 
 

@@ -64,7 +64,6 @@ def shaped(like: ir.Type, scalar: ir.Type) -> ir.Type:
 
 
 def constant(like: ir.Type, value: float) -> ir.Constant:
-    """`value` in every lane of a float or integer type."""
     return ir.Constant(like, [value] * like.count) if isinstance(like, ir.VectorType) else ir.Constant(like, value)
 
 
@@ -76,7 +75,6 @@ def splat(builder: ir.IRBuilder, scalar: ir.Value, scalar_type: ir.Type = F32) -
 
 
 def call_llvm(builder: ir.IRBuilder, name: str, *arguments: ir.Value) -> ir.Value:
-    """Call an overloaded LLVM intrinsic of float32 arguments, `name` without its type suffix."""
     result = arguments[0].type
     suffix = f"v{result.count}f32" if isinstance(result, ir.VectorType) else "f32"
     function_type = ir.FunctionType(result, [a.type for a in arguments])
