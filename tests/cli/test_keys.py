@@ -20,7 +20,7 @@ from headrace.cli.exits import UsageRefused, exit_code_of
 from headrace.cli.main import app
 from headrace.core.errors import ConfigError, HeadraceError, InvalidRequest
 from headrace.gateway.access.admin_requests import KeyRequests
-from headrace.gateway.access.key_records import TenantRecord
+from headrace.gateway.access.key_store import TenantRecord
 from headrace.gateway.limits.report import limit_requests, tenant_principal
 from headrace.gateway.limits.rules import rules_of
 from headrace.gateway.limits.store import open_limits

@@ -14,7 +14,7 @@
     |  |- Forbidden                a Host or Origin that this listener does not answer to -> 403
     |  |- RouteNotFound            no such path -> 404
     |  `- MethodNotAllowed         the path has other methods -> 405
-    |- NotNow                      something that may pass by itself
+    |- TemporaryRefusal            something that may pass by itself
     |  |- UnknownStream            a Last-Event-ID names no stream of this tenant -> 404
     |  |- StreamConflict           a stream that another request continues, or that this one cannot -> 409
     |  `- IdempotencyConflict      the first request with an Idempotency-Key runs, or its answer was not kept -> 409

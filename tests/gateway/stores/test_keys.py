@@ -15,8 +15,7 @@ from headrace.core.errors import ConfigError, InvalidRequest
 from headrace.core.steady_time import SteadyUnixTime
 from headrace.gateway.access.admin_requests import shown
 from headrace.gateway.access.administration import Administration, IssuedKey, NewKey, NewTenant, TenantChange, digest
-from headrace.gateway.access.key_records import KeyRecord, TenantRecord
-from headrace.gateway.access.key_store import KeyStore, RedisKeys, open_keys
+from headrace.gateway.access.key_store import KeyRecord, KeyStore, RedisKeys, TenantRecord, open_keys
 from headrace.gateway.stores.config import StoreConfig
 from headrace.gateway.stores.redis import open_redis
 from headrace.gateway.stores.store import StoreFailed

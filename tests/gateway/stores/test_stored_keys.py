@@ -23,8 +23,7 @@ from headrace.core.errors import Unauthorized, Unavailable
 from headrace.core.request import PriorityClass
 from headrace.gateway.access.administration import Administration, NewKey, NewTenant, TenantChange
 from headrace.gateway.access.auth import Authenticator
-from headrace.gateway.access.key_records import DirectoryState, R, StoredKey, TenantRecord
-from headrace.gateway.access.key_store import KeyStore, RedisKeys, SqliteKeys, open_keys
+from headrace.gateway.access.key_store import DirectoryState, KeyStore, R, RedisKeys, SqliteKeys, StoredKey, TenantRecord, open_keys
 from headrace.gateway.access.principal import ApiKey, KeyLimits, digest_of
 from headrace.gateway.access.stored_keys import ABSENT_S, MAX_ABSENT, MAX_FIRST_LOOKUPS, OPEN_S, OUTAGE_S, OUTDATED_S, StoredKeys
 from headrace.gateway.http.asgi import OPENAI

@@ -11,7 +11,7 @@ from typing import Any
 from headrace.core.errors import ConfigError, InvalidRequest
 from headrace.core.strict_decode import decode
 from headrace.gateway.access.administration import Administration, IssuedKey, NewKey, NewTenant, TenantChange
-from headrace.gateway.access.key_records import AuditRecord, KeyRecord, TenantRecord
+from headrace.gateway.access.key_store import AuditRecord, KeyRecord, TenantRecord
 from headrace.gateway.stores.store import StoreFailed
 
 MAX_AUDIT = 10_000

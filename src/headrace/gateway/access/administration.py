@@ -15,8 +15,7 @@ from typing import TypeVar
 
 from headrace.core.clock import Clock
 from headrace.core.errors import InvalidRequest
-from headrace.gateway.access.key_records import AuditRecord, DirectoryChange, KeyRecord, TenantRecord
-from headrace.gateway.access.key_store import KeyStore
+from headrace.gateway.access.key_store import AuditRecord, DirectoryChange, KeyRecord, KeyStore, TenantRecord
 from headrace.gateway.access.principal import KeyLimits
 from headrace.gateway.stores.store import StoreFailed
 from headrace.policy.limits.price import MAX_MONEY, MIN_MONEY

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from headrace.core.clock import Clock
 from headrace.core.errors import Unauthorized, UnusableKey
-from headrace.gateway.access.key_records import KeyRecord, StoredKey, TenantRecord
+from headrace.gateway.access.key_store import KeyRecord, StoredKey, TenantRecord
 from headrace.gateway.access.principal import ANONYMOUS, ApiKey, Principal, digest_of
 from headrace.gateway.access.stored_keys import StoredKeys, blinding, remember
 from headrace.policy.limits.tier import DEFAULT_TIER, Tier, all_tiers

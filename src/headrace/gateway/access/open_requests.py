@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from headrace.core.counted import counted
 from headrace.core.errors import HeadraceError, Overloaded, Unauthorized, Unavailable
 from headrace.core.ids import RequestId
-from headrace.gateway.access.key_records import KeyRecord
+from headrace.gateway.access.key_store import KeyRecord
 from headrace.policy.admission import TenantTurn
 
 

@@ -19,8 +19,7 @@ from typing import TypeVar
 from headrace.core.clock import Clock
 from headrace.core.errors import Unavailable
 from headrace.core.steady_time import SteadyUnixTime
-from headrace.gateway.access.key_records import DirectoryState, KeyRecord, StoredKey, TenantRecord
-from headrace.gateway.access.key_store import KeyStore
+from headrace.gateway.access.key_store import DirectoryState, KeyRecord, KeyStore, StoredKey, TenantRecord
 from headrace.gateway.access.open_requests import KeyUses
 from headrace.gateway.stores.guard import StoreGuard
 from headrace.gateway.stores.store import StoreFailed, StoreProgress, drop_error

@@ -130,9 +130,9 @@ class SiteModels:
         failover_s: float,
         opened: Mapping[str, OpenModel],
         changed: Mapping[str, Callable[[], None]],
-        choosing: UseCount,
+        undecided: UseCount,
     ) -> None:
-        """changed: name -> the change of a model that stays open"""
+        """changed: name -> the change of a model that stays open; undecided: requests that have not asked for a model yet"""
         left = [model for name, model in self.models.items() if name not in changed]
         for apply in changed.values():
             apply()
@@ -142,7 +142,7 @@ class SiteModels:
             if model.pool is not None:
                 model.pool.follow(failover_s)
             self._keep_series(model)
-        self._earlier = [count for count in (*self._earlier, choosing) if count.num_users]
+        self._earlier = [count for count in (*self._earlier, undecided) if count.num_users]
         for model in left:
             closing = self._close_unused(model, [*self._earlier, model.served.users])
             self._leaving[model] = asyncio.get_running_loop().create_task(closing, name=f"model {model.config.name} leaves")

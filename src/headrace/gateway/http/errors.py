@@ -132,19 +132,19 @@ class QuotaExhausted(RateLimitExceeded):
     """Tokens or money, for the day or the month."""
 
 
-class NotNow(HeadraceError):
-    """A conflict that may pass by itself. retry_after_s: None if it cannot pass"""
+class TemporaryRefusal(HeadraceError):
+    """retry_after_s: None if it cannot pass by itself"""
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         self.retry_after_s = retry_after_s
         super().__init__(message)
 
 
-class UnknownStream(NotNow):
+class UnknownStream(TemporaryRefusal):
     """Unknown, too old, or still being sent by another gateway."""
 
 
-class StreamConflict(NotNow):
+class StreamConflict(TemporaryRefusal):
     """With `retry_after_s` if another request continues it now."""
 
 
@@ -156,7 +156,7 @@ class SessionConflict(HeadraceError):
     retry_after_s = 1.0
 
 
-class IdempotencyConflict(NotNow):
+class IdempotencyConflict(TemporaryRefusal):
     """The first request still runs (with `retry_after_s`), or its answer was not kept (without)."""
 
 
@@ -262,7 +262,7 @@ def printable(text: str) -> str:
 
 
 def _headers(error: BaseException) -> list[tuple[bytes, bytes]]:
-    if isinstance(error, Overloaded | Unavailable | NotNow | SessionConflict) and error.retry_after_s is not None:
+    if isinstance(error, Overloaded | Unavailable | TemporaryRefusal | SessionConflict) and error.retry_after_s is not None:
         return [(b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode())]
     if isinstance(error, MethodNotAllowed):
         return [(b"allow", ", ".join(error.allowed).encode())]

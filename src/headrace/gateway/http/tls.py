@@ -291,13 +291,13 @@ class TlsNotice:
         self._text = text
         self._clock = clock
         self._due_at = -math.inf
-        self._num_unsaid = 0
+        self._num_unlogged = 0
 
     def __call__(self, client: str) -> None:
         now = self._clock()
         if now < self._due_at:
-            self._num_unsaid += 1
+            self._num_unlogged += 1
             return
-        more = f" (so did {self._num_unsaid} connections before it)" if self._num_unsaid else ""
+        more = f" (so did {self._num_unlogged} connections before it)" if self._num_unlogged else ""
         log.warning(self._text, client, more)
-        self._due_at, self._num_unsaid = now + TLS_NOTICE_S, 0
+        self._due_at, self._num_unlogged = now + TLS_NOTICE_S, 0

@@ -10,7 +10,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.money import NANOS
 from headrace.gateway.access.admin_requests import Handlers
 from headrace.gateway.access.administration import Administration
-from headrace.gateway.access.key_records import KeyRecord, TenantRecord
+from headrace.gateway.access.key_store import KeyRecord, TenantRecord
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.limits.rules import LimitRule, LimitState, Scope, limits_now, rules_of
 from headrace.gateway.limits.store import LimitStore

@@ -151,7 +151,7 @@ class ForeignAnswer:
         logprobs = (choice.logprobs and choice.logprobs.content) or ()
         num_tokens = len(logprobs) or (1 if text or reasoning or calls is not None else 0)
         if num_tokens:
-            self._go_on(output)
+            self._note_output(output)
         if choice.finish_reason is not None and (named := ending(choice.finish_reason, choice.stop_reason)) is not None:
             self._note_ending(output, named)
         if not num_tokens and not passed:
@@ -186,7 +186,7 @@ class ForeignAnswer:
         return tuple(found)
 
     def _text_event(self, output: SequenceOutput, text: str) -> OutputEvent:
-        self._go_on(output)
+        self._note_output(output)
         self._num_tokens += 1
         output.said_text.add(text)
         return OutputEvent(output.index, output.text.push(text), 1)
@@ -205,7 +205,7 @@ class ForeignAnswer:
             output.num_logprob_chars += len(token.token)
         return (replace(found, texts_bytes=self._names.num_bytes - known_bytes),)
 
-    def _go_on(self, output: SequenceOutput) -> None:
+    def _note_output(self, output: SequenceOutput) -> None:
         """Raises BrokenStream if the client was given the end already, since the output would be lost."""
         if output.is_over:
             raise BrokenStream("it went on after its end")

@@ -139,8 +139,8 @@ class SequenceOutput:
         if message is None:
             return text, reasoning, calls
         return (
-            text + _unsaid(self.said_text, message.content or message.refusal or ""),
-            reasoning + _unsaid(self.said_reasoning, message.any_reasoning),
+            text + _rest_of_message(self.said_text, message.content or message.refusal or ""),
+            reasoning + _rest_of_message(self.said_reasoning, message.any_reasoning),
             calls if self.has_calls else message.calls,
         )
 
@@ -159,7 +159,7 @@ class SequenceOutput:
         )
 
 
-def _unsaid(said: SaidText, whole: str) -> str:
+def _rest_of_message(said: SaidText, whole: str) -> str:
     """Empty if the message does not begin with the text of the deltas."""
     rest = said.rest_of(whole) or ""
     if said.num_chars:

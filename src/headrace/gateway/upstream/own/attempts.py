@@ -126,7 +126,7 @@ class CallAttempts:
         self._num_read += len(token_ids)
         return len(kept)
 
-    def go_on(self, numerics: Numerics) -> None:
+    def continue_earlier(self, numerics: Numerics) -> None:
         """Continue an earlier stream, before the first `batch` and after `keep` of its output ids. numerics: those the ids were computed
         with
         """

@@ -57,7 +57,7 @@ class TokenStream(EventStream):
         return self.attempts.num_resumes
 
     async def events(self) -> list[OutputEvent]:
-        if self._earlier is not None and (events := self._go_on(self._earlier)):
+        if self._earlier is not None and (events := self._end_replay(self._earlier)):
             return events
         while updates := await self.attempts.batch():
             if events := self._read(updates):
@@ -97,10 +97,10 @@ class TokenStream(EventStream):
 
     def replay(self, index: int, offset: int) -> OutputEvent:
         assert self._earlier is not None, "only a continued stream, before its first new event"
-        event = self._fed(self._earlier.take(index - self._first_index, offset))
+        event = self._read_one(self._earlier.take(index - self._first_index, offset))
         return OutputEvent(index) if event is None else event
 
-    def _go_on(self, earlier: EarlierUpdates) -> list[OutputEvent]:
+    def _end_replay(self, earlier: EarlierUpdates) -> list[OutputEvent]:
         """End the replay of an earlier stream: the events of ids that were read after its last event."""
         assert self.call.earlier is not None
         events = self._read([earlier.take(index) for index in range(self.call.request.params.n)])
@@ -108,7 +108,7 @@ class TokenStream(EventStream):
         self._earlier = None
         if self.call.request.params.logprobs is not None:
             self._read_pending_again()
-        self.attempts.go_on(self.call.earlier.numerics)
+        self.attempts.continue_earlier(self.call.earlier.numerics)
         return events
 
     def _read_pending_again(self) -> None:
@@ -126,9 +126,9 @@ class TokenStream(EventStream):
         await self.attempts.close()
 
     def _read(self, updates: Iterable[SequenceUpdate]) -> list[OutputEvent]:
-        return merged(event for update in updates if (event := self._fed(update)) is not None)
+        return merged(event for update in updates if (event := self._read_one(update)) is not None)
 
-    def _fed(self, update: SequenceUpdate) -> OutputEvent | None:
+    def _read_one(self, update: SequenceUpdate) -> OutputEvent | None:
         """None: no visible content. If a stop string ends the sequence here, its engine finishes it too."""
         assembler = self._assemblers[update.index]
         if assembler.finish is None:
@@ -174,7 +174,7 @@ class TokenStream(EventStream):
     def _fed_tokens(self, index: int, token_ids: tuple[int, ...]) -> OutputEvent | None:
         text = self._assemblers[index].feed_whole(token_ids)
         if text is None:
-            return self._fed(
+            return self._read_one(
                 SequenceUpdate(request_id=self.call.request.request_id, epoch=self.attempts.epoch, index=index, token_ids=token_ids)
             )
         offset = self.attempts.keep(index, token_ids)
