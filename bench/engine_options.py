@@ -1,10 +1,10 @@
-"""Gives the command lines of benchmarks engine options, made from `EngineConfig` as the flags of `headrace` are (`cli.engine_flags`)."""
+"""Gives the command lines of benchmarks engine options, made from `EngineConfig` as the flags of `headrace` are (`cli.flags.rows`)."""
 
 from __future__ import annotations
 
 import argparse
 
-from headrace.cli.engine_flags import ENGINE_FLAGS
+from headrace.cli.flags.rows import ENGINE_FLAGS
 from headrace.engine.config import EngineConfig
 from headrace.fleet.weights import resolve_model
 

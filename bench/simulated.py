@@ -24,8 +24,8 @@ from pathlib import Path
 from bench.harness import RESULTS, write_portable
 from bench.tinyllama import write_tinyllama
 from headrace.bundled import bundled_path
-from headrace.cli.planned_model import find_model
-from headrace.cli.simulate import GATEWAY_S
+from headrace.cli.planner.model import find_model
+from headrace.cli.planner.simulate import GATEWAY_S
 from headrace.engine.config import EngineConfig
 from headrace.lab.datasets import LoadRequest, WorkloadShape, make_requests, send_times
 from headrace.lab.environment import environment

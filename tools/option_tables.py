@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from headrace.cli.config_variables import ELSEWHERE
-from headrace.cli.engine_flags import ENGINE_FLAGS
-from headrace.cli.serve_config import ServeConfig
+from headrace.cli.config.sections import ServeConfig
+from headrace.cli.config.variables import ELSEWHERE
+from headrace.cli.flags.rows import ENGINE_FLAGS
 from headrace.core.option import Leaf, Option, Role, leaves, written
 from headrace.engine.server.config import ProcessConfig
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from headrace.cli.bench_common import make_shape
+from headrace.cli.bench.common import make_shape
 from headrace.engine.config import EngineConfig
 from headrace.lab.metrics import LoadRecord, summarize
 from headrace.lab.plan.catalogue import Catalogue, read_catalogue

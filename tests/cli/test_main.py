@@ -13,6 +13,7 @@ import pytest
 import typer.main
 
 from headrace.cli.exits import CODES, CommandExitCode, exit_code_of
+from headrace.cli.flags.rows import SERVE_FLAGS
 from headrace.cli.main import app
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, InvalidRequest
 from tests.cli.conftest import Headrace
@@ -193,3 +194,15 @@ def test_output_that_cannot_be_written_is_refused_before_the_run(headrace: Headr
         done = headrace("bench", "serve", "--url", "http://127.0.0.1:9", "--output-json", str(file))
         assert (done.returncode, reason in done.stderr) == (2, True), done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_help_shows_the_common_options_in_groups_and_help_all_the_others_too(headrace: Headrace) -> None:
+    shown, every = headrace("serve", "--help").stdout, headrace("serve", "--help-all").stdout
+    assert [line for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")] == [
+        *("Arguments:", "Model:", "Engine:", "Network:", "Security:", "Operation:", "Options:")
+    ]
+    for flag in SERVE_FLAGS:
+        for name in [word for word in "/".join(flag.names).split("/") if word.startswith("--")]:
+            assert (name in shown.replace(",", " ").split()) is flag.option.is_common, name
+            assert name in every.replace(",", " ").split(), name
+    assert 20 <= sum(flag.option.is_common for flag in SERVE_FLAGS) <= 30

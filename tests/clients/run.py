@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.child import started_server
+from headrace.cli.chat.child import started_server
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results.json"

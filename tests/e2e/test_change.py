@@ -1,6 +1,6 @@
 """A deployment changes in every way while streams run, in real processes: no request fails, no stream is cut, every text is the same.
 
-What a command prints is in tests/cli/test_control.py. The last test kills the supervisor.
+What a command prints is in tests/cli/admin/test_control.py. The last test kills the supervisor.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 from http_kit import COMPLETIONS, Answer, ask, stream
 from server_kit import CROWD, CROWD_ENGINE, Server, is_alive, serving_fake
 
-from headrace.cli.control_client import AdminClient
+from headrace.cli.admin.client import AdminClient
 
 pytestmark = pytest.mark.process
 

@@ -17,7 +17,7 @@ import pytest
 from http_kit import COMPLETIONS, Answer, Connection, request_bytes
 from server_kit import PATIENCE_S, Server
 
-from headrace.cli.control_client import AdminClient
+from headrace.cli.admin.client import AdminClient
 
 pytestmark = pytest.mark.process
 

@@ -21,7 +21,7 @@ import pytest
 from server_kit import PATIENCE_S, SOURCE, START_S, STOP_S
 from wire_kit import socket_dir, until
 
-from headrace.cli.tls import init
+from headrace.cli.admin.tls import init
 
 pytestmark = pytest.mark.process
 

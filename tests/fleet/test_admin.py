@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 from wire_kit import socket_dir
 
-from headrace.cli.control_client import _UnixConnection
+from headrace.cli.admin.client import _UnixConnection
 from headrace.core.errors import ConfigError
 from headrace.fleet.admin import SOCKET_NAME, TOKEN_NAME, admin_socket
 from headrace.fleet.commands import CommandAudit, Hear, no_operator

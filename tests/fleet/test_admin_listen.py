@@ -22,9 +22,9 @@ from gateway_kit import gateway_config
 from scripted_site import ScriptedSite, scripted_site
 from tls_kit import TOKEN, authority, write_certificates
 
-from headrace.cli import cache, control, keys, tenants
-from headrace.cli.control_client import AdminClient, RemoteAdminClient, _TcpConnection, open_client
-from headrace.cli.directory import KeyDirectory
+from headrace.cli.admin import control, keys, tenants
+from headrace.cli.admin.client import AdminClient, RemoteAdminClient, _TcpConnection, open_client
+from headrace.cli.admin.directory import KeyDirectory
 from headrace.cli.exits import ServerFailed, UsageRefused
 from headrace.core.errors import ConfigError
 from headrace.fleet.admin import TOKEN_NAME, AdminRequests
@@ -173,10 +173,10 @@ async def test_what_is_kept_of_a_tenant_is_removed_from_another_machine(
     async with made.running([KeyRequests(administration, cache_requests(lambda: config, time.time))]):
         place = made.place
         for everything, num_removed in ((False, 1), (True, 1), (True, 0)):
-            await asyncio.to_thread(partial(cache.purge, "acme", everything=everything, as_json=True, **place))
+            await asyncio.to_thread(partial(tenants.purge, "acme", everything=everything, as_json=True, **place))
             assert json.loads(capsys.readouterr().out) == {"removed": num_removed}
         with pytest.raises(UsageRefused, match="leave out --config and --state"):
-            await asyncio.to_thread(lambda: cache.purge("acme", state=str(tmp_path), **place))
+            await asyncio.to_thread(lambda: tenants.purge("acme", state=str(tmp_path), **place))
 
 
 async def test_another_token_is_refused_that_of_the_unix_socket_too(made: Site, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import stat
 import pytest
 from scripted_site import scripted_site
 
-from headrace.cli.control_client import AdminClient, find_deployment
+from headrace.cli.admin.client import AdminClient, find_deployment
 from headrace.cli.exits import ServerFailed
 
 pytestmark = pytest.mark.socket

@@ -13,7 +13,7 @@ import pytest
 from patience import eventually
 from scripted_site import FleetExit, Script, ScriptedSite, models_of, scripted_site
 
-from headrace.cli.control_client import find_deployment
+from headrace.cli.admin.client import find_deployment
 from headrace.cli.exits import ServerFailed
 from headrace.fleet import reconciler, replica_processes
 from headrace.fleet.config import ModelSpec

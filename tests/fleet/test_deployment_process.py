@@ -28,7 +28,7 @@ from server_kit import is_alive
 from wire_kit import read_all, request, socket_dir
 
 import headrace
-from headrace.cli.control_client import AdminClient, find_deployment
+from headrace.cli.admin.client import AdminClient, find_deployment
 from headrace.core.errors import Unavailable
 from headrace.lab.fake_runner import FakeOptions, fake_answer
 from headrace.wire.client import ReplicaClient

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.serve_config import ModelSection, ServeConfig
+from headrace.cli.config.sections import ModelSection, ServeConfig
 from headrace.core.errors import ConfigError
 from headrace.core.hashing import BLOCKS, SALTS, site_secret
 from headrace.engine.config import EngineConfig

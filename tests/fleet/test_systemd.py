@@ -21,7 +21,7 @@ from server_kit import is_alive
 from wire_kit import socket_dir
 
 import headrace
-from headrace.cli.config_faults import unread_variables
+from headrace.cli.config.faults import unread_variables
 from headrace.fleet.config import FleetConfig
 from headrace.fleet.supervisor import CUT_GRACE_S, ENGINE_GRACE_S, GATEWAY_GRACE_S, FleetExit
 from tests.house.reader import ROOT

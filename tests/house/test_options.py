@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.gateway import PATHS as gateway_paths
-from headrace.cli.serve import PATHS as serve_paths
+from headrace.cli.flags.rows import GATEWAY_FLAGS, SERVE_FLAGS
 from tests.house.options import config_options, flags, listing
 from tests.house.reader import ROOT
 from tools.option_tables import ENGINE, keys
@@ -35,14 +34,14 @@ def test_flags_people_know_from_vllm_are_there() -> None:
 
 
 def test_flags_of_options_are_those_of_the_commands() -> None:
-    """Commands that must start at once declare their flags without the options (`cli.server_flags`): each sets the key that says so."""
+    """Commands that must start at once declare their flags without the options (`cli.flags.rows`): each sets the key that says so."""
     said = {leaf.path.replace("models[N]", "model"): set(leaf.option.flags or ()) for leaf in keys() if not leaf.path.startswith(ENGINE)}
     taken = {flag for command in ("headrace serve", "headrace gateway") for flag in dict(flags())[command].split()}
     assert {flag for names in said.values() for flag in names if flag.startswith("--")} <= taken
-    for paths in (serve_paths, gateway_paths):
-        for parameter, (path, *_) in paths.items():
-            if path in said and parameter not in ("model", "workers"):  # an argument, and what serve calls --gateway-workers
-                assert f"--{parameter.replace('_', '-')}" in said[path], path
+    for flag in (*SERVE_FLAGS, *GATEWAY_FLAGS):
+        for path in flag.paths:
+            if path in said and flag.names and flag.field != "workers":  # --workers is what serve calls --gateway-workers
+                assert set(flag.names) <= said[path], path
 
 
 def test_every_key_and_flag_is_documented() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from headrace.bundled import DEFAULT_MODEL
-from headrace.cli.child import URL_LINE
+from headrace.cli.chat.child import URL_LINE
 from tests.house.reader import ROOT, SOURCE
 from tests.house.stand_in import stand_in
 

@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from headrace import LLM, SamplingParams
-from headrace.cli.vllm_flags import translated
+from headrace.cli.flags.vllm import translated
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.core.option import options
 from headrace.core.vllm_options import WITHOUT_EFFECT

@@ -20,7 +20,7 @@ from patience import PATIENCE_S, eventually
 from virtual_time import VirtualTimeLoop
 from wire_kit import socket_dir
 
-from headrace.cli.control_client import AdminClient
+from headrace.cli.admin.client import AdminClient
 from headrace.core.errors import HeadraceError
 from headrace.fleet import supervisor as supervisor_module
 from headrace.fleet.admin import AdminRequests, _AdminServer, _end_of

@@ -26,7 +26,7 @@ from patience import PATIENCE_S as PATIENCE_S
 from patience import until
 
 import headrace
-from headrace.cli.child import URL_LINE
+from headrace.cli.chat.child import URL_LINE
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import decode_load
 from headrace.wire.service import CHANNEL_OPTIONS, SNAPSHOT

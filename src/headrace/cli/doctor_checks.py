@@ -1,8 +1,4 @@
-"""Checks this machine for `headrace doctor`: one function per question, which returns one or more findings.
-
-The checks read /proc, cgroup files and package metadata. They ask the engine what it makes of the CPU, try a kernel on a GPU, and load
-Numba's threading layers.
-"""
+"""Checks this machine for `headrace doctor`: one function per question, which returns one or more findings."""
 
 from __future__ import annotations
 
@@ -53,7 +49,6 @@ class Finding:
 
 
 def examine(port: int) -> list[Finding]:
-    """Run every check. Findings come in the order in which they are printed."""
     return [
         check_python(sysconfig.get_config_var("CONFIG_ARGS")),
         check_cpu(_read(Path("/proc/cpuinfo"))),
@@ -146,7 +141,6 @@ def check_threading_layer() -> Finding:
 
 
 def check_files(soft: int, hard: int) -> Finding:
-    """Check the limit of open files: each stream takes one."""
     if soft == resource.RLIM_INFINITY or soft >= MIN_FILES:
         return Finding("open files", Health.OK, f"limit {soft}")
     remedy = f"A stream takes one: ulimit -n {min(65536, hard) if hard > 0 else 65536}."
@@ -164,7 +158,6 @@ def check_port(port: int) -> Finding:
 
 
 def check_cache(folder: Path) -> Finding:
-    """Check the folder of compiled kernels: this user must be able to write it, and no other user."""
     existing = folder
     while not existing.exists():
         existing = existing.parent
@@ -185,7 +178,6 @@ def check_bundled() -> Finding:
 
 
 def check_gpus(gpus: Gpus) -> Finding:
-    """Check the GPUs. gpus: those that `--device auto` would take (`tensor.backends.find_working_gpus`)"""
     if gpus.problem:
         return Finding("gpu", Health.WARN, gpus.problem, f"{gpus.remedy} Until then models run on the CPU, and --device cuda is refused.")
     if not gpus.names:
@@ -197,7 +189,6 @@ def check_gpus(gpus: Gpus) -> Finding:
 
 
 def check_versions() -> Iterator[Finding]:
-    """Compare installed versions with those this package declares."""
     from packaging.requirements import Requirement
 
     for line in metadata.requires("headrace") or ():

@@ -12,29 +12,26 @@ import typer
 from typer.main import get_command
 
 from headrace import __version__
-from headrace.cli.agent import agent
-from headrace.cli.bench import bench_app
-from headrace.cli.cache import cache_app
-from headrace.cli.chat import chat
-from headrace.cli.config_commands import config_app
-from headrace.cli.control import drain, reload, rollout, scale, status
+from headrace.cli.admin.control import drain, reload, rollout, scale, status
+from headrace.cli.admin.keys import keys_app
+from headrace.cli.admin.tenants import cache_app, tenants_app
+from headrace.cli.admin.tls import tls_app
+from headrace.cli.admin.usage import log_app, usage
+from headrace.cli.bench.offline import latency, steps, throughput
+from headrace.cli.bench.serve import serve as bench_serve
+from headrace.cli.chat.chat import agent, chat
+from headrace.cli.config.commands import config_app
 from headrace.cli.doctor import doctor
-from headrace.cli.engine import engine
 from headrace.cli.exits import report
-from headrace.cli.gateway import gateway
-from headrace.cli.keys import keys_app
-from headrace.cli.log import log_app
+from headrace.cli.flags.help import GroupedCommand, SuggestingGroup
+from headrace.cli.flags.vllm import refuse_missing_values, translated
 from headrace.cli.models import models
-from headrace.cli.plan import plan
+from headrace.cli.planner.plan import plan
+from headrace.cli.planner.simulate import simulate
 from headrace.cli.replay import replay
-from headrace.cli.serve import serve
-from headrace.cli.simulate import simulate
-from headrace.cli.suggestions import SuggestingGroup
-from headrace.cli.tenants import tenants_app
-from headrace.cli.tls import tls_app
-from headrace.cli.usage import usage
-from headrace.cli.values_of_flags import refuse_missing_values
-from headrace.cli.vllm_flags import translated
+from headrace.cli.servers.engine import engine
+from headrace.cli.servers.gateway import gateway
+from headrace.cli.servers.serve import serve
 from headrace.core.errors import HeadraceError
 from headrace.machine.standard_streams import OutputLost, prepare_standard_streams
 
@@ -50,9 +47,9 @@ app = typer.Typer(
     # Underscores are dashes, as in vLLM; flag names come here without their leading dashes.
     context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": lambda name: name.replace("_", "-")},
 )
-app.command()(serve)
-app.command()(engine)
-app.command()(gateway)
+app.command(cls=GroupedCommand)(serve)
+app.command(cls=GroupedCommand)(engine)
+app.command(cls=GroupedCommand)(gateway)
 app.command()(status)
 app.command()(reload)
 app.command()(rollout)
@@ -66,6 +63,11 @@ app.command()(simulate)
 app.command()(usage)
 app.command()(doctor)
 app.command()(replay)
+bench_app = typer.Typer(help="Measure a server, or the engine in this process.", no_args_is_help=True, rich_markup_mode=None)
+bench_app.command(name="serve")(bench_serve)
+bench_app.command(cls=GroupedCommand)(throughput)
+bench_app.command(cls=GroupedCommand)(latency)
+bench_app.command(cls=GroupedCommand)(steps)
 app.add_typer(bench_app, name="bench")
 app.add_typer(cache_app, name="cache")
 app.add_typer(config_app, name="config")
@@ -95,7 +97,6 @@ def _root(
 
 
 def main() -> None:
-    """Entry point of the installed script."""
     prepare_standard_streams()
     try:
         try:

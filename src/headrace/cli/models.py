@@ -1,7 +1,4 @@
-"""`headrace models`: list the model folders and GGUF files of a folder, with the reason for each one that cannot be served.
-
-The command reads config.json, the headers of GGUF files, and file names. No weight is read.
-"""
+"""`headrace models`: list the model folders and GGUF files of a folder, with the reason for each one that cannot be served."""
 
 from __future__ import annotations
 
@@ -115,7 +112,6 @@ def _base_name(adapter_config: Path) -> str:
 
 
 def shown(row: ModelRow) -> list[str]:
-    """The row as lines of text."""
     lines = [f"{row.name}  {row.folder}"]
     if row.architecture:
         size = f"{row.num_parameters / 1e6:,.1f} M parameters, {row.weight_bytes / 2**20:,.1f} MiB as {row.dtype}"

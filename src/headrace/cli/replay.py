@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.cli.engine_flags import Given, with_engine_flags
 from headrace.cli.exits import CommandExitCode
+from headrace.cli.flags.flag import GivenFlags, with_flags
+from headrace.cli.flags.rows import engine_flags
 from headrace.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,14 +24,14 @@ COMPUTED = ("num_kv_blocks", "load_format", "seed", "dtype", "quantization", "kv
 """The engine options that decide how a plan is computed. What the scheduler decided is in the plan itself."""
 
 
-@with_engine_flags(*COMPUTED)
+@with_flags(*engine_flags(*COMPUTED))
 def replay(
     file: Annotated[Path, typer.Argument(help="A dump of the engine's last plans.")],
     rows: Annotated[bool, typer.Option("--rows", help="Show every row of every plan.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per plan.")] = False,
     model: Annotated[str | None, typer.Option("--model", help="Folder of the model to run the plans on again.")] = None,
     *,
-    engine: Given,
+    flags: GivenFlags,
 ) -> None:
     """Show a dumped ring of plans, or run it again on --model.
 
@@ -46,7 +47,7 @@ def replay(
         lines = _shown(plans, rows=rows, as_json=as_json)
     else:
         _report_left_out(plans)
-        lines = _run(plans, model, dict(engine), as_json=as_json)
+        lines = _run(plans, model, dict(flags.values), as_json=as_json)
     for line in lines:
         print(line, flush=True)
 

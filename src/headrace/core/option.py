@@ -53,13 +53,14 @@ class Option:
     help         text for people: one sentence or a few words, in Markdown
     default      value of a field that is not set; None where `on` has it
     shown        the default in words, where its value says too little ("the model's"); empty: the value is shown
-    flags        its flags; None: made from the field's name by commands with a flag for each field (`cli.engine_flags`), else none
+    flags        its flags; None: made from the field's name by commands with a flag for each field (`cli.flags.flag`), else none
     one_of       allowed values; other_names: vLLM's names for some of them
     low, high    bounds of a number, both included; above: in place of `low`, a bound that is not included; `high` is beside one of them
     switch       (off, on): the values that its flag --x/--no-x sets
     on           default by device, for a field that is not set; empty: one default for all devices
     reload, role  None: as in the section that the field is in
     is_shared    the number counts over all requests of a site, and each gateway worker gets its part
+    is_common    `--help` shows its flag; `--help-all` shows the others too
     """
 
     help: str
@@ -76,6 +77,7 @@ class Option:
     reload: Reload | None = None
     role: Role | None = None
     is_shared: bool = False
+    is_common: bool = False
 
     @property
     def shown_default(self) -> str:

@@ -1,6 +1,6 @@
-"""Defines the configuration of one engine. The command line decodes it (`cli.config`); it is resolved once and never changed.
+"""Defines the configuration of one engine. The command line decodes it (`cli.config.load`); it is resolved once and never changed.
 
-`EngineConfig` is the one list of engine options. Flags of the commands (`cli.engine_flags`), keywords of `LLM`, the checks of values and
+`EngineConfig` is the one list of engine options. Flags of the commands (`cli.flags.flag`), keywords of `LLM`, the checks of values and
 the table in docs/config.md are made from it.
 """
 
@@ -45,6 +45,7 @@ class EngineConfig:
         "quantized.",
         one_of=DTYPES,
         other_names={"half": "float16", "float": "float32"},
+        is_common=True,
     )
     load_format: str = option(
         "auto", "`dummy`: random weights of the shapes in config.json, to measure speed and memory.", one_of=LOAD_FORMATS
@@ -57,15 +58,21 @@ class EngineConfig:
         "--quantization",
         "-q",
         one_of=("none", *ROUNDINGS, *METHODS),
+        is_common=True,
     )
     kv_cache_dtype: str = option(
         "auto",
         "A smaller dtype holds more tokens in the same memory, and results are slightly less exact. `auto`: as computed, or bfloat16 where "
         "the checkpoint has it and this machine computes it; `fp8` on a GPU.",
         one_of=KV_CACHE_DTYPES,
+        is_common=True,
     )
     max_model_len: int | None = option(
-        None, "Longest context in tokens: a shorter one leaves memory for more sequences.", shown="the model's", low=1
+        None,
+        "Longest context in tokens: a shorter one leaves memory for more sequences.",
+        shown="the model's",
+        low=1,
+        is_common=True,
     )
     max_num_seqs: int = by_device(
         64,
@@ -73,6 +80,7 @@ class EngineConfig:
         "Most sequences computed in one step: more of them give more tokens per second, and each stream is slower.",
         low=1,
         high=4096,
+        is_common=True,
     )
     max_num_batched_tokens: int = by_device(
         512,
@@ -80,6 +88,7 @@ class EngineConfig:
         "Most tokens computed in one step: larger steps finish prompts sooner, and running streams wait longer between tokens.",
         low=1,
         high=2**20,
+        is_common=True,
     )
     max_waiting: int = option(
         1024,
@@ -108,8 +117,11 @@ class EngineConfig:
         "--gpu-memory-utilization",
         above=0.0,
         high=1,
+        is_common=True,
     )
-    enable_prefix_caching: bool = option(True, "Keep the KV of finished prompts, so that equal beginnings are not computed again.")
+    enable_prefix_caching: bool = option(
+        True, "Keep the KV of finished prompts, so that equal beginnings are not computed again.", is_common=True
+    )
     enable_chunked_prefill: bool = option(True, "Split long prompts over steps. Off: running streams wait for a whole prompt.")
     queue_policy: str = option(
         "priority",
@@ -142,7 +154,9 @@ class EngineConfig:
     num_threads: int | None = option(
         None, "Threads of one engine: fewer leave cores to other processes.", shown="from cores and cgroup", low=1
     )
-    device: str = option("auto", "`auto`: a GPU on which a first kernel runs, else the CPU ([gpu.md](gpu.md)).", one_of=DEVICES)
+    device: str = option(
+        "auto", "`auto`: a GPU on which a first kernel runs, else the CPU ([gpu.md](gpu.md)).", one_of=DEVICES, is_common=True
+    )
     seed: int = option(0, "Of random weights (`load_format: dummy`).")
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
 """Decodes the gateway's configuration once: one JSON file, written by the supervisor, or the same data from `headrace gateway`.
 
-Nothing here is read from the environment or the command line; `cli.config` does that. The configuration only names the key of a foreign
+Nothing here is read from the environment or the command line: that is `cli.config.load`. The configuration only names the key of a foreign
 server, and `upstream.foreign` reads the key when the gateway opens. API keys are kept as SHA-256 digests from the moment the file is
 decoded, and no repr of these values shows a secret.
 """

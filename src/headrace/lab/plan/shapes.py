@@ -1,5 +1,5 @@
 """Reads the sizes of a model (`ModelShape`) from the fields of config.json that families share. A folder whose architecture Headrace serves
-is read by the engine's own code (`cli.planned_model`).
+is read by the engine's own code (`cli.planner.model`).
 """
 
 from __future__ import annotations

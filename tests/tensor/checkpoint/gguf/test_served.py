@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from headrace import LLM, SamplingParams
 from headrace.bundled import FOLDER
-from headrace.cli.config import from_raw
-from headrace.cli.serve_config import is_fetched
+from headrace.cli.config.load import from_raw
+from headrace.cli.config.sections import is_fetched
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.engine.runner.build import build_runner

@@ -1,0 +1,1 @@
+"""Commands about a running deployment, its keys, tenants, usage and certificates."""

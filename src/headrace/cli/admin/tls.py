@@ -1,0 +1,77 @@
+"""`headrace tls init` makes the certificates for the wire between machines, and says what to copy where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from headrace.fleet.authority import SiteFolder
+
+tls_app = typer.Typer(help="Make certificates for engines on other machines.", no_args_is_help=True, rich_markup_mode=None)
+
+TARGET = "/etc/headrace/{role}"
+
+DAYS_OF_WARNING = 60
+"""A certificate with fewer days left is pointed out at each run."""
+
+
+@tls_app.callback()
+def _group() -> None:
+    """Keeps `init` a sub-command although it is the only one."""
+
+
+@tls_app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Made where it is not there. Its authority.key stays on this machine.")],
+    host: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--host", metavar="NAME", help="Name or address at which gateways reach an engine's machine: gpu1,10.0.0.7; again for more."
+        ),
+    ] = None,
+) -> None:
+    """Make a private authority for a site, a certificate for its gateways and one for each engine host.
+
+    What is there is kept; a host is added, and a folder that was removed made anew, by the same command later.
+    """
+    from headrace.fleet.authority import init_site
+
+    hosts = [[name.strip() for name in each.split(",")] for each in host or ()]
+    print("\n".join(_shown(folder, init_site(folder, hosts))))
+
+
+def _shown(folder: Path, made: list[SiteFolder]) -> list[str]:
+    lines = [f"{folder}: the authority of this site. Keep {folder}/authority.key on this machine."]
+    for each in made:
+        lines += ["", *_shown_folder(each)]
+    if len(made) == 1:
+        lines += ["", f"For each machine with engines: headrace tls init {folder} --host NAME"]
+    return lines
+
+
+def _shown_folder(made: SiteFolder) -> list[str]:
+    from datetime import UTC, datetime
+
+    from headrace.wire.tls.files import TlsRole
+
+    days = (made.valid_until - datetime.now(UTC)).days
+    state = "made" if made.is_new else "kept as it is"
+    target = TARGET.format(role=made.role)
+    lines = [f"{made.path}: {state}, valid until {made.valid_until:%Y-%m-%d}."]
+    if days < DAYS_OF_WARNING:
+        lines.append(
+            f"  It expires in {days} days. Remove the folder, run this command again, and copy it again; nothing has to be restarted."
+        )
+    host = _host(made.names[0]) if made.role is TlsRole.ENGINE else "GATEWAY_HOST"
+    lines.append(f"  ssh {host.strip('[]')} mkdir -p -m 700 {target}; scp {made.path}/* {host}:{target}/")
+    if made.role is TlsRole.ENGINE:
+        return [*lines, f"  there: headrace engine MODEL --listen {host}:7001 --tls-dir {target}"]
+    return [*lines, f"  there: headrace gateway MODEL --replica NAME=HOST:7001 --tls-dir {target}"]
+
+
+def _host(name: str) -> str:
+    """The host, an IPv6 address in brackets: addresses with a port and scp need them."""
+    return f"[{name}]" if ":" in name else name

@@ -1,0 +1,1 @@
+"""Commands that hold a conversation in the terminal: `chat` and `agent`."""

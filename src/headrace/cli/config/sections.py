@@ -1,0 +1,352 @@
+"""The configuration of `headrace serve` as typed values, and the checks that concern more than one package."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+
+from headrace.bundled import bundled_path
+from headrace.core.errors import ConfigError
+from headrace.core.model_names import name_of_file
+from headrace.core.option import Reload, Role, check_options, option, required, section
+from headrace.core.strict_decode import NeedsExactlyOne, plain
+from headrace.engine.config import EngineConfig
+from headrace.fleet.admin_listen import AdminListen
+from headrace.fleet.config import MAX_REPLICAS, MAX_TIMEOUT_S, FleetConfig, ModelSpec
+from headrace.fleet.weights import HUB_ID
+from headrace.gateway.config import GatewayConfig, config_from
+from headrace.gateway.ledger.config import UsageConfig
+from headrace.gateway.upstream.model_config import ForeignConfig, ModelConfig, ReplicaConfig
+from headrace.machine.folders import expanded
+from headrace.observe.logs import LogFormat
+from headrace.policy.limits.price import Price
+from headrace.policy.limits.tier import Tier
+from headrace.tensor.checkpoint.gguf.paths import SUFFIX, is_first, is_gguf, model_name
+from headrace.text.output.formats import AUTO, reasoning_format, tool_format
+from headrace.wire.tls.files import token_path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteReplica:
+    """One engine that `headrace engine` started, on this machine or another one, and that this supervisor does not manage."""
+
+    name: str = required("Label `replica` of metrics and logs, and its name in `/ready`.", "--replica")
+    address: str = required(
+        "Where the engine listens: `HOST:PORT` or `unix:/path`; the flag is `NAME=ADDRESS`, again for more.", "--replica"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteSection:
+    model: str = required(
+        "What the engines serve: a folder on this machine, a bundled model or a hub id. The gateway reads its tokenizer and template. "
+        "Another one takes a restart of `headrace serve`.",
+        "MODEL",
+    )
+    replicas: tuple[RemoteReplica, ...] = required("Where its engines listen.")
+    tls_dir: str = option(
+        "",
+        "Folder with this machine's certificates (`ca.crt`, `tls.crt`, `tls.key`), as `headrace tls init` or cert-manager makes it; for "
+        "TCP addresses, required beyond loopback.",
+        "--tls-dir",
+    )
+    token_file: str = option(
+        "",
+        "File with the token that the engines want, closed to other users; required for TCP.",
+        "--token-file",
+        shown="`token` of `tls_dir`",
+    )
+
+    def gateway_replicas(self) -> tuple[ReplicaConfig, ...]:
+        """The replicas in the form of the gateway's configuration. A replica on a Unix socket gets a token but no certificates."""
+        return tuple(
+            ReplicaConfig(
+                name=replica.name,
+                address=replica.address,
+                token_file=token_path(self.token_file, self.tls_dir) if replica.address.startswith("unix:") else self.token_file,
+                tls_dir="" if replica.address.startswith("unix:") else self.tls_dir,
+            )
+            for replica in self.replicas
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSection:
+    """One served model: the engines that serve it, the foreign servers that answer for it, or both."""
+
+    engine: EngineConfig | None = option(None, "Options of every replica that is started here.", role=Role.DEVELOPER)
+    remote: RemoteSection | None = option(None, "Engines that are started by themselves.", role=Role.OPERATOR)
+    upstreams: tuple[ForeignConfig, ...] = option((), "OpenAI-compatible servers.", role=Role.OPERATOR)
+    name: str = option(
+        "",
+        "What clients ask for.",
+        "--served-model-name",
+        shown="the hub id, the folder's name (what no name may have becomes `-`), or `model` of the first of `upstreams`",
+    )
+    aliases: tuple[str, ...] = option((), "Further names for it: the flag's from the second on.", "--served-model-name")
+    replicas: int = option(
+        1, "Engine processes, each with its own copy of the weights: more throughput, more memory.", "--replicas", low=1, high=MAX_REPLICAS
+    )
+    smaller: str = option(
+        "",
+        "Name of another served model that answers, by its own name, while this one is busy ([tenancy.md](tenancy.md#busy-models)).",
+        role=Role.TENANTS,
+    )
+    tool_call_parser: str = option(
+        AUTO,
+        "How the model writes calls: a name that vLLM has for it (`hermes`, `llama3_json`, `mistral`, `pythonic`, ...), or `none`. `auto`: "
+        "what the chat template shows. Without a known form requests with functions are refused.",
+        "--tool-call-parser",
+    )
+    reasoning_parser: str = option(
+        AUTO,
+        "How the model marks its reasoning (`qwen3`, `deepseek_r1`, `mistral`, ...), or `none`: then it is part of the text. `auto`: what "
+        "the chat template shows.",
+        "--reasoning-parser",
+    )
+
+    @property
+    def parsers(self) -> dict[str, str]:
+        return {"tool_call_parser": self.tool_call_parser, "reasoning_parser": self.reasoning_parser}
+
+    @property
+    def of_gateway(self) -> dict[str, object]:
+        smaller = {"smaller": self.smaller} if self.smaller else {}
+        return {**smaller, **(self.parsers if self.engine is not None or self.remote is not None else {})}
+
+    @property
+    def num_engines(self) -> int:
+        return self.replicas if self.engine is not None else 0
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of engines that the gateway connects to, those started elsewhere included."""
+        return self.num_engines + (len(self.remote.replicas) if self.remote is not None else 0)
+
+    @property
+    def served_name(self) -> str:
+        if self.name or (self.engine is None and self.remote is None):
+            return self.name or self._file_name
+        return name_of_file(self._file_name)
+
+    @property
+    def renamed(self) -> str:
+        """Says that the name is made of a folder's or file's name that is no model name; empty where it is not."""
+        if self.name or self.served_name == self._file_name:
+            return ""
+        return (
+            f"{self._file_name!r} is no model name: it is served as {self.served_name}; --served-model-name (the key name) gives another."
+        )
+
+    @property
+    def _file_name(self) -> str:
+        """What the model is called without `name`: its folder or file, its hub id, or the name that a server gives it."""
+        section = self.engine or self.remote
+        if section is None:
+            return self.upstreams[0].model if self.upstreams else ""
+        if is_fetched(section.model):
+            return section.model
+        return model_name(Path(section.model)) if is_gguf(section.model) else expanded(section.model).resolve().name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """The whole configuration of `headrace serve`."""
+
+    models: tuple[ModelSection, ...] = required("Served models.", reload=Reload.LIVE, role=Role.DEVELOPER)
+    state: str = option(
+        "",
+        "Folder of all embedded stores ([tenancy.md](tenancy.md)): keys, limits, usage. Made closed to other users; every command that "
+        "reads or changes them finds it by the same rule. Relative to the working directory.",
+        "--state",
+        shown="`HEADRACE_STATE`, `$XDG_STATE_HOME/headrace`, else `~/.local/state/headrace`",
+        role=Role.OPERATOR,
+    )
+    tiers: dict[str, Tier] = section(dict, reload=Reload.LIVE, role=Role.TENANTS)
+    prices: dict[str, Price] = section(dict, reload=Reload.LIVE, role=Role.TENANTS)
+    usage: UsageConfig = section(UsageConfig, reload=Reload.LIVE, role=Role.BILLING)
+    gateway: GatewayConfig = section(lambda: GatewayConfig(models=()), role=Role.OPERATOR)
+    drain_timeout_s: float = option(
+        30.0,
+        "Seconds that running streams may take after SIGTERM, when no new work is accepted.",
+        "--drain-timeout",
+        low=0.0,
+        high=MAX_TIMEOUT_S,
+        reload=Reload.LIVE,
+        role=Role.OPERATOR,
+    )
+    start_timeout_s: float = option(
+        1800.0,
+        "A gateway or an engine that has not served within these seconds of its start is killed and counts as failed "
+        "([fleet.md](fleet.md#what-happens-when)); 0: never. Longer than the slowest load of weights.",
+        low=0.0,
+        high=MAX_TIMEOUT_S,
+        reload=Reload.LIVE,
+        role=Role.OPERATOR,
+    )
+    hang_timeout_s: float = option(
+        60.0,
+        "An engine that has served, and that no gateway can use for these seconds, is killed and started again; a gateway that answers "
+        "nothing, after about 10 s. At least 15; 0: never, for work with a debugger.",
+        low=0.0,
+        high=MAX_TIMEOUT_S,
+        reload=Reload.LIVE,
+        role=Role.OPERATOR,
+    )
+    log_format: str = option(
+        "auto",
+        "Format of the whole log: `auto` is text on a terminal and JSON elsewhere. A request log that is a file is always JSON.",
+        "--log-format",
+        one_of=tuple(LogFormat),
+        role=Role.OPERATOR,
+    )
+    run_dir: str | None = option(
+        None,
+        "Directory in which the private directory for sockets is made.",
+        shown="`XDG_RUNTIME_DIR`, else the temporary directory",
+        role=Role.OPERATOR,
+    )
+    admin: AdminListen | None = option(None, "The operator's commands from other machines.", role=Role.OPERATOR)
+    allow_open: bool = option(
+        False,
+        "Listen beyond loopback although there is no API key, neither in the configuration nor in the store ([identity.md](identity.md)).",
+        "--allow-open",
+        reload=Reload.LIVE,
+        role=Role.SECURITY,
+    )
+    site_key: str = option(
+        "",
+        "Hex secret (32 to 128 digits) from which the tenants' cache salts and the hashes of KV blocks are keyed: set it where several "
+        "starts serve one site.",
+        shown="drawn at start",
+        role=Role.SECURITY,
+        repr=False,
+    )
+    experimental: bool = option(
+        False,
+        "Allow what has not been run where Headrace is tested: hub ids.",
+        "--experimental",
+        reload=Reload.LIVE,
+        role=Role.DEVELOPER,
+    )
+
+    def checked(self) -> ServeConfig:
+        """Raises ConfigError with the path of the wrong key in the file."""
+        for index, model in enumerate(self.models):
+            self._check_model(f"models[{index}]", model)
+        self._check_gateway()
+        check_options(self)
+        folders = {model.remote.tls_dir for model in self.models if model.remote is not None and model.remote.tls_dir}
+        if self.admin is not None and self.admin.tls_dir in folders:
+            remedy = "Make a folder for operators alone: headrace tls init admin."
+            raise ConfigError("admin.tls_dir", "is the folder that the gateways show to engines", remedy)
+        self.fleet(lambda model: Path(model)).checked()
+        return self
+
+    def _check_model(self, where: str, model: ModelSection) -> None:
+        _check_answers(where, model)
+        check_options(model, where)
+        if model.engine is None and model.replicas != 1:
+            reason = "counts engines that are started here, and this model has none"
+            raise ConfigError(f"{where}.replicas", reason, "Leave it out beside upstreams and remote.")
+        if model.engine is None and model.remote is None:
+            for name, parser in model.parsers.items():
+                if parser != AUTO:
+                    raise ConfigError(f"{where}.{name}", "is for text of our engines", "Leave it out: the other server parses its output.")
+            return
+        tool_format(model.tool_call_parser, (), where=f"{where}.tool_call_parser")
+        reasoning_format(model.reasoning_parser, (), where=f"{where}.reasoning_parser")
+        if model.engine is not None:
+            self._check_engine(where, model.engine)
+        if model.remote is not None:
+            _check_folder(f"{where}.remote.model", model.remote.model)
+
+    def _check_engine(self, where: str, engine: EngineConfig) -> None:
+        try:
+            engine.checked()
+        except ConfigError as error:
+            raise error.at(f"{where}.engine.{error.where}") from error
+        _check_folder(f"{where}.engine.model", engine.model)
+
+    def _check_gateway(self) -> None:
+        try:
+            # Decoded as the gateway will decode it, so that what it would refuse at its start is refused here.
+            config_from(plain(self.gateway_before_start()))
+        except ConfigError as error:
+            # Replicas that this file does not name have made-up addresses, which are right.
+            where = re.sub(r"^(models\[\d+\])\.replicas", r"\1.remote.replicas", error.where)
+            raise error.at(where if where.startswith(("models", "state", "tiers", "prices", "usage")) else f"gateway.{where}") from error
+
+    def whole_gateway(self) -> GatewayConfig:
+        return replace(self.gateway, state=self.state, tiers=self.tiers, prices=self.prices, usage=self.usage)
+
+    def gateway_before_start(self) -> GatewayConfig:
+        """The gateway's whole configuration, in which engines that are not started yet have placeholders for addresses."""
+        return replace(self.whole_gateway(), models=tuple(_as_gateway_model(model) for model in self.models))
+
+    def fleet(self, resolve: Callable[[str], Path]) -> FleetConfig:
+        """resolve: makes a local folder of a `model` as the file names it; may download a hub id, and raise"""
+        gateway = plain(self.whole_gateway())
+        del gateway["models"], gateway["timeouts"]["drain_s"]
+        models = []
+        for model in self.models:
+            spec = ModelSpec(name=model.served_name, aliases=model.aliases, replicas=model.num_engines, gateway=model.of_gateway)
+            if model.engine is not None:
+                engine = plain(model.engine)
+                spec = replace(spec, folder=resolve(engine.pop("model")), engine=engine)
+            elif model.remote is not None:
+                remote = tuple(plain(replica) for replica in model.remote.gateway_replicas())
+                spec = replace(spec, folder=resolve(model.remote.model), remote=remote)
+            models.append(replace(spec, upstreams=tuple(plain(upstream) for upstream in model.upstreams)))
+        run_dir = None if self.run_dir is None else expanded(self.run_dir)
+        return FleetConfig(
+            models=tuple(models),
+            gateway=gateway,
+            site_key=self.site_key,
+            drain_timeout_s=self.drain_timeout_s,
+            start_timeout_s=self.start_timeout_s,
+            hang_timeout_s=self.hang_timeout_s,
+            log_format=LogFormat(self.log_format),
+            run_dir=run_dir,
+            admin=self.admin,
+        )
+
+
+def _as_gateway_model(model: ModelSection) -> ModelConfig:
+    answered = ModelConfig(name=model.served_name, aliases=model.aliases, upstreams=model.upstreams, smaller=model.smaller)
+    if model.remote is not None:
+        return replace(answered, folder=model.remote.model, replicas=model.remote.gateway_replicas())
+    if model.engine is not None:
+        return replace(answered, folder=model.engine.model, replicas=(ReplicaConfig(name="-", address="unix:/run/replica"),))
+    return answered
+
+
+def _check_answers(where: str, model: ModelSection) -> None:
+    is_here, is_elsewhere = model.engine is not None, model.remote is not None
+    if (is_here and is_elsewhere) or not (is_here or is_elsewhere or model.upstreams):
+        remedy = (
+            "engine runs the model here, remote names engines that run elsewhere, upstreams asks servers for it, alone or beside these."
+        )
+        raise NeedsExactlyOne(where, "engine", "remote" if is_here else "upstreams", remedy)
+
+
+def _check_folder(where: str, name: str) -> None:
+    path = expanded(name)
+    if is_fetched(name) or bundled_path(name) or (path / "config.json").is_file() or (is_gguf(name) and path.is_file()):
+        return
+    if path.is_dir():
+        files = sorted(each.name for each in path.glob(f"*{SUFFIX}") if is_first(each))
+        remedy = f"Give its file: {path / files[0]}." if files else "A model's folder holds config.json, tokenizer.json and *.safetensors."
+        raise ConfigError(where, f"the folder {name!r} has no config.json", remedy)
+    kind, there = ("file", path.parent.glob(f"*{SUFFIX}")) if is_gguf(name) else ("folder", path.parent.glob("*/config.json"))
+    known = [str(each if is_gguf(name) else each.parent) for each in there]
+    near = get_close_matches(str(path), known, n=1)
+    raise ConfigError(where, f"there is no {kind} {name!r}", f"Did you mean {near[0]}?" if near else "")
+
+
+def is_fetched(model: str) -> bool:
+    """Whether `model` is a hub id: a text of that form that is not the name of a folder, a file or a bundled model."""
+    return HUB_ID.fullmatch(model) is not None and not is_gguf(model) and bundled_path(model) is None and not Path(model).exists()

@@ -1,0 +1,1 @@
+"""Flags of commands: which keys they set, what vLLM's become, and what help shows of them."""

@@ -1,0 +1,232 @@
+"""The flags of `headrace serve`, `headrace gateway` and `headrace engine`, and the key that each sets.
+
+Those of the engine's options are made from `EngineConfig`. The others stand here and not beside their keys: what declares those takes too
+long to import for `--help`. Flag names are vLLM's where vLLM has the option.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from headrace.cli.exits import UsageRefused
+from headrace.cli.flags.flag import CommandFlag, whole_number
+from headrace.core.option import Option, options
+from headrace.engine.config import EngineConfig
+
+MODEL, ENGINE, NETWORK, SECURITY, OPERATION = "Model", "Engine", "Network", "Security", "Operation"
+
+_ONLY_FOLDER = "Folder, .gguf file, bundled model or hub id; default: the bundled headrace-tiny."
+
+
+def _flag(
+    group: str,
+    names: str,
+    paths: str,
+    help: str,
+    kind: Any = str,
+    *,
+    common: bool = False,
+    split: Callable[[Any], Sequence[object]] | None = None,
+    **about: Any,
+) -> CommandFlag:
+    option = Option(help=help, is_common=common)
+    return CommandFlag(
+        group=group, names=tuple(names.split()), paths=tuple(paths.split()), option=option, kind=kind, split=split, about=about
+    )
+
+
+def _replica(word: str) -> dict[str, str]:
+    """A replica given as NAME=ADDRESS. Raises UsageRefused for other texts."""
+    name, separator, address = word.partition("=")
+    if not (name and separator and address):
+        raise UsageRefused(f"--replica: {word!r} is not NAME=ADDRESS. Write --replica gpu1=10.0.0.7:7001.")
+    return {"name": name, "address": address}
+
+
+def _text(path: Path) -> tuple[str]:
+    return (str(path),)
+
+
+def _engine_flags() -> Iterator[CommandFlag]:
+    hints = get_type_hints(EngineConfig)
+    for name, option in options(EngineConfig):
+        kind = bool if option.switch else next(kind for kind in (bool, int, float, str) if hints[name] in (kind, kind | None))
+        word = name.replace("_", "-")
+        made = f"--{word}/--no-{word}" if kind is bool else f"--{word}"
+        names = (made,) if option.flags is None else option.flags
+        if names and name != "model":  # an argument as well, which each command declares
+            about = {"parser": whole_number, "metavar": "<int>"} if kind is int else {}
+            yield CommandFlag(group=ENGINE, paths=(name,), names=names, kind=kind, option=option, split=_converter(option), about=about)
+
+
+def _converter(option: Option) -> Callable[[Any], Sequence[object]]:
+    def convert(given: object) -> tuple[object]:
+        if option.switch is not None and isinstance(given, bool):
+            return (option.switch[given],)
+        return (option.other_names.get(given, given) if isinstance(given, str) else given,)
+
+    return convert
+
+
+ENGINE_FLAGS = tuple(_engine_flags())
+
+
+def engine_flags(*fields: str, without: Collection[str] = ()) -> tuple[CommandFlag, ...]:
+    """The flags of these fields of `EngineConfig`; without `fields`, of every field not in `without`."""
+    return tuple(flag for flag in ENGINE_FLAGS if (flag.field in fields if fields else flag.field not in without))
+
+
+_NAMES = _flag(
+    MODEL,
+    "--served-model-name",
+    "model.name model.aliases",
+    "What clients ask for; again for aliases.",
+    list[str],
+    common=True,
+    split=lambda names: (names[0], list(names[1:])),
+)
+_PARSERS = (
+    _flag(
+        MODEL,
+        "--tool-call-parser",
+        "model.tool_call_parser",
+        "How the model writes calls: hermes, llama3_json, mistral, ...; none. Default auto.",
+        common=True,
+    ),
+    _flag(
+        MODEL,
+        "--reasoning-parser",
+        "model.reasoning_parser",
+        "How the model marks reasoning: qwen3, deepseek_r1, ...; none. Default auto.",
+        common=True,
+    ),
+)
+_LISTEN = (
+    _flag(NETWORK, "--host", "gateway.host", "Where to listen; beyond loopback wants --api-key. Default 127.0.0.1.", common=True),
+    _flag(NETWORK, "--port", "gateway.port", "0 takes a free one. Default 8000.", int, common=True),
+)
+_WORKERS = "Gateway processes on this port, each with its part of the limits. Default 1."
+_CLIENTS = (
+    _flag(
+        SECURITY,
+        "--api-key",
+        "gateway.api_keys",
+        "Clients must send one of these.",
+        list[str],
+        common=True,
+        split=lambda keys: ([{"key": key} for key in keys],),
+        envvar="HEADRACE_API_KEY",
+    ),
+    _flag(SECURITY, "--allow-open", "allow_open", "Listen beyond loopback without API keys.", bool, common=True),
+    _flag(
+        SECURITY,
+        "--allowed-hosts",
+        "gateway.allowed_hosts",
+        "Name a Host header may carry; again for more. Default: any, on loopback its own names.",
+        list[str],
+    ),
+    _flag(
+        SECURITY,
+        "--allowed-origins",
+        "gateway.allowed_origins",
+        "Origin whose pages a browser lets use this server, or *; again for more.",
+        list[str],
+        common=True,
+    ),
+    _flag(SECURITY, "--ssl-certfile", "gateway.tls.certificate", "Certificate of the port, in PEM; it speaks https then.", common=True),
+    _flag(SECURITY, "--ssl-keyfile", "gateway.tls.key", "The certificate's private key, in PEM.", common=True),
+)
+_LOG_FORMAT = _flag(
+    OPERATION, "--log-format", "log_format", "text, json, or auto: text on a terminal and JSON elsewhere. Default auto.", common=True
+)
+_DRAIN = _flag(OPERATION, "--drain-timeout", "drain_timeout_s", "Seconds running requests may take after SIGTERM.", float)
+_EXPERIMENTAL = _flag(OPERATION, "--experimental", "experimental", "Allow what has not been run where Headrace is tested.", bool)
+_OPERATION = (
+    _flag(
+        OPERATION,
+        "--request-log",
+        "gateway.request_log",
+        "One line per request: on (stdout), off, stderr or a file. Default on.",
+        common=True,
+    ),
+    _LOG_FORMAT,
+    _flag(
+        OPERATION,
+        "--state",
+        "state",
+        "Folder of keys, limits and usage. Default ~/.local/state/headrace.",
+        common=True,
+        metavar="DIR",
+    ),
+    _DRAIN,
+    _EXPERIMENTAL,
+)
+_TLS_FOLDER = _flag(
+    SECURITY,
+    "--tls-dir",
+    "tls_dir",
+    "Folder with ca.crt, tls.crt, tls.key and token, as headrace tls init makes it.",
+    Path,
+    common=True,
+    split=_text,
+)
+
+
+def _token_file(help: str) -> CommandFlag:
+    return _flag(SECURITY, "--token-file", "token_file", help, Path, common=True, split=_text)
+
+
+SERVE_FLAGS = (
+    _flag("", "", "model.engine.model", _ONLY_FOLDER, metavar="MODEL"),
+    _flag(MODEL, "--model", "model.engine.model", "The same as MODEL.", common=True),
+    _NAMES,
+    _flag(MODEL, "--replicas", "model.replicas", "Engine processes, each with its own weights.", int, common=True),
+    *_PARSERS,
+    *(flag.below("model.engine") for flag in ENGINE_FLAGS),
+    *_LISTEN,
+    _flag(NETWORK, "--gateway-workers", "gateway.workers", _WORKERS, int, common=True),
+    *_CLIENTS,
+    *_OPERATION,
+)
+
+GATEWAY_FLAGS = (
+    _flag(
+        "",
+        "",
+        "model.remote.model",
+        "What the engines serve: folder, bundled model or hub id. Default headrace-tiny.",
+        metavar="MODEL",
+    ),
+    _flag(
+        MODEL,
+        "--replica",
+        "model.remote.replicas",
+        "An engine: HOST:PORT or unix:/PATH; again for more.",
+        list[str],
+        common=True,
+        split=lambda words: ([_replica(word) for word in words],),
+        metavar="NAME=ADDRESS",
+    ),
+    _NAMES,
+    *_PARSERS,
+    *_LISTEN,
+    _flag(NETWORK, "--workers", "gateway.workers", _WORKERS, int, common=True),
+    _TLS_FOLDER.below("model.remote"),
+    _token_file("File with the token that the engines want; for TCP.").below("model.remote"),
+    *_CLIENTS,
+    *_OPERATION,
+)
+
+ENGINE_PROCESS_FLAGS = (
+    _flag("", "", "engine.model", _ONLY_FOLDER, metavar="MODEL"),
+    *(flag.below("engine") for flag in ENGINE_FLAGS),
+    _flag(NETWORK, "--listen", "address", "HOST:PORT or unix:/PATH; port 0 takes a free one.", common=True, metavar="ADDRESS"),
+    _TLS_FOLDER,
+    _token_file("File with the token that gateways must send; for TCP."),
+    _flag(OPERATION, "--name", "replica", "In the log and in answers to gateways. Default: the model folder's name.", common=True),
+    _LOG_FORMAT,
+    _DRAIN,
+    _EXPERIMENTAL,
+)

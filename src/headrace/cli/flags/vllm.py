@@ -1,0 +1,236 @@
+"""Reads the words of a command line before the parser does: vLLM's flags and spellings, and flags without their value.
+
+A flag of TABLE is translated where Headrace has the same under another name, dropped with a notice where it changes nothing here, or
+refused with what to do instead. A value that asks for what happens anyway (`--tensor-parallel-size 1`) is dropped without a notice. The
+parser would take any word for a value: `serve --api-key --enable-prefix-caching` would serve with the key "--enable-prefix-caching".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from headrace.cli.exits import UsageRefused
+from headrace.core.parallelism import RUN_PP, RUN_TP
+from headrace.core.vllm_options import REMEDIES, WITHOUT_EFFECT
+
+if TYPE_CHECKING:
+    from typer._click.core import Command
+
+_FLAG = re.compile(r"--?[a-zA-Z]|--$")
+
+
+def is_flag(word: str) -> bool:
+    """Whether a word is a flag, and so cannot be the value of the flag before it. "-1" is a value."""
+    return _FLAG.match(word) is not None
+
+
+def dashed(name: str) -> str:
+    """A flag with dashes, since vLLM also accepts underscores."""
+    return name.replace("_", "-") if name.startswith("--") else name
+
+
+def refuse_missing_values(command: Command, words: Sequence[str]) -> None:
+    """Check the words of a command line for `command` and its sub-commands. Raises UsageRefused for a flag without its value."""
+    for word, following in pairwise([*words, "--"]):
+        if word == "--":
+            return
+        if word in (commands := getattr(command, "commands", {})):
+            command = commands[word]
+        elif dashed(word) in _flags_with_value(command) and is_flag(following):
+            remedy = "" if following == "--" else f" If {following} is the value, write {dashed(word)}={following}."
+            raise UsageRefused(f"{dashed(word)}: a value is missing.{remedy}")
+
+
+def _flags_with_value(command: Command) -> set[str]:
+    options = [param for param in command.params if param.param_type_name == "option" and not getattr(param, "is_flag", False)]
+    return {name for option in options for name in option.opts}
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedFlag:
+    """A flag of vLLM that is refused.
+
+    remedy    what to do instead
+    accepted  values that ask for the behaviour that Headrace has anyway; None: the flag takes no value
+    """
+
+    remedy: str
+    accepted: tuple[str, ...] | None = ()
+
+    @property
+    def takes_value(self) -> bool:
+        return self.accepted is not None
+
+    def message(self, name: str, value: str = "") -> str:
+        allowed = f" Only {' or '.join(self.accepted)} is accepted." if self.accepted else ""
+        return f"{f'{name} {value}'.rstrip()}: not supported.{allowed} {self.remedy}"
+
+
+@dataclass(frozen=True, slots=True)
+class IgnoredFlag:
+    """A flag without effect here. why: the end of the notice "--flag has no effect: ..."; accepted: values that need no notice"""
+
+    why: str
+    takes_value: bool = False
+    accepted: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TranslatedFlag:
+    """A flag with an equivalent here. ours: the arguments that replace it; its value, if it takes one, is appended"""
+
+    ours: tuple[str, ...]
+    takes_value: bool = False
+
+
+_QUANTIZED = "Use --kv-cache-dtype int8: its scales are computed as tokens come."
+_PARALLEL = "A replica runs in one process for now; use --replicas N to use more of the machine."
+_GENERATION = "Serve a copy of the model's folder without generation_config.json, or with another one."
+_PROMPTS = "prompts are never logged; --request-log off leaves out the line per request too"
+
+TABLE: dict[str, RefusedFlag | IgnoredFlag | TranslatedFlag] = {
+    # the same under another name
+    "--data-parallel-size": TranslatedFlag(("--replicas",), takes_value=True),
+    "-dp": TranslatedFlag(("--replicas",), takes_value=True),
+    "--api-server-count": TranslatedFlag(("--gateway-workers",), takes_value=True),
+    "-asc": TranslatedFlag(("--gateway-workers",), takes_value=True),
+    "--num-gpu-blocks-override": TranslatedFlag(("--num-kv-blocks",), takes_value=True),
+    "--kv-cache-memory-bytes": TranslatedFlag(("--kv-cache-bytes",), takes_value=True),
+    "--disable-uvicorn-access-log": TranslatedFlag(("--request-log", "off")),
+    # harmless
+    "--disable-log-requests": IgnoredFlag(_PROMPTS),
+    "--max-log-len": IgnoredFlag(_PROMPTS, takes_value=True),
+    "--enable-log-requests": IgnoredFlag("every request is a line of the request log, without its prompt"),
+    "--disable-log-stats": IgnoredFlag(f"{WITHOUT_EFFECT['disable_log_stats']}; /metrics has them"),
+    "--uvicorn-log-level": IgnoredFlag("there is one log level; --request-log says where the line per request goes", takes_value=True),
+    "--swap-space": IgnoredFlag(WITHOUT_EFFECT["swap_space"], takes_value=True, accepted=("0",)),
+    "--preemption-mode": IgnoredFlag(WITHOUT_EFFECT["preemption_mode"], takes_value=True, accepted=("recompute",)),
+    "--max-seq-len-to-capture": IgnoredFlag(WITHOUT_EFFECT["max_seq_len_to_capture"], takes_value=True),
+    "--compilation-config": IgnoredFlag(WITHOUT_EFFECT["compilation_config"], takes_value=True),
+    "--disable-custom-all-reduce": IgnoredFlag(WITHOUT_EFFECT["disable_custom_all_reduce"]),
+    "--max-parallel-loading-workers": IgnoredFlag(WITHOUT_EFFECT["max_parallel_loading_workers"], takes_value=True),
+    "--disable-frontend-multiprocessing": IgnoredFlag("gateway and engine are always processes of their own"),
+    "--use-v2-block-manager": IgnoredFlag(WITHOUT_EFFECT["use_v2_block_manager"]),
+    "--enable-auto-tool-choice": IgnoredFlag("a model may call functions wherever a request has tools"),
+    "--exclude-tools-when-tool-choice-none": IgnoredFlag('with tool_choice "none" functions are always left out of the prompt'),
+    "--enable-reasoning": IgnoredFlag("reasoning is separated where the chat template shows its form, or --reasoning-parser names it"),
+    "--enable-prompt-tokens-details": IgnoredFlag("usage always says how many prompt tokens were cached"),
+    # not here
+    "--calculate-kv-scales": RefusedFlag(_QUANTIZED, None),
+    "--tensor-parallel-size": RefusedFlag(_PARALLEL, tuple(map(str, RUN_TP))),
+    "-tp": RefusedFlag(_PARALLEL, tuple(map(str, RUN_TP))),
+    "--pipeline-parallel-size": RefusedFlag(_PARALLEL, tuple(map(str, RUN_PP))),
+    "-pp": RefusedFlag(_PARALLEL, tuple(map(str, RUN_PP))),
+    "--enable-expert-parallel": RefusedFlag(_PARALLEL, None),
+    "--distributed-executor-backend": RefusedFlag(_PARALLEL, ("mp", "uni")),
+    "--enable-lora": RefusedFlag(REMEDIES["enable_lora"], None),
+    "--lora-modules": RefusedFlag(REMEDIES["lora_modules"]),
+    "--max-loras": RefusedFlag(REMEDIES["max_loras"]),
+    "--max-lora-rank": RefusedFlag(REMEDIES["max_lora_rank"]),
+    "--tool-parser-plugin": RefusedFlag("Code named on a command line is never loaded; --tool-call-parser names a known form of calls."),
+    "--reasoning-parser-plugin": RefusedFlag("Code named on a command line is never loaded; --reasoning-parser names a known form."),
+    "--structured-outputs-config": RefusedFlag("The only backend is llguidance; a request says what its output must match."),
+    "--guided-decoding-backend": RefusedFlag("The only backend is llguidance.", ("auto", "guidance")),
+    "--speculative-config": RefusedFlag(REMEDIES["speculative_config"]),
+    "--speculative-model": RefusedFlag(REMEDIES["speculative_config"]),
+    "--num-speculative-tokens": RefusedFlag(REMEDIES["speculative_config"]),
+    "--trust-remote-code": RefusedFlag(REMEDIES["trust_remote_code"], None),
+    "--tokenizer": RefusedFlag(REMEDIES["tokenizer"]),
+    "--tokenizer-mode": RefusedFlag(REMEDIES["tokenizer_mode"], ("auto",)),
+    "--tokenizer-revision": RefusedFlag(REMEDIES["tokenizer_revision"]),
+    "--skip-tokenizer-init": RefusedFlag("Use the Python API with prompt_token_ids and detokenize=False.", None),
+    "--chat-template": RefusedFlag("Put the template into the model's folder as chat_template.jinja."),
+    "--hf-overrides": RefusedFlag(REMEDIES["hf_overrides"]),
+    "--rope-scaling": RefusedFlag("Edit rope_scaling in a copy of the model's config.json."),
+    "--rope-theta": RefusedFlag("Edit rope_theta in a copy of the model's config.json."),
+    "--generation-config": RefusedFlag(_GENERATION, ("auto",)),
+    "--override-generation-config": RefusedFlag(_GENERATION),
+    "--revision": RefusedFlag(REMEDIES["revision"]),
+    "--code-revision": RefusedFlag(REMEDIES["code_revision"]),
+    "--download-dir": RefusedFlag(REMEDIES["download_dir"]),
+    "--task": RefusedFlag(REMEDIES["task"], ("auto", "generate")),
+    "--runner": RefusedFlag(REMEDIES["runner"], ("auto", "generate")),
+    "--convert": RefusedFlag(REMEDIES["convert"], ("auto", "none")),
+    "--cpu-offload-gb": RefusedFlag(REMEDIES["cpu_offload_gb"], ("0",)),
+    "--kv-transfer-config": RefusedFlag("Prefill and decode run in one replica."),
+    "--sliding-window": RefusedFlag("The window comes from the model's config.json."),
+    "--limit-mm-per-prompt": RefusedFlag(REMEDIES["limit_mm_per_prompt"]),
+    "--mm-processor-kwargs": RefusedFlag(REMEDIES["mm_processor_kwargs"]),
+    "--max-logprobs": RefusedFlag("At most 20 log-probabilities per token can be asked for.", ("20",)),
+    "--root-path": RefusedFlag("Rewrite paths in a proxy in front of the gateway.", ("/",)),
+    "--middleware": RefusedFlag("Code named on a command line is never loaded."),
+    "--response-role": RefusedFlag("Answers have the role assistant.", ("assistant",)),
+}
+
+SEVERAL = ("--served-model-name", "--api-key", "--allowed-hosts", "--allowed-origins", "--goodput")
+"""Flags that are repeated for several values here, where vLLM takes several values after one flag."""
+
+
+def translated(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(arguments for the parser, notices about flags without effect). Everything after a bare `--` is unchanged.
+
+    Raises UsageRefused for the first flag that is not supported, or that lacks a value.
+    """
+    kept: list[str] = []
+    notices: list[str] = []
+    rest = list(_one_value_each(arguments))
+    while rest:
+        word = rest.pop(0)
+        if word == "--":
+            return [*kept, word, *rest], notices
+        name, equals, value = word.partition("=")
+        name = dashed(name)
+        entry, is_negated = _entry_of(name)
+        if entry is None:
+            kept.append(word)
+            continue
+        if entry.takes_value and not equals:
+            value = rest.pop(0) if rest and not is_flag(rest[0]) else ""
+        if entry.takes_value and not value and not isinstance(entry, RefusedFlag):
+            raise UsageRefused(f"{name}: a value is missing")
+        if equals and not entry.takes_value:
+            if value == "false" and not is_negated:
+                continue  # the flag is not given
+            if is_negated or (value != "true" and not isinstance(entry, RefusedFlag)):
+                raise UsageRefused(f"{name}={value}: the flag takes no value. Write {name} alone, or leave it out.")
+            value = "" if value == "true" else value
+        if isinstance(entry, TranslatedFlag):
+            kept += [*entry.ours, *([value] if entry.takes_value else [])]
+        elif isinstance(entry, IgnoredFlag):
+            if not value or value not in entry.accepted:
+                notices.append(f"{f'{name} {value}'.rstrip()} has no effect: {entry.why}.")
+        elif not is_negated and not (value and value in (entry.accepted or ())):
+            raise UsageRefused(entry.message(name, value))
+    return kept, notices
+
+
+def _entry_of(name: str) -> tuple[RefusedFlag | IgnoredFlag | TranslatedFlag | None, bool]:
+    """The row of a flag, and whether it is written with `--no-`: `--no-enable-lora` asks for what Headrace does anyway."""
+    if name in TABLE or not name.startswith("--no-"):
+        return TABLE.get(name), False
+    entry = TABLE.get(f"--{name.removeprefix('--no-')}")
+    has_negation = entry is not None and not isinstance(entry, TranslatedFlag) and not entry.takes_value
+    return (entry, True) if has_negation else (None, False)
+
+
+def _one_value_each(arguments: Sequence[str]) -> Iterator[str]:
+    """The arguments with a flag repeated before each of its values: `--api-key a b` becomes `--api-key a --api-key b`.
+
+    If no MODEL precedes the flag, a second word after `serve`'s flag is taken for MODEL, not for a second value.
+    """
+    has_model = list(arguments[:1]) != ["serve"] or not arguments[1:2] or not arguments[1].startswith("-")
+    has_model = has_model or any(word.partition("=")[0] == "--model" for word in arguments)
+    flag, num_values = "", 0
+    for word in arguments:
+        if word.startswith("-"):
+            name, equals, _ = word.partition("=")
+            flag, num_values = (dashed(name) if dashed(name) in SEVERAL and has_model else ""), int(bool(equals))
+        elif flag:
+            num_values += 1
+            if num_values > 1:
+                yield flag
+        yield word

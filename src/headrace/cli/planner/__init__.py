@@ -1,0 +1,1 @@
+"""Commands about hardware that is not there yet: `plan` and `simulate`."""

@@ -1,0 +1,198 @@
+"""Tests `headrace bench`: a server's load test over a socket, and the offline measurements on a fake model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer
+
+from headrace.cli.bench import offline as bench_offline
+from headrace.cli.bench.common import make_shape
+from headrace.cli.bench.offline import latency, steps, throughput
+from headrace.cli.bench.serve import serve
+from headrace.cli.exits import CommandExitCode, UsageRefused
+from headrace.engine.config import EngineConfig
+from headrace.engine.loop import Engine, Outbox
+from headrace.lab import environment
+from headrace.lab.fake_runner import FakeOptions, fake_engine
+from headrace.lab.offline import Collector
+from headrace.lab.simulate import step_times
+from headrace.lab.simulate.step_times import read_steps
+from tests.cli.scripted import scripted_server
+
+pytestmark = pytest.mark.pure
+
+
+@pytest.fixture(autouse=True)
+def _no_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results name no commit here: git would be asked for it."""
+    monkeypatch.setattr(environment, "_git", lambda *_: None)
+
+
+@pytest.fixture
+def fake_model(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
+    """Engines of the offline commands are fakes; returns the configurations they were built with."""
+    built: list[EngineConfig] = []
+
+    def engine(config: EngineConfig) -> tuple[Engine, Collector]:
+        built.append(config)
+        collector = Collector()
+        return fake_engine(collector, FakeOptions(vocab_size=1000, max_model_len=512, step_seconds=0.001), built[-1]), collector
+
+    monkeypatch.setattr(bench_offline, "_engine", engine)
+    return built
+
+
+@pytest.mark.socket
+def test_serve_reports_and_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "out.json"
+    with scripted_server(*[["a", "b", "c"]] * 3, 429) as server:
+        serve(
+            url=server.url,
+            num_prompts=4,
+            request_rate=50.0,
+            input_len=8,
+            output_len=3,
+            goodput=["ttft:10000"],
+            bandwidth=False,
+            output_json=file,
+            api_key="sk-secret-key",
+        )
+        assert server.seen[0]["model"] == "tiny"
+        assert len(server.seen[0]["prompt"]) == 8  # type: ignore[arg-type]
+    data = json.loads(file.read_text())
+    assert (data["report"]["finished"], data["report"]["offered"], len(data["records"])) == (3, 4, 4)
+    assert data["report"]["goodput"] > 0
+    assert data["settings"]["shape"]["input_tokens"] == 8
+    assert data["environment"]["num_cpus"] >= 1
+    assert "sk-secret-key" not in file.read_text()
+    assert "Request goodput" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.socket
+def test_serve_says_why_when_nothing_was_answered(as_json: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """It printed thirty lines of "inf"."""
+    with scripted_server(429, 503, 429) as server, pytest.raises(typer.Exit) as ended:
+        serve(url=server.url, num_prompts=3, bandwidth=False, as_json=as_json)
+    assert ended.value.exit_code == CommandExitCode.FAILED
+    out, error = capsys.readouterr()
+    assert error.splitlines()[0] == "headrace: no request was answered"
+    assert "3 of 3 requests failed:\n  2 x 429 error\n  1 x 503 error\n" in error
+    assert "the queue is full" in error
+    assert (json.loads(out)["report"]["errors"] if as_json else out) == ({"429 error": 2, "503 error": 1} if as_json else "")
+
+
+@pytest.mark.parametrize("ending", ["", "/", "/v1", "/v1/"])
+@pytest.mark.parametrize("scheme", ["http://", ""])
+@pytest.mark.socket
+def test_a_server_is_found_however_its_address_is_written(ending: str, scheme: str) -> None:
+    with scripted_server(["a"], ["b"]) as server:
+        url = server.url.replace("http://", scheme) + ending
+        serve(url=url, num_prompts=2, bandwidth=False)
+        assert len(server.seen) == 2
+
+
+@pytest.mark.parametrize("wrong", [{"goodput": ["itl:5"]}, {"request_rate": 0.0}, {"dataset_name": "sharegpt"}, {"input_len": 0}])
+def test_senseless_settings_are_usage_errors(wrong: dict[str, object]) -> None:
+    with pytest.raises(UsageRefused):
+        serve(url="http://127.0.0.1:9", bandwidth=False, **wrong)  # type: ignore[arg-type]
+
+
+def test_shared_prefix_is_half_the_prompt_unless_said() -> None:
+    assert make_shape("shared-prefix", 100, 5, 0.0, 0, 2, 1000).prefix_tokens == 50
+    assert make_shape("shared-prefix", 100, 5, 0.0, 80, 2, 1000).prefix_tokens == 80
+
+
+def test_throughput_counts_tokens_and_price(fake_model: list[EngineConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "out.json"
+    throughput(num_prompts=6, input_len=20, output_len=5, dollars_per_hour=3.6, bandwidth=False, output_json=file, async_scheduling=True)
+    data = json.loads(file.read_text())
+    values = data["values"]
+    assert values["requests"] == 6
+    assert values["batch size, most sequences at once"] == 6
+    assert values["output tokens/s"] == pytest.approx(30 / values["total time (s)"])
+    assert values["$ per 1M output tokens"] == pytest.approx(0.001 * values["total time (s)"] / 30 * 1e6)
+    assert fake_model[0].depth == 2
+    assert "output tokens/s" in capsys.readouterr().out
+
+
+def test_latency_measures_whole_batches(fake_model: list[EngineConfig], capsys: pytest.CaptureFixture[str]) -> None:
+    latency(batch_size=3, input_len=16, output_len=4, num_iters=2, num_iters_warmup=1, bandwidth=False, as_json=True)
+    data = json.loads(capsys.readouterr().out)
+    values = data["values"]
+    assert values["latency of a batch (ms), mean"] >= 4.0  # four steps of at least a millisecond
+    assert values["decode step (ms), p50"] >= 1.0
+    assert fake_model[0].max_num_seqs == 3
+
+
+def test_steps_are_kept_with_the_options_they_were_measured_with(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def engine(config: EngineConfig, outbox: Outbox) -> Engine:
+        return fake_engine(outbox, FakeOptions(verify=False, max_model_len=200), config)
+
+    monkeypatch.setattr(bench_offline, "_built", engine)
+    monkeypatch.setattr(step_times, "mean_error", lambda *_: 0.01)
+    file = tmp_path / "steps.json"
+    steps(output=file, limit=1e9, max_num_seqs=4, quantization="int8")
+    assert read_steps(file).engine == EngineConfig(model="headrace-tiny", max_num_seqs=4, quantization="int8")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(step_times, "mean_error", lambda *_: 0.449)
+    steps(output=file, limit=1e9, max_num_seqs=4)
+    assert "Warning: the fit is off by 45%" in capsys.readouterr().err
+
+
+def test_prompts_that_cannot_fit_are_refused(fake_model: list[EngineConfig]) -> None:
+    with pytest.raises(UsageRefused, match="do not fit max_model_len"):
+        throughput(input_len=500, output_len=100, bandwidth=False)
+
+
+def values_of(command: Callable[..., None], capsys: pytest.CaptureFixture[str], **options: object) -> dict[str, object]:
+    command(input_len=16, output_len=4, as_json=True, **options)
+    data = json.loads(capsys.readouterr().out)
+    values: dict[str, object] = data["values"]
+    return values
+
+
+MBU = [
+    (throughput, {"num_prompts": 3}, "MBU, at least (weights + KV read by decoding / time / read bandwidth)"),
+    (latency, {"batch_size": 2, "num_iters": 1, "num_iters_warmup": 0}, "MBU ((weights + KV) / decode step / read bandwidth), p50"),
+]
+
+
+@pytest.mark.parametrize(("command", "options", "row"), MBU, ids=["throughput", "latency"])
+def test_share_of_bandwidth_is_shown_or_why_it_is_not_known(
+    command: Callable[..., None],
+    options: dict[str, object],
+    row: str,
+    fake_model: list[EngineConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def measures(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        assert command[1:] == [str(environment.bandwidth_script()), "--json"]
+        return subprocess.CompletedProcess(command, 0, '{"read_bytes_per_s": 2e6, "pattern": "sum"}', "")
+
+    def fails(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        raise subprocess.CalledProcessError(1, command, stderr="no memory")
+
+    monkeypatch.setattr("headrace.lab.environment.subprocess.run", measures)
+    values = values_of(command, capsys, **options)
+    assert values["read bandwidth (GB/s)"] == 0.002
+    share = values[row]
+    assert isinstance(share, float)
+    assert share > 0
+    monkeypatch.setattr("headrace.lab.environment.subprocess.run", fails)
+    assert values_of(command, capsys, **options)[row] == (
+        "not known: the read bandwidth could not be measured: bandwidth.py ended with status 1: no memory"
+    )
+    assert values_of(command, capsys, bandwidth=False, **options)[row] == "not known: not asked for (--no-bandwidth)"
+
+
+def test_the_checkout_has_the_script_that_is_asked() -> None:
+    assert environment.bandwidth_script() is not None
