@@ -48,7 +48,7 @@ class RunningFacts(NamedTuple):
     """
 
     slot: int
-    incarnation: int
+    plan_epoch: int
     request_id: RequestId
     epoch: int
     index: int  # type: ignore[assignment]  # hides a tuple's search, which means nothing here
@@ -82,8 +82,8 @@ class Sequence:
     """One token stream. Its counts and states change through the methods below; the KV manager changes its blocks and hashes.
 
     limit        length at which the sequence ends: prompt + max_tokens, at most max_model_len
-    incarnation  raised by every preemption: rows planned with a lower one do not count as computed any more
-    makes_room_from  length from which on the sequence may be preempted so that another sequence has room
+    plan_epoch  raised by every preemption: rows planned with a lower one do not count as computed any more
+    preemptible_from  length from which on the sequence may be preempted so that another sequence has room
     blocks       per KV group, block ids in order; 0 where a window has passed
     allocated_until    positions below this may be written into the sequence's blocks; 0 = ask the KV manager
     bulk_decode_limit  below this position each next token is planned in bulk: the sequence decodes, has blocks and is not complete;
@@ -113,8 +113,8 @@ class Sequence:
     num_planned: int = 0
     num_expected: int = 0
     num_charged: int = 0
-    incarnation: int = 0
-    makes_room_from: int = 0
+    plan_epoch: int = 0
+    preemptible_from: int = 0
     blocks: list[list[int]] = field(default_factory=list)
     allocated_until: int = 0
     bulk_decode_limit: int = 0
@@ -186,10 +186,10 @@ class Sequence:
         if self.waits_for_commit:
             self.bulk_decode_limit = self.bulk_commit_limit = 0
 
-    def disown_rows(self) -> None:
+    def discard_rows(self) -> None:
         """Discard the rows in flight, which were planned on more tokens than an earlier row gave. None is planned before they are
         committed."""
-        self.incarnation += 1
+        self.plan_epoch += 1
         self.facts = self._facts()
         self.waits_for_commit = True
         self.bulk_commit_limit = 0
@@ -215,8 +215,8 @@ class Sequence:
     def start(self, slot: int, now: float) -> None:
         """A preempted sequence can be preempted for others again once it has given as many tokens as it has to compute anew, so that
         preemption for others never doubles its cost."""
-        if self.incarnation:
-            self.makes_room_from = len(self.tokens) + max(LEAST_PROGRESS_TOKENS, len(self.tokens) - self.num_computed)
+        if self.plan_epoch:
+            self.preemptible_from = len(self.tokens) + max(LEAST_PROGRESS_TOKENS, len(self.tokens) - self.num_computed)
         self.slot = slot
         self.state = RUNNING
         self.facts = self._facts()
@@ -225,7 +225,7 @@ class Sequence:
     def _facts(self) -> RunningFacts:
         request = self.request
         counted = int(not request.params.stop)
-        return RunningFacts(self.slot, self.incarnation, request.request_id, request.epoch, self.index, counted, self.mask_slot)
+        return RunningFacts(self.slot, self.plan_epoch, request.request_id, request.epoch, self.index, counted, self.mask_slot)
 
     @property
     def mask_slot(self) -> int:
@@ -236,7 +236,7 @@ class Sequence:
 
     def preempt(self, now: float) -> None:
         """Rows planned until now do not count as computed."""
-        self.incarnation += 1
+        self.plan_epoch += 1
         self.state = WAITING
         self.enter(PREEMPTED, now)
 

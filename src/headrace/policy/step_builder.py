@@ -23,7 +23,7 @@ class StepRow(NamedTuple):
     """samples: the most tokens it can give, each from one of its last positions."""
 
     seq: Sequence
-    incarnation: int
+    plan_epoch: int
     start: int
     count: int  # type: ignore[assignment]  # hides a tuple's method, which means nothing here
     samples: int
@@ -39,7 +39,7 @@ class StepRow(NamedTuple):
     @property
     def is_current(self) -> bool:
         """Its sequence runs, and was not preempted since the row was planned."""
-        return self.incarnation == self.seq.incarnation and self.seq.state is RUNNING
+        return self.plan_epoch == self.seq.plan_epoch and self.seq.state is RUNNING
 
 
 class RunningColumns:
@@ -48,19 +48,19 @@ class RunningColumns:
     generation  the sequence table's generation when the columns were built
     """
 
-    incarnations: tuple[int, ...]
+    plan_epochs: tuple[int, ...]
     request_ids: tuple[RequestId, ...]
     epochs: tuple[int, ...]
     indices: tuple[int, ...]
     counted: tuple[int, ...]
 
-    __slots__ = ("counted", "epochs", "generation", "incarnations", "indices", "mask_slots", "num_counted", "request_ids", "seqs", "slots")
+    __slots__ = ("counted", "epochs", "generation", "indices", "mask_slots", "num_counted", "plan_epochs", "request_ids", "seqs", "slots")
 
     def __init__(self, seqs: list[Sequence], generation: int) -> None:
         self.seqs, self.generation = seqs, generation
         facts = [seq.facts for seq in seqs]
         columns: list[tuple[Any, ...]] = list(zip(*facts, strict=True)) if facts else [()] * len(RunningFacts._fields)
-        slots, self.incarnations, self.request_ids, self.epochs, self.indices, self.counted, mask_slots = columns
+        slots, self.plan_epochs, self.request_ids, self.epochs, self.indices, self.counted, mask_slots = columns
         self.slots, self.mask_slots = array("i", slots), array("i", mask_slots)
         self.num_counted = sum(self.counted)
 
@@ -83,7 +83,7 @@ class StepRows:
     num_decodes      leading rows of one token that sample one
     """
 
-    __slots__ = ("counts", "decode_columns", "drafts", "incarnations", "mask_slots", "num_decodes", "samples", "seqs", "slots", "starts")
+    __slots__ = ("counts", "decode_columns", "drafts", "mask_slots", "num_decodes", "plan_epochs", "samples", "seqs", "slots", "starts")
 
     def __init__(self) -> None:
         self.seqs: list[Sequence] = []
@@ -94,7 +94,7 @@ class StepRows:
         self.num_decodes = 0
         self.slots = array("i")
         self.mask_slots = array("i")
-        self.incarnations: tuple[int, ...] = ()
+        self.plan_epochs: tuple[int, ...] = ()
         self.decode_columns = NO_ROWS
 
     def __len__(self) -> int:
@@ -119,17 +119,17 @@ class StepRows:
         self.fill()
         decodes, prefills = self.seqs[: self.num_decodes], self.seqs[self.num_decodes :]
         self.decode_columns = columns = last.after(decodes, generation)
-        self.slots, self.mask_slots, self.incarnations = columns.slots, columns.mask_slots, columns.incarnations
+        self.slots, self.mask_slots, self.plan_epochs = columns.slots, columns.mask_slots, columns.plan_epochs
         if prefills:
             self.slots = columns.slots + array("i", [seq.slot for seq in prefills])
             self.mask_slots = columns.mask_slots + array("i", [seq.mask_slot for seq in prefills])
-            self.incarnations = (*columns.incarnations, *[seq.incarnation for seq in prefills])
+            self.plan_epochs = (*columns.plan_epochs, *[seq.plan_epoch for seq in prefills])
 
     def row(self, index: int) -> StepRow:
-        return StepRow(self.seqs[index], self.incarnations[index], self.starts[index], self.counts[index], self.samples[index])
+        return StepRow(self.seqs[index], self.plan_epochs[index], self.starts[index], self.counts[index], self.samples[index])
 
     def rows(self, first: int = 0) -> list[StepRow]:
-        columns = (self.seqs, self.incarnations, self.starts, self.counts, self.samples)
+        columns = (self.seqs, self.plan_epochs, self.starts, self.counts, self.samples)
         values = zip(*[column[first:] for column in columns], strict=True)
         return list(map(tuple.__new__, repeat(StepRow), values))
 

@@ -89,7 +89,7 @@ class FairQueueMachine(RuleBasedStateMachine):
     def preempt(self, data: st.DataObject) -> None:
         seq = data.draw(st.sampled_from(self.running))
         self.running.remove(seq)
-        seq.incarnation += 1
+        seq.plan_epoch += 1
         seq.reset()
         self._push(seq)
 

@@ -149,7 +149,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.driven.scheduler.check()
             waiting = [seq for seq in self.driven.scheduler.sequences.alive() if seq.num_queued]
             for priority in PriorityClass:
-                new = sum(seq.num_waiting_bytes for seq in waiting if seq.request.priority == priority and not seq.incarnation)
+                new = sum(seq.num_waiting_bytes for seq in waiting if seq.request.priority == priority and not seq.plan_epoch)
                 assert new <= self.most_bytes, "requests were let in beyond the bound; only preempted sequences may exceed it"
 
     def teardown(self) -> None:

@@ -30,13 +30,17 @@ class WatchedEngine(VirtualEngine):
         self._begun: dict[int, tuple[int, int]] = {}
         self._makes_room = False
         scheduler = self.engine.scheduler
-        self._start, self._preempt, self._make = scheduler.sequences.start, scheduler.sequences.preempt, scheduler._planner.room.make
+        self._start, self._preempt, self._make = (
+            scheduler.sequences.start,
+            scheduler.sequences.preempt,
+            scheduler._planner.start_rules.preempt_for_head,
+        )
         scheduler.sequences.start = self._note_start  # type: ignore[method-assign]
         scheduler.sequences.preempt = self._note_preempt  # type: ignore[method-assign]
-        scheduler._planner.room.make = self._note_make  # type: ignore[method-assign]
+        scheduler._planner.start_rules.preempt_for_head = self._note_make  # type: ignore[method-assign]
 
     def _note_start(self, seq: Sequence, now: float) -> None:
-        if seq.incarnation:
+        if seq.plan_epoch:
             self._begun[seq.seq_id] = (len(seq.tokens), len(seq.tokens) - seq.num_computed)
             self.runs[seq.seq_id].append((self._begun[seq.seq_id][1], None))
         self._start(seq, now)

@@ -35,7 +35,7 @@ MAX_NAME_CHARS = 40
 BRANCHES = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
 
 Schema = dict[str, Any] | bool
-Around = tuple["Around", Any] | None
+Enclosing = tuple["Enclosing", Any] | None
 """Linked from the innermost outwards."""
 
 
@@ -160,7 +160,7 @@ class _Document:
 
     # writing
 
-    def _written(self, schema: Any, place: Place, *, around: Around = None, is_combined: bool = False) -> Schema:
+    def _written(self, schema: Any, place: Place, *, around: Enclosing = None, is_combined: bool = False) -> Schema:
         """around: schemas that judge the same value; is_combined: whether other schemas do"""
         self._num_written += 1
         node = self._rewritten(schema, place)
@@ -185,7 +185,7 @@ class _Document:
         return written or True
 
     def _write_branches(
-        self, written: dict[str, Any], keyword: str, value: list[Any], place: Place, around: tuple[Around, Any], is_combined: bool
+        self, written: dict[str, Any], keyword: str, value: list[Any], place: Place, around: tuple[Enclosing, Any], is_combined: bool
     ) -> bool:
         """They judge the same value. False: no value satisfies them."""
         tag = self._tag(value, place, around) if keyword == "oneOf" else None
@@ -211,7 +211,7 @@ class _Document:
             written["anyOf"] = possible
         return bool(possible)
 
-    def _tag(self, branches: list[Any], place: Place, around: tuple[Around, Any]) -> str | None:
+    def _tag(self, branches: list[Any], place: Place, around: tuple[Enclosing, Any]) -> str | None:
         """The property is that of OpenAPI's `discriminator`, which pydantic leaves out of `required` where it has a default. Raises
         InvalidRequest where the branches do not exclude each other even so."""
         context = self._context(around)
@@ -223,7 +223,7 @@ class _Document:
             return name
         raise refused(place, "a oneOf whose branches visibly exclude each other", remedy="Use anyOf.")
 
-    def _context(self, around: Around) -> list[Keywords]:
+    def _context(self, around: Enclosing) -> list[Keywords]:
         found: dict[int, Keywords] = {}
         while around is not None:
             around, schema = around
@@ -241,7 +241,7 @@ class _Document:
                 return {"$ref": self._pointer(schema, str(place[1]) if isinstance(place, tuple) else "")}
         return self._written(schema, place)
 
-    def _referred(self, target: Target, around: Around, is_combined: bool) -> Schema:
+    def _referred(self, target: Target, around: Enclosing, is_combined: bool) -> Schema:
         """As a reference to a definition, or written out where it is combined with other keywords in a recursive document, up to
         MAX_WRITTEN_OUT within each other."""
         schema = self._followed(target.schema)

@@ -33,7 +33,7 @@ class KeyQueue:
         return seq.arrival
 
     def push(self, seq: Sequence, cost_tokens: int) -> None:
-        if seq.incarnation == 0:
+        if seq.plan_epoch == 0:
             seq.key = self.key_of(seq, cost_tokens)
         self._pushes += 1  # the number decides between two entries of one sequence, so that the heap never compares sequences
         heapq.heappush(self._heap, (seq.key, seq.seq_id, self._pushes, seq))

@@ -18,7 +18,7 @@ from headrace.core.request import PriorityClass
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.schedule.sequence_table import SequenceTable
-from headrace.policy.schedule.start_rules import Room
+from headrace.policy.schedule.start_rules import StartRules
 from headrace.policy.schedule.step_budget import ChunkPrice, prefill_part, tightest_tpot_s, tokens_within
 from headrace.policy.sequence import RUNNING, Sequence
 from headrace.policy.step_builder import StepBuilder
@@ -32,7 +32,7 @@ class Planner:
         self.config = config
         self.kv = kv
         self.sequences = sequences
-        self.room = Room(config, kv, sequences)
+        self.start_rules = StartRules(config, kv, sequences)
         self.is_static = False
         """A batch is run to its end before the next: the baseline of the benchmarks."""
         self._price = ChunkPrice(config.costly_context if config.enable_chunked_prefill else 0)
@@ -44,7 +44,7 @@ class Planner:
 
     def fill(self, step: StepBuilder) -> None:
         """When it raises, the step holds the rows added so far."""
-        step.first = self.room.make(step.now, step.costs)
+        step.first = self.start_rules.preempt_for_head(step.now, step.costs)
         prefilling, drafted = self._plan_decodes(step)
         for seq in drafted:
             self._plan_drafted(seq, step)
@@ -56,7 +56,7 @@ class Planner:
 
     def _forget_bounds(self) -> None:
         """Nothing runs: what goals of sequences allowed says nothing about those that come next."""
-        self.step_prompt_tokens, self.room.max_running = self.config.max_num_batched_tokens, self.config.max_num_seqs
+        self.step_prompt_tokens, self.start_rules.max_running = self.config.max_num_batched_tokens, self.config.max_num_seqs
 
     def fill_within_held_blocks(self, sequences: list[Sequence], step: StepBuilder) -> list[Sequence]:
         """These sequences alone, within the blocks they hold. Returns those that the budget did not reach."""
@@ -127,19 +127,19 @@ class Planner:
         prefilling = [seq for seq in prefilling if seq.state is RUNNING]  # a decoding row may have preempted one
         self._start_ahead(prefilling, step)
         budget = step.budget
-        long = [(seq, seq.incarnation) for seq in prefilling if self._is_long(seq, budget)]
+        long = [(seq, seq.plan_epoch) for seq in prefilling if self._is_long(seq, budget)]
         num_ahead = prefilling.index(long[0][0]) if long else len(prefilling)
         for seq in prefilling[:num_ahead]:
             self._plan_row(seq, step)
         if long:
             step.num_withheld_for_long = shares.withheld_for_long(step.budget)
         for seq in prefilling[num_ahead:]:
-            if (seq, seq.incarnation) not in long:
+            if (seq, seq.plan_epoch) not in long:
                 self._plan_row(seq, step)
         self._plan_waiting(step)
         step.num_withheld_for_long = 0
-        for seq, incarnation in long:
-            if seq.incarnation == incarnation:  # else it was preempted, and may have started again
+        for seq, plan_epoch in long:
+            if seq.plan_epoch == plan_epoch:  # else it was preempted, and may have started again
                 self._plan_row(seq, step)
 
     def _within_goals(self, step: StepBuilder, budget: int) -> int:
@@ -155,7 +155,7 @@ class Planner:
             return
         first = prefilling[0]
         while self.sequences.slots.has_free and step.budget > 0:
-            head = step.first or self.room.next_to_start(step.now, step.costs)
+            head = step.first or self.start_rules.next_to_start(step.now, step.costs)
             if head is None or head.num_in_flight or not queue.precedes(head, first):
                 return
             step.first = None
@@ -260,7 +260,7 @@ class Planner:
         num_running_before = len(self.sequences.slots)
         while self.sequences.slots.has_free and (step.budget > 0 or self.is_static):
             self.charge(step)
-            seq, step.first = step.first or self.room.next_to_start(step.now, step.costs), None
+            seq, step.first = step.first or self.start_rules.next_to_start(step.now, step.costs), None
             # A preempted sequence whose sampled token is not committed yet cannot start: its ids are not all known.
             if seq is None or seq.num_in_flight or not self._try_start(seq, step, num_running_before):
                 return
@@ -282,11 +282,11 @@ class Planner:
             if count == 0 and not self.is_static:
                 return False
             num_left = self.kv.num_left(seq, start, start + count, self._blocks_for_long_chunks(step))
-            num_kept = self.room.num_blocks_kept(seq, step.now)
+            num_kept = self.start_rules.num_blocks_kept(seq, step.now)
             if self._leaves_blocks_to_grow(num_left - num_kept, num_running_before):
                 break
             if len(self.sequences.slots) or self.kv.has_pending_free or not self.sequences.drop_waiting_forks():
-                self.room.note_short(seq, max(1, math.ceil(num_kept - num_left)))
+                self.start_rules.note_short(seq, max(1, math.ceil(num_kept - num_left)))
                 return False
         if not any(seq.blocks):
             self._take_cached_prefix(seq, start)
@@ -319,7 +319,7 @@ class Planner:
     def _take_cached_prefix(self, seq: Sequence, num_cached_tokens: int) -> None:
         if num_cached_tokens:
             self.kv.take_hits(seq, num_cached_tokens)
-        if seq.incarnation == 0 and self.kv.caching and seq.uses_prefix_cache:
+        if seq.plan_epoch == 0 and self.kv.caching and seq.uses_prefix_cache:
             seq.num_cached = min(num_cached_tokens, seq.num_prompt)
             self.sequences.counters.prefix_cache_query_tokens += seq.num_prompt
             self.sequences.counters.prefix_cache_hit_tokens += seq.num_cached

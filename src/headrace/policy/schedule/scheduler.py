@@ -61,7 +61,7 @@ class Scheduler:
 
     @property
     def max_running(self) -> int:
-        return self._planner.room.max_running
+        return self._planner.start_rules.max_running
 
     @property
     def step_prompt_tokens(self) -> int:
@@ -220,7 +220,7 @@ class Scheduler:
             is_last = seq.num_planned == row.start + row.count
             seq.roll_back(seq.num_computed)
             if not is_last:
-                self.sequences.slots.disown_rows(seq)
+                self.sequences.slots.discard_rows(seq)
         seq.draft(drafts)
 
     def end_moves(self, move_ids: array[int]) -> None:
@@ -287,7 +287,7 @@ class Scheduler:
         """Check that counts agree with the rows in flight, and that the bulk limits are at most what a full check would allow."""
         assert seq.num_in_flight == sum(row.samples for row in in_flight), "ids in flight and planned rows differ"
         assert seq.num_expected <= seq.limit or seq.state is DONE, "more is expected of it than its limit"
-        current = sum(row.count for row in in_flight if row.incarnation == seq.incarnation)
+        current = sum(row.count for row in in_flight if row.plan_epoch == seq.plan_epoch)
         assert seq.state is not RUNNING or seq.num_planned == seq.num_computed + current, "planned and computed differ"
         if seq.num_planned < seq.bulk_decode_limit:
             assert seq.state is RUNNING, "planned in bulk, but does not run"

@@ -126,9 +126,9 @@ class SequenceTable:
     def _refuse(self, family: list[Sequence], error: HeadraceError, now: float) -> None:
         """Nothing was computed for it. It is for `take_refused`."""
         self._refused.append((family[0].request, error))
-        self._end_unsaid(family, now)
+        self._end_without_update(family, now)
 
-    def _end_unsaid(self, family: list[Sequence], now: float) -> None:
+    def _end_without_update(self, family: list[Sequence], now: float) -> None:
         for seq in list(family):
             self._end(seq, FinishReason.CANCELLED, now, is_emitted=True)
 
@@ -231,7 +231,7 @@ class SequenceTable:
         family = list(self._prepared.get(preparation_id, ()))
         if not family or not all(seq.missing for seq in family):
             return None
-        self._end_unsaid(family, now)
+        self._end_without_update(family, now)
         return family[0].request
 
     def finish(self, request_id: RequestId, index: int, keep_tokens: int, reason: FinishReason, now: float) -> None:

@@ -63,9 +63,9 @@ class Slots:
         self._free.append(seq.slot)
         seq.slot = NO_SLOT
 
-    def disown_rows(self, seq: Sequence) -> None:
-        seq.disown_rows()
-        self.generation += 1  # `RunningColumns` hold its incarnation
+    def discard_rows(self, seq: Sequence) -> None:
+        seq.discard_rows()
+        self.generation += 1  # `RunningColumns` hold its plan_epoch
 
     def take_ended(self) -> list[int]:
         """Freed since the last plan, to be announced to the runner."""

@@ -18,18 +18,18 @@ from headrace.policy.sequence import Sequence
 
 HEADROOM_S = 60.0
 
-CROWD_FACTOR = 4
+PREEMPT_RATIO = 4
 """A tenant makes room for another one of its class if it has N times as many running sequences as the other will have, by weight. At 1,
 tenants with equal shares would preempt each other's sequences all the time."""
 
 MAX_PREEMPTED = 8
 
-LOOK_AGAIN_S = 0.02
+PREEMPT_INTERVAL_S = 0.02
 """Room is made at most once in this many seconds."""
 
 
-class Room:
-    """All methods run on the loop's thread; only `make` changes sequences."""
+class StartRules:
+    """All methods run on the loop's thread; only `preempt_for_head` changes sequences."""
 
     def __init__(self, config: SchedulerConfig, kv: KvManager, sequences: SequenceTable) -> None:
         self.config = config
@@ -38,7 +38,7 @@ class Room:
         self._short: Sequence | None = None
         self._num_short = 0
         """The sequence that did not start for want of blocks, and how many blocks it lacks."""
-        self._look_again = 0.0
+        self._next_attempt = 0.0
         self.max_running = config.max_num_seqs
         """As found when a sequence was last considered: goals may allow fewer than there are slots."""
 
@@ -103,7 +103,7 @@ class Room:
     def note_short(self, seq: Sequence, num_blocks: int) -> None:
         self._short, self._num_short = seq, num_blocks
 
-    def make(self, now: float, costs: StepCosts) -> Sequence | None:
+    def preempt_for_head(self, now: float, costs: StepCosts) -> Sequence | None:
         """Preempt running sequences for the head of the queue, and for waiting sequences of the same tenant, if slots or blocks are lacking
         and other sequences have to make room.
 
@@ -112,9 +112,9 @@ class Room:
         """
         sequences, queue = self.sequences, self.sequences.queue
         lacks_slot = not sequences.slots.has_free
-        if not (lacks_slot or self._short) or now < self._look_again or not (queue.traits.has_tenants and len(queue)):
+        if not (lacks_slot or self._short) or now < self._next_attempt or not (queue.traits.has_tenants and len(queue)):
             return None
-        self._look_again = now + LOOK_AGAIN_S
+        self._next_attempt = now + PREEMPT_INTERVAL_S
         head = self._head(now, costs)
         if head is None or head.num_in_flight or (self.kv.has_pending_free and not lacks_slot):
             return None
@@ -139,15 +139,15 @@ class Room:
         """
         queue, running = self.sequences.queue, self.sequences.slots.running
         counts = Counter(seq.request.tenant for seq in running)
-        crowd = CROWD_FACTOR * (counts[head.request.tenant] + num_preempted + 1) / head.request.tier.weight
+        too_many = PREEMPT_RATIO * (counts[head.request.tenant] + num_preempted + 1) / head.request.tier.weight
         held = self._num_held() if any(seq.request.tier.kv_share is not None for seq in running) else counts
-        found: list[Sequence] = []
+        candidates: list[Sequence] = []
         for seq in running:
             tenant, share = seq.request.tenant, seq.request.tier.kv_share
-            if len(seq.tokens) < seq.makes_room_from or queue.outranks(seq, head):
+            if len(seq.tokens) < seq.preemptible_from or queue.outranks(seq, head):
                 continue
-            is_crowd = counts[tenant] / seq.request.tier.weight >= crowd
+            has_many = counts[tenant] / seq.request.tier.weight >= too_many
             holds_too_much = share is not None and held[tenant] > share * self._num_blocks
-            if queue.outranks(head, seq) or (tenant != head.request.tenant and (is_crowd or holds_too_much)):
-                found.append(seq)
-        return found
+            if queue.outranks(head, seq) or (tenant != head.request.tenant and (has_many or holds_too_much)):
+                candidates.append(seq)
+        return candidates

@@ -133,7 +133,7 @@ class WaitingWork:
             assert seq.num_queued > 0, "a waiting sequence is not counted"
             own = seq.num_waiting_bytes - (request_bytes(seq.request) if seq.is_first else 0)
             not_counted = sequence_bytes(len(seq.tokens)) - own  # tokens that were in flight when it was preempted
-            assert not_counted == 0 or (seq.incarnation and not_counted > 0), "a waiting sequence's bytes are not what it holds"
+            assert not_counted == 0 or (seq.plan_epoch and not_counted > 0), "a waiting sequence's bytes are not what it holds"
 
 
 Family = list[Sequence]
@@ -205,5 +205,5 @@ def _that_may_leave(families: Iterable[Family]) -> Iterator[Family]:
     for family in families:
         request = family[0].request
         is_new = len(family) == request.params.n and not request.output_ids and not request.numerics_digest
-        if is_new and all(seq.num_queued and seq.incarnation == 0 and seq.state is not RUNNING for seq in family):
+        if is_new and all(seq.num_queued and seq.plan_epoch == 0 and seq.state is not RUNNING for seq in family):
             yield family

@@ -92,9 +92,9 @@ class SlotChoice:
         """The device has counted these tokens itself."""
 
     def retract(self, slot: int, token_ids: Ints) -> None:
-        self.doubt([slot])
+        self.mark_unsent([slot])
 
-    def doubt(self, slots: Iterable[int]) -> None:
+    def mark_unsent(self, slots: Iterable[int]) -> None:
         """It is unknown whether the device counted the slots' last token: mark them for `send`."""
         self._unsent.update(int(slot) for slot in slots if int(slot) in self._edits)
 

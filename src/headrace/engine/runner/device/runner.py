@@ -162,7 +162,7 @@ class DeviceRunner:
                     return CompletedStep(empty_result(plan))
                 return self._launch(plan, read_rows(plan))
         except Exception as error:
-            self._choice.doubt(plan.slots)
+            self._choice.mark_unsent(plan.slots)
             return CompletedStep(self._reason(error))
 
     def close(self) -> None:
@@ -307,7 +307,7 @@ class DeviceRunner:
         try:
             step.outcome = self._finish(step)
         except Exception as error:
-            self._choice.doubt(live)
+            self._choice.mark_unsent(live)
             step.outcome = self._reason(error)
 
     def _is_live(self, step: LaunchedStep) -> NDArray[np.bool_]:
