@@ -241,7 +241,7 @@ async def test_a_request_and_a_decode_step_go_through_the_files_in_the_pages_ord
     for module, name in PATIENCE:
         monkeypatch.setattr(module, name, PATIENCE_S)
     files = files_of("One request, from the socket to the kernel and back"), files_of("One decode step")
-    assert (len(files[0]), len(files[1])) == (14, 15)
+    assert (len(files[0]), len(files[1])) == (16, 15)
     watch = Watch()
     async with deployment(watch) as made:
         with watch.looking():

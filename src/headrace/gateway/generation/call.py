@@ -41,6 +41,8 @@ from headrace.policy.limits.price import Price
 class Ending:
     """What is known of an answer so far, by which it is accounted for when it ends, however it ends.
 
+    `generation.run` makes an `Answered` of it, whose fields `observe.request_log` and `ledger.record` write.
+
     ends                closed at the end of the request, also after an error
     model               the model that answers; at first the one that the client named
     version             of its weights when it was chosen: its system_fingerprint

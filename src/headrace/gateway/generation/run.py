@@ -184,9 +184,9 @@ class _Answer:
         """The next events; empty once every sequence has finished. Raises a HeadraceError if the request ended without an answer."""
         self._raise_if_ended()
         events = await self.stream.events()
+        self.progress.record(events, self.clock())
         self._record(events)
         self._raise_if_ended()
-        self.progress.record(events, self.clock())
         for event in events:
             if event.finish is not None:
                 self.progress.failure = event.error and event.error[:MAX_DETAIL_CHARS]

@@ -1,6 +1,7 @@
 """An upstream that sends a request to Headrace's replicas first, and to foreign servers of the same model when no replica takes it.
 
 A request falls back when all replicas reject it, when no replica is ready, or when its replica was lost before the first token and no other
+is ready. The foreign servers are tried in their configured order, and compute the answer from its beginning.
 
 No request falls back after its first token, since the text of another model cannot follow the text of a replica. A stream that a client
 continues does not fall back for the same reason. A request that is too long for the replicas falls back only when a foreign server has

@@ -2,7 +2,8 @@
 
     validated request + facts of its key --Upstream.prepare--> Prepared (counts, to decide on) --stream--> EventStream --> OutputEvents
 
-Requests pass here as conversations and text: each upstream renders templates and tokenizes by itself. `own.upstream` implements the
+Requests pass here as conversations and text: each upstream renders templates and tokenizes by itself. `own` answers by
+Headrace's engines, `foreign` by OpenAI-compatible servers. Neither imports the other, and the code above imports neither.
 """
 
 from __future__ import annotations

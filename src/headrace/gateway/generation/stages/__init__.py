@@ -2,7 +2,8 @@
 
 A stage is called, as a Starlette middleware is, with the call and with `call_next`, which runs everything behind it. It does its first
 part, awaits `call_next` with the call, perhaps changed, and returns the `Ready` that it gets, perhaps with more hooks. A stage that answers
-by itself does not await `call_next`. What is to happen at the end of the request goes to `Ending.ends`, which run in the reverse order.
+by itself does not await `call_next`. A stage bounds its own waits: the deadline's timer starts with the answer. What is to happen at the
+end of the request goes to `Ending.ends`, which run in the reverse order.
 """
 
 from __future__ import annotations
