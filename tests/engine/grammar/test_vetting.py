@@ -34,7 +34,9 @@ def test_the_process_reads_the_vocabulary_and_lets_a_grammar_pass(vetter: Gramma
     assert 0 < vetter.vet(regex("|".join(f"word{i}" for i in range(6000)))) < MAX_COMPILED_BYTES
 
 
-MANY_RULES = "start: r0\n" + "".join(f'r{i}: "x" r{i + 1} | "y"\n' for i in range(3200)) + 'r3200: "x"'
+MANY_RULES = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(3200)) + 'r3200: "x"'
+"""Takes less than half of the CPU time when the stack ends, so that a busy machine does not change which limit it is."""
+
 WIDE = "start: " + " | ".join(f'"{i}x"' for i in range(2010))
 TERMINALS = "start: T0\n" + "".join(f"T{i}: T{i + 1} T{i + 1}\n" for i in range(40)) + 'T40: "x"'
 PROPERTIES = '{"type":"object","properties":{' + ",".join(f'"p{i}":{{"type":"string"}}' for i in range(5000)) + "}}"
