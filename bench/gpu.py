@@ -165,7 +165,7 @@ def answers(report: Report, folder: Path, device: str) -> None:
     found = []
     for options in ({"device": device}, {"device": device, "kernels": "reference", "depth": 1}):
         engine, tokens = engine_with_tokens(EngineConfig(model=model, load_format="dummy", max_num_batched_tokens=96, max_num_seqs=8,
-                                                         num_kv_blocks=400, **options))  # fmt: skip
+                                                         num_kv_blocks=400, **options).checked())  # fmt: skip
         for number, request in enumerate(requests):
             engine.submit(greedy(str(number), request.prompt_ids, request.output_tokens))
         turn_until_idle(engine)

@@ -111,7 +111,7 @@ def measure(subject: Subject, scratch: Path, seconds: float) -> list[dict[str, o
     subprocess.run([*HEADRACE, "bench", "steps", str(subject.folder), "--output", str(steps), *subject.flags], check=True)
     shape = find_model(str(subject.folder), {}).shape
     fitted = read_steps(steps)
-    model = measured_model(EngineConfig(model="subject"), fitted.latency, shape, fitted.num_blocks)
+    model = measured_model(EngineConfig(model="subject").checked(), fitted.latency, shape, fitted.num_blocks)
     most = simulated(model, make_requests(200, subject.shape), [0.0] * 200).request_throughput
     rows: list[dict[str, object]] = []
     with served(subject) as url:

@@ -85,8 +85,8 @@ class Cell:
     requests: list[LoadRequest]
 
     def run(self, batching: str, times: list[float]) -> LoadReport:
-        config = EngineConfig(model="simulated", max_num_seqs=BATCH, max_waiting=2 * NUM_REQUESTS)
-        model = SimulatedModel(config.checked(), self.latency, num_blocks=4097, max_model_len=2048)
+        config = EngineConfig(model="simulated", max_num_seqs=BATCH, max_waiting=2 * NUM_REQUESTS).checked()
+        model = SimulatedModel(config, self.latency, num_blocks=4097, max_model_len=2048)
         arrivals = [Arrival(at, each.prompt_ids, each.output_tokens) for at, each in zip(times, self.requests, strict=True)]
         site = SimulatedSite([model])
         if batching == "static":

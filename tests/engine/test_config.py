@@ -9,7 +9,7 @@ import pytest
 from headrace.core.errors import ConfigError
 from headrace.core.strict_decode import decode, plain
 from headrace.engine import config as engine_config
-from headrace.engine.config import EngineConfig
+from headrace.engine.config import EngineConfig, resolve
 from headrace.machine.gpus import Gpus, unusable
 
 pytestmark = pytest.mark.pure
@@ -39,10 +39,10 @@ def test_auto_takes_a_gpu_that_works_and_its_defaults(
 ) -> None:
     monkeypatch.setattr(engine_config, "_is_starting", False)
     monkeypatch.setattr(engine_config, "find_gpus", lambda: gpus)
-    for config in (EngineConfig(model="m"), EngineConfig(model="m", device=device)):
+    for config in (EngineConfig(model="m").checked(), resolve(EngineConfig(model="m", device=device), Gpus())):
         assert config.device == device
         assert (config.max_num_seqs, config.max_num_batched_tokens, config.memory_fraction, config.depth) == defaults
-    assert decode(EngineConfig, {"model": "m", "max_num_seqs": 5, "depth": 1}).device == device
+    assert decode(EngineConfig, {"model": "m", "max_num_seqs": 5, "depth": 1}).checked().device == device
 
 
 def test_a_command_that_starts_engines_takes_the_cpu_where_the_first_kernel_fails_and_says_so_once(
@@ -52,28 +52,28 @@ def test_a_command_that_starts_engines_takes_the_cpu_where_the_first_kernel_fail
     monkeypatch.setattr(engine_config, "find_gpus", lambda: Gpus(("0",)))
     monkeypatch.setattr(engine_config, "find_working_gpus", lambda: unusable("gcc fails", "Mend it"))
     engine_config._say_unused.cache_clear()
-    assert EngineConfig(model="m").device == "cuda", "other commands try nothing, and say nothing"
+    assert EngineConfig(model="m").checked().device == "cuda", "other commands try nothing, and say nothing"
     assert caplog.messages == []
     engine_config.try_gpus()
     for _ in range(2):
-        config = EngineConfig(model="m")
+        config = EngineConfig(model="m").checked()
         assert (config.device, config.max_num_seqs, config.memory_fraction, config.depth) == ("cpu", 64, 0.5, 1)
     assert caplog.messages == ["device = auto takes the CPU: gcc fails. Mend it, or use device = cpu."]
-    assert EngineConfig(model="m", device="cuda").device == "cuda", "what is insisted on is refused by the engine"
+    assert EngineConfig(model="m", device="cuda").checked().device == "cuda", "what is insisted on is refused by the engine"
     monkeypatch.setattr(engine_config, "find_working_gpus", lambda: Gpus(("0",)))
-    assert (EngineConfig(model="m").device, EngineConfig(model="m").depth) == ("cuda", 2)
+    assert (EngineConfig(model="m").checked().device, EngineConfig(model="m").checked().depth) == ("cuda", 2)
 
 
 def test_of_steps_and_sequences_the_one_that_is_not_set_fits_the_other() -> None:
-    assert EngineConfig(model="m", device="cpu", max_num_seqs=600).max_num_batched_tokens == 600
-    assert EngineConfig(model="m", device="cpu", max_num_batched_tokens=20).max_num_seqs == 20
+    assert EngineConfig(model="m", device="cpu", max_num_seqs=600).checked().max_num_batched_tokens == 600
+    assert EngineConfig(model="m", device="cpu", max_num_batched_tokens=20).checked().max_num_seqs == 20
     with pytest.raises(ConfigError, match="max_num_batched_tokens"):
         EngineConfig(model="m", max_num_batched_tokens=20, max_num_seqs=21).checked()
 
 
 def test_what_a_configuration_says_is_read_again_as_it_is() -> None:
     for device in ("cpu", "cuda"):
-        config = EngineConfig(model="m", device=device, max_num_seqs=7)
+        config = EngineConfig(model="m", device=device, max_num_seqs=7).checked()
         assert decode(EngineConfig, plain(config)) == config
 
 

@@ -24,7 +24,7 @@ from headrace.tensor.packed.file import NOTE_SUFFIX, PackedFile
 
 pytestmark = pytest.mark.socket
 
-CONFIG = EngineConfig(model=str(bundled_path(DEFAULT_MODEL)), quantization="int8", num_kv_blocks=16, max_model_len=64)
+CONFIG = EngineConfig(model=str(bundled_path(DEFAULT_MODEL)), quantization="int8", num_kv_blocks=16, max_model_len=64).checked()
 
 
 @pytest.fixture

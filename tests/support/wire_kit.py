@@ -83,7 +83,7 @@ class Served:
         self.options = options
         self.address = address
         self.runner = FakeRunner(options)
-        self.engine = assemble(config, self.runner, fake_info(options), bridge)
+        self.engine = assemble(config.checked(), self.runner, fake_info(options), bridge)
         self.service = EngineService(self.engine, bridge, parse_target(address, token, tls), replica="fake-0", **service)
         self.thread = threading.Thread(target=self.engine.run, daemon=True)
 

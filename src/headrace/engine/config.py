@@ -7,13 +7,13 @@ the table in docs/config.md are made from it.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from headrace.core.errors import ConfigError
 from headrace.core.model_info import LOAD_FORMATS
 from headrace.core.option import Option, Reload, Role, by_device, check_options, option, options, required
-from headrace.machine.gpus import find_gpus
+from headrace.machine.gpus import Gpus, find_gpus
 from headrace.policy.queues import QUEUES
 from headrace.tensor.backends import BACKENDS, find_working_gpus
 from headrace.tensor.checkpoint.formats.names import INSTEAD, METHODS
@@ -31,7 +31,10 @@ DEVICES = ("auto", "cuda", "cpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The options of one replica, with "auto" and defaults by device resolved. The fleet resolves `model` to a local folder."""
+    """The options of one replica. Of `checked` and `resolve`: with the device and its defaults; None before stands for such a default.
+
+    The fleet resolves `model` to a local folder.
+    """
 
     model: str = required(
         "A folder in the Hugging Face layout, a `.gguf` file, the name of a bundled model, or a hub id.",
@@ -159,37 +162,43 @@ class EngineConfig:
     )
     seed: int = option(0, "Of random weights (`load_format: dummy`).")
 
-    def __post_init__(self) -> None:
-        """Choose the device and fill in unset options. If one of max_num_seqs and max_num_batched_tokens is unset, fit it to the other."""
-        if self.device == "auto":
-            object.__setattr__(self, "device", _auto_device())
-        seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
-        for name, described in options(EngineConfig):
-            if described.on and getattr(self, name) is None:
-                object.__setattr__(self, name, default_on(self.device, described))
-        if seqs is None and isinstance(tokens, int):
-            object.__setattr__(self, "max_num_seqs", min(self.max_num_seqs, tokens))
-        if tokens is None and isinstance(seqs, int):
-            object.__setattr__(self, "max_num_batched_tokens", max(self.max_num_batched_tokens, seqs))
-
     def checked(self) -> EngineConfig:
-        """This value if its rules hold. Raises ConfigError naming the option, the value and the remedy."""
-        if self.quantization in INSTEAD:
-            raise ConfigError("quantization", f"{self.quantization!r} is not supported", INSTEAD[self.quantization])
-        check_options(self)
-        if self.max_waiting_per_tenant is not None and self.max_waiting_per_tenant > self.max_waiting:
+        """The value for this machine, if its rules hold. Raises ConfigError naming the option, the value and the remedy."""
+        config = self.on_this_machine()
+        if config.quantization in INSTEAD:
+            raise ConfigError("quantization", f"{config.quantization!r} is not supported", INSTEAD[config.quantization])
+        check_options(config)
+        if config.max_waiting_per_tenant is not None and config.max_waiting_per_tenant > config.max_waiting:
             raise ConfigError(
                 "max_waiting_per_tenant",
-                f"{self.max_waiting_per_tenant} is more than max_waiting ({self.max_waiting}), so that it would never act",
+                f"{config.max_waiting_per_tenant} is more than max_waiting ({config.max_waiting}), so that it would never act",
                 "Lower it, or leave it out: one tenant may then fill the queue.",
             )
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if config.max_num_batched_tokens < config.max_num_seqs:
             raise ConfigError(
                 "max_num_batched_tokens",
-                f"{self.max_num_batched_tokens} is less than max_num_seqs ({self.max_num_seqs})",
+                f"{config.max_num_batched_tokens} is less than max_num_seqs ({config.max_num_seqs})",
                 "Every running sequence needs one token per step.",
             )
-        return self
+        return config
+
+    def on_this_machine(self) -> EngineConfig:
+        return resolve(self, _gpus_here() if self.device == "auto" else Gpus())
+
+
+def resolve(config: EngineConfig, gpus: Gpus) -> EngineConfig:
+    """The options with the device chosen and unset ones filled in. Of max_num_seqs and max_num_batched_tokens one that is unset fits the
+    other."""
+    device = ("cuda" if gpus.names else "cpu") if config.device == "auto" else config.device
+    seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
+    about = dict(options(EngineConfig))
+    unset = {name: default_on(device, option) for name, option in about.items() if option.on and getattr(config, name) is None}
+    resolved = replace(config, device=device, **unset)  # type: ignore[arg-type]
+    if seqs is None and isinstance(tokens, int):
+        resolved = replace(resolved, max_num_seqs=min(resolved.max_num_seqs, tokens))
+    if tokens is None and isinstance(seqs, int):
+        resolved = replace(resolved, max_num_batched_tokens=max(resolved.max_num_batched_tokens, seqs))
+    return resolved
 
 
 _is_starting = False
@@ -204,12 +213,11 @@ def try_gpus() -> None:
     _is_starting = True
 
 
-def _auto_device() -> str:
-    """The device that "auto" stands for on this machine."""
+def _gpus_here() -> Gpus:
     gpus = find_working_gpus() if _is_starting else find_gpus()
     if gpus.problem and _is_starting:
         _say_unused(f"{gpus.problem}. {gpus.remedy}")
-    return "cuda" if gpus.names else "cpu"
+    return gpus
 
 
 @cache

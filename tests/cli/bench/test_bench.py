@@ -140,7 +140,7 @@ def test_steps_are_kept_with_the_options_they_were_measured_with(
     monkeypatch.setattr(step_times, "mean_error", lambda *_: 0.01)
     file = tmp_path / "steps.json"
     steps(output=file, limit=1e9, max_num_seqs=4, quantization="int8")
-    assert read_steps(file).engine == EngineConfig(model="headrace-tiny", max_num_seqs=4, quantization="int8")
+    assert read_steps(file).engine == EngineConfig(model="headrace-tiny", max_num_seqs=4, quantization="int8").checked()
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(step_times, "mean_error", lambda *_: 0.449)
     steps(output=file, limit=1e9, max_num_seqs=4)

@@ -215,7 +215,7 @@ def test_more_replicas_than_can_be_simulated_are_refused(headrace: Headrace, tmp
 
 def measured(folder: Path, error: float = 0.01, **options: object) -> str:
     latency = FittedLatency(step_s=0.003, row_s=2e-4, context_s=1e-7, prompt_s=5e-5, attention_s=1e-9)
-    engine = EngineConfig(model="headrace-tiny", **options)  # type: ignore[arg-type]
+    engine = EngineConfig(model="headrace-tiny", **options).checked()  # type: ignore[arg-type]
     file = folder / "steps.json"
     write_steps(file, StepFile(engine=engine, latency=latency, num_blocks=500, num_steps=50, error=error))
     return str(file)

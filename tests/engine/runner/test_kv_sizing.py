@@ -19,7 +19,7 @@ pytestmark = pytest.mark.pure
 
 FULL = KvGroup(layers=(0, 1), kv_heads=2, head_dim=64, dtype_bytes=2)
 WINDOW = KvGroup(layers=(2, 3, 4, 5), kv_heads=2, head_dim=64, dtype_bytes=2, window=64)
-CONFIG = EngineConfig(model="m", max_num_seqs=4, max_num_batched_tokens=32, block_size=16)
+CONFIG = EngineConfig(model="m", max_num_seqs=4, max_num_batched_tokens=32, block_size=16).checked()
 BLOCK = 16 * 1024
 """Bytes of a block of FULL; one of WINDOW is twice that."""
 

@@ -54,7 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def numerics(folder: Path, **changes: Any) -> tuple[dict[str, str], dict[str, str]]:
     """As at the start, and when the weights have been hashed and packed."""
-    config = EngineConfig(model=str(folder), **{"dtype": "float32", "num_threads": 1, "num_kv_blocks": 40, **changes})
+    config = EngineConfig(model=str(folder), **{"dtype": "float32", "num_threads": 1, "num_kv_blocks": 40, **changes}).checked()
     IS_STARTED.clear()
     engine = build_served_engine(config, lambda updates: None)
     first = engine.info.numerics

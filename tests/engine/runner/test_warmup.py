@@ -21,7 +21,7 @@ import logging, sys
 from headrace.engine.config import EngineConfig
 from headrace.engine.runner.build import build_runner
 logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
-build_runner(EngineConfig(model=sys.argv[1], num_kv_blocks=50, max_model_len=64))[0].close()
+build_runner(EngineConfig(model=sys.argv[1], num_kv_blocks=50, max_model_len=64).checked())[0].close()
 """
 
 

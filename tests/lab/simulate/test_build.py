@@ -24,7 +24,7 @@ TRAFFIC = Traffic(prompt_tokens=512, output_tokens=128, counts_prompts=True)
 
 def planned(tp: int | None = None, *, name: str = "llama-3-8b", gpu: str = "h100", **options: Any) -> tuple[SimulatedModel, Placement]:
     """options: those that a file names"""
-    config = on_device(EngineConfig(model=name, **options), options, gpu)
+    config = on_device(EngineConfig(model=name, **options).checked(), options, gpu)
     shape, dtype = find_entry(name, KNOWN.models)
     return planned_model(config, make_need(config, shape, dtype, KNOWN.device(gpu), TRAFFIC), tp)
 
@@ -49,7 +49,7 @@ def test_wide_weights_leave_less_cache_and_are_read_later() -> None:
 
 def test_a_checkpoint_of_small_weights_keeps_them_whatever_is_computed_with() -> None:
     shape, _ = find_entry("llama-3-8b", KNOWN.models)
-    config = EngineConfig(model="m", dtype="bfloat16")
+    config = EngineConfig(model="m", dtype="bfloat16").checked()
     assert make_need(config, shape, "int4", KNOWN.device("h100"), TRAFFIC).dtype == "int4"
 
 
@@ -98,10 +98,10 @@ def test_a_named_cache_takes_a_replica_that_holds_it() -> None:
 
 def test_a_gpu_has_defaults_of_its_own_where_the_file_names_none() -> None:
     def limits(gpu: str = "h100", **options: Any) -> tuple[int, int, float]:
-        config = on_device(EngineConfig(model="m", **options), options, gpu)
+        config = on_device(EngineConfig(model="m", **options).checked(), options, gpu)
         return config.max_num_seqs, config.max_num_batched_tokens, config.memory_fraction
 
-    own = EngineConfig(model="m")
+    own = EngineConfig(model="m").checked()
     assert limits("cpu") == (own.max_num_seqs, own.max_num_batched_tokens, own.memory_fraction)
     assert limits() == (256, 8192, 0.9)
     assert limits(max_num_seqs=64, memory_fraction=0.5) == (64, 8192, 0.5)
@@ -111,7 +111,7 @@ def test_a_gpu_has_defaults_of_its_own_where_the_file_names_none() -> None:
 
 def test_a_replica_is_the_one_that_the_planner_prefers() -> None:
     shape, dtype = find_entry("llama-3-8b", KNOWN.models)
-    config = on_device(EngineConfig(model="llama-3-8b"), (), "h100")
+    config = on_device(EngineConfig(model="llama-3-8b").checked(), (), "h100")
     chosen = choose_layout(make_need(config, shape, dtype, KNOWN.device("h100"), TRAFFIC))[0]
     assert planned()[1] == chosen
 
@@ -142,7 +142,7 @@ def test_every_measured_option_is_tried() -> None:
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_steps_of_another_value_of_an_option_are_refused(name: str) -> None:
-    measured = EngineConfig(model="m")
+    measured = EngineConfig(model="m").checked()
     check_measured(replace(measured, max_num_seqs=2), measured)
     with pytest.raises(ConfigError) as refused:
         check_measured(replace(measured, **{name: DIFFERENT[name]}), measured)
@@ -152,7 +152,7 @@ def test_steps_of_another_value_of_an_option_are_refused(name: str) -> None:
 def test_measured_steps_keep_their_blocks_where_the_file_names_none() -> None:
     latency = FittedLatency(step_s=0.01, row_s=0, context_s=0, prompt_s=0, attention_s=0)
     shape, _ = find_entry("qwen2.5-0.5b", KNOWN.models)
-    assert measured_model(EngineConfig(model="m"), latency, shape, 500).num_blocks == 500
-    assert measured_model(EngineConfig(model="m", num_kv_blocks=40), latency, shape, 500).num_blocks == 40
+    assert measured_model(EngineConfig(model="m").checked(), latency, shape, 500).num_blocks == 500
+    assert measured_model(EngineConfig(model="m", num_kv_blocks=40).checked(), latency, shape, 500).num_blocks == 40
     with pytest.raises(ConfigError, match=r"1 block\(s\) of 16 tokens hold nothing"):
-        measured_model(EngineConfig(model="m", num_kv_blocks=1), latency, shape, 500)
+        measured_model(EngineConfig(model="m", num_kv_blocks=1).checked(), latency, shape, 500)

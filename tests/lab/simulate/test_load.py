@@ -39,7 +39,7 @@ def test_equal_hashes_are_found_in_the_prefix_cache(tmp_path: Path) -> None:
         entry(1500, 1200),
     )
     latency = FittedLatency(step_s=0.001, row_s=0, context_s=0, prompt_s=1e-5, attention_s=0)
-    model = SimulatedModel(EngineConfig(model="simulated", num_kv_blocks=1000), latency, 1000, 4096)
+    model = SimulatedModel(EngineConfig(model="simulated", num_kv_blocks=1000).checked(), latency, 1000, 4096)
     records = SimulatedSite([model]).run(read_trace(file))
     assert [record.cached_tokens for record in records] == [0, 1024, 0, 0]
 

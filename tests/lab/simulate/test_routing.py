@@ -30,7 +30,8 @@ def model(times: float = 1.0, num_blocks: int = 4096) -> SimulatedModel:
     """A replica whose steps take 5 ms and 0.1 ms per token, `times` as long."""
     token_s = 0.0001 * times
     latency = FittedLatency(step_s=0.005 * times, row_s=token_s, context_s=0.0, prompt_s=token_s, attention_s=0.0)
-    return SimulatedModel(EngineConfig(model="simulated", max_num_seqs=SEQUENCES, num_kv_blocks=num_blocks), latency, num_blocks, 4096)
+    config = EngineConfig(model="simulated", max_num_seqs=SEQUENCES, num_kv_blocks=num_blocks).checked()
+    return SimulatedModel(config, latency, num_blocks, 4096)
 
 
 def capacity_per_s(times: float = 1.0) -> float:

@@ -25,7 +25,7 @@ TEN_MS = FittedLatency(step_s=0.010, row_s=0.0, context_s=0.0, prompt_s=0.0, att
 
 
 def model(latency: FittedLatency = TEN_MS, *, num_blocks: int = 2001, max_num_seqs: int = 8) -> SimulatedModel:
-    config = EngineConfig(model="simulated", max_num_seqs=max_num_seqs, num_kv_blocks=num_blocks)
+    config = EngineConfig(model="simulated", max_num_seqs=max_num_seqs, num_kv_blocks=num_blocks).checked()
     return SimulatedModel(config, latency, num_blocks, 4096)
 
 

@@ -29,6 +29,7 @@ from headrace.policy.placement.roofline import Layout, Roofline
 
 pytestmark = pytest.mark.pure
 
+TINY = EngineConfig(model="tiny", num_threads=2).checked()
 LATENCY = FittedLatency(step_s=0.003, row_s=2e-4, context_s=1e-7, prompt_s=5e-5, attention_s=1e-9)
 
 
@@ -114,16 +115,14 @@ def test_steps_of_an_engine_are_measured_and_fitted() -> None:
 
 
 def test_a_fit_that_is_far_off_is_warned_of() -> None:
-    near, far = (
-        StepFile(engine=EngineConfig(model="m"), latency=LATENCY, num_blocks=100, num_steps=50, error=error) for error in (0.2, 0.449)
-    )
+    near, far = (StepFile(engine=TINY, latency=LATENCY, num_blocks=100, num_steps=50, error=error) for error in (0.2, 0.449))
     assert near.warning == ""
     assert "off by 45%" in far.warning
 
 
 def test_a_file_of_steps_is_read_as_it_was_written(tmp_path: Path) -> None:
     file = tmp_path / "steps.json"
-    kept = StepFile(engine=EngineConfig(model="tiny", num_threads=2), latency=LATENCY, num_blocks=100, num_steps=50, error=0.01)
+    kept = StepFile(engine=TINY, latency=LATENCY, num_blocks=100, num_steps=50, error=0.01)
     write_steps(file, kept)
     assert read_steps(file) == kept
 
@@ -141,7 +140,7 @@ def test_a_file_of_steps_is_read_as_it_was_written(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_in_a_file_of_steps_is_named(tmp_path: Path, change: dict[str, object], named: str) -> None:
     file = tmp_path / "steps.json"
-    kept = asdict(StepFile(engine=EngineConfig(model="tiny", num_threads=2), latency=LATENCY, num_blocks=100, num_steps=50, error=0.01))
+    kept = asdict(StepFile(engine=TINY, latency=LATENCY, num_blocks=100, num_steps=50, error=0.01))
     file.write_text(json.dumps(kept | change))
     with pytest.raises(ConfigError) as refused:
         read_steps(file)

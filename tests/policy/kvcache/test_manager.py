@@ -50,13 +50,13 @@ def test_the_engine_gives_its_model_and_kv_dtype_to_the_blocks() -> None:
     roots = []
     for digests in ({}, {"model": "ab"}, {"kv_dtype": "int8"}):
         info = fake_info(FakeOptions(digests=digests))
-        roots.append(root_of(make_scheduler(EngineConfig(model="fake"), info, block_key="6b").kv))
+        roots.append(root_of(make_scheduler(EngineConfig(model="fake").checked(), info, block_key="6b").kv))
     assert len(set(roots)) == 3
 
 
 def test_engines_that_share_the_key_name_their_blocks_alike() -> None:
     def root(block_key: str) -> bytes:
-        return root_of(make_scheduler(EngineConfig(model="fake"), fake_info(FakeOptions()), block_key=block_key).kv)
+        return root_of(make_scheduler(EngineConfig(model="fake").checked(), fake_info(FakeOptions()), block_key=block_key).kv)
 
     assert root("6b") == root("6b") != root("6c")
     assert root("") != root(""), "without one each process draws its own"

@@ -234,7 +234,7 @@ class ServeConfig:
     )
 
     def checked(self) -> ServeConfig:
-        """Raises ConfigError with the path of the wrong key in the file."""
+        """With engines' options for this machine. Raises ConfigError with the path of the wrong key in the file."""
         for index, model in enumerate(self.models):
             self._check_model(f"models[{index}]", model)
         self._check_gateway()
@@ -243,8 +243,10 @@ class ServeConfig:
         if self.admin is not None and self.admin.tls_dir in folders:
             remedy = "Make a folder for operators alone: headrace tls init admin."
             raise ConfigError("admin.tls_dir", "is the folder that the gateways show to engines", remedy)
-        self.fleet(lambda model: Path(model)).checked()
-        return self
+        models = [model if model.engine is None else replace(model, engine=model.engine.on_this_machine()) for model in self.models]
+        config = replace(self, models=tuple(models))
+        config.fleet(lambda model: Path(model)).checked()
+        return config
 
     def _check_model(self, where: str, model: ModelSection) -> None:
         _check_answers(where, model)
@@ -295,7 +297,7 @@ class ServeConfig:
         for model in self.models:
             spec = ModelSpec(name=model.served_name, aliases=model.aliases, replicas=model.num_engines, gateway=model.of_gateway)
             if model.engine is not None:
-                engine = plain(model.engine)
+                engine = plain(model.engine.on_this_machine())
                 spec = replace(spec, folder=resolve(engine.pop("model")), engine=engine)
             elif model.remote is not None:
                 remote = tuple(plain(replica) for replica in model.remote.gateway_replicas())

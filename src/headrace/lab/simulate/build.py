@@ -207,8 +207,8 @@ KV_DTYPES = {"bfloat16": "bf16", "int8": "int8", "fp8": "fp8"}
 def on_device(config: EngineConfig, named: Collection[str], device: str) -> EngineConfig:
     """named: options that the file sets; others may have another default on a GPU. Raises ConfigError."""
     kind = "cpu" if device == "cpu" else "cuda"
-    if "device" in named and config.device != kind:
-        raise ConfigError("device", f"{config.device} is not what --gpu {device} simulates", f"Write {kind}, or leave it out.")
+    if "device" in named and (own := config.on_this_machine().device) != kind:
+        raise ConfigError("device", f"{own} is not what --gpu {device} simulates", f"Write {kind}, or leave it out.")
     unset = {name: None for name, described in options(EngineConfig) if described.on and name not in named}
     return replace(config, device=kind, **unset).checked()  # type: ignore[arg-type]
 

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from headrace.core.clock import Clock
@@ -166,7 +166,7 @@ def read_steps(file: Path) -> StepFile:
     data = read_json_object(file)
     try:
         found = decode(StepFile, data)
-        found.engine.checked()
+        found = replace(found, engine=found.engine.checked())
     except ConfigError as error:
         raise error.at(f"{file}: {error.where}") from None
     for item in fields(found.latency):
