@@ -1,6 +1,4 @@
-"""Answers the admin socket's requests about keys and tenants (docs/identity.md): calls `access.administration`, and returns its records as
-JSON.
-"""
+"""Answers the admin socket's requests about keys and tenants (docs/identity.md)."""
 
 from __future__ import annotations
 
@@ -42,17 +40,14 @@ Handlers = Mapping[tuple[str, ...], Callable[[AdminCall], Awaitable[object]]]
 
 
 class KeyRequests:
-    """A `fleet.admin.AdminRequests`."""
-
     def __init__(self, open_administration: Callable[[str], Administration], handlers: Handlers | None = None) -> None:
-        """open_administration: for an actor; closed after each request"""
+        """open_administration: opens one for an actor; closed after each request"""
         self._open = open_administration
         self._handlers = REQUESTS if handlers is None else handlers
 
     async def answer(
         self, method: str, path: Sequence[str], query: Mapping[str, str], body: Mapping[str, object], actor: str
     ) -> tuple[int, object] | None:
-        """None: no handler."""
         if _shape(method, path) not in self._handlers:
             return None
         try:
@@ -75,7 +70,6 @@ async def answer_request(
     body: Mapping[str, object] | None = None,
     handlers: Handlers | None = None,
 ) -> Any:
-    """Raises InvalidRequest, ConfigError and StoreFailed."""
     handler = (REQUESTS if handlers is None else handlers)[_shape(method, path)]
     return shown(await handler(AdminCall(admin, path[1] if len(path) > 1 else "", query or {}, body or {})), admin.now())
 

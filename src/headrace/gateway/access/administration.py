@@ -1,7 +1,6 @@
 """Creates, changes and revokes API keys and tenants, by the same rules for every key store. Each change leaves an audit record.
 
-`headrace keys`, `headrace tenants` and the admin socket call this module. A change is decided on the records that were read, and is
-written only if no record has changed since (compare and swap); otherwise the change is decided again.
+A change is written only if no record has changed since it was decided (compare and swap); otherwise it is decided again.
 """
 
 from __future__ import annotations
@@ -26,13 +25,11 @@ OPTION_VALUES: Mapping[str, tuple[object, ...]] = {
     "cache": (True, False),
     "context_fitting": ("refuse", "sliding_window", "summary"),
 }
-"""log_prompts: usage records hold prompts; cache: whether answers are cached, whatever `cache.enabled` says; context_fitting: what happens
-to a conversation that is longer than its model's context, where the request does not say.
-"""
+"""log_prompts: usage records hold prompts; cache: whether answers are cached, whatever `cache.enabled` says."""
 
 
 def checked_options(options: Mapping[str, object]) -> dict[str, object]:
-    """Raises InvalidRequest for an unknown name, and for a value that its option does not have."""
+    """Raises InvalidRequest."""
     for name, value in options.items():
         if name not in OPTION_VALUES:
             raise InvalidRequest("options", f"names of {', '.join(OPTION_VALUES)}", name)
@@ -50,7 +47,6 @@ T = TypeVar("T")
 PREFIX = "hr-"
 KEY_BYTES = 32
 FIRST_CHARS = 8
-"""The prefix and 30 of 256 bits."""
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 USER = re.compile(r"[A-Za-z0-9._@+-]{1,128}")
@@ -84,7 +80,7 @@ class IssuedKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantChange:
-    """None keeps the present value. budget: money in a UTC month, 0: the tier's. options: null removes one"""
+    """None keeps the present value. budget: in a UTC month, 0: the tier's. options: null removes one"""
 
     tier: str | None = None
     budget: float | None = None
@@ -97,10 +93,10 @@ class NewTenant(TenantChange):
 
 
 class Administration:
-    """Every method raises StoreFailed, and InvalidRequest naming a value that breaks a rule."""
+    """Every method raises StoreFailed and InvalidRequest."""
 
     def __init__(self, store: KeyStore, *, tiers: Collection[str], unix_time: Clock, actor: str) -> None:
-        """tiers: built-in ones included; actor: `AuditRecord.actor` of every change"""
+        """tiers: built-in ones included"""
         self._store = store
         self._tiers = tiers
         self._unix_time = unix_time
@@ -144,8 +140,6 @@ class Administration:
         return IssuedKey(await self._change(decide), key)
 
     async def revoke_key(self, key_id: str) -> KeyRecord:
-        """At once, also during the grace time of a rotation."""
-
         async def decide() -> tuple[KeyRecord, DirectoryChange | None]:
             record = await self.key(key_id)
             if record.revoked_at is not None:
@@ -183,7 +177,6 @@ class Administration:
         return record
 
     async def keys(self, tenant: str | None = None) -> list[KeyRecord]:
-        """Oldest first, with revoked and expired ones."""
         return [record for record in await self._store.records(KeyRecord) if tenant in (None, record.tenant)]
 
     # -- tenants -------------------------------------------------------------------------------------------------------------------
@@ -211,8 +204,8 @@ class Administration:
         return await self._change(decide)
 
     async def remove_tenant(self, name: str, *, revoke_keys: bool = False) -> None:
-        """Its active keys are revoked; without `revoke_keys` they are refused as InvalidRequest. A later tenant of the same name has
-        another id and never sees the data that stores keep under this one.
+        """Active keys are revoked with `revoke_keys`, else refused as InvalidRequest. A later tenant of the same name has another id and
+        never sees this one's data.
         """
 
         async def decide() -> tuple[None, DirectoryChange]:
@@ -234,7 +227,7 @@ class Administration:
         return record
 
     async def tenant_keys(self, name: str) -> tuple[str, ...]:
-        """Names under which stores may hold a tenant's data: its name (keys of the configuration) and the id of its record."""
+        """Names under which stores may hold a tenant's data: its name (configured keys) and its record's id."""
         record = await self._store.record(TenantRecord, name)
         return (name, record.id) if record is not None and record.id else (name,)
 
@@ -245,7 +238,7 @@ class Administration:
         return await self._store.audit(limit)
 
     async def record(self, action: str, subject: str, detail: Mapping[str, object]) -> None:
-        """For a change of something else than keys and tenants. The directory's version stays, so gateways read nothing again."""
+        """The directory's version stays, so gateways read nothing again."""
 
         async def decide() -> tuple[None, DirectoryChange]:
             return None, DirectoryChange(audit=self._audit(action, subject, detail))

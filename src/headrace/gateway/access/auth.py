@@ -1,9 +1,7 @@
-"""Authenticates a request: finds the principal that its API key belongs to. Once any key exists, every path needs one unless it is public.
+"""Authenticates a request: finds the principal of its API key. Once any key exists, every path needs one unless it is public.
 
-`gateway.app` decides by the path that the router matched, never by a URL rebuilt from headers. A key is looked up in the configuration,
-then in the store (`access.stored_keys`). A tenant's record in the store holds for the keys of both. Keys exist here only as SHA-256
-digests. Look-ups hash a digest once more with a random secret, so that their time leaks nothing about stored digests
-(`stored_keys.blinding`).
+`gateway.app` decides by the path that the router matched, never by a URL rebuilt from headers. Keys exist here only as SHA-256 digests;
+look-ups hash a digest once more with a random secret, so that their time leaks nothing about stored digests (`stored_keys.blinding`).
 """
 
 from __future__ import annotations
@@ -25,10 +23,9 @@ log = logging.getLogger(__name__)
 
 MAX_KEY_BYTES = 512
 LOG_EVERY_S = 10.0
-"""Between two log lines about one unusable key: under load each request would give one."""
+"""Between two log lines about one unusable key."""
 
 MAX_MADE = 16_384
-"""As many as keys that a gateway remembers. One more is made in the place of the oldest."""
 
 
 class KeyPlace(Protocol):
@@ -51,7 +48,6 @@ class Authenticator:
     def __init__(
         self, api_keys: Sequence[ApiKey], tiers: Mapping[str, Tier], stored: StoredKeys | None = None, clock: Clock = time.monotonic
     ) -> None:
-        """api_keys: as digests"""
         self._blind = blinding()
         self._stored = stored
         self._clock = clock
@@ -79,7 +75,6 @@ class Authenticator:
         return self._known(found.key, found.tenant) or self._keep(found.key, found.tenant, self._of_stored(found))
 
     def _known(self, key: ApiKey | KeyRecord, tenant: TenantRecord | None) -> Principal | None:
-        """Made earlier from these same record objects."""
         made = self._made.get(key.sha256)
         return made.principal if made is not None and made.key is key and made.tenant is tenant else None
 
@@ -88,7 +83,7 @@ class Authenticator:
         return principal
 
     def _of_configured(self, key: ApiKey, tenant: TenantRecord | None) -> Principal:
-        """tenant: its tier holds for a key without one; None: no record"""
+        """tenant: its tier holds for a key without one"""
         key_id = f"key-{key.sha256[:12]}"
         name = key.tier or (DEFAULT_TIER if tenant is None else tenant.tier)
         principal = Principal(tenant=key.tenant, user=key.user, tier_name=name, tier=self._tier(key_id, name), key_id=key_id)
@@ -102,7 +97,7 @@ class Authenticator:
         return _with_record(principal, found.tenant)
 
     def _tier(self, key_id: str, name: str) -> Tier:
-        """Raises UnusableKey, and logs the reason now and then, when the configuration has no such tier."""
+        """Raises UnusableKey, and logs the reason now and then."""
         tier = self._tiers.get(name)
         if tier is None:
             now = self._clock()

@@ -1,11 +1,8 @@
-"""Keeps the directory of keys and tenants, which gateways read and administration changes: in SQLite for one machine, in Redis for several.
+"""Keeps the directory of keys and tenants: in SQLite for one machine, in Redis for several.
 
-The directory has small records and one version. No record holds a key itself, only its SHA-256 digest and first characters. Every change
-names the version that it was decided on, and is refused if the directory has changed since. So the rules are written once
-(`access.administration`) for both stores.
-
-Redis (6.2 or later) or Valkey needs persistence, and a `maxmemory-policy` that evicts no key without an expiry. If it has lost the records,
-gateways still require keys and refuse all of them.
+No record holds a key itself, only its SHA-256 digest and first characters. Every change names the version of the directory that it was
+decided on, and is refused if the directory has changed since. Redis (6.2 or later) or Valkey needs persistence, and a `maxmemory-policy`
+that evicts no key without an expiry; if it has lost the records, gateways refuse all keys.
 """
 
 from __future__ import annotations
@@ -30,7 +27,6 @@ class KeyRecord:
     """Times are Unix seconds; None: never.
 
     id               the same after a rotation
-    first_chars      by which a person finds the key in a list
     tier             empty: the tenant's tier holds
     previous_sha256  digest before the last rotation, valid until previous_until; empty: there is none
     """
@@ -56,16 +52,12 @@ class KeyRecord:
         return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
 
     def is_valid(self, sha256: str, now: float) -> bool:
-        """sha256: one of `digests`"""
         return self.is_active(now) and (sha256 == self.sha256 or now < self.previous_until)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantRecord:
-    """id: drawn when the tenant was created, so a later tenant of the same name has another one; "" in records of earlier versions.
-
-    options: by name (`OPTION_VALUES` of `access.administration`)
-    """
+    """id: a later tenant of the same name has another one; "" in records of earlier versions."""
 
     name: str
     tier: str
@@ -77,7 +69,7 @@ class TenantRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditRecord:
-    """One change by an operator; never deleted.
+    """Never deleted.
 
     actor    user of the operating system, and the way: by command or through the admin socket
     action   "key.create", "tenant.set", "cache.purge", "deployment.scale", ...
@@ -93,15 +85,13 @@ class AuditRecord:
 
 @dataclass(frozen=True, slots=True)
 class StoredKey:
-    """From one read."""
-
     key: KeyRecord
     tenant: TenantRecord
 
 
 @dataclass(frozen=True, slots=True)
 class DirectoryState:
-    """version: differs after each change; has_keys: a key was created at some time, valid or not"""
+    """has_keys: a key was created at some time, valid or not"""
 
     version: int
     has_keys: bool
@@ -109,8 +99,6 @@ class DirectoryState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectoryChange:
-    """Written in one transaction."""
-
     audit: AuditRecord
     keys: tuple[KeyRecord, ...] = ()
     removed_digests: tuple[str, ...] = ()
@@ -137,25 +125,18 @@ class KeyStore(Protocol):
     async def state(self) -> DirectoryState: ...
 
     async def find(self, sha256: str) -> tuple[int, StoredKey | None]:
-        """The key in that version of the directory; None: no such key."""
+        """With the version of the directory; None: no such key."""
         ...
 
-    async def record(self, kind: type[R], name: str) -> R | None:
-        """A key by its id, a tenant by its name."""
-        ...
+    async def record(self, kind: type[R], name: str) -> R | None: ...
 
-    async def records(self, kind: type[R]) -> list[R]:
-        """Oldest first."""
-        ...
+    async def records(self, kind: type[R]) -> list[R]: ...
 
-    async def audit(self, limit: int) -> list[AuditRecord]:
-        """Newest first."""
-        ...
+    async def audit(self, limit: int) -> list[AuditRecord]: ...
 
     async def apply(self, change: DirectoryChange, *, expected: int, version: int) -> bool:
-        """All or nothing. False: the directory has another version than expected, the one that the change was decided on.
-
-        version  after the change; the same as before for an audit record alone
+        """All or nothing. False: the directory has another version than expected. version: after the change; the same as before for an
+        audit record alone
         """
         ...
 
@@ -169,8 +150,6 @@ HASHES: Mapping[type, str] = {KeyRecord: RECORDS, TenantRecord: TENANTS}
 
 
 class RedisKeys(RedisCalls):
-    """Connects at the first call."""
-
     def __init__(self, client: Any) -> None:
         super().__init__(client)
         self._script = client.register_script(read_script(__file__))
@@ -231,7 +210,6 @@ KEYS = SqliteForm(
     ),
 )
 TABLES: Mapping[type, tuple[str, str]] = {KeyRecord: ("keys", "id"), TenantRecord: ("tenants", "name")}
-"""Kind -> its table and the column that names a record."""
 
 FIND_ROW = (
     "SELECT keys.record, tenants.record FROM digests JOIN keys ON keys.id = digests.key_id JOIN tenants ON tenants.name = keys.tenant"
@@ -309,9 +287,7 @@ FILE = "keys.db"
 
 
 def open_keys(state: str, store: StoreConfig) -> KeyStore | None:
-    """state: existing folder of the embedded stores; empty: None, for a gateway with only the keys of its configuration. Raises
-    ConfigError.
-    """
+    """state: existing folder; empty: None, for a gateway with only the keys of its configuration. Raises ConfigError."""
     if store.url:
         return RedisKeys(open_redis(store.url, password=store.password()))
     return SqliteKeys(str(Path(state) / FILE)) if state else None

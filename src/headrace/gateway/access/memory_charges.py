@@ -1,12 +1,10 @@
-"""Counts the bytes that requests hold in this process, in two sums: prompts and answers. A request's part of a sum is its memory charge.
-
-Each sum has a limit per request, per tenant and in all.
+"""Counts the bytes that requests hold in this process, in two sums, each with a limit per request, per tenant and in all.
 
 prompts  bodies and what they are parsed into, prompt tokens
 answers  log-probabilities, and answers until they are written, which may be far larger than the requests for them
 
-A size that is not known beforehand is charged as it grows. The end of a charge's `with` block gives the bytes back. `http.sse` lets unsent
-bytes of streams grow only to what the sums have left. Nothing is counted per token.
+A size that is not known beforehand is charged as it grows. `http.sse` lets unsent bytes of streams grow only to what the sums have left.
+Nothing is counted per token.
 """
 
 from __future__ import annotations
@@ -21,9 +19,8 @@ from headrace.core.errors import Overloaded, RequestTooLarge
 
 @dataclass(frozen=True, slots=True)
 class ChargeLimits:
-    """tenant_share   gives the part of the total that one tenant may hold; called at each addition
-    keeps_reserve  the last quarter of a tenant's limit and of the total is kept for requests that already hold bytes, so that a new
-                   request is refused before a running one. A request alone may hold the whole limit
+    """keeps_reserve: the last quarter of a tenant's limit and of the total is kept for requests that already hold bytes, so that a new
+    request is refused before a running one. A request alone may hold the whole limit.
     """
 
     request: int
@@ -40,8 +37,6 @@ class ChargeLimits:
 
 
 class MemorySum:
-    """held: bytes of all requests; num_refused: additions that a limit refused"""
-
     def __init__(self, limits: ChargeLimits, name: str = "answers") -> None:
         self.limits = limits
         self.name = name
@@ -61,7 +56,6 @@ class MemorySum:
         return self.limits.total - self.held
 
     def open(self, tenant: str) -> MemoryCharge:
-        """0 bytes at first. Use it with `with`."""
         return MemoryCharge(self, tenant)
 
     def check(self) -> None:
@@ -92,7 +86,7 @@ class MemorySum:
         charge.num_bytes += num_bytes
 
     def _set_by(self, most: int) -> str:
-        """Where `most`, the limit of a request, comes from; empty when no option sets it."""
+        """Empty when no option sets `most`, the limit of a request."""
         if most == self.limits.request:
             return ""
         name = f"max_{self.name.removesuffix('s')}_bytes" if most == self.limits.total else "max_tenant_share"
@@ -137,7 +131,7 @@ class MemoryLimits(NamedTuple):
 
 
 class RequestMemory:
-    """num_open, num_closed: open requests, and closed ones since the start"""
+    """num_open: open requests; num_closed: since the start"""
 
     def __init__(self, limits: MemoryLimits) -> None:
         self.prompts = MemorySum(limits.prompts, "prompts")
@@ -162,8 +156,6 @@ class RequestMemory:
 
 
 class RequestCharges:
-    """The end of `with memory.open(tenant) as charges:` gives the bytes back."""
-
     __slots__ = ("_memory", "answers", "prompts")
 
     def __init__(self, memory: RequestMemory, tenant: str) -> None:

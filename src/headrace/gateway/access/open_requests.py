@@ -1,7 +1,4 @@
-"""Counts open requests: all generating ones, those of each key, and those that use an object which is closed after its last user.
-
-A generating request beyond the cap, or beyond its tenant's part of the cap, is refused with 429. Any request during the drain gets 503.
-"""
+"""Counts open requests: all generating ones, those of each key, and those that use an object which is closed after its last user."""
 
 from __future__ import annotations
 
@@ -18,8 +15,6 @@ from headrace.policy.admission import TenantTurn
 
 
 class UseCount:
-    """num_users: requests that have entered and not left"""
-
     __slots__ = ("_tenants", "_unused", "num_users")
 
     def __init__(self) -> None:
@@ -58,11 +53,10 @@ class Draining(Unavailable):
 
 
 CutOff = Callable[[HeadraceError], None]
-"""Ends a request with an error before its time."""
 
 
 class OpenRequests:
-    """Each request is in one `UseCount`. max_requests: lowering it ends no open request; tenant_share: called at each request"""
+    """Each request is in one `UseCount`. max_requests: lowering it ends no open request"""
 
     def __init__(self, max_requests: int, tenant_share: Callable[[], float] = lambda: 1.0) -> None:
         self.max_requests = max_requests
@@ -96,10 +90,7 @@ class OpenRequests:
 
     @contextmanager
     def admit(self, request_id: RequestId, tenant: str, cut: CutOff) -> Iterator[None]:
-        """Open until the block ends. cut: ends the request with an error
-
-        Raises Draining after `drain` and Overloaded at a cap; the request is not counted then.
-        """
+        """Raises Draining after `drain` and Overloaded at a cap; the request is not counted then."""
         if self.is_draining:
             raise Draining("This server is shutting down and takes no new requests.", retry_after_s=5.0)
         if len(self._open) >= self.max_requests:
@@ -130,7 +121,6 @@ class OpenRequests:
             end(error)
 
     async def wait_empty(self, timeout_s: float) -> bool:
-        """False after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._empty.wait()
@@ -143,20 +133,17 @@ MAX_READS = 64
 
 
 class KeyRevoked(Unauthorized):
-    """The request's key was revoked while the request ran."""
+    pass
 
 
 class KeyUses:
-    """After each change of the directory the requests of revoked keys are ended. A key that is missing in the store ends no request: Redis
-    may have been restarted without its data.
-    """
+    """A key that is missing in the store ends no request: Redis may have been restarted without its data."""
 
     def __init__(self) -> None:
         self._ends: dict[str, set[CutOff]] = {}
 
     @contextmanager
     def use(self, key_id: str, end: CutOff) -> Iterator[None]:
-        """end: ends the request with an error"""
         ends = self._ends.setdefault(key_id, set())
         ends.add(end)
         try:
@@ -167,7 +154,7 @@ class KeyUses:
                 del self._ends[key_id]
 
     async def end_revoked(self, read: Callable[[str], Awaitable[KeyRecord | None]]) -> None:
-        """read: raises StoreFailed, after which some keys are unchecked"""
+        """After StoreFailed of `read` some keys are unchecked."""
         in_use = list(self._ends)
         for first in range(0, len(in_use), MAX_READS):
             for record in await asyncio.gather(*map(read, in_use[first : first + MAX_READS])):

@@ -1,6 +1,5 @@
-"""Defines the authenticated caller of a request, the keys that the configuration names, and the metrics that a caller sees.
-
-A plain key is hashed at once. No repr shows a key or its hash.
+"""Defines the authenticated caller of a request, the keys that the configuration names, and the metrics that a caller sees. No repr shows a
+key or its hash.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from headrace.policy.limits.tier import DEFAULT_TIER, Tier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyLimits:
-    """Beside those of the tenant's tier; None: no limit. monthly_budget: in the currency of `prices`; models: empty, all of the tier's"""
+    """None: no limit. monthly_budget: in the currency of `prices`; models: empty, all of the tier's"""
 
     monthly_budget: float | None = None
     requests_per_minute: int | None = None
@@ -32,7 +31,6 @@ class KeyLimits:
 class Principal:
     """tenant_id     drawn when the tenant was created; "" for a tenant without a record in the store
     tenant_since  Unix seconds of the tenant's creation: earlier usage is that of another tenant of the same name
-    user          person or program that the tenant gave the key to; "": not known
     options       the tenant's choices: name -> JSON value; an absent option has its default
     """
 
@@ -48,7 +46,7 @@ class Principal:
 
     @property
     def tenant_key(self) -> str:
-        """Separates limits, caches, sessions and KV prefixes of tenants. A later tenant of the same name has another one."""
+        """Separates limits, caches, sessions and KV prefixes of tenants; a later tenant of the same name has another one."""
         return self.tenant_id or self.tenant
 
     @property
@@ -57,7 +55,6 @@ class Principal:
 
     @property
     def logs_prompts(self) -> bool:
-        """docs/usage.md"""
         return self.options.get("log_prompts") is True
 
     @property
@@ -65,7 +62,7 @@ class Principal:
         return not (self.tier.models or self.limits.models)
 
     def may_use(self, *names: str) -> bool:
-        """The key and the tier may each list another name of the model."""
+        """Names of one model; the key and the tier may each list another."""
         return all(not allowed or any(name in allowed for name in names) for allowed in (self.tier.models, self.limits.models))
 
 
@@ -141,7 +138,6 @@ class MetricsAccess:
     tenants: tuple[str, ...]
 
     def shown_to(self, reader: Principal, *, has_several: bool) -> ShownTenants:
-        """has_several: keys may be of several tenants"""
         if self.open is not OpenMetrics.NONE:
             return EVERY_TENANT if self.open is OpenMetrics.ALL else NO_TENANT
         if not reader.key_id or not has_several or reader.tenant in self.tenants:

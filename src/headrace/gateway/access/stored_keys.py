@@ -1,9 +1,8 @@
-"""Caches the keys that one gateway has looked up in the store. An answer of the store holds until the directory of keys changes.
+"""Caches the keys that one gateway has looked up in the store, until the directory of keys changes.
 
-The directory's version is read every POLL_S. After a new version each key is looked up again (`KeyLookups`), so that a revoked,
-rotated or changed key stops on every gateway within two seconds. Where that look-up fails, the earlier answer holds until these two seconds
-are over. While the store does not answer, keys that were found stay good for OUTAGE_S. A key that was not found is refused with 503
-meanwhile.
+The directory's version is read every POLL_S. After a new version each key is looked up again, so that a revoked or changed key stops on
+every gateway within two seconds; where that look-up fails, the earlier answer holds until then. While the store does not answer, known keys
+stay good for OUTAGE_S, and others are refused with 503.
 """
 
 from __future__ import annotations
@@ -28,19 +27,17 @@ MAX_FIRST_LOOKUPS = 4
 """For keys that were not found before: half of a Redis client's connections."""
 
 MAX_FIRST_WAITING = 512
-"""With those in flight. A further key is refused at once, as the store has no time for it."""
 
 LookUp = Callable[[bytes, str], Awaitable[StoredKey | None]]
 
 
 class KeyLookups:
-    """Requests that wait for the same key share one look-up. Few at a time are of keys that this gateway has not found before, so that a
-    flood of invented keys leaves connections for known keys. A request that stops waiting does not cancel its look-up: the Redis client
-    would close the look-up's connection.
+    """Requests for the same key share one look-up. A flood of invented keys leaves connections for known keys. A request that stops waiting
+    does not cancel its look-up: the Redis client would close the connection.
     """
 
     def __init__(self, look_up: LookUp, guard: StoreGuard) -> None:
-        """guard: for keys that were found before. Other keys have their own guard, so that invented keys cannot trip this one"""
+        """guard: for keys that were found before, so that invented keys cannot trip it"""
         self._look_up = look_up
         self._guard = guard
         self._first_progress = StoreProgress()
@@ -95,7 +92,6 @@ class KeyLookups:
             self._first_progress.num_answers += not was_found
 
     def _drop(self, blinded: bytes, lookup: asyncio.Task[StoredKey | None] | None) -> None:
-        """A look-up may hang."""
         if lookup is not None and self._shared.get(blinded) is lookup:
             del self._shared[blinded]
 
@@ -110,11 +106,10 @@ K = TypeVar("K")
 POLL_S = 0.5
 
 ANSWER_S = 1.0
-"""For such a read, and for the look-up of a key."""
 
 OUTDATED_S = 0.4
-"""After a change was seen, for keys that were found before it where they cannot be looked up again. With POLL_S and ANSWER_S it is less
-than the two seconds that a change has.
+"""For keys found before a change that cannot be looked up again. With POLL_S and ANSWER_S it is less than the two seconds that a change
+has.
 """
 
 OUTAGE_S = 30.0
@@ -124,10 +119,8 @@ OPEN_S = 0.05
 """An open server wants keys this soon after the first one was created."""
 
 ABSENT_S = 2.0
-"""Seconds for which an unknown key is refused without asking again."""
 
 MAX_FOUND, MAX_ABSENT = 16_384, 16_384
-"""Beyond them the oldest are forgotten, and the store is asked again."""
 
 NUM_CHECKS = 2
 """After a change: a request whose key was just being looked up may be open from then on only."""
@@ -137,9 +130,8 @@ MAX_CHANGES = 64
 
 
 def blinding() -> Callable[[bytes], bytes]:
-    """A keyed hash for a table of digests, so that the time of a lookup leaks nothing about the stored digests (double HMAC).
-
-    Its secret is drawn here, so a client can neither compute nor choose the hashed values that are compared.
+    """A keyed hash for a table of digests, so that the time of a lookup leaks nothing about the stored digests (double HMAC). Its random
+    secret keeps clients from choosing the values that are compared.
     """
     secret = secrets.token_bytes(32)
     return lambda digest: hashlib.blake2b(digest, key=secret, digest_size=32).digest()
@@ -147,8 +139,6 @@ def blinding() -> Callable[[bytes], bytes]:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Read from the directory of `version`."""
-
     key: StoredKey
     version: int
 
@@ -229,8 +219,8 @@ class StoredKeys:
         return found if found is not None and found.key.is_valid(sha256, self._now()) else None
 
     async def tenant(self, name: str) -> TenantRecord | None:
-        """A configured key is valid without the store, so only the first request of a tenant waits for the record. Later reads run in the
-        background after each change of the directory; while the store does not answer, the last record stays.
+        """A configured key is valid without the store, so only the first request of a tenant waits for the record; later reads run in the
+        background after a change of the directory.
         """
         if name not in self._tenants:
             try:
@@ -287,7 +277,7 @@ class StoredKeys:
         self._tenants_version = version
 
     async def _read_state(self) -> None:
-        """Concurrent callers share one read. Raises Unavailable."""
+        """Raises Unavailable."""
         if self._reading is None or self._reading.done():
             self._reading = asyncio.create_task(self._read_once(), name="keys' version")
             self._reading.add_done_callback(drop_error)
@@ -313,7 +303,7 @@ class StoredKeys:
             self._on_first_key()
 
     async def _answer(self, call: Awaitable[T]) -> T:
-        """Within ANSWER_S, which may be longer than a request waits. Raises StoreFailed."""
+        """ANSWER_S may be longer than a request waits. Raises StoreFailed."""
         try:
             async with asyncio.timeout(ANSWER_S):
                 answer = await call
@@ -325,7 +315,6 @@ class StoredKeys:
 
 
 def remember(table: dict[K, T], key: K, value: T, most: int) -> None:
-    """A full table drops its oldest entry first."""
     table.pop(key, None)
     while len(table) >= most:
         del table[next(iter(table))]

@@ -14,17 +14,11 @@ from headrace.core.errors import InvalidRequest
 from headrace.gateway.upstream.generation_request import Conversation, PlainPrompts, RequestedGrammar
 
 MAX_CACHE_S = 31_536_000.0
-"""Most seconds of `ttl` and `s-maxage`: a year."""
 
 
 class CacheControl(Struct, kw_only=True, frozen=True, rename=lambda name: name.replace("_", "-")):
-    """The field `cache` of a body, in the form of LiteLLM's proxy.
-
-    use_cache  use the cache also for an answer that is sampled at random
-    no_cache   do not answer from the cache
-    no_store   do not store the answer
-    ttl        most seconds for which the answer is stored
-    s_maxage   most seconds since a cached answer was recorded
+    """ttl       most seconds for which the answer is stored
+    s_maxage  most seconds since a cached answer was recorded
     """
 
     use_cache: bool = False
@@ -35,7 +29,6 @@ class CacheControl(Struct, kw_only=True, frozen=True, rename=lambda name: name.r
 
     @classmethod
     def of(cls, given: bool | CacheControl | None) -> CacheControl:
-        """given: true uses the cache, false neither reads nor writes it. Raises InvalidRequest for seconds out of range."""
         if given is None or isinstance(given, bool):
             return cls(use_cache=bool(given), no_cache=given is False, no_store=given is False)
         for name, value in (("ttl", given.ttl), ("s-maxage", given.s_maxage)):
@@ -46,17 +39,11 @@ class CacheControl(Struct, kw_only=True, frozen=True, rename=lambda name: name.r
 
 NO_WISH = CacheControl()
 NEITHER = CacheControl(no_cache=True, no_store=True)
-"""Neither take nor keep an answer. Where a conversation is shortened to fit, the answer depends on more than the conversation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Everything that an answer depends on, except its tenant and `cache_salt`.
-
-    model     name of the model
-    sampling  parameters that the client gave, by the names of `SamplingParams`
-    control   the client's cache options
-    """
+    """Everything that an answer depends on, except its tenant and `cache_salt`."""
 
     model: str
     prompt: Conversation | PlainPrompts
@@ -66,7 +53,6 @@ class Question:
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether each computation should give the same answer: sampling is greedy, or the client gave a seed."""
         return 0 in (self.sampling.get("temperature"), self.sampling.get("top_p")) or self.sampling.get("seed") is not None
 
     @property
@@ -74,18 +60,15 @@ class Question:
         return self.sampling.get("prompt_logprobs") is not None
 
     def key(self, salt: bytes, version: str) -> str:
-        """The answer's key in the store.
-
-        salt     `entry_salt` of the tenant and the client's `cache_salt`
-        version  text that changes with the model's weights, with whatever else results depend on, and with those limits of the caller
-                 that bound the output
+        """version: text that changes with the model's weights, with whatever else results depend on, and with those limits of the
+        caller that bound the output
         """
         digest = hashlib.blake2b(salt, digest_size=32, person=b"headrace-answer")
         digest.update(msgspec.msgpack.encode(self._parts(version)))
         return digest.hexdigest()
 
     def _parts(self, version: str) -> tuple[object, ...]:
-        """The values that the key is hashed from, in the same order in every process: a set is sorted, JSON objects keep their order."""
+        """In the same order in every process: a set is sorted, JSON objects keep their order."""
         prompt, names = self.prompt, list[str]()
         if isinstance(prompt, Conversation):
             names = sorted(prompt.tool_choice.allowed)
@@ -94,10 +77,7 @@ class Question:
 
 
 def entry_salt(tenant: str, cache_salt: str) -> bytes:
-    """The salt of every cache key of a tenant, the same at every gateway and after a restart.
-
-    The tenant is that of the request's API key, so a client cannot choose another tenant's salt.
-    """
+    """The salt of every cache key of a tenant, the same at every gateway and after a restart."""
     digest = hashlib.blake2b(digest_size=32, person=b"headrace-tenant")
     for part in (tenant.encode(), cache_salt.encode("utf-8", "surrogatepass")):
         digest.update(len(part).to_bytes(8, "little") + part)

@@ -1,7 +1,5 @@
-"""Records the events of a whole answer as one compact value, from which an encoder writes the same answer again.
-
-Events are kept one by one, so that a stream is replayed in the same pieces. Log-probabilities are kept as columns, with the texts of the
-token ids in them: no tokenizer is needed for a replay. Log-probabilities of prompts are not kept.
+"""Records the events of a whole answer as one compact value, from which an encoder writes the same answer again. It holds the texts
+of its token ids, so that no tokenizer is needed for a replay.
 """
 
 from __future__ import annotations
@@ -24,14 +22,12 @@ from headrace.gateway.upstream.seam import EventStream, OutputEvent, PassedField
 from headrace.text.logprobs import DecodedLogprobs, TokenTexts
 
 FORM = 2
-"""The form of answers that this version writes. An answer of another form is unknown."""
 
 EVENT_BYTES = 64
-"""Memory of a recorded event without its texts and log-probabilities, about."""
 
 
 class RecordedLogprobs(Struct, array_like=True, frozen=True):
-    """`DecodedLogprobs`. vocabulary: index in `WholeAnswer.vocabularies`;  columns: (type code, bytes) in the order of `LogprobColumns`"""
+    """vocabulary: index in `WholeAnswer.vocabularies`; columns: (type code, bytes) in the order of `LogprobColumns`"""
 
     vocabulary: int
     columns: list[tuple[Literal["i", "q", "f", "d"], bytes]]
@@ -40,8 +36,6 @@ class RecordedLogprobs(Struct, array_like=True, frozen=True):
 
 
 class RecordedEvent(Struct, array_like=True, frozen=True):
-    """`OutputEvent` without its offset, its error and the prompt's log-probabilities."""
-
     index: int
     text: str
     num_tokens: int
@@ -56,13 +50,8 @@ class RecordedEvent(Struct, array_like=True, frozen=True):
 
 
 class WholeAnswer(StoredEntry, frozen=True):
-    """A recorded answer to one request.
-
-    recorded_at    Unix seconds of the answer's end
-    model          name of the model that computed it
-    prompts        per prompt its number of tokens (None: not known) and its text as echo shows it
+    """prompts        per prompt its number of tokens (None: not known) and its text as echo shows it
     usage          fields of `TokenUsage` in order
-    vocabularies   token id -> text and bytes
     """
 
     recorded_at: float
@@ -80,7 +69,6 @@ class WholeAnswer(StoredEntry, frozen=True):
         return TokenUsage(*self.usage)
 
     def output_events(self) -> Iterator[OutputEvent]:
-        """The answer's events, each made when the iterator reaches it."""
         vocabularies = [RecordedTexts(texts) for texts in self.vocabularies]
         for event in self.events:
             yield OutputEvent(
@@ -100,7 +88,7 @@ class WholeAnswer(StoredEntry, frozen=True):
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class RecordedTexts:
-    """Texts of the token ids of one answer, as a `TokenTexts`. Compared by identity, as a key of tables of encoded JSON."""
+    """Compared by identity, as a key of tables of encoded JSON."""
 
     texts: Mapping[int, tuple[str, bytes]]
 
@@ -112,15 +100,13 @@ class RecordedTexts:
 
 
 class EventRecording:
-    """Collects the events of a running answer in storable form."""
-
     def __init__(self) -> None:
         self.events: list[RecordedEvent] = []
         self.vocabularies: list[dict[int, tuple[str, bytes]]] = []
         self._texts: list[TokenTexts] = []
 
     def add(self, event: OutputEvent) -> int:
-        """Add an event. Returns its approximate memory in bytes."""
+        """Returns the event's approximate memory in bytes."""
         recorded = RecordedEvent(
             event.index,
             event.text,
@@ -146,7 +132,7 @@ class EventRecording:
         return RecordedLogprobs(number, kept, part.text_offsets.tobytes(), bytes(part.visible))
 
     def _vocabulary(self, texts: TokenTexts) -> int:
-        """The index of a vocabulary. An answer has one, or two when another server took over before the first token."""
+        """An answer has one, or two when another server took over before the first token."""
         for number, known in enumerate(self._texts):
             if known is texts:
                 return number
@@ -165,16 +151,14 @@ _decoder = msgspec.msgpack.Decoder(WholeAnswer)
 
 
 def decode_answer(value: bytes | None) -> WholeAnswer | None:
-    """The answer in a store's value. None: no value, or one of another `FORM`."""
     return entry_in(value, _decoder, FORM)
 
 
 REPLAY_EVENTS = 32
-"""Events that a replay gives at a time, each of which becomes a chunk in about 10 us. Other requests have their turn between batches."""
+"""Each event becomes a chunk in about 10 us; other requests have their turn between batches."""
 
 
 def recorded_prepared(answer: WholeAnswer) -> Prepared:
-    """A recorded answer in the form of a prepared request. It never has log-probabilities of the prompt."""
     usage = answer.token_usage
     return Prepared(
         stream=partial(ReplayedStream, answer),
@@ -189,7 +173,7 @@ def recorded_prepared(answer: WholeAnswer) -> Prepared:
 
 
 class ReplayedStream(EventStream):
-    """The event stream of a recorded answer. Unlike an engine's, a batch has several events of one sequence: the recorded pieces."""
+    """Unlike an engine's, a batch has several events of one sequence: the recorded pieces."""
 
     def __init__(self, answer: WholeAnswer) -> None:
         self._usage = answer.token_usage

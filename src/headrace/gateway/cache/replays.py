@@ -1,11 +1,8 @@
 """Answers retries with an Idempotency-Key: the first request claims the key and its answer is kept, a retry gets that answer.
 
-    no entry --claim--> running, for LEASE_S at a time, renewed --keep--> the answer, for TTL_S
-        ^                    |
-        `-- free: it failed, or its gateway died and the lease ran out
-
-A claim is an entry that is put into the store only where there is none, so of two equal requests at two gateways one computes. A request is
-refused retryably while the store does not answer, because it might be computed and billed a second time.
+no entry --claim--> running, for LEASE_S at a time, renewed --keep--> the answer, for TTL_S
+    ^                    |
+    `-- free: it failed, or its gateway died and the lease ran out
 """
 
 from __future__ import annotations
@@ -31,30 +28,25 @@ log = logging.getLogger("headrace.gateway")
 
 HEADER = "Idempotency-Key"
 IDEMPOTENCY_KEY = HEADER.lower().encode()
-"""The header's name as requests have it."""
 
 _KEY = re.compile(rb"[\x21-\x7e]{1,255}")
 
 TTL_S = 86_400.0
-"""Seconds that an answer is kept for retries: a day, as clients of Stripe's API expect."""
+"""A day, as clients of Stripe's API expect."""
 
 LEASE_S = 10.0
-"""Seconds after its gateway's death until a claim ends."""
 
 RENEW_S = 3.0
-"""Seconds between two renewals of a claim."""
 
 BUSY_RETRY_S = 1.0
 
 REPLAYS = "replays"
-"""Name of the part of the stores with answers under an Idempotency-Key."""
 
 
 MAX_REPLAYS_BYTES = 64 << 20
-"""Bytes of all kept answers, with what the store takes beside each; the oldest ones go first."""
 
 MAX_REPLAY_BYTES = 1 << 20
-"""Bytes of one: a retry of a request with a larger answer gets 409."""
+"""A retry of a request with a larger answer gets 409."""
 
 
 def replay_limits(stores: Stores) -> StoreLimits:
@@ -67,10 +59,7 @@ def open_replay_store(stores: Stores) -> Store:
 
 
 class ReplayEntry(StoredEntry, frozen=True):
-    """The first request under one key, running or ended.
-
-    body    digest of the path, the session and the body of the request
-    claim   id of the running request; empty once it has ended
+    """body    digest of the path, the session and the body of the request
     answer  None while the request runs; None with an empty claim: the answer was too large to be kept
     """
 
@@ -83,7 +72,6 @@ _encode, _decoder = msgspec.msgpack.encode, msgspec.msgpack.Decoder(ReplayEntry)
 
 
 def replay_key(given: bytes, tenant: str) -> str:
-    """The store's key for a tenant's Idempotency-Key. Raises InvalidRequest for a malformed one."""
     if _KEY.fullmatch(given) is None:
         raise InvalidRequest(HEADER, "1..255 visible ASCII characters", len(given), "A UUID is a good one.")
     name = tenant.encode()
@@ -93,7 +81,7 @@ def replay_key(given: bytes, tenant: str) -> str:
 
 
 def retry_key(exchange: Exchange) -> str:
-    """The store's key for a request's Idempotency-Key; empty: the request has none. Raises InvalidRequest."""
+    """Raises InvalidRequest for a malformed key."""
     given = [value for name, value in exchange.headers if name == IDEMPOTENCY_KEY]
     if not given:
         return ""
@@ -101,8 +89,6 @@ def retry_key(exchange: Exchange) -> str:
 
 
 class KeyClaim:
-    """The right to compute the answer under one key, held until `Replays.keep` or `free`."""
-
     def __init__(self, store: GuardedStore, key: str, *, tenant: str, body: bytes) -> None:
         self.key = key
         self.body = body
@@ -111,10 +97,7 @@ class KeyClaim:
 
 
 class Replays:
-    """The claims of one gateway and their store. `close` finishes the writes of answers."""
-
     def __init__(self, store: GuardedStore, metrics: ReplayMetrics, *, limits: StoreLimits) -> None:
-        """store: closed by `close`; limits: those of the store"""
         self._limits = limits
         self._store = store
         self._metrics = metrics
@@ -125,19 +108,15 @@ class Replays:
 
     @property
     def max_entry_bytes(self) -> int:
-        """Bytes of the largest answer that is kept."""
         return min(self._limits.entry, self._limits.tenant)
 
     @property
     def claims(self) -> list[KeyClaim]:
-        """Claims of running requests, and of answers that are being written."""
         return list(self._claims.values())
 
     async def find(self, key: str, *, tenant: str, body: bytes) -> WholeAnswer | KeyClaim:
-        """The answer of the first request under the key, or a claim when this request is the first.
-
-        Raises: IdempotencyConflict while the first request runs, or when its answer was too large to be kept; IdempotencyMismatch when it
-        had another body; Unavailable when the store does not answer.
+        """Raises IdempotencyConflict while the first request runs, or when its answer was too large; IdempotencyMismatch when it had
+        another body; Unavailable when the store does not answer.
         """
         if (writing := self._claims.get(key)) is not None:
             return self._of_claim(writing, body)
@@ -155,7 +134,7 @@ class Replays:
         return claim
 
     def keep(self, claim: KeyClaim, answer: WholeAnswer | None) -> None:
-        """Store a whole answer, in the background. answer None: it is too large to be kept, and a retry gets an error that says so"""
+        """answer None: too large, and a retry gets an error that says so"""
         value = _encode(ReplayEntry(FORM, claim.body, b"", answer))
         if len(value) > self.max_entry_bytes:
             answer, value = None, _encode(ReplayEntry(FORM, claim.body))
@@ -164,11 +143,9 @@ class Replays:
         self._store.write(lambda store: claim.lease.replace(store, value, ttl_s=TTL_S), len(value), lambda _: self._forget(claim))
 
     def free(self, claim: KeyClaim) -> None:
-        """Remove a claim whose request has failed: the next request under the key is the first one again."""
         claim.lease.free(lambda _: self._forget(claim))
 
     def check(self) -> None:
-        """Assert that no claim is left. For a gateway without requests."""
         assert all(claim.lease.is_ended for claim in self._claims.values()), "a claim was not ended"
 
     def _forget(self, claim: KeyClaim) -> None:
@@ -176,10 +153,6 @@ class Replays:
             del self._claims[claim.key]
 
     def _of_claim(self, claim: KeyClaim, body: bytes) -> WholeAnswer:
-        """The answer of this gateway's own claim, while it is being written.
-
-        Raises IdempotencyMismatch for another body, and IdempotencyConflict if there is no answer yet.
-        """
         if claim.body != body:
             raise self._mismatch()
         if claim.answer is None:
@@ -213,7 +186,7 @@ class Replays:
     # -- in the store --------------------------------------------------------------------------------------------------------------
 
     async def _claimed(self, store: Store, claim: KeyClaim) -> ReplayEntry | None:
-        """The entry of the key; None: there was none, and the claim has been stored."""
+        """None: there was no entry, and the claim has been stored."""
         while True:
             value = await store.get(claim.key)
             if (entry := entry_in(value, _decoder, FORM)) is not None:

@@ -38,7 +38,7 @@ MAX_DRAWN_SEED = 2**63
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Tests replace them. draw_seed: of a request that names none; random: what routing compares, nothing secret"""
+    """Tests replace them. random: what routing compares, nothing secret"""
 
     clock: Clock = time.monotonic
     unix_time: Clock = time.time
@@ -47,7 +47,6 @@ class Sources:
 
 
 Connect = Callable[[ReplicaConfig, TextModel, Clock], ReplicaClient]
-"""`connect_wire` speaks the wire; tests make their own."""
 
 
 def connect_wire(config: ReplicaConfig, text: TextModel, clock: Clock) -> ReplicaClient:
@@ -64,9 +63,7 @@ def connect_wire(config: ReplicaConfig, text: TextModel, clock: Clock) -> Replic
 
 @dataclass(slots=True, eq=False)
 class OpenModel:
-    """stack     closes the model's connections
-    foreign   alone or behind replicas
-    text      None: it cannot be used, or only foreign servers answer
+    """text      None: it cannot be used, or only foreign servers answer
     pool      None whenever `text` is None
     replicas  configuration (with the token read from its file) -> replica in the pool
     failure   why tokenizer or template cannot be used; no replica is connected then
@@ -94,7 +91,7 @@ class ModelOpener:
     async def open(
         self, config: ModelConfig, text: LoadedText | FailedText | None, failover_s: float, before: OpenModel | None = None
     ) -> OpenModel:
-        """Replicas connect in the background. Raises ConfigError. before: of the same name; replicas in both keep their circuits"""
+        """Replicas connect in the background. before: replicas in both keep their circuits. Raises ConfigError."""
         async with AsyncExitStack() as stack:
             foreign = await stack.enter_async_context(self._foreign_servers(config)) if config.upstreams else None
             if isinstance(text, FailedText):
@@ -122,14 +119,11 @@ class ModelOpener:
             return OpenModel(config, self._served(config, upstream), stack.pop_all(), foreign, text, pool, replicas)
 
     def why_unreadable(self, model: OpenModel) -> CheckpointError | None:
-        """At first or in a restarted host of text workers."""
         return model.failure if model.text is None else self._text_pool.failures.get(model.text.name)
 
     def change(self, model: OpenModel, config: ModelConfig) -> Callable[[], None] | None:
-        """New replicas are made and not yet connected. Calling the result applies `config`.
-
-        None: the model must be opened again, because its folder or its foreign servers changed, or its text could not be used. Raises
-        ConfigError.
+        """Calling the result applies `config`; new replicas are not connected before. None: the model must be opened again, because its
+        folder or its foreign servers changed, or its text could not be used. Raises ConfigError.
         """
         if model.failure is not None:
             return None
@@ -161,7 +155,6 @@ class ModelOpener:
         return replace(model.served, aliases=config.aliases, upstream=upstream, smaller=config.smaller)
 
     def _engines(self, config: ModelConfig, text: LoadedText, pool: ReplicaPool, foreign: HttpUpstream | None) -> Upstream:
-        """With foreign servers as a fallback."""
         model_text = ModelText(self._text_pool, text.name, text.model.tokenizer)
         engines = TokenUpstream(model_text, pool, draw_seed=self._sources.draw_seed, formats=_formats(config, text.model))
         return engines if foreign is None else FallbackUpstream(engines, foreign, self._sources.clock)
@@ -188,14 +181,14 @@ class ModelOpener:
 
 
 def _circuits(before: OpenModel | None, config: ModelConfig) -> dict[ReplicaConfig, ReplicaCircuit]:
-    """None when the former model served another folder."""
+    """Empty when the former model served another folder."""
     if before is None or before.config.folder != config.folder:
         return {}
     return {known: replica.circuit for known, replica in before.replicas.items()}
 
 
 def _resolved(config: ReplicaConfig) -> ReplicaConfig:
-    """The token is read from its file, so that a changed token counts as another replica. Raises ConfigError."""
+    """A changed token in the file counts as another replica. Raises ConfigError."""
     return replace(config, token=config.target().token, token_file="")
 
 

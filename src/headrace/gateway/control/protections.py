@@ -1,10 +1,10 @@
-"""Refuses a reload that would take away what protects a running server. Pure.
+"""Refuses a reload that would take away what protects a running server: a file that is cut off, or lacks some of its lines, is often a
+valid one that allows more. Pure.
 
-A file that is empty for a moment, cut off, or without some of its lines is often a valid one that allows more. So what protects may be
-changed by a reload, and does not vanish by one: keys as a whole, the tenant and tier of a key that stays, TLS, a limit, a budget, a price,
-a sink of usage records, names of hosts. Nor does a value that stays become one that goes in the same reload: two entries become one where
-lines are lost. Bounds with a default always bound something and are not listed here. Giving up the keys takes `gateway.access: open` in
-the file, the rest a restart. What takes a restart anyway (stores, sessions, site key) is refused elsewhere.
+What protects may be changed by a reload, and does not vanish by one: keys as a whole, the tenant and tier of a key that stays, TLS, a
+limit, a budget, a price, a sink of usage records, names of hosts. Nor does a value that stays become one that goes in the same reload: two
+entries become one where lines are lost. Bounds with a default are not listed. Giving up the keys takes `gateway.access: open` in the file,
+the rest a restart.
 """
 
 from __future__ import annotations
@@ -37,12 +37,10 @@ OF_TIER = (
     "monthly_budget",
     "models",
 )
-"""A tier has none of them by default."""
 
 DEFAULT = Tier()
 
 OF_KEY = ("user", "tier")
-"""Another value is fine."""
 
 OF_PRICE = ("input", "output")
 
@@ -54,13 +52,12 @@ SECTIONS = {
     "usage.kafka": ("properties_file",),
     "usage.clickhouse": ("password_file", "ca_file"),
 }
-"""Path of a section -> its keys that protect."""
 
 LISTS = ("allowed_hosts", "allowed_origins", "metrics_tenants", "trusted_proxies")
 
 
 Entries = dict[str, set[tuple[str, object]]]
-"""Path of each protecting part of the file -> (name, value). The items of lists have no name."""
+"""Path of a part -> (name, value); items of lists have no name."""
 
 MAX_SHOWN = 5
 RESTORE = "Write what it was: only a restart gives it up."
@@ -68,7 +65,7 @@ TWICE = "If that is meant, reload twice: with the change, and then without the o
 
 
 def check_keeps_protections(before: GatewayConfig, after: GatewayConfig, *, has_stored_keys: bool) -> None:
-    """Raise ConfigError by the paths of the operator's file. has_stored_keys: requests need a key in any case"""
+    """Raise ConfigError by the paths of the operator's file."""
     if gives_up_keys(before, after) and not has_stored_keys:
         reason = f"would be gone, so that no request needs a key any more ({counted(len(before.api_keys), 'key')} now)"
         raise ConfigError("gateway.api_keys", reason, f"Write the keys again, or `access: {OPEN_ACCESS}` below `gateway` if that is meant.")
@@ -81,7 +78,6 @@ def check_keeps_protections(before: GatewayConfig, after: GatewayConfig, *, has_
 
 
 def gives_up_keys(before: GatewayConfig, after: GatewayConfig) -> bool:
-    """Without the word for it."""
     return bool(before.api_keys) and not after.api_keys and after.access != OPEN_ACCESS
 
 
@@ -109,7 +105,7 @@ def _vanished(before: object, after: object, names: tuple[str, ...]) -> Iterator
 
 
 def _lost_of_keys(before: GatewayConfig, after: GatewayConfig) -> Iterator[str]:
-    """A key keeps its tenant too: another one's data are not for its holder."""
+    """Data of another tenant are not for the key's holder."""
     held = {key.sha256: key for key in before.api_keys}
     tenants = {key.tenant for key in before.api_keys}
     for key in after.api_keys:
@@ -126,13 +122,12 @@ def _path_of(key: ApiKey) -> str:
 
 
 def _said(key: ApiKey, name: str) -> str:
-    """Empty for the tenant that a key without one is given."""
     value: str = getattr(key, name)
     return "" if value == f"key-{key.sha256[:12]}" else value
 
 
 def _lost_limits(before: GatewayConfig, after: GatewayConfig) -> Iterator[str]:
-    """Built-in tiers included. A tier that is no longer there lets no request in."""
+    """A tier that is no longer there lets no request in."""
     tiers = all_tiers(after.tiers)
     for name, tier in all_tiers(before.tiers).items():
         if name in tiers:
@@ -198,7 +193,6 @@ def _entries(config: GatewayConfig) -> Entries:
 
 
 def _values(entry: Any, *names: str) -> set[tuple[str, object]]:
-    """A default is not said."""
     found: set[tuple[str, object]] = set()
     for item in fields(entry):
         value = getattr(entry, item.name)

@@ -1,6 +1,5 @@
-"""Removes one tenant's entries from the stores, for `headrace cache purge` and `DELETE /cache/TENANT`. No server need run.
-
-A request that runs meanwhile still writes its entry when it ends. So the keys of a tenant that is removed must be revoked before the purge.
+"""Removes one tenant's entries from the stores; no server need run. A running request still writes its entry when it ends, so the keys of a
+removed tenant must be revoked before.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ from headrace.gateway.stores.store import Store
 
 
 class StoreSections(Protocol):
-    """state: folder of the embedded stores"""
-
     @property
     def store(self) -> StoreConfig: ...
     @property
@@ -32,10 +29,8 @@ class StoreSections(Protocol):
 
 
 async def purge(config: StoreSections, tenant: str, admin: Administration, unix_time: Clock, *, is_all: bool) -> int:
-    """Returns the number of removed entries. tenant: for a removed tenant its id, which the audit record of the removal has; is_all:
-    sessions and resumable streams, too
-
-    Raises ConfigError, and StoreFailed, after which some entries may be left.
+    """tenant: for a removed tenant its id, which the audit record of the removal has; is_all: sessions and resumable streams, too. Raises
+    ConfigError, and StoreFailed, after which some entries may be left.
     """
     stores = Stores(config.store, config.state, lambda: 1.0, unix_time)  # nothing is written, so no share is asked for
     num_removed = 0
@@ -58,8 +53,6 @@ class PurgeBody:
 
 
 def cache_requests(config: Callable[[], StoreSections], unix_time: Clock) -> Handlers:
-    """`DELETE /cache/TENANT` on the admin socket."""
-
     async def remove(call: AdminCall) -> object:
         is_all = decode(PurgeBody, call.body).all
         return {"removed": await purge(config(), call.name, call.admin, unix_time, is_all=is_all)}

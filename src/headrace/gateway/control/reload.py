@@ -1,9 +1,7 @@
 """Applies a changed configuration to a running gateway, all of it or nothing, and refuses changes that take a restart.
 
-The steps that can fail come first and change nothing: reading and checking the file, and opening what is new. Then the change is made
-between two rounds of the event loop. A request sees the configuration before or the one after, never a mixture, and keeps the one it began
-with. A supervisor asks for a reload through the leash (`wire.leash`); SIGHUP asks for one too. Reloads run one after another, in the order
-of asking. A request for the status is answered at once, also during a reload.
+The steps that can fail come first and change nothing. Then the change is made between two rounds of the event loop, so that a request keeps
+the configuration it began with. Reloads run one after another; a request for the status is answered at once.
 """
 
 from __future__ import annotations
@@ -31,11 +29,10 @@ from headrace.observe.request_log import RequestLog
 from headrace.wire.leash import Leash, LeashRequest, LeashRequestKind, ModelStatuses
 
 CHANGEABLE = tuple(live_paths(GatewayConfig))
-"""With all below them: sections that say `Reload.LIVE`, since what runs follows them."""
+"""Sections that say `Reload.LIVE`, with all below them."""
 
 
 def check_change(before: GatewayConfig, after: GatewayConfig) -> None:
-    """Raise ConfigError naming the first difference that takes a restart."""
     for difference in differences(before, after):
         if not any(_is_within(difference.path, path) for path in CHANGEABLE):
             raise ConfigError(difference.path, "cannot change while the gateway runs", "Start the gateway again, or write what it was.")
@@ -105,7 +102,7 @@ class Reloader:
             await asyncio.to_thread(former_log.close)
 
     async def reload_file(self, read: Read) -> None:
-        """An operator writes the file: refuse it too where it loses what protects the server."""
+        """Also refused where it loses what protects the server."""
         config = await asyncio.to_thread(read)
         stored = self._app.service.stored_keys if gives_up_keys(self.config, config) else None
         check_keeps_protections(self.config, config, has_stored_keys=stored is not None and await stored.has_keys())
@@ -131,7 +128,7 @@ INTERNAL = "the change failed by a fault of this program; its log says more"
 
 @asynccontextmanager
 async def answering(leash: Leash, reloader: Reloader, read: Read | None, stop: StopSignals) -> AsyncIterator[None]:
-    """A status at once, reloads one after another. read: None, there is no file, and SIGHUP drains"""
+    """read: None, there is no file, and SIGHUP drains"""
     waiting: asyncio.Queue[LeashRequest | None] = asyncio.Queue()  # None: asked by a signal, which gets no answer but the log
     is_hangup_waiting = asyncio.Event()  # one reload answers all signals that came before it
     loop = asyncio.get_running_loop()

@@ -1,7 +1,5 @@
-"""Keeps the models that a gateway serves, and removed models whose requests still run.
-
-A model or a set of replicas is closed when no request can use it any more. Requests that began under an earlier configuration may still ask
-for a removed model. The series of a closed model stay on the metrics page for `SERIES_KEPT_S` more.
+"""Keeps the models that a gateway serves, and removed models until no request can use them: those that began under an earlier configuration
+may still ask for one.
 """
 
 from __future__ import annotations
@@ -32,9 +30,7 @@ SERIES_KEPT_S = 300.0
 
 @dataclass(slots=True, eq=False)
 class SiteModels:
-    """models: in the order of the configuration
-
-    _leaving  removed or replaced model -> the task that closes it when its last request has ended
+    """_leaving  removed or replaced model -> the task that closes it when its last request has ended
     _earlier  per earlier configuration, the count of its requests that have not asked for a model yet
     """
 
@@ -76,7 +72,7 @@ class SiteModels:
         return {model.text for model in (*self.models.values(), *self._leaving) if model.text is not None}
 
     def status(self) -> ModelStatuses:
-        """Leaving models too. Replicas of equal model and replica name share one entry."""
+        """Replicas of equal model and replica name share one entry."""
         statuses: dict[str, dict[str, ReplicaStatus]] = {}
         for model in (*self._leaving, *self.models.values()):
             replicas = statuses.setdefault(model.config.name, {})
@@ -108,8 +104,8 @@ class SiteModels:
     # -- changing them -------------------------------------------------------------------------------------------------------------
 
     async def prepare(self, models: Sequence[ModelConfig], failover_s: float, texts: ModelTexts) -> Callable[[UseCount], None]:
-        """Calling the result serves `models` from then on. It takes the count of the present configuration's requests that have not asked
-        for a model yet. Raises ConfigError.
+        """Calling the result serves `models`, and takes the count of the present configuration's requests that have not asked for a model
+        yet. Raises ConfigError.
         """
         changed: dict[str, Callable[[], None]] = {}
         opened: dict[str, OpenModel] = {}
@@ -132,7 +128,7 @@ class SiteModels:
         changed: Mapping[str, Callable[[], None]],
         undecided: UseCount,
     ) -> None:
-        """changed: name -> the change of a model that stays open; undecided: requests that have not asked for a model yet"""
+        """undecided: requests that have not asked for a model yet"""
         left = [model for name, model in self.models.items() if name not in changed]
         for apply in changed.values():
             apply()
@@ -207,7 +203,6 @@ def _status(replica: ReplicaHealth, num_open: int, unreadable: CheckpointError |
 
 
 def _replicas(model: OpenModel, *, is_leaving: bool) -> Iterator[ReplicaHealth]:
-    """Retired ones first."""
     upstream = model.served.upstream
     yield from upstream.retired_replicas()
     for replica in upstream.replicas():

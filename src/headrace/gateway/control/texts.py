@@ -1,10 +1,7 @@
 """Loads the tokenizers and templates of a running gateway's models, in this process and in the text workers' host process.
 
-A host loads models at its start and never again. A new model therefore takes another host, which loads every model in use before the
-workers are replaced (`text_workers.pool`). A removed model stays in the host until the next host is started.
-
-A model whose text cannot be loaded fails alone (`FailedText`), and is tried again at a reload. A reload that would make a serving model
-fail is refused.
+A host loads models at its start and never again, so a new model takes another host, which loads every model in use. A model whose text
+cannot be loaded fails alone, and is tried again at a reload; a reload that would make a serving model fail is refused.
 """
 
 from __future__ import annotations
@@ -27,12 +24,12 @@ LoadText = Callable[[str], TextModel]
 """Raises CheckpointError."""
 
 MakeWorkers = Callable[[HostConfig, Collection[str]], Workers]
-"""Not started. The second argument: environment variables that they may not inherit."""
+"""The second argument: environment variables that they may not inherit."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedText:
-    """name: the folder's name in text workers, never reused for another folder"""
+    """name: in text workers, never reused for another folder"""
 
     name: str
     folder: str
@@ -73,7 +70,7 @@ class LoadedTexts:
         load: LoadText,
         make: MakeWorkers,
     ) -> None:
-        """texts: for models of engines; pool: already started. Raises CheckpointError when no model can be served."""
+        """pool: already started. Raises CheckpointError when no model can be served."""
         self.pool = pool
         loaded = {**texts, **pool.failures}
         self.texts: ModelTexts = {name: _text_of(name, folder, loaded[name]) for name, folder in text_folders(models).items()}
@@ -85,10 +82,8 @@ class LoadedTexts:
         self._make = make
 
     async def prepare(self, models: Sequence[ModelConfig], max_workers: int, in_use: Collection[LoadedText]) -> TextChange:
-        """In new text workers if necessary. Nothing changes before `apply`. in_use: texts of running requests, which the next workers must
-        have as well
-
-        Raises CheckpointError for a working model that would fail with its folder's present files, and when no model could be served.
+        """Nothing changes before `apply`. in_use: texts of running requests, which the next workers must have as well. Raises
+        CheckpointError for a working model that would fail now, and when no model could be served.
         """
         texts: ModelTexts = {model.name: await self._text(model) for model in models if model.folder}
         needed = {text.name: text.folder for text in (*in_use, *_loaded(texts))}
@@ -115,7 +110,7 @@ class LoadedTexts:
             self.pool.replace(change.workers, max_workers=change.max_workers)
 
     async def _text(self, model: ModelConfig) -> LoadedText | FailedText:
-        """Loaded if unknown, or if failed and the model has replicas. Raises CheckpointError if a working model fails."""
+        """Raises CheckpointError if a working model fails."""
         known = self.texts.get(model.name)
         if known is not None and known.folder == model.folder and (isinstance(known, LoadedText) or not model.replicas):
             return known
@@ -150,7 +145,7 @@ def _loaded(texts: ModelTexts) -> list[LoadedText]:
 
 
 def _check_any_served(models: Sequence[ModelConfig], texts: ModelTexts) -> None:
-    """Raises the first model's CheckpointError when every model has failed and none has foreign servers."""
+    """Raises the first model's CheckpointError when no model can be served."""
     failed = [(name, text.error) for name, text in texts.items() if isinstance(text, FailedText)]
     if failed and len(failed) == len(models) and not any(model.upstreams for model in models):
         raise _named(*failed[0])

@@ -1,8 +1,5 @@
-"""Writes usage records to ClickHouse over its HTTP interface, and reads the usage of a whole site from there.
-
-Rows are sent as JSON, in the form that versions from 18.16 on read. No client package is used: those know newer servers only, and all that
-is needed is a statement and a body. Queries give the same rows as `usage_query.usage_rows` gives of one machine. Each query has a
-connection and a thread of its own, so that a server that hangs holds up queries alone.
+"""Writes usage records to ClickHouse (18.16 or later) over its HTTP interface, and reads the usage of a whole site from there. No client
+package is used: those know newer servers only.
 """
 
 from __future__ import annotations
@@ -30,10 +27,8 @@ log = logging.getLogger("headrace.usage")
 
 CLICKHOUSE = "clickhouse"
 ANSWER_S = 30.0
-"""Seconds for a connection, and for each part of an answer, of what is shipped."""
 
 INSERT_SETTINGS = {"input_format_skip_unknown_fields": 1}
-"""Columns that the table lacks, and may not gain, are left out."""
 
 UNKNOWN_TABLE, UNKNOWN_DATABASE = 60, 81
 _CODE = re.compile(r"Code: (\d+)")
@@ -41,7 +36,7 @@ MAX_MESSAGE_CHARS = 200
 
 
 class ClickHouseRefused(SinkFailed):
-    """The server answered with an error. code: ClickHouse's error number; 0: the answer has none"""
+    """code: ClickHouse's error number; 0: the answer has none"""
 
     def __init__(self, code: int, message: str) -> None:
         self.code = code
@@ -49,12 +44,12 @@ class ClickHouseRefused(SinkFailed):
 
 
 class ClickHouseSink:
-    """A `Sink` in ClickHouse. A record that is shipped twice becomes one row when ClickHouse merges, or at once for a query with FINAL."""
+    """A record that is shipped twice becomes one row when ClickHouse merges, or at once for a query with FINAL."""
 
     name = CLICKHOUSE
 
     def __init__(self, config: ClickHouseConfig, *, answer_s: float = ANSWER_S) -> None:
-        """Connects at the first call. answer_s: most seconds for a connection, and for each part of an answer. Raises ConfigError."""
+        """Connects at the first call. Raises ConfigError."""
         self._config = config
         self._answer_s = answer_s
         self._headers = _headers(config)
@@ -75,7 +70,7 @@ class ClickHouseSink:
             self.query(statement, rows)
 
     def _add_columns(self) -> None:
-        """Once: add the columns that the table of an older version lacks. Where the user may not do that, rows lack them."""
+        """Where the user may not add columns, rows lack them."""
         if self._has_columns:
             return
         table = self._config.full_table
@@ -90,12 +85,12 @@ class ClickHouseSink:
         self._has_columns = True
 
     def create(self) -> None:
-        """Make the database and the table where they are not there. Raises SinkFailed."""
+        """Raises SinkFailed."""
         self.query(f"CREATE DATABASE IF NOT EXISTS {self._config.full_table.partition('.')[0]}")
         self.query(create_table(self._config))
 
     def query(self, statement: str, body: bytes = b"", *, settings: Mapping[str, float] = INSERT_SETTINGS) -> bytes:
-        """The answer to a statement. body: rows sent after the statement; settings: ClickHouse settings. Raises SinkFailed."""
+        """body: rows sent after the statement. Raises SinkFailed."""
         path = "/?" + urlencode({"query": statement, **settings})
         is_kept = self._connection is not None
         try:
@@ -142,7 +137,7 @@ class ClickHouseSink:
 
 
 def create_table(config: ClickHouseConfig) -> str:
-    """The statement that makes the table. Rows with one tenant, time and request id are one row."""
+    """Rows with one tenant, time and request id are one row."""
     columns = ", ".join([*(f"{column.name} {column.kind.clickhouse}" for column in COLUMNS), _TIME])
     order = "(tenant, time_ms, request_id)"
     engine = f"ENGINE = ReplacingMergeTree PARTITION BY toYYYYMM(time) ORDER BY {order}"
@@ -153,7 +148,6 @@ _TIME = "time DateTime MATERIALIZED toDateTime(intDiv(time_ms, 1000))"
 
 
 def _headers(config: ClickHouseConfig) -> dict[str, str]:
-    """Raises ConfigError."""
     if not config.user:
         return {}
     password = read_token("usage.clickhouse.password_file", config.password_file)
@@ -161,7 +155,6 @@ def _headers(config: ClickHouseConfig) -> dict[str, str]:
 
 
 def _tls(config: ClickHouseConfig) -> ssl.SSLContext | None:
-    """Raises ConfigError."""
     if config.address.scheme != "https":
         return None
     try:
@@ -173,14 +166,13 @@ def _tls(config: ClickHouseConfig) -> ssl.SSLContext | None:
 
 
 MAX_QUESTIONS = 2
-"""Questions that are with the server at a time; a further one waits for one of these to end."""
 
 DAY = "toString(toDate(intDiv(time_ms, 86400000)))"
 """A number is a day since 1970 for toDate; the server's time zone has no part in it."""
 
 
 def clickhouse_dialect(config: ClickHouseConfig) -> SqlDialect:
-    """ClickHouse's dialect. FINAL counts a record once that was shipped twice and is not merged yet."""
+    """FINAL counts a record once that was shipped twice and is not merged yet."""
     return SqlDialect(
         table=f"{config.full_table} FINAL",
         day=DAY,
@@ -190,7 +182,7 @@ def clickhouse_dialect(config: ClickHouseConfig) -> SqlDialect:
 
 
 def clickhouse_rows(config: ClickHouseConfig, query: UsageQuery, *, timeout_s: float) -> list[dict[str, object]]:
-    """Rows from ClickHouse; None if its table does not exist, because nothing was ever shipped. Raises SinkFailed and ConfigError."""
+    """Empty if nothing was ever shipped. Raises SinkFailed and ConfigError."""
     client = ClickHouseSink(config, answer_s=timeout_s)
     statement = f"{usage_statement(query, clickhouse_dialect(config))} FORMAT JSONCompact"
     try:
@@ -205,8 +197,6 @@ def clickhouse_rows(config: ClickHouseConfig, query: UsageQuery, *, timeout_s: f
 
 
 class ClickHouseUsage:
-    """Where a ledger reads usage that is in ClickHouse."""
-
     def __init__(self, config: ClickHouseConfig) -> None:
         self._config = config
         self._threads = ThreadPoolExecutor(MAX_QUESTIONS, thread_name_prefix="usage-read")
@@ -218,18 +208,18 @@ class ClickHouseUsage:
             return await loop.run_in_executor(self._threads, lambda: clickhouse_rows(self._config, query, timeout_s=timeout_s))
 
     def close(self) -> None:
-        """Take no further queries. Running queries are answered."""
+        """Running queries are answered."""
         self._threads.shutdown(wait=False)
 
 
 def _quantiles(field: str) -> str:
-    """The SQL of a field's quantiles; an empty array for a group without values, of which ClickHouse gives zeros or NaN by its version."""
+    """An empty array for a group without values, of which ClickHouse gives zeros or NaN by its version."""
     found = f"quantilesExact({', '.join(map(str, QUANTILES))})({field})"
     return f"arraySlice({found}, 1, if(count({field}) = 0, 0, {len(QUANTILES)}))"
 
 
 def _literal(value: int | str) -> str:
-    """A value as an SQL literal. The oldest supported server has no query parameters."""
+    """The oldest supported server has no query parameters."""
     if isinstance(value, int):
         return str(value)
     escaped = value.replace("\\", "\\\\").replace("'", "\\'")

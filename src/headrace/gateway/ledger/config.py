@@ -1,6 +1,5 @@
-"""Defines the options of usage records: how they are kept, and the Kafka and ClickHouse servers to which they are sent.
-
-A server on another machine must be reached over TLS with authentication, or the configuration is refused, unless `allow_insecure` is set.
+"""Defines the options of usage records. A server on another machine must be reached over TLS with authentication, unless `allow_insecure`
+is set.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ TABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,127}\.)?[A-Za-z_][A-Za-z0-9_]{0,12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KafkaConfig:
-    """A topic that gets every usage record."""
-
     brokers: tuple[str, ...] = required("`HOST:PORT` of some of the cluster's brokers.")
     topic: str = option("headrace-usage", "Topic that gets every record, as it exists or as the cluster makes it.")
     properties_file: str = option(
@@ -33,7 +30,7 @@ class KafkaConfig:
     )
 
     def checked(self, where: str) -> KafkaConfig:
-        """This value if its rules hold; those of the file are `properties`'. Raises ConfigError about a key below `where`."""
+        """Raises ConfigError about a key below `where`; `properties` checks the file."""
         if not self.brokers:
             raise ConfigError(f"{where}.brokers", "is empty", "Write HOST:PORT of one or more brokers.")
         for index, broker in enumerate(self.brokers):
@@ -45,7 +42,7 @@ class KafkaConfig:
         return self
 
     def properties(self, where: str = "usage.kafka") -> dict[str, str]:
-        """The properties in the file, read now. Raises ConfigError, and InsecureStore if a remote broker would not be secured."""
+        """Raises ConfigError, and InsecureStore if a remote broker would not be secured."""
         found = read_properties(f"{where}.properties_file", self.properties_file) if self.properties_file else {}
         protocol, has_certificate = found.get("security.protocol"), {"ssl.certificate.location", "ssl.key.location"} <= found.keys()
         if not (self.allow_insecure or protocol == "SASL_SSL" or (protocol == "SSL" and has_certificate)):
@@ -58,8 +55,6 @@ class KafkaConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClickHouseConfig:
-    """A ClickHouse server (18.16 or later), asked over HTTP."""
-
     url: str = required("`http://HOST:8123` or `https://HOST:8443`.")
     table: str = option("default.headrace_usage", "Database and table, joined by a dot; made where they are not there, if the user may.")
     user: str = option("", "Beside `password_file`.", role=Role.SECURITY)
@@ -73,11 +68,10 @@ class ClickHouseConfig:
 
     @property
     def full_table(self) -> str:
-        """DATABASE.TABLE."""
         return self.table if "." in self.table else f"default.{self.table}"
 
     def checked(self, where: str) -> ClickHouseConfig:
-        """This value if its rules hold. Raises ConfigError about a key below `where`."""
+        """Raises ConfigError about a key below `where`."""
         self._check_url(f"{where}.url")
         if TABLE.fullmatch(self.table) is None:
             raise ConfigError(f"{where}.table", f"{self.table!r} is not DATABASE.TABLE, names of letters, digits and _")
@@ -107,14 +101,14 @@ class ClickHouseConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageConfig:
-    """How usage records are kept. Nothing is, where there is no `state`."""
+    """Nothing is kept where there is no `state`."""
 
     retention_days: int = option(90, "Days for which usage.db keeps a record.", low=1)
     kafka: KafkaConfig | None = option(None, "Topic that gets every record; ClickHouse then gets them from there (`headrace log archive`).")
     clickhouse: ClickHouseConfig | None = option(None, "Server that gets every record.")
 
     def checked(self, where: str = "usage") -> UsageConfig:
-        """This value if its rules hold. Raises ConfigError about a key below `where`."""
+        """Raises ConfigError about a key below `where`."""
         check_options(self, where)
         if self.kafka is not None:
             self.kafka.checked(f"{where}.kafka")

@@ -1,7 +1,7 @@
 """Sends usage records to a Kafka topic, keyed by the request's id, and moves them from there to ClickHouse (`headrace log archive`).
 
-The package confluent-kafka brings the client (librdkafka). The archive commits a batch's offsets after ClickHouse has answered. A crash in
-between has the batch inserted again, and `ReplacingMergeTree` then makes one row per request.
+The archive commits a batch's offsets after ClickHouse has answered. A batch that is inserted again after a crash changes no row
+(`ReplacingMergeTree`).
 """
 
 from __future__ import annotations
@@ -22,20 +22,16 @@ from headrace.gateway.ledger.record import FIRST_RETRY_S, LAST_RETRY_S, SinkFail
 
 KAFKA = "kafka"
 DELIVERY_S = 30.0
-"""Seconds in which a message is delivered or has failed; then its segment is sent again."""
 
 CRITICAL = 2
 """librdkafka's log level (syslog's)."""
 
 WAIT_S = 0.1
-"""Seconds between two questions whether all is delivered."""
 
 log = logging.getLogger("headrace.usage")
 
 
 class MessageKey(Struct):
-    """The part of a record that is the key of its message."""
-
     request_id: str
 
 
@@ -43,12 +39,11 @@ _key_of = msgspec.json.Decoder(MessageKey).decode
 
 
 class KafkaSink:
-    """A `Sink` in Kafka. After a crash or a timeout a record may be in the topic twice, with equal key and content."""
+    """After a crash or a timeout a record may be in the topic twice, with equal key and content."""
 
     name = KAFKA
 
     def __init__(self, config: KafkaConfig) -> None:
-        """Connects in the background. Raises ConfigError."""
         self._config = config
         self._properties = producer_properties(config)
         self._interrupted = threading.Event()
@@ -64,7 +59,6 @@ class KafkaSink:
             raise SinkFailed(f"kafka: {delivery.failure or 'interrupted'}")
 
     def idle(self) -> None:
-        """Serve the client's callbacks."""
         self._producer.poll(0)
 
     def interrupt(self) -> None:
@@ -90,8 +84,6 @@ class KafkaSink:
 
 
 class _Delivery:
-    """The undelivered messages of one batch, and the latest failure."""
-
     def __init__(self, count: int) -> None:
         self.num_left = count
         self.failure = ""
@@ -103,7 +95,7 @@ class _Delivery:
 
 
 def producer_properties(config: KafkaConfig) -> dict[str, Any]:
-    """librdkafka's properties of a producer that keeps order and makes no duplicates until it is closed. Raises ConfigError."""
+    """librdkafka's properties of a producer that keeps order and makes no duplicates until it is closed."""
     return client_properties(config) | {
         "enable.idempotence": True,
         "acks": "all",
@@ -115,7 +107,6 @@ def producer_properties(config: KafkaConfig) -> dict[str, Any]:
 
 
 def client_properties(config: KafkaConfig) -> dict[str, Any]:
-    """Where the cluster is and how a client proves itself. Raises ConfigError."""
     return {
         "client.id": "headrace",
         **config.properties(),
@@ -125,7 +116,7 @@ def client_properties(config: KafkaConfig) -> dict[str, Any]:
 
 
 def _open(kind: str, properties: dict[str, Any]) -> Any:
-    """A client: a Producer or a Consumer. Raises ConfigError for properties that librdkafka does not take."""
+    """Raises ConfigError for properties that librdkafka does not take."""
     confluent = kafka_package()
     try:
         return getattr(confluent, kind)(properties, logger=log)
@@ -134,7 +125,7 @@ def _open(kind: str, properties: dict[str, Any]) -> Any:
 
 
 def kafka_package() -> Any:
-    """The module confluent_kafka. Raises ConfigError where it is not installed."""
+    """Raises ConfigError where it is not installed."""
     try:
         import confluent_kafka
     except ImportError:
@@ -147,12 +138,10 @@ GROUP = "headrace-archive"
 
 MAX_MESSAGES = 10_000
 FILL_S = 1.0
-"""Messages of one insert, and seconds that it waits for them: ClickHouse wants few large inserts."""
+"""ClickHouse wants few large inserts."""
 
 
 class Archive:
-    """Moves usage records from Kafka to ClickHouse. num_archived: records inserted since the start"""
-
     def __init__(self, config: UsageConfig) -> None:
         """Raises ConfigError."""
         if config.kafka is None or config.clickhouse is None:
@@ -170,11 +159,11 @@ class Archive:
         self._consumer.subscribe([config.kafka.topic])
 
     def stop(self) -> None:
-        """Have `run` return soon. From any thread, or a signal handler."""
+        """From any thread, or a signal handler."""
         self._stopping.set()
 
     def run(self, *, until_end: bool = False) -> None:
-        """Archive until `stop`; with `until_end`, until every record of the topic is archived. Raises SinkFailed."""
+        """Raises SinkFailed."""
         try:
             while not self._stopping.is_set():
                 payloads, is_at_end = self._next_batch()
@@ -205,14 +194,13 @@ class Archive:
         return payloads, bool(assigned) and assigned <= self._at_end
 
     def _commit(self) -> None:
-        """Commit the offsets. After a failure the records are read and inserted again, which changes no row."""
         try:
             self._consumer.commit(asynchronous=False)
         except self._exception as error:
             log.warning("usage: kafka: %s", error.args[0])
 
     def _insert(self, payloads: Sequence[bytes]) -> None:
-        """Insert records, again after a failure until `stop`. Raises SinkFailed then."""
+        """Raises SinkFailed for a failure after `stop`."""
         retry_s = FIRST_RETRY_S
         while True:
             try:

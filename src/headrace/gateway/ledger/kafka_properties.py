@@ -1,8 +1,7 @@
-"""Reads a file of librdkafka's properties as kcat does: NAME=VALUE on each line, and lines of comment that begin with `#`.
+"""Reads a file of librdkafka's properties: NAME=VALUE on each line, and lines of comment that begin with `#`.
 
-Only the names on a list are allowed. Other properties load code (plugin.library.paths, ssl.engine.location, ssl.providers), run a command
-(sasl.kerberos.kinit.cmd) or turn verification off (enable.ssl.certificate.verification). An error shows no value except the path of a file,
-since any other may be a secret. A refused name is shown only where it looks like a property's.
+Only names on a list are allowed, since other properties load code, run a command or turn verification off. An error shows no value except
+the path of a file, since any other may be a secret.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ PROPERTIES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("sasl.username", "sasl.password", "client.id"), ()),
     **dict.fromkeys(("ssl.ca.location", "ssl.certificate.location", "ssl.key.location", "ssl.key.password"), ()),
 }
-"""What is read -> the values that it may have, in letters of either size; none: any text."""
+"""Name -> the values that it may have, in letters of either size; none: any text."""
 
 
 NEEDS = {
@@ -32,7 +31,7 @@ NEEDS = {
 
 
 def read_properties(where: str, path: str) -> dict[str, str]:
-    """What the file sets, with sasl.mechanisms as sasl.mechanism. where: the key that names the file. Raises ConfigError."""
+    """sasl.mechanisms becomes sasl.mechanism. Raises ConfigError."""
     found: dict[str, str] = {}
     for number, line in enumerate(read_private_text(where, path).splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
@@ -68,5 +67,5 @@ def read_properties(where: str, path: str) -> dict[str, str]:
 
 
 def _is_file(name: str, path: str) -> bool:
-    """Whether librdkafka can read the path without waiting. Authorities may also be in a folder."""
+    """Authorities may also be in a folder."""
     return os.path.isfile(path) or (name == "ssl.ca.location" and os.path.isdir(path))

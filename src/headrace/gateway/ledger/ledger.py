@@ -1,7 +1,4 @@
-"""Takes the usage record of each ended request, and answers questions about usage: the ledger of a gateway.
-
-`gateway.compose` opens it. Nothing here waits for a disk or a network on the event loop.
-"""
+"""Takes usage records, and answers questions about usage. Nothing here waits for a disk or a network on the event loop."""
 
 from __future__ import annotations
 
@@ -28,17 +25,14 @@ from headrace.gateway.stores.store import StoreFailed, drop_error
 from headrace.observe.reading_metrics import SinkReading, UsageReading
 
 CLOSE_S = 2.0
-"""Seconds for each of two steps at the end: write what is queued, ship what waits. The rest stays in the spool."""
+"""Seconds for each of two steps at the end: write what is queued, ship what waits."""
 
 QUERY_S = 5.0
-"""Seconds that a query may take; a tenant with very many records asks for a shorter time."""
 
 
 class Ledger:
-    """Writes usage records and answers usage queries. `open_ledger` makes it; `prepare` applies a changed configuration."""
-
     def __init__(self, spool: Spool, usage_db: UsageDb, local: LocalUsage, config: UsageConfig) -> None:
-        """usage_db: sink of every ledger; local: reads usage.db. Raises ConfigError."""
+        """usage_db: sink of every ledger. Raises ConfigError."""
         self._spool = spool
         self._usage_db = usage_db
         self._local = local
@@ -50,7 +44,7 @@ class Ledger:
         start()
 
     def prepare(self, config: UsageConfig) -> Callable[[], None]:
-        """Open the sinks that a configuration names. Calling the result uses them from then on. Raises ConfigError.
+        """Calling the result uses the new sinks from then on. Raises ConfigError.
 
         Records that wait for a sink that is not named any more stay in the spool until a configuration names the sink again.
         """
@@ -81,14 +75,12 @@ class Ledger:
             former[name].stop()
 
     def write(self, record: UsageRecord) -> None:
-        """Queue a record. Never blocks and never raises: a record beyond the queue's bound is dropped and counted."""
+        """Never blocks and never raises: a record beyond the queue's bound is dropped and counted."""
         self._thread.put(record)
 
     async def rows(self, query: UsageQuery) -> list[dict[str, object]]:
-        """Rows of usage up to about a second ago: from ClickHouse where it is configured, else of this machine's gateways.
-
-        Raises Unavailable, and Overloaded while another query about the same tenant runs: a query may take QUERY_S, and usage.db answers
-        them one after another.
+        """Usage up to about a second ago. Raises Unavailable, and Overloaded while another query about the same tenant runs, since usage.db
+        answers one query at a time.
         """
         if query.tenant in self._asking:
             raise Overloaded("Another request for this usage is being answered; ask again when it has ended.", retry_after_s=1.0)
@@ -98,7 +90,6 @@ class Ledger:
             raise Unavailable("Usage cannot be read now. Ask again, or for a shorter time (since, until).") from None
 
     def reading(self) -> UsageReading:
-        """The ledger's counters for the metrics page."""
         return UsageReading(
             num_recorded=self._thread.num_recorded,
             dropped=dict(self._thread.dropped),
@@ -143,13 +134,13 @@ class Ledger:
 
 
 def _close(source: LocalUsage | ClickHouseUsage) -> None:
-    """Close a former source. The reader of usage.db stays open, since a later configuration may use it again."""
+    """The reader of usage.db stays open, since a later configuration may use it again."""
     if isinstance(source, ClickHouseUsage):
         source.close()
 
 
 def open_ledger(state: str, config: UsageConfig, unix_time: Clock) -> Ledger | None:
-    """The ledger in a state folder; None where there is no folder: usage is not kept then. Raises ConfigError."""
+    """None without a state folder: usage is not kept then. Raises ConfigError."""
     if not state:
         return None
     folder = Path(state)
@@ -159,20 +150,18 @@ def open_ledger(state: str, config: UsageConfig, unix_time: Clock) -> Ledger | N
 
 
 def far_sinks(config: UsageConfig) -> list[Sink]:
-    """The sinks beside usage.db. With Kafka there is no ClickHouse sink: ClickHouse gets the records from Kafka. Raises ConfigError."""
+    """With Kafka there is no ClickHouse sink: ClickHouse gets the records from Kafka. Raises ConfigError."""
     if config.kafka is not None:
         return [KafkaSink(config.kafka)]
     return [] if config.clickhouse is None else [ClickHouseSink(config.clickhouse)]
 
 
 SPOOL = "spool"
-"""The spool's folder in the state folder."""
 
 
 def ship_orphaned(state: Path) -> None:
-    """Ship the records that ended gateways left in a spool to usage.db.
-
-    Does nothing while a running gateway ships them, nor in another user's folder, where new files would be this user's. Raises ConfigError.
+    """Does nothing while a running gateway ships the records, nor in another user's folder, where new files would be this user's. Raises
+    ConfigError.
     """
     folder = state / SPOOL
     if not folder.is_dir() or folder.stat().st_uid != os.geteuid():

@@ -1,7 +1,4 @@
-"""Defines the usage record: what one request used, what it cost and how it went. Its JSON is the same in the spool and at every sink.
-
-`Sink` is the protocol of a destination, to which the spool ships records. `usage_db`, `kafka` and `clickhouse` are the sinks.
-"""
+"""Defines the usage record (what one request used, what it cost and how it went) and the protocol of its sinks."""
 
 from __future__ import annotations
 
@@ -15,11 +12,10 @@ from headrace.core.errors import HeadraceError
 from headrace.observe.finished_request import FinishedRequest, Outcome
 
 MAX_PROMPT_BYTES = 64 << 10
-"""JSON of a prompt beyond these bytes is cut in a record."""
 
 
 class ColumnKind(NamedTuple):
-    """The type of a column in SQL, by store. A column that an older table gains has the default in its earlier rows."""
+    """A column that an older table gains has the default in its earlier rows."""
 
     sqlite: str
     clickhouse: str
@@ -92,7 +88,7 @@ decode_record = msgspec.json.Decoder(UsageRecord).decode
 
 
 def is_recorded(request: FinishedRequest) -> bool:
-    """Whether a request that has ended gets a usage record: one that reached an engine, or was answered from a cache."""
+    """True for a request that reached an engine, or was answered from a cache."""
     completion_tokens = request.answered.usage.completion_tokens
     if request.answered.cache_tier is not None:
         return True
@@ -100,7 +96,7 @@ def is_recorded(request: FinishedRequest) -> bool:
 
 
 def usage_record(request: FinishedRequest, *, prompt: str | None = None) -> UsageRecord:
-    """prompt: as `prompt_json` gives it, of tenants that opted in; else None"""
+    """prompt: of tenants that opted in"""
     arrival, end, caller, answered, times = request.arrival, request.end, request.caller, request.answered, request.answered.times
     prompt_tokens, cached_tokens, completion_tokens = _billed_tokens(request)
     price = answered.usage.price
@@ -137,14 +133,11 @@ def usage_record(request: FinishedRequest, *, prompt: str | None = None) -> Usag
 
 
 def prompt_json(prompt: Sequence[object]) -> str:
-    """Messages or prompts as JSON, cut at MAX_PROMPT_BYTES."""
     return msgspec.json.encode(prompt)[:MAX_PROMPT_BYTES].decode("utf-8", "ignore")
 
 
 def _billed_tokens(request: FinishedRequest) -> tuple[int, int, int]:
-    """Prompt, cached and generated tokens that count for this record.
-
-    All are 0 for an answer from a cache, and for a request that failed in the gateway before its first token. For a continued stream the
+    """All are 0 for an answer from a cache, and for a request that failed in the gateway before its first token. For a continued stream the
     prompt counts 0: it was counted for the request that began the stream.
     """
     answered, usage = request.answered, request.answered.usage
@@ -161,28 +154,28 @@ def _ms(seconds: float | None) -> float | None:
 
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.2, 10.0
-"""Seconds until a sink that failed is tried again: doubled each time."""
+"""Doubled from the first to the last."""
 
 
 class SinkFailed(HeadraceError):
-    """A sink cannot be reached, or refuses records. The message is for the log; the records stay in the spool and are sent again."""
+    """The message is for the log; the records stay in the spool and are sent again."""
 
 
 class Sink(Protocol):
-    """A destination of usage records, used by one thread. name: its folder in the spool, and its label in metrics"""
+    """Used by one thread. name: folder in the spool, and label in metrics"""
 
     name: str
 
     def ship(self, payloads: Sequence[bytes]) -> None:
-        """Store records, each as JSON of `UsageRecord`. A record may have been shipped before. Raises SinkFailed unless all are stored."""
+        """Records may have been shipped before. Raises SinkFailed unless all are stored."""
         ...
 
     def idle(self) -> None:
-        """Do periodic work beside shipping. Called often while no record waits. Raises SinkFailed."""
+        """Called often while no record waits. Raises SinkFailed."""
         ...
 
     def interrupt(self) -> None:
-        """Have a `ship` that waits raise SinkFailed soon. From any thread."""
+        """Has a `ship` that waits raise SinkFailed soon. From any thread."""
         ...
 
     def close(self) -> None: ...

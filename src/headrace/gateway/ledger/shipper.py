@@ -1,9 +1,5 @@
-"""The thread that ships usage records from the spool on disk to one sink (Kafka, ClickHouse, the usage database).
-
-Each sink has a thread of its own, so that a failing sink delays no other sink and no request. Records that a sink does not take stay in
-the spool and are tried again.
-
-Gateway processes may share a spool. A lock file per sink lets one process ship at a time; the lock is released when the process ends.
+"""The thread that ships usage records from the spool to one sink. Each sink has its own, so that a failing one delays no other. Processes
+may share a spool: a lock file per sink, released when its process ends, lets one of them ship.
 """
 
 from __future__ import annotations
@@ -21,23 +17,16 @@ from headrace.gateway.ledger.spool import Spool, read_segment
 log = logging.getLogger("headrace.usage")
 
 POLL_S = 0.25
-"""Seconds between two readings of the spool's folder for segments of other processes, and between two tries to take the lock."""
 
 INTERRUPT_S = 0.5
-"""Seconds that `join` waits for the thread after it has interrupted the sink."""
 
 MAX_SEGMENTS = 64
 MAX_BATCH_BYTES = 8 << 20
-"""Most segments and bytes in one call of the sink. A single segment may be larger."""
+"""A single segment may be larger."""
 
 
 class Shipper:
-    """Ships the segments of one sink.
-
-    num_shipped        records that the sink took since this process began
-    num_failures       failed attempts since this process began
-    num_damaged_bytes  bytes of segments that were part of no whole record, and are lost
-    """
+    """num_damaged_bytes: bytes of segments that were part of no whole record, and are lost"""
 
     def __init__(self, spool: Spool, sink: Sink) -> None:
         self.sink = sink
@@ -52,33 +41,26 @@ class Shipper:
         self._thread.start()
 
     def wake(self) -> None:
-        """Tell the thread that the spool has a new segment."""
         self._woken.set()
 
     def change_sink(self, sink: Sink) -> None:
-        """Use another sink of the same name from the next attempt on. The thread closes the old sink."""
+        """The thread closes the old sink."""
         self._next_sink = sink
 
     def stop(self) -> None:
-        """Have the thread try once more to ship all waiting segments, and end. Segments that the sink does not take stay in the spool."""
+        """Try once more to ship what waits, and end."""
         self._stopping.set()
         self._woken.set()
 
     def join(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` for the thread to end, then interrupt the sink and wait at most INTERRUPT_S.
-
-        The thread is a daemon thread: a thread that has not ended then ends with the process.
-        """
+        """Wait, then interrupt the sink and wait INTERRUPT_S. A daemon thread that has not ended then ends with the process."""
         self._thread.join(max(0.0, timeout_s))
         if self._thread.is_alive():
             self.sink.interrupt()
             self._thread.join(INTERRUPT_S)
 
     def ship_waiting(self) -> bool:
-        """Ship all waiting segments. Returns whether there were any. The caller's process holds the sink's lock.
-
-        Raises SinkFailed when the sink does not take a batch, and OSError when a segment cannot be read or removed.
-        """
+        """Whether there were segments. The caller holds the sink's lock. Raises SinkFailed and OSError."""
         is_any = False
         while batch := self._batch():
             is_any = True
@@ -126,7 +108,6 @@ class Shipper:
             self.sink = sink
 
     def _ship_until_stopped(self) -> None:
-        """Ship until `stop` is called, then once more."""
         retry_s, is_last = 0.0, False
         while not is_last:
             is_last = self._stopping.is_set()
@@ -143,7 +124,7 @@ class Shipper:
             self._stopping.wait(0 if is_last else retry_s)
 
     def _attempt(self) -> str:
-        """Ship all waiting segments. Returns the reason of a failure; empty on success."""
+        """Returns the reason of a failure; empty on success."""
         try:
             if not self.ship_waiting():
                 self.sink.idle()

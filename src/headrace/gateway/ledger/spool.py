@@ -5,12 +5,11 @@
     SINK/lock       held by the process that ships for this sink
 
 Any number of processes may use one folder. The segments that a process leaves when it dies are closed by any other one (`Spool.adopt`).
-Names sort by the time at which their segments were begun. `spool_thread` writes segments, and `shipper` ships them. A segment is a file:
+Names sort by the time at which their segments were begun. A segment is a file:
 
     magic, then per record: length (4 bytes, big-endian), CRC-32 of the payload (4 bytes), payload
 
-A write may be torn by a crash or a full disk, and a disk may give back other bytes than it got. Reading skips a record whose CRC is wrong
-and ends where no whole record follows. What was left out is counted in bytes.
+Reading skips a record whose CRC is wrong and ends where no whole record follows.
 """
 
 from __future__ import annotations
@@ -31,24 +30,22 @@ from headrace.core.errors import ConfigError
 MAGIC = b"HRUSAGE1"
 HEAD = struct.Struct(">II")
 MAX_RECORD_BYTES = 1 << 20
-"""A length beyond this is no length: what follows is damaged."""
 
 
 class SegmentContent(NamedTuple):
-    """payloads: payloads of the whole records, in order;  num_damaged_bytes: the file's bytes outside of whole records"""
+    """num_damaged_bytes: the file's bytes outside of whole records"""
 
     payloads: list[bytes]
     num_damaged_bytes: int
 
 
 def frame(payload: bytes) -> bytes:
-    """A record in the file's form: length, checksum, payload."""
     assert 0 < len(payload) <= MAX_RECORD_BYTES
     return HEAD.pack(len(payload), crc32(payload)) + payload
 
 
 def read_segment(data: bytes) -> SegmentContent:
-    """The records in a file's bytes. Never raises."""
+    """Never raises."""
     if not data.startswith(MAGIC):
         return SegmentContent([], len(data))
     payloads, good_bytes, place = [], len(MAGIC), len(MAGIC)
@@ -82,30 +79,23 @@ DISK_BLOCK_BYTES = 4096
 """A file takes whole blocks, so a small segment counts as one of them."""
 
 MERGED_BYTES = 4 << 20
-"""Segments that have waited for long are merged into files of about this size, so that there are never many."""
+"""Segments are merged into files of about this size, so that there are never many."""
 
 MANY_SEGMENTS = 256
-"""Segments of one sink beyond which its oldest are merged."""
 
 MAX_BYTES = 1 << 30
-"""Disk space of the segments that wait for one sink. Beyond it the newest records are dropped and counted."""
+"""Beyond it the newest records are dropped and counted."""
 
 
 class Spool:
-    """The spool's folder, shared by any number of processes.
-
-    folder  path of the folder
-    sinks   names of the sinks that get every record
-    """
-
     def __init__(self, folder: Path, sinks: Sequence[str]) -> None:
-        """Makes the folders, closed to other users. Raises ConfigError."""
+        """Closed to other users. Raises ConfigError."""
         self.folder = folder
         self.sinks = tuple(sinks)
         self.make_folders(sinks)
 
     def make_folders(self, sinks: Sequence[str]) -> None:
-        """Make the folders of the spool and of these sinks. Raises ConfigError."""
+        """Raises ConfigError."""
         try:
             for path in (self.folder, self.folder / OPEN, *(self.folder / sink for sink in sinks)):
                 path.mkdir(mode=0o700, exist_ok=True)
@@ -113,11 +103,10 @@ class Spool:
             raise ConfigError("state", f"{error.filename} cannot be made ({error.strerror})") from None
 
     def waiting(self, sink: str) -> list[Path]:
-        """Segments that wait for a sink, oldest first."""
+        """Oldest first."""
         return sorted(self._segments(sink))
 
     def waiting_bytes(self, sink: str) -> int:
-        """Disk space of the segments that wait for a sink, in bytes."""
         size = 0
         for path in self._segments(sink):
             with suppress(FileNotFoundError):
@@ -134,7 +123,7 @@ class Spool:
         return num_dropped
 
     def close_segment(self, path: Path) -> Counter[str]:
-        """Close an open segment, so that it waits for every sink. The caller holds its lock. Returns dropped records per sink, as `adopt`.
+        """The caller holds its lock. Returns dropped records per sink, as `adopt`.
 
         A repetition after a crash at any point is safe: sinks keep one record per request. Raises OSError.
         """
@@ -149,9 +138,11 @@ class Spool:
         return num_dropped
 
     def merge(self, sink: str) -> None:
-        """Merge the oldest segments into larger files if many wait. Only for the process that ships for the sink. Raises OSError.
+        """Only for the process that ships for the sink.
 
         After a crash in between a record may be in two files; the sink keeps one.
+
+        Raises OSError.
         """
         paths = self.waiting(sink)
         if len(paths) <= MANY_SEGMENTS:
@@ -169,7 +160,7 @@ class Spool:
 
     @contextmanager
     def shipping(self, sink: str) -> Iterator[bool]:
-        """Try to become the process that ships for a sink until the block ends. Yields whether this process is. Raises OSError."""
+        """Yields whether this process ships for the sink until the block ends. Raises OSError."""
         descriptor = os.open(self.folder / sink / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             yield _try_lock(descriptor)
@@ -182,14 +173,14 @@ class Spool:
 
 
 class OpenSegment:
-    """A segment that this process appends to. Not thread-safe.
+    """Not thread-safe.
 
     num_bytes  bytes of whole records that were written
     error      the latest error of writing; None: no record is missing
     """
 
     def __init__(self, spool: Spool, *, serial: int) -> None:
-        """Create a segment. serial: its number in this process. Raises OSError; BlockingIOError if another process adopted it."""
+        """Raises OSError; BlockingIOError if another process adopted it."""
         self._spool = spool
         self.path = spool.folder / OPEN / f"{time.time_ns():020d}-{os.getpid()}-{serial}{SUFFIX}"
         self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -208,7 +199,7 @@ class OpenSegment:
             raise
 
     def append(self, frames: Sequence[bytes]) -> int:
-        """Write frames. Returns how many were written whole; a partly written frame is cut off again."""
+        """Returns how many were written whole; a partly written frame is cut off again."""
         data = memoryview(b"".join(frames))
         written = self._write(data)
         count, size = num_whole(frames, written)
@@ -224,7 +215,7 @@ class OpenSegment:
         os.fsync(self._descriptor)
 
     def close(self) -> Counter[str]:
-        """Close the segment, so that it waits for the sinks. Returns dropped records per sink. Raises OSError; `adopt` closes it then."""
+        """Returns dropped records per sink. Raises OSError; `adopt` closes it then."""
         try:
             return self._spool.close_segment(self.path)
         finally:
@@ -243,7 +234,7 @@ class OpenSegment:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Lock the file until the block ends. Yields False when another process holds the lock, or has unlinked the file."""
+    """Yields False when another process holds the lock, or has unlinked the file."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         yield _try_lock(descriptor) and path.exists()

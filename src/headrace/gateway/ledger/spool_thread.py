@@ -1,4 +1,4 @@
-"""Writes usage records from a queue in memory to segments on the disk, in a thread, and counts the records that it must drop."""
+"""Writes usage records from a queue to segments on the disk, in a thread, and counts those that it must drop."""
 
 from __future__ import annotations
 
@@ -20,30 +20,23 @@ log = logging.getLogger("headrace.usage")
 
 MAX_QUEUED = 20_000
 MAX_QUEUED_BYTES = 32 << 20
-"""Records, and bytes of their prompts, that wait for the thread; one more is dropped and counted."""
+"""One more record is dropped and counted."""
 
 MAX_BATCH = 512
-"""Records of one write."""
 
 GATHER_S = 0.01
-"""Seconds for which records gather before they are written at once. A process that is killed loses those that came in this time."""
+"""A process that is killed loses those that came in this time."""
 
 SEGMENT_S = 0.5
 SEGMENT_BYTES = 4 << 20
-"""Age and size at which a segment is closed, so that its records are shipped."""
 
 ADOPT_S = 1.0
-"""Seconds between two searches for segments of processes that have died."""
 
 LOGGED_EVERY_S = 10.0
 
 
 class SpoolThread:
-    """Writes records from a queue to the spool, in a thread of its own.
-
-    num_recorded  records written to the spool
-    dropped       dropped records by reason: "queue", "disk", or "full:SINK" when too many bytes wait for a sink
-    """
+    """dropped       dropped records by reason: "queue", "disk", or "full:SINK" when too many bytes wait for a sink"""
 
     def __init__(self, spool: Spool, *, on_segment: Callable[[], None], clock: Clock = monotonic) -> None:
         """on_segment: called in the thread when a segment waits for the sinks"""
@@ -63,7 +56,7 @@ class SpoolThread:
         self._thread.start()
 
     def put(self, record: UsageRecord) -> None:
-        """Queue a record; never blocks. From one thread only."""
+        """From one thread only."""
         size = len(record.prompt or "")
         if self._queue.qsize() >= MAX_QUEUED or self._bytes_put - self._bytes_taken + size > MAX_QUEUED_BYTES:
             self.dropped["queue"] += 1
@@ -72,7 +65,6 @@ class SpoolThread:
         self._queue.put(record)
 
     def close(self, timeout_s: float) -> None:
-        """Write what is queued, as far as the time allows."""
         self._queue.put(None)
         self._thread.join(timeout_s)
 
@@ -125,7 +117,6 @@ class SpoolThread:
         return self._segment
 
     def _tend(self, *, is_last: bool) -> None:
-        """Close the segment, and adopt abandoned ones, each when it is due."""
         now = self._clock()
         segment = self._segment
         if segment is not None and (is_last or now >= self._close_at or segment.num_bytes >= SEGMENT_BYTES or segment.error is not None):

@@ -60,11 +60,11 @@ USAGE = SqliteForm(
 _INSERT = f"INSERT OR IGNORE INTO usage ({', '.join(_TYPES)}) VALUES ({', '.join('?' * len(_TYPES))})"
 _DELETE = "DELETE FROM usage WHERE rowid IN (SELECT rowid FROM usage WHERE time_ms < ? ORDER BY time_ms LIMIT 1000)"
 DELETE_EVERY_S = 10.0
-"""Seconds between two deletions of records that are too old, a thousand at most each time."""
+"""A thousand records at most each time."""
 
 
 class UsageDb:
-    """A `Sink` in SQLite. Shipping a record a second time changes nothing."""
+    """Shipping a record a second time changes nothing."""
 
     name = SQL
 
@@ -80,7 +80,6 @@ class UsageDb:
         self._transact(lambda: self._connection.executemany(_INSERT, rows))
 
     def idle(self) -> None:
-        """Delete records older than the retention."""
         now = self._unix_time()
         if abs(now - self._deleted_at) >= DELETE_EVERY_S:
             self._deleted_at = now
@@ -104,7 +103,7 @@ class UsageDb:
 
 
 def _row(payload: bytes) -> tuple[object, ...] | None:
-    """The columns of a record; None for one in a form that this version does not know."""
+    """None for a form that this version does not know."""
     try:
         record = decode_record(payload)
     except MsgspecError:

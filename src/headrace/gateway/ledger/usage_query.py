@@ -1,7 +1,6 @@
 """Asks a store for usage by tenant, user, key, model or day: sums over usage records, or other `Figures` of them.
 
-The figures LATENCY are for watching a model, or what a tenant gets. `usage_statement` writes the SQL for a store's dialect. `usage_rows`
-asks usage.db, and reads whole days from its sums of days. `clickhouse` asks ClickHouse.
+`usage_rows` asks usage.db, and reads whole days from its sums of days.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
     "model": {"model": "model"},
     DAY: {DAY: "time_ms"},
 }
-"""What usage may be grouped by -> the columns of its rows, and the record's field of each; a dialect makes a UTC day of time_ms.
-Two tenants may have users of one name."""
+"""A dialect makes a UTC day of time_ms. Two tenants may have users of one name."""
 
 COST = "cost"
 QUANTILES = (0.5, 0.99)
@@ -45,11 +43,7 @@ TIME_RULE = "a day (2026-11-30), a time in UTC (2026-11-30T12:00:00Z), or how lo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SqlDialect:
-    """The SQL expressions in which stores differ.
-
-    table      the table, with whatever makes a twice shipped record count once
-    requests   number of requests in a group
-    day        UTC day of time_ms as text
+    """table      the table, with whatever makes a twice shipped record count once
     value      name and value of a parameter -> its expression in a statement
     quantiles  field -> its QUANTILES over a group's rows, nulls left out, as an array or as JSON of one
     """
@@ -63,13 +57,7 @@ class SqlDialect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """The figures in a row of each group, beside the columns that group.
-
-    names       keys of a row
-    statement   dialect -> name -> SQL expression over the group's records
-    values      results of these expressions -> values of `names`
-    are_summed  the figures can also be computed from the sums of days
-    """
+    """are_summed: the figures can also be computed from the sums of days"""
 
     names: Sequence[str]
     statement: Callable[[SqlDialect], Mapping[str, str]]
@@ -88,14 +76,8 @@ USE = Figures(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageQuery:
-    """One question about usage.
-
-    figures   figures of each group
-    by        keys of GROUPS, at least one
-    since_ms  Unix milliseconds of the earliest arrival, inclusive; None: no bound
+    """since_ms  Unix milliseconds of the earliest arrival, inclusive; None: no bound
     until_ms  Unix milliseconds of the latest arrival, exclusive; None: no bound
-    tenant    records of this tenant alone; None: of all tenants
-    max_rows  most rows; None: all
     """
 
     by: Sequence[str]
@@ -107,18 +89,15 @@ class UsageQuery:
 
     @property
     def columns(self) -> dict[str, str]:
-        """Name of each column that groups -> the record's field."""
         return {name: field for group in self.by for name, field in GROUPS[group].items()}
 
     @property
     def values(self) -> dict[str, int | str]:
-        """Parameters of the statement that are not None: name -> value."""
         given = {"since_ms": self.since_ms, "until_ms": self.until_ms, "tenant": self.tenant, "max_rows": self.max_rows}
         return {name: value for name, value in given.items() if value is not None}
 
     @property
     def names(self) -> list[str]:
-        """Keys of a row, in order."""
         return [*self.columns, *self.figures.names]
 
 
@@ -144,7 +123,6 @@ def usage_statement(query: UsageQuery, dialect: SqlDialect) -> str:
 
 
 def usage_rows(connection: sqlite3.Connection, query: UsageQuery) -> list[dict[str, object]]:
-    """Rows of usage.db. Raises sqlite3.Error."""
     has_days = query.figures.are_summed and has_table(connection, DAYS)
     dialect = replace(SQLITE, table=table_of_days(query), requests="sum(requests)") if has_days else SQLITE
     connection.create_aggregate(QUANTILES_OF, 1, QuantilesOfGroup)  # type: ignore[arg-type]  # typed as of whole numbers alone
@@ -152,9 +130,7 @@ def usage_rows(connection: sqlite3.Connection, query: UsageQuery) -> list[dict[s
 
 
 def table_of_days(query: UsageQuery) -> str:
-    """A subquery in place of the table `usage`: a row of sums for each whole day in the query's time, and the single records of the parts
-    of days before and after. A day's row has the time at which the day begins.
-    """
+    """A day's row has the time at which the day begins."""
     first = None if query.since_ms is None else -(-query.since_ms // DAY_MS)
     end = None if query.until_ms is None else query.until_ms // DAY_MS
     if first is not None and end is not None and first >= end:
@@ -174,7 +150,6 @@ def _records(since_ms: int | None, until_ms: int | None, tenant: str | None) -> 
 
 
 def _where(text: str, column: str, since: int | None, until: int | None, tenant: str | None) -> str:
-    """The statement with conditions: `column` from `since` to before `until`, and the parameter `tenant` if there is one."""
     conditions = [] if tenant is None else ["tenant = :tenant"]
     conditions += [] if since is None else [f"{column} >= {since}"]
     conditions += [] if until is None else [f"{column} < {until}"]
@@ -182,13 +157,12 @@ def _where(text: str, column: str, since: int | None, until: int | None, tenant:
 
 
 def rows_of(query: UsageQuery, found: Iterable[Sequence[Any]]) -> list[dict[str, object]]:
-    """A store's answer to `usage_statement` as rows with all names of the query."""
     first, values = len(query.columns), query.figures.values
     return [dict(zip(query.names, [*row[:first], *values(row[first:])], strict=True)) for row in found]
 
 
 class QuantilesOfGroup:
-    """QUANTILES of the numbers of one group as JSON, by the rule of ClickHouse's quantilesExact. Holds 8 bytes for each record."""
+    """By the rule of ClickHouse's quantilesExact. Holds 8 bytes for each record."""
 
     def __init__(self) -> None:
         self._numbers = array("d")
@@ -203,7 +177,7 @@ class QuantilesOfGroup:
 
 
 def groups_of(words: Sequence[str]) -> list[str]:
-    """Keys of GROUPS from words, each of which may be a comma-separated list. Raises InvalidRequest."""
+    """Raises InvalidRequest."""
     found = [word.strip() for words_of_one in words for word in words_of_one.split(",")]
     for word in found:
         if word not in GROUPS:
@@ -212,7 +186,7 @@ def groups_of(words: Sequence[str]) -> list[str]:
 
 
 def unix_ms_of(field: str, text: str, now: float) -> int:
-    """A time as a command or a query gives it. now: Unix seconds. Raises InvalidRequest about `field`."""
+    """now: Unix seconds. Raises InvalidRequest about `field`."""
     if ago := _AGO.fullmatch(text):
         return int((now - timedelta(**{_UNITS[ago[2]]: int(ago[1])}).total_seconds()) * 1000)
     try:
@@ -223,13 +197,11 @@ def unix_ms_of(field: str, text: str, now: float) -> int:
 
 
 class LocalUsage:
-    """Reads usage of one machine from usage.db, while gateways write to it."""
-
     def __init__(self, reader: SqliteThread) -> None:
         self._reader = reader
 
     async def rows(self, query: UsageQuery, timeout_s: float) -> list[dict[str, object]]:
-        """Rows of usage. Raises StoreFailed, also after `timeout_s`."""
+        """Raises StoreFailed, also after `timeout_s`."""
         return await self._reader.call(lambda: self._rows_in_time(query, timeout_s), is_read=True)
 
     async def close(self) -> None:
@@ -246,13 +218,11 @@ class LocalUsage:
 
 
 FROM_CACHE = "cache_tier IN ('response', 'idempotency')"
-"""Whether a record is of an answer that was there already: it is counted, and its times are those of no model."""
+"""An answer that was there already is counted, and its times are those of no model."""
 
 LATENCIES = ("ttft_ms", "tpot_ms", "queue_ms", "total_latency_ms")
-"""Fields of records of which rows have QUANTILES."""
 
 COUNTED = {"completed": (Outcome.COMPLETED,), "cancelled": (Outcome.CANCELLED,), "failed": (Outcome.FAILED, Outcome.DEADLINE)}
-"""Key of a row -> the outcomes of records that it counts."""
 
 
 def _statement(dialect: SqlDialect) -> Mapping[str, str]:
@@ -277,7 +247,7 @@ def _values(found: Sequence[Any]) -> Sequence[object]:
 
 
 def _numbers(quantiles: str | Sequence[float] | None) -> Sequence[float | None]:
-    """QUANTILES as numbers, from an array or its JSON; None for each when no record of the group has the field."""
+    """None for each quantile when no record of the group has the field."""
     given = json.loads(quantiles) if isinstance(quantiles, str) else quantiles
     return [round(number, 3) for number in given] if given else [None] * len(QUANTILES)
 
@@ -288,5 +258,4 @@ LATENCY = Figures(
     values=_values,
     are_summed=False,
 )
-"""Requests by outcome, and those that caches answered; of the others the time to the first token, the time per further token, the time in
-the queue and the total time, each in ms at p50 and p99."""
+"""In ms; answers from caches are counted, and left out of the times."""

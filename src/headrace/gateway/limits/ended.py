@@ -12,12 +12,9 @@ from headrace.policy.limits.book import Charges
 from headrace.policy.limits.counters import Amounts
 
 MAX_CHARGES = 500
-"""Charges in one call of the store."""
 
 
 class _Ended(NamedTuple):
-    """An ended request. number: its number in the order in which requests ended"""
-
     number: int
     used: Amounts
 
@@ -26,8 +23,6 @@ _ByTenant = dict[str, dict[RequestId, _Ended]]
 
 
 class CarriedCharges:
-    """The charges in one call of the store. first_number: lowest `number` of their requests"""
-
     def __init__(self, gateway: str, by_tenant: _ByTenant) -> None:
         self.by_tenant = by_tenant
         self.charges = Charges(gateway, {request_id: one.used for ended in by_tenant.values() for request_id, one in ended.items()})
@@ -37,12 +32,8 @@ class CarriedCharges:
 
 
 class EndedRequests:
-    """Ended requests that are not charged yet, by tenant, and the calls of the store that carry their charges.
-
-    A charge is in at most one call at a time. After a failed or cancelled call the charge may have been made or not. It waits again; a
-    second charge of the same request has no effect.
-
-    gateway  name of the requests' gateway in the book
+    """A charge is in at most one call at a time. After a failed or cancelled call it waits again, since a second charge of the same
+    request has no effect.
     """
 
     def __init__(self, gateway: str) -> None:
@@ -60,7 +51,6 @@ class EndedRequests:
         self.has_waiting.set()
 
     def used(self) -> dict[str, Amounts]:
-        """Request id -> amounts, for every ended request that is not charged yet."""
         found: dict[str, Amounts] = {}
         for ended in self._waiting.values():
             found |= {request_id: one.used for request_id, one in ended.items()}
@@ -70,14 +60,11 @@ class EndedRequests:
         return found
 
     def num_waiting(self, tenant: str) -> int:
-        """Number of a tenant's charges that are in no call."""
+        """Charges that are in no call."""
         return len(self._waiting.get(tenant, ()))
 
     async def answered(self, tenant: str) -> None:
-        """Wait for every call that carries a charge of this tenant's requests that have ended by now. Raises StoreFailed if one fails.
-
-        Charges of requests that end later are not waited for, so that many refused requests of a tenant do not wait for one another.
-        """
+        """Wait for the calls that carry charges of this tenant's requests that have ended by now. Raises StoreFailed."""
         until = self.num_ended
         while (carried := next((one for one in self._carried.get(tenant, ()) if one.first_number < until), None)) is not None:
             await carried.is_over.wait()
@@ -85,11 +72,7 @@ class EndedRequests:
                 raise StoreFailed(str(carried.failure))
 
     def carry(self, until_number: int, tenant: str | None = None) -> CarriedCharges | None:
-        """Charges for the next call, at most MAX_CHARGES. The caller must call `charged` or `put_back` afterwards.
-
-        until_number  an earlier `num_ended`: only requests that had ended by then
-        tenant        only requests of this tenant; None: of all tenants
-        """
+        """The caller must call `charged` or `put_back` afterwards. until_number: an earlier `num_ended`"""
         found: _ByTenant = {}
         left = MAX_CHARGES
         for name in list(self._waiting) if tenant is None else [tenant]:
@@ -110,12 +93,11 @@ class EndedRequests:
         return carried
 
     def charged(self, carried: CarriedCharges) -> None:
-        """Note that the store has made the charges."""
         self._end(carried)
         self.num_uncharged -= len(carried.charges.used)
 
     def put_back(self, carried: CarriedCharges, failure: StoreFailed | None) -> None:
-        """Let charges wait again that may have been made or not. failure: the call's error; None: the call was cancelled"""
+        """Charges that may have been made or not wait again. failure: None, the call was cancelled"""
         for tenant, ended in carried.by_tenant.items():
             self._waiting[tenant] = ended | self._waiting.get(tenant, {})
         carried.failure = failure

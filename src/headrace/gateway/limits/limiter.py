@@ -1,8 +1,7 @@
-"""Applies the limits at one gateway: reserves for new requests, renews the gateway's heartbeat each second, and charges ended requests.
+"""Applies the limits at one gateway: reserves for new requests, renews the gateway's heartbeat, and charges ended requests.
 
-The gateway also charges what the requests of dead gateways used. A request waits for `take` alone. `take` carries charges of the same
-tenant's earlier requests (`limits.ended`); all other charges are made in the background. A charge that the store does not take is tried
-again, and the gateway names its reservation until then.
+`take` carries charges of the same tenant's earlier requests; all others are made in the background. The gateway names a reservation
+until the store has taken its charge.
 """
 
 from __future__ import annotations
@@ -36,27 +35,25 @@ log = logging.getLogger("headrace.gateway")
 T = TypeVar("T")
 
 BEAT_S = 1.0
-"""Seconds between two beats. The use of a dead gateway's requests is known to the second."""
+"""The use of a dead gateway's requests is known to the second."""
 
 BUDGET_READ_S = 1.0
-"""Seconds between two readings of the deployment's budget for the metrics page."""
 
 CARRY_S = 0.05
-"""Seconds that a charge waits for a `take` that carries it. A gateway that dies meanwhile leaves the request charged by what was saved."""
 
 CLOSE_S = 1.0
-"""Seconds for the last charges at shutdown. Another gateway makes the charges that are left, or the next one of this machine."""
+"""Charges that are left are made by another gateway, or the next one of this machine."""
 
 MAX_GIVEN_UP = 10_000
-"""Charges that may wait. Beyond them the gateway no longer names requests that used nothing: while the store fails, each refused request
-leaves one. The book finds such reservations by itself (`UNNAMED_BEATS`)."""
+"""Most waiting charges for which the gateway names requests that used nothing: while the store fails, each refused request leaves
+one.
+"""
 
 
 class Limiter:
-    """Holds one gateway's requests to their limits. gateway: name of this process in the book, drawn at each start"""
+    """gateway: name of this process in the book, drawn at each start"""
 
     def __init__(self, store: LimitStore, *, clock: Clock, budget: DeploymentBudget = NO_BUDGET) -> None:
-        """budget: the deployment's, used by `budget_readings` alone"""
         self.gateway = secrets.token_hex(8)
         self._budget = budget
         self._budget_states: Sequence[LimitState] = ()
@@ -72,7 +69,6 @@ class Limiter:
     @classmethod
     @asynccontextmanager
     async def running(cls, store: LimitStore, *, clock: Clock, budget: DeploymentBudget = NO_BUDGET) -> AsyncIterator[Limiter]:
-        """A limiter that beats until the block ends. The store is closed then."""
         limiter = cls(store, clock=clock, budget=budget)
         works = limiter._beats, limiter._charges, limiter._budget_reads
         tasks = [asyncio.create_task(work(), name=f"limits {work.__name__}") for work in works]
@@ -82,31 +78,25 @@ class Limiter:
             await limiter._leave(tasks)
 
     def admit(self, exchange: Exchange, limits: Limits) -> LimitReservation:
-        """A reservation to use with `async with` around a request, which is charged when the block ends. It gives the exchange its headers.
-
-        Entering the block raises RateLimitExceeded, or Unavailable when the store fails.
-        """
+        """For `async with`, which raises RateLimitExceeded or Unavailable; the request is charged at the end."""
         is_open_on_failure = limits.on_store_failure == FAIL_OPEN
         made = LimitReservation(self, exchange.request_id, exchange.principal, budget=limits.budget, is_open_on_failure=is_open_on_failure)
         exchange.late_headers = made.headers
         return made
 
     def opened(self, reservation: LimitReservation) -> None:
-        """Note that a request has begun."""
         self._reservations[reservation.request_id] = reservation
 
     def closed(self, reservation: LimitReservation) -> None:
-        """Note that a request has ended, and charge it."""
         del self._reservations[reservation.request_id]
         if reservation.is_held and (reservation.used != NOTHING or self.num_uncharged < MAX_GIVEN_UP):
             self._ended.add(reservation.principal.tenant_key, reservation.request_id, reservation.used)
 
     def reservation(self, request_id: RequestId) -> LimitReservation:
-        """The reservation of an open request."""
         return self._reservations[request_id]
 
     async def take(self, reservation: LimitReservation, claims: Sequence[Claim]) -> TakeResult:
-        """Take claims for a request. The tenant's ended requests are charged before. Raises StoreFailed."""
+        """The tenant's ended requests are charged before. Raises StoreFailed."""
         holder = None
         if reservation.is_held:
             holder = Holder(id=reservation.request_id, gateway=self.gateway, beat=self._beat, saved=reservation.saved)
@@ -122,24 +112,21 @@ class Limiter:
 
     @property
     def num_uncharged(self) -> int:
-        """Number of ended requests whose charges the store has not confirmed."""
         return self._ended.num_uncharged
 
     def follow_budget(self, budget: DeploymentBudget) -> None:
-        """Read another budget from the next reading on, after a change of the configuration."""
         self._budget = budget
 
     def budget_readings(self) -> list[BudgetReading]:
-        """The latest reading of the deployment's budget; empty without a budget, or when the store failed."""
+        """Empty without a budget, or when the store failed."""
         return [BudgetReading(each.rule.label, each.rule.number / NANOS, each.used / NANOS) for each in self._budget_states]
 
     def check(self) -> None:
-        """Assert that no request is open or uncharged. For a gateway without requests."""
         assert not self._reservations
         assert not self.num_uncharged
 
     async def _carried(self, carried: CarriedCharges, call: Awaitable[T]) -> T:
-        """The result of a call that carries these charges. Raises StoreFailed. After an error or a cancellation the charges wait again."""
+        """Raises StoreFailed. After an error or a cancellation the charges wait again."""
         try:
             answer = await call
         except BaseException as error:
@@ -154,7 +141,6 @@ class Limiter:
             await self._carried(carried, self._store.charge(carried.charges))
 
     async def _charges(self) -> None:
-        """Make the charges that no `take` has carried within CARRY_S."""
         while not self._is_closing.is_set():
             await self._ended.has_waiting.wait()
             until_number = self._ended.num_ended
@@ -175,7 +161,7 @@ class Limiter:
             await self._pause(BEAT_S)
 
     async def _budget_reads(self) -> None:
-        """Read the budget once per BUDGET_READ_S. A task apart from the beats: a slow reading must not delay a beat."""
+        """A task apart from the beats: a slow reading must not delay a beat."""
         while not self._is_closing.is_set():
             try:
                 self._budget_states = await limits_now(self._store, deployment_rules(self._budget))
@@ -184,7 +170,6 @@ class Limiter:
             await self._pause(BUDGET_READ_S)
 
     async def _pause(self, seconds: float) -> None:
-        """Sleep for `seconds`, or until the limiter closes."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._is_closing.wait()
@@ -200,7 +185,7 @@ class Limiter:
                 log.warning("charged %s of a gateway that died", counted(num_charged, "request"))
 
     async def _leave(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        """End the tasks, make the remaining charges, and leave the book. Tasks end by a flag: the redis package may swallow a cancel."""
+        """Tasks end by a flag: the redis package may swallow a cancel."""
         self._is_closing.set()
         self._ended.has_waiting.set()
         _, late = await asyncio.wait(tasks, timeout=CLOSE_S)

@@ -1,7 +1,5 @@
-"""Keeps the book of limits in Redis (6.2 or later) or Valkey, which gateways on several machines share.
-
-redis.lua beside this module does what `policy.limits.book` does; a call runs whole or not at all. Time is the server's. All keys have one
-hash tag, so that a cluster keeps them on one node:
+"""Keeps the book of limits in Redis (6.2 or later) or Valkey, by the server's time. redis.lua beside this module does what
+`policy.limits.book` does; a call runs whole or not at all.
 
     limits:used:COUNTER     bucket -> used
     limits:held:GATEWAY     reservation -> its beat and what it has taken, as JSON
@@ -31,20 +29,17 @@ from headrace.policy.limits.book import (
 from headrace.policy.limits.counters import KEPT_BUCKETS, MINUTE_MS, Amounts, Moment
 
 KEYS = f"{PREFIX}limits:"
-"""Begins every key of the book."""
 
 IDLE_MINUTE_MS = 3 * MINUTE_MS
-"""Milliseconds after which Redis forgets a counter of minutes that is not used: all its buckets lie behind by then."""
+"""All buckets of a counter that was not used for this long lie behind."""
 
 
 class RedisLimits(RedisCalls):
-    """A `LimitStore`. It connects with the first call."""
-
     is_in_order = False
     """Calls at the same time are on several connections."""
 
     def __init__(self, client: Any, *, now: Moment | None = None) -> None:
-        """client: what `open_redis` made; now: instead of the server's time, for tests"""
+        """now: instead of the server's time, for tests"""
         super().__init__(client)
         self.now = now
         self._script = client.register_script(read_script(__file__))

@@ -1,4 +1,4 @@
-"""Reports to operators how much of their limits tenants, users, keys and the deployment have used. No server need run."""
+"""Reports how much of their limits tenants, users, keys and the deployment have used."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ from headrace.policy.limits.counters import Unit
 from headrace.policy.limits.tier import DeploymentBudget, Tier
 
 MAX_KEYS = 1000
-"""Keys of a tenant whose limits are shown: the rest is left out."""
 
 
 def tenant_principal(tenant: TenantRecord, tier: Tier) -> Principal:
-    """A principal with the tenant's limits, without those of a key or a user. tier: the tenant's tier from the configuration"""
     own = replace(tier, user_requests_per_minute=None)
     if tenant.monthly_budget is not None:
         own = replace(own, monthly_budget=tenant.monthly_budget)
@@ -30,14 +28,14 @@ def tenant_principal(tenant: TenantRecord, tier: Tier) -> Principal:
 
 
 def key_principal(key: KeyRecord, tenant: TenantRecord, tier: Tier) -> Principal:
-    """The principal of a key. tier: the key's own tier, or else the tenant's"""
+    """tier: the key's own, or else the tenant's"""
     shared = tenant_principal(tenant, tier)
     own = replace(shared.tier, user_requests_per_minute=tier.user_requests_per_minute)
     return replace(shared, tier=own, user=key.user, key_id=key.id, limits=key.limits)
 
 
 class LimitReport:
-    """The used part of limits, for one report. All methods raise InvalidRequest for an unknown name, ConfigError and StoreFailed."""
+    """All methods raise InvalidRequest for an unknown name, ConfigError and StoreFailed."""
 
     def __init__(
         self, admin: Administration, store: LimitStore, tiers: Mapping[str, Tier], budget: DeploymentBudget, unix_time: Clock
@@ -49,12 +47,12 @@ class LimitReport:
         return await (self.of_key(name) if kind == "keys" else self.of_tenant(name))
 
     async def of_key(self, key_id: str) -> list[dict[str, object]]:
-        """Every limit of a request with the key; empty for a revoked or expired key."""
+        """Empty for a revoked or expired key."""
         key = await self._admin.key(key_id)
         return await self._shown([await self._key_principal(key)] if key.is_active(self._unix_time()) else [])
 
     async def of_tenant(self, name: str) -> list[dict[str, object]]:
-        """The tenant's limits and the deployment's, then those of the tenant's users and active keys, of MAX_KEYS keys at most."""
+        """The tenant's limits and the deployment's, then those of its users and of MAX_KEYS active keys."""
         tenant = await self._admin.tenant(name)
         now = self._unix_time()
         active = [key for key in await self._admin.keys(name) if key.is_active(now)]
@@ -62,7 +60,6 @@ class LimitReport:
         return await self._shown([tenant_principal(tenant, self._tier(tenant.tier, name)), *callers])
 
     async def of_deployment(self) -> list[dict[str, object]]:
-        """The limits of the deployment's budget; empty without one."""
         return await self._shown([Principal(tenant="", tier=Tier())])
 
     async def _key_principal(self, key: KeyRecord, tenant: TenantRecord | None = None) -> Principal:
@@ -75,7 +72,7 @@ class LimitReport:
         return self._tiers[name]
 
     async def _shown(self, callers: Sequence[Principal]) -> list[dict[str, object]]:
-        """A row for each counter, under the first caller that has it."""
+        """Each counter is shown under the first caller that has it."""
         rows: dict[str, tuple[str, LimitRule]] = {}
         for caller in callers:
             for rule in rules_of(caller, self._budget):
@@ -90,7 +87,7 @@ def _owner(caller: Principal, rule: LimitRule) -> str:
 
 
 def _row(of: str, state: LimitState) -> dict[str, object]:
-    """A limit as JSON data: requests, tokens, or money in the currency of `prices`. Reserved amounts count as used."""
+    """Reserved amounts count as used."""
     return {
         "of": of,
         "limit": state.rule.label,
@@ -109,10 +106,7 @@ ReadLimits = Callable[[Administration, Callable[[LimitReport], Awaitable[list[di
 
 
 def limit_requests(read: ReadLimits) -> Handlers:
-    """`GET /limits`, `/tenants/NAME/limits` and `/keys/ID/limits` on the admin socket.
-
-    read  opens a report, and returns the rows that its second argument makes of it
-    """
+    """read: opens a report, and returns the rows that its second argument makes of it"""
     return {
         ("GET", "limits"): lambda call: read(call.admin, LimitReport.of_deployment),
         ("GET", "tenants", "NAME", "limits"): lambda call: read(call.admin, lambda report: report.of_tenant(call.name)),

@@ -1,8 +1,4 @@
-"""Tracks what one generating request has taken of its limits, and what it has used so far.
-
-`limits.limiter` opens one reservation per request before its body is read, and charges it at its end. In between
-`generation.stages.prepare` calls `reserve` once the prompt is tokenized, and `count` at the end of a stream.
-"""
+"""Tracks what one generating request has taken of its limits, and what it has used so far."""
 
 from __future__ import annotations
 
@@ -22,34 +18,28 @@ from headrace.policy.limits.price import FREE, Price, RequestCeiling
 from headrace.policy.limits.tier import DeploymentBudget
 
 FIRST_TAIL_TOKENS = 256
-"""Output tokens of each sequence that are charged if the gateway dies before it has saved any: more than an engine gives in a second."""
+"""Output tokens per sequence that are charged if the gateway dies before it has saved any: more than a second's."""
 
 UNAVAILABLE = "The limits of this key cannot be read now; nothing was used. Try again in a moment."
 NOTHING = Amounts(requests=1)
-"""What a request has used before its first token."""
 
 
 class _LimitsTaken(NamedTuple):
-    """The rules and claims of one `take`, with its result."""
-
     rules: Sequence[LimitRule]
     claims: Sequence[Claim]
     result: TakeResult
 
 
 class ReservationKeeper(Protocol):
-    """The part of `limits.limiter.Limiter` that is used here."""
-
     def opened(self, reservation: LimitReservation) -> None: ...
     def closed(self, reservation: LimitReservation) -> None: ...
     async def take(self, reservation: LimitReservation, claims: Sequence[Claim]) -> TakeResult: ...
 
 
 class LimitReservation:
-    """The limits taken by one request. Use with `async with`: at the end of the block the request is charged for its use.
+    """At the end of `async with` the request is charged for its use.
 
     is_held  the store has, or may have, a reservation of this request
-    used     amounts that the request has used so far
     saved    amounts to charge if the gateway dies now
     """
 
@@ -81,10 +71,6 @@ class LimitReservation:
         budget: DeploymentBudget,
         is_open_on_failure: bool,
     ) -> None:
-        """
-        budget              the deployment's budget
-        is_open_on_failure  the request goes on without a reservation when the store fails
-        """
         self._limiter, self._is_open_on_failure = limiter, is_open_on_failure
         self.request_id, self.principal = request_id, principal
         self._limits = limits_of(principal, budget)
@@ -100,7 +86,7 @@ class LimitReservation:
         self._tokens_taken: _LimitsTaken | None = None
 
     async def __aenter__(self) -> None:
-        """Raises RateLimitExceeded when a limit is reached, and Unavailable when the store fails."""
+        """Raises RateLimitExceeded or Unavailable."""
         self._limiter.opened(self)
         try:
             await self.begin()
@@ -112,21 +98,17 @@ class LimitReservation:
         self._limiter.closed(self)
 
     def ceiling(self, price: Price) -> RequestCeiling:
-        """The most that an answer without `max_tokens` may use of a model with this price."""
         return ceiling_of(self._limits, price)
 
     async def begin(self) -> None:
-        """Take requests and open requests, before the tokens are known. Raises RateLimitExceeded, or Unavailable when the store fails."""
+        """Raises RateLimitExceeded or Unavailable."""
         limits = self._limits
         if limits.first_rules:
             self.is_held = limits.takes_open
             await self._take(limits.first_rules, limits.first_claims)
 
     async def reserve(self, price: Price, prepared: Prepared) -> None:
-        """Take the most that a prepared request may use, in addition to earlier takes. An unbounded output counts as one token.
-
-        Raises RateLimitExceeded, QuotaExhausted, or Unavailable when the store fails.
-        """
+        """An unbounded output counts as one token. Raises RateLimitExceeded, QuotaExhausted or Unavailable."""
         num_sequences, max_output_tokens = prepared.num_sequences, prepared.max_output_tokens or 1
         max_prompt_tokens = prepared.max_prompt_tokens * prepared.num_prompt_copies
         self._price, self._num_sequences = price, num_sequences
@@ -145,17 +127,16 @@ class LimitReservation:
         self._reserved = _sum(self._reserved, wanted)
 
     def follow(self, usage: Callable[[], TokenUsage]) -> None:
-        """Let `save` read the running stream's usage from `usage`."""
         self._usage, self._last_completion = usage, 0
 
     def count(self, usage: TokenUsage | None) -> None:
-        """Add the usage of an ended stream at the reserved price. usage None: the stream never began"""
+        """usage None: the stream never began"""
         if usage is not None:
             self.used = _sum(self.used, self._of_usage(usage))
         self._usage, self.saved = None, self.used
 
     def save(self) -> Amounts:
-        """Compute `saved` for a death within the next second: the present usage, and as many tokens again as in the last second."""
+        """For a death within the next second: the present usage, and as many tokens again as in the last second."""
         if self._usage is None:
             return self.saved
         usage = self._usage()
@@ -169,11 +150,7 @@ class LimitReservation:
         return self.saved
 
     def _of_usage(self, usage: TokenUsage) -> Amounts:
-        """The amounts that a stream used, without the prompt and output of an earlier stream that it continues.
-
-        An uncounted prompt is charged as reserved, as often as it was sent: a foreign server counts it only at the end, and the client may
-        leave before.
-        """
+        """An uncounted prompt is charged as reserved, as often as it was sent: a foreign server counts it only at the end."""
         charged = usage.charged
         return amounts_of(
             self._price,
@@ -198,7 +175,6 @@ class LimitReservation:
             raise refusal(rules, claims, result)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """The rate limit headers, by the last take of each limit. Empty before the first."""
         first, tokens = self._first_taken, self._tokens_taken
         found = [] if tokens is None else states(*tokens)
         if first is not None:
@@ -207,7 +183,7 @@ class LimitReservation:
 
 
 def _sum(one: Amounts, other: Amounts) -> Amounts:
-    """The sum of two amounts of one request, which count as one request."""
+    """Both are of one request."""
     if one == NOTHING:
         return other
     return Amounts(*map(int.__add__, one, other))._replace(requests=1)

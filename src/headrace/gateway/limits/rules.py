@@ -1,8 +1,4 @@
-"""Finds the limits that hold for a caller, from its tier, its key and the deployment, and reports them to clients.
-
-Each limit has a counter and a number. Clients learn of a limit by a refusal that names it, and by OpenAI's x-ratelimit headers. All
-functions are pure but `limits_now`.
-"""
+"""Finds the limits that hold for a caller, from its tier, its key and the deployment, and reports them to clients."""
 
 from __future__ import annotations
 
@@ -22,10 +18,9 @@ from headrace.policy.limits.price import Price, RequestCeiling
 from headrace.policy.limits.tier import NO_BUDGET, DeploymentBudget, Tier
 
 MAX_CALLERS = 4096
-"""Callers whose limits are kept in memory, some kilobytes each; those of the one that was seen longest ago are made again."""
 
 MAX_NUMBER = 2**62
-"""The largest number that a counter is compared with: it fits the whole numbers of every store."""
+"""Fits the whole numbers of every store."""
 
 TIER_LIMITS = (
     ("requests_per_minute", Window.MINUTE, Unit.REQUESTS),
@@ -37,27 +32,21 @@ TIER_LIMITS = (
     ("daily_budget", Window.DAY, Unit.NANOS),
     ("monthly_budget", Window.MONTH, Unit.NANOS),
 )
-"""Field of a tier, window, unit: each tenant's, all its keys together."""
 
 KEY_LIMITS = (
     ("requests_per_minute", Window.MINUTE, Unit.REQUESTS),
     ("monthly_budget", Window.MONTH, Unit.NANOS),
 )
-"""Field of `KeyLimits`, window, unit: of one key."""
 
 DEPLOYMENT_LIMITS = (
     ("daily_budget", Window.DAY, Unit.NANOS),
     ("monthly_budget", Window.MONTH, Unit.NANOS),
 )
-"""Field of `DeploymentBudget`, window, unit: of all tenants together."""
 
 BEFORE_PARSING = (Unit.REQUESTS, Unit.OPEN)
-"""Units that are known before a body is read."""
 
 
 class Scope(StrEnum):
-    """The requests that one limit counts: of a tenant, of a user, of a key, or of all tenants."""
-
     TENANT = "tenant"
     USER = "user"
     KEY = "key"
@@ -66,7 +55,7 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LimitRule:
-    """One limit of a caller. option: name of the option that sets it; number: tokens, requests or nano-units, inclusive"""
+    """number: tokens, requests or nano-units, inclusive"""
 
     option: str
     scope: Scope
@@ -77,22 +66,20 @@ class LimitRule:
 
     @property
     def name(self) -> str:
-        """The limit's name in refusals. A key's or the deployment's option has the scope added, since a tenant has one of the same name."""
+        """A key's or the deployment's option has the scope added, since a tenant has one of the same name."""
         return self.option if self.scope in (Scope.TENANT, Scope.USER) else f"{self.option} of this {self.scope}"
 
     @property
     def label(self) -> str:
-        """The limit's label in metrics and logs: one for each row of the tables above, and one for users."""
         return self.option if self.scope in (Scope.TENANT, Scope.USER) else f"{self.scope}_{self.option}"
 
     @property
     def is_of_deployment(self) -> bool:
-        """Whether the limit counts all tenants. A tenant must not see its number or its use."""
+        """A tenant must not see the number or the use of the deployment's limit."""
         return self.scope is Scope.DEPLOYMENT
 
     @property
     def is_quota(self) -> bool:
-        """Whether the limit is for a day or a month."""
         return self.window in (Window.DAY, Window.MONTH)
 
     def claim(self, amount: int | None) -> Claim:
@@ -100,12 +87,10 @@ class LimitRule:
 
 
 def rules_of(principal: Principal, budget: DeploymentBudget = NO_BUDGET) -> tuple[LimitRule, ...]:
-    """Every limit of a caller; may be empty. budget: the deployment's, which counts the requests of every caller"""
     return tuple(_rules(principal.tenant_key, principal.tier, principal.user, principal.key_id, principal.limits, budget))
 
 
 def deployment_rules(budget: DeploymentBudget) -> tuple[LimitRule, ...]:
-    """The limits that all tenants share; empty without a budget."""
     return tuple(_scope_rules(budget, DEPLOYMENT_LIMITS, Scope.DEPLOYMENT, "deployment"))
 
 
@@ -119,7 +104,6 @@ def _rules(tenant_key: str, tier: Tier, user: str, key_id: str, key_limits: KeyL
 
 
 def _scope_rules(numbers: object, limits: tuple[tuple[str, Window, Unit], ...], scope: Scope, counters: str) -> Iterator[LimitRule]:
-    """The limits of one scope. counters: prefix of their counters' names"""
     for option, window, unit in limits:
         if (number := getattr(numbers, option)) is not None:
             counted = round(number * NANOS) if unit is Unit.NANOS else number
@@ -128,13 +112,8 @@ def _scope_rules(numbers: object, limits: tuple[tuple[str, Window, Unit], ...], 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallerLimits:
-    """The limits of one caller, cached.
-
-    first_rules   rules that are taken or read before the body is read; empty: nothing is taken then
-    first_claims  one claim for each of `first_rules`
-    takes_open    `first_rules` limit open requests, so that a reservation must be given back at the end
-    token_rules   rules that are taken once the prompt is tokenized
-    ceiling       most that a request may use of a free model
+    """first_rules: taken or read before the body is read. takes_open: `first_rules` limit open requests, so a reservation must be
+    given back.
     """
 
     first_rules: tuple[LimitRule, ...]
@@ -145,7 +124,6 @@ class CallerLimits:
 
 
 def limits_of(principal: Principal, budget: DeploymentBudget = NO_BUDGET) -> CallerLimits:
-    """The limits of a caller, from a cache. budget: the deployment's"""
     tier = principal.tier
     return _limits_of(principal.tenant_key, principal.tier_name, tier, principal.user, principal.key_id, principal.limits, budget)
 
@@ -154,7 +132,7 @@ def limits_of(principal: Principal, budget: DeploymentBudget = NO_BUDGET) -> Cal
 def _limits_of(
     tenant_key: str, tier_name: str, tier: Tier, user: str, key_id: str, key_limits: KeyLimits, budget: DeploymentBudget
 ) -> CallerLimits:
-    """`limits_of`. The cache's key is everything that the limits depend on, so a changed key, tenant or tier makes a new entry."""
+    """The cache's key is everything that the limits depend on."""
     rules = tuple(_rules(tenant_key, tier, user, key_id, key_limits, budget))
     has_first = any(rule.unit in BEFORE_PARSING for rule in rules)
     first = tuple(rule for rule in rules if has_first and not rule.is_quota)
@@ -175,7 +153,6 @@ def _limits_of(
 
 @lru_cache(maxsize=MAX_CALLERS)
 def ceiling_of(limits: CallerLimits, price: Price) -> RequestCeiling:
-    """The most that a request of the caller may use of a model with this price."""
     return replace(limits.ceiling, price=price)
 
 
@@ -184,7 +161,6 @@ def _least(rules: Sequence[LimitRule], unit: Unit) -> int | None:
 
 
 def amounts_of(price: Price, *, prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> Amounts:
-    """The amounts of one answered request, which is not open any more."""
     cost = price.cost_nanos(prompt_tokens=prompt_tokens, cached_tokens=cached_tokens, completion_tokens=completion_tokens)
     return Amounts(
         requests=1,
@@ -203,11 +179,10 @@ _OF_REQUESTS = (b"x-ratelimit-limit-requests", b"x-ratelimit-remaining-requests"
 _OF_TOKENS = (b"x-ratelimit-limit-tokens", b"x-ratelimit-remaining-tokens", b"x-ratelimit-reset-tokens")
 
 SHOWN = {Unit.REQUESTS: _OF_REQUESTS, Unit.INPUT: _OF_TOKENS, Unit.OUTPUT: _OF_TOKENS, Unit.TOKENS: _OF_TOKENS}
-"""Unit of a limit -> the headers that may be about it. They are about the one of which the smallest part is left."""
+"""Headers are about the limit of which the smallest part is left."""
 
 DEPLOYMENT_RETRY_MS = 60_000
-"""Most milliseconds after which a client is asked to send a request beyond the deployment's budget again. Running requests of other
-tenants may give back what they reserved long before the day or the month ends; the counter does not show how much of it is reserved."""
+"""Running requests of other tenants may give back what they reserved long before the day or the month ends."""
 
 _OF_DEPLOYMENT = "The {} has no room for this request now. Try again later, or with a smaller max_tokens."
 
@@ -215,9 +190,7 @@ _WINDOWS = {Window.OPEN: "at once", Window.MINUTE: "in any 60 s", Window.DAY: "i
 
 
 class LimitState(NamedTuple):
-    """One limit after a `take` at `now`.
-
-    used     amount that counts then, with this request's if it was admitted
+    """used     includes this request's amount if it was admitted
     wait_ms  milliseconds until the refused request fits, if nothing else is sent; 0: this limit does not refuse it
     """
 
@@ -232,7 +205,7 @@ class LimitState(NamedTuple):
 
     @property
     def reset_ms(self) -> int:
-        """Milliseconds until the refused request fits; of a limit that refuses nothing, until all that is used is free again."""
+        """Until the refused request fits; of a limit that refuses nothing, until all that is used is free again."""
         return self.wait_ms or (reset_ms(self.rule.window, self.now) if self.used else 0)
 
 
@@ -246,13 +219,13 @@ def states(rules: Sequence[LimitRule], claims: Sequence[Claim], result: TakeResu
 
 
 async def limits_now(store: LimitStore, rules: Sequence[LimitRule]) -> list[LimitState]:
-    """The present state of these limits, without taking anything. Raises StoreFailed."""
+    """Raises StoreFailed."""
     claims = [rule.claim(None) for rule in rules]
     return states(rules, claims, await store.take(None, claims)) if rules else []
 
 
 def refusal(rules: Sequence[LimitRule], claims: Sequence[Claim], result: TakeResult) -> RateLimitExceeded | QuotaExhausted:
-    """The error of a refused `take`: about the exceeded limit with the longest retry time."""
+    """About the exceeded limit with the longest retry time."""
     state, claim = max(zip(states(rules, claims, result), claims, strict=True), key=lambda one: one[0].wait_ms)
     rule, amount, wait_s = state.rule, claim.amount or 0, state.wait_ms / 1000
     if rule.is_of_deployment:
@@ -262,7 +235,7 @@ def refusal(rules: Sequence[LimitRule], claims: Sequence[Claim], result: TakeRes
 
 
 def headers(found: Iterable[LimitState]) -> list[tuple[bytes, bytes]]:
-    """The x-ratelimit headers: for requests and for tokens, the limit that refuses for longest, else that with the smallest part left."""
+    """For requests and for tokens: the limit that refuses for longest, else that with the smallest part left."""
     tightest: dict[HeaderNames, tuple[tuple[int, float], LimitState]] = {}
     for state in found:
         if (names := SHOWN.get(state.rule.unit)) is not None:
@@ -280,7 +253,7 @@ def headers(found: Iterable[LimitState]) -> list[tuple[bytes, bytes]]:
 
 
 def duration(ms: int) -> str:
-    """A duration as OpenAI writes it, to the millisecond: 120ms, 1.5s, 6m0s, 1m30.951s, 23h59m59s."""
+    """As OpenAI writes it, to the millisecond: 120ms, 1.5s, 6m0s, 1m30.951s, 23h59m59s."""
     if ms < 1000:
         return f"{ms}ms"
     seconds, rest_ms = divmod(ms, 1000)
@@ -291,7 +264,6 @@ def duration(ms: int) -> str:
 
 
 def _wait_ms(rule: LimitRule, claim: Claim, reading: ClaimReading, now: Moment) -> int:
-    """Milliseconds until the claim fits, if nothing else is used."""
     allowed = claim.limit - (claim.amount or 0)
     wait_ms = retry_after_ms(claim.window, now, current=reading.current, previous=reading.previous, allowed=allowed)
     return min(wait_ms, DEPLOYMENT_RETRY_MS) if rule.is_of_deployment else wait_ms

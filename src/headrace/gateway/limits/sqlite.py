@@ -1,8 +1,5 @@
-"""Keeps the book of limits in one SQLite file, which all processes of a machine share, or in this process's memory.
-
-Each call is part of one transaction, so two processes never both take what is left. A commit survives the end of this process. The last
-commits may be lost when the machine fails (synchronous = NORMAL). Rows are kept in memory between two transactions while no other process
-writes to the file.
+"""Keeps the book of limits in one SQLite file, which all processes of a machine share, or in memory. The last commits may be lost
+when the machine fails (synchronous = NORMAL).
 """
 
 from __future__ import annotations
@@ -21,20 +18,19 @@ from headrace.policy.limits.book import LATE_MS, NO_CHARGES, Charges, Claim, Hol
 from headrace.policy.limits.counters import Amounts, Moment, Window, bucket_of
 
 MAX_MINUTES_REMOVED = 256
-"""Buckets of past minutes that one `renew` removes at most. They are left by users and keys that send no more requests."""
+"""Users and keys that send no more requests leave such buckets."""
 
 MAX_ROWS = 500
-"""Rows that one statement writes at most: SQLite takes 32,766 values in one."""
+"""SQLite takes 32,766 values in one statement."""
 
 PUT_USED = "INSERT INTO used VALUES {} ON CONFLICT (counter, bucket) DO UPDATE SET used = excluded.used"
-"""What replaces a row would write the page of its index, too."""
+"""REPLACE would write the page of its index, too."""
 
 REMOVE_USED = "DELETE FROM used WHERE (counter, bucket) IN (VALUES {})"
 PUT_RESERVATIONS = "INSERT OR REPLACE INTO reservations VALUES {}"
 REMOVE_RESERVATIONS = "DELETE FROM reservations WHERE id IN (VALUES {})"
 
 MAX_STATEMENTS = 128
-"""Texts of statements, by their number of rows, that are kept in memory: as many as a connection keeps prepared."""
 
 _encode = msgspec.msgpack.encode
 _taken_decoder = msgspec.msgpack.Decoder(tuple[Taken, ...])
@@ -43,18 +39,15 @@ _amounts_decoder = msgspec.msgpack.Decoder(Amounts)
 
 @dataclass(slots=True)
 class _Counter:
-    """A counter's buckets. window: name of the window that they are of"""
-
     window: str = ""
     buckets: dict[int, int] = field(default_factory=dict)
 
 
 class SqliteRows:
-    """`BookRows` of a connection. Used in its thread, within a transaction.
+    """Used in its thread, within a transaction.
 
-    Each statement of Python's sqlite3 gives up the interpreter's lock and waits to get it back, up to 5 ms where the event loop is busy. So
-    a transaction changes rows in memory, and `write` puts all of them into the file in four statements. `begin` forgets the rows where
-    another process has written, or the last transaction has failed.
+    Each statement of Python's sqlite3 gives up the interpreter's lock and waits up to 5 ms to get it back where the event loop is
+    busy. So rows change in memory, and `write` puts all of them into the file in four statements.
     """
 
     def __init__(self, connection: Any) -> None:
@@ -65,14 +58,12 @@ class SqliteRows:
     # -- transactions ----------------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Called at the beginning of each transaction."""
         (version,) = self._execute("PRAGMA data_version").fetchone()  # another one once another process has written
         if version != self._version:
             self._forget()
         self._version = version
 
     def write(self) -> None:
-        """Called at the end of each transaction: write what it has changed."""
         self._write(PUT_USED, self._used_rows())
         removed = [place for place in self._changed_used if place[1] not in self._counters[place[0]].buckets]
         self._write(REMOVE_USED, removed)
@@ -84,7 +75,6 @@ class SqliteRows:
         self._changed_reservations.clear()
 
     def failed(self) -> None:
-        """The transaction was rolled back."""
         self._version = None
 
     def _used_rows(self) -> list[tuple[object, ...]]:
@@ -128,11 +118,7 @@ class SqliteRows:
             self._changed_used[counter, bucket] = None
 
     def remove_minutes(self, running: int) -> None:
-        """Remove minute buckets that do not count any more: past ones, and those from before a restart of the machine. Also drop all
-        counters from memory, since some are of clients that send no more requests.
-
-        running  number of the running minute's bucket
-        """
+        """All counters are dropped from memory too, since some are of clients that send no more requests."""
         self.write()
         unread = f"window = 'minute' AND (bucket < ? OR bucket > ?) LIMIT {MAX_MINUTES_REMOVED}"
         self._execute(
@@ -242,10 +228,8 @@ BOOK = SqliteForm(
 
 
 class _OwedCharges:
-    """Charges that no transaction has written yet, by reservation.
-
-    Callers add charges; the thread makes them at the beginning of each transaction. A transaction that fails, or whose caller is cancelled
-    before it begins, leaves its charges to the next one.
+    """Callers add charges; the thread makes them at the beginning of each transaction. One that fails, or whose caller is cancelled
+    before it begins, leaves its charges to the next.
     """
 
     def __init__(self) -> None:
@@ -260,7 +244,6 @@ class _OwedCharges:
                 self._added.update(charges.used)
 
     def begin(self) -> Mapping[str, Amounts]:
-        """The charges of the transaction that begins now: those added since, and those of the last transaction if it failed."""
         if not self._has_failed:
             self._running.clear()
         self._has_failed = False
@@ -270,18 +253,15 @@ class _OwedCharges:
         return self._running
 
     def failed(self) -> None:
-        """The last transaction was rolled back, or could not begin."""
         self._has_failed = True
 
 
 class SqliteLimits:
-    """A `LimitStore` in SQLite."""
-
     is_in_order = True
-    """The calls of a process are done one after the other, and each transaction begins with the charges that were asked for before it."""
+    """Calls of a process run one after the other, and each transaction begins with the charges that were asked for before it."""
 
     def __init__(self, path: str, *, clock: Clock, unix_time: Clock) -> None:
-        """path: as `open_sqlite` takes it; clock: monotonic seconds of the machine. Raises ConfigError."""
+        """clock: monotonic seconds of the machine. Raises ConfigError."""
         self._clock, self._unix_time = clock, unix_time
         connection = open_sqlite(path, BOOK)
         self._rows = SqliteRows(connection)

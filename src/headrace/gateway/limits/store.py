@@ -1,8 +1,4 @@
-"""Defines the protocol between gateways and the book of limits that they share: `policy.limits.book` behind calls that may fail.
-
-`limits.sqlite` keeps the book in a file of one machine or in memory, `limits.redis` for any number of machines. Both do what `LimitBook`
-does; the tests compare all three.
-"""
+"""The protocol between gateways and the book of limits that they share: `policy.limits.book` behind calls that may fail."""
 
 from __future__ import annotations
 
@@ -22,9 +18,8 @@ from headrace.policy.limits.counters import Amounts
 
 
 class LimitStore(Protocol):
-    """A store of the limits' book. Every method raises StoreFailed. A failed or cancelled call may have taken effect or not.
-
-    is_in_order  a call is made after the charges of all earlier calls, also of failed and cancelled ones
+    """Every method raises StoreFailed. A failed or cancelled call may have taken effect or not. is_in_order: a call is made after the
+    charges of all earlier calls, also of failed and cancelled ones
     """
 
     is_in_order: bool
@@ -35,7 +30,7 @@ class LimitStore(Protocol):
         ...
 
     async def charge(self, charges: Charges) -> None:
-        """Charge and end reservations. A reservation that is not there was charged before, and is left out."""
+        """A reservation that is not there was charged before, and is left out."""
         ...
 
     async def renew(self, gateway: str, beat: int, saved: Mapping[str, Amounts]) -> dict[str, int]: ...
@@ -47,7 +42,7 @@ FILE = "limits.db"
 
 
 def open_limits(config: StoreConfig, state: str, *, clock: Clock, unix_time: Clock) -> LimitStore:
-    """The store that a configuration names. state: folder of the embedded stores; empty: the book is in memory. Raises ConfigError."""
+    """Raises ConfigError."""
     if config.url:
         return RedisLimits(open_redis(config.url, password=config.password()))
     return SqliteLimits(str(Path(state) / FILE) if state else IN_MEMORY, clock=clock, unix_time=unix_time)

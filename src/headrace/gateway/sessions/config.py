@@ -9,8 +9,6 @@ from headrace.core.option import option
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionConfig:
-    """The key `gateway.sessions`."""
-
     ttl_s: float = option(
         3600.0,
         "Seconds since its last turn that a session is kept; 0: none is kept, and a request with one is refused.",

@@ -1,7 +1,4 @@
-"""Makes a conversation fit its context before it is answered: leaves out its oldest turns, and has the model summarise them if asked to.
-
-The model counts and summarises through its own `Upstream`. `history` has the rules; docs/sessions.md says what clients see.
-"""
+"""Makes a conversation fit its context: leaves out its oldest turns, and has the model summarise them if asked to."""
 
 from __future__ import annotations
 
@@ -34,7 +31,6 @@ SUMMARY_DIVISOR = 8
 """A summary has at most MAX_SUMMARY_TOKENS, and at most 1/N of the window."""
 
 TITLE_TOKENS = 32
-"""Tokens that are left for a summary's title in the prompt."""
 
 SUMMARY_REQUEST = (
     "Summarize the conversation below so that it can be continued from the summary. Keep names, numbers, decisions and open questions. "
@@ -44,13 +40,6 @@ SUMMARY_REQUEST = (
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A shortened conversation.
-
-    history      messages that are left, with the request's
-    num_dropped  number of messages that were left out
-    usage        tokens used for the summary
-    """
-
     history: History
     fitting: ContextFitting
     num_dropped: int
@@ -61,8 +50,6 @@ OpenStream = Callable[[Prepared], AbstractAsyncContextManager[EventStream]]
 
 
 class ContextFitter:
-    """Shortens one conversation to fit its model's context."""
-
     def __init__(
         self,
         upstream: Upstream,
@@ -73,22 +60,15 @@ class ContextFitter:
         max_context_tokens: int | None,
         open_stream: OpenStream,
     ) -> None:
-        """
-        max_context_tokens  the tier's limit; None: only the model's own limit holds
-        open_stream         opens the event stream of a request for a summary, whose tokens count towards the caller's limits; raises
-                            RateLimitExceeded, QuotaExhausted or Unavailable where the limits refuse that request
+        """open_stream: opens the event stream of a request for a summary, whose tokens count towards the caller's limits; raises
+        RateLimitExceeded, QuotaExhausted or Unavailable
         """
         self._upstream, self._facts, self._open_stream = upstream, facts, open_stream
         self._fitting, self._history = fitting, history
         self._max_context_tokens = max_context_tokens
 
     async def prepared(self, request: GenerationRequest) -> tuple[Prepared, Fitted | None]:
-        """(the prepared request, how the conversation was shortened; None: the conversation is whole).
-
-        Raises ContextLengthExceeded where the last turn alone does not fit, InvalidRequest for a request that the model cannot take,
-        Overloaded and Unavailable where the upstream cannot prepare the request or makes no summary, and RateLimitExceeded and
-        QuotaExhausted where the caller's limits refuse a summary.
-        """
+        """How the conversation was shortened is None where it is whole."""
         whole: Prepared | None = None
         num_turns = len(turn_starts(self._history))
         try:
@@ -129,9 +109,7 @@ class ContextFitter:
     async def _summarised(
         self, request: GenerationRequest, earlier: str, messages: Sequence[Message], max_tokens: int
     ) -> tuple[str, TokenUsage]:
-        """(summary of `earlier` and `messages`, tokens used). Messages that are too long for one request are summarised in halves; a single
-        message that is too long is left out.
-        """
+        """Messages that are too long for one request are summarised in halves; a single message that is too long is left out."""
         try:
             return await self._asked(request, earlier, messages, max_tokens)
         except ContextLengthExceeded:
@@ -145,11 +123,7 @@ class ContextFitter:
     async def _asked(
         self, request: GenerationRequest, earlier: str, messages: Sequence[Message], max_tokens: int
     ) -> tuple[str, TokenUsage]:
-        """(summary of `earlier` and `messages`, tokens used by the request for the summary).
-
-        Raises ContextLengthExceeded where the messages do not fit, Unavailable where the model does not end its answer, and
-        RateLimitExceeded, QuotaExhausted or Unavailable where the caller's limits refuse the request.
-        """
+        """Raises ContextLengthExceeded, Unavailable where the model does not end its answer, and what `open_stream` raises."""
         text = SUMMARY_REQUEST + (f"summary so far: {earlier}\n\n" if earlier else "") + transcript(messages)
         asked = GenerationRequest(
             request_id=RequestId(os.urandom(12).hex()),

@@ -1,7 +1,4 @@
-"""Defines what a session holds and its form in the store, and chooses the turns that stay of a conversation that has outgrown its context.
-
-It also makes the conversation of a session's history and a request's messages. Pure: `fitting` counts the tokens.
-"""
+"""Defines the stored form of a session, and chooses the turns that stay of a conversation that has outgrown its context. Pure."""
 
 from __future__ import annotations
 
@@ -18,22 +15,16 @@ from headrace.gateway.stores.store import StoredEntry, entry_in
 Message = Mapping[str, object]
 
 FORM = 1
-"""The form of entries that this version writes. An entry of another form is no session."""
 
 COMPRESSION = 1
 """zlib's level: 10 ms per MB; higher ones save a tenth of the bytes for several times that."""
 
 
 class StoredSession(StoredEntry, frozen=True):
-    """One entry of the store.
-
-    created, updated  Unix seconds of the first and the last turn
-    answer_id         id of the last turn's answer, which its client may continue
-    num_before        number of messages before the last turn's own
-    model, replica    names of the model and replica of the last answer; replica is empty if unknown
-    summary           summary of messages that were left out; empty: none were summarised
-    packed            messages as compressed JSON
-    retry_key         `retry_key` of the last turn's Idempotency-Key: a request with the same key repeats that turn; empty: it had none
+    """answer_id   id of the last turn's answer, which its client may continue
+    num_before  number of messages before the last turn's own
+    replica     empty if unknown
+    retry_key   a request with the same one repeats the last turn; empty: it had none
     """
 
     created: int
@@ -48,8 +39,6 @@ class StoredSession(StoredEntry, frozen=True):
 
 
 class History(Struct, frozen=True):
-    """The messages of a session in order, and the summary of what was left out before them."""
-
     messages: Sequence[Message] = field(default_factory=tuple)
     summary: str = ""
 
@@ -58,7 +47,7 @@ class History(Struct, frozen=True):
         return num_head(self.messages)
 
     def with_messages(self, new: Sequence[Message]) -> History:
-        """This history followed by a request's messages. System messages at the head of `new` replace those of this history."""
+        """System messages at the head of `new` replace those of this history."""
         count = num_head(new)
         head = new[:count] or self.messages[: self.num_head]
         return History([*head, *self.messages[self.num_head :], *new[count:]], self.summary)
@@ -72,7 +61,6 @@ _encode_messages, _messages_decoder = msgspec.json.encode, msgspec.json.Decoder(
 
 
 def num_head(messages: Sequence[Message]) -> int:
-    """Number of system messages before the first other message."""
     return next((number for number, message in enumerate(messages) if message["role"] != "system"), len(messages))
 
 
@@ -81,7 +69,6 @@ def messages_json(messages: Sequence[Message]) -> bytes:
 
 
 def packed(messages: bytes) -> bytes:
-    """messages: as `messages_json` gives them"""
     return zlib.compress(messages, COMPRESSION)
 
 
@@ -94,12 +81,11 @@ def entry_of(stored: StoredSession) -> bytes:
 
 
 def stored_in(entry: bytes | None) -> StoredSession | None:
-    """The session in a store's entry. None: no entry, or one of another `FORM`."""
     return entry_in(entry, _decoder, FORM)
 
 
 TARGET_SHARE = 0.75
-"""Part of the window's room for a prompt that a shortened one fills at most, so that the next turns fit without dropping anything."""
+"""Part of the window's room for a prompt that a shortened one fills, so that the next turns fit whole."""
 
 ANSWER_DIVISOR = 4
 """1/N of the window is left for an answer whose length the client does not bound."""
@@ -108,28 +94,24 @@ SUMMARY_TITLE = "Summary of the earlier conversation:"
 
 
 class ContextFitting(StrEnum):
-    """How a conversation that does not fit its window is treated."""
-
     REFUSE = "refuse"
     SLIDING_WINDOW = "sliding_window"
     SUMMARY = "summary"
 
 
 def turn_starts(history: History) -> list[int]:
-    """Index of each turn's first message, a user's. Messages between the head and the first user's message belong to the first turn."""
+    """Messages between the head and the first user's message belong to the first turn."""
     first = history.num_head
     users = [number for number, message in enumerate(history.messages) if number > first and message["role"] == "user"]
     return [first, *users] if len(history.messages) > first else []
 
 
 def last_turns(history: History, count: int) -> tuple[History, Sequence[Message]]:
-    """The history reduced to its head and its last `count` turns (at least 1), and the messages that were left out."""
     head, start = history.num_head, turn_starts(history)[-count]
     return History([*history.messages[:head], *history.messages[start:]], history.summary), history.messages[head:start]
 
 
 def prompt_messages(history: History) -> Sequence[Message]:
-    """The messages for the model, with the summary in the system message."""
     if not history.summary:
         return history.messages
     text = f"{SUMMARY_TITLE}\n{history.summary}"
@@ -142,9 +124,8 @@ def prompt_messages(history: History) -> Sequence[Message]:
 
 
 async def most_that_fit(fits: Callable[[int], Awaitable[bool]], limit: int) -> int:
-    """The largest count below `limit` that fits; 1 if not even 2 fits.
-
-    The cost of `fits` grows with the count, so no count above twice a fitting one is tried.
+    """The largest fitting count below `limit`, at least 1. The cost of `fits` grows with the count, so no count above twice a fitting
+    one is tried.
     """
     fitting, too_many = 1, limit
     while fitting * 2 < too_many:
@@ -162,7 +143,6 @@ async def most_that_fit(fits: Callable[[int], Awaitable[bool]], limit: int) -> i
 
 
 def transcript(messages: Sequence[Message]) -> str:
-    """Messages as plain text, for the model to summarise."""
     return "\n\n".join(f"{message['role']}: {_text(message)}" for message in messages)
 
 

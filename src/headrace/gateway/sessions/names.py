@@ -10,14 +10,13 @@ from headrace.core.errors import InvalidRequest
 
 HEADER = "x-session-id"
 RAW_HEADER = HEADER.encode()
-"""The header's name as requests have it."""
 
 METADATA_FIELD = "metadata.session_id"
 SESSION_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 def checked_session_id(field: str, given: object) -> str:
-    """The session id, if it is well-formed. Raises InvalidRequest without the value: the id alone gives access to a session."""
+    """Raises InvalidRequest without the value: the id alone gives access to a session."""
     if not isinstance(given, str) or SESSION_ID.fullmatch(given) is None:
         raise InvalidRequest(field, "1..128 of A-Z a-z 0-9 . _ : -", None)
     return given
@@ -25,8 +24,6 @@ def checked_session_id(field: str, given: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SessionKey:
-    """A session of a tenant."""
-
     tenant: str
     session_id: str
 
@@ -40,5 +37,4 @@ class SessionKey:
 
 
 def tenant_digest(tenant: str) -> str:
-    """The prefix of a tenant's keys in the store, the same at all gateways, without a shared secret."""
     return blake2b(tenant.encode(), digest_size=16, person=b"headrace-session").hexdigest()

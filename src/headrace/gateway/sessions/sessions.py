@@ -1,7 +1,6 @@
-"""Reads and writes the sessions of one gateway. `generation.stages.session` uses them for a request's turn.
+"""Reads and writes the sessions of one gateway.
 
-`stores.guard` bounds the time that a request waits. A store that fails or is slow means 503: an answer without the history would answer
-another question.
+A store that fails or is slow means 503: an answer without the history would answer another question.
 """
 
 from __future__ import annotations
@@ -37,22 +36,20 @@ from headrace.observe.store_metrics import SessionMetrics, TurnOutcome
 T = TypeVar("T")
 
 CLAIM_WAIT_S = 0.5
-"""Seconds that a turn waits for the one before it; then it is refused with 409."""
+"""A turn that waits longer for the one before it is refused with 409."""
 
 CLAIM_CHECK_S = 0.02
-"""Seconds between two tries to claim a session that another turn holds."""
 
 LEASE_S, RENEW_S = 15.0, 5.0
-"""Seconds after which the claim of a gateway that died is gone, and between two renewals of a living one's."""
+"""LEASE_S after its gateway's death a claim is gone."""
 
 INLINE_BYTES = 32 << 10
-"""Histories up to this size are packed and unpacked on the event loop, in half a millisecond; larger ones in a thread."""
+"""Histories up to this size are packed on the event loop, in half a millisecond; larger ones in a thread."""
 
 MAX_SESSION_BYTES = 1 << 20
-"""Bytes of the messages of one session, as JSON. One more turn is refused."""
 
 MAX_SESSIONS_BYTES = 256 << 20
-"""Bytes of all sessions, compressed; one tenant may fill `limits.max_tenant_share` of it."""
+"""Compressed; one tenant may fill `limits.max_tenant_share` of it."""
 
 _DOWN = "The store of sessions does not answer; send the request again."
 _BUSY = "Another request of this session is being answered; send this one again after it."
@@ -60,7 +57,7 @@ _BUSY = "Another request of this session is being answered; send this one again 
 
 @dataclass(frozen=True, slots=True)
 class ReadSession:
-    """A session at the beginning of a turn. entry: its bytes in the store; None: a new session"""
+    """entry: bytes in the store; None: a new session"""
 
     entry: bytes | None = None
     stored: StoredSession | None = None
@@ -69,7 +66,6 @@ class ReadSession:
 
 class Sessions:
     def __init__(self, store: GuardedStore | None, config: SessionConfig, *, metrics: SessionMetrics, unix_time: Clock) -> None:
-        """store: closed by `close`; None: no session is kept"""
         self._store = store
         self.config = config
         self.metrics = metrics
@@ -77,7 +73,6 @@ class Sessions:
 
     @property
     def num_pending(self) -> int:
-        """Writes that no request waits for."""
         return 0 if self._store is None else self._store.num_writing
 
     async def close(self) -> None:
@@ -85,24 +80,21 @@ class Sessions:
             await self._store.close()
 
     def check_on(self, field: str) -> None:
-        """Raises InvalidRequest where no session is kept."""
         if self._store is None:
             raise InvalidRequest(field, "no session: this server keeps none (sessions.ttl_s is 0)", None, "Send the whole conversation.")
 
     @property
     def store(self) -> GuardedStore:
-        """The store of a server that keeps sessions."""
         assert self._store is not None
         return self._store
 
     # -- what a turn does ----------------------------------------------------------------------------------------------------------
 
     def lease(self, key: SessionKey) -> EntryLease:
-        """A request's claim of the session, not yet made."""
         return EntryLease(self.store, key.claim, os.urandom(12), tenant=key.tenant, lasts_s=LEASE_S)
 
     async def claimed(self, key: SessionKey, lease: EntryLease) -> ReadSession:
-        """Claim and read the session; no other request may change it until the lease ends. Raises SessionConflict or Unavailable."""
+        """Raises SessionConflict or Unavailable."""
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + CLAIM_WAIT_S
         while True:
@@ -119,7 +111,7 @@ class Sessions:
         return ReadSession(await store.get(key.entry)) if await lease.claim(store) else None
 
     async def keep(self, key: SessionKey, found: ReadSession, stored: StoredSession, messages: Sequence[Message]) -> None:
-        """Store the session after a turn. Raises SessionConflict if another request has changed it, Unavailable, or RequestTooLarge."""
+        """Raises SessionConflict if another request has changed it, Unavailable, or RequestTooLarge."""
         entry = entry_of(await self._packed(stored, messages))
         try:
             is_kept = await self._asked(lambda store: self._swapped(store, key, entry, found.entry))
@@ -131,7 +123,7 @@ class Sessions:
             raise SessionConflict("Another request of this session was answered meanwhile, so this answer is not in the session.")
 
     async def _swapped(self, store: Store, key: SessionKey, entry: bytes, expected: bytes | None) -> bool:
-        """Replace the entry. A session that has vanished since it was read (expired, or the store was emptied) is written again."""
+        """A session that has vanished since it was read (expired, or the store was emptied) is written again."""
         for state in dict.fromkeys((expected, None)):
             if await store.swap(key.entry, entry, expected=state, tenant=key.tenant, ttl_s=self.config.ttl_s):
                 return True
@@ -164,7 +156,7 @@ class Sessions:
     # -- the store -----------------------------------------------------------------------------------------------------------------
 
     async def _asked(self, work: Callable[[Store], Awaitable[T]]) -> T:
-        """The result of `work` on the store. Raises EntryTooLarge, or Unavailable for every other failure."""
+        """Raises EntryTooLarge, or Unavailable for every other failure."""
         try:
             return await self.store.asked(work)
         except EntryTooLarge:
@@ -188,10 +180,9 @@ class Sessions:
 
 
 NAME = "sessions"
-"""Name of the sessions' part of the stores."""
 
 ENTRY_MARGIN = 2
-"""An entry may have N times the bytes of a session's messages: the answer of its last turn is not counted before it is given."""
+"""The answer of a session's last turn is not counted before it is given."""
 
 
 def open_session_store(stores: Stores) -> Store:

@@ -1,7 +1,5 @@
-"""Gives free memory back to the system once no request runs.
-
-Reference cycles of a request (its task, its errors' tracebacks) wait for a garbage collection, which an idle process never starts, and the
-C library keeps freed memory. So both are triggered after the last request, never while one runs: each may take milliseconds.
+"""Gives free memory back to the system once no request runs: reference cycles of a request wait for a garbage collection, which an
+idle process never starts, and the C library keeps freed memory.
 """
 
 from __future__ import annotations
@@ -14,11 +12,10 @@ from contextlib import suppress
 from headrace.gateway.access.memory_charges import RequestMemory
 
 CHECK_S = 1.0
-"""Seconds between two checks whether any request runs."""
 
 
 async def give_back_when_idle(memory: RequestMemory) -> None:
-    """Call `give_back` at two idle checks in a row, until cancelled: connections free some memory only after their request."""
+    """Until cancelled. Waits for two idle checks in a row: connections free some memory only after their request."""
     num_seen, num_left = memory.num_closed, 0
     while True:
         await asyncio.sleep(CHECK_S)
@@ -30,7 +27,6 @@ async def give_back_when_idle(memory: RequestMemory) -> None:
 
 
 def give_back() -> None:
-    """Collect garbage, and return free memory to the system where the C library can."""
     gc.collect()
     with suppress(OSError, AttributeError):  # another C library than glibc
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Computes the limits of memory charges (`access.memory_charges`), from the configuration and the machine's memory."""
+"""Computes the limits of memory charges from the configuration and the machine's memory."""
 
 from __future__ import annotations
 
@@ -8,20 +8,15 @@ from headrace.gateway.access.memory_charges import ChargeLimits, MemoryLimits
 from headrace.gateway.http.config import Limits
 
 MIN_PROMPT_BYTES = 40 << 20
-"""Least bytes for prompts."""
 
 MAX_REQUEST_BYTES = 32 << 20
-"""Bytes of prompts, and of answers, that one request may hold; more is refused with 413."""
+"""For prompts, and for answers; a request with more is refused with 413."""
 
 PROMPT_SHARE = 16
 """Prompts may take 1/N of the machine's memory."""
 
 
 def memory_limits(limits: Limits, machine_bytes: int, tenant_share: Callable[[], float]) -> MemoryLimits:
-    """
-    machine_bytes  what `machine.memory.machine_bytes()` gives
-    tenant_share   part of each sum that one tenant may hold
-    """
     prompts = limits.max_prompt_bytes or default_prompt_bytes(machine_bytes)
     return MemoryLimits(
         prompts=ChargeLimits(MAX_REQUEST_BYTES, prompts, tenant_share),
@@ -30,5 +25,4 @@ def memory_limits(limits: Limits, machine_bytes: int, tenant_share: Callable[[],
 
 
 def default_prompt_bytes(machine_bytes: int) -> int:
-    """`limits.max_prompt_bytes` where it is not set."""
     return max(MIN_PROMPT_BYTES, machine_bytes // PROMPT_SHARE)

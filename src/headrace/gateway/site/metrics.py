@@ -1,7 +1,4 @@
-"""Sums the metrics page and the count of running requests over all gateway workers of a port.
-
-A gateway that is alone on its port shows its own figures. One of several asks the other workers each time that it is asked.
-"""
+"""Sums the metrics page and the count of running requests over all gateway workers of a port."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ OPEN_REQUESTS = "open requests"
 
 
 class SiteMetrics:
-    """The metrics of all workers of the port; before `join`, of this worker alone."""
+    """Before `join`, of this worker alone."""
 
     def __init__(self, metrics: Metrics, num_open: Callable[[], Mapping[str, int]]) -> None:
         """num_open: tenant -> its generating requests in this process"""
@@ -26,17 +23,15 @@ class SiteMetrics:
         self._siblings: Siblings | None = None
 
     def join(self, siblings: Siblings) -> None:
-        """Ask the other workers of this port for their metrics, and answer them."""
         self._siblings = siblings
         siblings.handle(METRICS, self._encoded_metrics)
         siblings.handle(OPEN_REQUESTS, self._encoded_num_open)
 
     async def page(self, accept: str, shown: ShownTenants) -> tuple[bytes, str]:
-        """See `Metrics.page`."""
         return self._metrics.page(accept, None if self._siblings is None else await self._siblings.ask(METRICS), shown)
 
     async def num_open(self, shown: ShownTenants) -> int:
-        """Number of generating requests at all workers that answer; only one tenant's if `shown` excludes the site's series."""
+        """All workers that answer count; only one tenant's requests if `shown` excludes the site's series."""
         workers = [self._num_open()] if self._siblings is None else _counts(await self._siblings.ask(OPEN_REQUESTS))
         return sum(count for worker in workers for tenant, count in worker.items() if shown.has_site or shown.is_all or tenant == shown.own)
 
@@ -48,7 +43,6 @@ class SiteMetrics:
 
 
 def _counts(answers: Mapping[int, bytes]) -> list[Mapping[str, int]]:
-    """Tenant -> number of requests, for each worker that answered."""
     counts: list[Mapping[str, int]] = []
     for answer in answers.values():
         with suppress(ValueError):  # no answer, or one of a worker that is being replaced by a newer version

@@ -1,7 +1,5 @@
-"""Sends questions between the gateway workers of one port, over Unix sockets in the deployment's private directory.
-
-A question is one line, with its argument after a tab where it has one. The answer is all that follows. A worker that does not answer in
-time, perhaps because it is being started again, has an empty answer.
+"""Sends questions between the gateway workers of one port, over Unix sockets. A question is one line, with its argument after a tab;
+a worker that does not answer in time has an empty answer.
 """
 
 from __future__ import annotations
@@ -17,18 +15,13 @@ from headrace.gateway.site.worker import GatewayWorker
 log = logging.getLogger(__name__)
 
 ANSWER_S = 1.0
-"""Seconds that a worker has to answer another one."""
 
 MAX_ANSWER_BYTES = 64 << 20
-"""Longest answer that is read."""
 
 Handler = Callable[[str], Awaitable[bytes]]
-"""Makes the answer to a question from its argument, which is empty where there is none."""
 
 
 class Siblings:
-    """The other gateway workers of this port: asks them, and answers their questions inside `async with`."""
-
     def __init__(self, worker: GatewayWorker, num_workers: int) -> None:
         self._worker = worker
         self._others = [index for index in range(num_workers) if index != worker.index]
@@ -36,7 +29,6 @@ class Siblings:
         self._server: asyncio.Server | None = None
 
     def handle(self, question: str, handler: Handler) -> None:
-        """Have `handler` answer this question. It gets the question's argument."""
         self._handlers[question] = handler
 
     async def __aenter__(self) -> Siblings:
@@ -50,12 +42,12 @@ class Siblings:
             self._server.close()
 
     async def ask(self, question: str) -> dict[int, bytes]:
-        """Worker -> its answer, this worker included; empty for a worker that did not answer."""
+        """Worker -> its answer, this worker included."""
         answers = await asyncio.gather(*(self._ask(index, question) for index in self._others))
         return {self._worker.index: await self._handlers[question](""), **dict(zip(self._others, answers, strict=True))}
 
     async def ask_others(self, question: str, argument: str) -> list[bytes]:
-        """The other workers' answers to a question with an argument (one line, no tab); empty from one that did not answer."""
+        """argument: one line, no tab"""
         return await asyncio.gather(*(self._ask(index, f"{question}\t{argument}") for index in self._others))
 
     async def _ask(self, index: int, question: str) -> bytes:
@@ -82,7 +74,6 @@ class Siblings:
 
 
 async def _read_all(reader: asyncio.StreamReader) -> bytes:
-    """All bytes until the other end closes. Raises ValueError beyond MAX_ANSWER_BYTES."""
     parts: list[bytes] = []
     num_bytes = 0
     while part := await reader.read(1 << 20):

@@ -1,4 +1,4 @@
-"""Defines the options that choose a store, and refuses a store on another machine that would get records insecurely."""
+"""Defines the options that choose a store, and refuses an insecure one on another machine."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ URL_SCHEMES = ("redis://", "rediss://", "unix://")
 
 
 class InsecureStore(ConfigError):
-    """A store on another machine that would get records unencrypted, or without authentication."""
-
     def __init__(self, where: str, lacks: str) -> None:
         super().__init__(where, f"is on another machine and has no {lacks}", "Set it, or allow that with allow_insecure: true.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreConfig:
-    """Where entries are stored. Without `url`: in the state folder, or without a state folder in this process's memory."""
+    """Without `url`, entries are in the state folder, or without one in this process's memory."""
 
     url: str = option(
         "",
@@ -34,7 +32,7 @@ class StoreConfig:
     allow_insecure: bool = option(False, "Allow a server on another machine without TLS (`rediss://`), or without a password.")
 
     def checked(self) -> StoreConfig:
-        """This value if its rules hold. Raises ConfigError."""
+        """Raises ConfigError."""
         if self.url and not self.url.startswith(URL_SCHEMES):
             raise ConfigError("store.url", "is no address of Redis or Valkey", "Write redis://HOST:PORT/0, rediss:// or unix:///path.")
         if self.url and urlsplit(self.url).password is not None:
@@ -45,11 +43,10 @@ class StoreConfig:
         return self
 
     def password(self) -> str | None:
-        """The password in the file, read now. Raises ConfigError."""
+        """Raises ConfigError."""
         return read_token("store.password_file", self.password_file) if self.password_file else None
 
     def _check_is_safe(self) -> None:
-        """Raises InsecureStore."""
         address = urlsplit(self.url)
         if not self.url or address.scheme == "unix" or self.allow_insecure or is_loopback(address.hostname or ""):
             return

@@ -17,34 +17,22 @@ Work = Callable[[Store], Awaitable[object]]
 Ended = Callable[[StoreFailed | None], None]
 
 WRITE_S = 5.0
-"""Seconds that a write in the background is tried for, unless its caller says more; then it is given up."""
 
 WRITE_PAUSES_S = (0.1, 0.2, 0.4, 0.8)
-"""Seconds before a write that failed is tried again; the last one again and again."""
 
 MAX_WRITING_BYTES = 32 << 20
-"""Bytes of values that are being written in the background at a time, for each store."""
 
 MAX_WRITES = 64
-"""Writes in the background at a time; more of them wait in this process."""
 
 
 class TooMuchToWrite(StoreFailed):
-    """MAX_WRITING_BYTES are being written."""
+    pass
 
 
 class GuardedStore:
-    """A `Store` behind a guard: calls that requests wait for are bounded, and writes run in the background.
-
-    A failed write is tried again. Writes are bounded in number, bytes and time; a write beyond these bounds is given up, since the store is
-    slower than answers come.
-
-    store  the bare store, closed by `close`
-    guard  guard of the calls that requests wait for
-    """
+    """A failed write is tried again."""
 
     def __init__(self, store: Store, name: str, clock: Clock = time.monotonic) -> None:
-        """name: of what is kept, for the log"""
         self.store = store
         self.guard = StoreGuard(name, store.progress, clock)
         self._writes: set[asyncio.Task[None]] = set()
@@ -53,12 +41,11 @@ class GuardedStore:
         self._is_closing = False
 
     async def asked(self, work: Callable[[Store], Awaitable[T]]) -> T:
-        """The result of `work` on the store, for a waiting request. Raises EntryTooLarge, StoreFailed (also after REQUEST_WAIT_S)."""
         async with self.guard.waiting():
             return await work(self.store)
 
     async def tried(self, work: Work, within_s: float) -> None:
-        """Do periodic `work`, such as renewing a claim, within `within_s`. A failure is only logged, since the caller repeats the work."""
+        """A failure is only logged, since the caller repeats the work."""
         try:
             async with asyncio.timeout(within_s):
                 await work(self.store)
@@ -66,10 +53,7 @@ class GuardedStore:
             self.guard.warn(_as_failure(error))
 
     def write(self, work: Work, num_bytes: int, ended: Ended, *, within_s: float | None = None) -> None:
-        """Do `work` in the background, repeated after failures for `within_s` (None: WRITE_S).
-
-        ended  called once, with None after success, else with the failure
-        """
+        """ended: called once, with None after success, else with the failure"""
         if self._writing_bytes + num_bytes > MAX_WRITING_BYTES:
             ended(self._not_written(TooMuchToWrite(f"more than {MAX_WRITING_BYTES} bytes wait to be written")))
             return
@@ -80,11 +64,10 @@ class GuardedStore:
 
     @property
     def num_writing(self) -> int:
-        """Writes that have not ended."""
         return len(self._writes)
 
     async def close(self) -> None:
-        """Finish the running writes within WRITE_S, without repeating failed ones, and close the store."""
+        """Finishes the running writes within WRITE_S, without repeating failed ones."""
         self._is_closing = True
         if self._writes:
             await asyncio.wait(self._writes, timeout=WRITE_S)
@@ -108,7 +91,7 @@ class GuardedStore:
             ended(failure)
 
     async def _is_written(self, work: Work) -> bool:
-        """Try a write. False: it failed and may be repeated. Raises StoreFailed if it must not be repeated."""
+        """False: it failed and may be repeated. Raises StoreFailed if it must not be repeated."""
         async with self._turns:
             try:
                 await work(self.store)

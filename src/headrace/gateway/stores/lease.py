@@ -15,13 +15,10 @@ from headrace.gateway.stores.guarded_store import Ended, GuardedStore
 from headrace.gateway.stores.store import Store
 
 GIVE_BACK_PAUSES_S = (0.25, 0.25, 0.5, 1.0, 2.0)
-"""Seconds between attempts to give a claim back of which it is not known whether it has taken effect."""
 
 
 class EntryLease:
-    """One request's claim of the entry under `key`.
-
-    value    bytes of the entry while it is claimed, of this request alone
+    """value    bytes of the entry while it is claimed, of this request alone
     lasts_s  seconds until a claim that is not renewed is over
     """
 
@@ -35,21 +32,18 @@ class EntryLease:
     # -- work on the bare store ----------------------------------------------------------------------------------------------------
 
     async def claim(self, store: Store, *, expected: bytes | None = None) -> bool:
-        """Claim the entry if it is `expected` (None: if there is none). Returns whether it was."""
+        """Whether the entry was `expected` (None: there was none)."""
         return await self._swap(store, self.value, expected, self.lasts_s)
 
     async def renew(self, store: Store) -> bool:
         return await self._swap(store, self.value, self.value, self.lasts_s)
 
     async def replace(self, store: Store, value: bytes, *, ttl_s: float) -> bool:
-        """Put `value` in the place of the claim, also after the claim is over, but never in that of another request's entry."""
+        """Also after the claim is over, but never in the place of another request's entry."""
         return await self._swap(store, value, self.value, ttl_s) or await self._swap(store, value, None, ttl_s)
 
     async def give_back(self, store: Store, before: bytes) -> None:
-        """Put back the entry that was claimed, where the call of `claim` got no answer.
-
-        The store may carry out the late claim at any moment, so this is tried several times.
-        """
+        """Put back what was claimed, where the call of `claim` got no answer: tried several times, since the store may do it late."""
         for pause_s in GIVE_BACK_PAUSES_S:
             if await self._swap(store, before, self.value, self.lasts_s):
                 return
@@ -61,21 +55,15 @@ class EntryLease:
     # -- in the background ---------------------------------------------------------------------------------------------------------
 
     def begin_renewing(self, every_s: float) -> None:
-        """Renew the claim until `end` or `free`. A renewal that fails is followed by the next."""
         self._renewing = asyncio.create_task(self._renew(every_s))
 
     def end(self) -> None:
-        """Renew the claim no more."""
         self.is_ended = True
         renewing, self._renewing = self._renewing, None  # a cancelled task holds its frame, which holds what the claim is for
         if renewing is not None:
             renewing.cancel()
 
     def free(self, ended: Ended = lambda _: None) -> None:
-        """Remove the claim, tried until it is over anyway. Nothing where the lease has ended already.
-
-        ended  called once, with None after success, else with the failure
-        """
         if not self.is_ended:
             self.end()
             self._store.write(lambda store: store.delete(self._key, expected=self.value), 0, ended, within_s=self.lasts_s)

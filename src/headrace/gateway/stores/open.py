@@ -14,19 +14,14 @@ from headrace.gateway.stores.sqlite_thread import IN_MEMORY
 from headrace.gateway.stores.store import Store, StoreLimits
 
 MAX_STREAMS_BYTES = 256 << 20
-"""Bytes of all kept streams, with what the store takes beside each; the oldest ones go first."""
 
 MAX_STREAM_BYTES = 1 << 20
-"""Bytes of one kept stream, eight per token: a longer answer cannot be continued."""
+"""A longer answer (eight bytes per token) cannot be continued."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stores:
-    """The stores of one configuration, each a part of its own: none pushes out entries of another.
-
-    state         folder of the embedded stores; empty: entries are in the memory of this process
-    tenant_share  gives the part of each store that one tenant may fill
-    """
+    """Each part is a store of its own: none pushes out entries of another."""
 
     config: StoreConfig
     state: str
@@ -37,11 +32,10 @@ class Stores:
         return StoreLimits(entry=entry, total=total, tenant_share=self.tenant_share)
 
     def open(self, part: str, limits: StoreLimits) -> Store:
-        """Open the store of a part. part: its name on the server of `store.url`, or the name of its file. Raises ConfigError."""
+        """Raises ConfigError."""
         if self.config.url:
             return RedisStore(open_redis(self.config.url, password=self.config.password()), limits, part)
         return SqliteStore(str(Path(self.state) / f"{part or 'entries'}.db") if self.state else IN_MEMORY, limits, self.unix_time)
 
     def open_streams(self) -> Store:
-        """Raises ConfigError."""
         return self.open("", self.limits(entry=MAX_STREAM_BYTES, total=MAX_STREAMS_BYTES))

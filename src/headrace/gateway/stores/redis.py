@@ -1,7 +1,7 @@
 """Stores entries in Redis (6.2 or later) or Valkey, which gateways on several machines share.
 
 An entry's size, tenant and age lie in keys of their own beside its value, so that the bounds hold whichever gateway writes. redis.lua
-beside this module changes both together. All keys have one hash tag, so that a cluster keeps them on one node.
+beside this module changes both together.
 """
 
 from __future__ import annotations
@@ -18,24 +18,18 @@ from headrace.gateway.stores.store import StoreFailed, StoreLimits, StoreProgres
 T = TypeVar("T")
 
 PREFIX = "{headrace}:"
-"""Begins every key. Its hash tag keeps all keys on one node of a cluster, as scripts need it."""
+"""The hash tag keeps all keys on one node of a cluster, as scripts need it."""
 
 MAX_CONNECTIONS = 8
-"""Connections of one client. A call beyond them waits for one."""
 
 CONNECT_S = 1.0
 ANSWER_S = 2.0
-"""Seconds for a connection, and for the answer to a call. Requests wait less (`stores.guard`)."""
 
 CLOSE_S = 1.0
-"""Seconds that `RedisCalls.close` waits for calls that were given up."""
 
 
 def open_redis(url: str, *, password: str | None = None) -> Any:
-    """The package's asynchronous client, which connects with the first call; `RedisCalls.close` ends it.
-
-    Raises ConfigError where the `redis` package is not installed, or the address makes no sense.
-    """
+    """Raises ConfigError."""
     try:
         from redis.asyncio import BlockingConnectionPool, Redis
         from redis.asyncio.retry import Retry
@@ -52,25 +46,20 @@ def open_redis(url: str, *, password: str | None = None) -> Any:
 
 
 def read_script(module: str) -> str:
-    """The Lua script beside a module, under the module's name. module: its `__file__`"""
     return Path(module).with_suffix(".lua").read_text(encoding="ascii")
 
 
 class RedisCalls:
-    """The calls of one client. A cancelled caller goes on at once, while its call may still be running.
-
-    While it connects, the package may take a cancellation for a timeout of its own and try again, which takes six seconds where the server
-    hangs. So each call is a task of its own.
+    """Each call is a task of its own: while it connects, the package may take a cancellation for a timeout and try again, for six seconds
+    where the server hangs.
     """
 
     def __init__(self, client: Any) -> None:
-        """client: what `open_redis` made; ended by `close`"""
         self._client = client
         self._given_up: set[asyncio.Future[Any]] = set()
         self.progress = StoreProgress()
 
     async def answer(self, call: Awaitable[T]) -> T:
-        """The result of a call. Raises StoreFailed for every error. The package's messages show the address, and no password."""
         task = asyncio.ensure_future(call)
         try:
             found = await asyncio.shield(task)
@@ -83,7 +72,7 @@ class RedisCalls:
         return found
 
     async def close(self) -> None:
-        """Close the client. A connection that cannot be closed in time is dropped, so that a hanging server does not delay this process."""
+        """A connection that cannot be closed in time is dropped."""
         with suppress(Exception):
             await self._client.connection_pool.disconnect()  # ends what waits for an answer
         for task in list(self._given_up):
@@ -105,19 +94,14 @@ class RedisCalls:
 
 
 ENTRY_BYTES, KEY_COPIES = 820, 6
-"""What the server takes for an entry beside its value: these bytes, and its key this many times. Without them the memory of many small
-entries would have no bound. Redis 7.0 with jemalloc took 690 bytes where all entries are of one tenant, and 810 where each has a tenant
-of its own (20,000 entries, keys of 16 and 64 bytes)."""
+"""Overhead of an entry: bytes, and copies of its key. Redis 7.0 with jemalloc took 690 bytes where all entries are of one tenant, and 810
+where each has its own (20,000 entries, keys of 16 and 64 bytes).
+"""
 
 
 class RedisStore(RedisCalls):
-    """A `Store` in Redis, which connects at the first call."""
-
     def __init__(self, client: Any, limits: StoreLimits, part: str = "") -> None:
-        """
-        client  from `open_redis`
-        part    name of this store among those of one server; each has its own bounds
-        """
+        """part: name of this store on the server; each part has its own bounds"""
         super().__init__(client)
         self._prefix = PREFIX + (f"{part}:" if part else "")
         self._limits = limits
@@ -146,7 +130,6 @@ class RedisStore(RedisCalls):
         return int(await self.answer(self._client.zcard(f"{self._prefix}ages")))
 
     async def check(self) -> None:
-        """Assert that the sums are of the entries, and that the bounds hold. For a server that is idle."""
         sizes = {key: int(size) for key, size in (await self._client.hgetall(f"{self._prefix}sizes")).items()}
         tenants = await self._client.hgetall(f"{self._prefix}tenants")
         sums = {tenant: int(size) for tenant, size in (await self._client.hgetall(f"{self._prefix}bytes")).items()}

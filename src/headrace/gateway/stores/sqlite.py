@@ -1,6 +1,5 @@
-"""Stores entries in one SQLite file, which all processes of a machine share, or in this process's memory.
-
-Nothing is synced to the disk: entries need to survive this process, not the machine.
+"""Stores entries in one SQLite file, which all processes of a machine share, or in memory. Nothing is synced to the disk: entries need to
+survive this process, not the machine.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ from headrace.gateway.stores.sqlite_thread import MAX_BATCH, SqliteForm, SqliteT
 from headrace.gateway.stores.store import StoreLimits
 
 ENTRY_BYTES, KEY_COPIES = 500, 2
-"""What the file has for an entry beside its value: these bytes, and its key this many times. Without them the size of many small entries
-would have no bound. Files of 20,000 entries had 130 to 580 bytes, the most with values that fill their pages badly."""
+"""Overhead of an entry: bytes, and copies of its key. Files of 20,000 entries had 130 to 580 bytes."""
 
 BY_TENANT = "SELECT tenant, sum(size) FROM entries"
 
@@ -36,10 +34,8 @@ ENTRIES = SqliteForm(
 
 
 class SqliteStore:
-    """A `Store` in SQLite."""
-
     def __init__(self, path: str, limits: StoreLimits, unix_time: Clock) -> None:
-        """path: as `open_sqlite` takes it. Raises ConfigError."""
+        """Raises ConfigError."""
         self._limits = limits
         self._unix_time = unix_time
         self._thread = SqliteThread(open_sqlite(path, ENTRIES), begin_write=self._remove_expired)
@@ -67,7 +63,6 @@ class SqliteStore:
         return num_removed
 
     async def check(self) -> None:
-        """Assert that the sums by tenant are of the entries, and that the bounds hold."""
         queries = f"{BY_TENANT} GROUP BY tenant", "SELECT tenant, size FROM tenants"
         sizes, sums = await self._thread.call(lambda: [self._rows(query) for query in queries])
         by_tenant = {tenant: size for tenant, size in sizes if size}
@@ -95,8 +90,7 @@ class SqliteStore:
         self._connection.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?)", row)
 
     def _make_room(self, held: str, parameters: tuple[str, ...], limit: int, *, tenant: str | None = None) -> None:
-        """Remove the oldest entries, of a tenant or of all, until the bytes from the query `held` are within the limit. Entries are ordered
-        by rowid, which each write raises above all others."""
+        """Remove the oldest entries by rowid, which each write raises, until the bytes from the query `held` are within the limit."""
         where = "" if tenant is None else "WHERE tenant = ? "
         oldest = f"DELETE FROM entries WHERE rowid = (SELECT rowid FROM entries {where}ORDER BY rowid LIMIT 1)"
         while ((self._connection.execute(held, parameters).fetchone() or (0,))[0] or 0) > limit:
@@ -120,11 +114,9 @@ class SqliteStore:
         self._remove_some("expires_at <= ? ORDER BY expires_at", self._unix_time())
 
     def _remove_some(self, which: str, value: float | str) -> int:
-        """Remove up to MAX_BATCH of the entries that the condition names. Returns their number."""
         found = f"SELECT rowid FROM entries WHERE {which} LIMIT {MAX_BATCH}"
         return self._connection.execute(f"DELETE FROM entries WHERE rowid IN ({found})", (value,)).rowcount
 
 
 def _size(key: str, value: bytes) -> int:
-    """Bytes that an entry counts for."""
     return ENTRY_BYTES + KEY_COPIES * len(key.encode()) + len(value)

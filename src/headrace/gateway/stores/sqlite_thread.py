@@ -1,9 +1,7 @@
 """A thread that runs all work on one SQLite connection, so that the event loop never waits for the disk.
 
-Calls that were queued while the thread was busy run together in one transaction, which costs one commit. When all of the queued calls only
-read, each runs in a transaction of its own, so that a slow or failed read affects no other call.
-
-Processes of one machine may share the file (WAL mode). `open_sqlite` opens the connection.
+Calls that were queued while the thread was busy share one transaction; if all only read, each has its own, so that a failed read affects no
+other.
 """
 
 from __future__ import annotations
@@ -30,27 +28,21 @@ T = TypeVar("T")
 
 IN_MEMORY = ":memory:"
 MAX_BATCH = 256
-"""Most calls in one transaction. Every caller waits for the end of the transaction."""
 
 BUSY_MS = 200
-"""Milliseconds that a transaction waits for the lock of another process before the transaction fails."""
+"""A transaction that waits longer for the lock of another process fails."""
 
 CLOSE_S = 2.0
-"""Seconds that `close` waits for queued calls. Calls that are still queued then are lost."""
+"""Calls that `close` still finds queued after this time are lost."""
 
 OPEN_TRIES, OPEN_RETRY_S = 240, 0.05
-"""Number of tries to open a file that another process is setting up, and seconds between two tries. With BUSY_MS they take one minute,
-since adding a table to a large file (`SqliteForm.added`) takes about five seconds per million records."""
+"""One minute with BUSY_MS, since adding a table to a large file takes about five seconds per million records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SqliteForm:
-    """The schema and durability of a SQLite file.
-
-    version      version of the schema (`user_version`); a file of another version is refused
-    statements   SQL that makes the tables of an empty file
+    """version      version of the schema (`user_version`); a file of another version is refused
     added        table -> SQL that adds the table to an older file of the same version; older programs ignore such a table
-    columns      table -> column -> SQL type, of the columns that the table of an older file gains, with a default where null is refused
     synchronous  SQLite's pragma. "OFF": a commit survives the end of the process, not a power cut. "NORMAL": after a power cut the file is
                  intact, but the last commits may be lost. "FULL": a commit is on disk before its caller continues
     """
@@ -67,12 +59,6 @@ def _nothing() -> None:
 
 
 class SqliteThread:
-    """One SQLite connection and its thread, which starts with the object.
-
-    connection  used only by work that `call` runs in the thread
-    progress    number of calls that the thread has run (`StoreProgress`)
-    """
-
     def __init__(
         self,
         connection: sqlite3.Connection,
@@ -81,12 +67,7 @@ class SqliteThread:
         end_write: Callable[[], None] = _nothing,
         write_failed: Callable[[], None] = _nothing,
     ) -> None:
-        """
-        connection    made by `open_sqlite`; the thread closes the connection
-        begin_write   called in the thread at the beginning of each transaction that may write
-        end_write     called in the thread before the commit of such a transaction
-        write_failed  called in the thread after such a transaction was rolled back
-        """
+        """end_write: called in the thread before the commit of a transaction that may write"""
         self.connection = connection
         self._begin_write, self._end_write, self._write_failed = begin_write, end_write, write_failed
         self.progress = StoreProgress()
@@ -95,14 +76,8 @@ class SqliteThread:
         self._thread.start()
 
     async def call(self, work: Callable[[], T], *, is_read: bool = False) -> T:
-        """Run `work` in the thread, inside a transaction, and return the result of `work`.
-
-        is_read  `work` writes nothing
-
-        `work` may run twice: when another call of the same transaction fails, the transaction is rolled back, and each of its calls runs
-        again in a transaction of its own.
-
-        Raises StoreFailed when the transaction fails or `work` raises; nothing of `work` is stored then.
+        """`work` may run twice: when another call of its transaction fails, each call runs again in one of its own. Raises StoreFailed when
+        the transaction fails or `work` raises; nothing is stored then.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
@@ -110,7 +85,6 @@ class SqliteThread:
         return await answer
 
     async def close(self) -> None:
-        """Wait at most CLOSE_S for the calls that are queued, and for the thread to close the connection."""
         self._calls.put(None)
         await asyncio.to_thread(self._thread.join, CLOSE_S)
 
@@ -134,7 +108,7 @@ class SqliteThread:
             self._transact(calls)
 
     def _transact(self, calls: Sequence[_Call]) -> None:
-        """Run all calls in one transaction. An error of the file fails all calls. An error of one call's work fails that call alone."""
+        """An error of the file fails all calls, an error of one call's work that call alone."""
         is_read = all(call.is_read for call in calls)
         try:
             self._begin(is_read=is_read)
@@ -179,15 +153,12 @@ class SqliteThread:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One call from an event loop to the thread."""
-
     work: Callable[[], Any]
     loop: asyncio.AbstractEventLoop
     answer: asyncio.Future[Any]
     is_read: bool
 
     def end(self, answer: object, error: StoreFailed | None = None) -> None:
-        """From the thread: the caller gets the answer, or the error."""
         with suppress(RuntimeError):  # the loop is closed, so nothing waits for the answer
             self.loop.call_soon_threadsafe(self._end, answer, error)
 
@@ -201,12 +172,7 @@ class _Call:
 
 
 def open_sqlite(path: str, form: SqliteForm) -> sqlite3.Connection:
-    """A connection to the file `path` with the tables of `form`, for use in any thread, by one thread at a time.
-
-    path  a missing file is made with mode 0600; IN_MEMORY: a database without a file
-
-    Raises ConfigError when the file cannot be opened or made, is not a SQLite file, or has a schema of another version.
-    """
+    """For use in any thread, by one thread at a time. A missing file is made with mode 0600. Raises ConfigError."""
     try:
         if path != IN_MEMORY:
             _make_private(path)
@@ -216,11 +182,8 @@ def open_sqlite(path: str, form: SqliteForm) -> sqlite3.Connection:
 
 
 def _make_private(path: str) -> None:
-    """Make an empty file of mode 0600 where no file exists. SQLite gives its companion files (-wal, -shm) the same mode.
-
-    An existing file is never opened here. Closing any descriptor of the file would drop the POSIX locks that other connections of this
-    process hold (https://sqlite.org/howtocorrupt.html, 2.2); the next process that closes the file would then delete the write-ahead log
-    that those connections still write to.
+    """An existing file is not opened: closing any descriptor of it would drop the POSIX locks of this process's other connections
+    (https://sqlite.org/howtocorrupt.html, 2.2).
     """
     if os.path.exists(path):
         return
@@ -247,7 +210,7 @@ def _connected(path: str, form: SqliteForm) -> sqlite3.Connection:
 
 
 def _set_up(connection: sqlite3.Connection, form: SqliteForm) -> None:
-    """Set the pragmas, and make missing tables and columns. Raises sqlite3.Error; DatabaseError for a file of another schema version."""
+    """Raises sqlite3.Error; DatabaseError for a file of another schema version."""
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute(f"PRAGMA synchronous = {form.synchronous}")
     connection.execute("BEGIN IMMEDIATE")
@@ -271,5 +234,4 @@ def _set_up(connection: sqlite3.Connection, form: SqliteForm) -> None:
 
 
 def has_table(connection: sqlite3.Connection, name: str) -> bool:
-    """Whether the database has a table of this name. Raises sqlite3.Error when the file cannot be read."""
     return connection.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?", (name,)).fetchone() is not None

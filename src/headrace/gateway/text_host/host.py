@@ -1,8 +1,6 @@
 """Loads the models' tokenizers and templates once, and forks text workers from itself: `python -m headrace.gateway.text_host.host`.
 
-This process stands between the gateway and the workers for two reasons. A fork of what is loaded takes milliseconds and shares its memory,
-so that a worker which met its bounds is cheap to replace. A fork is only safe in a process without threads, which the gateway is not.
-
+A fork of what is loaded takes milliseconds and shares its memory; it is only safe in a process without threads, which the gateway is not.
 The host's standard input is one end of a socket pair; `processes.HostProcess` has the other. Messages are JSON lines.
 
     from the gateway   {"config": {...}}            once: which models
@@ -13,11 +11,8 @@ The host's standard input is one end of a socket pair; `processes.HostProcess` h
                        {"refused": {...}}           a CheckpointError of the model that was loaded; the next one follows
                        {"ended": 7, "signal": 27}   worker 7 is gone; signal 0: it left by itself, or could not be forked
 
-When the socket closes, all workers are killed and this process ends.
-
-A worker takes a job, arms its bounds, does the job and answers, until the gateway's end of its socket closes. CPU time is bounded by the
-kernel: a timer whose signal ends the process, whatever Python or C code it is in. Memory is bounded by an address space limit, which shows
-as a MemoryError, or as an abort in code that cannot raise one.
+When the socket closes, all workers are killed and this process ends. The kernel bounds a worker's CPU time by a timer whose signal ends it
+in any code. Memory is bounded by an address space limit, which shows as a MemoryError, or as an abort in code that cannot raise one.
 """
 
 from __future__ import annotations
@@ -47,14 +42,13 @@ from headrace.text.folder import TextModel, load_text
 from headrace.text.template import import_engine
 
 KEEPS_BYTES = 32 * MIB
-"""A worker that has grown by more than this ends after its answer: a new one costs milliseconds, and freed memory rarely returns to the
-system."""
+"""A worker that has grown by more ends after its answer, since freed memory rarely returns to the system."""
 
 PR_SET_PDEATHSIG = 1
 
 
 def work(channel: socket.socket, context: TextContext, parent: int) -> None:
-    """Do jobs from `channel` in a forked process, until it is closed or the worker has grown too much. Never returns."""
+    """Never returns: the process ends when `channel` is closed, or after it has grown too much."""
     _die_with(parent)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -83,7 +77,7 @@ def work(channel: socket.socket, context: TextContext, parent: int) -> None:
 
 
 def bound_memory(num_bytes: int) -> None:
-    """Limit this process's address space to `num_bytes`. No effect where `memory_bytes` does not know the present size."""
+    """No effect where `memory_bytes` does not know the present size."""
     if memory_bytes()[0]:
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard), hard))
@@ -95,7 +89,7 @@ def unbound_memory() -> None:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """(address space, resident) of this process; zeros where the system does not say."""
+    """(address space, resident); zeros where the system does not say."""
     try:
         with open("/proc/self/statm", "rb") as file:
             pages = file.read().split()
@@ -105,7 +99,7 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def _exactly(channel: socket.socket, num_bytes: int) -> bytes | None:
-    """Exactly `num_bytes` from the socket; None when the other end closed it."""
+    """None when the other end closed the socket."""
     data = bytearray(num_bytes)
     view = memoryview(data)
     while view:
@@ -117,7 +111,7 @@ def _exactly(channel: socket.socket, num_bytes: int) -> bytes | None:
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel kill this worker when its parent dies, since a worker in the middle of a job does not read its socket."""
+    """The kernel kills this worker with its parent, since a worker in the middle of a job does not read its socket."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -138,7 +132,7 @@ def main() -> None:
 
 
 def serve(control: Control) -> None:
-    """Load the texts, report them, and fork workers. Returns or raises GatewayGone once the gateway is gone."""
+    """Returns or raises GatewayGone once the gateway is gone."""
     config = msgspec.convert(control.first()["config"], frames.HostConfig)
     texts: dict[str, TextModel] = {}
     for name, folder in config.models.items():
@@ -153,7 +147,7 @@ def serve(control: Control) -> None:
 
 
 def load(name: str, folder: str, cpu_s: float, control: Control) -> TextModel:
-    """One model's text, with its template compiled and used once. Raises CheckpointError. Its bounds may end this process."""
+    """Raises CheckpointError. Its bounds may end this process."""
     control.say({"loading": name})
     text = load_text(folder)
     if not text.template.exists:
@@ -178,26 +172,23 @@ def load(name: str, folder: str, cpu_s: float, control: Control) -> TextModel:
 
 
 class GatewayGone(Exception):
-    """The gateway closed its end of the socket: it refused to start, or was killed. This process ends."""
+    """The gateway refused to start, or was killed."""
 
 
 class Control:
-    """The socket to the gateway, as lines and descriptors."""
-
     def __init__(self, channel: socket.socket) -> None:
         self.channel = channel
         self._rest = b""
         self._fds: list[int] = []
 
     def say(self, message: Mapping[str, object]) -> None:
-        """Raises GatewayGone."""
         try:
             self.channel.sendall(json.dumps(message).encode() + b"\n")
         except OSError as error:
             raise GatewayGone from error
 
     def first(self) -> dict[str, Any]:
-        """The first message. Raises GatewayGone."""
+        """Raises GatewayGone."""
         while True:
             messages = self.receive()
             if messages is None:
@@ -206,7 +197,7 @@ class Control:
                 return messages[0]
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """The messages that have arrived; None when the gateway is gone."""
+        """None when the gateway is gone."""
         try:
             data, fds, _, _ = socket.recv_fds(self.channel, 1 << 16, MAX_FDS)
         except OSError:
@@ -218,20 +209,17 @@ class Control:
         return [json.loads(line) for line in lines]
 
     def take_fd(self) -> int:
-        """The oldest descriptor that was received and not taken yet."""
         return self._fds.pop(0)
 
 
 class Host:
-    """Forks workers, kills them on request, and reaps them."""
-
     def __init__(self, control: Control, context: TextContext) -> None:
         self._control = control
         self._context = context
         self._pid_of: dict[int, int] = {}
 
     def run(self) -> None:
-        """Serve the gateway's messages. Returns or raises GatewayGone once the gateway is gone."""
+        """Returns or raises GatewayGone once the gateway is gone."""
         woken, waker = os.pipe()
         os.set_blocking(waker, False)
         os.set_blocking(woken, False)
@@ -274,7 +262,7 @@ class Host:
         self._control.say({"forked": number})
 
     def _become_worker(self, channel: socket.socket, parent: int) -> NoReturn:
-        """Turn the forked process into a worker. No exception may reach `run`, whose `finally` would kill the other workers."""
+        """No exception may reach `run`, whose `finally` would kill the other workers."""
         try:
             self._pid_of.clear()
             signal.set_wakeup_fd(-1)

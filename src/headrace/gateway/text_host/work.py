@@ -1,4 +1,4 @@
-"""Does the work of a text worker: pure functions from a job to its reply. Tests call them in their own process.
+"""Does the work of a text worker: pure functions from a job to its reply.
 
 Everything that can take long for a client's input is here: decoding large bodies, templates, tokenizing, decoding many ids.
 """
@@ -24,7 +24,6 @@ from headrace.text.folder import TextModel
 
 
 def parsers_of(rows: Iterable[Endpoint[Any]]) -> dict[str, BodyParser[Any]]:
-    """Path -> how its bodies are read."""
     parsers: dict[str, BodyParser[Any]] = {}
     for row in rows:
         if row.parser is not None:
@@ -39,12 +38,10 @@ PARSERS = parsers_of(ENDPOINTS)
 
 @dataclass(frozen=True, slots=True)
 class TextContext:
-    """The models' texts by name, which jobs use."""
-
     texts: Mapping[str, TextModel]
 
     def answer(self, head: bytes, tail: bytes) -> tuple[frames.AnyAnswer, bytes]:
-        """(reply, tail) of a job. Errors that a client or a model's folder can cause become replies."""
+        """(reply, tail). Errors that a client or a model's folder can cause become replies."""
         try:
             return self._do(frames.read_job(head), tail)
         except MemoryError:
@@ -83,12 +80,12 @@ class TextContext:
 
 
 def parse_body(path: str, body: bytes) -> Any:
-    """A request's body, parsed by its surface. Raises InvalidRequest or UnsupportedMediaType."""
+    """Raises InvalidRequest or UnsupportedMediaType."""
     return PARSERS[path].parse(decode_object(body))
 
 
 def encode_chat(text: TextModel, job: frames.EncodeChat) -> tuple[list[int], tuple[str, ...]]:
-    """The ids, and the fields that the template does not read."""
+    """(ids, fields that the template does not read)."""
     rendered = text.template.rendered(
         text.tokenizer,
         job.messages,

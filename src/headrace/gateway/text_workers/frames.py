@@ -26,18 +26,14 @@ MAX_ID = 2**31 - 1
 
 
 class HostConfig(msgspec.Struct):
-    """The host process's configuration.
-
-    models       model name -> folder
-    start_cpu_s  most CPU seconds for compiling one model's templates and rendering a greeting
-    """
+    """start_cpu_s: most CPU seconds for compiling one model's templates and rendering a greeting"""
 
     models: dict[str, str]
     start_cpu_s: float = START_CPU_S
 
 
 class WorkerJob(msgspec.Struct, tag_field="job"):
-    """A job for a worker."""
+    pass
 
 
 class ParseBody(WorkerJob, tag="parse"):
@@ -47,11 +43,7 @@ class ParseBody(WorkerJob, tag="parse"):
 
 
 class EncodeChat(WorkerJob, tag="chat"):
-    """A conversation as token ids.
-
-    tools          functions that the template shows to the model, as OpenAI writes them
-    max_model_len  most tokens: a conversation that cannot fit is refused; None: any length
-    """
+    """max_model_len: most tokens, else the conversation is refused; None: any length"""
 
     model: str
     messages: list[dict[str, Any]]
@@ -64,8 +56,6 @@ class EncodeChat(WorkerJob, tag="chat"):
 
 
 class EncodeTexts(WorkerJob, tag="texts"):
-    """Texts as token ids."""
-
     model: str
     texts: list[str]
     add_special_tokens: bool
@@ -73,7 +63,7 @@ class EncodeTexts(WorkerJob, tag="texts"):
 
 
 class DecodeIds(WorkerJob, tag="decode"):
-    """Decode the tail, which is token ids from `field` of a request."""
+    """The tail is token ids from `field` of a request."""
 
     model: str
     field: str
@@ -81,14 +71,12 @@ class DecodeIds(WorkerJob, tag="decode"):
 
 
 class Tokenize(WorkerJob, tag="tokenize"):
-    """Tokenize one prompt into JSON for a client: ids, and if wanted the vocabulary's spelling of each."""
-
     prompt: EncodeChat | EncodeTexts
     needs_texts: bool
 
 
 class WorkerReply(msgspec.Struct, tag_field="answer"):
-    """A worker's reply. is_last: the worker ends after it, because it has grown too much."""
+    """is_last: the worker ends after it, because it has grown too much"""
 
     is_last: bool = False
 
@@ -112,7 +100,7 @@ class Tokens(WorkerReply, tag="tokens", kw_only=True):
 
 
 class Json(WorkerReply, tag="json"):
-    """The tail is JSON whose type the caller knows."""
+    pass
 
 
 class JobRefused(WorkerReply, tag="refused", kw_only=True):
@@ -127,7 +115,7 @@ class JobRefused(WorkerReply, tag="refused", kw_only=True):
 
 
 class NoMemory(WorkerReply, tag="no memory"):
-    """The job reached its memory limit."""
+    pass
 
 
 class Failed(WorkerReply, tag="failed", kw_only=True):
@@ -159,7 +147,7 @@ def read_answer(head: bytes | memoryview) -> AnyAnswer:
 
 
 def ids_to_bytes(field: str, token_ids: Sequence[int]) -> bytes:
-    """Token ids as bytes of 32-bit integers. Raises InvalidRequest about `field` for an id that no vocabulary has."""
+    """Raises InvalidRequest about `field` for an id that no vocabulary has."""
     try:
         return array(TYPECODE, token_ids).tobytes()
     except OverflowError:
@@ -174,7 +162,6 @@ def ids_from_bytes(data: bytes | memoryview) -> array[int]:
 
 
 def refusal_of(error: InvalidRequest | UnsupportedMediaType) -> JobRefused:
-    """An error as the reply that carries it."""
     if isinstance(error, UnsupportedMediaType):
         return JobRefused(kind=UnsupportedMediaType.__name__, message=str(error))
     kind = next(name for name, kind in reversed(REFUSALS.items()) if isinstance(error, kind))
@@ -183,7 +170,6 @@ def refusal_of(error: InvalidRequest | UnsupportedMediaType) -> JobRefused:
 
 
 def error_of(answer: JobRefused) -> HeadraceError:
-    """The error that a reply carries; the inverse of `refusal_of`."""
     if answer.kind == UnsupportedMediaType.__name__:
         return UnsupportedMediaType(answer.message)
     value = None if answer.value is None else ShownValue(answer.value)

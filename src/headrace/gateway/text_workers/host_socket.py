@@ -1,8 +1,5 @@
-"""Sends and reads JSON lines at the gateway's end of the socket to the host. A line may carry a descriptor. `host.Control` is the other
-end.
-
-No message is dropped, and no line is interrupted by another: bytes that a full socket does not take are kept and sent in order. They are a
-few bytes per worker at most: only kills are kept, and a new worker is refused while the host does not read.
+"""Sends and reads JSON lines at the gateway's end of the socket to the host. A line may carry a descriptor; no message is dropped. What a
+full socket does not take is kept: a few bytes per worker, since a new worker is refused while the host does not read.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ READ_BYTES = 1 << 16
 
 
 class HostSocket:
-    """The gateway's end of the socket to the text workers' host. On the event loop, except before it runs."""
+    """Used on the event loop, except before it runs."""
 
     def __init__(self, channel: socket.socket, first: Mapping[str, object]) -> None:
         """first: sent at once, with a blocking write: the host waits for it."""
@@ -31,12 +28,11 @@ class HostSocket:
         self._rest = b""
 
     def say(self, message: Mapping[str, object]) -> None:
-        """Send a message now, or as soon as the other end reads."""
         self._unsent += _line(message)
         self._send()
 
     def say_with(self, message: Mapping[str, object], fd: int) -> None:
-        """A message and a descriptor, now. Raises BlockingIOError when the other end has unread messages, OSError when it is gone."""
+        """Raises BlockingIOError when the other end has unread messages, OSError when it is gone."""
         if self._unsent:
             raise BlockingIOError(errno.EAGAIN, "the host process does not read")
         line = _line(message)
@@ -44,18 +40,17 @@ class HostSocket:
         self._send()
 
     async def wait(self) -> list[dict[str, Any]] | None:
-        """The next messages; None when the other end is gone. Not to be used together with `listen`."""
+        """None when the other end is gone. Not to be used together with `listen`."""
         try:
             return self._messages(await asyncio.get_running_loop().sock_recv(self._channel, READ_BYTES))
         except OSError:  # a reset: the process ended with messages unread
             return None
 
     def listen(self, on_ready: Callable[[], None]) -> None:
-        """Have `on_ready` called whenever `read` has something."""
         asyncio.get_running_loop().add_reader(self._channel, on_ready)
 
     def read(self) -> list[dict[str, Any]] | None:
-        """The messages that have arrived; None when the other end is gone."""
+        """None when the other end is gone."""
         try:
             return self._messages(self._channel.recv(READ_BYTES))
         except BlockingIOError:

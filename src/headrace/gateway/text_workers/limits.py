@@ -1,7 +1,4 @@
-"""Sets the limits of one job (CPU seconds, memory, wall time), and refuses a prompt that cannot fit its model's context.
-
-The limits grow with the job's bytes, so that a small job cannot take much. A prompt is refused by a lower bound of its tokens, before it is
-tokenized.
+"""Limits one job (CPU seconds, memory, wall time) by its bytes, and refuses a prompt that cannot fit its model's context.
 
 CPU is limited to about five times, memory to about twice, what ordinary work takes on a slow machine: tokenizing a MiB takes about a second
 of CPU and 200 MiB.
@@ -25,23 +22,20 @@ MEMORY_PER_BYTE = 320
 
 WALL_FACTOR = 20
 WALL_BASE_S = 30.0
-"""Wall time limit: WALL_BASE_S + WALL_FACTOR x the CPU limit. It only ends workers that hang without computing; on a busy machine CPU time
-accrues slowly."""
+"""Wall time only ends workers that hang without computing; on a busy machine CPU time accrues slowly."""
 
 START_CPU_S = 10.0
-"""CPU seconds for compiling one model's templates and one trial rendering."""
 
 START_MEMORY_BYTES = 256 * MIB
 
 HEAVY_BYTES = 64 << 10
-"""A job of at least this many bytes is heavy. At most all workers but one run heavy jobs at a time (one, in a pool of one). A running heavy
-job's worker is killed when its client disconnects."""
+"""A heavy job has at least this many bytes. At most all workers but one run heavy jobs (one, in a pool of one); such a worker is killed
+when its client disconnects.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class JobLimits:
-    """Limits of one job of `num_bytes`."""
-
     num_bytes: int
 
     @property
@@ -62,11 +56,7 @@ class JobLimits:
 
 
 def check_fits(field: str, text: str, bound: TokenBound | None, max_model_len: int | None) -> None:
-    """Raise ContextLengthExceeded for a text whose lower bound of tokens is beyond the context.
-
-    bound          the tokenizer's lower bound; None: it has none, and nothing is refused
-    max_model_len  tokens of the context; None: no limit
-    """
+    """Raise ContextLengthExceeded for a text whose lower bound of tokens is beyond the context."""
     if bound is None or max_model_len is None or 4 * len(text) < max_model_len:
         return
     least = bound.least_tokens(text)

@@ -1,10 +1,7 @@
 """Assigns jobs to text workers: in fair order, within bounds, and cancelled when the client leaves.
 
-A job is a future. One that is cancelled while it waits leaves the queue unrun. One that is cancelled while it runs costs its worker if it
-is heavy; else its answer is dropped. At most all workers but one run heavy jobs at a time (one, in a pool of one), so that a
-short conversation rarely waits behind a long one.
-
-The source of workers may be replaced while jobs run: former workers finish what they have, and later jobs go to new ones.
+A running job that is cancelled costs its worker if it is heavy; else its answer is dropped. Workers may be replaced while jobs run: former
+ones finish what they have.
 """
 
 from __future__ import annotations
@@ -33,26 +30,22 @@ LOST = "The process that read this prompt was lost; it can be sent again."
 CROWDED_OUT = "This key has more requests waiting for a text worker than any other; its newest are refused."
 RETRY_S = 0.5
 CLOSE_CHECK_S = 0.05
-"""Seconds between two looks whether the last worker of a former source has ended."""
 
 FAULT = "If short ones meet this too, the model's chat template is at fault: report it to the server's operator."
 
 Done = tuple[frames.AnyAnswer, memoryview]
 
 MAX_QUEUE_BYTES = 64 << 20
-"""Bytes of the waiting jobs below 64 KiB, and as many of the larger ones; above it the tenant with most of them is refused."""
+"""Bytes of the waiting jobs below 64 KiB, and as many of the larger ones."""
 
 
 class WorkerFault(HeadraceError):
-    """A job failed by a fault of ours or of the model's files; the log says more. Clients get the fixed sentence."""
+    """Clients get a fixed sentence, the log says more."""
 
 
 @dataclass(eq=False, slots=True)
 class TextJob:
-    """One job, from `submit` to its answer.
-
-    name       kind of job, for the log
-    field      the request's field, for refusals
+    """field     the request's field, for refusals
     is_late    the job's wall time is over
     is_killed  the worker is being killed; its answer may still arrive
     """
@@ -71,12 +64,8 @@ class TextJob:
 
 
 class TextPool:
-    """Assigns jobs to text workers. `async with` starts and ends the workers.
-
-    max_workers  number of workers, which are replaced when they end
-    num_refused  jobs refused because the queue was full
-    num_killed   jobs whose worker ended, by reason: cpu, memory, time (over a limit), left (the client left), lost (ended from outside)
-    busy_s       seconds with a job, summed over workers
+    """num_killed  jobs whose worker ended, by reason: cpu, memory, time (over a limit), left (the client left), lost (ended from outside)
+    busy_s      seconds with a job, summed over workers
     """
 
     def __init__(self, workers: Workers, *, max_workers: int, max_queue: int, clock: Clock = time.monotonic) -> None:
@@ -117,11 +106,11 @@ class TextPool:
             await workers.close()
 
     def change(self, max_queue: int) -> None:
-        """Hold later jobs to another bound. A lower one takes out none that wait."""
+        """A lower bound takes out no job that waits."""
         self._queue.change(max_queue)
 
     def replace(self, workers: Workers, *, max_workers: int) -> None:
-        """Use other, already started workers for waiting and later jobs. Running jobs end at their present workers."""
+        """Running jobs end at their present workers."""
         former, self._workers, self.max_workers = self._workers, workers, max_workers
         self._former |= {*self._idle, *self._running, *self._killed}
         for worker in self._idle:
@@ -134,7 +123,7 @@ class TextPool:
             self._start_worker()
 
     async def _close_former(self, workers: Workers, starts: Collection[asyncio.Task[None]]) -> None:
-        """Close former workers once the last one has ended. starts: tasks that may still be getting one of them"""
+        """starts: tasks that may still be getting a former worker"""
         if starts:
             await asyncio.wait(starts)
         while self._former:
@@ -146,30 +135,24 @@ class TextPool:
 
     @property
     def _num_current(self) -> int:
-        """Number of the present source's workers, with those that are being started."""
         return len(self._idle) + len(self._running.keys() - self._former) + len(self._killed) + self._num_starting
 
     @property
     def reason(self) -> str:
-        """The reason why no prompt can be read now, in words that clients may see; empty: prompts can be read."""
+        """In words that clients may see; empty: prompts can be read."""
         return self._workers.reason or ("no process to read prompts can be started" if self._is_down else "")
 
     @property
     def failures(self) -> Mapping[str, CheckpointError]:
-        """Models whose text cannot be used; see `Workers.failures`."""
         return self._workers.failures
 
     def reading(self) -> TextReading:
-        """The numbers for the metrics page."""
         queue, killed = self._queue, dict(self.num_killed)
         return TextReading(len(queue), queue.num_bytes, len(self._running), self.num_refused, killed, self.busy_s)
 
     def submit(self, job: frames.WorkerJob, tail: bytes | memoryview = b"", *, tenant: str, field: str) -> asyncio.Future[Done]:
-        """Queue a job. The future gets its answer or its error; cancelling the future cancels the job.
-
-        field  the request's field that errors name when the job exceeds a limit
-
-        Raises Overloaded when the queue is full, and Unavailable while there is no worker and none can be started.
+        """Cancelling the future cancels the job. field: named by errors when the job exceeds a limit. Raises Overloaded when the queue is
+        full, and Unavailable while no worker can be started.
         """
         if self._is_down:
             raise Unavailable(DOWN)
@@ -191,7 +174,7 @@ class TextPool:
         return text_job.future
 
     def parse_body(self, path: str, body: bytes, *, tenant: str) -> asyncio.Future[Done]:
-        """Queue the parsing of a body by its path's parser (`work.PARSERS`). The answer's tail is JSON. Raises Overloaded, Unavailable."""
+        """The answer's tail is JSON. Raises Overloaded, Unavailable."""
         return self.submit(frames.ParseBody(path), body, tenant=tenant, field="body")
 
     def check(self) -> None:
@@ -207,7 +190,6 @@ class TextPool:
     # -- workers -----------------------------------------------------------------------------------------------------------------
 
     def answered(self, worker: Worker, answer: frames.AnyAnswer, tail: memoryview) -> None:
-        """A worker's answer to its job. Called by the worker."""
         job = self._running.pop(worker)
         self._finish(job)
         if job.is_killed:  # the kill has not arrived yet, and would hit the next job
@@ -225,7 +207,6 @@ class TextPool:
         self._dispatch()
 
     def ended(self, worker: Worker, number: int) -> None:
-        """A worker's end. Called by the worker."""
         job = self._running.pop(worker, None)
         if job is not None:
             self._finish(job)
@@ -273,7 +254,7 @@ class TextPool:
         self._dispatch()
 
     def _log_no_worker(self, reason: str) -> None:
-        """Log a failed start. Equal reasons are logged once, since a start is tried every RETRY_S seconds."""
+        """Equal reasons are logged once, since a start is tried every RETRY_S seconds."""
         if reason != self._logged:
             self._logged = reason
             log.warning("no text worker could be started: %s", reason)
@@ -298,7 +279,6 @@ class TextPool:
             job.data = b""
 
     def _refuse_waiting(self) -> None:
-        """Refuse all waiting jobs, and new ones until a worker starts: there is none, and none can be started."""
         self._is_down = True
         while (queued := self._queue.pop(may_be_heavy=True)) is not None:
             queued.job.is_waiting = False
@@ -320,7 +300,6 @@ class TextPool:
         self._kill(job)
 
     def _kill(self, job: TextJob) -> None:
-        """End the worker of a running job."""
         assert job.worker is not None
         job.is_killed = True
         job.worker.kill()
@@ -344,7 +323,6 @@ class TextPool:
                 job.future.set_result((answer, tail))
 
     def _explain(self, job: TextJob, number: int) -> None:
-        """Set the error of a job whose worker ended."""
         if job.future.cancelled():
             self.num_killed["left"] += 1
         elif number == HOST_LOST or (number in (0, signal.SIGKILL) and not job.is_late):  # no limit of the job was met: ended from outside
@@ -355,10 +333,7 @@ class TextPool:
             job.future.set_exception(self._exceeded(job, reason))
 
     def _exceeded(self, job: TextJob, reason: str) -> InvalidRequest:
-        """The error of a job that exceeded a limit: 400, since limits grow with the request, and a retry would exceed them again.
-
-        The operator sees a template's fault in the log and in a counter.
-        """
+        """400, since limits grow with the request, and a retry would exceed them again."""
         limits = job.limits
         spent = {
             "cpu": f"{limits.cpu_s:.3g} s of CPU time",

@@ -1,4 +1,4 @@
-"""Starts the host process that forks text workers, and holds the gateway's end of a socket to each of them. Used on one event loop."""
+"""Starts the host process that forks text workers, and holds the gateway's end of a socket to each. Used on one event loop."""
 
 from __future__ import annotations
 
@@ -31,24 +31,22 @@ START_TIMEOUT_S = 120.0
 RESTART_S = 1.0
 MAX_RESTART_S = 60.0
 STABLE_S = 60.0
-"""Pauses before the host is started again: RESTART_S, doubling to MAX_RESTART_S; RESTART_S again after STABLE_S of service. A folder that
-cannot be loaded takes seconds of CPU time at each start."""
+"""Pauses double from RESTART_S to MAX_RESTART_S, and begin anew after STABLE_S of service: a folder that cannot be loaded takes seconds of
+CPU time at each start.
+"""
 
 ADD_TIMEOUT_S = 10.0
-"""Seconds for a new worker to start, the host's restart included. Jobs that are queued meanwhile wait no longer than this."""
+"""The host's restart included."""
 
 KILL_TIMEOUT_S = 10.0
-"""A host that has not ended a worker this many seconds after a kill is stuck: it is killed, and its workers with it."""
+"""A host that has not ended a worker by then is stuck, and killed."""
 
 MAX_GROWTH = 32
-"""Most bytes of an answer per byte of its job, plus 1 MiB. Ordinary answers stay far below."""
+"""Most bytes of an answer per byte of its job, plus 1 MiB."""
 
 
 class WorkerProcess(asyncio.Protocol):
-    """A forked worker. `Owner.ended` is called when its last answer was read and the host has reported its end.
-
-    is_known  set when the host has reported the worker's fork, or its end
-    """
+    """`Owner.ended` is called when the worker's last answer was read and the host has reported its end."""
 
     def __init__(self, owner: Owner, kill: Callable[[], None]) -> None:
         self._owner = owner
@@ -91,7 +89,6 @@ class WorkerProcess(asyncio.Protocol):
         self._maybe_end()
 
     def ended(self, number: int) -> None:
-        """The host reports the worker's end. number: as in `Owner.ended`"""
         self._signal = number
         self.is_known.set()
         if self._transport is not None and number == HOST_LOST:
@@ -108,10 +105,7 @@ class WorkerProcess(asyncio.Protocol):
 
 
 class HostProcess:
-    """The host process, started again when it is lost.
-
-    failures  model -> why the present (or last) process could not load it, or was ended by loading it
-    """
+    """failures: model -> why the last process could not load it, or was ended by loading it"""
 
     def __init__(
         self,
@@ -122,10 +116,7 @@ class HostProcess:
         clock: Clock = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """
-        withheld      environment variables that the host and its workers do not inherit: they hold keys
-        clock, sleep  time the pauses between two starts
-        """
+        """withheld: environment variables with keys, which the host and its workers do not inherit"""
         self._config = config
         self._command = command
         self._withheld = withheld
@@ -148,7 +139,7 @@ class HostProcess:
         return "" if self._is_up.is_set() else "the process that reads prompts is being started"
 
     def spawn(self) -> None:
-        """Start the process without waiting for it; needs no event loop. `start` waits until it is ready."""
+        """Needs no event loop; `start` waits until the process is ready."""
         ours, theirs = socket.socketpair()
         inherited = {name: value for name, value in os.environ.items() if name not in self._withheld}
         with theirs:
@@ -158,7 +149,7 @@ class HostProcess:
         self._socket = HostSocket(ours, {"config": msgspec.to_builtins(replace(self._config, models=models))})
 
     def kill(self) -> None:
-        """End the process, if there is one; needs no event loop. For a caller of `spawn` that never reached `start` or `close`."""
+        """Needs no event loop. For a caller of `spawn` that never reached `start` or `close`."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -170,7 +161,7 @@ class HostProcess:
         self._come_up()
 
     async def _load_texts(self) -> None:
-        """Start a process that loads the models that it can; `_failed` has the others. Raises CheckpointError if none can be started."""
+        """Raises CheckpointError if none can be started."""
         try:
             while (error := await self._why_not_ready()) is not None:
                 await self._stop_process()
@@ -197,7 +188,6 @@ class HostProcess:
             raise OSError(errno.EAGAIN, self.reason or "the host process does not answer") from None
 
     async def close(self) -> None:
-        """Ends the host and every worker, and waits for it."""
         if self._restart is not None:
             self._restart.cancel()
             await asyncio.gather(self._restart, return_exceptions=True)
@@ -209,7 +199,7 @@ class HostProcess:
     # -- starting, and starting again --------------------------------------------------------------------------------------------
 
     async def _why_not_ready(self) -> CheckpointError | None:
-        """Wait until the process has loaded its models. Returns an error if it ended, or took too long, while it loaded `_loading`."""
+        """Wait until the process has loaded its models. The error is about `_loading`."""
         if self._process is None:
             self.spawn()
         assert self._socket is not None
@@ -221,7 +211,7 @@ class HostProcess:
         return None if is_ready else await self._how_it_ended()
 
     async def _becomes_ready(self, channel: HostSocket) -> bool:
-        """Wait for the process's `ready`. False: it ended before."""
+        """False: the process ended before."""
         while (messages := await channel.wait()) is not None:
             for message in messages:
                 self._loading = message.get("loading", self._loading)
@@ -241,7 +231,7 @@ class HostProcess:
         return CheckpointError("chat_template" if self._loading else "the text of the models", f"ended the process that loads it ({how})")
 
     def _lost(self) -> None:
-        """Note that the host has ended; the kernel ends its workers with it."""
+        """The kernel ends the host's workers with it."""
         pause_s = self._backoff.pause_s(self._clock() - self._up_since)
         log.error("the text workers' host process is gone; it is started again in %.3g s", pause_s)
         self._hang_up()
@@ -251,7 +241,7 @@ class HostProcess:
             worker.ended(HOST_LOST)
 
     async def _start_again(self, pause_s: float) -> None:
-        """Try until the host runs. Equal reasons in a row are logged once."""
+        """Equal reasons in a row are logged once."""
         await self._stop_process()
         logged, before = "", self.failures
         while True:
@@ -271,7 +261,7 @@ class HostProcess:
         log.info("the text workers' host process runs again")
 
     async def _start_with_some(self, before: Mapping[str, CheckpointError]) -> None:
-        """Start a process with those models that can be loaded and could be `before`. Raises CheckpointError if none can."""
+        """Only models that could be loaded `before` are tried. Raises CheckpointError if none can be loaded."""
         self._failed = {**before}
         await self._load_texts()
         lost = [error for model, error in self._failed.items() if model not in before]
@@ -281,7 +271,6 @@ class HostProcess:
         self._come_up()
 
     async def _stop_process(self) -> None:
-        """End the host, if there is one, and wait for it."""
         self._hang_up()
         process, self._process = self._process, None
         if process is not None:
@@ -297,7 +286,7 @@ class HostProcess:
     # -- workers -----------------------------------------------------------------------------------------------------------------
 
     async def _fork(self, owner: Owner) -> Worker:
-        """Have the host fork a worker. Raises OSError when it cannot."""
+        """Raises OSError when the host cannot fork it."""
         number = self._next_number = self._next_number + 1
         ours, theirs = socket.socketpair()
         try:
@@ -323,7 +312,6 @@ class HostProcess:
         return worker
 
     def _kill(self, number: int) -> None:
-        """Have the host end a worker."""
         if self._socket is not None and number in self._workers:
             self._socket.say({"kill": number})
             asyncio.get_running_loop().call_later(KILL_TIMEOUT_S, self._check_killed, number)

@@ -1,8 +1,7 @@
-"""Queues the jobs that wait for a text worker: bounded in number and bytes, and fair between tenants. Any job can be removed.
+"""Queues the jobs that wait for a text worker: bounded in number and bytes, and fair between tenants. Pure.
 
-Light jobs and heavy jobs wait in two queues, each with its own bounds. Each serves its tenants round robin, one job per turn; `pop`
-alternates between the two. At a bound the newest jobs of the tenant that uses most are shed for another tenant's job, so a flood is refused
-to the tenant that makes it. Pure: no clock, no event loop.
+Light jobs and heavy jobs wait apart, each with bounds of their own and its tenants round robin. At a bound the newest jobs of the tenant
+that uses most are shed, so a flood is refused to the tenant that makes it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ FULL = "Too many requests wait for a text worker."
 
 @dataclass(eq=False, frozen=True, slots=True)
 class QueuedJob(Generic[T]):
-    """One waiting job. Compared by identity."""
+    """Compared by identity."""
 
     job: T
     tenant: str
@@ -30,14 +29,12 @@ class QueuedJob(Generic[T]):
 
 @dataclass(slots=True)
 class _TenantUsage:
-    """Jobs and bytes that one tenant has waiting."""
-
     num_jobs: int = 0
     num_bytes: int = 0
 
 
 class JobQueue(Generic[T]):
-    """Light jobs and heavy jobs, each kind within the bounds: a backlog of large jobs never makes the queue refuse small ones."""
+    """A backlog of heavy jobs never makes the queue refuse light ones."""
 
     def __init__(self, *, max_jobs: int, max_bytes: int) -> None:
         """max_jobs, max_bytes: bounds of each of the two kinds"""
@@ -49,7 +46,7 @@ class JobQueue(Generic[T]):
         return len(self._light) + len(self._heavy)
 
     def change(self, max_jobs: int) -> None:
-        """Bound later jobs by another number. A lower one takes out no job that waits."""
+        """A lower bound takes out no job that waits."""
         self._light.change(max_jobs)
         self._heavy.change(max_jobs)
 
@@ -58,11 +55,10 @@ class JobQueue(Generic[T]):
         return self._light.num_bytes + self._heavy.num_bytes
 
     def push(self, job: QueuedJob[T]) -> list[QueuedJob[T]]:
-        """See `RoundRobinQueue.push`."""
         return self._kind(is_heavy=job.is_heavy).push(job)
 
     def pop(self, *, may_be_heavy: bool) -> QueuedJob[T] | None:
-        """The next job, alternating between the kinds where both have one."""
+        """Alternates between the kinds where both have a job."""
         for is_heavy in (self._is_heavy_next, not self._is_heavy_next):
             if (may_be_heavy or not is_heavy) and (job := self._kind(is_heavy=is_heavy).pop()) is not None:
                 self._is_heavy_next = not is_heavy
@@ -70,7 +66,6 @@ class JobQueue(Generic[T]):
         return None
 
     def remove(self, job: QueuedJob[T]) -> None:
-        """Take out a job that is in the queue."""
         self._kind(is_heavy=job.is_heavy).remove(job)
 
     def check(self) -> None:
@@ -82,8 +77,6 @@ class JobQueue(Generic[T]):
 
 
 class RoundRobinQueue(Generic[T]):
-    """Jobs of one kind, tenants round robin. num_bytes: of all jobs; `len` is their number."""
-
     def __init__(self, *, max_jobs: int, max_bytes: int) -> None:
         self._max_jobs = max_jobs
         self._max_bytes = max_bytes
@@ -97,11 +90,10 @@ class RoundRobinQueue(Generic[T]):
         return self._num_jobs
 
     def change(self, max_jobs: int) -> None:
-        """See `JobQueue.change`."""
         self._max_jobs, self._num_at_change = max_jobs, self._num_jobs
 
     def push(self, job: QueuedJob[T]) -> list[QueuedJob[T]]:
-        """Add a job. Returns the jobs that were shed for it, as few as make room for it alone.
+        """Returns the jobs that were shed for it, as few as make room for it alone.
 
         Raises Overloaded where the largest tenant cannot make room without falling below the share that this tenant would have.
         """
@@ -113,7 +105,6 @@ class RoundRobinQueue(Generic[T]):
         return shed
 
     def pop(self) -> QueuedJob[T] | None:
-        """The oldest job of the tenant whose turn it is."""
         if not self._waiting:
             return None
         tenant = next(iter(self._waiting))
@@ -131,7 +122,6 @@ class RoundRobinQueue(Generic[T]):
         self._count(job, -1)
 
     def check(self) -> None:
-        """Every count is the sum of what is there, nothing empty is kept, and no job was added above the bound."""
         jobs = [job for waiting in self._waiting.values() for job in waiting]
         assert all(self._waiting.values()), "an empty turn"
         assert len(jobs) == self._num_jobs <= max(self._max_jobs, self._num_at_change)
@@ -155,7 +145,7 @@ class RoundRobinQueue(Generic[T]):
         self.num_bytes += sign * job.num_bytes
 
     def _to_shed(self, job: QueuedJob[T]) -> list[QueuedJob[T]]:
-        """The newest jobs of the tenant with the largest dominant share, as few as needed for `job`. Raises Overloaded; changes nothing."""
+        """Raises Overloaded; changes nothing."""
         excess_jobs = int(self._num_jobs >= self._max_jobs)  # also above a lowered bound: for `job` alone
         excess_bytes = self.num_bytes + job.num_bytes - self._max_bytes
         if excess_jobs <= 0 and excess_bytes <= 0:
@@ -181,5 +171,5 @@ class RoundRobinQueue(Generic[T]):
         return self._dominant_share(usage.num_jobs, usage.num_bytes)
 
     def _dominant_share(self, num_jobs: int, num_bytes: int) -> float:
-        """The larger of two shares: of the bound on jobs, and of the bound on bytes (dominant resource fairness)."""
+        """Dominant resource fairness: the larger of the shares of jobs and of bytes."""
         return max(num_jobs / self._max_jobs, num_bytes / self._max_bytes)
