@@ -6,6 +6,6 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Monotonic seconds. `time.monotonic` is one; the simulator's virtual clock is another."""
+    """Monotonic seconds, as `time.monotonic`."""
 
     def __call__(self) -> float: ...

@@ -1,7 +1,7 @@
-"""Lists the differences between two configurations, path by path, as text for people. The list cannot be applied like a patch.
+"""Lists the differences between two configurations, path by path, as text for people.
 
-Configurations are dataclasses, mappings and sequences. Items of a sequence are compared by name where all items have a name. A field with
-`repr=False`, and a key of a mapping in SECRET_KEYS, is a secret: the list says that a secret differs, and shows nothing of its value.
+Items of a sequence are compared by name where all items have a name. A field with `repr=False`, and a key of a mapping in SECRET_KEYS,
+is a secret: its value is not shown.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from headrace.core.errors import shorten
 
 HIDDEN = "(not shown)"
 SECRET_KEYS = frozenset({"api_key", "block_key", "key", "salt_key", "sha256", "site_key", "token"})
-"""Keys of plain data, as a file has it, whose values are secrets wherever they stand."""
 
 
 class DifferenceKind(StrEnum):
@@ -26,7 +25,7 @@ class DifferenceKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One difference. path: dotted, item names in brackets. text: both values, or the one added or removed; may be empty"""
+    """path: dotted, item names in brackets. text: both values, or the one added or removed; may be empty."""
 
     kind: DifferenceKind
     path: str

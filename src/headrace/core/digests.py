@@ -1,8 +1,4 @@
-"""Digests of a model folder's tokenizer and chat template, by which a gateway and an engine check that they have the same files.
-
-Both sides compute the digests in the same way, and compare them in the first frame of their stream (Hello). No file is opened here: callers
-pass the content of the files.
-"""
+"""Digests of a model folder's tokenizer and chat template; a gateway and an engine compare them in their first frames (Hello)."""
 
 from __future__ import annotations
 
@@ -13,14 +9,10 @@ TEXT_FILES: Mapping[str, tuple[str, ...]] = {
     "tokenizer": ("tokenizer.json",),
     "template": ("chat_template.jinja", "tokenizer_config.json", "chat_template.json"),
 }
-"""Kind -> the files that decide it. A file that a folder lacks is left out."""
 
 
 def text_digests(files: Mapping[str, bytes]) -> dict[str, str]:
-    """For each kind of text file, hex SHA-256 over the names and contents of its files; "" where the folder has none.
-
-    files  file name -> content, for the files of TEXT_FILES that exist
-    """
+    """For each kind of text file, hex SHA-256 over the names and contents of its files; "" where the folder has none."""
     digests: dict[str, str] = {}
     for kind, names in TEXT_FILES.items():
         state = sha256()

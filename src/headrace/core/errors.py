@@ -2,51 +2,51 @@
 
     HeadraceError                  root of what is raised on purpose
     |- InvalidRequest              a field of a request breaks a rule: field, limit, value, remedy -> 400
-    |  |- ModelNotFound            names what is served -> 404
-    |  |- ContentRefused           a foreign server's content filter refuses the prompt -> 400
-    |  |- ContextLengthExceeded    prompt and output together do not fit the model's context -> 400
-    |  `- RequestTooLarge          a body, a prompt or an answer is over a cap -> 413
-    |     `- BodyTooLarge          more body bytes than the cap -> 413
+    |  |- ModelNotFound            not served -> 404
+    |  |- ContentRefused           a foreign server's filter refuses the prompt -> 400
+    |  |- ContextLengthExceeded    prompt and output exceed the context -> 400
+    |  `- RequestTooLarge          over a cap -> 413
+    |     `- BodyTooLarge          of body bytes -> 413
     |- Unauthorized                no valid key -> 401
-    |  `- KeyRevoked               the key of an open request was revoked -> 401
+    |  `- KeyRevoked               revoked meanwhile -> 401
     |- UnusableKey                 a valid key whose tier is not configured here -> 403
-    |- HeadRefused                 the request line or a header is refused; says why without what the client sent
-    |  |- Forbidden                a Host or Origin that this listener does not answer to -> 403
+    |- HeadRefused                 request line or header; the message shows nothing of it
+    |  |- Forbidden                a Host or Origin -> 403
     |  |- RouteNotFound            no such path -> 404
     |  `- MethodNotAllowed         the path has other methods -> 405
-    |- TemporaryRefusal            something that may pass by itself
+    |- TemporaryRefusal            may pass by itself
     |  |- UnknownStream            a Last-Event-ID names no stream of this tenant -> 404
-    |  |- StreamConflict           a stream that another request continues, or that this one cannot -> 409
+    |  |- StreamConflict           continued by another request, or not by this one -> 409
     |  `- IdempotencyConflict      the first request with an Idempotency-Key runs, or its answer was not kept -> 409
-    |- UnknownSession              a session that this tenant does not have -> 404
-    |- SessionConflict             another request of the session is being answered, or was meanwhile -> 409
-    |- IdempotencyMismatch         an Idempotency-Key that another request has used -> 422
-    |- ReadTimeout                 the client did not send its body in time -> 408
-    |- UnsupportedMediaType        the body is not JSON in UTF-8 -> 415
-    |  `- UnsupportedEncoding      a Content-Encoding that is not undone here -> 415
-    |- Overloaded                  a bounded queue is full; says when to retry -> 429
-    |  |- QueueFull                an engine's waiting queue has no room; its loop adds when to retry -> 429
+    |- UnknownSession              none of this tenant's -> 404
+    |- SessionConflict             another request of the session runs, or ran meanwhile -> 409
+    |- IdempotencyMismatch         the key was used by another request -> 422
+    |- ReadTimeout                 of the client's body -> 408
+    |- UnsupportedMediaType        not JSON in UTF-8 -> 415
+    |  `- UnsupportedEncoding      a Content-Encoding -> 415
+    |- Overloaded                  says when to retry -> 429
+    |  |- QueueFull                at an engine, whose loop adds when to retry -> 429
     |  |- ModelBusy                the model's queue is longer than the request may wait -> 429
-    |  `- RateLimitExceeded        a limit of the caller has no room now -> 429
-    |     `- QuotaExhausted        the tokens or the money of a day or a month do not suffice -> 429
-    |- ClientLeft                  the client closed the connection; for the log alone -> 499
-    |- SlowReader                  the client reads too slowly; for the log alone -> 499
-    |- SequenceFailed              the engine failed this sequence alone -> 500
-    |  `- GenerationFailed         `LLM.generate`: some sequences failed; holds all outputs
-    |- WorkerFault                 a text worker failed by a fault of ours or of the model's files -> 500
-    |- AttemptFailed               one attempt at a foreign server failed; holds the error that clients get where no other follows
-    |- Unavailable                 no replica can take the request now; it can be sent again -> 503
-    |  |- Draining                 the gateway shuts down and takes nothing new -> 503
+    |  `- RateLimitExceeded        a limit of the caller -> 429
+    |     `- QuotaExhausted        tokens or money of a day or month -> 429
+    |- ClientLeft                  for the log alone -> 499
+    |- SlowReader                  for the log alone -> 499
+    |- SequenceFailed              this sequence alone -> 500
+    |  `- GenerationFailed         `LLM.generate`: holds all outputs
+    |- WorkerFault                 a text worker failed -> 500
+    |- AttemptFailed               at a foreign server; holds the error that clients get where no other attempt follows
+    |- Unavailable                 no replica can take the request now -> 503
+    |  |- Draining                 the gateway shuts down -> 503
     |  `- ReplicaLost              the replica of a running stream is gone -> 503
-    |- DeadlineExceeded            the deadline passed while the answer was being made -> 504
-    |  `- DeadlineBeforeStart      the deadline passed before any token was computed -> 504
-    |- ForkedProcess               `LLM`: this process was forked from one that has made an engine; it is a RuntimeError too
-    |- EngineFatal                 the device or the engine's own state is lost: the process ends and is started anew
-    |  `- LeaseError               leases of KV blocks were used wrongly
+    |- DeadlineExceeded            the answer is incomplete -> 504
+    |  `- DeadlineBeforeStart      nothing was computed -> 504
+    |- ForkedProcess               `LLM`: in a fork of a process that has made an engine; a RuntimeError too
+    |- EngineFatal                 device or state is lost: the process ends and is started anew
+    |  `- LeaseError               of KV blocks
     |- StoreFailed                 a store cannot be reached, is full or broken
-    |  |- EntryTooLarge            one entry is over a limit of the store
+    |  |- EntryTooLarge            over a limit of the store
     |  `- TooMuchToWrite           entries come faster than the store writes them
-    |- SinkFailed                  usage records cannot be sent to where they are kept
+    |- SinkFailed                  usage records cannot be sent
     |  `- ClickHouseRefused        ClickHouse answered with an error
     |- ConnectionLost              wire: a session with an engine is over
     |  `- NotListening             wire: nothing is at the engine's address
@@ -55,27 +55,25 @@
     |- MalformedFrame              wire: a frame breaks the format
     |- StreamLost                  wire: the gateway left, or lost its lease
     |- PlanCodecError              bytes that are not a plan
-    |- ConfigError                 start: path in the configuration, value, remedy
-    |  |- MissingKey               start: a section lacks a key that it must have
-    |  |- UnknownKey               start: a key that its section does not have
+    |- ConfigError                 start: path, reason, remedy
+    |  |- MissingKey               start
+    |  |- UnknownKey               start
     |  |- InsecureStore            start: a store on another machine without encryption or authentication
-    |  |- NeedsExactlyOne          start: a section with both or none of two keys
+    |  |- NeedsExactlyOne          start: both or none of two keys
     |  |- TextRefused              a replica whose model has a tokenizer or chat template that no gateway can use
     |- CheckpointError             start: a model's file and the reason
     |- CannotBind                  start: the gateway's address is taken
     |- CannotListen                start: the engine's address is taken
-    |- ReloadRefused               supervisor: a child could not apply its changed file, and changed nothing
+    |- ReloadRefused               supervisor: a child changed nothing
     |- FleetFailed                 a process of the fleet cannot be kept running
     |- ControlBusy                 fleet: another command changes the deployment
-    |- UsageRefused                command line: a flag or a pair of flags that is not supported
+    |- UsageRefused                command line: unsupported flags
     |- OutputLost                  standard output cannot be written
-    |- ServerFailed                command line: a server could not be reached, or answered with an error
+    |- ServerFailed                command line: a server that cannot be reached or answers with an error
     `- BandwidthUnknown            benchmarks: the read bandwidth could not be measured
 
-Six classes stand outside the tree, each raised and caught within one package: `BrokenStream`, `GatewayGone`, `NotGbnf`,
+Six classes stand outside the tree, each within one package: `BrokenStream`, `GatewayGone`, `NotGbnf`,
 `OtherEndGone`, `PatternRefused`, `UnknownToken`.
-Statuses come from one table, `gateway.http.errors`. A message may be shown to a client unless it is about the wire, the start or a fault
-of ours: no paths outside the operator's own, no addresses, no tracebacks. tests/house/test_errors.py holds this page.
 """
 
 from __future__ import annotations
@@ -88,10 +86,10 @@ MAX_FIELD_CHARS = 160
 
 
 class HeadraceError(Exception):
-    """Root of every error that this code raises on purpose."""
+    """Root of what is raised on purpose. A message may be shown to clients unless it is about the wire, the start or a fault of ours."""
 
     def __reduce__(self) -> tuple[Callable[..., HeadraceError], tuple[object, ...]]:
-        """Pickled for a parent process (multiprocessing, executors) without the constructor, whose arguments are not those of Exception."""
+        """Pickles without the constructor, whose arguments are not those of Exception."""
         return _restored, (type(self), self.args, vars(self))
 
 
@@ -103,12 +101,10 @@ def _restored(kind: type[HeadraceError], args: tuple[object, ...], attributes: d
 
 
 class InvalidRequest(HeadraceError):
-    """A field of a request breaks a rule.
-
-    field   dotted name as the client wrote it, e.g. "top_p" or "messages[3].content", shortened to MAX_FIELD_CHARS
-    limit   the rule as text with its numbers, e.g. "0 < top_p <= 1"
-    value   the client's value, shortened; None hides it. `given` is the whole value
-    remedy  what to do instead
+    """
+    field   dotted name as the client wrote it, e.g. "messages[3].content", shortened to MAX_FIELD_CHARS
+    limit   the rule with its numbers, e.g. "0 < top_p <= 1"
+    value   shortened; None hides it. `given` is the whole value
     """
 
     def __init__(self, field: str, limit: str, value: object = None, remedy: str = "") -> None:
@@ -129,15 +125,15 @@ class ModelNotFound(InvalidRequest):
 
 
 class RequestTooLarge(InvalidRequest):
-    """A request exceeds a cap on its size: body bytes, prompt tokens, KV blocks. Its form is valid."""
+    """A cap on body bytes, prompt tokens or KV blocks; the form is valid."""
 
 
 class Unauthorized(HeadraceError):
-    """The request has no key, or an unknown one. The message does not say which."""
+    """No key, or an unknown one: the message does not say which."""
 
 
 class UnusableKey(HeadraceError):
-    """The key is valid, but the configuration lacks the tier of the key or of its tenant. The log names the tier."""
+    """The configuration lacks the tier of the key or of its tenant. The log names the tier."""
 
 
 class Overloaded(HeadraceError):
@@ -147,7 +143,7 @@ class Overloaded(HeadraceError):
 
 
 class QueueFull(Overloaded):
-    """An engine's waiting queue has no room. The engine's loop sends it as Overloaded, with a retry time."""
+    """The engine's loop sends it as Overloaded, with a retry time."""
 
 
 class Unavailable(HeadraceError):
@@ -157,27 +153,25 @@ class Unavailable(HeadraceError):
 
 
 class DeadlineExceeded(HeadraceError):
-    """The request's deadline passed before its answer was complete. A stream has delivered everything generated before that."""
+    """A stream has delivered everything generated before the deadline."""
 
 
 class DeadlineBeforeStart(DeadlineExceeded):
-    """The request's deadline passed before it was sent to an engine: nothing was computed."""
+    """Nothing was computed."""
 
 
 class SequenceFailed(HeadraceError):
-    """The engine could not continue this sequence. Other sequences are not affected."""
+    """Other sequences are not affected."""
 
 
 class EngineFatal(HeadraceError):
-    """Going on could give wrong answers. The engine process ends with an exit status of its own and is started anew."""
+    """Going on could give wrong answers. The engine process ends with an exit status of its own."""
 
 
 class ConfigError(HeadraceError):
-    """A value of the configuration breaks a rule.
-
+    """
     where   the value's path in the file, or the flag or variable that set it
-    reason  the rule and how the value breaks it; does not repeat `where`
-    remedy  what to do instead
+    reason  does not repeat `where`
     """
 
     def __init__(self, where: str, reason: str, remedy: str = "") -> None:
@@ -198,11 +192,11 @@ class CheckpointError(HeadraceError):
 
 
 class ShownValue(str):
-    """A value that `shorten` made in another process. Messages show it unchanged."""
+    """Made by `shorten` in another process. Messages show it unchanged."""
 
 
 def shorten(value: object, limit: int = 80) -> str:
-    """A client's value as JSON in ASCII, bounded and printable, so that a message or a log line may contain it."""
+    """A client's value as JSON in ASCII, bounded and printable, for messages and the log."""
     if isinstance(value, ShownValue):
         return str(value)
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**40:

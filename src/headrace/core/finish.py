@@ -10,15 +10,14 @@ class FinishReason(StrEnum):
     """An end token, a stop token id or (decided in the gateway) a stop string."""
     LENGTH = "length"
     CANCELLED = "cancelled"
-    """The client left, or the stream that carried the request died."""
     DEADLINE = "deadline"
     ERROR = "error"
 
     @property
     def is_answer(self) -> bool:
-        """Whether the sequence ended as requested. Only such values may be sent as OpenAI's `finish_reason`."""
+        """Only these values may be sent as OpenAI's `finish_reason`."""
         return self in (FinishReason.STOP, FinishReason.LENGTH)
 
 
 FINISH_WORDS = {reason: reason.value for reason in FinishReason}
-"""The reasons as plain strings: a look-up costs less than an enum's `value`, which is a function call."""
+"""A look-up costs less than an enum's `value`, which is a function call."""

@@ -15,7 +15,7 @@ from headrace.core.errors import InvalidRequest
 
 MAX_GROUP_DEPTH = 64
 MAX_NAME_CHARS = 40
-"""Characters of a rule's name that are repeated in its Lark name, so that the compiler's messages can be traced to the rule."""
+"""Characters of a rule's name that its Lark name repeats."""
 
 _TOKEN = re.compile(
     r"""(?P<space>[ \t\r\n]+|\#[^\n]*)
@@ -41,7 +41,7 @@ def is_gbnf(source: str) -> bool:
 
 
 def lark_of_gbnf(source: str, *, name: str = "grammar") -> str:
-    """A GBNF grammar rewritten as Lark. Raises InvalidRequest naming the field `name` for other texts; the remedy says where and why."""
+    """Raises InvalidRequest naming the field `name`; the remedy says where and why."""
     try:
         return _Writer(_Parser(source).rules()).lark()
     except NotGbnf as error:
@@ -49,7 +49,7 @@ def lark_of_gbnf(source: str, *, name: str = "grammar") -> str:
 
 
 class NotGbnf(Exception):
-    """A text is no GBNF. The message says why."""
+    """The message says why."""
 
 
 # --------------------------------------------------------------------------------------------------------------------------- reading
@@ -81,7 +81,7 @@ _Match = re.Match[str]
 
 
 class _Parser:
-    """Parses GBNF. A name before `::=` begins a rule; line ends do not end one, so a rule may span several lines."""
+    """A name before `::=` begins a rule; line ends do not end one."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -161,7 +161,7 @@ class _Parser:
         return re.sub(r"\s", "", count)
 
     def _chars(self, token: _Match, group: str) -> Iterator[tuple[str, bool]]:
-        """The characters of a literal or set, each with whether it was written as an escape."""
+        """Each character, with whether it was written as an escape."""
         for match in _CHAR.finditer(token[group]):
             code = match[1] or match[2] or match[3]
             char = match[5] or _ESCAPES.get(match[4] or "")
@@ -235,7 +235,7 @@ def _references(part: _Part) -> Iterator[str]:
 
 
 def _regular_rules(references: Mapping[str, set[str]]) -> set[str]:
-    """Names of the rules from which no recursion is reached. references: rule -> rules it names. Raises NotGbnf for an unknown rule."""
+    """The rules from which no recursion is reached. references: rule -> rules it names. Raises NotGbnf for an unknown rule."""
     users: dict[str, list[str]] = {name: [] for name in references}
     for name, used in references.items():
         for other in used:

@@ -1,4 +1,4 @@
-"""The grammar of a request as a value: a JSON schema, a regular expression or a Lark grammar, and where in an output it begins."""
+"""The grammar of a request: a JSON schema, a regular expression or a Lark grammar, and where in an output it begins."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from headrace.core.errors import InvalidRequest
 from headrace.core.gbnf import is_gbnf, lark_of_gbnf
 
 MAX_GRAMMAR_BYTES = 256 << 10
-"""Bytes of one grammar's source in UTF-8. A longer one is refused before it travels to an engine."""
+"""UTF-8. A longer one never travels to an engine."""
 
 MAX_MARKER_CHARS = 64
 CANNOT_CONTINUE = "grammar: the output cannot be continued within its limits: "
-"""How the error of a sequence begins that its own grammar ended. The rest says why, and may be shown to the client."""
+"""Begins the error of a sequence that its own grammar ended. The rest may be shown to the client."""
 
 JSON_OPTIONS: Mapping[str, object] = MappingProxyType(
     {"whitespace_pattern": r"[ ]|\r?\n([ ]{0,40}|\t{0,10})", "json_allow_general_unicode_escapes": True}
 )
-"""How documents may be written, as llguidance's option `x-guidance` of a schema. Between two tokens of JSON there may be one space, or one
-line break with an indentation: a model may write compact, usual and pretty JSON, and cannot wander in white space. A Lark source with
-`%json` gives the option itself."""
+"""llguidance's option `x-guidance` of a schema: between two tokens one space, or one line break with an indentation, so that a model cannot
+wander in white space. A Lark source with `%json` gives the option itself."""
 
 
 FORMATS = frozenset(
@@ -33,15 +32,15 @@ FORMATS = frozenset(
         *("uri", "uri-reference", "iri", "iri-reference", "uri-template", "json-pointer", "relative-json-pointer", "regex"),
     }
 )
-"""The formats of texts that JSON Schema defines. Any other `format` is an annotation."""
+"""All that JSON Schema defines. Any other `format` is an annotation."""
 
 
 class GrammarKind(StrEnum):
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
-    """The whole output matches it. Syntax: Rust's regex crate, without look-around and back-references."""
+    """Syntax: Rust's regex crate, without look-around and back-references."""
     LARK = "lark"
-    """llguidance's dialect of Lark; the rule `start` is the whole output."""
+    """llguidance's dialect; the rule `start` is the whole output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +48,7 @@ class ReasoningSpan:
     """Free text that may precede the part of the output that a grammar describes.
 
     start    text that opens it, e.g. "<think>"
-    end      text that closes it; the grammar binds from there on
-    is_open  the prompt has already opened it, so that the output begins inside
+    is_open  the prompt has already opened it
     """
 
     start: str
@@ -60,8 +58,7 @@ class ReasoningSpan:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar that an output must match.
-
+    """
     source     JSON text of the schema, the expression, or the Lark source
     reasoning  None: the grammar binds from the first output token
     """
@@ -72,7 +69,7 @@ class Grammar:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Grammar:
-        """The value with these fields, as `asdict` of dataclasses gives them. Raises KeyError, TypeError, ValueError."""
+        """Fields as `asdict` of dataclasses gives them. Raises KeyError, TypeError, ValueError."""
         span = fields["reasoning"]
         return cls(GrammarKind(fields["kind"]), str(fields["source"]), None if span is None else ReasoningSpan(**span))
 
@@ -82,9 +79,9 @@ class Grammar:
 
     @classmethod
     def choice(cls, choices: Sequence[str], *, field: str = "choice") -> Grammar:
-        """A grammar for exactly one of these texts. Raises InvalidRequest naming `field` if there are no texts, or an empty one.
+        """Raises InvalidRequest naming `field` if there are no texts, or an empty one.
 
-        The texts become one terminal, which the lexer matches. As alternatives of a rule, more than 2,000 would be too many for the parser.
+        The texts become one terminal: as alternatives of a rule, more than 2,000 would be too many for the parser.
         """
         if not choices or not all(choices):
             raise InvalidRequest(field, "a list of at least one text, none of them empty", list(choices))
@@ -92,7 +89,7 @@ class Grammar:
 
     @classmethod
     def ebnf(cls, source: str, *, field: str = "grammar") -> Grammar:
-        """A grammar given in Lark, or in GBNF, which is rewritten as Lark. Raises InvalidRequest naming `field`."""
+        """A grammar in Lark, or in GBNF, which is rewritten as Lark. Raises InvalidRequest naming `field`."""
         given = cls(GrammarKind.LARK, source).checked(field=field)
         return cls(GrammarKind.LARK, lark_of_gbnf(source, name=field)).checked(field=field) if is_gbnf(source) else given
 

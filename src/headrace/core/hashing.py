@@ -1,9 +1,7 @@
 """Block identity: a keyed 128-bit hash chain, the same in every process.
 
 H(parent, tokens, modality digests), whose first parent is H(model digest, KV dtype, salt, adapter digest): equal identities hold equal
-bytes, whichever process computed them. One function for the prefix tree, host and disk tiers, disaggregation and the choice of a
-replica. Keyed, so that a client that chooses tokens cannot choose hashes; the salt separates tenants. Never Python's `hash()`, which
-differs between processes and is 64 bits.
+bytes. Keyed, so that a client that chooses tokens cannot choose hashes; the salt separates tenants.
 """
 
 from __future__ import annotations
@@ -24,10 +22,7 @@ _BLOCK = blake2b(digest_size=DIGEST_BYTES, person=b"headrace-block")
 
 
 def check_secret(where: str, key: str) -> None:
-    """Raises ConfigError unless `key` is empty (then a random one is drawn) or hex of 16 to 64 bytes.
-
-    Fewer bytes could be guessed, and a keyed hash takes no more. The message does not show the key.
-    """
+    """Raises ConfigError unless `key` is empty or hex of 16 to 64 bytes, the most a keyed hash takes. No message shows the key."""
     if key and re.fullmatch(r"(?:[0-9a-fA-F]{2}){16,64}", key) is None:
         raise ConfigError(where, "is not an even number of 32 to 128 hex digits", "`openssl rand -hex 32` draws one.")
 
@@ -38,13 +33,10 @@ def site_secret(site_key: str, purpose: bytes) -> str:
 
 
 def chain_root(key: bytes, *, model_digest: bytes, kv_dtype: str, salt: bytes = b"", adapter_digest: bytes = b"") -> BlockHash:
-    """The parent identity of a sequence's first block. Everything except the tokens enters the hash here, once.
+    """The parent identity of a sequence's first block. Everything except the tokens enters the hash here.
 
     key             secret of the deployment, at most 64 bytes; replicas that share blocks have the same
-    model_digest    content digest of the weights and the configuration
     kv_dtype        name of the cache's element type, as rounded: "bfloat16", "int8"
-    salt            tenant's salt; requests with equal salts share blocks
-    adapter_digest  content digest of the LoRA adapter, empty without one
     """
     if len(key) > 64:
         raise ValueError("key must be at most 64 bytes")
@@ -56,7 +48,7 @@ def chain_root(key: bytes, *, model_digest: bytes, kv_dtype: str, salt: bytes = 
 
 
 def block_hash(parent: BlockHash, token_ids: Sequence[int], modality_digests: Sequence[bytes] = ()) -> BlockHash:
-    """Identity of one full block: its parent's identity and its own tokens (each 4 bytes, little endian)."""
+    """Identity of one full block. Each token is 4 bytes, little endian."""
     tokens = token_ids if isinstance(token_ids, array) and token_ids.typecode == "i" else array("i", token_ids)
     state = _BLOCK.copy()
     state.update(parent + tokens.tobytes())

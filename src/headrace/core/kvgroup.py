@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class KvGroup:
     """Layers whose keys and values live in blocks of one shape and one lifetime.
 
-    kv_heads     key/value heads held by this rank
-    scale_bytes  bytes beside each key and each value of a head; 0 where the cache is not rounded
+    kv_heads     held by this rank
+    scale_bytes  beside each key and each value of a head; 0 where the cache is not rounded
     window       tokens a query sees, itself included; None = everything before it
     """
 
@@ -25,5 +25,5 @@ class KvGroup:
         return len(self.layers) * 2 * block_size * self.kv_heads * (self.head_dim * self.dtype_bytes + self.scale_bytes)
 
     def tokens_needed(self, num_tokens: int) -> int:
-        """The most tokens of a sequence of `num_tokens` tokens that must be in the cache at once."""
+        """The most tokens of the sequence that must be in the cache at once."""
         return num_tokens if self.window is None else min(num_tokens, self.window)

@@ -1,4 +1,4 @@
-"""A replica's load and counters: plain integers and floats, sent to gateways in snapshots, which export them as metrics."""
+"""A replica's load and counters, sent to gateways in snapshots, which export them as metrics."""
 
 from __future__ import annotations
 
@@ -12,32 +12,31 @@ from typing import Annotated, Any, NamedTuple, get_origin, get_type_hints
 from headrace.core.request import PriorityClass
 
 STEP_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-"""Upper bounds of the step duration histogram, in seconds, inclusive. A last bucket holds longer steps."""
+"""Inclusive. A last bucket holds longer steps."""
 
 
 class FailureKind(Enum):
-    """The operation that raised inside an engine. Each failure is logged there with its traceback (`engine.failures`)."""
+    """The operation that raised inside an engine."""
 
     STEP = "step"
-    """A step failed: it is undone, and repeated in parts."""
+    """A step is undone, and repeated in parts."""
     PLAN = "plan"
-    """Planning failed: it is tried again."""
+    """Tried again."""
     MESSAGE = "message"
-    """Handling a request, a cancel or another message failed: that request ends."""
+    """Handling a request, a cancel or another message: that request ends."""
     PREREQUISITE = "prerequisite"
-    """Meeting a prerequisite failed: the request that waits for it ends."""
+    """The request that waits for it ends."""
     COMMIT = "commit"
-    """The commit of one sequence's row failed: that sequence ends."""
+    """The commit of one sequence's row: that sequence ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counter:
     """How a row of EngineCounters is published as a metric.
 
-    metric  name of its metric family
-    text    help text of the family
-    vllm    name of the family at vLLM; "": vLLM has none
-    label   label of the family's series; "": the counter is one number
+    metric  name of its family
+    vllm    name of the family at vLLM; "": none
+    label   "": the counter is one number
     values  label values that are always shown; (): only values that were counted
     """
 
@@ -52,7 +51,7 @@ class Counter:
         return (self.label,) if self.label else ()
 
     def series(self, counted: Any) -> list[tuple[tuple[str, ...], int]]:
-        """Pairs of label values and count, one per series. counted: the row's value"""
+        """Pairs of label values and count. counted: the row's value."""
         if not self.label:
             return [((), counted)]
         return [((value,), counted.get(value, 0)) for value in self.values or sorted(counted)]
@@ -62,10 +61,9 @@ class Counter:
 class EngineCounters:
     """Counters since the engine process started. They only grow, so a reader that is late or reads twice misses and repeats nothing.
 
-    The wire's field and both metric names of a counter are derived from its row (`COUNTERS`). Only the histogram of step durations is
-    written out where it is read.
+    The wire's field and both metric names of a counter are derived from its row (`COUNTERS`).
 
-    step_buckets  number of steps between two neighbouring STEP_BOUNDS_S, below the first and above the last
+    step_buckets  steps between two neighbouring STEP_BOUNDS_S, below the first and above the last
     """
 
     prompt_tokens: Annotated[int, Counter("headrace_prompt_tokens", "Prompt tokens of accepted requests.", "vllm:prompt_tokens")] = 0
@@ -126,7 +124,7 @@ LABELLED_COUNTERS = tuple(name for name, counter in COUNTERS.items() if counter.
 
 
 class ClassLoad(NamedTuple):
-    """The part of a load that one priority class has; the numbers are as in `LoadSnapshot`."""
+    """As in `LoadSnapshot`, of one priority class."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -148,7 +146,6 @@ def plus(classes: ClassLoads, others: ClassLoads) -> ClassLoads:
 
 
 def minus(classes: ClassLoads, others: ClassLoads) -> ClassLoads:
-    """`others` subtracted from `classes`, class by class."""
     return tuple(ClassLoad(*map(sub, one, other)) for one, other in zip(classes, others, strict=True))
 
 
@@ -156,16 +153,16 @@ def minus(classes: ClassLoads, others: ClassLoads) -> ClassLoads:
 class LoadSnapshot:
     """A replica's load at one moment.
 
-    num_running, num_waiting  sequences; num_waiting includes the sequences of requests that are still in the inbox
-    num_queued_tokens  known tokens not planned yet: those of waiting sequences, and the rest of prompts that are computed in chunks
-    max_num_seqs       sequences that may run at once: as configured, or fewer where goals of running ones allow no more; 0: not known
-    kv_blocks_*        summed over KV groups; free + cached + used == total
-    step_age_s         seconds the running step has taken so far; None when idle
-    step_predicted_s   duration that the loop predicted for the running step
+    num_waiting         includes the sequences of requests that are still in the inbox
+    num_queued_tokens   known tokens not planned yet: of waiting sequences, and the rest of prompts computed in chunks
+    max_num_seqs        as configured, or fewer where goals of running sequences allow no more; 0: not known
+    kv_blocks_*         summed over KV groups; free + cached + used == total
+    step_age_s          of the running step; None when idle
+    step_predicted_s    duration predicted for the running step
     step_fixed_s, step_token_s  a step of N tokens takes step_fixed_s + N * step_token_s, as fitted to recent steps; both 0: not known
-    step_prompt_tokens  most prompt tokens that a step can take beside the running sequences, within their goals; 0: not known
-    classes            num_running, num_waiting and num_queued_tokens by priority class; empty: not known
-    loop_age_s         seconds since the loop last turned or woke (idle loops wake regularly)
+    step_prompt_tokens  most prompt tokens that a step can take within the running sequences' goals; 0: not known
+    classes             empty: not known
+    loop_age_s          since the loop last turned or woke (idle loops wake regularly)
     """
 
     num_running: int

@@ -10,7 +10,6 @@ from headrace.core.kvgroup import KvGroup
 from headrace.core.numerics import WEIGHTS, numerics_digest
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
-"""Where weights come from; dummy: they are random."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,14 +20,14 @@ class ModelInfo:
     eos_token_ids     all end tokens that any file of the model's folder names
     num_blocks        per KV group, pad block included
     weight_bytes      read by one decode step (for MBU)
-    costly_context    tokens of context from which on a prompt token's attention takes longer than its matrix products; 0: never. Only
-                      for the engine: it does not cross the wire
-    sampling_defaults from generation_config.json: temperature, top_p, top_k, repetition_penalty, ...
+    costly_context    tokens of context from which on a prompt token's attention takes longer than its matrix products; 0: never. Does not
+                      cross the wire
+    sampling_defaults from generation_config.json
     digests           hex content digests: model (a sample of the weights), tokenizer, template; and kv_dtype, the name of the KV cache's
                       element type (not a digest)
-    numerics          facts that equal results depend on, by name (`core.numerics`); "weights" is empty until all weight bytes are hashed
+    numerics          facts that equal results depend on (`core.numerics`); "weights" is empty until all weight bytes are hashed
     decided           the choices made at start with their reasons, one line each, for people
-    queue_policy      the engine's, from which a gateway learns that a request's priority has no effect; "" when it is not known
+    queue_policy      tells a gateway whether a request's priority has an effect; "": not known
     """
 
     architecture: str
@@ -49,7 +48,7 @@ class ModelInfo:
 
     @property
     def numerics_digest(self) -> str:
-        """A digest that is equal where equal requests give equal results; "" while the weights' digest is not known."""
+        """Equal where equal requests give equal results; "" while the weights' digest is not known."""
         return numerics_digest(self.numerics)
 
     @property

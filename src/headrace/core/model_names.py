@@ -1,4 +1,4 @@
-"""Rules for the names that clients may ask for: which characters, the name of a folder without one, and each name once in a site."""
+"""Rules for the names that clients may ask for."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,255}")
 
 
 def name_of_file(name: str) -> str:
-    """The model name made of a folder's or file's: itself, or with letters without their accents and "-" for what no model name has.
-
-    "My Model" -> "My-Model", "Mod\u00e8le" -> "Modele"; "model" where nothing is left.
-    """
+    """A folder's or file's name as a model name: "My Model" -> "My-Model", "Mod\u00e8le" -> "Modele"; "model" where nothing is left."""
     if MODEL_NAME.fullmatch(name) is not None:
         return name
     letters = "".join(each for each in unicodedata.normalize("NFKD", name) if not unicodedata.combining(each))
@@ -23,11 +20,9 @@ def name_of_file(name: str) -> str:
 
 
 def check_model_names(where: str, name: str, aliases: Sequence[str], taken: set[str]) -> None:
-    """Check one model's names, and add them to `taken`, the names of the models before it.
+    """Check one model's names, and add them to `taken`. Raises ConfigError naming the path of a name that is invalid or taken.
 
     where  path of the model's section
-
-    Raises ConfigError naming the path of a name that is invalid or taken.
     """
     for key, each in [("name", name), *((f"aliases[{index}]", alias) for index, alias in enumerate(aliases))]:
         if MODEL_NAME.fullmatch(each) is None:

@@ -1,11 +1,8 @@
-"""Decides whether two replicas compute the same results, so that a stream of one replica may be resumed at the other.
+"""Decides whether two replicas compute the same results, so that a stream of one may be resumed at the other.
 
-A replica has numerics: named facts on which its results depend (weights, dtype, kernels, ...), sent to the gateway in the replica's first
-frame (`ModelInfo.numerics`). A stream may be resumed only at a replica with the same value of every fact; gateways compare one digest
-over all facts.
-
-The fact "weights" is a digest of all weight bytes and of config.json. Hashing takes seconds per gigabyte, and the engine serves requests
-meanwhile. Until the hash is known the fact is empty, and no stream is resumed at that replica.
+A replica's numerics are named facts (weights, dtype, kernels, ...), sent in its first frame (`ModelInfo.numerics`); gateways compare one
+digest over all. "weights", a digest of all weight bytes and of config.json, takes seconds per gigabyte: until it is known the fact is
+empty, and no stream is resumed at that replica.
 """
 
 from __future__ import annotations
@@ -16,11 +13,9 @@ from hashlib import blake2b
 WEIGHTS = "weights"
 
 Numerics = Mapping[str, str]
-"""Name of a fact -> its value at one replica."""
 
 
 def numerics_digest(facts: Numerics) -> str:
-    """Hex digest over all facts; "" while the digest of the weights is unknown."""
     if not facts.get(WEIGHTS):
         return ""
     state = blake2b(digest_size=16, person=b"headrace-numeric")
@@ -31,7 +26,7 @@ def numerics_digest(facts: Numerics) -> str:
 
 
 def why_not_resume(first: Numerics, second: Numerics) -> str:
-    """Why a stream of a replica with the facts `first` may not be resumed at a replica with the facts `second`; "" where it may be."""
+    """Why a stream of a replica with the facts `first` may not be resumed at one with `second`; "" where it may be."""
     for name, facts in (("first", first), ("second", second)):
         if not facts.get(WEIGHTS):
             return f"the weights of the {name} replica are not hashed yet"
@@ -40,9 +35,9 @@ def why_not_resume(first: Numerics, second: Numerics) -> str:
 
 
 def may_resume(first: str, second: str) -> bool:
-    """Whether a stream of a replica with the numerics digest `first` may be resumed at one with `second`: both are known and equal.
+    """Whether both digests are known and equal.
 
-    The resumed stream has the same tokens for certain only when both replicas run with `deterministic`, which is one of the facts. Without
-    `deterministic` the logits depend on the other sequences of a batch, at either replica. `why_not_resume` gives the reason of a refusal.
+    The resumed stream has the same tokens for certain only where both replicas run with `deterministic`, which is one of the facts: without
+    it the logits depend on the other sequences of a batch.
     """
     return bool(first) and first == second

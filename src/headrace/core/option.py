@@ -25,15 +25,11 @@ _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 
 
 class Reload(StrEnum):
-    """When a changed option takes effect."""
-
     LIVE = "live"
     RESTART = "restart"
 
 
 class Role(StrEnum):
-    """The role that has a reason to change an option."""
-
     DEVELOPER = "developer"
     """chooses a model and makes it fit its machine"""
     OPERATOR = "operator"
@@ -50,14 +46,14 @@ class Role(StrEnum):
 class Option:
     """Facts about an option beside its field's type and default.
 
-    help         text for people: one sentence or a few words, in Markdown
+    help         one sentence or a few words, in Markdown
     default      value of a field that is not set; None where `on` has it
     shown        the default in words, where its value says too little ("the model's"); empty: the value is shown
-    flags        its flags; None: made from the field's name by commands with a flag for each field (`cli.flags.flag`), else none
+    flags        None: made from the field's name by commands with a flag for each field (`cli.flags.flag`), else none
     one_of       allowed values; other_names: vLLM's names for some of them
-    low, high    bounds of a number, both included; above: in place of `low`, a bound that is not included; `high` is beside one of them
+    low, high    bounds, included; above: in place of `low`, a bound that is not included
     switch       (off, on): the values that its flag --x/--no-x sets
-    on           default by device, for a field that is not set; empty: one default for all devices
+    on           default by device; empty: one default for all devices
     reload, role  None: as in the section that the field is in
     is_shared    the number counts over all requests of a site, and each gateway worker gets its part
     is_common    `--help` shows its flag; `--help-all` shows the others too
@@ -81,18 +77,17 @@ class Option:
 
     @property
     def shown_default(self) -> str:
-        """The default for help texts, in Python's notation: `64, on a GPU 256` where it depends on the device."""
+        """In Python's notation: `64, on a GPU 256` where it depends on the device."""
         return f"{self.on['cpu']!r}, on a GPU {self.on['cuda']!r}" if self.on else repr(self.default)
 
     @property
     def plain_help(self) -> str:
-        """`help` without Markdown, for terminals."""
         return _LINK.sub(r"\1", self.help).replace("`", "")
 
     def check(self, name: str, value: object, kind: object) -> None:
         """Raises ConfigError if `value` is not in `one_of`, no number of the field's type, infinite, or outside the bounds.
 
-        kind: type of the field, without None. None, for a value that is not set, has no bounds.
+        kind: type of the field, without None. A value of None has no bounds.
         """
         if self.one_of and value not in self.one_of:
             raise ConfigError(name, f"{value!r} is not one of {', '.join(self.one_of)}")
@@ -111,7 +106,7 @@ class Option:
 
     @property
     def _without(self) -> str:
-        """A remedy for an option that is unset by default: what leaving it out means. Else empty."""
+        """What leaving out an option means that is unset by default. Else empty."""
         return f"Leave it out for {self.shown or 'no limit'}." if self.default is None and not self.on else ""
 
     @property
@@ -122,37 +117,35 @@ class Option:
 
 
 def written(number: float) -> str:
-    """A bound as people write it: 1000000, 0.5, 1e-09."""
+    """As people write a bound: 1000000, 0.5, 1e-09."""
     return str(int(number)) if number == int(number) else f"{number:g}"
 
 
 def option(default: Value, help: str, *flags: str, repr: bool = True, **about: object) -> Value:
-    """A field with an `Option`. flags, about: fields of the `Option`; repr: False for a secret"""
+    """repr: False for a secret."""
     if flags:
         about["flags"] = flags
     return field(default=default, repr=repr, metadata={"option": Option(help=help, default=default, **about)})  # type: ignore[arg-type]
 
 
 def required(help: str, *flags: str, **about: object) -> Any:
-    """A field with an `Option` and without a default."""
     if flags:
         about["flags"] = flags
     return field(metadata={"option": Option(help=help, **about)})  # type: ignore[arg-type]
 
 
 def by_device(cpu: Value, gpu: Value, help: str, *flags: str, **about: object) -> Value:
-    """A field with an `Option` whose default depends on the device. The field is None until its class fills it in."""
+    """The field is None until its class fills in the default of the device."""
     return option(cast(Value, None), help, *flags, on={"cpu": cpu, "cuda": gpu}, **about)  # type: ignore[arg-type]
 
 
 def section(make: Callable[[], Value], *, reload: Reload | None = None, role: Role | None = None) -> Value:
-    """A field that is a nested configuration with its own defaults. reload, role: for its fields that set none"""
+    """A field that is a nested configuration. reload, role: for its fields that set none."""
     made: Value = field(default_factory=make, metadata={"option": Option(help="", reload=reload, role=role)})
     return made
 
 
 def options(kind: type) -> Iterator[tuple[str, Option]]:
-    """(field name, `Option`) for every option of a class, in order."""
     for item in fields(kind):
         if "option" in item.metadata:
             yield item.name, item.metadata["option"]
@@ -160,12 +153,12 @@ def options(kind: type) -> Iterator[tuple[str, Option]]:
 
 @cache
 def _hints(kind: type) -> dict[str, Any]:
-    """The types of a class's fields. They are evaluated once, since a configuration is checked at each reload."""
+    """Evaluated once, since a configuration is checked at each reload."""
     return get_type_hints(kind)
 
 
 def check_options(value: object, where: str = "") -> None:
-    """Raises ConfigError for the first field of `value` that its `Option` does not allow. where: path of `value`"""
+    """Raises ConfigError for the first field of `value` that its `Option` does not allow. where: path of `value`."""
     kind: type = type(value)
     hints = _hints(kind)
     for name, described in options(kind):
@@ -177,7 +170,6 @@ class Leaf:
     """A key of a configuration file that holds a plain value.
 
     path    with [N] for a list index and [NAME] for a name chosen in the file
-    hint    type of the value
     option  with `reload` and `role` filled in from the sections around it; an `Option` without help if the field has none
     """
 
@@ -188,7 +180,7 @@ class Leaf:
 
 
 def leaves(kind: type, where: str = "", reload: Reload = Reload.RESTART, role: Role | None = None) -> Iterator[Leaf]:
-    """Every key of a file that is decoded as `kind`, in the order of the fields. reload, role: of the section around it"""
+    """Every key of a file that is decoded as `kind`, in the order of the fields. reload, role: of the section around it."""
     hints = _hints(kind)
     for item in fields(kind):
         path, hint = joined(where, key_of(item.name)), inner(hints[item.name])
@@ -205,12 +197,11 @@ _PLACES: Mapping[object, str] = {tuple: "[N]", dict: "[NAME]"}
 
 
 def _of_items(hint: object) -> object:
-    """The type of a list's items or a mapping's values; any other type as it is."""
     return get_args(hint)[-1 if get_origin(hint) is dict else 0] if get_origin(hint) in _PLACES else hint
 
 
 def live_paths(kind: type, where: str = "") -> Iterator[str]:
-    """Paths of the fields marked `Reload.LIVE`. Each of them, with everything below it, may change while the process runs."""
+    """Paths of the fields marked `Reload.LIVE`. Each, with everything below it, may change while the process runs."""
     for name, described in options(kind):
         path = joined(where, name)
         nested = inner(get_type_hints(kind)[name])

@@ -29,7 +29,7 @@ from headrace.core.sampling import SamplingParams
 
 
 def int_column(values: Sequence[int] = ()) -> array[int]:
-    """32-bit column; numpy and torch read it without a copy (`numpy.frombuffer`)."""
+    """32-bit column; numpy and torch read it without a copy."""
     return array("i", values)
 
 
@@ -38,22 +38,22 @@ def float_column(values: Sequence[float] = ()) -> array[float]:
 
 
 class MoveKind(IntEnum):
-    """What moves, from where to where. A runner refuses by name the kinds it cannot do."""
+    """A runner refuses by name the kinds it cannot do."""
 
     COPY = 0
-    """Block to block inside one group (copy-on-write of a forked sequence), made before the plan's forward: done when the step is."""
+    """Block to block inside one group (copy-on-write of a forked sequence), made before the plan's forward."""
     HOST_OUT = 1
-    """Block to host slot (offload, swap out)."""
+    """Block to host slot."""
     HOST_IN = 2
-    """Host slot to block (onload, swap in)."""
+    """Host slot to block."""
 
 
 SYNCHRONOUS = 0
-"""Move id of a COPY: it is done with its step, not by name."""
+"""Move id of a COPY: it is done with its step."""
 
 
 class StepCosts(NamedTuple):
-    """Seconds of a step: fixed_s + num_tokens * token_s. Both 0: not known."""
+    """A step takes fixed_s + num_tokens * token_s seconds. Both 0: not known."""
 
     fixed_s: float = 0.0
     token_s: float = 0.0
@@ -66,11 +66,10 @@ UNKNOWN_COSTS = StepCosts()
 class Started:
     """A sequence that takes a slot in this plan: the facts that a runner needs, sent once.
 
-    token_ids          known ids: prompt, then outputs so far (a resumed sequence has some)
-    num_prompt_tokens  number of leading ids that are the prompt
-    params             checked, with the seed drawn
-    index              sequence index within its request: 0..n-1, part of the random key
-    grammar            the output must match it from the prompt's end on; outputs so far count as matched. None: any text
+    token_ids  prompt, then outputs so far (a resumed sequence has some)
+    params     checked, with the seed drawn
+    index      of the sequence within its request; part of the random key
+    grammar    the output must match it from the prompt's end on; outputs so far count as matched. None: any text
     """
 
     slot: SlotId
@@ -86,11 +85,10 @@ class Plan:
     """One step.
 
     Rows, one per sequence computed this step (equal lengths):
-      slots          sequence slot
       starts         absolute position of the first token computed
-      counts         tokens computed, >= 1
+      counts         >= 1
       samples        positions at the row's end whose logits are used: 0, 1, or 1 + the row's drafted tokens. One token is sampled
-                     after the first of them, and one after each drafted token that equals the token sampled before it. The first
+                     after the first, and one after each drafted token that equals the token sampled before it. The first
                      drafted token that differs ends the row. So a row gives at most `samples` tokens. A row that gives none is
                      planned again, and a later row that was planned to follow it gives none either
                      A plan names no token ids except drafted ones: the runner knows position p of a slot since `started`, or an
@@ -103,7 +101,7 @@ class Plan:
     Block moves: kind, id, group, source, target (block ids; host slots on a HOST_* move's other side).
       move_ids  > 0 and not in flight under that id, or SYNCHRONOUS for a COPY
     ended  slots whose sequence left since the previous plan
-    costs  what steps cost lately, as the decision was given it: a record, nothing for a runner
+    costs  a record, nothing for a runner
     """
 
     step_id: int
@@ -144,8 +142,7 @@ class Plan:
 class TokenLogprobs:
     """Log-probabilities at one position, under the raw model distribution (before penalties, temperature and filters).
 
-    logprob                 of the token at this position
-    rank                    1 = that token was the most probable
+    rank                    1 = the token at this position was the most probable
     top_ids, top_logprobs   the k most probable, descending
     """
 
@@ -158,11 +155,10 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class LogprobColumns(Sequence[TokenLogprobs]):
-    """`TokenLogprobs` of many positions as flat columns. As a sequence, it makes each value when asked for. Positions are only ever
-    appended.
+    """`TokenLogprobs` of many positions as flat columns, only ever appended to. As a sequence, it makes each value when asked for.
 
     Per position (equal lengths): token_ids, logprobs (32-bit float), ranks, top_counts; 64-bit: `wide_columns`
-      rank 0  not asked for at this position
+    rank 0  not asked for at this position
     Flat, sum(top_counts) entries: top_ids, top_logprobs (as logprobs)
     """
 
@@ -219,7 +215,7 @@ class LogprobColumns(Sequence[TokenLogprobs]):
         self.top_logprobs.extend(entry.top_logprobs)
 
     def extend(self, other: LogprobColumns) -> None:
-        """Append the positions of `other`. Raises ValueError, and appends nothing, unless both are wide or neither is."""
+        """Raises ValueError, and appends nothing, unless both are wide or neither is."""
         pairs = list(zip(self.columns(), other.columns(), strict=True))
         if any(column.typecode != more.typecode for column, more in pairs):
             raise ValueError("log-probabilities of 32 and of 64 bits cannot stand in one column")
@@ -244,11 +240,11 @@ class LogprobColumns(Sequence[TokenLogprobs]):
 
 
 COLUMNS_BYTES = 640
-"""Memory of `LogprobColumns` without their contents: six arrays and the object that holds them."""
+"""Memory of `LogprobColumns` without their contents."""
 
 
 def wide_columns() -> LogprobColumns:
-    """Empty columns of 64-bit floats and ranks, which hold whatever a peer sends."""
+    """64-bit floats and ranks, which hold whatever a peer sends."""
     return LogprobColumns(logprobs=array("d"), ranks=array("q"), top_logprobs=array("d"))
 
 
@@ -266,7 +262,7 @@ PAGE_TOKENS = 64
 """Positions that are decoded or written as JSON at once: half a millisecond."""
 
 NO_LOGPROBS = LogprobColumns()
-"""Not asked for. Shared: never appended to."""
+"""Shared: never appended to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,13 +270,13 @@ class Result:
     """The output of one step, row by row in the plan's order.
 
     token_counts     per row, 0..samples tokens
-    token_ids        all rows' tokens, flat
+    token_ids        flat
     logprobs         one position per token in `token_ids`, or none when no row asked
     prompt_rows      rows with log-probabilities of prompt positions, ascending
     prompt_counts    for each of `prompt_rows`, the number of positions: start+1 .. start+count of the row, prompt only
-    prompt_logprobs  log-probabilities of these positions, flat; every position was asked for
+    prompt_logprobs  of these positions, flat
     draft_counts     per row, tokens drafted to follow its tokens; empty when nothing is drafted. The next plan may take all, fewer or none
-    drafts           the drafted tokens, flat
+    drafts           flat
     moves_done       ids of asynchronous moves that ended since the last result, whichever plan began them; each id is reported once.
                      A step that raises reports none: moves that ended meanwhile are in the next result
     errors           (row, message): this sequence alone failed; it produced no token

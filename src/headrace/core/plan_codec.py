@@ -4,10 +4,8 @@
     header = {"step_id", "costs": [fixed_s, token_s], "started": [...], "columns": [their lengths]}
     file   = MAGIC | plan length (u32) | plan | plan length | plan ...
 
-The columns are COLUMNS, then one of token ids per started sequence.
-
-Every length is checked against the bytes that follow before they are read. The kinds of moves, on which the meaning of their numbers
-depends, are checked too.
+The columns are COLUMNS, then one of token ids per started sequence. Every length is checked against the bytes that follow before they
+are read.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ def encode_plan(plan: Plan) -> bytes:
 
 
 def decode_plan(data: bytes) -> Plan:
-    """The plan `encode_plan` wrote. Raises PlanCodecError for anything else."""
+    """Raises PlanCodecError for what `encode_plan` did not write."""
     try:
         return _decode(memoryview(data))
     except (ValueError, KeyError, TypeError, struct.error, RecursionError) as error:
@@ -113,7 +111,7 @@ def _columns(data: memoryview, lengths: list[int]) -> Iterator[array[int]]:
 
 
 def _little_endian(column: array[int]) -> array[int]:
-    """The column with its byte order changed between this machine's and little endian; the same both ways."""
+    """Between this machine's byte order and little endian; the same both ways."""
     if sys.byteorder == "big":
         column = array("i", column)
         column.byteswap()

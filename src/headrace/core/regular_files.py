@@ -18,13 +18,12 @@ from typing import TypeVar
 Value = TypeVar("Value")
 
 MAX_FILE_BYTES = 16 << 20
-"""Bound of a configuration file: 100,000 API keys."""
+"""A configuration file: 100,000 API keys."""
 
 MAX_SECRET_BYTES = 1 << 20
-"""Bound of a file with a token, a password, properties or certificates."""
+"""A file with a token, a password, properties or certificates."""
 
 READ_S = 5.0
-"""Seconds that reading one file may take."""
 
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -36,23 +35,21 @@ _KINDS = {
 
 
 def read_file(path: str | Path, max_bytes: int) -> bytes:
-    """The bytes of a regular file.
-
-    Raises OSError, with the reason in `strerror`, for a file that is no regular one, that has more bytes, that changes while it is read,
+    """Raises OSError, with the reason in `strerror`, for a file that is no regular one, that has more bytes, that changes while it is read,
     that takes more than READ_S seconds, or that cannot be opened.
     """
     return in_time(lambda: _read(path, max_bytes))
 
 
 class FileThread(threading.Thread):
-    """A thread that may wait for the file system for ever, and ends with the process. `in_time` in it starts no other one."""
+    """May wait for the file system for ever, and ends with the process. `in_time` in it starts no other thread."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         super().__init__(target=work, name="file", daemon=True)
 
 
 def in_time(work: Callable[[], Value]) -> Value:
-    """The result of `work`, which asks the file system, done by a `FileThread`. In such a thread it is done there, and without a limit.
+    """The result of `work`, done by a `FileThread`. In such a thread it is done there, and without a limit.
 
     Raises what `work` raises, OSError for a path with a NUL or where no thread can be started, or TimeoutError after READ_S seconds.
     """

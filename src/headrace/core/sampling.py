@@ -1,7 +1,7 @@
 """Sampling parameters and their rules, in one place for every front end.
 
 Names, defaults and meaning follow vLLM's `SamplingParams` and OpenAI's API. `checked()` is the only validator: HTTP, gRPC and the
-offline API all call it, and the engine calls it again with the model's vocabulary.
+offline API call it, and the engine again with the model's vocabulary.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_OUTPUT_TOKENS = 2**24
 GREEDY_EPSILON = 1e-5
 
 FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Parameters whose default is the model's generation_config.json (vLLM does the same)."""
+"""Their defaults are from the model's generation_config.json, as at vLLM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,6 @@ class SamplingParams:
     max_tokens           None: as many as the context leaves
     min_tokens           end tokens and stop token ids are masked before this many; stop strings are not matched before
     stop                 strings that end the output; never part of it unless include_stop_str_in_output
-    stop_token_ids       ids that end the output beside the model's end tokens
     ignore_eos           the model's end tokens are ordinary tokens
     logprobs             None: off; k: the chosen token's log-probability and the k best
     prompt_logprobs      the same for every prompt token but the first (such a request ignores prefix hits)
@@ -95,10 +94,7 @@ class SamplingParams:
         return ends.union(self.stop_token_ids) if self.stop_token_ids else ends
 
     def checked(self, *, vocab_size: int | None = None) -> SamplingParams:
-        """This value if every rule holds.
-
-        Raises: InvalidRequest naming the first field that breaks a rule.
-        """
+        """Raises InvalidRequest naming the first field that breaks a rule."""
         _check_numbers(self)
         _check_structured_outputs(self)
         _check_stops(self)
@@ -110,7 +106,7 @@ class SamplingParams:
 
 
 def params_from_mapping(given: Mapping[str, Any], *, defaults: SamplingParams | None = None) -> SamplingParams:
-    """Parameters from decoded fields. Fields missing in `given` are taken from `defaults`. Raises InvalidRequest for an unknown key."""
+    """Fields missing in `given` are taken from `defaults`. Raises InvalidRequest for an unknown key."""
     known = {f.name for f in fields(SamplingParams)}
     for key in given:
         if key not in known:
@@ -119,12 +115,10 @@ def params_from_mapping(given: Mapping[str, Any], *, defaults: SamplingParams | 
 
 
 def with_default_max_tokens(params: SamplingParams, chosen: int | None, room: int) -> SamplingParams:
-    """`params` with max_tokens set, for a request that has none.
+    """`params` with max_tokens set, for a request that has none. Raises InvalidRequest when min_tokens do not fit.
 
     chosen  default length from the model's generation_config.json; None: `params` are returned unchanged
     room    tokens that the context leaves for output: an upper bound of the result
-
-    Raises: InvalidRequest when min_tokens do not fit.
     """
     if chosen is None or room < 1:
         return params
@@ -133,11 +127,7 @@ def with_default_max_tokens(params: SamplingParams, chosen: int | None, room: in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """The numbers that a parameter may be.
-
-    kind            int, or float, which allows ints too
-    is_low_outside  low itself is not allowed
-    """
+    """kind: int, or float, which allows ints too."""
 
     kind: type
     low: float
@@ -173,7 +163,7 @@ _OPTIONAL = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs"})
 _FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "detokenize")
 _numbers_of, _flags_of = attrgetter(*BOUNDS), attrgetter(*_FLAGS)
 _DEFAULT_NUMBERS = _numbers_of(SamplingParams())
-"""Values that the parameters of BOUNDS have where they are not given, which needs no check: most parameters of most requests."""
+"""These need no check: most parameters of most requests."""
 
 
 def check_bound(name: str, value: object) -> None:
@@ -185,7 +175,7 @@ def check_bound(name: str, value: object) -> None:
 
 
 def _check_float(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
-    """Raise InvalidRequest unless low <= value <= high, or low < value with `above`. NaN and infinities are refused."""
+    """Raises InvalidRequest unless low <= value <= high, or low < value with `above`. NaN and infinities are refused."""
     is_outside = isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not low <= value <= high
     if is_outside or (above and value == low):
         raise InvalidRequest(name, f"a number with {low:g} {'<' if above else '<='} {name} <= {high:g}", value)
@@ -242,7 +232,7 @@ def _check_token_ids(p: SamplingParams, vocab_size: int | None) -> None:
 
 
 def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int | None) -> None:
-    """Raise InvalidRequest unless every id is an integer of the vocabulary. About 40 ns per id."""
+    """Raises InvalidRequest unless every id is of the vocabulary. About 40 ns per id."""
     high = (vocab_size or 2**31) - 1
     if set(map(type, token_ids)) <= {int} and (not token_ids or (min(token_ids) >= 0 and max(token_ids) <= high)):
         return

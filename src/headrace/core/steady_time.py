@@ -6,14 +6,9 @@ from headrace.core.clock import Clock
 
 
 class SteadyUnixTime:
-    """The later of two times: the wall clock, and the wall clock at creation plus the seconds since.
-
-    If the wall clock jumps back, this time goes on. If the wall clock jumps forward, so does this time; if the clock then jumps back, this
-    time returns to where it would be without either jump.
-    """
+    """The later of the wall clock, and the wall clock at creation plus the seconds since. clock: monotonic."""
 
     def __init__(self, unix_time: Clock, clock: Clock) -> None:
-        """clock: monotonic"""
         self._unix_time = unix_time
         self._clock = clock
         self._offset = unix_time() - clock()

@@ -1,9 +1,7 @@
-"""Plain data (parsed JSON or YAML) -> a frozen dataclass: the decoder of every configuration.
+"""Plain data (parsed JSON or YAML) -> a frozen dataclass: the decoder of every configuration. `plain` is the way back.
 
-Strict: an unknown key is an error that names the nearest known one, a missing key and a value of another type are errors with their path.
 Nothing is converted except a list to a tuple, a mapping to a nested dataclass, and an integer where a float is wanted. A key that is a
-word of Python's (class) is the field with an underscore behind it. Errors show no value, because it may be a secret. `plain` is the way
-back.
+word of Python's (class) is the field with an underscore behind it. Errors show no value, because it may be a secret.
 """
 
 from __future__ import annotations
@@ -34,20 +32,14 @@ _REMEDIES: dict[tuple[object, object], str] = {
     (int, str): _AS_DIGITS,
     (float, str): _AS_DIGITS,
 }
-"""Remedies by (wanted type, given type): a file may have 1_000, yes or "8000" for a number or a switch, and 007 or true for text."""
+"""By (wanted type, given type): a file may have 1_000, yes or "8000" for a number or a switch, and 007 or true for text."""
 
 
 class UnknownKey(ConfigError):
-    """A mapping has a key that its dataclass has no field for.
-
-    nearest  the known key of the same mapping that was probably meant; None where none is similar
-    """
+    """nearest: the known key of the same mapping that was probably meant; None where none is similar."""
 
     def __init__(self, where: str, known: Iterable[str], elsewhere: Mapping[str, str]) -> None:
-        """
-        where      path of the unknown key
-        elsewhere  path, with [N] for list indices -> remedy, for keys that must not be set in this file, and for those that were removed
-        """
+        """elsewhere: path, with [N] for list indices -> remedy, for keys that must not be set in this file, and for removed ones."""
         around, _, key = where.rpartition(".")
         self.nearest = None
         if (remedy := elsewhere.get(generic(where))) is not None:
@@ -66,15 +58,13 @@ class MissingKey(ConfigError):
 
 
 class NeedsExactlyOne(ConfigError):
-    """A mapping has both or neither of two keys that exclude each other."""
-
     def __init__(self, where: str, first: str, second: str, remedy: str = "") -> None:
         self.keys = first, second
         super().__init__(where, f"needs exactly one of {first} and {second}", remedy)
 
 
 def read_json_object(path: str | Path) -> dict[str, object]:
-    """The object in a JSON file. Raises ConfigError if the file cannot be read, or holds no JSON object."""
+    """Raises ConfigError if the file cannot be read, or holds no JSON object."""
     try:
         data = json.loads(read_file(path, MAX_JSON_BYTES))
     except (OSError, ValueError, RecursionError) as error:
@@ -86,12 +76,7 @@ def read_json_object(path: str | Path) -> dict[str, object]:
 
 
 def decode(kind: type[Value], data: object, where: str = "", *, elsewhere: Mapping[str, str] | None = None) -> Value:
-    """`data` decoded as the dataclass `kind`.
-
-    elsewhere  see `UnknownKey`
-
-    Raises: ConfigError, UnknownKey or MissingKey, with the path of the first key that does not fit.
-    """
+    """Raises ConfigError, UnknownKey or MissingKey, with the path of the first key that does not fit. elsewhere: see `UnknownKey`."""
     return cast(Value, _decoded(kind, data, where, elsewhere or {}))
 
 
@@ -106,7 +91,7 @@ def plain(value: object) -> Any:
 
 
 def key_of(field: str) -> str:
-    """The key in a file for a dataclass's field: without the "_" after a Python keyword."""
+    """The key in a file: without the "_" after a Python keyword."""
     word = field.removesuffix("_")
     return word if keyword.iskeyword(word) else field
 
@@ -121,7 +106,7 @@ def joined(where: str, key: str) -> str:
 
 
 def generic(path: str) -> str:
-    """A path with [N] for each list index."""
+    """[N] in place of each list index."""
     return re.sub(r"\[\d+\]", "[N]", path)
 
 
@@ -163,7 +148,7 @@ def _object(kind: type, data: Mapping[object, object], where: str, elsewhere: Ma
 
 @cache
 def _fields_of(kind: type) -> tuple[Mapping[str, object], Mapping[str, str]]:
-    """The type of each field of a dataclass, and the field of each key. Python evaluates the types anew each time it is asked for them."""
+    """The type of each field of a dataclass, and the field of each key. Cached: Python evaluates the types anew each time."""
     hints = get_type_hints(kind)
     return hints, {key_of(name): name for name in hints}
 

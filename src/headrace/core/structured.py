@@ -1,7 +1,4 @@
-"""`StructuredOutputsParams` with vLLM's names, for programs that use `LLM`: the form that an output must match.
-
-`grammar` makes the one value out of it that everything below knows (`core.grammar`). An engine never sees these parameters.
-"""
+"""`StructuredOutputsParams` with vLLM's names, for `LLM` alone. An engine never sees them: `grammar` makes a `core.grammar` value."""
 
 from __future__ import annotations
 
@@ -13,11 +10,11 @@ from headrace.core.errors import InvalidRequest
 from headrace.core.grammar import Grammar, GrammarKind
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
-"""The fields that say what the output must match. Exactly one is given."""
+"""Exactly one is given."""
 
 
 def given_kind(fields: object, *, field: str) -> str:
-    """The name of the one attribute among KINDS that is set. Raises InvalidRequest naming `field` if none or several are."""
+    """The one attribute among KINDS that is set. Raises InvalidRequest naming `field` if none or several are."""
     given = [name for name in KINDS if getattr(fields, name) not in (None, False)]
     if len(given) != 1:
         raise InvalidRequest(field, f"exactly one of {', '.join(KINDS[:-1])} and {KINDS[-1]}", given)
@@ -28,16 +25,11 @@ def given_kind(fields: object, *, field: str) -> str:
 class StructuredOutputsParams:
     """A rule that the whole output must match: exactly one of KINDS.
 
-    json         a JSON schema, as a mapping or as JSON text
-    regex        a regular expression, in the syntax of Rust's regex crate
-    choice       a list of texts, of which the output is one
-    grammar      a grammar in Lark, or in llama.cpp's GBNF
-    json_object  True: any JSON object
+    regex        in the syntax of Rust's regex crate
+    choice       texts, of which the output is one
+    grammar      in Lark, or in llama.cpp's GBNF
 
-    Refused by name unless left out:
-    disable_any_whitespace, whitespace_pattern   how white space is allowed is fixed: docs/structured.md
-    disable_additional_properties                write "additionalProperties": false into the schema
-    structural_tag                               not supported
+    The others are refused by name unless left out.
     """
 
     json: str | Mapping[str, object] | None = None
@@ -52,7 +44,7 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """The one of KINDS that is set. Raises InvalidRequest if none or several are, and for parameters that are not supported."""
+        """Raises InvalidRequest if none or several are set, and for parameters that are not supported."""
         for name, remedy in _REFUSED.items():
             if getattr(self, name) not in (None, False):
                 raise InvalidRequest(f"structured_outputs.{name}", "nothing: it is not supported", getattr(self, name), remedy)
@@ -60,7 +52,7 @@ class StructuredOutputsParams:
 
     @property
     def field(self) -> str:
-        """The name of the set parameter in error messages, such as "structured_outputs.json". Raises InvalidRequest where `kind` does."""
+        """The name in error messages, such as "structured_outputs.json". Raises InvalidRequest where `kind` does."""
         return f"structured_outputs.{self.kind}"
 
     def as_grammar(self) -> Grammar:

@@ -10,17 +10,17 @@ from enum import StrEnum
 from headrace.core.errors import InvalidRequest
 
 MAX_TOOLS = 128
-"""Functions of one request (OpenAI has the same limit)."""
+"""OpenAI's limit."""
 
 FUNCTION_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""OpenAI's rule for a function's name. Every format can write such a name without escaping it."""
+"""OpenAI's rule. Every format can write such a name without escaping it."""
 
 
 class CallMode(StrEnum):
     NONE = "none"
     """The model is not shown the functions, and its text is not searched for calls."""
     AUTO = "auto"
-    """The model decides. Functions with `is_strict` are held to their schemas once the model begins a call."""
+    """Functions with `is_strict` are held to their schemas once the model begins a call."""
     REQUIRED = "required"
     """The output is at least one call."""
 
@@ -42,7 +42,7 @@ class FunctionTool:
     function_cache_control: object = None
 
     def shown(self) -> dict[str, object]:
-        """The function in OpenAI's format, for the model's chat template. Without `is_strict`, which does not concern the model."""
+        """In OpenAI's format, for the chat template. Without `is_strict`, which does not concern the model."""
         return {"type": "function", "function": self._described()}
 
     def requested(self) -> dict[str, object]:
@@ -58,7 +58,7 @@ class FunctionTool:
         return described
 
     def checked(self, *, field: str = "tools") -> FunctionTool:
-        """This value if every format can write its name. Raises InvalidRequest naming `field`."""
+        """Raises InvalidRequest naming `field` for a name that some format cannot write."""
         if FUNCTION_NAME.fullmatch(self.name) is None:
             raise InvalidRequest(f"{field}.name", "1..64 letters, digits, _ and -", self.name)
         return self
@@ -70,10 +70,9 @@ def _mark(value: object) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolChoice:
-    """Which of a request's functions the model may call.
-
+    """
     name         with REQUIRED: the one function that is called; empty: any of them
-    allowed      names of the functions that may be called; empty: all that the model is shown
+    allowed      empty: all that the model is shown
     is_parallel  one output may hold several calls
     """
 

@@ -1,4 +1,4 @@
-"""The engine's output after a commit: updates of sequences and refusals of requests, alike for the wire and the offline API."""
+"""The engine's output after a commit, alike for the wire and the offline API."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from headrace.core.plan import TokenLogprobs
 
 
 class StageSeconds(NamedTuple):
-    """Seconds of a sequence's time in the engine, by stage. Each moment belongs to one stage: the sum is the time from arrival to end.
+    """Seconds of a sequence's time in the engine, by stage; the sum is the time from arrival to end.
 
     queue      until the sequence is first given a slot, prerequisites included
     prefill    from then, or from when it runs again after a preemption, until the next token
-    decode     from that token on
     preempted  from the loss of its blocks until it has a slot again
     stalled    while it has a slot, and steps are made without it for want of blocks or budget
     """
@@ -34,14 +33,14 @@ class SequenceUpdate(NamedTuple):
     A tuple, because one is made per sequence and step, and a frozen dataclass takes five times as long.
 
     index            sequence within the request
-    token_ids        new tokens, possibly none; an end token that finished the sequence IS included
+    token_ids        possibly none; an end token that finished the sequence IS included
     logprobs         one per token, or empty; columns (`plan.LogprobColumns`) if it came over the wire
-    prompt_logprobs  likewise, entries for prompt positions 1.. in order, in one or more updates
+    prompt_logprobs  likewise, for prompt positions 1.. in order, in one or more updates
     finish           set exactly once, on the last update
     stop_token_id    the token that ended it, if one did (an end token's text is not part of the answer)
     error            message beside FinishReason.ERROR
-    num_cached_tokens  prompt tokens taken from the prefix cache; set on the update that carries the first token
-    queue_time_s     seconds from arrival at the engine to the first slot; set on the same update
+    num_cached_tokens  of the prompt, from the prefix cache; set on the update that carries the first token
+    queue_time_s     from arrival at the engine to the first slot; set on the same update
     stages           set on the last update
     """
 
@@ -61,10 +60,7 @@ class SequenceUpdate(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
-    """The engine refuses a whole request before any of it ran. The gateway may send the request to another replica.
-
-    error  the InvalidRequest or Overloaded to show, as the engine raised it
-    """
+    """A whole request was refused before any of it ran; the gateway may send it elsewhere. error: InvalidRequest or Overloaded."""
 
     request_id: RequestId
     epoch: int

@@ -1,7 +1,4 @@
-"""Options of vLLM that Headrace does not have: why one changes nothing, or what to do instead.
-
-One place for `LLM`'s keywords and the command line's flags.
-"""
+"""Options of vLLM that Headrace does not have, for `LLM`'s keywords and the command line's flags."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "max_parallel_loading_workers": "weights are read by one process",
     "use_v2_block_manager": "there is one block manager",
 }
-"""vLLM's name of an option that changes nothing here -> the end of the notice "NAME has no effect: ..."."""
+"""The end of the notice "NAME has no effect: ..."."""
 
 REMEDIES: Mapping[str, str] = {
     "trust_remote_code": _NO_CODE,
@@ -49,4 +46,4 @@ REMEDIES: Mapping[str, str] = {
     "runner": _TEXT_GENERATION,
     "convert": _TEXT_GENERATION,
 }
-"""vLLM's name of an option -> what to do instead, as one sentence."""
+"""What to do instead, as one sentence."""

@@ -1,7 +1,6 @@
 """Estimates the memory in bytes of a request that waits in an engine, and refuses a request when waiting requests would hold too much.
 
-The constants were measured on CPython 3.11; a test compares the estimates with the memory that is really allocated. Two modules keep
-the sums: `policy.schedule.waiting` for the waiting queue, and `engine.inbox` for requests that arrive during a step.
+The constants were measured on CPython 3.11; a test compares the estimates with the memory that is really allocated.
 """
 
 from __future__ import annotations
@@ -12,17 +11,17 @@ from headrace.core.request import EngineRequest
 REQUEST_BYTES = 1024
 SEQUENCE_BYTES = 1400
 TOKEN_BYTES = 36
-"""Memory in bytes of one token id of a request: a reference in a tuple, and the integer object."""
+"""A reference in a tuple, and the integer object."""
 
 SEQUENCE_TOKEN_BYTES = 8
-"""Memory in bytes of one token of a waiting sequence: the sequence's own copy of the token id, and a part of the block's hash."""
+"""A waiting sequence's own copy of the token id, and a part of the block's hash."""
 
 ENTRY_BYTES = 88
-"""Memory in bytes of one entry of `logit_bias`: the dict's entry, the token id and the number. A stop token id is counted alike."""
+"""A dict's entry, the token id and the number. A stop token id is counted alike."""
 
 
 def request_bytes(request: EngineRequest) -> int:
-    """Bytes of a request without its sequences: token ids, grammar source, stop strings, stop token ids, and entries of `logit_bias`."""
+    """Without its sequences: token ids, grammar source, stop strings, stop token ids, and entries of `logit_bias`."""
     params = request.params
     texts = params.stop if request.grammar is None else (*params.stop, request.grammar.source)
     num_entries = len(params.logit_bias) + len(params.stop_token_ids)
@@ -40,10 +39,7 @@ def sequence_bytes(num_tokens: int) -> int:
 
 
 def check_bytes(num_waiting: int, num_bytes: int, most: int) -> None:
-    """Check that a request of `num_bytes` may wait beside waiting requests of `num_waiting` bytes, when at most `most` bytes may wait.
-
-    Raises RequestTooLarge when `num_bytes` alone exceeds `most`, and QueueFull when the sum does.
-    """
+    """Raises RequestTooLarge when `num_bytes` alone exceeds `most`, and QueueFull when its sum with `num_waiting` bytes does."""
     if num_bytes > most:
         limit = f"a request that holds at most {most} bytes while it waits"
         raise RequestTooLarge("prompt", limit, num_bytes, "Shorten the prompt or the grammar, or lower n.")

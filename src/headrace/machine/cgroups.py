@@ -19,20 +19,19 @@ def memory_limit(root: Path = Path("/")) -> int | None:
 
 
 def memory_left(root: Path = Path("/")) -> int | None:
-    """Bytes that may still be taken below the limits; None without a limit. Inactive file cache counts as free."""
+    """None: no limit. Inactive file cache counts as free."""
     return min((max(0, limit - used) for limit, used in _memory(root)), default=None)
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """CPUs that the cgroups allow, in CPU seconds per second; None without a limit."""
+    """CPU seconds per second; None without a limit."""
     return min((quota for folder in folders("cpu", root) if (quota := _quota(folder)) is not None), default=None)
 
 
 def folders(controller: str, root: Path) -> Iterator[Path]:
     """Folders whose limits of this controller may bind the process, innermost first, of cgroups 1 and 2.
 
-    Inside a container, the path of the process may be a path of the host that is not visible. The mount's own root is always listed for
-    that case.
+    The mount's own root is always listed: inside a container, the path of the process may be a path of the host that is not visible.
     """
     mount = root / "sys/fs/cgroup"
     for line in (read_text(root / "proc/self/cgroup") or f"0::/\n1:{controller}:/").splitlines():
@@ -65,7 +64,7 @@ def _memory(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _quota(folder: Path) -> float | None:
-    """The quota of one cgroup in CPU seconds per second; None without a limit, which the file writes as "max" or -1."""
+    """CPU seconds per second; None without a limit, which the file writes as "max" or -1."""
     fields = (read_text(folder / "cpu.max") or "").split()
     if len(fields) != 2:
         fields = [read_text(folder / name) or "" for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]

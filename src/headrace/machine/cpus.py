@@ -6,7 +6,7 @@ import os
 
 
 def allowed_cpus() -> list[int] | None:
-    """Ids of the CPUs that this process may use, ascending. None where the system does not tell (macOS): any CPU may be used."""
+    """Ids, ascending. None where the system does not tell (macOS): any CPU may be used."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
 
 

@@ -6,7 +6,7 @@ import os
 import resource
 
 UNKNOWN_OPEN = 32
-"""The number of open descriptors assumed where the system does not list them."""
+"""Assumed where the system does not list the open descriptors."""
 
 
 def raise_limit(wanted: int) -> int:

@@ -9,15 +9,14 @@ from headrace.core.errors import CheckpointError
 
 
 def expanded(path: str) -> Path:
-    """The path with a leading `~` or `~user` replaced by that home; where there is no such home, it is a name like others."""
+    """A leading `~` or `~user` where there is no such home is a name like others."""
     return Path(os.path.expanduser(path))
 
 
 def inside(folder: Path, file: str) -> Path:
-    """The path of `file` in `folder`, after a check that links do not lead out of the folder. In a snapshot of the Hugging Face cache,
-    links to the repository's blobs are accepted.
+    """The path of `file` in `folder`. Links to the blobs of a Hugging Face cache's repository are accepted.
 
-    Raises CheckpointError for a missing file, for one that cannot be resolved, and for a link that leads elsewhere.
+    Raises CheckpointError for a missing file, for one that cannot be resolved, and for a link that leads out of the folder.
     """
     path, home = folder / file, folder.resolve()
     try:

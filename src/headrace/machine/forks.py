@@ -1,7 +1,5 @@
-"""Tells whether this process is a fork of one that runs an engine.
-
-A fork has copies of its parent's objects, and none of its threads: whoever waits for one of them, as an engine and OpenMP do, waits for
-ever. Processes that are made by "spawn" or "forkserver" begin anew, and are no forks in this sense.
+"""Tells whether this process is a fork of one that runs an engine: it has copies of its parent's objects and none of its threads, for
+which an engine and OpenMP would wait for ever. Processes made by "spawn" or "forkserver" are no forks in this sense.
 """
 
 from __future__ import annotations
@@ -12,8 +10,6 @@ from headrace.core.errors import HeadraceError
 
 
 class ForkedProcess(HeadraceError, RuntimeError):
-    """An engine cannot be used or made in a fork of a process that has run one."""
-
     def __init__(self) -> None:
         super().__init__(
             "this process was forked from one that has made an LLM, and threads do not survive a fork. Start it with "

@@ -1,7 +1,7 @@
 """The GPUs that engines here may use, found without torch, so that commands can choose a device before they start an engine.
 
-A machine without the kernel's device files has none, which costs one look. Elsewhere the driver is asked in a process of its own: it would
-keep memory of the process that asks it. Everything that is cheap to see is looked at; whether a kernel runs, `tensor.backends` tries.
+The driver is asked in a process of its own: it would keep memory of the process that asks it. Whether a kernel runs, `tensor.backends`
+tries.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-"""The environment variable that says which GPUs a process sees, as indices or names, with commas."""
 MIN_CAPABILITY = (8, 0)
 """Compute capability (major, minor) of the oldest GPUs that the kernels are compiled for: Ampere's."""
 PROBE_S = 30.0
-"""Seconds that the driver has to answer. A first process on a machine without a persistence daemon waits some for it."""
+"""A first process on a machine without a persistence daemon waits some for the driver."""
 _PROBE = """
 import ctypes, sys
 cuda, number = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
@@ -41,17 +40,15 @@ if status not in (0, 100):
 devices = [ask(cuda.cuDeviceGet, index) for index in range(0 if status else ask(cuda.cuDeviceGetCount))]
 print(version, *(".".join(str(ask(cuda.cuDeviceGetAttribute, part, device)) for part in (75, 76)) for device in devices))
 """
-"""Prints the CUDA version that the driver is for, 1000 * major + 10 * minor, and the compute capability of each GPU: attributes 75 and 76.
-Status 100 says that there is no GPU."""
+"""Prints the CUDA version that the driver is for, 1000 * major + 10 * minor, and each GPU's compute capability: attributes 75 and 76.
+Status 100: there is no GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """The GPUs that engines may use.
-
+    """
     names    as in `CUDA_VISIBLE_DEVICES`
-    problem  why existing GPUs cannot be used; "": no problem
-    remedy   a sentence: what to do about the problem
+    problem  why existing GPUs cannot be used
     """
 
     names: tuple[str, ...] = ()
@@ -60,13 +57,12 @@ class Gpus:
 
 
 def unusable(problem: str, remedy: str) -> Gpus:
-    """A value without GPUs, with the reason. remedy: what to do, without a full stop; using the CPU is added as an alternative"""
+    """remedy: what to do, without a full stop; using the CPU is added as an alternative."""
     return Gpus(problem=problem, remedy=f"{remedy}, or use device = cpu.")
 
 
 @cache
 def find_gpus() -> Gpus:
-    """The GPUs that this process may use. Cached: the answer does not change while the process runs."""
     visible = os.environ.get(VISIBLE)
     if visible == "" or not Path("/dev/nvidiactl").exists():
         return Gpus()
@@ -74,8 +70,7 @@ def find_gpus() -> Gpus:
 
 
 def parse_probe(output: str, error: str, visible: str | None, torch_cuda: str = "") -> Gpus:
-    """The GPUs according to the probe process's output.
-
+    """
     visible     value of `CUDA_VISIBLE_DEVICES`; None: it is not set
     torch_cuda  CUDA version of the installed torch; "": not known
     """
@@ -134,7 +129,7 @@ def _torch_cuda() -> str | None:
 
 
 def _missing_compiler(environ: Mapping[str, str]) -> Gpus | None:
-    """The missing part of a C compiler, which Triton needs for the launchers of its kernels; None where all is there."""
+    """Triton needs a C compiler for the launchers of its kernels. None: all is there."""
     given = environ.get("CC")
     if given is not None and shutil.which(given) is None:
         return unusable(f"Triton compiles with CC, and {given!r} is not found", "Mend or unset CC")

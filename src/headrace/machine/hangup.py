@@ -39,7 +39,6 @@ def on_hangup(reload: Callable[[], None] | None, stop: StopSignals) -> Iterator[
 
 
 def _has_terminal() -> bool:
-    """Whether this process has a controlling terminal that is still open."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
     except OSError:

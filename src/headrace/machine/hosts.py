@@ -11,15 +11,14 @@ from collections.abc import Iterator
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 _EMBEDDING = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48", "::/96")))
-"""IPv6 networks whose addresses end in an IPv4 address: NAT64, and the deprecated form `::a.b.c.d`. A translator in the network connects
-such an address to the IPv4 address."""
+"""IPv6 networks whose addresses end in an IPv4 address, to which a translator connects: NAT64, and the deprecated form `::a.b.c.d`."""
 
 _METADATA = frozenset(map(ipaddress.ip_address, ("100.100.100.200", "168.63.129.16", "192.0.0.192", "fd00:ec2::254")))
-"""Addresses of cloud metadata services that are not link-local: Alibaba, Azure, Oracle, and AWS over IPv6."""
+"""Not link-local: Alibaba, Azure, Oracle, and AWS over IPv6."""
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is reachable only from this machine: `localhost` or a loopback address, IPv6 in brackets or without."""
+    """`localhost` or a loopback address, IPv6 in brackets or without."""
     if host.lower() == "localhost":
         return True
     address = _address(host)
@@ -27,9 +26,9 @@ def is_loopback(host: str) -> bool:
 
 
 def is_link_local(host: str) -> bool:
-    """Whether `host` is a link-local address (169.254.0.0/16, fe80::/10) or the address of a cloud's metadata service.
+    """169.254.0.0/16, fe80::/10, or a cloud's metadata service; an IPv4 address inside an IPv6 address counts too.
 
-    An IPv4 address inside an IPv6 address counts too. False for a host name: check the addresses that the name resolves to.
+    False for a host name: check the addresses that the name resolves to.
     """
     address = _address(host)
     meant = {address, *_embedded(address)} if isinstance(address, ipaddress.IPv6Address) else {address}

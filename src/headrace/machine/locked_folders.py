@@ -1,8 +1,7 @@
 """Private directories that one process uses while it lives, and the removal of those whose process was killed.
 
-A directory's lock file is locked before it gets its name, and the lock ends with the process. A socket in it shows less: between being
-bound and listening, that of a living process refuses connections as a dead one's does. A directory without a lock file is left alone: its
-process may be about to make it, or was killed just then.
+A directory's lock file is locked before it gets its name, and the lock ends with the process. A socket shows less: between bind and
+listen, a living process refuses connections too. A directory without a lock file is left alone: its process may be about to make it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ NOT_LOCKED_YET = ".new"
 
 
 class LockedFolder:
-    """A new directory of mode 0700, locked until `remove` or until this process ends."""
+    """Mode 0700, locked until `remove` or until this process ends."""
 
     def __init__(self, path: Path, lock_name: str, descriptor: int) -> None:
         self.path = path
@@ -29,7 +28,7 @@ class LockedFolder:
 
     @classmethod
     def make(cls, base: Path, prefix: str, lock_name: str) -> Self:
-        """Make a directory. lock_name: must differ from that of other kinds of directories with the same prefix. Raises OSError."""
+        """lock_name: must differ from that of other kinds of directories with the same prefix. Raises OSError."""
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
         try:
             return cls(path, lock_name, _lock(path, lock_name))
@@ -45,7 +44,7 @@ class LockedFolder:
 
 
 def is_locked(folder: Path, lock_name: str) -> bool:
-    """Whether a process uses `folder` now. False if this user cannot see it, or if the lock file's owner is not the folder's."""
+    """False also if this user cannot see the folder, or if the lock file's owner is not the folder's."""
     try:
         descriptor = _open_lock(folder / lock_name)
     except OSError:
@@ -83,7 +82,7 @@ def _remove_if_unlocked(path: Path) -> None:
 
 
 def _remove(folder: Path, lock_name: str) -> None:
-    """Remove the directory, the lock file last: if this process is killed meanwhile, another one finds the rest by it."""
+    """The lock file goes last: if this process is killed meanwhile, another one finds the rest by it."""
     with suppress(OSError):
         for path in folder.iterdir():
             if path.is_dir() and not path.is_symlink():
@@ -94,7 +93,7 @@ def _remove(folder: Path, lock_name: str) -> None:
 
 
 def _open_lock(path: Path) -> int:
-    """Open a lock file without following links or blocking: where all users may write, it may be another user's link or FIFO."""
+    """Follows no link and does not block: where all users may write, the lock may be another user's link or FIFO."""
     return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
 

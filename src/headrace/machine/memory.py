@@ -11,7 +11,7 @@ from headrace.machine.cgroups import UNLIMITED, memory_left, memory_limit, read_
 
 @dataclass(frozen=True, slots=True)
 class Available:
-    """Free memory in bytes, and the source of the number. is_measured: False if `num_bytes` is the whole memory, free or not"""
+    """is_measured: False if `num_bytes` is the whole memory, free or not."""
 
     num_bytes: int
     source: str
@@ -19,7 +19,7 @@ class Available:
 
 
 def read_available(root: Path = Path("/")) -> Available:
-    """The least of MemAvailable and of what each memory cgroup of this process leaves. Without /proc/meminfo, all memory of the machine."""
+    """The least of MemAvailable and of what each memory cgroup leaves. Without /proc/meminfo, all memory of the machine."""
     meminfo = read_text(root / "proc/meminfo")
     if meminfo is None:
         return Available(physical_bytes(), "the machine's memory; what is free is not measured there", is_measured=False)

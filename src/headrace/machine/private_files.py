@@ -12,7 +12,7 @@ from headrace.core.regular_files import MAX_SECRET_BYTES, in_time, read_file
 def check_private_file(where: str, path: str) -> None:
     """Raises ConfigError unless `path` is a regular file of this user or root that no other user may read or write.
 
-    Root may have opened its file to a group that this process is in: Kubernetes gives a secret to a pod that way (fsGroup, mode 0440).
+    Kubernetes gives a secret to a pod as a file of root, open to a group that this process is in (fsGroup, mode 0440).
     """
     info = _stat(where, path)
     if not stat.S_ISREG(info.st_mode):
@@ -24,13 +24,13 @@ def check_private_file(where: str, path: str) -> None:
 
 
 def why_not_private(where: str, path: str) -> str:
-    """A warning that a secret file of another system is open to other users; such a file is used all the same. Empty: none."""
+    """A warning about a secret file of another system, which is used all the same. Empty: none."""
     mode = stat.S_IMODE((info := _stat(where, path)).st_mode)
     return f"{where}: {path} is open to other users (mode {mode:04o}); chmod 600 {path}" if is_open_to_others(info) else ""
 
 
 def is_open_to_others(info: os.stat_result) -> bool:
-    """Whether the file's mode lets other users in. Reading by a group of this process is allowed on a file of root."""
+    """Reading by a group of this process is allowed on a file of root."""
     is_given_by_root = info.st_uid == 0 and info.st_gid != 0 and info.st_gid in (os.getegid(), *os.getgroups())
     return bool(stat.S_IMODE(info.st_mode) & (0o037 if is_given_by_root else 0o077))
 
@@ -44,7 +44,7 @@ def _stat(where: str, path: str) -> os.stat_result:
 
 
 def read_private_text(where: str, path: str, *, encoding: str = "UTF-8") -> str:
-    """The text of a file that is closed to other users. Raises ConfigError; no message shows any of the text."""
+    """Raises ConfigError unless the file is closed to other users; no message shows any of the text."""
     check_private_file(where, path)
     try:
         return read_file(path, MAX_SECRET_BYTES).decode(encoding)
@@ -55,7 +55,7 @@ def read_private_text(where: str, path: str, *, encoding: str = "UTF-8") -> str:
 
 
 def read_token(where: str, path: str) -> str:
-    """The token in a file, without the white space around it. Raises ConfigError; no message shows the token."""
+    """Raises ConfigError; no message shows the token."""
     token = read_private_text(where, path, encoding="ASCII").strip()
     if not token.isprintable() or " " in token:
         raise ConfigError(where, f"{path} holds more than one word", "A token is one line without spaces.")

@@ -1,7 +1,7 @@
 """Standard input, output and error of a process: open from its first moment, and harmless when they cannot be written.
 
-A daemon may be started with descriptor 0, 1 or 2 closed. The system gives such a number to the next socket or file, and whatever is then
-printed goes into it: log lines into a client's connection, for one. So every process of this package calls `prepare_standard_streams`
+A daemon may be started with descriptor 0, 1 or 2 closed, and its number goes to the next socket or file. Whatever is then
+printed goes there: log lines into a client's connection. So every process calls `prepare_standard_streams`
 before it opens anything.
 """
 
@@ -17,7 +17,7 @@ from headrace.core.errors import HeadraceError
 
 
 class OutputLost(HeadraceError):
-    """Standard output cannot be written: the disk is full, or the reader has left."""
+    """The disk is full, or the reader has left."""
 
     def __init__(self, error: OSError) -> None:
         self.reader_left = error.errno == errno.EPIPE
@@ -27,8 +27,8 @@ class OutputLost(HeadraceError):
 def prepare_standard_streams() -> None:
     """Open /dev/null in the place of each standard descriptor that is closed, and make sys.stdout and sys.stderr safe to write.
 
-    A print to stdout that fails raises OutputLost once; what follows is discarded, also by the interpreter at its end. A print to stderr
-    that fails is discarded: there is no other place to report it. Streams that a caller has put in their place stay.
+    A print to stdout that fails raises OutputLost once; what follows is discarded, as is a print to stderr that fails. Streams that a
+    caller has put in their place stay.
     """
     open_standard_descriptors()
     if sys.stdin is None:
@@ -53,7 +53,7 @@ def open_standard_descriptors() -> None:
 
 
 def _text(raw: io.RawIOBase, replaced: TextIO | None) -> TextIO:
-    """Text over `raw`, buffered and encoded as the stream in whose place it comes; a character without an encoding becomes an escape."""
+    """Buffered and encoded as the stream in whose place it comes; a character without an encoding becomes an escape."""
     buffered = io.BufferedWriter(raw)
     if not isinstance(replaced, io.TextIOWrapper):  # None: the descriptor was closed when the interpreter started
         return io.TextIOWrapper(buffered, encoding="utf-8", errors="backslashreplace", line_buffering=True)

@@ -1,4 +1,4 @@
-"""Turns SIGTERM and SIGINT into futures, the same in every process of a deployment. `first_of` waits for the first of several futures."""
+"""Turns SIGTERM and SIGINT into futures, the same in every process of a deployment."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 from typing import Any
 
 DUPLICATE_SIGNAL_S = 0.5
-"""Signals this close together count as one: a terminal and a wrapper (make, timeout, a shell) may both deliver one Ctrl-C."""
+"""Signals this close together count as one: a terminal and a wrapper (make, a shell) may both deliver one Ctrl-C."""
 
 
 class StopSignals:
@@ -18,7 +18,7 @@ class StopSignals:
     """
 
     def __init__(self, *, duplicate_signal_s: float = DUPLICATE_SIGNAL_S) -> None:
-        """duplicate_signal_s  0 under a supervisor, which sends no duplicates"""
+        """duplicate_signal_s: 0 under a supervisor, which sends no duplicates."""
         self._duplicate_signal_s = duplicate_signal_s
         self._loop = loop = asyncio.get_running_loop()
         self._asked_s = 0.0
@@ -41,8 +41,6 @@ class StopSignals:
     def __exit__(self, *error: object) -> None:
         """Restore the signals' default action. After a first signal they are ignored instead: the process is ending, and a later signal
         must not change its exit status.
-
-        `remove_signal_handler` restores the default action first, so a signal in the microseconds before SIG_IGN still ends the process.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.remove_signal_handler(number)
