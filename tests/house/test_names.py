@@ -1,4 +1,4 @@
-"""Tests that backticked names in docs and docstrings exist, and that every page and experiment is listed."""
+"""Tests that backticked names in docs and docstrings exist, and that every page is listed."""
 
 from __future__ import annotations
 
@@ -40,26 +40,24 @@ FOREIGN = frozenset(
     ]
 )
 """Names that are not this project's; a library's module stands in LIBRARIES."""
-OF_THEIR_TIME = {"docs/experiments.md": frozenset({"may_grow"})}
-"""Names that a dated entry may keep although the code lost them."""
 
 
-def mentions(house: dict[str, Module]) -> Iterator[tuple[str, str, str]]:
-    """(page or module, place, name) of everything between backticks."""
+def mentions(house: dict[str, Module]) -> Iterator[tuple[str, str]]:
+    """(place, name) of everything between backticks."""
     for page in PAGES:
         shown = str(page.relative_to(ROOT))
-        yield from ((shown, shown, name) for name in TICKED.findall(FENCE.sub("", page.read_text(encoding="utf-8"))))
+        yield from ((shown, name) for name in TICKED.findall(FENCE.sub("", page.read_text(encoding="utf-8"))))
     for module in house.values():
         shown = module.shown_path
-        yield from ((shown, f"{shown}:{line}", name) for line, text in docstrings(module.tree) for name in TICKED.findall(text))
+        yield from ((f"{shown}:{line}", name) for line, text in docstrings(module.tree) for name in TICKED.findall(text))
 
 
 def test_backticked_names_exist(house: dict[str, Module]) -> None:
     """A name that is another project's goes into FOREIGN; anything else has to be named as the code names it."""
     code = read_code()
     missing: dict[str, list[str]] = defaultdict(list)
-    for page, place, name in mentions(house):
-        known = name in FOREIGN or name.partition(".")[0] in LIBRARIES or name in OF_THEIR_TIME.get(page, ())
+    for place, name in mentions(house):
+        known = name in FOREIGN or name.partition(".")[0] in LIBRARIES
         if not known and not is_known(name, code):
             missing[name].append(place)
     assert not missing, "\n".join(f"`{name}` is nowhere in the code: {', '.join(places[:3])}" for name, places in sorted(missing.items()))
@@ -69,12 +67,3 @@ def test_the_documentations_front_page_lists_every_page() -> None:
     front = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"^\| \[(\w+\.md)\]\(\1\) \|", front, re.MULTILINE))
     assert listed == {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
-
-
-def test_every_experiment_is_in_the_index_once() -> None:
-    text = (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8")
-    index, _, entries = text.partition("\n## Index\n")[2].partition("\n## ")
-    linked = re.findall(r"^\| \[[^\]]+\]\(#([^)]+)\) \|", index, re.MULTILINE)
-    titles = re.findall(r"^### (.+)$", entries, re.MULTILINE)
-    wanted = [re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles]
-    assert sorted(linked) == sorted(wanted), "add a row to the index of docs/experiments.md: question, verdict, commit, JSON"

@@ -14,17 +14,20 @@ from tests.house.reader import ROOT
 pytestmark = pytest.mark.process
 
 
-def test_the_index_names_commits_that_recorded_an_experiment() -> None:
+def test_every_experiment_names_a_commit_that_recorded_it() -> None:
     git = ["git", "-C", str(ROOT)]
     shallow = subprocess.run([*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True, check=False)
     if shallow.stdout.strip() != "false":
         pytest.skip("no history here to look commits up in")
-    index = (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8").partition("\n## Index\n")[2].partition("\n## ")[0]
-    named = set(re.findall(r"\| ([0-9a-f]{7,40}) \|", index))
+    text = (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8")
+    entries = dict(re.findall(r"^### (.+)$((?:\n(?!#).*)*)", text, re.MULTILINE))
+    named = {title: re.search(r"\[((?:[0-9a-f]{7,40}(?:,\s)?)+)[\[\]]", body) for title, body in entries.items()}
+    assert entries
+    assert not [title for title, commits in named.items() if commits is None]
     history = [*git, "log", "--format=%H", "--", "docs/experiments.md"]
     touched = subprocess.run(history, capture_output=True, text=True, check=True).stdout.split()
-    assert named
-    assert not [commit for commit in sorted(named) if not any(full.startswith(commit) for full in touched)]
+    commits = {commit for match in named.values() if match for commit in re.findall(r"[0-9a-f]{7,40}", match[1])}
+    assert not [commit for commit in sorted(commits) if not any(full.startswith(commit) for full in touched)]
 
 
 def commits_in(found: object) -> Iterator[str]:
