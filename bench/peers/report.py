@@ -35,10 +35,10 @@ Table = Mapping[str, Mapping[str, Rounds]]
 
 HEADER = """# Headrace beside llama.cpp, vLLM and OpenVINO on a CPU
 
-Written by `python -m bench.peers.report` from the cells in `bench/results/peers/`, which hold commit, time, load and settings; how they
-are measured is in [bench/peers/README.md](../bench/peers/README.md). First the wins and losses: Headrace over the best other engine of
-the same round, median over the rounds; more than 1 is better, **bold** is a loss, "-" was not measured; an asterisk marks cells with a
-remark below their table. Every figure is in [bench/peers/tables.md](../bench/peers/tables.md).
+Written by `python -m bench.peers.report` from the cells in `bench/results/peers/`; how they are measured is in
+[bench/peers/README.md](../bench/peers/README.md). Headrace over the best other engine of the same round, median over the rounds; more
+than 1 is better, **bold** is a loss, "-" was not measured; an asterisk marks cells with a remark below their table in
+[bench/peers/tables.md](../bench/peers/tables.md), which has every figure.
 
 %s
 
