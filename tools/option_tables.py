@@ -11,8 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from headrace.cli.config.sections import ServeConfig
-from headrace.cli.config.variables import ELSEWHERE
+from headrace.cli.config.load import file_keys
 from headrace.cli.flags.rows import ENGINE_FLAGS
 from headrace.core.option import Leaf, Option, Role, leaves, written
 from headrace.engine.server.config import ProcessConfig
@@ -22,11 +21,6 @@ PLACE = re.compile(r"(<!-- keys: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 REST, ENGINE_FILE = "rest", "engine"
 ENGINE = "models[N].engine."
 MIB = 1 << 20
-
-
-def keys() -> Iterator[Leaf]:
-    """Every key that a file may have."""
-    return (leaf for leaf in leaves(ServeConfig) if not any(_is_below(leaf.path, path) for path in ELSEWHERE))
 
 
 def table(leaves_of_place: list[Leaf]) -> str:
@@ -39,7 +33,7 @@ def filled(text: str) -> str:
     places = sorted((place[2] for place in PLACE.finditer(text)), key=len, reverse=True)
     rows: dict[str, list[Leaf]] = {place: [] for place in places}
     rows[ENGINE_FILE] = [leaf for leaf in leaves(ProcessConfig, role=Role.OPERATOR) if leaf.option.help]
-    for leaf in keys():
+    for leaf in file_keys():
         rows[next((place for place in places if _is_below(leaf.path, place)), REST)].append(leaf)
     return PLACE.sub(lambda place: place[1] + table(rows[place[2]]) + place[3], text)
 

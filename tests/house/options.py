@@ -10,13 +10,13 @@ from collections.abc import Iterator
 
 import typer.main
 
+from headrace.cli.config.load import file_keys
 from headrace.cli.main import app
-from tools.option_tables import keys
 
 
 def config_options() -> Iterator[tuple[str, str]]:
     """(path, "type = default, when a change holds, whose it is") of every key that a file can have, in the order of the classes."""
-    for leaf in keys():
+    for leaf in file_keys():
         shown = leaf.hint.__name__ if isinstance(leaf.hint, type) else str(leaf.hint)
         default = "(required)" if leaf.is_required else repr(leaf.option.default)
         if on := leaf.option.on:

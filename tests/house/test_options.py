@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from headrace.cli.config.load import file_keys
 from headrace.cli.flags.rows import GATEWAY_FLAGS, SERVE_FLAGS
 from tests.house.options import config_options, flags, listing
 from tests.house.reader import ROOT
-from tools.option_tables import ENGINE, keys
+from tools.option_tables import ENGINE
 
 pytestmark = pytest.mark.pure
 
@@ -35,7 +36,9 @@ def test_flags_people_know_from_vllm_are_there() -> None:
 
 def test_flags_of_options_are_those_of_the_commands() -> None:
     """Commands that must start at once declare their flags without the options (`cli.flags.rows`): each sets the key that says so."""
-    said = {leaf.path.replace("models[N]", "model"): set(leaf.option.flags or ()) for leaf in keys() if not leaf.path.startswith(ENGINE)}
+    said = {
+        leaf.path.replace("models[N]", "model"): set(leaf.option.flags or ()) for leaf in file_keys() if not leaf.path.startswith(ENGINE)
+    }
     taken = {flag for command in ("headrace serve", "headrace gateway") for flag in dict(flags())[command].split()}
     assert {flag for names in said.values() for flag in names if flag.startswith("--")} <= taken
     for flag in (*SERVE_FLAGS, *GATEWAY_FLAGS):

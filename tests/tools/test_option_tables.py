@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tools.option_tables import PAGE, PLACE, filled, keys
+from headrace.cli.config.load import file_keys
+from tools.option_tables import PAGE, PLACE, filled
 
 pytestmark = pytest.mark.pure
 
@@ -16,5 +17,5 @@ def test_tables_of_keys_are_those_of_the_source() -> None:
 
 
 def test_every_key_says_what_it_is_for_and_whose_it_is() -> None:
-    silent = [leaf.path for leaf in keys() if not (leaf.option.help and leaf.option.role)]
+    silent = [leaf.path for leaf in file_keys() if not (leaf.option.help and leaf.option.role)]
     assert not silent

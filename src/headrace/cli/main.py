@@ -1,14 +1,22 @@
 """Runs the `headrace` command: lists its sub-commands, and turns their errors into exit codes (`cli.exits`).
 
 Modules of sub-commands import torch, Numba, HTTP and YAML inside functions only, so that `--help` and shell completion answer at once.
+`--help` shows the options that are marked as common (`core.option`), `--help-all` the others too.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Annotated
 
 import typer
+from typer._click.core import Context, Parameter  # these have no public name that fits
+from typer._click.exceptions import NoSuchOption
+from typer._click.formatting import HelpFormatter
+from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command
 
 from headrace import __version__
@@ -23,8 +31,8 @@ from headrace.cli.chat.chat import agent, chat
 from headrace.cli.config.commands import config_app
 from headrace.cli.doctor import doctor
 from headrace.cli.exits import report
-from headrace.cli.flags.help import GroupedCommand, SuggestingGroup
-from headrace.cli.flags.vllm import refuse_missing_values, translated
+from headrace.cli.flags.flag import FURTHER
+from headrace.cli.flags.vllm import TABLE, RefusedFlag, refuse_missing_values, translated
 from headrace.cli.models import models
 from headrace.cli.planner.plan import plan
 from headrace.cli.planner.simulate import simulate
@@ -34,6 +42,62 @@ from headrace.cli.servers.gateway import gateway
 from headrace.cli.servers.serve import serve
 from headrace.core.errors import HeadraceError
 from headrace.machine.standard_streams import OutputLost, prepare_standard_streams
+
+_SHOWS_ALL = "headrace.shows_all"
+
+
+class GroupedCommand(TyperCommand):
+    """A command with many options: `--help` shows the common ones by group."""
+
+    def get_params(self, ctx: Context) -> list[Parameter]:
+        text = "Show every option, and leave."
+        every = TyperOption(param_decls=["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all, help=text)
+        return [*super().get_params(ctx), every]
+
+    def format_options(self, ctx: Context, formatter: HelpFormatter) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": []}
+        for param in self.get_params(ctx):
+            default = "Arguments" if param.param_type_name == "argument" else "Options"
+            if (record := param.get_help_record(ctx)) is not None:
+                groups.setdefault(getattr(param, "rich_help_panel", None) or default, []).append(record)
+        for heading, records in sorted(groups.items(), key=lambda group: group[0] == "Options"):
+            if records and (_SHOWS_ALL in ctx.meta or not heading.endswith(FURTHER)):
+                with formatter.section(heading):
+                    formatter.write_dl(records)
+
+
+def _show_all(ctx: Context, param: Parameter, is_given: bool) -> None:
+    if is_given and not ctx.resilient_parsing:
+        ctx.meta[_SHOWS_ALL] = True
+        typer.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
+
+
+class SuggestingGroup(TyperGroup):
+    """Answers an unknown flag, of the group or of a command, with the nearest known one, or with what to do instead of vLLM's."""
+
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+        with _nearest_flag_suggested():
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Context) -> object:
+        with _nearest_flag_suggested():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _nearest_flag_suggested() -> Iterator[None]:
+    try:
+        yield
+    except NoSuchOption as error:
+        params = error.ctx.command.params if error.ctx else []
+        known = [name for param in params for name in (*param.opts, *param.secondary_opts)]
+        for nearest in get_close_matches(error.option_name, [*known, *TABLE], n=1):
+            entry = TABLE.get(nearest)
+            error.message += f". {entry.message(nearest)}" if isinstance(entry, RefusedFlag) else f". Did you mean {nearest}?"
+        error.possibilities = None  # the parser's own suggestions
+        raise
+
 
 app = typer.Typer(
     name="headrace",
@@ -47,34 +111,32 @@ app = typer.Typer(
     # Underscores are dashes, as in vLLM; flag names come here without their leading dashes.
     context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": lambda name: name.replace("_", "-")},
 )
-app.command(cls=GroupedCommand)(serve)
-app.command(cls=GroupedCommand)(engine)
-app.command(cls=GroupedCommand)(gateway)
-app.command()(status)
-app.command()(reload)
-app.command()(rollout)
-app.command()(scale)
-app.command()(drain)
-app.command()(chat)
-app.command()(agent)
-app.command()(models)
-app.command()(plan)
-app.command()(simulate)
-app.command()(usage)
-app.command()(doctor)
-app.command()(replay)
+COMMANDS: tuple[Callable[..., None], ...] = (
+    status,
+    reload,
+    rollout,
+    scale,
+    drain,
+    chat,
+    agent,
+    models,
+    plan,
+    simulate,
+    usage,
+    doctor,
+    replay,
+)
+GROUPS = {"cache": cache_app, "config": config_app, "keys": keys_app, "tenants": tenants_app, "log": log_app, "tls": tls_app}
 bench_app = typer.Typer(help="Measure a server, or the engine in this process.", no_args_is_help=True, rich_markup_mode=None)
 bench_app.command(name="serve")(bench_serve)
-bench_app.command(cls=GroupedCommand)(throughput)
-bench_app.command(cls=GroupedCommand)(latency)
-bench_app.command(cls=GroupedCommand)(steps)
-app.add_typer(bench_app, name="bench")
-app.add_typer(cache_app, name="cache")
-app.add_typer(config_app, name="config")
-app.add_typer(keys_app, name="keys")
-app.add_typer(tenants_app, name="tenants")
-app.add_typer(log_app, name="log")
-app.add_typer(tls_app, name="tls")
+for of_engine in (throughput, latency, steps):
+    bench_app.command(cls=GroupedCommand)(of_engine)
+for server in (serve, engine, gateway):
+    app.command(cls=GroupedCommand)(server)
+for command in COMMANDS:
+    app.command()(command)
+for name, group in {"bench": bench_app, **GROUPS}.items():
+    app.add_typer(group, name=name)
 
 
 def _show_version(wanted: bool) -> None:

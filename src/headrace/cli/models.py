@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from headrace.bundled import DRAFT_MODEL
+from headrace.bundled import DEFAULT_MODEL, DRAFT_MODEL, bundled_names, bundled_path
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.core.model_names import name_of_file
 from headrace.tensor.checkpoint.gguf.paths import SUFFIX, is_first, is_gguf, model_name
@@ -42,7 +42,6 @@ def models(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """List the bundled models, or the models of a folder."""
-    from headrace.bundled import DEFAULT_MODEL, bundled_names, bundled_path
 
     names = sorted(bundled_names(), key=lambda name: name != DEFAULT_MODEL)
     bundled = [path for name in names if (path := bundled_path(name)) is not None]

@@ -14,6 +14,8 @@ from headrace.cli.exits import CommandExitCode
 from headrace.cli.flags.flag import GivenFlags, with_flags
 from headrace.cli.flags.rows import engine_flags
 from headrace.core.errors import ConfigError
+from headrace.core.strict_decode import decode
+from headrace.engine.config import EngineConfig
 
 if TYPE_CHECKING:
     from headrace.core.plan import Plan
@@ -83,9 +85,7 @@ def _report_left_out(plans: list[Plan]) -> None:
 
 def _run(plans: list[Plan], model: str, options: dict[str, object], *, as_json: bool) -> Iterator[str]:
     """Run the plans on a fresh engine that is just large enough for them. Yields a line for each."""
-    from headrace.core.strict_decode import decode
     from headrace.engine.build import reading_ahead
-    from headrace.engine.config import EngineConfig
     from headrace.fleet.weights import resolve_model
     from headrace.lab.replay import replay as run_again
 

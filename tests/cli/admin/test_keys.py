@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from headrace.bundled import DEFAULT_MODEL
 from headrace.cli.admin.directory import open_administration, read_limits
 from headrace.cli.config.load import load, load_settings
 from headrace.cli.exits import UsageRefused, exit_code_of
@@ -207,7 +206,7 @@ def test_models_whose_requests_are_free_in_a_budget_are_named(tmp_path: Path) ->
 @pytest.mark.socket
 async def test_limits_are_shown_over_the_admin_socket() -> None:
     made = await asyncio.to_thread(printed, "keys", "create", "--tenant", "acme", "--tier", "free", "--budget", "2")
-    config = load_settings(None, os.environ, {"state": None}, default_model=DEFAULT_MODEL)
+    config = load_settings(None, os.environ)
     requests = KeyRequests(
         lambda actor: open_administration(config, actor=actor), limit_requests(lambda admin, work: read_limits(config, admin, work))
     )

@@ -74,14 +74,11 @@ def test_what_is_shown_is_a_file_again(tmp_path: Path, model_folder: Path, capsy
     assert load(again, os.environ) == load(file, os.environ)
 
 
-def test_init_writes_a_file_that_holds_and_overwrites_none(
-    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("headrace.bundled.DEFAULT_MODEL", str(model_folder))
+def test_init_writes_a_file_that_holds_and_overwrites_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "new.yaml"
     init(file)
     config = load(file, {})
-    assert shown(config) == shown(load(None, {}, default_model=str(model_folder)))
+    assert shown(config) == shown(load(None, {}))
     with pytest.raises(ConfigError, match="left alone"):
         init(file)
     init(None)

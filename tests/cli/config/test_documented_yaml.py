@@ -9,8 +9,8 @@ import re
 
 import pytest
 
+from headrace.cli.config.load import ELSEWHERE
 from headrace.cli.config.sections import ServeConfig
-from headrace.cli.config.variables import ELSEWHERE
 from headrace.cli.config.yaml_files import parse_yaml
 from headrace.core.errors import ConfigError
 from headrace.core.strict_decode import decode

@@ -6,17 +6,19 @@ import hashlib
 import json
 import math
 import re
+from functools import partial
 from pathlib import Path
 from typing import cast
 
 import pytest
 import yaml
 
+from headrace.bundled import DEFAULT_MODEL
 from headrace.cli.config.faults import faults
-from headrace.cli.config.load import load
+from headrace.cli.config.load import REMOVED, ServeSource, load
 from headrace.cli.config.sections import ServeConfig, is_fetched
-from headrace.cli.config.variables import REMOVED
 from headrace.cli.config.yaml_files import Raw, dump_yaml, parse_yaml
+from headrace.cli.flags.flag import GivenFlags
 from headrace.core.errors import ConfigError
 from headrace.core.option import Reload, leaves, options
 from headrace.fleet.desired import FIXED, FIXED_GATEWAY
@@ -34,7 +36,7 @@ def load_text(tmp_path: Path, text: str, environment: dict[str, str] | None = No
     file = tmp_path / "headrace.yaml"
     file.write_text(text)
     own = {"XDG_STATE_HOME": str(tmp_path), **(environment or {})}
-    return load(file, own, {path.replace("__", "."): value for path, value in flags.items()})
+    return load(file, own, GivenFlags({path.replace("__", "."): value for path, value in flags.items()}))
 
 
 def refusal(tmp_path: Path, text: str, environment: dict[str, str] | None = None, **flags: object) -> ConfigError:
@@ -139,7 +141,7 @@ models:
 
 def test_a_foreign_server_can_be_named_by_the_environment_alone() -> None:
     environment = {"HEADRACE_MODELS__0__UPSTREAMS__0__URL": "http://h/v1", "HEADRACE_MODELS__0__NAME": "far"}
-    (model,) = load(None, environment, default_model="headrace-tiny").models
+    (model,) = load(None, environment).models
     assert (model.served_name, model.engine) == ("far", None)
 
 
@@ -153,7 +155,7 @@ def test_environment_wins_over_the_file_and_flags_over_both(tmp_path: Path, mode
         "HEADRACE_DRAIN_TIMEOUT_S": "7",
         "OTHER__PORT": "1",
     }
-    config = load_text(tmp_path, text, environment, gateway__port=3000, model__engine__max_num_seqs=None)
+    config = load_text(tmp_path, text, environment, gateway__port=3000)
     engine = config.models[0].engine
     assert engine is not None
     assert (engine.seed, engine.max_num_seqs, config.gateway.port, config.drain_timeout_s) == (2, 4, 3000, 7.0)
@@ -161,12 +163,12 @@ def test_environment_wins_over_the_file_and_flags_over_both(tmp_path: Path, mode
 
 
 def test_default_model_is_served_when_nothing_names_one(tmp_path: Path, model_folder: Path) -> None:
-    config = load(None, {}, {"model.engine.seed": 5}, default_model=str(model_folder))
+    config = load(None, {}, GivenFlags({"model.engine.seed": 5}))
     engine = config.models[0].engine
     assert engine is not None
-    assert (engine.model, engine.seed) == (str(model_folder), 5)
-    assert config.models[0].served_name == "some-model"
-    named = load(None, {}, {"model.engine.model": str(model_folder), "model.name": "mine"}, default_model="/nowhere")
+    assert (engine.model, engine.seed) == (DEFAULT_MODEL, 5)
+    assert config.models[0].served_name == DEFAULT_MODEL
+    named = load(None, {}, GivenFlags({"model.engine.model": str(model_folder), "model.name": "mine"}))
     assert named.models[0].served_name == "mine"
 
 
@@ -393,7 +395,7 @@ def test_a_wrong_value_is_refused_under_the_name_of_what_set_it(
     file.write_text(f"models: [{{engine: {{model: {model_folder}, seed: x}}}}]")
     values = {name: value.replace("M}", f"{model_folder}}}") for name, value in environment.items()}
     with pytest.raises(ConfigError) as caught:
-        load(file, values, dict.fromkeys(flag_names, "x"), flag_names=flag_names)
+        load(file, values, GivenFlags(dict.fromkeys(flag_names, "x"), flag_names))
     assert caught.value.where == where
 
 
@@ -408,7 +410,7 @@ def test_flag_of_one_model_is_refused_when_the_file_declares_several(tmp_path: P
     assert load_text(tmp_path, text, gateway__port=5).gateway.port == 5
     path = "model.engine.memory_fraction"
     with pytest.raises(ConfigError, match=r"^--gpu-memory-utilization: the file declares 2 models"):
-        load(tmp_path / "headrace.yaml", {}, {path: 0.5}, flag_names={path: "--gpu-memory-utilization"})
+        load(tmp_path / "headrace.yaml", {}, GivenFlags({path: 0.5}, {path: "--gpu-memory-utilization"}))
 
 
 def test_open_server_beyond_loopback_must_be_said(tmp_path: Path, model_folder: Path) -> None:
@@ -470,3 +472,40 @@ def test_a_model_that_is_not_there_says_what_is(headrace: Headrace, tmp_path: Pa
     done = headrace("serve", str(tmp_path / name))
     assert done.returncode == 3
     assert said.replace("FOLDER", str(tmp_path)) in done.stderr
+
+
+def test_differences_name_models_and_show_no_secret(tmp_path: Path, model_folder: Path) -> None:
+    path = tmp_path / "headrace.yaml"
+    tiny = {"engine": {"model": str(model_folder), "num_threads": 1}}
+
+    def write(*models: object, **gateway: object) -> None:
+        path.write_text(json.dumps({"models": models, "gateway": gateway}))
+
+    write(tiny, api_keys=[{"key": "first-key-1"}])
+    read = partial(load, path, {"HEADRACE_GATEWAY__PORT": "9000"}, GivenFlags({"drain_timeout_s": 7}))
+    source = ServeSource(read(), read, Path)
+    assert source.read().gateway["port"] == 9000
+    assert source.differences() == ["the configuration is as it was"]
+    other = {"name": "other", "engine": {"model": str(model_folder)}, "aliases": ["o"]}
+    write({**tiny, "replicas": 2}, other, api_keys=[{"key": "first-key-1"}, {"key": "second-key-2", "tenant": "b"}])
+    for _ in range(2):
+        fleet = source.read()
+        assert ([model.replicas for model in fleet.models], fleet.drain_timeout_s) == ([2, 1], 7)
+        found = source.differences()
+        assert found[:2] == [f"~ models[{model_folder.name}].replicas: 1 -> 2", "+ models[other]"]
+        assert "second-key-2" not in str(found)
+        assert "tenant='b'" in found[2]
+    source.accept()
+    source.read()
+    assert source.differences() == ["the configuration is as it was"]
+
+
+def test_a_file_with_a_fault_is_refused_and_what_holds_stays(tmp_path: Path, model_folder: Path) -> None:
+    path = tmp_path / "headrace.yaml"
+    path.write_text(json.dumps({"models": [{"engine": {"model": str(model_folder)}}]}))
+    read = partial(load, path, {})
+    source = ServeSource(read(), read, Path)
+    path.write_text(json.dumps({"models": [{"engine": {"model": str(model_folder)}, "replica": 2}]}))
+    with pytest.raises(ConfigError, match=r"models\[0\]\.replica: is not a known key"):
+        source.read()
+    assert source.differences() == ["the configuration is as it was"]

@@ -10,6 +10,7 @@ import pytest
 
 from headrace.cli.config.load import load
 from headrace.cli.config.state import make_state_folder, state_folder
+from headrace.cli.flags.flag import GivenFlags
 from headrace.core.errors import ConfigError
 
 pytestmark = pytest.mark.pure
@@ -51,7 +52,7 @@ def test_flag_variable_and_file_in_this_order(tmp_path: Path) -> None:
     own = {"XDG_STATE_HOME": str(tmp_path)}
     assert load(file, own).state == str(Path.cwd() / "of-the-file")
     assert load(file, {**own, "HEADRACE_STATE": "/of/the/variable"}).state == "/of/the/variable"
-    assert load(file, {"HEADRACE_STATE": "/of/the/variable"}, {"state": "/of/the/flag"}).state == "/of/the/flag"
+    assert load(file, {"HEADRACE_STATE": "/of/the/variable"}, GivenFlags({"state": "/of/the/flag"})).state == "/of/the/flag"
     file.write_text(file.read_text().replace("state: of-the-file", ""))
     config = load(file, own)
     assert config.state == str(tmp_path / "headrace")

@@ -11,9 +11,7 @@ import pytest
 from typer._click.exceptions import NoSuchOption
 from typer.main import get_command
 
-from headrace.cli.config.load import ENV_PREFIX, from_raw
-from headrace.cli.config.sections import ServeConfig
-from headrace.cli.config.variables import ELSEWHERE, apply_variable, known_variables, nearest_variable, set_at, variables
+from headrace.cli.config.load import ELSEWHERE, apply_variable, from_raw, known_variables, nearest_variable, set_at, variables
 from headrace.cli.flags.vllm import TABLE, RefusedFlag
 from headrace.cli.main import app
 from headrace.core.errors import ConfigError
@@ -57,15 +55,15 @@ def test_keys_that_are_suggested_are_known(path: str) -> None:
             assert any(".".join(steps_of(each)).startswith(known) for each in PATHS), f"{word} -> {known}"
 
 
-@pytest.mark.parametrize(("number", "name"), list(enumerate(known_variables(ServeConfig, ENV_PREFIX))))
+@pytest.mark.parametrize(("number", "name"), list(enumerate(known_variables())))
 def test_variables_that_are_suggested_are_read(number: int, name: str) -> None:
     """One misspelling of each, another in turn: in names this long, one letter is as near as the next."""
     made = misspelt(name)
-    suggested = nearest_variable(ServeConfig, made[number % len(made)], ENV_PREFIX)
+    suggested = nearest_variable(made[number % len(made)])
     assert suggested is not None
-    ((found, steps),) = variables({suggested: "1"}, ENV_PREFIX)
+    ((found, steps),) = variables({suggested: "1"})
     raw: dict[str, object] = {}
-    apply_variable(ServeConfig, raw, found, steps, "1", ENV_PREFIX)
+    apply_variable(raw, found, steps, "1")
     assert raw
     assert ".".join(steps) not in ELSEWHERE
 

@@ -17,11 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.cli.config import load as loading
-from headrace.cli.config.load import load
+from headrace.cli.config.load import ServeSource, load
 from headrace.cli.config.sections import ServeConfig
 from headrace.cli.config.yaml_files import dump_yaml, parse_yaml
-from headrace.cli.servers import source as config_source
-from headrace.cli.servers.source import ServeSource
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.fleet.config import FleetConfig
 from headrace.fleet.desired import check_can_become, with_choices_of_start
@@ -307,8 +305,7 @@ def json_lines(text: str) -> str:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (loading, config_source):
-            patch.setattr(module, "has_stored_keys", lambda *_: False)  # no store is asked
+        patch.setattr(loading, "has_stored_keys", lambda *_: False)  # no store is asked
         yield Site(tmp_path_factory.mktemp("site"))
 
 
@@ -420,15 +417,13 @@ def test_the_word_is_refused_beside_keys_so_that_no_lost_line_makes_it_true(site
 
 
 def test_the_word_is_refused_where_the_store_has_keys(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (loading, config_source):
-        monkeypatch.setattr(module, "has_stored_keys", lambda *_: True)
+    monkeypatch.setattr(loading, "has_stored_keys", lambda *_: True)
     with pytest.raises(ConfigError, match=r"^gateway\.access: is open, and the store has API keys"):
         site.read(without(site.full, "api_keys:").replace("gateway:\n", WORD).encode())
 
 
 def test_keys_may_move_into_the_store(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (loading, config_source):
-        monkeypatch.setattr(module, "has_stored_keys", lambda *_: True)
+    monkeypatch.setattr(loading, "has_stored_keys", lambda *_: True)
     assert site.read(without(site.full, "api_keys:").encode()).gateway.api_keys == ()
 
 

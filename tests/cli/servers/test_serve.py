@@ -21,7 +21,7 @@ import pytest
 from headrace.cli.chat.child import URL_LINE
 from headrace.cli.config.load import load
 from headrace.cli.config.sections import ServeConfig
-from headrace.cli.flags.flag import given_flags
+from headrace.cli.flags.flag import GivenFlags, given_flags
 from headrace.cli.flags.rows import SERVE_FLAGS
 from headrace.cli.servers import announcement
 from headrace.cli.servers import serve as serve_module
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.pure
 
 
 def config_with(model_folder: Path, **params: object) -> ServeConfig:
-    return load(None, {}, given_flags(SERVE_FLAGS, {"model_argument": str(model_folder), **params}).values)
+    return load(None, {}, given_flags(SERVE_FLAGS, {"model_argument": str(model_folder), **params}))
 
 
 def test_every_flag_reaches_the_configuration(model_folder: Path) -> None:
@@ -105,7 +105,7 @@ def test_every_flag_reaches_the_configuration(model_folder: Path) -> None:
 
 def test_flags_not_given_leave_every_default(model_folder: Path) -> None:
     given = config_with(model_folder, enable_prefix_caching=None, allow_open=None, experimental=None, api_key=[], served_model_name=None)
-    assert given == load(None, {}, {}, default_model=str(model_folder))
+    assert given == load(None, {}, GivenFlags({"model.engine.model": str(model_folder)}))
 
 
 def test_every_parameter_of_serve_is_used(model_folder: Path) -> None:

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.cli.admin.flags import AdminFiles, AdminUrl
+from headrace.cli.admin.directory import AdminFiles, AdminUrl
+from headrace.cli.exits import CommandExitCode, UsageRefused
+from headrace.core.counted import counted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from headrace.cli.admin.client import AdminClient
-    from headrace.cli.exits import CommandExitCode
 
 RunDir = Annotated[
     Path | None, typer.Option("--run-dir", metavar="DIR", help="Which deployment: its run directory. Default: the only one of this user.")
@@ -69,7 +70,6 @@ def scale(
     tls_dir: AdminFiles = None,
 ) -> None:
     """Run more or fewer replicas of a model, until the next reload."""
-    from headrace.cli.exits import UsageRefused
 
     model, _, number = wanted.rpartition("=")
     if not (model and number.isascii() and number.isdigit()):
@@ -87,7 +87,6 @@ def drain(
     tls_dir: AdminFiles = None,
 ) -> None:
     """Retire a replica, or the whole deployment, within a time: no new work, and what has not finished moves to another replica."""
-    from headrace.cli.exits import UsageRefused
 
     if (replica is not None) == everything:
         raise UsageRefused("REPLICA and --all: give one of them")
@@ -109,7 +108,6 @@ def _client(run_dir: Path | None, admin: str | None, tls_dir: Path | None) -> Ad
 
 
 def _command(client: AdminClient, name: str, body: Mapping[str, object], *, ends_within_s: float = 0.0) -> CommandExitCode:
-    from headrace.cli.exits import CommandExitCode
 
     for said in client.command(name, body):
         match said["event"]:
@@ -126,7 +124,6 @@ def _command(client: AdminClient, name: str, body: Mapping[str, object], *, ends
 
 
 def _ended(client: AdminClient, within_s: float) -> CommandExitCode:
-    from headrace.cli.exits import CommandExitCode
 
     print(f"the deployment drains for up to {within_s:g} s", flush=True)
     deadline = time.monotonic() + within_s + END_GRACE_S
@@ -170,7 +167,6 @@ def _shown_model(model: Mapping[str, Any]) -> list[str]:
 
 
 def _shown_replica(replica: Mapping[str, Any]) -> str:
-    from headrace.core.counted import counted
 
     is_odd = replica["phase"] == "serving" and not replica["ready"]
     process = "no process" if replica["pid"] is None else f"pid {replica['pid']}"

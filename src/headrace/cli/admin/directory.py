@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from headrace.cli.admin.flags import AdminFiles, AdminUrl
+from headrace.cli.exits import UsageRefused
+from headrace.cli.flags.flag import GivenFlags
+from headrace.policy.limits.tier import all_tiers
 
 if TYPE_CHECKING:
     from headrace.cli.config.sections import ServeConfig
@@ -31,6 +33,12 @@ ConfigFile = Annotated[
 StateFolder = Annotated[
     str | None,
     typer.Option("--state", metavar="DIR", help="The server's state folder. Default: HEADRACE_STATE, else ~/.local/state/headrace."),
+]
+AdminUrl = Annotated[
+    str | None, typer.Option("--admin", metavar="URL", help="A deployment on another machine, as its admin.listen says: https://HOST:PORT.")
+]
+AdminFiles = Annotated[
+    Path | None, typer.Option("--tls-dir", metavar="DIR", help="With --admin: the folder of ca.crt, tls.crt, tls.key and token.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 
@@ -69,7 +77,7 @@ class KeyDirectory:
         """path: of the same report at a deployment, before /limits"""
         if self.is_remote:
             return self._ask_deployment("GET", *path, "limits")
-        config = _settings(self.file, self.state)
+        config = settings_of(self.file, self.state)
         return administered(self.file, self.state, lambda admin: read_limits(config, admin, work))
 
     def note_unpriced_models(self, budget: float | None, names: Sequence[str] = ()) -> None:
@@ -79,7 +87,7 @@ class KeyDirectory:
         if self.file is None:
             print("headrace: --budget: it counts by the server's `prices`; give --config to have them looked at", file=sys.stderr)
             return
-        config = _settings(self.file, self.state)
+        config = settings_of(self.file, self.state)
         sections = [section for section in config.models if not names or {section.served_name, *section.aliases} & set(names)]
         if unpriced := [section.served_name for section in sections if section.served_name not in config.prices]:
             print(f"headrace: --budget: {self.file} has no price of {', '.join(unpriced)}: such requests cost nothing", file=sys.stderr)
@@ -88,7 +96,7 @@ class KeyDirectory:
         """Print on stderr which of these models the configuration lacks: a key for unknown models alone is useless."""
         if self.file is None or not names:
             return
-        served = [model for section in _settings(self.file, self.state).models for model in (section.served_name, *section.aliases)]
+        served = [model for section in settings_of(self.file, self.state).models for model in (section.served_name, *section.aliases)]
         for name in names:
             if name not in served:
                 print(f"headrace: {self.file} has no model {name}; it has {', '.join(served)}", file=sys.stderr)
@@ -99,7 +107,7 @@ class KeyDirectory:
 
         if self.is_remote:
             return int(self._ask_deployment("DELETE", "cache", tenant, body={"all": is_all})["removed"])
-        config = _settings(self.file, self.state).whole_gateway()
+        config = settings_of(self.file, self.state).whole_gateway()
         return administered(self.file, self.state, lambda admin: purge(config, tenant, admin, time.time, is_all=is_all))
 
     @property
@@ -110,7 +118,6 @@ class KeyDirectory:
         self, method: str, *path: str, query: Mapping[str, str] | None = None, body: Mapping[str, object] | None = None
     ) -> Any:
         from headrace.cli.admin.client import open_client
-        from headrace.cli.exits import UsageRefused
 
         if self.file is not None or self.state is not None:
             raise UsageRefused("--admin: the deployment has its own file and state; leave out --config and --state.")
@@ -142,7 +149,7 @@ def of_directory(command: Callable[..., None]) -> Callable[..., None]:
 def administered(file: Path | None, state: str | None, work: Callable[[Administration], Awaitable[T]]) -> T:
     import asyncio  # brings ssl, which takes its time
 
-    config = _settings(file, state)
+    config = settings_of(file, state)
 
     async def run() -> T:
         administration = open_administration(config, actor=f"{user_name(os.geteuid())}, by command")
@@ -159,7 +166,6 @@ async def read_limits(
 ) -> list[dict[str, object]]:
     from headrace.gateway.limits.report import LimitReport
     from headrace.gateway.limits.store import open_limits
-    from headrace.policy.limits.tier import all_tiers
 
     store = open_limits(config.gateway.store, config.state, clock=time.monotonic, unix_time=time.time)
     try:
@@ -168,10 +174,10 @@ async def read_limits(
         await store.close()
 
 
-def _settings(file: Path | None, state: str | None) -> ServeConfig:
+def settings_of(file: Path | None, state: str | None) -> ServeConfig:
     from headrace.cli.config.load import load_settings
 
-    return load_settings(file, os.environ, {"state": state})
+    return load_settings(file, os.environ, GivenFlags({} if state is None else {"state": state}))
 
 
 def open_administration(config: ServeConfig, *, actor: str) -> Administration:
@@ -179,7 +185,6 @@ def open_administration(config: ServeConfig, *, actor: str) -> Administration:
     from headrace.cli.config.state import make_state_folder
     from headrace.gateway.access.administration import Administration
     from headrace.gateway.access.key_store import open_keys
-    from headrace.policy.limits.tier import all_tiers
 
     make_state_folder(Path(config.state))
     store = open_keys(config.state, config.gateway.store)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -11,9 +12,12 @@ from typing import Annotated, Any
 import typer
 
 from headrace.cli.admin.directory import AsJson, KeyDirectory, of_directory
+from headrace.cli.exits import UsageRefused
 from headrace.policy.limits.tier import BUILT_IN_TIERS
 
 keys_app = typer.Typer(help="Create, list, rotate and revoke API keys.", no_args_is_help=True, rich_markup_mode=None)
+
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 
 LIMIT_COLUMNS = ("of", "limit", "number", "used", "left", "reset_s")
 
@@ -36,7 +40,6 @@ def create(
     as_json: AsJson = False,
 ) -> None:
     """Create an API key and print it. It is shown once: only its digest is kept."""
-    from headrace.cli.admin.flags import seconds_of
 
     names = [name.strip() for name in models.split(",")] if models else []
     directory.note_unknown_models(names)
@@ -45,7 +48,7 @@ def create(
         "tenant": tenant,
         "tier": tier,
         "user": user,
-        "expires_s": None if expires is None else seconds_of(expires, "--expires"),
+        "expires_s": None if expires is None else _seconds_of(expires, "--expires"),
         "budget": budget,
         "requests_per_minute": requests_per_minute,
         "models": names,
@@ -87,9 +90,8 @@ def rotate(
     as_json: AsJson = False,
 ) -> None:
     """Replace a key by a new one of the same id, limits and budget, and print it."""
-    from headrace.cli.admin.flags import seconds_of
 
-    body = {"grace_s": seconds_of(grace, "--grace")}
+    body = {"grace_s": _seconds_of(grace, "--grace")}
     _print_issued(directory.ask("POST", "keys", key_id, "rotate", body=body), as_json)
 
 
@@ -155,3 +157,11 @@ def _shown(name: str, value: object) -> str:
     if isinstance(value, float) and (name == "time" or name.endswith(("_at", "_until"))):
         return datetime.fromtimestamp(value, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def _seconds_of(text: str, flag: str) -> float:
+    """Seconds of a duration such as "30d". Raises UsageRefused, which names the flag, for any other text."""
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)([smhdw])", text)
+    if found is None:
+        raise UsageRefused(f"{flag}: {text!r} is no time. Write a number and s, m, h, d or w: 30d.")
+    return float(found[1]) * UNITS[found[2]]

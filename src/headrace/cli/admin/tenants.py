@@ -10,6 +10,8 @@ import typer
 
 from headrace.cli.admin.directory import AsJson, KeyDirectory, of_directory
 from headrace.cli.admin.keys import LIMIT_COLUMNS, TIERS, print_rows, print_with_limits
+from headrace.cli.exits import UsageRefused
+from headrace.core.counted import counted
 
 tenants_app = typer.Typer(help="Create, list, change and remove tenants.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -52,7 +54,6 @@ def set_tenant(
     option: Options = None,
 ) -> None:
     """Change a tenant, on every gateway within two seconds."""
-    from headrace.cli.exits import UsageRefused
 
     if tier is None and budget is None and not option:
         raise UsageRefused("--tier, --budget, --option: give at least one of them")
@@ -115,7 +116,6 @@ def _change(tier: str | None, budget: float | None, options: Sequence[str] | Non
 
 def _option(word: str) -> tuple[str, object]:
     """An option given as NAME=VALUE: VALUE is JSON or a word, and nothing means the default. Raises UsageRefused."""
-    from headrace.cli.exits import UsageRefused
 
     name, separator, value = word.partition("=")
     if not (name and separator):
@@ -145,7 +145,6 @@ def purge(
     as_json: AsJson = False,
 ) -> None:
     """Remove all kept answers of a tenant: cached ones, and those under an Idempotency-Key."""
-    from headrace.core.counted import counted
 
     num_removed = directory.purge(tenant, is_all=everything)
     removed = f"{num_removed} kept records" if everything else counted(num_removed, "answer")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -53,7 +54,6 @@ def _shown(folder: Path, made: list[SiteFolder]) -> list[str]:
 
 
 def _shown_folder(made: SiteFolder) -> list[str]:
-    from datetime import UTC, datetime
 
     from headrace.wire.tls.files import TlsRole
 

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.cli.admin.directory import AsJson, ConfigFile, StateFolder
+from headrace.cli.admin.directory import AsJson, ConfigFile, StateFolder, settings_of
+from headrace.cli.exits import UsageRefused
+from headrace.core.counted import counted
 from headrace.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,8 +44,6 @@ def usage(
     state: StateFolder = None,
 ) -> None:
     """Show what was used, and what it costs."""
-    from headrace.cli.config.load import load_settings
-    from headrace.cli.exits import UsageRefused
     from headrace.gateway.ledger.usage_query import LATENCY, USE, UsageQuery, groups_of, unix_ms_of
 
     if as_json and as_csv:
@@ -56,7 +56,7 @@ def usage(
         until_ms=None if until is None else unix_ms_of("--until", until, now),
         tenant=tenant,
     )
-    settings = load_settings(config, os.environ, {"state": state})
+    settings = settings_of(config, state)
     folder, clickhouse = Path(settings.state), None if local else settings.usage.clickhouse
     rows = read_rows(folder, query) if clickhouse is None else site_rows(clickhouse, query)
     if as_json:
@@ -135,7 +135,6 @@ def archive(
 ) -> None:
     """Move usage records from Kafka to ClickHouse until stopped (SIGTERM, Ctrl-C). Any number of these may run."""
     from headrace.cli.config.load import load_settings
-    from headrace.core.counted import counted
     from headrace.gateway.ledger.kafka import Archive
     from headrace.observe.logs import LogFormat, set_up_logging
 

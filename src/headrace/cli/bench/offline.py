@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headrace.bundled import DEFAULT_MODEL
 from headrace.cli.bench.common import AsJson, Bandwidth, Flag, Output, RunConditions, Seed, make_shape, write_result
 from headrace.cli.exits import UsageRefused
 from headrace.cli.flags.flag import GivenFlags, with_flags
 from headrace.cli.flags.rows import engine_flags
-from headrace.engine.config import EngineConfig
+from headrace.core.strict_decode import decode
+from headrace.engine.config import EngineConfig, try_gpus
 
 if TYPE_CHECKING:
     from headrace.core.model_info import ModelInfo
@@ -190,9 +192,6 @@ def _warm_up(shape: WorkloadShape) -> list[LoadRequest]:
 
 
 def _config(model: str | None, engine: Mapping[str, object]) -> EngineConfig:
-    from headrace.bundled import DEFAULT_MODEL
-    from headrace.core.strict_decode import decode
-    from headrace.engine.config import try_gpus
 
     try_gpus()
     return decode(EngineConfig, {**engine, "model": model or DEFAULT_MODEL}).checked()

@@ -144,7 +144,6 @@ def agent(
 ) -> None:
     """Talk to a model that may call your Python functions."""
     from headrace.cli.chat.session import AgentSession
-    from headrace.cli.exits import UsageRefused
     from headrace.functions import PythonFunction, functions_in
 
     if not tool:

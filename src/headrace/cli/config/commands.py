@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headrace.bundled import DEFAULT_MODEL
 from headrace.cli.exits import CommandExitCode
 from headrace.core.counted import counted
 from headrace.core.errors import ConfigError
 from headrace.core.strict_decode import joined, key_of
+from headrace.policy.limits.tier import BUILT_IN_TIERS
+from headrace.policy.queues import QUEUES
 
 if TYPE_CHECKING:
     from headrace.cli.config.sections import ServeConfig
@@ -80,7 +83,7 @@ def load_to_start(file: Path | None, flags: GivenFlags) -> ServeConfig:
     for line in unread_variables(os.environ):
         print(f"headrace: {line}", file=sys.stderr)
     try:
-        return load(file, os.environ, flags.values, flag_names=flags.names)
+        return load(file, os.environ, flags)
     except ConfigError as error:
         if file is not None and error.where not in flags.names.values():
             leave_if_faulty(file)
@@ -118,8 +121,6 @@ def show(file: Annotated[Path | None, typer.Argument(help="YAML file; default: t
 
 
 def begun_file(model: str, digest: str) -> str:
-    from headrace.policy.limits.tier import BUILT_IN_TIERS
-    from headrace.policy.queues import QUEUES
 
     return TEMPLATE.format(model=model, digest=digest, queue_policies=" | ".join(QUEUES), tiers=" | ".join(BUILT_IN_TIERS))
 
@@ -127,7 +128,6 @@ def begun_file(model: str, digest: str) -> str:
 @config_app.command()
 def init(file: Annotated[Path | None, typer.Argument(help="Where to write it; default: standard output.")] = None) -> None:
     """Begin a configuration file with the options that are changed most often."""
-    from headrace.bundled import DEFAULT_MODEL
 
     text = begun_file(DEFAULT_MODEL, _EXAMPLE_DIGEST)
     if file is None:
@@ -146,7 +146,7 @@ def shown(value: object, where: str = "") -> object:
 
     Fields without repr are secrets: they are hidden, except for the first characters of a digest.
     """
-    from headrace.cli.config.variables import ELSEWHERE
+    from headrace.cli.config.load import ELSEWHERE
 
     if is_dataclass(value):
         plain: dict[str, object] = {}

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.bundled import DEFAULT_MODEL
-from headrace.cli.config.load import ENV_PREFIX, from_raw
-from headrace.cli.config.sections import ServeConfig
-from headrace.cli.config.variables import apply_variable, nearest_variable, origin_of, rest_within, variables
+from headrace.cli.config.load import ENV_PREFIX, apply_variable, from_raw, nearest_variable, origin_of, rest_within, variables
 from headrace.cli.config.yaml_files import Raw, mapping_of, parse_document, read_text
 from headrace.core.errors import ConfigError
 from headrace.core.strict_decode import MissingKey, NeedsExactlyOne, UnknownKey, joined
@@ -195,13 +193,13 @@ def faults(file: Path, environment: Mapping[str, str]) -> list[ConfigFault]:
         ConfigFault(ConfigError(path, f"is given twice, first on line {first_line}", "Leave one of them out."), line)
         for path, line, first_line in document.repeated
     ]
-    for name, steps in variables(environment, ENV_PREFIX):
+    for name, steps in variables(environment):
         try:
-            apply_variable(ServeConfig, raw, name, steps, environment[name], ENV_PREFIX)
+            apply_variable(raw, name, steps, environment[name])
         except ConfigError as error:
             found.append(ConfigFault(error, None))
     for fault in each_error(raw):
-        origin = origin_of(fault.where, environment, ENV_PREFIX)
+        origin = origin_of(fault.where, environment)
         if origin is None:
             found.append(ConfigFault(fault, _line(lines, fault.where)))
         elif origin not in {other.error.where for other in found}:
@@ -217,11 +215,11 @@ def _line(lines: Mapping[str, int], where: str) -> int:
 
 def unread_variables(environment: Mapping[str, str]) -> Iterator[str]:
     """A message for each HEADRACE_ variable that nothing reads, except those that Kubernetes sets for a service named headrace."""
-    known = {name for name, _ in variables(environment, ENV_PREFIX)}
+    known = {name for name, _ in variables(environment)}
     for name, value in sorted(environment.items()):
         if not name.startswith(ENV_PREFIX) or name in known or name in OTHER_VARIABLES or _is_service(name, value):
             continue
-        nearest = nearest_variable(ServeConfig, name, ENV_PREFIX)
+        nearest = nearest_variable(name)
         yield f"{name} is not read." + (f" Did you mean {nearest}?" if nearest else "")
 
 

@@ -1,74 +1,91 @@
 """Loads the configuration of `headrace serve` from one YAML file, then the environment, then flags. It is put together here and nowhere
 else.
 
-`cli.config.sections` has the types of the values, and docs/config.md lists every key. `cli.config.variables` turns variables into values.
-
     file         models: [{name: tiny, replicas: 2, engine: {model: /models/tiny}}]
     environment  HEADRACE_MODELS__0__REPLICAS=3, HEADRACE_GATEWAY__PORT=9000
     flags        headrace serve --port 9001
+
+`cli.config.sections` has the types of the values. A variable's value is a string where the configuration has a string, and YAML elsewhere.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import is_dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
+from typing import get_args, get_origin, get_type_hints
 
 from headrace.bundled import DEFAULT_MODEL
 from headrace.cli.config.sections import ServeConfig
 from headrace.cli.config.state import has_stored_keys, state_folder
-from headrace.cli.config.variables import ELSEWHERE, REMOVED, apply_environment, flag_steps, named_by_origin, set_at
-from headrace.cli.config.yaml_files import Raw, read_yaml
+from headrace.cli.config.yaml_files import Raw, parse_yaml, read_yaml, shown_path
+from headrace.cli.flags.flag import NO_FLAGS, GivenFlags
+from headrace.core.differences import differences
 from headrace.core.errors import ConfigError
-from headrace.core.strict_decode import decode
+from headrace.core.option import Leaf, leaves
+from headrace.core.strict_decode import UnknownKey, decode, generic, inner, key_of
+from headrace.fleet.config import FleetConfig
 from headrace.gateway.access.principal import OPEN_ACCESS
 from headrace.gateway.config import GatewayConfig
+from headrace.gateway.control.protections import check_keeps_protections, gives_up_keys
 from headrace.machine.hosts import is_loopback
 
 ENV_PREFIX = "HEADRACE_"
 
+ELSEWHERE = {
+    "gateway.models": "Declare models at the top level.",
+    "gateway.salt_key": "Set site_key at the top level.",
+    "gateway.state": "Set state at the top level.",
+    "gateway.tiers": "Declare tiers at the top level.",
+    "gateway.prices": "Declare prices at the top level.",
+    "gateway.usage": "Set usage at the top level.",
+    "gateway.timeouts.drain_s": "Set drain_timeout_s at the top level.",
+    "gateway.limits.max_text_workers": "Each gateway worker has one or two: set gateway.workers.",
+    "gateway.limits.max_prompt_bytes": "A sixteenth of the memory is for prompts: limit the process's memory, or set max_requests.",
+    "gateway.limits.max_answer_bytes": "Answers may hold 40 MiB: set max_requests, or max_tenant_share.",
+}
+"""Keys of the packages' configs that are computed from other keys, or have one good value -> what to do instead. A file that has one is
+refused, and none is suggested."""
 
-def load(
-    file: Path | None,
-    environment: Mapping[str, str],
-    flags: Mapping[str, object] | None = None,
-    *,
-    flag_names: Mapping[str, str] | None = None,
-    default_model: str = DEFAULT_MODEL,
-) -> ServeConfig:
+REMOVED = {
+    "models[N].upstreams[N].first_token_s": "silence_s holds before the first token too.",
+    "models[N].upstreams[N].allow_link_local": "A server at a link-local address is never connected to: name it by another address.",
+    "gateway.timeouts.sse_ping_s": "A quiet stream gets a comment line every 10 s: give proxies a longer time.",
+    "gateway.idempotency": "Answers to requests with an Idempotency-Key are kept for 24 hours.",
+}
+"""Paths of keys that earlier versions had -> what takes their place."""
+
+
+def file_keys() -> Iterator[Leaf]:
+    """Every key that a file may have, in the order of the classes."""
+    return (leaf for leaf in leaves(ServeConfig) if not any(rest_within(leaf.path, path) is not None for path in ELSEWHERE))
+
+
+def load(file: Path | None, environment: Mapping[str, str], flags: GivenFlags = NO_FLAGS) -> ServeConfig:
     """The checked configuration, from the file, then the environment, then flags.
-
-    flags       dotted path -> value; "model." stands for the only model's section
-    flag_names  the same paths -> the flag as it was written
 
     Raises ConfigError, which names the flag or the variable of a wrong value, else its path in the file.
     """
-    with named_by_origin(environment, ENV_PREFIX, flag_names or {}):
-        config = load_settings(file, environment, flags, flag_names=flag_names, default_model=default_model)
+    config = load_settings(file, environment, flags)
+    with named_by_origin(environment, flags):
         check_wants_keys(config)
         if config.usage.kafka is not None:
             config.usage.kafka.properties()
     return config
 
 
-def load_settings(
-    file: Path | None,
-    environment: Mapping[str, str],
-    flags: Mapping[str, object] | None = None,
-    *,
-    flag_names: Mapping[str, str] | None = None,
-    default_model: str = DEFAULT_MODEL,
-) -> ServeConfig:
+def load_settings(file: Path | None, environment: Mapping[str, str], flags: GivenFlags = NO_FLAGS) -> ServeConfig:
     """As `load`, for a command that serves nothing: a server open without keys is not refused, and secrets of Kafka are not read."""
-    names = flag_names or {}
     raw = {} if file is None else read_yaml(file)
-    is_empty = not raw
-    default = None if "models" in raw else default_model
-    with named_by_origin(environment, ENV_PREFIX, names):
-        apply_environment(ServeConfig, raw, environment, ENV_PREFIX)
-        _apply_flags(raw, {path: value for path, value in (flags or {}).items() if value is not None}, names)
-        config = from_raw(raw, default)
+    is_empty, default_model = not raw, None if "models" in raw else DEFAULT_MODEL
+    with named_by_origin(environment, flags):
+        for name, steps in variables(environment):
+            apply_variable(raw, name, steps, environment[name])
+        _apply_flags(raw, flags)
+        config = from_raw(raw, default_model)
     if file is not None and is_empty:
         raise ConfigError(str(file), "is empty", "`headrace config init` prints a file to begin with; the defaults need no file.")
     return replace(config, state=str(state_folder(config.state, environment)))
@@ -101,15 +118,6 @@ def decoded(raw: Raw, default_model: str | None = None) -> ServeConfig:
     return decode(ServeConfig, raw, elsewhere={**ELSEWHERE, **REMOVED})
 
 
-def _apply_flags(raw: Raw, flags: Mapping[str, object], names: Mapping[str, str]) -> None:
-    models = raw.get("models")
-    for path, value in flags.items():
-        if path.startswith("model.") and isinstance(models, list) and len(models) > 1:
-            reason = f"the file declares {len(models)} models, a flag cannot say which one it means"
-            raise ConfigError(names.get(path, path), reason, "Set it in the file.")
-        set_at(raw, flag_steps(path), value, path)
-
-
 def _fill(raw: Raw, default_model: str | None) -> None:
     if "models" not in raw:
         default_model = default_model or DEFAULT_MODEL  # so that a file may say nothing of models
@@ -140,3 +148,172 @@ def _with_hashed_keys(gateway: GatewayConfig) -> GatewayConfig:
     """The gateway with only digests of its API keys: plain keys are dropped as early as possible."""
     hashed = [replace(key, key="", sha256=key.sha256 or hashlib.sha256(key.key.encode()).hexdigest()) for key in gateway.api_keys]
     return replace(gateway, api_keys=tuple(hashed))
+
+
+def variables(environment: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
+    """(name, steps of its path) of each variable that is configuration, in the order in which they are applied.
+
+    A variable without `__` after the prefix is configuration only if it names a key outside every section.
+    """
+    outside = {leaf.path for leaf in file_keys() if "." not in leaf.path}
+    for name in sorted(environment):
+        rest = name.removeprefix(ENV_PREFIX).lower()
+        if name.startswith(ENV_PREFIX) and ("__" in rest or rest in outside):
+            yield name, rest.split("__")
+
+
+def apply_variable(raw: Raw, name: str, steps: Sequence[str], text: str) -> None:
+    """Set a variable's value in `raw`, in place. Raises ConfigError for an unknown path."""
+    set_at(raw, steps, text if inner(_hint_at(steps, name)) is str else parse_yaml(text, name), name)
+
+
+def _apply_flags(raw: Raw, flags: GivenFlags) -> None:
+    models = raw.get("models")
+    for path, value in flags.values.items():
+        if path.startswith("model.") and isinstance(models, list) and len(models) > 1:
+            reason = f"the file declares {len(models)} models, a flag cannot say which one it means"
+            raise ConfigError(flags.names.get(path, path), reason, "Set it in the file.")
+        set_at(raw, _flag_steps(path), value, path)
+
+
+def known_variables(number: str = "0") -> Iterator[str]:
+    """Names of variables for every value that can be set, except below names chosen in the file (tiers, prices).
+
+    number  stands for list indices
+    """
+    for leaf in file_keys():
+        if "[NAME]" not in leaf.path:
+            yield ENV_PREFIX + leaf.path.upper().replace("[N]", f".{number}").replace(".", "__")
+
+
+def nearest_variable(name: str) -> str | None:
+    """The known variable that was probably meant: the only one with the same ending, else the one with the most similar name."""
+    number = next((step for step in name.split("__") if step.isdecimal()), "0")
+    known = list(known_variables(number))
+    last = name.removeprefix(ENV_PREFIX).rpartition("__")[2]
+    alike = [each for each in known if each.endswith(f"__{last}")]
+    return alike[0] if len(alike) == 1 else next(iter(get_close_matches(name, known, n=1, cutoff=0.7)), None)
+
+
+def _hint_at(steps: Sequence[str], name: str) -> object:
+    hint: object = ServeConfig
+    for step in steps:
+        hint = inner(hint)
+        if get_origin(hint) is tuple and step.isdecimal():
+            hint = get_args(hint)[0]
+        elif get_origin(hint) is dict:
+            hint = get_args(hint)[1]
+        elif isinstance(hint, type) and is_dataclass(hint):
+            hints = {key_of(name): each for name, each in get_type_hints(hint).items()}
+            if step not in hints:
+                if (remedy := REMOVED.get(generic(shown_path(steps)))) is not None:
+                    raise ConfigError(name, "is not a key any more", remedy)
+                nearest = nearest_variable(name)
+                raise ConfigError(name, "is not a known key", f"Did you mean {nearest}?") if nearest else UnknownKey(name, hints, {})
+            hint = hints[step]
+        else:
+            raise ConfigError(name, f"nothing can be set at {step!r}", "Levels are joined by two underscores; list places are numbers.")
+    return hint
+
+
+def set_at(raw: Raw, steps: Sequence[str], value: object, name: str) -> None:
+    """Set one value deep in `raw`, in place. Missing or null mappings are made, and the next item of a list.
+
+    Nothing is set in a value of the wrong type (gateway: []): decoding refuses that value by its own path. Raises ConfigError for an index
+    beyond the next item.
+    """
+    place: object = raw
+    for index, step in enumerate(steps):
+        last = index == len(steps) - 1
+        fresh: object = value if last else ([] if steps[index + 1].isdecimal() else {})
+        if isinstance(place, dict):
+            if last or place.get(step) is None:
+                place[step] = fresh
+            place = place[step]
+        elif not (isinstance(place, list) and step.isdecimal()):
+            return
+        elif int(step) <= len(place):
+            if int(step) == len(place):
+                place.append(fresh)
+            elif last:
+                place[int(step)] = value
+            place = place[int(step)]
+        else:
+            raise ConfigError(name, f"nothing can be set at {step!r}", "List places are filled in order, from 0.")
+
+
+@contextmanager
+def named_by_origin(environment: Mapping[str, str], flags: GivenFlags) -> Iterator[None]:
+    """Make a ConfigError of the block name the flag or variable that set the value, unless the value is from the file."""
+    try:
+        yield
+    except ConfigError as error:
+        if (name := origin_of(error.where, environment, flags)) is None:
+            raise
+        raise error.at(name) from error
+
+
+def origin_of(where: str, environment: Mapping[str, str], flags: GivenFlags = NO_FLAGS) -> str | None:
+    """The flag or variable that set the value at `where`; None: the file. Flags win over variables, later variables over earlier ones."""
+    for path, name in flags.names.items():
+        if rest_within(where, shown_path(_flag_steps(path))) is not None:
+            return name
+    places = [(name, rest_within(where, shown_path(steps))) for name, steps in variables(environment)]
+    return next((name + rest for name, rest in reversed(places) if rest is not None), None)  # a variable may hold a whole section
+
+
+def rest_within(where: str, path: str) -> str | None:
+    rest = where.removeprefix(path)
+    return rest if rest != where and rest[:1] in ("", ".", "[") else None
+
+
+def _flag_steps(path: str) -> list[str]:
+    """The steps of a flag's path: ["models", "0", "name"] for "model.name", since a flag means the only model's section."""
+    steps = path.split(".")
+    return ["models", "0", *steps[1:]] if steps[0] == "model" else steps
+
+
+class ServeSource:
+    """The configuration of `headrace serve` as a `fleet.control.ConfigSource`."""
+
+    def __init__(
+        self, held: ServeConfig, load: Callable[[], ServeConfig], resolve: Callable[[str], Path], file: Path | None = None
+    ) -> None:
+        """load: reads the whole configuration again; resolve: name of a model in the file -> its local folder"""
+        self.file = None if file is None else file.absolute()
+        self._held = self._last = held
+        self._load = load
+        self._resolve = resolve
+
+    @property
+    def held(self) -> ServeConfig:
+        return self._held
+
+    def read(self) -> FleetConfig:
+        """The whole configuration, checked. May fetch a model. Raises ConfigError, also for one that loses what protects the server."""
+        last = self._load()
+        check_keeps(self._held, last)
+        self._last = last
+        return last.fleet(self._resolve).checked()
+
+    def differences(self) -> list[str]:
+        found = differences(_with_names(self._held), _with_names(self._last))
+        return [str(difference) for difference in found] or ["the configuration is as it was"]
+
+    def accept(self) -> None:
+        self._held = self._last
+
+
+def check_keeps(held: ServeConfig, last: ServeConfig) -> None:
+    """Raise ConfigError for a configuration that lost its models or what protects the server (`gateway.control.protections`)."""
+    before, after = held.gateway_before_start(), last.gateway_before_start()
+    lost = {model.name for model in before.models} - {DEFAULT_MODEL}
+    if {model.name for model in after.models} == {DEFAULT_MODEL} and len(lost) == len(before.models):
+        reason = f"would be {DEFAULT_MODEL} alone, as in a file without models, and {', '.join(sorted(lost))} gone"
+        raise ConfigError("models", reason, "Write the models again.")
+    needs_stored = gives_up_keys(before, after)
+    check_keeps_protections(before, after, has_stored_keys=needs_stored and has_stored_keys(last.state, last.gateway.store))
+
+
+def _with_names(config: ServeConfig) -> ServeConfig:
+    return replace(config, models=tuple(replace(model, name=model.served_name) for model in config.models))

@@ -118,8 +118,11 @@ class CommandFlag:
 class GivenFlags:
     """The flags that were given. values: path -> value; names: path -> the flag as it was written"""
 
-    values: Mapping[str, object]
-    names: Mapping[str, str]
+    values: Mapping[str, object] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+
+
+NO_FLAGS = GivenFlags()
 
 
 def given_flags(flags: Sequence[CommandFlag], params: Mapping[str, object]) -> GivenFlags:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.cli.exits import CommandExitCode, UsageRefused
+from headrace.core.option import options
+from headrace.engine.config import EngineConfig, default_on
 
 if TYPE_CHECKING:
     from headrace.lab.plan.catalogue import Catalogue
@@ -110,8 +112,6 @@ def _standby(num_replicas: int, load_gbps: float | None, count: int | None) -> S
 
 
 def _fraction(device: Device, asked: float | None) -> float:
-    from headrace.core.option import options
-    from headrace.engine.config import EngineConfig, default_on
 
     if asked is not None:
         return asked

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headrace.bundled import DEFAULT_MODEL
 from headrace.cli.bench.common import AsJson, Flag, Seed, make_shape
 from headrace.cli.exits import CommandExitCode, UsageRefused
 from headrace.core.counted import counted
 from headrace.core.parallelism import why_not_run
+from headrace.engine.config import EngineConfig
 
 if TYPE_CHECKING:
     from headrace.engine.config import EngineConfig
@@ -234,8 +236,6 @@ def _site(asked: _Asked, lengths: WorkloadShape | None) -> _Site:
 
 
 def _planned_site(asked: _Asked, section: _Section | None, lengths: WorkloadShape | None) -> _Site:
-    from headrace.bundled import DEFAULT_MODEL
-    from headrace.engine.config import EngineConfig
     from headrace.gateway.config import GatewayConfig
     from headrace.lab.plan.catalogue import read_catalogue
     from headrace.lab.simulate.build import make_need, on_device, planned_model

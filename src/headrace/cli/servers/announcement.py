@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
 
 from headrace.wire.listening import shown_host
 
@@ -76,7 +77,6 @@ def _is_serving(url: str, path: str) -> bool:
 def _connection(url: str) -> HTTPConnection:
     import ssl
     from http.client import HTTPConnection, HTTPSConnection
-    from urllib.parse import unquote, urlsplit
 
     parts = urlsplit(url)
     host = unquote(parts.hostname or "")  # an address with a zone has its percent sign escaped

@@ -16,8 +16,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headrace.bundled import DEFAULT_MODEL
+from headrace.cli.exits import UsageRefused
 from headrace.cli.flags.flag import GivenFlags, ParentFd, with_flags
 from headrace.cli.flags.rows import ENGINE_PROCESS_FLAGS
+from headrace.core.errors import ConfigError
+from headrace.core.model_names import name_of_file
+from headrace.engine.config import try_gpus
 
 if TYPE_CHECKING:
     from headrace.engine.config import EngineConfig
@@ -39,7 +44,6 @@ def engine(
     # SIGUSR1 asks a ready engine for a dump; without a handler yet it would end the process.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     os.environ.setdefault(*GRPC_LOG)
-    from headrace.engine.config import try_gpus
     from headrace.engine.main import run_engine
     from headrace.engine.server.config import load_process_config
 
@@ -61,7 +65,6 @@ def engine(
 
 def set_log_format(log_format: str) -> None:
     """Set the log format of this process and its children. Raises UsageRefused."""
-    from headrace.cli.exits import UsageRefused
     from headrace.observe.logs import ENVIRONMENT, LogFormat
 
     if log_format not in list(LogFormat):
@@ -72,7 +75,6 @@ def set_log_format(log_format: str) -> None:
 def _from_file(path: Path, given: Sequence[str], *, experimental: bool) -> tuple[ProcessConfig, EngineConfig]:
     """The configuration from a file. given: flags beside it. Raises ConfigError, or UsageRefused for such a flag."""
     from headrace.cli.config.yaml_files import read_yaml
-    from headrace.cli.exits import UsageRefused
     from headrace.engine.server.config import process_config_from
     from headrace.fleet.weights import resolve_model
 
@@ -84,11 +86,7 @@ def _from_file(path: Path, given: Sequence[str], *, experimental: bool) -> tuple
 
 def _from_flags(given: Mapping[str, object], names: Mapping[str, str], *, experimental: bool) -> tuple[ProcessConfig, EngineConfig]:
     """The configuration from flags. given: path -> value. Raises ConfigError naming the flag, or UsageRefused."""
-    from headrace.bundled import DEFAULT_MODEL
-    from headrace.cli.config.variables import set_at
-    from headrace.cli.exits import UsageRefused
-    from headrace.core.errors import ConfigError
-    from headrace.core.model_names import name_of_file
+    from headrace.cli.config.load import set_at
     from headrace.engine.server.config import process_config_from
     from headrace.fleet.weights import resolve_model
 

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headrace.bundled import DEFAULT_MODEL
+from headrace.cli.config.commands import load_to_start
+from headrace.cli.exits import UsageRefused
 from headrace.cli.flags.flag import ConfigPath, GivenFlags, ParentFd, with_flags
 from headrace.cli.flags.rows import GATEWAY_FLAGS
 from headrace.cli.servers.engine import GRPC_LOG
+from headrace.cli.servers.serve import run
+from headrace.core.errors import ConfigError
+from headrace.core.option import Reload, options
 
 if TYPE_CHECKING:
     from headrace.cli.config.sections import ServeConfig
@@ -57,25 +62,21 @@ def _run_by_hand(flags: GivenFlags, file: Path | None) -> int:
 
     Raises: ConfigError, UsageRefused, and typer.Exit where the faults of a file were printed.
     """
-    from headrace.cli.config.commands import load_to_start
-    from headrace.cli.config.load import ENV_PREFIX, load
+    from headrace.cli.config.load import load, named_by_origin
     from headrace.cli.config.state import make_state_folder
-    from headrace.cli.config.variables import named_by_origin
-    from headrace.cli.exits import UsageRefused
-    from headrace.cli.servers.serve import run
     from headrace.gateway.process import run_gateway
 
     if file is None and "model.remote.replicas" not in flags.values:
         raise UsageRefused("--replica: name the engines (--replica NAME=HOST:PORT), or give a file with them (--config).")
-    names, values, environment = flags.names, _with_model(flags.values), dict(os.environ)
-    config = load_to_start(file, GivenFlags(values, names))
+    given, environment = _with_model(flags), dict(os.environ)
+    config = load_to_start(file, given)
 
     def load_again() -> ServeConfig:
-        changed = load(file, environment, values, flag_names=names)
+        changed = load(file, environment, given)
         check_no_engines(changed)
         return changed
 
-    with named_by_origin(os.environ, ENV_PREFIX, names):
+    with named_by_origin(os.environ, given):
         check_no_engines(config)
         if config.gateway.workers > 1:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # the supervisor's own
@@ -88,8 +89,6 @@ def _run_by_hand(flags: GivenFlags, file: Path | None) -> int:
 
 def _changed_gateway(config: ServeConfig, before: ServeConfig) -> GatewayConfig:
     """The gateway of a file that was read again. Raises ConfigError for a changed option that only this command reads and cannot change."""
-    from headrace.core.errors import ConfigError
-    from headrace.core.option import Reload, options
 
     for name, described in options(type(config)):
         if described.reload is not Reload.LIVE and name != "gateway" and getattr(config, name) != getattr(before, name):
@@ -98,7 +97,6 @@ def _changed_gateway(config: ServeConfig, before: ServeConfig) -> GatewayConfig:
 
 
 def check_no_engines(config: ServeConfig) -> None:
-    from headrace.core.errors import ConfigError
 
     for index, section in enumerate(config.models):
         if section.engine is not None:
@@ -108,7 +106,6 @@ def check_no_engines(config: ServeConfig) -> None:
 
 def gateway_of(config: ServeConfig) -> GatewayConfig:
     """The gateway's configuration, for running without a supervisor. Raises ConfigError."""
-    from headrace.core.errors import ConfigError
     from headrace.fleet.files import gateway_content
     from headrace.fleet.launcher import without_secrets
     from headrace.fleet.weights import resolve_model
@@ -124,7 +121,8 @@ def gateway_of(config: ServeConfig) -> GatewayConfig:
     return config_from(gateway_content(fleet))
 
 
-def _with_model(values: Mapping[str, object]) -> Mapping[str, object]:
-    from headrace.bundled import DEFAULT_MODEL
+def _with_model(flags: GivenFlags) -> GivenFlags:
 
-    return {"model.remote.model": DEFAULT_MODEL, **values} if "model.remote.replicas" in values else values
+    if "model.remote.replicas" not in flags.values:
+        return flags
+    return GivenFlags({"model.remote.model": DEFAULT_MODEL, **flags.values}, flags.names)

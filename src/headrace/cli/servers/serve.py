@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from headrace.cli.admin.directory import open_administration, read_limits
+from headrace.cli.config.commands import load_to_start
 from headrace.cli.flags.flag import ConfigPath, GivenFlags, with_flags
 from headrace.cli.flags.rows import SERVE_FLAGS
+from headrace.engine.config import try_gpus
 
 if TYPE_CHECKING:
     from headrace.cli.config.sections import ServeConfig
@@ -24,15 +27,12 @@ if TYPE_CHECKING:
 @with_flags(*SERVE_FLAGS)
 def serve(config: ConfigPath = None, *, flags: GivenFlags) -> None:
     """Serve a model over the OpenAI API."""
-    from headrace.cli.config.commands import load_to_start
-    from headrace.cli.config.load import ENV_PREFIX, load
-    from headrace.cli.config.variables import named_by_origin
-    from headrace.engine.config import try_gpus
+    from headrace.cli.config.load import load, named_by_origin
 
     try_gpus()
     resolved = load_to_start(config, flags)
-    read_again = None if config is None else partial(load, config, os.environ, flags.values, flag_names=flags.names)
-    with named_by_origin(os.environ, ENV_PREFIX, flags.names):  # a port in use is found only now
+    read_again = None if config is None else partial(load, config, os.environ, flags)
+    with named_by_origin(os.environ, flags):  # a port in use is found only now
         raise typer.Exit(run(resolved, read_again=read_again, file=config))
 
 
@@ -41,10 +41,9 @@ def run(config: ServeConfig, *, read_again: Callable[[], ServeConfig] | None = N
 
     read_again  reads the configuration at a reload; None: there is no file
     """
-    from headrace.cli.admin.directory import open_administration, read_limits
+    from headrace.cli.config.load import ServeSource
     from headrace.cli.config.state import make_state_folder
     from headrace.cli.servers.announcement import announce_when_ready
-    from headrace.cli.servers.source import ServeSource
     from headrace.fleet.gateways import check_can_listen
     from headrace.fleet.supervisor import run_fleet
     from headrace.fleet.weights import resolve_model
