@@ -86,7 +86,7 @@ class Plan:
 
     Rows, one per sequence computed this step (equal lengths):
       starts         absolute position of the first token computed
-      counts         >= 1
+      counts         tokens computed, >= 1
       samples        positions at the row's end whose logits are used: 0, 1, or 1 + the row's drafted tokens. One token is sampled
                      after the first, and one after each drafted token that equals the token sampled before it. The first
                      drafted token that differs ends the row. So a row gives at most `samples` tokens. A row that gives none is

@@ -1,1 +1,1 @@
-"""Tensors: kernels < layers < models; beside them loading and sampling. Imports core and torch, never policy or engine."""
+"""Tensors: kernels < layers < models; beside them loading and sampling."""

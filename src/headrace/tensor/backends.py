@@ -1,7 +1,7 @@
 """The kernel backends: which there are, which one an engine computes with, trying and loading one.
 
-A new backend is a module with `make_backend` and a row of BACKENDS. The option `kernels` offers every row. This module imports neither
-torch nor a backend, so that commands can list the names at no cost.
+A new backend is a module with `make_backend` and a row of BACKENDS. This module imports neither torch nor a backend, so that commands can
+list the names at no cost.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BackendModule:
-    """Where a backend is found, and what it computes on.
-
+    """
     reason   why "auto" takes it, for the log of a start
     trial    module whose `find_fault` compiles and runs a first kernel on a GPU; None: there is nothing to try
     """
@@ -35,7 +34,7 @@ class BackendModule:
     trial: str | None = None
 
     def problem(self) -> str | None:
-        """Why it cannot be used in this process; None where it can.
+        """Why the backend cannot be used in this process; None where it can.
 
         Numba refuses some versions of numpy and of the CPU's libraries while it is imported, with ImportError, OSError or RuntimeError,
         and a partly installed package fails with AttributeError.
@@ -58,10 +57,10 @@ BACKENDS = {
     ),
     "reference": BackendModule("headrace.tensor.kernels.reference", ("cpu", "cuda"), "plain torch"),
 }
-"""By name; "auto" takes the first one that computes on the device and can be used."""
+""""auto" takes the first one that computes on the device and can be used."""
 
 TRIAL_S = 120.0
-"""Seconds that a process has to import torch, which takes long from a slow disk, and to run a first kernel."""
+"""For importing torch, which takes long from a slow disk, and running a first kernel."""
 _TRIAL = """
 from headrace.core.errors import ConfigError
 from headrace.tensor.backends import try_kernels
@@ -92,11 +91,9 @@ def find_working_gpus() -> Gpus:
 
 
 def try_kernels(requested: str, device: str) -> None:
-    """Compile and run a first kernel, where the backend that is to be taken has one to try. requested, device: as in `choose_backend`.
+    """requested, device: as in `choose_backend`. Raises ConfigError.
 
     What compiles the kernels is looked for before, so that the reason is named as `find_gpus` names it.
-
-    Raises: ConfigError.
     """
     names = [name for name, backend in BACKENDS.items() if device in backend.devices and requested in ("auto", name)]
     backend = BACKENDS[names[0]] if names else None
@@ -114,7 +111,7 @@ def try_kernels(requested: str, device: str) -> None:
 def choose_backend(requested: str, device: str) -> tuple[str, str]:
     """(name for `load_backend`, reason). requested: "auto" or a name of BACKENDS; device: a name of `tensor.device.DEVICES`.
 
-    Raises: ConfigError where the requested backend does not compute on the device, or cannot be used.
+    Raises ConfigError where the requested backend does not compute on the device, or cannot be used.
     """
     if requested != "auto":
         _check(requested, device)
@@ -141,10 +138,10 @@ def _check(name: str, device: str) -> None:
 
 
 def load_backend(name: str, *, deterministic: bool = False, features: CpuFeatures | None = None) -> Backend:
-    """The named backend. Importing its module may take seconds (Numba).
+    """Importing the module may take seconds (Numba).
 
-    deterministic  a row's result must not depend on the other rows of its step, to the bit (`kernels.cpu.backend`). Raises ConfigError
-                   where the backend cannot promise that.
+    deterministic  a row's result must not depend on the other rows of its step, to the bit. Raises ConfigError where the backend cannot
+                   promise that
     features       the CPU for which paths are chosen; None: this machine. Code is compiled for this machine in either case
     """
     from headrace.tensor.host.cpu_features import read_cpu_features

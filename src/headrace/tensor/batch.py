@@ -19,8 +19,7 @@ from headrace.tensor.device import TensorDevice
 
 @dataclass(slots=True)
 class GroupBatch:
-    """One KV group's view of the step.
-
+    """
     block_table   [R, M] int32; entries beyond a row's context are 0 (the pad block). With a window, entries wholly before the window
                   may be stale: kernels must not read positions outside the window
     slot_mapping  [T] int64; block * S + offset of the token's own position
@@ -34,8 +33,8 @@ class GroupBatch:
 class ForwardBatch:
     """A ragged batch, rows back to back.
 
-    positions      [T] int64 absolute position of each token
-    row_starts     [R + 1] int32 first token of each row; row r is tokens row_starts[r]:row_starts[r + 1]
+    positions      [T] int64, absolute
+    row_starts     [R + 1] int32; row r is tokens row_starts[r]:row_starts[r + 1]
     context_lens   [R] int32 tokens of the row's context once this step is done (its last position + 1)
     max_count      largest row length; 1 means a pure decode step
     groups         per KV group
@@ -72,8 +71,7 @@ class LayerKv:
 
 @dataclass(slots=True)
 class KvCache:
-    """All layers' paged caches of one rank.
-
+    """
     group_of  per model layer: index of its KV group (into ForwardBatch.groups)
     pools     per KV group: uint8 [B, bytes of a block]. A block is one piece of memory: per layer its values, then its scales
     """
@@ -84,14 +82,14 @@ class KvCache:
     pools: tuple[Tensor, ...]
 
     def block_bytes(self, group: int, block: int) -> Tensor:
-        """One block's bytes over all layers of the group: uint8, contiguous, a view of the cache."""
+        """All layers of the group: uint8, contiguous, a view of the cache."""
         return self.pools[group][block]
 
     def copy_block(self, group: int, source: int, target: int) -> None:
         self.block_bytes(group, target).copy_(self.block_bytes(group, source))
 
     def clear_pad_block(self) -> None:
-        """Zero block 0 of every pool. The warm-up's sequences wrote keys and values there."""
+        """Zero block 0 of every pool, after the warm-up."""
         for group in range(len(self.pools)):
             self.block_bytes(group, 0).zero_()
 
@@ -113,8 +111,7 @@ def allocate_kv(
     shapes      per layer, (kv_heads, head_dim)
     group_of    per layer, index of its KV group
 
-    On the host the pages are reserved and not touched: a large cache costs neither start-up time nor memory before it is used. A model
-    without attention has no layers here and no groups.
+    On the host the pages are reserved and not touched: a large cache costs neither start-up time nor memory before it is used.
     """
     pools: list[Tensor] = []
     layers: dict[int, LayerKv] = {}
@@ -129,10 +126,7 @@ def allocate_kv(
 def _allocate_pool(
     blocks: int, shapes: list[tuple[int, int, int]], dtype: torch.dtype, device: TensorDevice
 ) -> tuple[Tensor, list[LayerKv]]:
-    """One group's pool and its layers' views of it. shapes: per layer, (S, K, D).
-
-    Every view is aligned to its element size: a layer holds keys and values, and int8 heads have an even size.
-    """
+    """shapes: per layer, (S, K, D). Every view is aligned to its element size: int8 heads have an even size."""
     scale_bytes = SCALE_BYTES if dtype == torch.int8 else 0
     sizes = [2 * math.prod(shape[:-1]) * (shape[-1] * dtype.itemsize + scale_bytes) for shape in shapes]
     pool = device.zeroed_bytes((blocks, sum(sizes)))
@@ -149,4 +143,4 @@ def _layer_of(piece: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Laye
 
 
 SCALE_BYTES = 4
-"""Bytes of one scale, float32. Each key and each value of a head has one in an int8 cache."""
+"""One scale, float32. Each key and each value of a head has one in an int8 cache."""

@@ -1,7 +1,7 @@
 """The devices that an engine computes on, each a value: its memory, its name where results are compared, and what is chosen for it.
 
-No tensor code decides by a device's name. Another device is a class and a row of DEVICES here, its word and its defaults in
-`engine.config`, and kernels of its own where those in plain torch are too slow (`tensor.backends`).
+Another device is a class and a row of DEVICES here, its word and its defaults in `engine.config`, and kernels of its own where those in
+plain torch are too slow (`tensor.backends`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FLOAT_BYTES = 4
 
 
 class TensorDevice:
-    """Where a model's tensors lie. name: torch's word for it. has_fp8: whether it multiplies float8_e4m3fn."""
+    """name: torch's word for it. has_fp8: whether it multiplies float8_e4m3fn."""
 
     @property
     def has_fp8(self) -> bool:
@@ -48,13 +48,11 @@ class TensorDevice:
         return torch.zeros(shape, dtype=torch.uint8, device=self.name)
 
     def make_launches(self) -> Launches | None:
-        """How steps are launched there and finished apart; None: a step is computed where it is called."""
+        """None: a step is computed where it is called."""
         return None
 
 
 class Cpu(TensorDevice):
-    """This machine's processors and memory."""
-
     def check(self) -> None:
         """It is always there."""
 
@@ -64,25 +62,25 @@ class Cpu(TensorDevice):
 
     @property
     def identity(self) -> str:
-        """What is compared where results are; the processor's family is compared beside it."""
+        """Compared where results are, beside the processor's family."""
         return self.name
 
     def free_memory(self) -> Available:
         return read_available()
 
     def step_itemsize(self, activations: torch.dtype) -> int:
-        """Bytes of a number in a step's tensors, activations being of this dtype; where it is computed in float32 in between, of that."""
+        """Bytes of a number in a step's tensors: of `activations`, or of float32 where that is computed in between."""
         return FLOAT_BYTES
 
     def working_bytes(self, num_rows: int, vocab_size: int) -> int:
-        """Memory taken beside weights, KV cache and a step's tensors, for steps of up to `num_rows` sequences."""
+        """Memory beside weights, KV cache and a step's tensors, for steps of up to `num_rows` sequences."""
         return 0
 
     def empty_weight(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return pages.empty(math.prod(shape), dtype).view(shape)
 
     def zeroed_bytes(self, shape: tuple[int, ...]) -> Tensor:
-        """As `TensorDevice.zeroed_bytes`, without touching a page. torch itself writes them: seconds per GiB where page faults are slow."""
+        """Touches no page. torch would write them: seconds per GiB where page faults are slow."""
         num_bytes = math.prod(shape)
         memory = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)
         skip = -memory.ctypes.data % _ALIGNMENT
@@ -91,7 +89,7 @@ class Cpu(TensorDevice):
     def resolve_dtype(
         self, requested: str, checkpoint_dtype: str, features: CpuFeatures, *, is_rounded: bool = False
     ) -> tuple[torch.dtype, str]:
-        """The dtype to compute with, and why, in words.
+        """The dtype to compute with, and why.
 
         requested         "auto" | "float32" | "bfloat16" | "float16"
         checkpoint_dtype  dtype of most stored weights
@@ -114,7 +112,7 @@ class Cpu(TensorDevice):
     def default_kv_dtype(
         self, requested: str, computed: torch.dtype, checkpoint_dtype: str, features: CpuFeatures
     ) -> tuple[torch.dtype, str]:
-        """The dtype of a KV cache for which none is configured, and why. requested, checkpoint_dtype: as `resolve_dtype` has them."""
+        """The dtype of a KV cache for which none is configured, and why."""
         if requested == "auto" and checkpoint_dtype == "bfloat16" and features.has_bf16:
             return torch.bfloat16, "as the checkpoint says; this CPU computes with it"
         return computed, "as computed"
@@ -123,11 +121,11 @@ class Cpu(TensorDevice):
 GPU_WORKING_BYTES = 768 << 20
 MAX_REASON = 300
 FP8_CAPABILITY = (8, 9)
-"""Compute capability of the first GPUs that multiply FP8."""
+"""The first GPUs that multiply FP8."""
 
 
 class Cuda(TensorDevice):
-    """The GPU that torch uses by itself. Methods are those of `Cpu`; `features` says nothing of it."""
+    """The GPU that torch uses by itself. `features` says nothing of it."""
 
     def check(self) -> None:
         if not torch.cuda.is_available():

@@ -21,7 +21,7 @@ class Mark(Protocol):
     """A point in the device's queue."""
 
     def synchronize(self) -> None:
-        """Wait until the device has reached this point. Raises RuntimeError when a kernel launched before has failed."""
+        """Raises RuntimeError when a kernel launched before has failed."""
         ...
 
 
@@ -42,12 +42,12 @@ class Launches(Protocol):
         ...
 
     def is_lost(self, error: Exception) -> bool:
-        """Whether this error says that the device itself failed, so that nothing of it can be trusted any more."""
+        """Whether the device itself failed, so that nothing of it can be trusted any more."""
         ...
 
 
 class CudaLaunches:
-    """The current CUDA device. Captured work is a CUDA graph; all graphs share one memory pool, since one runs after the other."""
+    """Captured work is a CUDA graph; all graphs share one memory pool, since one runs after the other."""
 
     pins = True
 
@@ -61,7 +61,7 @@ class CudaLaunches:
         return event  # type: ignore[no-any-return]
 
     def capture(self, body: Callable[[], None]) -> Callable[[], None]:
-        """As `Launches.capture`. `body` runs once before it is captured, since a capture may neither compile nor load a kernel."""
+        """`body` runs once before it is captured, since a capture may neither compile nor load a kernel."""
         if self._stream is None:  # one for all: a library keeps working memory for each stream
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream, graph = self._stream, torch.cuda.CUDAGraph()
@@ -91,7 +91,7 @@ class CudaLaunches:
 
 
 class EagerLaunches:
-    """Another's launches without captures: what is to be enqueued again is launched kernel by kernel."""
+    """Without captures: what is to be enqueued again is launched kernel by kernel."""
 
     def __init__(self, launches: Launches) -> None:
         self.pins, self.mark, self.is_lost = launches.pins, launches.mark, launches.is_lost

@@ -21,7 +21,6 @@ SAMPLING_DEFAULTS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""Field of generation_config.json -> field of SamplingParams."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,6 @@ class ConfigFile:
     """Fields of a JSON object, each checked when it is read. A field that is null counts as absent.
 
     file    named in every error
-    values  the object
     prefix  where the object stands in the file, e.g. "rope_parameters."
     """
 
@@ -51,7 +49,7 @@ class ConfigFile:
         return value
 
     def number(self, name: str, low: float, high: float, default: float | None = None) -> float:
-        """The number field, low < value <= high; `default` as in `integer`."""
+        """low < value <= high; `default` as in `integer`."""
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not low < value <= high or not math.isfinite(value):
             self.refuse(name, f"must be a number above {low:g} and up to {high:g}")
@@ -70,7 +68,7 @@ class ConfigFile:
         return value
 
     def items(self, name: str) -> list[object]:
-        """The list field; empty when absent."""
+        """Empty when absent."""
         value = self.values.get(name)
         if value is None:
             return []
@@ -79,7 +77,7 @@ class ConfigFile:
         return value
 
     def section(self, name: str) -> ConfigFile:
-        """The object field; empty when absent."""
+        """Empty when absent."""
         value = self.values.get(name)
         if value is None:
             value = {}
@@ -103,7 +101,7 @@ def read_config(folder: Path) -> ConfigFile:
 
 
 def read_generation_config(folder: Path, config: ConfigFile) -> ConfigFile:
-    """generation_config.json; `config` in a folder without it. Raises CheckpointError."""
+    """`config` in a folder without the file. Raises CheckpointError."""
     path = folder / "generation_config.json"
     return ConfigFile(str(path), read_json(folder, path.name)) if os.path.lexists(path) else config
 

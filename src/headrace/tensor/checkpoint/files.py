@@ -1,4 +1,4 @@
-"""Opens the files of a checkpoint folder safely: no path may lead out of the folder, JSON has a size limit, and nothing is executed."""
+"""Opens the files of a checkpoint folder safely: no path may lead out of the folder, JSON has a size limit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace.machine.folders import inside
 
 MAX_JSON_BYTES = 4 * 2**20
 MAX_CONTAINERS = 2**17
-"""At most this many objects and lists in one document. With MAX_JSON_BYTES it bounds the memory of a hostile document: about 50 MiB."""
+"""Objects and lists in one document. With MAX_JSON_BYTES it bounds the memory of a hostile document: about 50 MiB."""
 
 MAX_DEPTH = 64
 
@@ -35,7 +35,7 @@ def decode_json(file: str, text: bytes) -> dict[str, object]:
 
 
 def _check_depth(file: str, value: object) -> None:
-    """Refuse deep nesting in what nothing reads as well, with the same bound whatever stack Python has."""
+    """The same bound whatever stack Python has."""
     level: list[object] = [value]
     for _ in range(MAX_DEPTH):
         level = [

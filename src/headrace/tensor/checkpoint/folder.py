@@ -1,11 +1,8 @@
-"""Reads tensors from a model folder in the Hugging Face layout: finds the file of each tensor, and reads one tensor, or a slice, at a time.
+"""Reads tensors from a model folder in the Hugging Face layout, one tensor, or a slice, at a time.
 
 The weights are a single `model.safetensors`, or shards that `model.safetensors.index.json` names. Every header is checked
 (`tensor.checkpoint.header`) before a tensor is read. Files are read and not mapped: a file that becomes shorter raises an error with its
-name, and its pages do not count as memory of this process.
-
-Only plain data is read: pickle formats are refused, nothing in the folder is executed, and no name found in a file may lead out of the
-folder. `tensor.checkpoint.config` reads config.json; `tensor.layers.weights` asks for the tensors.
+name. Pickle formats are refused, and no name found in a file may lead out of the folder.
 """
 
 from __future__ import annotations
@@ -34,25 +31,25 @@ INDEX = "model.safetensors.index.json"
 MAX_SHARDS = 4096
 MAX_TENSORS = 2**17
 MAX_HEADER_BYTES = 2**26
-"""All files' headers together have at most this many. MAX_TENSORS tensors need a third."""
+"""All files' headers together. MAX_TENSORS tensors need a third."""
 PREFIX = "model."
 """Before the names of all tensors but the head's."""
 READABLE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Dtypes that a plain weight may have. The tensors of a quantized weight may also have those of PART_DTYPES."""
+"""Dtypes of a plain weight."""
 PART_DTYPES = {
     **READABLE_DTYPES,
     "I32": torch.int32, "I64": torch.int64, "I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.uint8,
 }  # fmt: skip
-"""Dtypes that the tensors of a quantized weight may have. F8_E8M0 (powers of two) is read as bytes."""
+"""Dtypes of a quantized weight's tensors. F8_E8M0 (powers of two) is read as bytes."""
 INERT = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
-"""Names of buffers that older exporters saved beside the weights. Their values follow from config.json, so the buffers are never read."""
+"""Buffers that older exporters saved beside the weights. Their values follow from config.json, so they are never read."""
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _SAMPLE_BYTES = 4096
 
 
 class Checkpoint:
-    """All weight files of a folder. The object notes which tensors were read, so that `check_all_read` can refuse a folder with others."""
+    """All weight files of a folder. Notes which tensors were read, for `check_all_read`."""
 
     has_values = True
 
@@ -75,7 +72,7 @@ class Checkpoint:
         return self._headers[self._file(name)].tensors[name].dtype
 
     def read(self, name: str, shape: tuple[int, ...], region: tuple[slice, ...] = ()) -> Tensor:
-        """The tensor, or a region of the tensor, in the stored dtype, as a new tensor.
+        """The tensor, or a region of it, in the stored dtype, as a new tensor.
 
         Raises CheckpointError when the tensor is missing or has another shape or dtype, when the file cannot be read, and when a value that
         was read is NaN or infinite.
@@ -84,10 +81,7 @@ class Checkpoint:
         return self._values(name, shape, region)
 
     def read_part(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> Tensor:
-        """A whole tensor that is part of a quantized weight, as a new tensor. dtypes: dtypes that are accepted, in safetensors' names
-
-        Raises CheckpointError under the conditions of `read`.
-        """
+        """A whole tensor that is part of a quantized weight, as a new tensor. dtypes: accepted, in safetensors' names. Raises as `read`."""
         self.expect(name, shape, dtypes)
         return self._values(name, shape, ())
 
@@ -132,7 +126,7 @@ class Checkpoint:
         return [self.folder / file for file in self._headers]
 
     def check_all_read(self) -> None:
-        """Raises CheckpointError when the folder holds a tensor that was not read and that is not known to have no effect (INERT)."""
+        """Raises CheckpointError when the folder holds a tensor that was not read and is not INERT."""
         unread = [name for name in self._file_of if name not in self._read and not INERT.search(name)]
         extra = [name for name in unread if not self._is_zero_bias(name)]
         if extra:
@@ -140,7 +134,7 @@ class Checkpoint:
             self._refuse(self._file_of[extra[0]], f"{len(extra)} tensors this architecture does not have, e.g. {shown}")
 
     def _is_zero_bias(self, name: str) -> bool:
-        """Whether the tensor is a bias that changes nothing. Older exporters of GPTQ give every linear one."""
+        """A bias that changes nothing: older exporters of GPTQ give every linear one."""
         stored = self._headers[self._file(name)].tensors[name]
         return name.endswith(".bias") and stored.dtype in READABLE_DTYPES and not bool(self._values(name, stored.shape, ()).any())
 
@@ -151,8 +145,7 @@ class Checkpoint:
     def digest(self) -> str:
         """Hex digest of config.json, of the files of SEPARATE, of every header, and of both ends (4 KiB) of every tensor's bytes.
 
-        The digest is a sample, since reading gigabytes twice would double the time of a start. Models whose tensors differ at an end, such
-        as fine-tunes of one base model, have different digests. The digest does not protect against forgery.
+        A sample, since reading gigabytes twice would double the time of a start. No protection against forgery.
 
         Raises CheckpointError when the sampled values cannot be of the dtype in the header (`checkpoint.values`).
         """
@@ -197,7 +190,7 @@ class Checkpoint:
                     self._refuse(file, f"tensor {shorten(name)} is not named by {INDEX}")
 
     def _add_prefix(self) -> None:
-        """Give tensors the names that they have in a model with its head: one that was saved without it lacks the PREFIX."""
+        """A model that was saved without its head lacks the PREFIX."""
         if any(name.startswith(PREFIX) for name in self._file_of) or not any(name.startswith("layers.") for name in self._file_of):
             return
 

@@ -1,8 +1,7 @@
 """The header of a safetensors file, checked before anything else of the file is read.
 
-Layout: 8 bytes little-endian header length, the header (JSON: name -> dtype, shape, data_offsets), the data. Every sum is done in
-Python integers and compared with the file's length; ranges must cover the data exactly, without gap or overlap. A header that passes
-cannot send a reader outside the file.
+Layout: 8 bytes little-endian header length, the header (JSON: name -> dtype, shape, data_offsets), the data. Ranges must cover the data
+exactly, without gap or overlap. A header that passes cannot send a reader outside the file.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ DAMAGED = "The file is damaged or not a safetensors file: download or convert it
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor's entry. begin, end: byte offsets from the start of the data."""
+    """begin, end: byte offsets from the start of the data."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -40,8 +39,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A checked header.
-
+    """
     data_start  byte offset of the data in the file
     metadata    the "__metadata__" entry, unchecked
     """
@@ -112,7 +110,7 @@ def _are_counts(value: object) -> bool:
 
 
 def _check_cover(path: Path, tensors: dict[str, StoredTensor], data_bytes: int) -> None:
-    """Ranges laid end to end must be exactly the data: no overlap, no hole, nothing beyond the file."""
+    """Ranges laid end to end must be exactly the data."""
     position = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].begin):
         if tensor.begin != position:

@@ -14,7 +14,7 @@ from headrace.tensor.kernels.rounding import Precision, RoundedWeight, round_wei
 class RandomWeights:
     """Uniform random weights of a trained model's scale, a function of seed, tensor name and device: ranks slice the same tensor.
 
-    norm_weight  what norm weights are made of: 1, or 0 where the model adds 1
+    norm_weight  1, or 0 where the model adds 1
     device       torch's word for where they are drawn: weights for a GPU are drawn there, and none has to be copied
     """
 
@@ -41,7 +41,7 @@ class RandomWeights:
 class WeightShapes:
     """Tensors on the meta device: notes the shapes of what a model would read and allocates nothing.
 
-    Implements `tensor.layers.weights.StoredSource` too. precision, head: of the linears of a quantized checkpoint, and of its head.
+    precision, head: of the linears of a quantized checkpoint, and of its head.
     """
 
     def __init__(self, dtype: torch.dtype, precision: Precision = Precision.NONE, head: Precision = Precision.NONE) -> None:

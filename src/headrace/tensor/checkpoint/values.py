@@ -1,8 +1,7 @@
 """Checks a checkpoint's values, whatever its header says: NaN, infinities, and one 16-bit dtype mistaken for the other.
 
-A dtype other than config.json's is no fault: a file may hold float32 under a configuration of bfloat16, or norms in float32 beside bfloat16
-linears, and loads, converted. Refused are values that no training leaves behind. Magnitudes are compared as integers: without the sign
-bit, the bits of floats are ordered as their values are.
+A dtype other than config.json's is no fault. Refused are values that no training leaves behind. Magnitudes are compared as integers:
+without the sign bit, the bits of floats are ordered as their values are.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ MIN_SAMPLE = 4096
 
 
 def num_not_finite(tensor: Tensor) -> int:
-    """How many values of a contiguous float tensor are NaN or infinite. If none is, the tensor is read once and no memory is allocated."""
+    """How many values of a contiguous float tensor are NaN or infinite. If none is, no memory is allocated."""
     signed = tensor.view(_BITS[tensor.dtype]).numpy().reshape(-1)
     unsigned = signed.view(f"u{signed.dtype.itemsize}")
     infinity, sign = _INFINITY[tensor.dtype], 1 << (8 * signed.dtype.itemsize - 1)
@@ -35,18 +34,18 @@ def num_not_finite(tensor: Tensor) -> int:
 
 
 class Sample:
-    """A sample of the values of 16-bit matrices, to tell whether they were written in the other 16-bit dtype than the header says."""
+    """A sample of 16-bit matrices, to tell whether they were written in the other 16-bit dtype than the header says."""
 
     def __init__(self) -> None:
         self._bits: dict[str, list[np.ndarray]] = {"F16": [], "BF16": []}
 
     def add(self, dtype: str, data: bytes) -> None:
-        """Add little-endian values from the file. Dtypes other than F16 and BF16 are ignored."""
+        """Little-endian values. Dtypes other than F16 and BF16 are ignored."""
         if dtype in self._bits:
             self._bits[dtype].append(np.frombuffer(data, "<u2", count=len(data) // 2)[::_STRIDE])
 
     def contradiction(self) -> str | None:
-        """Why the values cannot have the dtype that the header says, in words; None if they can."""
+        """Why the values cannot have the dtype that the header says; None if they can."""
         for dtype, looks_wrong in (("F16", _looks_like_bfloat16), ("BF16", _looks_like_float16)):
             parts = self._bits[dtype]
             magnitudes = np.concatenate(parts) & 0x7FFF if parts else np.empty(0, np.uint16)
@@ -57,7 +56,7 @@ class Sample:
 
 
 def _looks_like_bfloat16(magnitudes: np.ndarray) -> str | None:
-    """The reason why values labelled float16 are bfloat16; None if they are not.
+    """Why values labelled float16 are bfloat16; None if they are not.
 
     bfloat16's eight exponent bits, read as float16's five, shrink a range of many binades to less than one, around 1. Real weights spread
     over decades: the smallest hundredth of a normal distribution lies below a fiftieth of its median. Rounded weights may spread less, but
@@ -71,7 +70,7 @@ def _looks_like_bfloat16(magnitudes: np.ndarray) -> str | None:
 
 
 def _looks_like_float16(magnitudes: np.ndarray) -> str | None:
-    """The reason why values labelled bfloat16 are float16; None if they are not. Read so, one binade becomes eight, all far below 1."""
+    """Why values labelled bfloat16 are float16; None if they are not. Read so, one binade becomes eight, all far below 1."""
     values = [float((np.uint32(value) << np.uint32(16)).view(np.float32)) for value in _at(magnitudes, 0.25, 0.75, 0.9)]
     if values[2] < 1e-3 and values[1] > 1000 * values[0]:
         return f"half of them lie between {values[0]:.3g} and {values[1]:.3g}, as bytes of F16 do when they are read as BF16"

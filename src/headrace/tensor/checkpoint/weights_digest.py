@@ -1,11 +1,8 @@
 """Computes a hash over every byte of a model's weight files and its config.json, and stores the hash for the next start.
 
-Equal digests mean equal weights; `Checkpoint.digest` in contrast samples the files. `core.numerics` uses the digest to decide whether a
-stream may be resumed at another replica.
-
-Hashing takes about half a second per gigabyte, in pieces between which the caller may pause. The digest is stored in a record beside the
-packed weights, with a stamp of each file (size, mtime, ctime, inode). The files are hashed again when a stamp differs. The ctime is part of
-the stamp since a copy that preserves the mtime does not preserve the ctime.
+Equal digests mean equal weights; `Checkpoint.digest` in contrast samples the files. Hashing takes about half a second per gigabyte, in
+pieces between which the caller may pause. The record beside the packed weights has a stamp of each file (size, mtime, ctime, inode);
+ctime, since a copy may preserve the mtime.
 """
 
 from __future__ import annotations
@@ -28,15 +25,14 @@ MAX_RECORD_BYTES = 1 << 20
 """A larger record is not written. A record has some hundred bytes per weight file."""
 MAX_RECORDS_BYTES = 4 << 20
 PIECE_BYTES = 4 << 20
-"""Bytes hashed between two pauses, which takes some milliseconds of one CPU core."""
+"""Hashed between two pauses, which takes some milliseconds of one CPU core."""
 
 Stamps = list[list[object]]
 
 
 class WeightsDigest:
-    """The digest of one checkpoint's files. Used by one thread at a time.
-
-    The object is made before the weights are read, so that files that change during or after the reading are noticed.
+    """The digest of one checkpoint's files. Used by one thread at a time. Made before the weights are read, so that later changes
+    are noticed.
 
     known  hex digest; "" before `compute`, unless an earlier start has stored a record
     """
@@ -62,11 +58,11 @@ class WeightsDigest:
         return sha256(f"{self._packed_from} {self._content}".encode()).hexdigest()
 
     def packed_from(self, content: str) -> None:
-        """Note that some weights were read in packed form. content: digest of the files from which the packed form was made"""
+        """content: digest of the files from which the packed form was made."""
         self._packed_from = content
 
     def content(self) -> Generator[None, None, str]:
-        """Returns the digest of the files, which are hashed unless the digest is known. Yields after every PIECE_BYTES.
+        """Returns the digest of the files, which are hashed unless it is known. Yields after every PIECE_BYTES.
 
         Returns "" and logs the reason when a file cannot be read, or has changed since this object was made.
         """

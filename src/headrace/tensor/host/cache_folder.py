@@ -1,7 +1,7 @@
 """Opens the private cache folders of this user, in which compiled kernels and packed weights are kept for later starts.
 
-A user with write access to a cache folder could change the code that runs and the answers of a model. A folder that belongs to another user
-or is writable by others is therefore refused. No torch is imported here: packed weights are searched while torch is being imported.
+A user with write access to a cache folder could change the code that runs: a folder that is not this user's alone is refused. No torch is
+imported here: packed weights are searched while torch is being imported.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ log = logging.getLogger(__name__)
 
 ENVIRONMENT = "HEADRACE_CACHE_DIR"
 KEEP = "HEADRACE_KEEP_PACKED"
-"""Environment variable. "0": weights are packed at every start, and none are kept on disk."""
+""""0": weights are packed at every start, and none are kept on disk."""
 
 
 def cache_root(environ: Mapping[str, str]) -> Path:
-    """Headrace's cache directory of this user: HEADRACE_CACHE_DIR, else `headrace` in XDG_CACHE_HOME or ~/.cache. A user without a home
-    has one in the temporary directory."""
+    """HEADRACE_CACHE_DIR, else `headrace` in XDG_CACHE_HOME or ~/.cache, else, for a user without a home, in the temporary directory."""
     if given := environ.get(ENVIRONMENT):
         return Path(given)
     base = environ.get("XDG_CACHE_HOME", "")
@@ -32,7 +31,7 @@ def cache_root(environ: Mapping[str, str]) -> Path:
 
 
 def packed_directory() -> Path | None:
-    """This user's private folder for packed weights; None if they are not to be kept or, with a log line, cannot be kept."""
+    """None if packed weights are not to be kept or, with a log line, cannot be kept."""
     if os.environ.get(KEEP) == "0":
         return None
     try:
@@ -45,7 +44,7 @@ def packed_directory() -> Path | None:
 def open_private(root: Path, parts: tuple[str, ...]) -> Path:
     """Make and check root / parts[0] / ...; each of these folders must belong to this user and be writable by this user alone.
 
-    Raises: PermissionError naming the folder and the fault; OSError if a folder cannot be made.
+    Raises PermissionError naming the folder and the fault; OSError if a folder cannot be made.
     """
     path = root
     path.mkdir(mode=0o700, parents=True, exist_ok=True)

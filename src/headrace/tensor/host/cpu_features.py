@@ -1,7 +1,7 @@
 """Reads the instruction sets of this CPU, and chooses the kernels of linear layers for them: Headrace's own strips, or oneDNN.
 
-The choice is a table in this module. Nothing is measured at start, so that machines with equal instruction sets compute equal results, and
-a start is quick. The measurements behind the table are in docs/experiments.md. `tensor.device.Cpu` chooses the dtype.
+The choice is a table. Nothing is measured at start, so that machines with equal instruction sets compute equal results. The measurements
+behind the table are in docs/experiments.md.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class CpuFeatures:
-    """Features of a CPU.
-
+    """
     machine  "x86_64", "aarch64", ...
-    flags    instruction sets as /proc/cpuinfo names them
+    flags    as /proc/cpuinfo names them
     """
 
     machine: str
@@ -64,7 +63,7 @@ _LINEAR_PATHS: dict[tuple[str, torch.dtype], LinearPath] = {
 
 
 def parse_cpu_flags(cpuinfo: str) -> frozenset[str]:
-    """Instruction sets from the text of /proc/cpuinfo: the "flags" line (x86) or the "Features" line (Arm) of the first CPU."""
+    """The "flags" line (x86) or the "Features" line (Arm) of the first CPU."""
     for line in cpuinfo.splitlines():
         name, _, values = line.partition(":")
         if name.strip() in ("flags", "Features"):
@@ -74,7 +73,7 @@ def parse_cpu_flags(cpuinfo: str) -> frozenset[str]:
 
 @cache
 def read_cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> CpuFeatures:
-    """Features of this machine's CPU. A file that cannot be read gives no flags, which leads to the family "generic"."""
+    """A file that cannot be read gives no flags, which leads to the family "generic"."""
     try:
         text = cpuinfo.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -83,5 +82,5 @@ def read_cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> CpuFeatures:
 
 
 def linear_path(features: CpuFeatures, dtype: torch.dtype) -> LinearPath:
-    """The kernels for linear layers with weights of `dtype`. The family "generic" gets oneDNN, or torch where torch has no oneDNN."""
+    """The family "generic" gets oneDNN, or torch where torch has no oneDNN."""
     return _LINEAR_PATHS.get((features.family, dtype), LinearPath.ONEDNN)

@@ -1,7 +1,4 @@
-"""A debug switch: memory allocated for a result holds NaN until it is written, so that reading it too early shows in the result.
-
-Tests turn it on (tests/tensor/conftest.py). Integers become -1, which has the bytes of a NaN.
-"""
+"""A debug switch: memory allocated for a result holds NaN until it is written, so that reading it too early shows in the result."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import torch
 from torch import Tensor
 
 POISON = 0xFF
-"""Every byte: NaN in float32, bfloat16 and float16."""
+"""Every byte: NaN in float32, bfloat16 and float16; -1 in integers."""
 
 
 class _Switch:
@@ -36,7 +33,7 @@ def poisoned(is_on: bool = True) -> Iterator[None]:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """torch.empty, filled with POISON under the switch. For memory that is written at once; deferred kernels use `jit.launch.fresh`."""
+    """For memory that is written at once, filled with POISON under the switch; deferred kernels use `jit.launch.fresh`."""
     made = torch.empty(shape, dtype=dtype, device=device)
     if _SWITCH.is_on and made.numel():
         made.flatten().view(torch.uint8).fill_(POISON)

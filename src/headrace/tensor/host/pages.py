@@ -23,10 +23,7 @@ def empty(num_elements: int, dtype: torch.dtype) -> Tensor:
 
 
 def read_bytes(path: Path, start: int, num_bytes: int) -> Tensor:
-    """Bytes [start, start + num_bytes) of a file as flat uint8, in memory of its own: what becomes of the file afterwards is no matter.
-
-    Large ones are copied by as many threads as torch computes with. Raises OSError.
-    """
+    """Bytes [start, start + num_bytes) of a file as flat uint8, in memory of its own. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         memory = empty(num_bytes, torch.uint8)

@@ -14,8 +14,7 @@ from headrace.machine.cpus import allowed_cpus
 
 @dataclass(frozen=True, slots=True)
 class CpuShare:
-    """What this process may use.
-
+    """
     cpus   logical CPUs in its affinity mask
     cores  physical cores among them: two threads of one core share its vector units
     quota  CPUs' worth of time per period that its cgroups allow; None = no limit
@@ -33,10 +32,9 @@ class ThreadPlan:
 
 
 def plan_threads(requested: int | None, share: CpuShare | None = None) -> ThreadPlan:
-    """How many threads to compute with, and why. share: None: this process's own.
+    """share: None: this process's own.
 
-    Raises: ConfigError for more threads than CPUs: threads wait for each other by spinning, and the spinning threads would keep the
-    computing ones from a CPU.
+    Raises ConfigError for more threads than CPUs: threads wait for each other by spinning, and would keep the computing ones from a CPU.
     """
     share = share or read_cpu_share()
     if requested is not None:
@@ -59,7 +57,7 @@ def read_cpu_share(root: Path = Path("/")) -> CpuShare:
 
 
 def count_cores(root: Path, cpus: Iterable[int]) -> int:
-    """Physical cores among `cpus`; a CPU whose siblings cannot be read counts as a core."""
+    """A CPU whose siblings cannot be read counts as a core."""
     cores = set()
     for cpu in cpus:
         siblings = read_text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")

@@ -1,6 +1,6 @@
 """Writes files atomically: one process at a time writes a file under a temporary name, under a lock, and renames the complete file.
 
-Unfinished files of processes that ended while writing are removed. Imports no torch, for the reason in `cache_folder`.
+Imports no torch, for the reason in `cache_folder`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def is_named(descriptor: int, path: Path) -> bool:
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Remove unfinished files that no running process is writing."""
+    """Keeps those that a running process is writing."""
     for path in directory.glob("*" + UNFINISHED):
         with suppress(OSError), locked(path) as descriptor:
             if descriptor is not None:
@@ -51,7 +51,7 @@ def remove_unfinished(directory: Path) -> None:
 def remove_oldest(files: list[Path], *, max_files: int, max_bytes: int | None = None) -> list[Path]:
     """Remove the files changed longest ago until at most max_files, of at most max_bytes together, are left. Returns these.
 
-    A file that is gone, or cannot be removed, counts as removed. max_bytes: None: no limit.
+    A file that is gone, or cannot be removed, counts as removed.
     """
     found = sorted(((path, *_facts(path)) for path in files), key=lambda entry: entry[1], reverse=True)
     kept: list[Path] = []

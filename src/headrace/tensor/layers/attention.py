@@ -18,7 +18,7 @@ from headrace.tensor.layers.weights import Part, WeightReader, stacked_parts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """scale: factor of query key^T. window: number of tokens a query attends to, itself included; None = all before it."""
+    """scale: factor of query key^T. window: tokens that a query attends to, itself included; None = all before it."""
 
     heads: int
     kv_heads: int
@@ -45,7 +45,7 @@ class AttentionNames:
 
 
 class Attention:
-    """One layer's attention over this rank's heads. Each call writes the step's keys and values into the cache."""
+    """This rank's heads. Each call writes the step's keys and values into the cache."""
 
     runs_only_kernels = True
 

@@ -1,7 +1,6 @@
 """Returns freed memory to the system while a model is loaded.
 
-Packing allocates and frees temporaries of tens of megabytes between weights that stay. The C library keeps these holes for reuse. Over the
-layers of a model they add up to hundreds of megabytes that are never reused.
+Packing frees temporaries of tens of megabytes between weights that stay, and the C library keeps these holes: hundreds of megabytes.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from functools import cache
 
 
 def return_freed_memory() -> None:
-    """Ask the allocator to return whole free pages. Takes milliseconds; does nothing if the C library is not glibc."""
+    """Takes milliseconds; does nothing if the C library is not glibc."""
     trim = _malloc_trim()
     if trim is not None:
         trim(0)

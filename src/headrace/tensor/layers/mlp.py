@@ -29,8 +29,6 @@ class MlpNames:
 
 
 class Mlp:
-    """This rank's share of the feed-forward features."""
-
     runs_only_kernels = True
 
     def __init__(self, reader: WeightReader, prefix: str, spec: MlpSpec, names: MlpNames, hidden_size: int) -> None:
@@ -51,5 +49,5 @@ class Mlp:
         return self.reduce(self.down(self.kernels.gated_activation(self.gate_up(x), self.activation)))
 
     def weight_bytes(self, *, one_token: bool) -> int:
-        """Bytes of weights held. A dense block reads all of them for one token as well."""
+        """A dense block reads all its weights for one token as well."""
         return sum(linear.weight_bytes for linear in self.linears)

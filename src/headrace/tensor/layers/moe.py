@@ -2,8 +2,7 @@
 
 Experts run one after another, each over the tokens that chose it, or together where the backend can (`Backend.group_experts`). Results are
 laid out by (token, choice) and summed over the choices in the router's order, so that a token's sum does not depend on its neighbours in
-the batch. `choose_experts` and `weighted_sum` are
-computed by torch, and give a token the same bits in every batch (tests/tensor/layers/test_moe.py).
+the batch.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class MoeNames:
 
 
 class SparseMoe:
-    """All experts of a layer; each rank holds its share of every expert's features. Reads its own results in Python: never deferred.
+    """Each rank holds its share of every expert's features. Reads its own results in Python: never deferred.
 
     On disk experts are either one tensor each (`names`), or stacked: "{block}.experts.gate_up_proj" [X, 2F, E] and
     "{block}.experts.down_proj" [X, E, F] for X experts.
@@ -78,7 +77,7 @@ class SparseMoe:
         return self.reduce(weighted_sum(outputs, weights))
 
     def _one_by_one(self, x: Tensor, experts: Tensor) -> Tensor:
-        """See `kernels.Experts`. The host reads how many tokens each expert has."""
+        """The host reads how many tokens each expert has."""
         top_k = self.spec.top_k
         order = torch.argsort(experts.view(-1), stable=True)  # (token, choice) pairs, grouped by expert
         tokens = order // top_k
@@ -98,7 +97,7 @@ class SparseMoe:
         return weights.to(x.dtype), experts
 
     def weight_bytes(self, *, one_token: bool) -> int:
-        """Bytes of weights held; with one_token, the bytes read for one token: the router and `top_k` experts."""
+        """Held; with one_token, those read for one token: the router and `top_k` experts."""
         experts = sum(linear.weight_bytes for linear in (*self.gate_up, *self.down))
         if one_token:
             experts = experts * self.spec.top_k // self.spec.num_experts

@@ -13,15 +13,12 @@ import torch
 from torch import Tensor
 
 _CHUNK = 8192
-"""Positions computed at a time, which limits the memory of temporary tensors."""
+"""Positions computed at a time, which limits temporary memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearScaling:
-    """Linear interpolation: positions are divided by `factor`.
-
-    original_positions  context length of pretraining
-    """
+    """Positions are divided by `factor`. original_positions: context length of pretraining."""
 
     factor: float
     original_positions: int
@@ -29,10 +26,7 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3Scaling:
-    """Llama 3.1's scaling: frequencies of long wavelengths are divided by `factor`, those of short ones kept, with a ramp between.
-
-    original_positions  context length of pretraining
-    """
+    """Frequencies of long wavelengths are divided by `factor`, those of short ones kept, with a ramp between."""
 
     factor: float
     low_freq_factor: float
@@ -42,7 +36,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnScaling:
-    """YaRN: frequencies that turn more than beta_fast times in the original context are kept, and those that turn less than beta_slow times
+    """Frequencies that turn more than beta_fast times in the original context are kept, and those that turn less than beta_slow times
     are divided by `factor`, with a ramp between.
 
     magnitude  factor of cos and sin (the paper's attention temperature)
@@ -59,10 +53,10 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongRopeScaling:
-    """LongRoPE: each frequency is divided by a factor of its own.
+    """Each frequency is divided by a factor of its own.
 
-    The long factors are used where contexts may exceed the context length of pretraining, the short factors otherwise. A model uses one of
-    the two sets for all sequences and positions, since cached keys are already rotated.
+    The long factors are used where contexts may exceed the context length of pretraining. A model uses one of the two sets for all
+    positions, since cached keys are already rotated.
 
     short_factors, long_factors  one for each rotated pair
     magnitude                    factor of cos and sin
@@ -74,7 +68,6 @@ class LongRopeScaling:
     magnitude: float
 
     def is_long(self, num_positions: int) -> bool:
-        """Whether a model with contexts of up to `num_positions` uses the long factors."""
         return num_positions > self.original_positions
 
 
@@ -83,7 +76,7 @@ Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """Rotary embedding of a model. rotary_dim: number of leading elements of a head that are rotated; even"""
+    """rotary_dim: leading elements of a head that are rotated; even."""
 
     theta: float
     rotary_dim: int
@@ -91,7 +84,7 @@ class RopeSpec:
 
 
 def rope_table(spec: RopeSpec, num_positions: int, device: str) -> Tensor:
-    """Table of cos | sin for every position, float32 [num_positions, rotary_dim] on `device`, in the form that `Kernels.rotary` takes."""
+    """cos | sin, float32 [num_positions, rotary_dim] on `device`, in the form that `Kernels.rotary` takes."""
     half = spec.rotary_dim // 2
     frequencies = _inverse_frequencies(spec, num_positions).to(device)
     magnitude = spec.scaling.magnitude if isinstance(spec.scaling, YarnScaling | LongRopeScaling) else 1.0
@@ -144,7 +137,7 @@ def _yarn(plain: Tensor, spec: RopeSpec, scaling: YarnScaling) -> Tensor:
 
 
 def longrope_magnitude(factor: float, original_positions: int) -> float:
-    """LongRoPE's factor of cos and sin for a configuration without attention_factor. original_positions: at least 2"""
+    """For a configuration without attention_factor. original_positions: at least 2."""
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original_positions))
 
 

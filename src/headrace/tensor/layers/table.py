@@ -1,7 +1,4 @@
-"""Embedding tables: the protocol of a lookup of rows by token id, and the table that is a tensor in memory (`HeldTable`).
-
-`packed.store.StoredTable` is the other implementation: the table stays in its file, and only the rows that are looked up are read.
-"""
+"""Embedding tables: the protocol of a lookup of rows by token id, and the table that is a tensor in memory (`HeldTable`)."""
 
 from __future__ import annotations
 
@@ -13,24 +10,22 @@ from torch.nn import functional as F
 
 
 class Table(Protocol):
-    """A table [rows, columns]. resident_bytes: memory of this process that the table takes."""
+    """[rows, columns]. resident_bytes: memory of this process that the table takes."""
 
     @property
     def resident_bytes(self) -> int: ...
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows of the table: ids [T] int64, each below the number of rows -> [T, columns], a new tensor."""
+        """ids [T] int64, each below the number of rows -> [T, columns], a new tensor."""
         ...
 
     def whole(self) -> Tensor:
-        """The whole table [rows, columns] as a tensor in memory."""
+        """[rows, columns], in memory."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class HeldTable:
-    """A table in memory."""
-
     tensor: Tensor
 
     @property

@@ -1,10 +1,7 @@
 """Reads the weights of one rank from a checkpoint, and makes them into norms, embedding tables and packed linears.
 
-A column-parallel linear gets this rank's part of the output rows, a row-parallel linear its part of the input columns. Other linears are
-the same on every rank.
-
-Weights are read one at a time. The parts of a fused linear (q, k, v; gate, up) are copied into the fused weight, which is packed and then
-freed. At most one unpacked weight, with its parts, is in memory at a time.
+A column-parallel linear gets this rank's part of the output rows, a row-parallel linear its part of the input columns. Weights are read one
+at a time: at most one unpacked weight, with its parts, is in memory.
 """
 
 from __future__ import annotations
@@ -27,15 +24,15 @@ class WeightSource(Protocol):
     """Tensors by name, from a checkpoint, from a random generator, or without values (shapes only)."""
 
     def has(self, name: str) -> bool:
-        """Whether the tensor exists; asked for optional tensors."""
+        """Asked for optional tensors."""
         ...
 
     def expect(self, name: str, shape: tuple[int, ...]) -> None:
-        """Check that the tensor exists and has this shape, without reading the tensor. Raises CheckpointError otherwise."""
+        """Reads no value. Raises CheckpointError where the tensor is missing or has another shape."""
         ...
 
     def read(self, name: str, shape: tuple[int, ...], region: tuple[slice, ...] = ()) -> Tensor:
-        """The stored tensor of shape `shape`, or a region of it. Callers copy the result and never change it.
+        """The stored tensor, or a region of it. Callers copy the result and never change it.
 
         Raises CheckpointError when the tensor is missing, has another shape, or cannot be read.
         """
@@ -58,7 +55,7 @@ class StoredSource(Protocol):
 
 
 class LinearStore(Protocol):
-    """Packed linears and tables that are kept on disk between starts. `tensor.packed.store.PackedStore` implements the protocol."""
+    """Packed linears and tables that are kept on disk between starts."""
 
     def find(self, name: str) -> Linear | None: ...
 
@@ -72,7 +69,7 @@ class LinearStore(Protocol):
 _INTEGERS = (Precision.INT4, Precision.INT8)
 
 Reduce = Callable[[Tensor], Tensor]
-"""All-reduce: each rank's summand [T, E] -> the sum over all ranks, equal on every rank. Every rank calls the function equally often."""
+"""All-reduce: each rank's summand [T, E] -> the sum over all ranks, equal on every rank. Every rank calls it equally often."""
 
 
 def no_reduce(x: Tensor) -> Tensor:
@@ -83,9 +80,7 @@ def no_reduce(x: Tensor) -> Tensor:
 class Part:
     """A part of a linear: `rows` output rows of one stored weight, from row `first` on.
 
-    name    of the tensor, e.g. "model.layers.0.self_attn.q_proj.weight"
-    rows    output features of this part on all ranks together
-    first   row of the stored tensor where the part begins
+    rows    on all ranks together
     stored  rows of the stored tensor; None: exactly `rows`
     expert  (index, number of experts) when the tensor stacks experts in a leading dimension
     """
@@ -98,7 +93,7 @@ class Part:
 
 
 def stacked_parts(prefix: str, names: tuple[str, ...], rows: list[int]) -> list[Part]:
-    """Parts of a fused linear with these numbers of rows: one stored tensor for each part, or one tensor that stores all parts in order."""
+    """One stored tensor for each part, or one tensor that stores all parts in order."""
     if len(names) == len(rows):
         return [Part(f"{prefix}{name}.weight", count) for name, count in zip(names, rows, strict=True)]
     (name,) = names
@@ -107,15 +102,13 @@ def stacked_parts(prefix: str, names: tuple[str, ...], rows: list[int]) -> list[
 
 @dataclass(frozen=True, slots=True)
 class WeightReader:
-    """Reads the weights of one rank, in the dtype and on the device that the model computes with.
+    """Reads the weights of one rank. Every returned tensor is a copy, but for a linear or table from `store`.
 
-    Every returned tensor is a copy. A linear or table from `store` stays in its file, or is in memory that was read from that file.
-
-    dtype      dtype of the linears' products
-    precision  precision of the linears' weights; norms, embeddings and routers are not rounded
-    stored     weights in their stored quantized form; None: all weights are rounded to `precision`
-    store      linears and tables that an earlier start packed; None: everything is read from the checkpoint
-    reduce     all-reduce; layers call `reduce` on the outputs of row-parallel linears
+    dtype      of the linears' products
+    precision  of the linears' weights; norms, embeddings and routers are not rounded
+    stored     None: all weights are rounded to `precision`
+    store      None: everything is read from the checkpoint
+    reduce     layers call it on the outputs of row-parallel linears
     held       bits of a weight (4, 8; 16 means 16 or more) -> number of linears that have them
 
     Methods that read raise CheckpointError when a stored tensor is missing, has another shape or cannot be read.
@@ -143,14 +136,14 @@ class WeightReader:
         return self.backend.packing.activation_dtype(self.dtype)
 
     def norm(self, name: str, size: int, *, plus: float = 0.0) -> Tensor:
-        """Weight w [size] of a norm. plus: the result is w + plus in float32, since bfloat16 would lose a small w in the sum 1 + w."""
+        """w [size]. plus: the result is w + plus in float32, since bfloat16 would lose a small w in the sum 1 + w."""
         stored = self.source.read(name, (size,))
         if plus:
             return torch.empty(size, dtype=torch.float32, device=self.device.name).copy_(stored).add_(plus)
         return self._empty(size).copy_(stored)
 
     def table(self, name: str, rows: int, columns: int) -> Table:
-        """An embedding table [rows, columns], whole on every rank. A stored dtype of fewer bits is kept, since its rows convert exactly."""
+        """Whole on every rank. A stored dtype of fewer bits is kept, since its rows convert exactly."""
 
         def read() -> Tensor:
             stored = self.source.read(name, (rows, columns))
@@ -166,16 +159,16 @@ class WeightReader:
         return HeldTable(table)
 
     def column_linear(self, parts: Sequence[Part], in_features: int, *, bias: bool) -> Linear:
-        """A column-parallel linear of stacked parts: this rank's share of the rows of each part. [in] -> [sum of rows / world]"""
+        """This rank's share of the rows of each part: [in] -> [sum of rows / world]."""
         shares = [_share(part.rows, self.rank, self.world, part.name) for part in parts]
         return self._stacked(parts, shares, in_features, bias)
 
     def whole_linear(self, part: Part, in_features: int, *, bias: bool = False, precision: Precision | None = None) -> Linear:
-        """A linear that is whole on every rank, without an all-reduce: a router, the head. precision: None: the reader's precision."""
+        """Without an all-reduce: a router, the head. precision: None: the reader's."""
         return self._stacked([part], [range(part.rows)], in_features, bias, precision)
 
     def row_linear(self, part: Part, in_features: int, *, bias: bool) -> Linear:
-        """A row-parallel linear: this rank's share of the input columns. Callers sum the outputs over ranks; only rank 0 has the bias."""
+        """This rank's share of the input columns. Callers sum the outputs over ranks; only rank 0 has the bias."""
         columns = _share(in_features, self.rank, self.world, part.name)
         if (known := self._known([part], in_features, bias)) is not None:
             return known
@@ -184,7 +177,7 @@ class WeightReader:
         return self._packed([part], weight, added if self.rank == 0 else None)
 
     def tied_linear(self, name: str, table: Table, rows: int, columns: int) -> Linear:
-        """A linear whose weight is an embedding table [rows, columns] that was read before (tied embeddings)."""
+        """A linear whose weight is an embedding table [rows, columns] that was read before."""
         part = Part(f"{name} as head", rows)
         if (known := self._known([part], columns, False, is_stored=False)) is not None:
             return known
@@ -268,7 +261,7 @@ class WeightReader:
         return weight
 
     def _weight_dtype(self, stored: Sequence[Tensor]) -> torch.dtype:
-        """The dtype in which a weight is packed. bfloat16 is not widened to float32, which holds the same values in twice the bytes."""
+        """bfloat16 is not widened to float32, which holds the same values in twice the bytes."""
         is_narrow = self.dtype == torch.float32 and all(tensor.dtype == torch.bfloat16 for tensor in stored)
         return torch.bfloat16 if is_narrow else self.dtype
 
@@ -303,12 +296,12 @@ def _bias_name(part: Part) -> str:
 
 
 def _name(parts: Sequence[Part]) -> str:
-    """A linear's name on disk, made from its parts. Parts of one stored tensor differ in their first row and expert."""
+    """A linear's name on disk. Parts of one stored tensor differ in their first row and expert."""
     return "+".join(f"{part.name}@{part.first}" + (f"#{part.expert[0]}" if part.expert else "") for part in parts)
 
 
 def _share(size: int, rank: int, world: int, name: str) -> range:
-    """This rank's consecutive share of `size`. The model decides which sizes are split, so a remainder is a bug."""
+    """Consecutive. The model decides which sizes are split, so a remainder is a bug."""
     assert size % world == 0, f"{name}: {size} does not split into {world}"
     each = size // world
     return range(rank * each, (rank + 1) * each)

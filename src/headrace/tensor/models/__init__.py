@@ -62,15 +62,14 @@ MODEL_TYPES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
 }
-"""`model_type` -> architecture, for a config.json that names no architecture."""
+"""For a config.json that names no architecture."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model with its weights in memory.
-
+    """
     max_model_len      longest context its tables were made for
     model_digest       hex; see `_Weights.served_digest`
     weights            digest of all weight bytes, known now or later; None for random weights, which `model_digest` identifies
@@ -99,10 +98,9 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDescription:
-    """A model's sizes by config.json alone, in the dtype that it would compute with.
-
+    """
     dtype_name      the checkpoint's dtype by config.json; float32 if it names none
-    weight_bytes    read by one decode step of one sequence
+    weight_bytes    read by one decode step of one sequence, in the dtype that the model would compute with
     resident_bytes  of all weights, without overhead of packing
     held            in how many bits most linears are held, rounded at load or as stored
     """
@@ -140,9 +138,9 @@ def load_model(
     load_format    "dummy": random weights from config.json and `seed`; otherwise safetensors
     max_model_len  None: the checkpoint's (`DecoderSpec.default_positions`)
     quantization   "none", how linears' weights are rounded at load (`kernels.rounding.Precision`), or the checkpoint's own format
-    packed         where packed linears are kept for the next start; None: they are not kept
+    packed         None: packed linears are not kept for the next start
 
-    Raises: CheckpointError naming file and reason; ConfigError for an option that this model cannot be run with.
+    Raises CheckpointError naming file and reason; ConfigError for an option that this model cannot be run with.
     Memory: at most the weights held, twice the largest fused tensor, and small change.
     """
     _check_options(load_format, world)
@@ -191,8 +189,7 @@ def _check_options(load_format: str, world: int) -> None:
 
 @dataclass(slots=True)
 class _Weights:
-    """Where one model's weights are read from, and what identifies them.
-
+    """
     dtype    to compute with
     digest   hex; of the checkpoint's headers and samples, or of config.json and the seed
     content  digest of all weight bytes; None for random weights
@@ -214,7 +211,7 @@ class _Weights:
         rank: int,
         world: int,
     ) -> WeightReader:
-        """Reads weights in the few bits of `stored` where the backend multiplies them so, and linears are not to be rounded further."""
+        """Keeps the few bits of `stored` where the backend multiplies them so, and linears are not to be rounded further."""
         source: WeightSource = self.source
         few_bits: StoredSource | None = self.source if isinstance(self.source, GgufCheckpoint) else None
         if isinstance(self.source, Checkpoint) and stored is not None and not isinstance(stored, GgufFormat):
@@ -226,7 +223,7 @@ class _Weights:
     def open_store(
         self, packed: PackedFolder | None, backend: Backend, precision: Precision, share: str, stored: WeightFormat | GgufFormat | None
     ) -> None:
-        """Find what an earlier start packed for this precision and rank share, unless the backend keeps nothing on disk."""
+        """Unless the backend keeps nothing on disk."""
         form = backend.packed_format
         if packed is not None and form is not None and not isinstance(self.source, RandomWeights) and self.content is not None:
             version = "" if stored is None else f", read by {READER_VERSION}"
@@ -235,7 +232,7 @@ class _Weights:
             self.store = PackedStore(packed, name, form, self.content.content)
 
     def finish(self) -> None:
-        """Once all weights are read. Raises CheckpointError if the checkpoint holds a tensor that the model did not ask for."""
+        """Raises CheckpointError if the checkpoint holds a tensor that the model did not ask for."""
         if not isinstance(self.source, RandomWeights):
             self.source.check_all_read()
         if self.store is not None and self.content is not None and (made_from := self.store.made_from) is not None:
@@ -271,8 +268,8 @@ def _weight_files(folder: Path, stored: WeightFormat | GgufFormat | None) -> Che
 
 
 def _with_stored_table(spec: DecoderSpec, files: WeightSource) -> DecoderSpec:
-    """The spec with the head's name for the embedding where a tied model's one table is stored under that alone: of tensors that share
-    memory, safetensors keeps the name that is first in the alphabet."""
+    """With the head's name for the embedding where a tied model's one table is stored under that alone: of tensors that share memory,
+    safetensors keeps the name that is first in the alphabet."""
     names = spec.names
     if spec.is_tied and files.has(f"{names.head}.weight") and not files.has(f"{names.embedding}.weight"):
         return replace(spec, names=replace(names, embedding=names.head))
@@ -292,9 +289,7 @@ def _open_checkpoint(
 def describe(
     folder: Path, *, dtype: torch.dtype | None = None, max_model_len: int | None = None, quantization: str = "none", has_fp8: bool = False
 ) -> ModelDescription:
-    """Sizes of a model, from config.json alone: no weight is read, and no memory is allocated for weights.
-
-    has_fp8  whether linears that are stored in FP8 stay in FP8 in memory
+    """No weight is read, and no memory is allocated for weights. has_fp8: linears that are stored in FP8 stay in FP8.
 
     Raises CheckpointError for a missing or invalid config.json, and ConfigError for an option that this model cannot be run with.
     """
@@ -325,7 +320,7 @@ def describe(
 
 
 def weight_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
-    """Name and shape of each weight that the model reads, from a checkpoint that stores every expert apart."""
+    """By name, from a checkpoint that stores every expert apart."""
     shapes = WeightShapes(torch.float32)
     _without_values(spec, shapes, torch.float32, Precision.NONE)
     return shapes.shapes
@@ -353,7 +348,7 @@ def read_spec(config: ConfigFile) -> tuple[str, DecoderSpec]:
 def _check_model_type(config: ConfigFile, architecture: str) -> None:
     """Refuse a `model_type` of another architecture: transformers goes by it, vLLM by `architectures`, and one of the two is wrong.
 
-    A type that is not known here is that of a folder's own code, whose architecture counts.
+    An unknown type is that of a folder's own code, whose architecture counts.
     """
     if MODEL_TYPES.get(config.text("model_type", ""), architecture) != architecture:
         config.refuse("model_type", f"contradicts architectures, which names {architecture}", "Correct the wrong one.")

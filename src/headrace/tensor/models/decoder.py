@@ -1,8 +1,8 @@
 """The decoder all architectures share: embeddings, blocks around one residual stream, a final norm, a head.
 
-A block normalises the input of its two branches (attention, feed-forward); Gemma also normalises their outputs. Adding a branch to the
-residual stream is fused into the next norm, so a block receives the previous branch, not added yet. How a step's layers are run, at once,
-deferred or recorded: `models.steps`. Shape letters: `tensor.batch`, E hidden size, V vocabulary.
+Adding a branch (attention, feed-forward) to the residual stream is fused into the next norm, so a block receives the previous branch, not
+added yet. How a step's layers are run, at once, deferred or recorded: `models.steps`. Shape letters: `tensor.batch`, E hidden size, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PROGRESS_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Root-mean-square norm with its weight [E]."""
+    """Root mean square, with the weight [E]."""
 
     runs_only_kernels: ClassVar = True
 
@@ -103,15 +103,14 @@ class Block:
 
 
 class DecoderModel:
-    """A loaded model on one rank.
-
+    """
     dtype           of the linears' products
     activations     dtype of everything between them
     kv_groups       layers that share a block table: same window, heads and head size
     group_of        per layer, index into kv_groups
     kv_shapes       per layer, (kv_heads, head_dim) held by this rank
     weight_bytes    read by one decode step of one sequence, with the chosen experts only and without norms
-    resident_bytes  of weights in memory; a tied table counts twice, as rows and as packed head
+    resident_bytes  a tied table counts twice, as rows and as packed head
     """
 
     runs_only_kernels = True

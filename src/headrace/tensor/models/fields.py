@@ -1,7 +1,6 @@
 """Fields of config.json that several architectures share, each read and bounded once.
 
-The bounds are far above any real model: they keep absurd values (negative sizes, 10^9 layers) away from memory. Features that Headrace
-does not compute are refused by name.
+The bounds are far above any real model: they keep absurd values (negative sizes, 10^9 layers) away from memory.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _ROPE_FIELDS = {
              "mscale_all_dim", "truncate", "finetuned"},
     "longrope": {"factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"},
 }  # fmt: skip
-"""Fields of each kind. "finetuned" is its authors' note that the model was trained on with the scaling; nothing is computed from it."""
+""""finetuned" is its authors' note that the model was trained on with the scaling; nothing is computed from it."""
 _ROPE_COMMON = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
 _DYNAMIC_REMEDY = (
     'Its frequencies change while a sequence grows, and cached keys cannot change with them. Write "yarn" with factor and '
@@ -61,7 +60,7 @@ _TWO_ROPES_REMEDY = "Write the scaling's fields into rope_parameters, beside rop
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
-    """The sizes that every decoder's config.json has. max_positions: `max_position_embeddings`; rotary scaling may serve more."""
+    """max_positions: `max_position_embeddings`; rotary scaling may serve more."""
 
     vocab_size: int
     hidden_size: int
@@ -74,7 +73,7 @@ class DecoderShape:
 
 
 def read_shape(config: ConfigFile, *, norm_eps: float = 1e-6, head_dim: int | None = None) -> DecoderShape:
-    """The sizes in a config.json. Raises CheckpointError, which names the field, for a missing field and for a value out of its bounds.
+    """Raises CheckpointError, which names the field, for a missing field and for a value out of its bounds.
 
     norm_eps  default for a file without the field
     head_dim  default for a file without the field; None, or a field that is null: hidden_size / num_attention_heads
@@ -107,7 +106,7 @@ def _read_head_dim(config: ConfigFile, hidden_size: int, heads: int) -> int:
 def attention_spec(
     shape: DecoderShape, rope: RopeSpec, *, window: int | None = None, qkv_bias: bool = False, output_bias: bool = False
 ) -> AttentionSpec:
-    """The usual attention: scores divided by sqrt(head_dim)."""
+    """Scores are divided by sqrt(head_dim)."""
     return AttentionSpec(
         heads=shape.heads,
         kv_heads=shape.kv_heads,
@@ -136,7 +135,7 @@ def read_top_k(config: ConfigFile, num_experts: int, *, default: int) -> int:
 
 
 def read_window(config: ConfigFile, *, default: int | None = None) -> int | None:
-    """The field `sliding_window`: tokens that a query attends to, itself included; None for null. default: for a file without the field
+    """`sliding_window`: tokens that a query attends to, itself included. default: for a file without the field.
 
     Readers disagree about a window beside `use_sliding_window` false: transformers leaves the flag to Qwen, vLLM takes it everywhere.
     """
@@ -150,7 +149,7 @@ def read_window(config: ConfigFile, *, default: int | None = None) -> int | None
 
 
 def read_layer_windows(config: ConfigFile, num_layers: int) -> list[int | None]:
-    """Window of each layer by Qwen's fields: `use_sliding_window`, and `layer_types` or every layer from `max_window_layers` on."""
+    """By Qwen's fields: `use_sliding_window`, and `layer_types` or every layer from `max_window_layers` on."""
     window = read_window(config) if config.flag("use_sliding_window", False) else None
     if config.has("layer_types"):
         return windows_by_type(config, window, num_layers)
@@ -171,10 +170,7 @@ def windows_by_type(config: ConfigFile, window: int | None, num_layers: int) -> 
 
 
 def refuse_set(config: ConfigFile, *names: str) -> None:
-    """Raises CheckpointError for a field that asks for a feature which Headrace does not compute for this architecture.
-
-    An absent field, null, false and zero are accepted.
-    """
+    """Raises CheckpointError for a field that asks for a feature; an absent field, null, false and zero are accepted."""
     for name in names:
         if config.values.get(name):
             config.refuse(name, "is not supported")
@@ -182,14 +178,14 @@ def refuse_set(config: ConfigFile, *names: str) -> None:
 
 def refuse_other_models(config: ConfigFile) -> None:
     """Raises CheckpointError for a field by which another family computes something else: under this architecture's name transformers may
-    ignore the field, while other servers do not, and either answer may be wrong."""
+    ignore the field, while other servers do not."""
     for name, neutral in _OTHER_FAMILIES.items():
         if config.has(name) and config.values[name] not in neutral:
             config.refuse(name, "is computed by no architecture here", "Remove the field if the model was trained without it.")
 
 
 def rope_field(config: ConfigFile) -> str:
-    """Name of the field with the rotary scaling: the older name where the file has that field, else the current name."""
+    """The older name where the file has that field, else the current name."""
     return "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"
 
 
@@ -219,10 +215,7 @@ def read_rope(config: ConfigFile, shape: DecoderShape, *, theta: float = 10_000.
 
 
 def _rope_params(config: ConfigFile, layer_type: str | None) -> ConfigFile:
-    """The rotary parameters, in one object or in two that agree.
-
-    transformers saves theta in `rope_parameters`, with the type "default"; model cards say to add `rope_scaling`.
-    """
+    """In one object or in two that agree: transformers saves theta in `rope_parameters`, model cards say to add `rope_scaling`."""
     params, scaling = config.section("rope_parameters"), config.section("rope_scaling")
     if layer_type is not None:
         params = params.section(layer_type)
@@ -255,7 +248,7 @@ def _rotary_dim(config: ConfigFile, params: ConfigFile, head_dim: int, has_parti
 
 
 def _read_scaling(config: ConfigFile, params: ConfigFile, kind: str, max_positions: int, num_pairs: int) -> Scaling | None:
-    """The scaling that `params` describe. num_pairs: rotated pairs of a head."""
+    """num_pairs: rotated pairs of a head."""
     if kind == "default":
         return None
     owner = config if config.has("original_max_position_embeddings") else params
@@ -319,7 +312,7 @@ def _factor(params: ConfigFile, default: float | None = None) -> float:
 
 
 def decoder(config: ConfigFile, shape: DecoderShape, layers: Iterable[LayerSpec], names: TensorNames | None = None) -> DecoderSpec:
-    """The spec of a decoder whose head is its own unless `tie_word_embeddings`, for the contexts that its rotary scaling was made for."""
+    """The head is its own unless `tie_word_embeddings`."""
     layers = tuple(layers)
     return DecoderSpec(
         vocab_size=shape.vocab_size,
@@ -333,10 +326,8 @@ def decoder(config: ConfigFile, shape: DecoderShape, layers: Iterable[LayerSpec]
 
 
 def _scaled_positions(config: ConfigFile, scaling: Scaling | None, max_positions: int) -> int:
-    """The longest context with this scaling.
-
-    Linear scaling and YaRN are added to a finished model by hand, as its card says: max_position_embeddings may be the first training's
-    still. Llama 3 and LongRoPE come with their models, whose max_position_embeddings is the long one.
+    """Linear scaling and YaRN are added to a finished model by hand: max_position_embeddings may be the first training's still. Llama 3 and
+    LongRoPE come with their models, whose max_position_embeddings is the long one.
     """
     if not isinstance(scaling, LinearScaling | YarnScaling):
         return max_positions

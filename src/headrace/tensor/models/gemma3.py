@@ -37,7 +37,7 @@ DEFAULTS = {
     "head_dim": 256,
     "max_position_embeddings": 131_072,
 }
-"""Fields that its authors' own files leave out, with the values of the class in transformers."""
+"""Left out of its authors' own files; the values are those of the class in transformers."""
 
 
 def decoder_spec(config: ConfigFile) -> DecoderSpec:

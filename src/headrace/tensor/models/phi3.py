@@ -37,7 +37,7 @@ def decoder_spec(config: ConfigFile) -> DecoderSpec:
 
 
 def _with_names_of_today(config: ConfigFile) -> ConfigFile:
-    """The file as transformers reads it: "su" and "yarn" were names of Phi-3's LongRoPE, and its first training had 4,096 positions."""
+    """ "su" and "yarn" were names of Phi-3's LongRoPE, and its first training had 4,096 positions."""
     values = dict(config.values)
     for field in ("rope_scaling", "rope_parameters"):
         if isinstance(params := values.get(field), dict):

@@ -41,8 +41,7 @@ class TensorNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
-    """A decoder-only transformer.
-
+    """
     max_positions    longest context of the checkpoint, its rotary scaling included; after `within`, the longest context served
     norm_plus        added to stored norm weights (Gemma stores w - 1)
     embedding_scale  multiplies the embeddings
@@ -71,16 +70,15 @@ class DecoderSpec:
 
     @property
     def longrope(self) -> LongRopeScaling | None:
-        """The scaling whose factors follow from `max_positions`; None in a model without it, as where short and long factors are equal."""
+        """None also where short and long factors are equal."""
         scalings = (layer.attention.rope.scaling for layer in self.layers)
         found = next((scaling for scaling in scalings if isinstance(scaling, LongRopeScaling)), None)
         return None if found is None or found.short_factors == found.long_factors else found
 
     @property
     def default_positions(self) -> int:
-        """The longest context unless another is asked for: with LongRoPE that of the first training, for which the short factors were made.
-
-        Its authors' code and transformers take the long factors for longer sequences alone, with which short ones are computed otherwise.
+        """With LongRoPE the context of the first training: its authors' code and transformers take the long factors for longer sequences
+        alone.
         """
         return self.max_positions if self.longrope is None else min(self.longrope.original_positions, self.max_positions)
 

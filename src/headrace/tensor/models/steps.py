@@ -1,8 +1,7 @@
 """Runs a model's layers for a step: at once, deferred by the backend's `StepExecutor`, or recorded and replayed.
 
-Every decode step of one shape runs the same operations; only token ids, positions, block tables and lengths differ. These are copied into
-input tensors that stay in place. A step is recorded once per shape, and the next step of that shape is a few copies and one call, as with
-CUDA graphs. The reference implementation is a backend without executor: the layers are simply called.
+Every decode step of one shape runs the same operations on other token ids, positions, block tables and lengths. These are copied into
+input tensors that stay in place; the next step of that shape is a few copies and one call, as with CUDA graphs.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from headrace.tensor.batch import ForwardBatch, GroupBatch, KvCache
 from headrace.tensor.kernels import Recording, StepExecutor
 
 MAX_SHAPES = 32
-"""Most recorded shapes. Under load the number of sequences, and with it the shape of a step, changes with every arrival."""
+"""Under load the number of sequences, and with it the shape of a step, changes with every arrival."""
 MAX_LARGEST = 4
-"""Memory limit of all recorded steps, in units of the largest possible step (`StepExecutor.max_recorded_bytes`). Beyond the limit the least
+"""Memory limit of all recorded steps, in units of the largest possible step (`StepExecutor.max_recorded_bytes`). Beyond it the least
 recently used step is dropped first."""
 TABLE_MULTIPLE = 64
-"""Recorded block tables are as wide as a multiple of this many blocks, so that a new block rarely needs a new recording."""
+"""Blocks. Recorded block tables are as wide as a multiple of it, so that a new block rarely needs a new recording."""
 
 Layers = Callable[[Tensor, Tensor, ForwardBatch, KvCache], Tensor]
 """(branch, residual, batch, cache) -> hidden."""
 
 
 class RecordedSteps:
-    """The recorded steps of one model. executor: None where the backend has no executor, or where a layer must not be deferred"""
+    """executor: None where the backend has no executor, or where a layer must not be deferred."""
 
     def __init__(self, executor: StepExecutor | None, layers: Layers) -> None:
         self._executor, self._layers = executor, layers
@@ -41,8 +40,7 @@ class RecordedSteps:
 
     @property
     def most_bytes(self) -> int:
-        """Upper bound in bytes of the memory of recorded steps. One more step is counted: a replaced step is dropped after its successor
-        was recorded."""
+        """One step more is counted: a replaced step is dropped after its successor was recorded."""
         return 0 if self._executor is None else (MAX_LARGEST + 1) * self._executor.max_recorded_bytes
 
     def next_layer(self) -> None:
@@ -51,7 +49,7 @@ class RecordedSteps:
             self._executor.next_layer()
 
     def run(self, branch: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
-        """Run the layers. Returns the hidden states of the last layer, a new tensor. `branch` may be overwritten."""
+        """Returns the hidden states of the last layer, a new tensor. `branch` may be overwritten."""
         if self._executor is None:
             return self._layers(branch, torch.zeros_like(branch), batch, kv)
         recording = self._executor.recording(batch.num_tokens) if self._is_replayable(batch) else None
@@ -91,7 +89,7 @@ class RecordedSteps:
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """The input tensors of a recorded step: copies of the first step's inputs, with wider block tables."""
+    """Copies of the first step's inputs, with wider block tables."""
 
     branch: Tensor
     residual: Tensor
@@ -106,7 +104,7 @@ class _Inputs:
             return cls(_copied(branch), torch.zeros(branch.shape, dtype=branch.dtype, device=branch.device), own)
 
     def load(self, branch: Tensor, batch: ForwardBatch) -> bool:
-        """Copy another step's inputs in. False if a block table is too wide."""
+        """False if a block table is too wide."""
         mine = self.batch
         for own, group in zip(mine.groups, batch.groups, strict=True):
             width = group.block_table.shape[1]
@@ -124,7 +122,7 @@ class _Inputs:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A recorded step. kv: held so that no other cache can take its address."""
+    """kv: held so that no other cache can take its address."""
 
     inputs: _Inputs
     recording: Recording

@@ -1,12 +1,8 @@
 """A file of packed weights, and the folder that holds such files: the part of a start that needs no torch.
 
-A packed file is a safetensors file: linears first, tables (embeddings) last. Several threads read the linears into one piece of memory,
-and linears are views of that memory: no byte is copied a second time. Tables stay in the file, which stays open: a row is read when it is
-looked up.
-
-Which file a start needs is known only after torch has been imported. Reading begins earlier, with the file that the last start with the
-same configuration used. If this start needs another file, the bytes read ahead are dropped. The writer of the files, and their names:
-`packed.store`.
+A packed file is a safetensors file: linears first, tables (embeddings) last. Linears are read into one piece of memory and are views of it;
+tables stay in the file, which stays open. Which file a start needs is known only after torch has been imported: reading begins earlier,
+with the file that the last start with the same configuration used. The writer of the files, and their names: `packed.store`.
 """
 
 from __future__ import annotations
@@ -32,22 +28,21 @@ log = logging.getLogger(__name__)
 SUFFIX = ".safetensors"
 NOTE_SUFFIX = ".last"
 TABLE = "table:"
-"""Prefix of the names of tensors that stay in the file."""
+"""Before the names of tensors that stay in the file."""
 _NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
 
 
 class PackedFile:
-    """One packed file, open, with reading begun.
+    """Open, with reading begun.
 
     facts       the file's metadata: text by name
-    tensors     dtype, shape and place of every stored tensor, by name
     descriptor  the open file's; closed with this object
     """
 
     def __init__(self, path: Path, num_threads: int) -> None:
         """num_threads: reading threads, started here; the thread that calls `wait` reads too.
 
-        Raises: CheckpointError for a damaged file; OSError for one that cannot be opened or was replaced meanwhile.
+        Raises CheckpointError for a damaged file; OSError for one that cannot be opened or was replaced meanwhile.
         """
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self.descriptor)
@@ -69,17 +64,17 @@ class PackedFile:
 
     @property
     def num_bytes_read(self) -> int:
-        """Bytes of memory filled so far."""
+        """Memory filled so far."""
         return self._num_bytes if self._reading is None else self._reading.num_read
 
     def wait(self) -> None:
-        """Return once all linears are in memory. Raises OSError if the file cannot be read."""
+        """Returns once all linears are in memory. Raises OSError if the file cannot be read."""
         reading, self._reading = self._reading, None
         if reading is not None:
             reading.wait()
 
     def drop(self) -> None:
-        """Stop reading. Nothing of the file may be used afterwards."""
+        """Nothing of the file may be used afterwards."""
         reading, self._reading = self._reading, None
         if reading is not None:
             reading.stop()
@@ -87,7 +82,7 @@ class PackedFile:
     def place(self, name: str) -> tuple[StoredTensor, mmap.mmap, int]:
         """(a linear's tensor, the memory it lies in, its first byte there), valid after `wait`.
 
-        Raises: KeyError for an unknown name; ValueError for a tensor that comes after a table, and so is not in memory.
+        Raises KeyError for an unknown name; ValueError for a tensor that comes after a table, and so is not in memory.
         """
         stored = self.tensors[name]
         if stored.end > self._num_bytes:
@@ -114,7 +109,7 @@ class PackedFolder:
 
     @property
     def num_bytes_ahead(self) -> int:
-        """Bytes of memory that reading ahead has filled so far."""
+        """Memory that reading ahead has filled so far."""
         return 0 if self._ahead is None else self._ahead.num_bytes_read
 
     def read_ahead(self, max_bytes: int) -> None:
@@ -128,7 +123,7 @@ class PackedFolder:
             self._ahead = None
 
     def open(self, name: str, num_threads: int) -> PackedFile:
-        """The file `name`, read whole. Raises CheckpointError for a damaged file, OSError for one that cannot be read."""
+        """The file, read whole. Raises CheckpointError for a damaged file, OSError for one that cannot be read."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead.path.name != name:
             ahead.drop()
@@ -143,7 +138,7 @@ class PackedFolder:
             self._ahead = None
 
     def remember(self, name: str) -> None:
-        """Write the configuration's note: its next start reads the file `name` ahead."""
+        """The configuration's next start reads the file `name` ahead."""
         with suppress(OSError, ValueError):
             if self._note.read_text(encoding="ascii") == name:
                 return

@@ -1,9 +1,8 @@
 """Packed weights kept on disk: a start reads them instead of joining, rounding and packing the checkpoint's weights again.
 
-One file per (checkpoint, precision, layout), written in pieces, and whole or not at all. The file's name is a hash of the checkpoint's
-digest and of every weight file's size and modification time, so a changed checkpoint is packed again, and so is one whose packed file is
-damaged. The file holds numbers only: nothing in it can run. Norms are not kept: they are read from the checkpoint at every start. How a
-file is read: `packed.file`; when it is written: `engine.build`.
+One file per (checkpoint, precision, layout), written in pieces, and whole or not at all. Its name is a hash of the checkpoint's digest and
+of every weight file's size and modification time. Norms are not kept. How a file is read: `packed.file`; when it is written:
+`engine.build`.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ log = logging.getLogger(__name__)
 VERSION = 3
 """Part of every file's name: files of another version are never opened."""
 MAX_FILES = 6
-"""At most this many packed files are kept; the one used longest ago is removed first."""
+"""The one used longest ago is removed first."""
 MAX_DISK_SHARE = 0.5
-"""A new file may take at most this share of the disk's free space."""
+"""A new file takes no more of the disk's free space."""
 MIN_BYTES = 4 << 20
 """Smaller models are not kept: packing them takes no longer than looking for the file."""
 PIECE_BYTES = 8 << 20
@@ -46,7 +45,7 @@ Pieces = Generator[None, None, None]
 
 
 def store_name(digest: str, files: Iterable[Path], *, precision: str, layout: str) -> str:
-    """The packed file's name. files: the checkpoint's weight files; digest: the checkpoint's. Raises OSError for a missing file."""
+    """files: the checkpoint's weight files; digest: the checkpoint's. Raises OSError for a missing file."""
     state = blake2b(json.dumps([VERSION, digest, precision, layout]).encode(), digest_size=16, person=b"headrace-packed")
     for path in sorted(files):
         info = path.stat()
@@ -55,7 +54,7 @@ def store_name(digest: str, files: Iterable[Path], *, precision: str, layout: st
 
 
 class StoredTable:
-    """A table that stays in an open file of packed weights. If the file cannot be read, the checkpoint's table takes its place."""
+    """Stays in an open file of packed weights. If the file cannot be read, the checkpoint's table takes its place."""
 
     def __init__(self, file: PackedFile, name: str, shape: tuple[int, int], read_rows: RowReader, reread: Callable[[], Tensor]) -> None:
         """reread: gives the whole table from the checkpoint. Raises KeyError for an unknown name or dtype, ValueError for another shape."""
@@ -70,10 +69,7 @@ class StoredTable:
         return self._held.resident_bytes
 
     def rows(self, ids: Tensor) -> Tensor:
-        """See `Table.rows`. When the packed file cannot be read, the whole table is read from the checkpoint into memory (logged).
-
-        Raises CheckpointError when the checkpoint cannot be read either. The step then fails, and the engine goes on.
-        """
+        """Raises CheckpointError when neither file can be read. The step then fails, and the engine goes on."""
         if self.resident_bytes == 0:
             try:
                 return self._read_rows(self._file.descriptor, self._start, *self._shape, self._dtype, ids)
@@ -113,7 +109,7 @@ class PackedStore:
         return self._found.facts.get(_MADE_FROM) if self._found is not None and self._num_found > 0 else None
 
     def find(self, name: str) -> Linear | None:
-        """The linear that an earlier start kept; None if there is none. Its weights are views of the file's memory, which lives as long.
+        """The linear that an earlier start kept. Its weights are views of the file's memory, which lives as long.
 
         Raises nothing: after a linear that cannot be loaded the whole file counts as damaged, and every later linear is packed again.
         """
@@ -130,12 +126,12 @@ class PackedStore:
         return linear
 
     def keep(self, name: str, linear: Linear) -> None:
-        """Hold a linear of this start for `save`, unless its packing is not kept on disk."""
+        """For `save`, unless the linear's packing is not kept on disk."""
         if (packed := self._form.packed(linear)) is not None:
             self._made[name] = packed
 
     def find_table(self, name: str, shape: tuple[int, int], reread: Callable[[], Tensor]) -> Table | None:
-        """The table that an earlier start kept; None if there is none. reread: gives the whole table from the checkpoint."""
+        """The table that an earlier start kept. reread: gives the whole table from the checkpoint."""
         if self._found is None or TABLE + name not in self._found.tensors:
             return None
         try:
@@ -154,10 +150,8 @@ class PackedStore:
         """The writing of what was made in this start, for a thread that goes on with it when there is time; None if there is nothing to
         write. Call it once.
 
-        The writing logs why a file was not written. It holds the weights, which is safe beside an engine that answers: no weight changes
-        after it was packed. If it is closed before its end, there is no file, and the next start packs the weights again. A process that
-        is killed leaves an unfinished file, which a later start removes.
-        A file of which only some weights could be loaded is removed: the weights that were found are not here to be written again.
+        The writing logs why a file was not written. If it is closed before its end, there is no file. A file of which
+        only some weights could be loaded is removed: the weights that were found are not here to be written again.
         """
         if self._damaged is not None:
             with suppress(OSError):
@@ -190,7 +184,7 @@ class PackedStore:
     def _write_file(
         self, linears: Mapping[str, Tensor], tables: Mapping[str, Tensor], facts: dict[str, str], size: int
     ) -> Generator[None, None, bool]:
-        """Write the file under another name, then rename it. False if another process is writing it. Raises OSError, CheckpointError."""
+        """False if another process is writing the file. Raises OSError, CheckpointError."""
         new = self._path.with_suffix(UNFINISHED)
         with locked(new) as descriptor:
             if descriptor is None:
@@ -242,7 +236,7 @@ class PackedStore:
         self._found = None
 
     def _remove_old(self) -> None:
-        """Remove the files used longest ago, what ended processes left unfinished, and notes that name no file."""
+        """Files used longest ago, what ended processes left unfinished, and notes that name no file."""
         kept = {path.name for path in remove_oldest(list(self._path.parent.glob("*" + SUFFIX)), max_files=MAX_FILES)}
         remove_unfinished(self._path.parent)
         for note in self._path.parent.glob("*" + NOTE_SUFFIX):
@@ -255,10 +249,9 @@ def write_tensors(descriptor: int, linears: Mapping[str, Tensor], tables: Mappin
     """Write a safetensors file straight from the tensors' memory: the safetensors library would copy all of them first.
 
     Linears' tensors of larger elements come first, so that each is aligned to its element size; tables come last. `facts` become the
-    file's metadata. Each piece is synced: the system has nothing left to write while the writer pauses, and the rename that follows makes
-    no file visible whose bytes a power loss could still take.
+    file's metadata. Each piece is synced, so that the rename that follows makes no file visible whose bytes a power loss could still take.
 
-    Raises: OSError; CheckpointError, before anything is written, for more tensors than `read_header` accepts.
+    Raises OSError; CheckpointError, before anything is written, for more tensors than `read_header` accepts.
     """
     tensors = dict(sorted(linears.items(), key=lambda item: (-item[1].element_size(), item[0]))) | dict(tables)
     entries: dict[str, object] = {"__metadata__": dict(facts)}

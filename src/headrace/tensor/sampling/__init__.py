@@ -1,9 +1,7 @@
-"""From logits to tokens: penalties, filters, counter-based randomness, log-probabilities.
+"""From logits to tokens: penalties, filters, counter-based randomness, log-probabilities. Read `sampler` first.
 
-Read `sampler` first: it holds the per-slot parameters and documents the order in which they act. `penalties` counts tokens, `philox`
-makes random numbers, `logprobs` computes log-probabilities; `kernels.filters` turns logits into one token per row. Everything is numpy on
-the host: rows are processed in chunks that stay in the cache, and no row depends on another. Kernels may do the most expensive parts, the
-filters of random rows and grammar masks, instead (`kernels.cpu.draw`, `kernels.cpu.mask`).
+Everything is numpy on the host: rows are processed in chunks that stay in the cache, and no row depends on another. Kernels may do the
+most expensive parts, the filters of random rows and grammar masks, instead (`kernels.cpu.draw`, `kernels.cpu.mask`).
 """
 
 from headrace.tensor.sampling.logprobs import prompt_logprobs, top_tokens

@@ -13,7 +13,6 @@ class SamplingColumns:
     temperature, top_k, top_p, min_p   of the filters; top_k is V where there is none
     seed, index                        the key of random numbers
     num_top                            most likely tokens to list; -1: no log-probabilities
-    greedy                             the best token is taken
     edited                             bias, penalties or min_tokens change the logits
     """
 

@@ -1,7 +1,4 @@
-"""Log-probabilities under the raw model distribution (float32 logits before bias, penalties, temperature and filters).
-
-This is vLLM's default (`raw_logprobs`): the model's own distribution, not the one that the request's filters leave.
-"""
+"""Log-probabilities under the raw model distribution (logits before bias, penalties, temperature and filters), vLLM's default."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ def top_tokens(logits: Floats, k: int) -> tuple[Ints, Floats]:
 
 
 def token_logprobs(logits: Floats, token_ids: Ints, num_top: Ints) -> LogprobColumns:
-    """Log-probabilities of one token per row.
+    """One token per row.
 
     logits     [N, V] raw; each row has a finite value
     token_ids  [N]
@@ -82,7 +79,7 @@ def scattered(columns: LogprobColumns, rows: Ints, num_rows: int) -> LogprobColu
 
 
 def prompt_logprobs(logits: Floats, next_ids: Ints, num_top: int) -> LogprobColumns | None:
-    """Log-probabilities of the prompt tokens next_ids [N], each under its row of logits [N, V]; None if a row is not finite."""
+    """The prompt tokens next_ids [N], each under its row of logits [N, V]; None if a row is not finite."""
     if not np.isfinite(logits.max(axis=1)).all():
         return None
     return token_logprobs(logits, next_ids, np.full(len(next_ids), num_top, dtype=np.int64))

@@ -1,7 +1,6 @@
 """Applies repetition, frequency and presence penalties to the logits of one sequence, from counts of the tokens that it has had so far.
 
 Only token ids that occurred are stored, so the cost of a step grows with the number of different tokens and not with the vocabulary.
-Sequences without penalties have no counts.
 """
 
 from __future__ import annotations
@@ -17,10 +16,7 @@ _LARGEST = np.finfo(np.float32).max
 
 
 class TokenCounts:
-    """The different token ids of a sequence's prompt and output, each with the number of times that it was generated.
-
-    Only repetition_penalty counts tokens of the prompt; without that penalty the ids of the prompt are not stored.
-    """
+    """Only repetition_penalty counts tokens of the prompt; without that penalty the ids of the prompt are not stored."""
 
     def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
         self._repetition = params.repetition_penalty

@@ -1,7 +1,7 @@
 """Counter-based random numbers: a pure function of (seed, sequence index, position, purpose), so never of the batch or of history.
 
 Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), vectorised. The key is the 64-bit seed; the counter
-is (position, sequence index, purpose, 0). A replayed, preempted, re-batched or speculated sequence draws what the unbroken run drew.
+is (position, sequence index, purpose, 0).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ROUNDS = np.arange(10, dtype=np.uint64)[:, None, None]
 
 
 class Purpose(IntEnum):
-    """The use of a random number. Numbers of different purposes at one position are independent."""
+    """Numbers of different purposes at one position are independent."""
 
     SAMPLE = 0
     ACCEPT = 1

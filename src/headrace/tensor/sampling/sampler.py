@@ -57,7 +57,7 @@ NO_ROWS_MASKED = RowMasks(np.zeros(0, dtype=np.int64), np.zeros((0, 0), dtype=np
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Sampled tokens: token_ids [N], -1 for failed rows; failed [N]; logprobs: one position per row, or none if no row asked."""
+    """token_ids [N], -1 for failed rows; failed [N]; logprobs: one position per row, or none if no row asked."""
 
     token_ids: Ints
     failed: NDArray[np.bool_]
@@ -65,7 +65,7 @@ class Sampled:
 
 
 class _Edits:
-    """One sequence's changes to its logits before a token is chosen: bias, penalties, end tokens masked before min_tokens."""
+    """One sequence's changes to its logits before a token is chosen."""
 
     def __init__(self, started: Started, eos_token_ids: frozenset[int]) -> None:
         params, prompt = started.params, started.num_prompt_tokens
@@ -82,7 +82,7 @@ class _Edits:
             self.counts.apply(logits)
 
     def mask_ends(self, logits: Floats, position: int) -> None:
-        """Before min_tokens, mask the end tokens of one row [V] in place, unless nothing else is left: a grammar may be at its end.
+        """Mask the end tokens of one row [V] in place, unless nothing else is left: a grammar may be at its end.
 
         position  of the token being chosen
         """
@@ -106,7 +106,7 @@ class Sampler:
         self._edits: dict[int, _Edits] = {}
 
     def start(self, started: Started) -> None:
-        """Take a slot's parameters. A slot that was not ended is overwritten."""
+        """A slot that was not ended is overwritten."""
         self._columns.fill(started.slot, started.params, started.index, self._vocab_size)
         self._edits.pop(started.slot, None)
         if self._columns.edited[started.slot]:
@@ -124,7 +124,7 @@ class Sampler:
                 edits.counts.retract(token_id)
 
     def commit(self, slots: Ints, token_ids: Ints) -> None:
-        """Record chosen tokens: row i of `slots` now also has token_ids[i]."""
+        """Row i of `slots` now also has token_ids[i]."""
         for row in np.flatnonzero(self._columns.edited[slots]):
             counts = self._edits[int(slots[row])].counts
             if counts is not None:

@@ -9,8 +9,7 @@
 weight[n, k] = (integer - zero point) * scale. Groups are consecutive inputs. Source: AutoAWQ's file format, which GPTQModel writes too.
 
 Weights without zero points (`zero_point` false, AutoRound's symmetric ones) are stored with the middle of the range as every zero point,
-or with none. AutoAWQ's other layouts (gemv, gemv_fast, marlin), and those of other exporters (`backend`), are refused.
-`modules_to_not_convert` is not needed: those modules are stored as plain weights.
+or with none. `modules_to_not_convert` is not needed: those modules are stored as plain weights.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class AwqWeight:
 
 @dataclass(frozen=True, slots=True)
 class AwqFormat:
-    """Implements `WeightFormat`. group: inputs of a group; -1: all. is_symmetric: all zero points are the middle of the range"""
+    """group: inputs of a group; -1: all. is_symmetric: all zero points are the middle of the range."""
 
     group: int
     is_symmetric: bool
@@ -107,7 +106,7 @@ class AwqFormat:
 
 
 def _by_output(words: Tensor) -> Tensor:
-    """int32 [R, W] -> int32 [W * 8, R]: the integers, one row per output."""
+    """int32 [R, W] -> int32 [W * 8, R], one row per output."""
     return ((words.t().contiguous()[:, None, :] >> SHIFTS[:, None]) & 15).flatten(0, 1)
 
 

@@ -14,15 +14,15 @@
 | | `weight_global_scale` | float32 [1] | divides |
 | mxfp4-pack-quantized | `weight_packed` | uint8 [N, K / 2] | E2M1; `weight_scale` is E8M0 [N, K / 32] |
 
-Up to version 0.17 a word of packed integers held 32 // bits of them, and the rest of it was empty: with 3, 5, 6 and 7 bits there are more
+Up to version 0.17 a word of packed integers held 32 // bits of them: with 3, 5, 6 and 7 bits there are more
 words, by which such files are known.
 
 weight[n, k] = (value - zero point) * scale / global scale. Other scales are floats: [1] per tensor, [N, 1] per channel, [N, G] in groups,
 [ceil(N / rows), ceil(K / columns)] in blocks. naive-quantized is int-quantized or float-quantized, by its `type`.
 
-Linears that `ignore` names are stored as plain weights, and are known by that. Groups may ask for rounded activations
-(`input_activations`, `output_activations`), and the whole for rounded keys and values (`kv_cache_scheme`): that changes no weight. Here
-their rounding is the choice of kernel and cache, and the scales of their rounding are not used. Source: compressed-tensors' file format.
+Linears that `ignore` names are stored as plain weights, and are known by that. Rounding of activations
+(`input_activations`, `output_activations`) and of keys and values (`kv_cache_scheme`) changes no weight: it
+is the choice of kernel and cache. Source: compressed-tensors' file format.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ from headrace.tensor.kernels.rounding import Precision
 
 NVFP4_GROUP, MX_GROUP = 16, 32
 MIXED = "mixed-precision"
-"""`format` where each group has its own."""
+"""Each group has its own `format`."""
 CLASS = "Linear"
-"""The target that is every linear which no other target names."""
+"""Every linear which no other target names."""
 PATTERN = "re:"
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How the linears of one group are stored. layout: one of LAYOUTS. bits: of a value. has_order: inputs of a group lie anywhere"""
+    """layout: one of LAYOUTS. bits: of a value. has_order: inputs of a group lie anywhere."""
 
     layout: str
     bits: int
@@ -103,7 +103,7 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """targets: CLASS, names of linears, or PATTERN and a pattern"""
+    """targets: CLASS, names of linears, or PATTERN and a pattern."""
 
     targets: tuple[str, ...]
     scheme: Scheme
@@ -111,7 +111,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class CompressedTensorsFormat:
-    """Implements `WeightFormat`. patterns: those of all targets by their texts; none where all groups are stored in the same way"""
+    """patterns: those of all targets by their texts; none where all groups are stored in the same way."""
 
     groups: tuple[Group, ...]
     patterns: Mapping[str, Pattern]
@@ -142,7 +142,7 @@ class CompressedTensorsFormat:
         return self._scheme(stem).read(parts, stem, shape)
 
     def _scheme(self, stem: str) -> Scheme:
-        """The first group's that names the linear, or else that of all linears. Where all are the same, targets do not matter."""
+        """The first group's that names the linear, or else that of all linears."""
         if len({group.scheme for group in self.groups}) == 1:
             return self.groups[0].scheme
         name = Name(stem)
@@ -171,7 +171,7 @@ def _read_packed_integers(parts: StoredParts, stem: str, shape: tuple[int, int],
 def _packing(parts: StoredParts, name: str, dim: int, count: int, bits: int) -> tuple[int, bool]:
     """Words that hold `count` integers along a dimension of a packed part, and whether each word is padded.
 
-    Raises CheckpointError where the part's shape is that of either way of packing.
+    Raises CheckpointError where the two ways of packing give the same shape.
     """
     per_word = 32 // bits
     stream, padded = -(-count * bits // 32), -(-count // per_word)
@@ -262,7 +262,7 @@ BITS = {"pack-quantized": (2, 8), "int-quantized": (2, 8), "float-quantized": (8
 FIXED_GROUPS = {"mxfp8-quantized": MX_GROUP, "nvfp4-pack-quantized": NVFP4_GROUP, "mxfp4-pack-quantized": MX_GROUP}
 INTEGERS = ("pack-quantized", "int-quantized")
 IN_ORDER, IN_ANY_ORDER = (None, False, "weight", "static"), ("group", "dynamic", True)
-"""Values of `actorder` with which a group's inputs are consecutive, or lie anywhere."""
+"""Values of `actorder`."""
 
 
 def read_format(section: ConfigFile) -> CompressedTensorsFormat:
@@ -327,7 +327,7 @@ def _read_scheme(group: ConfigFile, shared: str) -> Scheme:
 
 
 def _read_blocks(weights: ConfigFile, layout: str) -> Blocks:
-    """Which weights have one scale. Without a `strategy` the group size says it, as compressed-tensors has it."""
+    """Without a `strategy` the group size says which weights have one scale, as compressed-tensors has it."""
     group = weights.integer("group_size", -1, 1 << 20, default=FIXED_GROUPS.get(layout, 0))
     strategy = weights.text("strategy", "group" if group > 0 else "channel" if group else "tensor").lower()
     if layout in FIXED_GROUPS:

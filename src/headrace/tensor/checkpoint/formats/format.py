@@ -1,4 +1,4 @@
-"""Protocols of quantized checkpoint formats (GPTQ, AWQ, FP8, ...): what a format implements, and the tensors that a format reads.
+"""Protocols of quantized checkpoint formats: what a format implements, and the tensors that it reads.
 
 Shape letters: N outputs, K inputs of a linear.
 """
@@ -13,7 +13,7 @@ from headrace.tensor.kernels.rounding import Precision, RoundedWeight
 
 
 class StoredParts(Protocol):
-    """The stored tensors of a checkpoint, read by name. `tensor.checkpoint.folder.Checkpoint` implements the protocol.
+    """The stored tensors of a checkpoint, read by name. Every method raises CheckpointError when the tensor is missing.
 
     has_values  false where tensors are checked to be there and `read_part` gives zeros instead, which contradict nothing
     """
@@ -24,27 +24,27 @@ class StoredParts(Protocol):
     def has(self, name: str) -> bool: ...
 
     def stored_dtype(self, name: str) -> str:
-        """Dtype of a stored tensor as safetensors names it, such as "BF16". Raises CheckpointError when the tensor is missing."""
+        """As safetensors names it, such as "BF16"."""
         ...
 
     def stored_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a stored tensor. Raises CheckpointError when the tensor is missing."""
+        """The shape in the file."""
         ...
 
     def read_part(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> Tensor:
         """A whole stored tensor.
 
-        Raises CheckpointError when the tensor is missing, when its shape is not `shape` or its dtype none of `dtypes`, and when a float of
-        16 or 32 bits is NaN or infinite.
+        Raises CheckpointError also when its shape is not `shape` or its dtype none of `dtypes`, and when a float of 16 or 32 bits is NaN or
+        infinite.
         """
         ...
 
 
 class QuantizedWeight(Protocol):
-    """The weight [N, K] of one linear. The stored tensors that make up the weight are in memory, unchanged."""
+    """The weight [N, K] of one linear, its stored tensors in memory, unchanged."""
 
     def dense(self, rows: slice) -> Tensor:
-        """The dequantized outputs `rows` of the weight, float32 [len(rows), K], a new tensor."""
+        """The dequantized outputs `rows`, float32 [len(rows), K], a new tensor."""
         ...
 
     def rounded(self, rows: slice) -> RoundedWeight | None:
@@ -56,10 +56,7 @@ class QuantizedWeight(Protocol):
 
 
 class WeightFormat(Protocol):
-    """A quantized format with the options of one checkpoint's config.json.
-
-    precision  the precision of most linears; see `precision_of`
-    """
+    """A quantized format with the options of one checkpoint's config.json. precision: of most linears."""
 
     @property
     def method(self) -> str: ...
@@ -71,7 +68,7 @@ class WeightFormat(Protocol):
     def precision(self) -> Precision: ...
 
     def precision_of(self, stem: str) -> Precision:
-        """Precision in which the linear `stem` stays in memory: INT4, INT8 or FP8; NONE for a linear that is dequantized when read."""
+        """Precision in which the linear stays in memory: INT4, INT8 or FP8; NONE for a linear that is dequantized when read."""
         ...
 
     def is_quantized(self, parts: StoredParts, stem: str) -> bool:
@@ -79,15 +76,9 @@ class WeightFormat(Protocol):
         ...
 
     def stored_bytes(self, stem: str, shape: tuple[int, int]) -> float | None:
-        """Bytes of a weight of `shape` [N, K] in the files, with scales and zero points, by the configuration alone.
-
-        None where a rule of the configuration leaves the linear plain.
-        """
+        """Bytes of a weight [N, K] with scales and zero points, by the configuration alone. None where it leaves the linear plain."""
         ...
 
     def open(self, parts: StoredParts, stem: str, shape: tuple[int, int]) -> QuantizedWeight:
-        """Read the stored tensors of a weight of `shape` [N, K].
-
-        Raises CheckpointError for tensors that are missing, or that do not match the shape or each other.
-        """
+        """Raises CheckpointError for tensors that are missing, or do not match the shape [N, K] or each other."""
         ...

@@ -7,8 +7,8 @@
 | `weight_scale` or `weight_scale_inv` | float [], [1], [N] or [N, 1] | elsewhere |
 
 weight[n, k] = value * scale, also where the scale is called an inverse. Linears that `modules_to_not_convert` or `ignored_layers` name are
-stored as plain weights, and are known by that. Makers also round activations (`activation_scheme`): how they are rounded here is the
-kernel's choice, and the scales of their rounding are not used. Source: DeepSeek-V3's files, and those that AutoFP8, FBGEMM and transformers
+stored as plain weights, and are known by that. How activations are rounded (`activation_scheme`) is the
+kernel's choice. Source: files of DeepSeek-V3, and those that AutoFP8, FBGEMM and transformers
 write.
 """
 
@@ -37,7 +37,7 @@ SCHEMES = ("dynamic", "static")
 
 @dataclass(frozen=True, slots=True)
 class Fp8Format:
-    """Implements `WeightFormat`. blocks: of weights with one scale; None: a scale per tensor or output, as each is stored."""
+    """blocks: of weights with one scale; None: a scale per tensor or output, as each is stored."""
 
     method: str
     blocks: Blocks | None

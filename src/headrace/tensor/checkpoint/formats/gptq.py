@@ -21,7 +21,7 @@ weight[n, k] = (integer - zero point) * scale. Source: the file format of AutoGP
   is refused; zeros say nothing.
 - `dynamic` has GPTQModel's rules for single modules. The first whose pattern matches counts: "-:" excludes modules, which are stored as
   plain weights, "+:" or nothing gives them other `bits`, `group_size`, `desc_act` or `sym`.
-- A quantized head (`lm_head`) has the parts of any linear. Fields that say how the integers were found are ignored.
+- Fields that say how the integers were found are ignored.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from headrace.tensor.kernels.rounding import Precision, RoundedWeight
 BITS = (2, 3, 4, 8)
 SCALES = ("F16", "BF16", "F32")
 VERSIONS = {"gptq": 1, "gptq_v2": 0}
-"""`checkpoint_format` -> what is added to a stored zero point."""
+"""Added to a stored zero point, by `checkpoint_format`."""
 EXCLUDES, CHANGES = "-:", "+:"
-"""What the rules of `dynamic` begin with; a rule without either changes too."""
+"""A rule of `dynamic` without either changes too."""
 _ASYMMETRIC = (
     'Write "sym": false into quantization_config, and "checkpoint_format": "gptq" where zero points are stored less one, as AutoGPTQ does, '
     '"gptq_v2" where they are stored as they are.'
@@ -68,7 +68,7 @@ class GptqWeight:
         return values.sub_(zeros).mul_(scales)
 
     def rounded(self, rows: slice) -> RoundedWeight | None:
-        """See `QuantizedWeight.rounded`: with more bits, or groups in any order, None."""
+        """None also with more than four bits, or groups in any order."""
         inputs = len(self.groups)
         size = inputs // self.scales.shape[1]
         if self.bits > 4 or not torch.equal(self.groups, torch.arange(inputs) // max(size, 1)):
@@ -79,8 +79,7 @@ class GptqWeight:
 
 @dataclass(frozen=True, slots=True)
 class GptqScheme:
-    """How a linear is stored.
-
+    """
     group         inputs of a group; -1: all
     added         to a stored zero point; None: the file names no version
     is_symmetric  None: the file does not say
@@ -113,7 +112,7 @@ class GptqScheme:
         return GptqWeight(words, scales.float().t().contiguous(), zeros.t().contiguous(), groups, bits)
 
     def _zeros(self, parts: StoredParts, name: str, shape: tuple[int, int]) -> Tensor:
-        """Zero points, float32 [G, N]. Raises CheckpointError for one that is beyond the integers' range, and for what is not decided."""
+        """float32 [G, N]. Raises CheckpointError for one that is beyond the integers' range, and for what is not decided."""
         middle = torch.full(shape, float(1 << (self.bits - 1)))
         if self.is_symmetric and not parts.has(name):
             return middle
@@ -152,7 +151,7 @@ class GptqScheme:
 
 @dataclass(frozen=True, slots=True)
 class GptqFormat:
-    """Implements `WeightFormat`. rules: of single modules, the first that matches counts; None: they are stored as plain weights"""
+    """rules: of single modules, the first that matches counts; None: they are stored as plain weights."""
 
     scheme: GptqScheme
     rules: tuple[tuple[Pattern, GptqScheme | None], ...]

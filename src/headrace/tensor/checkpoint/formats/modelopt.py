@@ -9,8 +9,8 @@
 | `weight_scale` | float [], [1], [N] or [N, 1] | FP8, FP8_PER_CHANNEL_PER_TOKEN |
 
 weight[n, k] = value * scale, in NVFP4 also times `weight_scale_2`. Linears that `ignore` or `exclude_modules` names are stored as plain
-weights, and are known by that. ModelOpt's checkpoints also ask for rounded activations, keys and values (`kv_cache_quant_algo`,
-`kv_cache_scheme`): how they are rounded here is the choice of kernel and cache, and the scales of their rounding are not used. Source:
+weights, and are known by that. How activations, keys and values are rounded (`kv_cache_quant_algo`,
+`kv_cache_scheme`) is the choice of kernel and cache. Source:
 ModelOpt's export for Hugging Face.
 """
 
@@ -44,7 +44,7 @@ NVFP4_GROUP = 16
 
 @dataclass(frozen=True, slots=True)
 class ModelOptFormat:
-    """Implements `WeightFormat`. algorithm: one of ALGORITHMS"""
+    """algorithm: one of ALGORITHMS."""
 
     algorithm: str
 
@@ -79,7 +79,7 @@ class ModelOptFormat:
 
 
 def read_format(section: ConfigFile) -> ModelOptFormat:
-    """The format that `quantization_config` describes; hf_quant_config.json has its fields in `quantization`. Raises CheckpointError."""
+    """hf_quant_config.json has the fields of `quantization_config` in `quantization`. Raises CheckpointError."""
     fields = section.section("quantization") if section.has("quantization") else section
     algorithm = fields.text("quant_algo").upper()
     if algorithm not in ALGORITHMS:

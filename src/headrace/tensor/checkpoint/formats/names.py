@@ -13,7 +13,7 @@ METHODS = {
     "modelopt_fp4": "modelopt",
     "gguf": "gguf",
 }
-"""Name -> the `quant_method` that the checkpoint's config.json must say. Marlin is a kernel of vLLM's; the stored format is the same."""
+"""Name -> the `quant_method` of the checkpoint's config.json. Marlin is a kernel of vLLM's; the stored format is the same."""
 
 _READ = "Leave the option out: the format is read from the checkpoint."
 INSTEAD = {
@@ -27,7 +27,7 @@ INSTEAD = {
     "cpu_awq": _READ,
     "moe_wna16": _READ,
 }
-"""`quant_method` of a checkpoint, or a name that vLLM's option has, and is refused here -> what to do instead."""
+"""What is refused here, a `quant_method` or a name of vLLM's option -> what to do instead."""
 
 SEPARATE = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 """File beside a config.json that names no quantization -> the format of its writer, AutoGPTQ, AutoAWQ or ModelOpt. The first counts."""

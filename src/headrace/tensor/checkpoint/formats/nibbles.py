@@ -1,7 +1,4 @@
-"""Converts stored 4-bit weights (GPTQ, AWQ, GGUF) to the form that the INT4 kernels multiply, without dequantizing them.
-
-Formats with fewer bits are converted in the same way, as integers of four bits.
-"""
+"""Converts stored weights of at most four bits to the form that the INT4 kernels multiply, without dequantizing them."""
 
 from __future__ import annotations
 
@@ -13,14 +10,14 @@ from torch import Tensor
 from headrace.tensor.kernels.rounding import RoundedWeight, group_for
 
 SLAB_ELEMENTS = 1 << 22
-"""Most weights that are decoded at a time, which limits the memory of temporary copies."""
+"""Weights that are decoded at a time, which limits temporary memory."""
 LOST = 2.0**-10
-"""Largest error of a scale that is rounded to float16, as a share of the largest scale of the same output. Rounding makes at most half of
-this error for a number in the normal range of float16; a larger error means a number outside that range."""
+"""Largest error of a scale rounded to float16, as a share of the largest scale of the same output: twice that of rounding in float16's
+normal range. A larger error means a number outside that range."""
 
 
 def decoded(rows: slice, inputs: int, decode: Callable[[slice], Tensor]) -> Tensor:
-    """`decode` of the outputs `rows`, as int8 [len(rows), inputs]. `decode` is called for a few rows at a time and may give any dtype."""
+    """int8 [len(rows), inputs]. `decode` is called for a few rows at a time and may give any dtype."""
     values = torch.empty((rows.stop - rows.start, inputs), dtype=torch.int8)
     step = max(1, SLAB_ELEMENTS // max(inputs, 1))
     for begin in range(rows.start, rows.stop, step):
@@ -30,13 +27,13 @@ def decoded(rows: slice, inputs: int, decode: Callable[[slice], Tensor]) -> Tens
 
 
 def nibbles(values: Tensor, scales: Tensor, zeros: Tensor | None = None) -> RoundedWeight | None:
-    """The weight [N, K] = (values - zeros) * scales as a RoundedWeight with scales and zero points in float16.
+    """The weight [N, K] = (values - zeros) * scales, with scales and zero points in float16.
 
     values  int8 [N, K], from -8 to 7
     scales  float32 [N, G], one for each K / G consecutive inputs
     zeros   float32 [N, G]; None: all zero
 
-    Returns None for group sizes that no kernel supports, and for scales or zero points that float16 cannot hold.
+    None for group sizes that no kernel supports, and for scales or zero points that float16 cannot hold.
     """
     held = scales.half()
     lost = (held.float() - scales).abs().amax(1)
@@ -62,8 +59,7 @@ def from_minimum(codes: Tensor, scales: Tensor, least: Tensor) -> tuple[Tensor, 
     scales  float32 [n, G]
     least   float32 [n, G], the minimum of each group
 
-    A minimum that is very large in comparison with the scale has no zero point in float16. The codes hardly change the weights of such
-    a group, so each of its weights becomes the minimum.
+    A minimum that is very large beside the scale has no zero point in float16: each weight of such a group becomes the minimum.
     """
     is_constant = least.abs() > 32768 * scales.abs()
     values = torch.where(is_constant[:, :, None], 0, codes.to(torch.int8) - 8)

@@ -1,9 +1,8 @@
 """Matches the regular expressions by which quantized checkpoints name linears, in bounded time.
 
 `re` backtracks: the author of a file can write a pattern that takes it years, such as `(.|.)` thirty times. Here a part of a pattern turns
-the places of a name where it may begin into the set of places where it may end, so that no place is tried twice, and the work on one name
-has a limit. Syntax and meaning are those of `re.match`: characters, classes, groups, alternatives, repetitions, `^`, `$`, `\\b` and
-lookahead. Single characters and classes are left to `re`. What else `re` has (references, lookbehind, flags) is refused.
+the places of a name where it may begin into the set of places where it may end, so that no place is tried twice. Syntax and meaning are
+those of `re.match`: characters, classes, groups, alternatives, repetitions, `^`, `$`, `\\b` and lookahead. What else `re` has is refused.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _SET_OPERATION = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*?(?:\[|--|&&|~~|\|\|)")
 
 @dataclass(slots=True)
 class Name:
-    """The name of a linear, to be matched with all patterns of a checkpoint. steps: how many they may still take."""
+    """A linear's, to be matched with all patterns of a checkpoint. steps: how many they may still take."""
 
     text: str
     steps: int = MAX_STEPS
@@ -54,7 +53,7 @@ class Pattern:
     part: _Part
 
     def matches(self, name: Name) -> bool:
-        """Whether the pattern matches from the name's start on, as `re.match` does. Raises CheckpointError for one that takes too long."""
+        """As `re.match`. Raises CheckpointError for a pattern that takes too long."""
         try:
             return bool(self.part(name, {0}))
         except ValueError as error:
@@ -62,10 +61,7 @@ class Pattern:
 
 
 def read_patterns(file: str, texts: Iterable[str]) -> dict[str, Pattern]:
-    """The patterns of a checkpoint by their texts.
-
-    Raises CheckpointError naming the file for what is no regular expression, for what is not supported here, and for too many.
-    """
+    """The patterns by their texts. Raises CheckpointError naming the file for no regular expression, an unsupported one, and too many."""
     found: dict[str, Pattern] = {}
     for text in dict.fromkeys(texts):
         if len(found) == MAX_PATTERNS:

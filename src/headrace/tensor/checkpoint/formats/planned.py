@@ -1,7 +1,7 @@
 """Bytes that a quantized checkpoint's weights will have, by the configuration alone: for a plan that is made before the files are there.
 
-Where the files are, their headers say it, and which linears are left plain is known by how these are stored. Here it is known by the lists
-of the formats' writers, and by what all of them leave plain: norms, biases, routers, the embedding, and the head unless it is named.
+Which linears are left plain is known here by the lists of the formats' writers, and by what all of them leave plain: norms, biases,
+routers, the embedding, and the head unless it is named.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from headrace.tensor.checkpoint.formats.format import WeightFormat
 from headrace.tensor.checkpoint.formats.patterns import Name, read_patterns
 
 LISTS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
-"""Fields that name linears which are left plain: by name, by a part of a name, by a glob pattern, or by "re:" and a regular expression."""
+"""Linears which are left plain: by name, by a part of a name, by a glob pattern, or by "re:" and a regular expression."""
 PATTERN = "re:"
 
 
 def planned_bytes(section: ConfigFile, stored: WeightFormat, shapes: Mapping[str, tuple[int, ...]], plain_bytes: float) -> dict[str, float]:
-    """Bytes of each weight by name. section: what `stored` was read from; plain_bytes: of one weight that is not quantized
+    """section: what `stored` was read from; plain_bytes: of one weight that is not quantized.
 
     Raises CheckpointError for a list of names that cannot be read.
     """

@@ -25,21 +25,21 @@ from headrace.tensor.kernels.rounding import RoundedWeight
 
 FLOATS = ("F32", "BF16", "F16")
 E4M3, E8M0 = "F8_E4M3", ("F8_E8M0", "U8")
-"""safetensors' words; most writers store E8M0 as plain bytes."""
+"""Most writers store E8M0 as plain bytes."""
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 _E2M1_PAIRS = torch.stack((_E2M1.repeat(16), _E2M1.repeat_interleave(16)), dim=1).view(torch.int64).flatten()
 """By byte, the bits of both float32 values in one word, so that bytes are looked up and not codes."""
 NOT_ROUNDED = "its rounding of activations unused"
-"""In the titles of formats whose makers also round activations, as they are computed or by stored scales."""
+"""For titles of formats whose makers also round activations."""
 
 
 def to_float(codes: Tensor) -> Tensor:
-    """E4M3 or integers -> a new float32 tensor."""
+    """A new tensor, from E4M3 or integers."""
     return codes.to(torch.float32, copy=True)
 
 
 def decode_e2m1(packed: Tensor) -> Tensor:
-    """uint8 [R, W] -> float32 [R, 2 * W]"""
+    """uint8 [R, W] -> float32 [R, 2 * W]."""
     return _E2M1_PAIRS[packed.int()].view(torch.float32)
 
 
@@ -51,7 +51,7 @@ def decode_e8m0(exponents: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Which weights have one scale: `rows` outputs by `columns` inputs; 0: all."""
+    """`rows` outputs by `columns` inputs have one scale; 0: all."""
 
     rows: int
     columns: int
@@ -74,15 +74,14 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class ScaledWeight:
-    """Implements `QuantizedWeight`: last((value - zero point) * scale), in float32.
+    """last((value - zero point) * scale), in float32.
 
     codes   [N, W] as stored
     decode  rows of codes -> a new float32 tensor [R, K]
     scales  float32 [blocks of outputs, blocks of inputs]
-    blocks  what each scale is of
     order   int64 [K]: each input's column of scales, where the inputs of a scale are not consecutive
     zeros   float32 as `scales`; None: all zero
-    last    what is done with the products, if anything, e.g. a division by a scale of the whole tensor
+    last    e.g. a division by a scale of the whole tensor
     bits    of the codes, where these are integers
     """
 
@@ -104,7 +103,7 @@ class ScaledWeight:
         return values if self.last is None else self.last(values)
 
     def rounded(self, rows: slice) -> RoundedWeight | None:
-        """See `QuantizedWeight.rounded`: integers of four bits in groups, and integers and E4M3 with one scale per output."""
+        """Integers of four bits in groups, and integers and E4M3 with one scale per output; else None."""
         scale_rows = torch.arange(len(self.codes))[rows] // (self.blocks.rows or len(self.codes))
         if self.last is not None or self.order is not None or self.blocks.rows > 1:
             return None
@@ -136,18 +135,18 @@ TENSOR, CHANNEL = Blocks(0, 0), Blocks(1, 0)
 
 
 def bytes_with_scales(shape: tuple[int, int], bits: int, blocks: Blocks, scale_bits: int) -> float:
-    """Bytes of a weight [N, K] of `bits` each. scale_bits: of a scale and its zero point, one for each of `blocks`"""
+    """Bytes of a weight [N, K] of `bits` each. scale_bits: of a scale and its zero point, one for each of `blocks`."""
     return (prod(shape) * bits + prod(blocks.stored_shapes(shape)[0]) * scale_bits) / 8
 
 
 def read_any(parts: StoredParts, name: str, shapes: Sequence[tuple[int, ...]], dtypes: tuple[str, ...]) -> Tensor:
-    """The tensor `name`, stored in any of `shapes`, reshaped to the first of them."""
+    """Stored in any of `shapes`, reshaped to the first of them."""
     stored = parts.stored_shape(name)
     return parts.read_part(name, stored if stored in shapes else shapes[0], dtypes).reshape(shapes[0])
 
 
 def read_scales(parts: StoredParts, name: str, shapes: Sequence[tuple[int, ...]], dtypes: tuple[str, ...] = FLOATS) -> Tensor:
-    """The scales in the tensor `name` as float32; bytes are E8M0. Raises CheckpointError for NaN, and where `read_any` does."""
+    """The scales as float32; bytes are E8M0. Raises CheckpointError for NaN, and where `read_any` does."""
     stored = read_any(parts, name, shapes, dtypes)
     is_nan = stored == 255 if stored.dtype == torch.uint8 else stored.float().isnan()
     if (number := int(is_nan.sum())) > 0:
@@ -162,13 +161,12 @@ def read_scalar(parts: StoredParts, name: str) -> Tensor:
 def read_e4m3(
     parts: StoredParts, stem: str, shape: tuple[int, int], *, scales: str, blocks: Blocks, dtypes: tuple[str, ...] = FLOATS
 ) -> ScaledWeight:
-    """A weight of `shape` that is stored as E4M3, with its scales."""
     codes = parts.read_part(f"{stem}.weight", shape, (E4M3,))
     return ScaledWeight(codes, to_float, read_scales(parts, scales, blocks.stored_shapes(shape), dtypes), blocks)
 
 
 def read_e2m1(parts: StoredParts, stem: str, shape: tuple[int, int], *, codes: str, group: int, dtypes: tuple[str, ...]) -> ScaledWeight:
-    """A weight of `shape` that is stored as E2M1 in the tensor `codes`, with a scale per output and group of `group` inputs."""
+    """codes: name of a tensor with a scale per output and group of `group` inputs."""
     outputs, inputs = shape
     if inputs % group:
         raise CheckpointError(stem, f"a weight of shape {list(shape)} has no groups of {group} inputs each")

@@ -13,8 +13,8 @@ from headrace.tensor.checkpoint.formats.names import SEPARATE
 def read_separate(config: ConfigFile) -> ConfigFile | None:
     """What `quantization_config` would say, with its `quant_method`; None where no such file is. Raises CheckpointError naming the file.
 
-    A file that names no method is of the format that its writer has. AutoAWQ's fields may stand in AutoGPTQ's file, as vLLM allows. A GPTQ
-    file that names no version is of version 1: writers that know version 2 name it there.
+    A file that names no method is of its writer's format; AutoAWQ's fields may stand in AutoGPTQ's file, as vLLM allows. A GPTQ file that
+    names no version is of version 1: writers that know version 2 name it there.
     """
     folder = Path(config.file).parent
     name = next((name for name in SEPARATE if os.path.lexists(folder / name)), None)

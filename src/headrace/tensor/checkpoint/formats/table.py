@@ -1,7 +1,7 @@
-"""The table of quantized formats, and the source of weights for a checkpoint in any of these formats (`QuantizedSource`).
+"""The table of quantized formats, and the source of weights for a checkpoint in any of them (`QuantizedSource`).
 
-A weight whose stored form no kernel multiplies is dequantized when it is read, a few rows at a time, so that memory holds only one stored
-tensor beside the packed linears.
+A weight whose stored form no kernel multiplies is dequantized when it is read, a few rows at a time: memory holds only one stored tensor
+beside the packed linears.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ FORMATS: dict[str, Callable[[ConfigFile], WeightFormat]] = {
     "modelopt": modelopt.read_format,
     "modelopt_fp4": modelopt.read_format,
 }
-"""`quant_method` -> the format that a section of config.json describes. Raises CheckpointError for what it does not support."""
+"""By `quant_method`. A reader raises CheckpointError for what its format does not support."""
 
 UNUSED = (
     *("input_scale", "input_zero_point", "input_global_scale", "activation_scale", "output_scale", "output_zero_point"),
     *("kv_scale", "q_scale", "k_scale", "v_scale", "q_zero_point", "k_zero_point", "v_zero_point"),
 )
-"""Parts beside a linear, or beside the linears of its attention, that say how activations, keys or values may be rounded as they are
-computed. They change no weight; what is computed here is not rounded by them, whatever the format."""
+"""Parts that say how activations, keys or values may be rounded as they are computed. They change no weight, and are not used."""
 
 READER_VERSION = 3
 """Part of what names packed weights on disk: another one where a format's weights are read otherwise than before."""
@@ -63,16 +62,13 @@ def read_format(config: ConfigFile) -> WeightFormat | GgufFormat | None:
 
 
 def find_section(config: ConfigFile) -> ConfigFile | None:
-    """What describes the format: in config.json, or in a file beside it; None for plain weights. Raises CheckpointError."""
+    """In config.json, or in a file beside it; None for plain weights. Raises CheckpointError."""
     name = next((name for name in ("quantization_config", "compression_config") if config.has(name)), None)
     return read_separate(config) if name is None else config.section(name)
 
 
 def resolve_precision(quantization: str, stored: WeightFormat | GgufFormat | None) -> Precision:
-    """How linears are rounded at load. The name of a format is checked against the checkpoint, and rounds nothing.
-
-    Raises ConfigError for the name of another format than the checkpoint's.
-    """
+    """How linears are rounded at load. The name of a format rounds nothing; ConfigError where it is not the checkpoint's."""
     is_own = quantization == "fp8" and stored is not None and stored.method == "fp8"
     if quantization not in METHODS:
         return Precision.NONE if is_own else Precision(quantization)
@@ -84,7 +80,7 @@ def resolve_precision(quantization: str, stored: WeightFormat | GgufFormat | Non
 
 
 class _Expected:
-    """Implements `StoredParts` with zeros, and reads nothing but the smallest parts: what a format asks for is checked to be there."""
+    """Gives zeros, and reads nothing but the smallest parts: what a format asks for is checked to be there."""
 
     has_values = False
 
@@ -100,7 +96,7 @@ class _Expected:
 
 
 class QuantizedSource:
-    """Implements `tensor.layers.weights.WeightSource` over a checkpoint whose linears are stored in a format."""
+    """A checkpoint whose linears are stored in a format."""
 
     def __init__(self, checkpoint: Checkpoint, stored: WeightFormat) -> None:
         self._checkpoint, self._format = checkpoint, stored

@@ -1,4 +1,4 @@
-"""Unpacks small integers from the 32-bit words in which quantized checkpoints store them. The lowest bits of a word come first."""
+"""Unpacks small integers from 32-bit words. The lowest bits of a word come first."""
 
 from __future__ import annotations
 

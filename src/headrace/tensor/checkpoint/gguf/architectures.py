@@ -1,7 +1,6 @@
 """Translates GGUF architectures to Hugging Face: the names of tensors, and the metadata keys that become config.json.
 
-A key `ARCH.name` is written here without its prefix. Fields of config.json without a GGUF key get the constants of llama.cpp, so that a
-model computes the same function here as in llama.cpp.
+A key `ARCH.name` is written here without its prefix. Fields without a GGUF key get the constants of llama.cpp.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from headrace.tensor.checkpoint.config import ConfigFile
 from headrace.tensor.checkpoint.gguf.shards import GgufModel
 
 MAX_SIZE = 2**26
-"""The largest value of an integer key; `tensor.models.fields` bounds each field of config.json."""
+"""The largest integer; `tensor.models.fields` bounds each field of config.json."""
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 NOT_COMPUTED = (
     "attention.clamp_kqv", "attention.max_alibi_bias", "attention.scale", "attn_logit_softcapping", "embedding_scale",
     "expert_shared_count", "expert_weights_scale", "final_logit_softcapping", "logit_scale", "pooling_type", "residual_scale",
     "use_parallel_residual",
 )  # fmt: skip
-"""Keys of what no architecture here computes; zero and false pass."""
+"""Zero and false pass."""
 NOT_MANY = ("expert_gating_func", "expert_group_count", "interleave_moe_layer_step")
 """Keys of which one, and zero, mean what every architecture here computes: one group of experts, chosen by softmax, in every layer."""
 YARN_KEYS = {"attn_factor": "attn_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
@@ -71,7 +70,7 @@ class Place(NamedTuple):
     """Where a tensor of Hugging Face's name is.
 
     name    in the GGUF file
-    expert  its index in the leading dimension; None: the tensor is not stacked
+    expert  index in the leading dimension; None: the tensor is not stacked
     heads   of a weight whose rows are stored pair by pair in each head; None: they are in order
     """
 
@@ -96,7 +95,7 @@ class NameTable:
     is_norm_plus: bool = False
 
     def find(self, name: str) -> tuple[Place, ...]:
-        """Places where the tensor may be, the usual one first; none for a name that the architecture does not have."""
+        """Where the tensor may be, the usual place first; none for a name that the architecture does not have."""
         if name in _PLAIN:
             return (Place(_PLAIN[name]),)
         if (found := _LAYER.fullmatch(name)) is None:
@@ -137,7 +136,7 @@ class _Keys(NamedTuple):
 
 
 def _llama(keys: _Keys, model: GgufModel) -> tuple[dict[str, object], NameTable]:
-    """Llama, Mistral and Mixtral: one architecture in GGUF, whose q and k are stored in pairs."""
+    """Llama, Mistral and Mixtral, whose q and k are stored in pairs."""
     rotated = {"attn_q": keys.integer("attention.head_count", low=1)}
     rotated["attn_k"] = keys.integer("attention.head_count_kv", rotated["attn_q"])
     window = {"sliding_window": keys.integer("attention.sliding_window")} if keys.has("attention.sliding_window") else {}
@@ -211,7 +210,6 @@ ARCHITECTURES: dict[str, _Describe] = {
     "gemma3": _gemma3,
     "phi3": _phi3,
 }
-"""`general.architecture` -> its own fields of config.json, and its names."""
 
 
 def name_table(model: GgufModel) -> NameTable:
@@ -278,7 +276,7 @@ def _refuse_not_computed(keys: _Keys) -> None:
 
 
 def _dtype(model: GgufModel) -> str:
-    """To compute with. Blocks are of no dtype: the bfloat16 in which nearly every model was trained."""
+    """Blocks are of no dtype: the bfloat16 in which nearly every model was trained."""
     return {"F32": "float32", "F16": "float16"}.get(model.most_frequent(), "bfloat16")
 
 

@@ -1,10 +1,8 @@
 """Dequantizes the block formats of GGML (Q4_0, Q4_K, Q6_K, ...), one function per type.
 
-The functions of DENSE take uint8 [n, bytes of a block] and return float32 [n, weights of a block], for n blocks. The functions of NIBBLES
-leave the integers of 4-bit types as they are, for kernels that multiply integers.
-
-The layouts are those of ggml-common.h. Weights equal ggml's to the bit: products are rounded in the same order (scale of the block times
-scale of the group, then times the integer). Shifted bytes never exceed 255.
+The functions of DENSE take uint8 [n, bytes of a block] and return float32 [n, weights of a block]. Those of NIBBLES leave the integers of
+4-bit types as they are. The layouts are those of ggml-common.h. Weights equal ggml's to the bit: products are rounded in the same order
+(scale of the block times scale of the group, then times the integer). Shifted bytes never exceed 255.
 """
 
 from __future__ import annotations
@@ -125,7 +123,7 @@ NIBBLES: dict[str, Callable[[Tensor], tuple[Tensor, Tensor, Tensor | None]]] = {
     "Q4_1": _q4_1_nibbles,
     "Q4_K": _q4_k_nibbles,
 }
-"""Type -> function that returns (values, scales, zeros) for `formats.nibbles`, in groups of 32 weights. values may have any shape."""
+"""(values, scales, zeros) for `formats.nibbles`, in groups of 32 weights. values may have any shape."""
 
 DENSE: dict[str, Callable[[Tensor], Tensor]] = {
     "Q4_0": _q4_0,

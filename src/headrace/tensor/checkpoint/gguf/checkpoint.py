@@ -30,7 +30,7 @@ _SAMPLE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class GgufFormat:
-    """The format of all weights of a GGUF file. title: for people, e.g. "gguf Q4_K_M"."""
+    """title: for people, e.g. "gguf Q4_K_M"."""
 
     title: str
     method = "gguf"
@@ -69,7 +69,7 @@ def read_format(section: ConfigFile) -> GgufFormat:
 
 
 class GgufCheckpoint:
-    """Implements `tensor.layers.weights.WeightSource`. Remembers which tensors were read, so that `check_all_read` can refuse the rest."""
+    """Notes which tensors were read, for `check_all_read`."""
 
     def __init__(self, folder: Path) -> None:
         """folder: made by `gguf.folder.make_folder`. Raises CheckpointError, also if the GGUF file has changed since."""
@@ -96,7 +96,7 @@ class GgufCheckpoint:
         return self._find(name)[2].kind.name
 
     def expect(self, name: str, shape: tuple[int, ...]) -> None:
-        """Check a tensor without reading it. For `check_all_read` it counts as read."""
+        """For `check_all_read` the tensor counts as read."""
         place, header, tensor = self._find(name)
         stored = tensor.shape if place.expert is None else tensor.shape[1:]
         if stored != shape or (place.expert is not None and place.expert >= tensor.shape[0]):
@@ -108,7 +108,7 @@ class GgufCheckpoint:
         self._read.add(place.name)
 
     def read(self, name: str, shape: tuple[int, ...], region: tuple[slice, ...] = ()) -> Tensor:
-        """The tensor, or its `region`, in memory of its own: plain values in the stored dtype, blocks in float32."""
+        """In memory of its own: plain values in the stored dtype, blocks in float32."""
         self.expect(name, shape)
         place, header, tensor = self._find(name)
         width = shape[1] if len(shape) == 2 else 1

@@ -1,8 +1,8 @@
 """Makes a folder in the Hugging Face layout (config.json, tokenizer.json, ...) for a GGUF file, so that other code reads only one layout.
 
-The weights stay in the GGUF file; `note.json` in the folder names that file. The folder is in this user's private cache, is named by a hash
-of the GGUF headers and paths, and appears only when complete. A `note.json` in any other folder is ignored, since a downloaded note could
-name any file. Imports no torch.
+The weights stay in the GGUF file, which `note.json` names. The folder is in this user's private cache, is named by a hash of the GGUF
+headers and paths, and appears only when complete. A `note.json` in any other folder is ignored, since a downloaded note could name any
+file. Imports no torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FOLDER = "gguf"
 NOTE = "note.json"
 VERSION = 2
 MAX_FOLDERS = 64
-"""At most this many are kept. The one that was asked for longest ago is removed first."""
+"""The one that was asked for longest ago is removed first."""
 _FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
@@ -42,9 +42,9 @@ class GgufSource(NamedTuple):
 
 
 def make_folder(file: Path) -> Path:
-    """The folder of a GGUF file, made unless an earlier call made it. Its name is the model's: the file's without suffix.
+    """The folder of a GGUF file, made unless an earlier call made it. Its name is the file's without suffix.
 
-    Raises: CheckpointError for a file that is damaged or not supported; ConfigError where the folder cannot be kept.
+    Raises CheckpointError for a file that is damaged or not supported; ConfigError where the folder cannot be kept.
     """
     file = file.absolute()
     model = read_gguf(file)
@@ -66,7 +66,7 @@ def make_folder(file: Path) -> Path:
 
 
 def find_source(folder: Path) -> GgufSource:
-    """What `make_folder` wrote into a folder. Raises CheckpointError for a folder that it did not make."""
+    """Raises CheckpointError for a folder that `make_folder` did not make."""
     home, cache = folder.resolve().parent, cache_root(os.environ) / FOLDER
     try:
         is_ours = home.parent == open_private(cache_root(os.environ), (FOLDER,)).resolve()
@@ -81,7 +81,7 @@ def find_source(folder: Path) -> GgufSource:
 
 
 def _write(home: Path, name: str, model: GgufModel) -> None:
-    """Write the folder `home / name` under another name, then rename it. Raises CheckpointError, OSError."""
+    """Write the folder under another name, then rename it. Raises CheckpointError, OSError."""
     config = make_config(model)
     text = make_text_files(model.keys, int(str(config["vocab_size"])))
     documents = dict(zip(_FILES, (config, text.generation, text.tokenizer, text.config), strict=True))

@@ -24,11 +24,11 @@ from headrace.tensor.checkpoint.gguf.kinds import OTHERS, READABLE, BlockKind
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 2**28
-"""The headers of all shards of a model together are no longer."""
+"""All shards of a model together."""
 MAX_TENSORS = 2**17
 MAX_KEYS = 2**16
 MAX_ELEMENTS = 2**22
-"""All arrays of a model's headers together hold at most this many. The largest vocabularies, merges and scores included, have a quarter."""
+"""All arrays of a model's headers together. The largest vocabularies, merges and scores included, have a quarter."""
 MAX_STRING_BYTES = 2**24
 MAX_NAME_BYTES = 2**10
 MAX_DIMS = 4
@@ -43,7 +43,7 @@ _LEAST_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One tensor's entry. shape: outermost dimension first, unlike in the file; begin, end: bytes of the file."""
+    """shape: outermost dimension first, unlike in the file; begin, end: bytes of the file."""
 
     kind: BlockKind
     shape: tuple[int, ...]
@@ -53,9 +53,8 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """A checked header.
-
-    keys    its values: numbers, strings, flags, lists of these
+    """
+    keys    numbers, strings, flags, lists of these
     digest  of the header's bytes
     """
 
@@ -67,7 +66,7 @@ class GgufHeader:
 
 @dataclass(slots=True)
 class HeaderLimits:
-    """What the headers of one model may still hold; each that is read takes its share."""
+    """What the headers of one model may still hold."""
 
     num_bytes: int = MAX_HEADER_BYTES
     num_elements: int = MAX_ELEMENTS
@@ -76,10 +75,7 @@ class HeaderLimits:
 
 
 def read_gguf_header(path: Path, limits: HeaderLimits | None = None) -> GgufHeader:
-    """Read and check. limits: what is left by the shards before; None: for a model of one file
-
-    Raises CheckpointError naming the file and, where there is one, the key or the tensor.
-    """
+    """limits: what is left by the shards before. Raises CheckpointError naming the file and, where there is one, the key or the tensor."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise CheckpointError(str(path), "not a regular file")

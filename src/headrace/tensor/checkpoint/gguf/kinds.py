@@ -1,4 +1,4 @@
-"""Table of GGML's tensor types by number: the name of each, and the size of its blocks. Imports no torch. `blocks` dequantizes them."""
+"""GGML's tensor types by number: names and block sizes. Imports no torch. `blocks` dequantizes them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class BlockKind(NamedTuple):
-    """A type that is read: `block` values, consecutive in a row, in `num_bytes` bytes."""
+    """`block` values, consecutive in a row, are in `num_bytes` bytes."""
 
     name: str
     block: int

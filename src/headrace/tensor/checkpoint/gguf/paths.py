@@ -1,4 +1,4 @@
-"""Recognizes GGUF files and their shards by name, and derives the name of the served model. Every command imports this module at start."""
+"""Recognizes GGUF files and their shards by name. Every command imports this module at start."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def is_first(path: Path) -> bool:
 
 
 def model_name(path: Path) -> str:
-    """The name under which a file is served: its own, without the suffix and the number of the shard."""
+    """A file is served under its own name, without the suffix and the number of the shard."""
     found = SHARD.fullmatch(path.stem)
     return found[1] if found else path.stem

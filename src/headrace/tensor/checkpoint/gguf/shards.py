@@ -1,6 +1,6 @@
 """Reads the headers of a GGUF model that may be split over several files, and joins their tensors into one map.
 
-The caller names the first file; the other shards (NAME-00002-of-00005.gguf, ...) are found beside it. Tensor data is not read here.
+The caller names the first file; the other shards (NAME-00002-of-00005.gguf, ...) are found beside it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ MAX_SHARDS = 4096
 
 @dataclass(frozen=True, slots=True)
 class GgufModel:
-    """The headers of all files of one model.
+    """The headers of all files of one model, one for each shard, in order.
 
-    headers  one for each shard, in order
-    keys     metadata of the first file, which has all of the model's metadata
-    tensors  tensor name -> (header of the file that holds the tensor, the tensor's entry)
+    keys     of the first file, which has all of the model's metadata
+    tensors  name -> (header of the file that holds the tensor, the tensor's entry)
     """
 
     headers: tuple[GgufHeader, ...]
@@ -55,7 +54,7 @@ class GgufModel:
 
 
 def read_gguf(path: Path) -> GgufModel:
-    """The headers of the file `path` and of its further shards.
+    """`path` is the first shard.
 
     Raises CheckpointError when a shard is missing or unreadable, when `path` is not the first shard, when a shard's number does not match
     its name, when two shards hold the same tensor, and when the number of tensors is zero or not the declared one.

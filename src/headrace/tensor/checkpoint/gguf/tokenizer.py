@@ -1,8 +1,8 @@
 """Makes tokenizer.json, tokenizer_config.json and generation_config.json from the metadata keys `tokenizer.*` of a GGUF file.
 
-Two kinds of tokenizers are supported. "gpt2" is a byte-level BPE: the file lists the merges and names the pre-tokenizer. "llama" is a
-SentencePiece BPE: the file lists pieces with scores, the pair with the best score is merged first, and the rank of a piece is the rank of
-its score. Added tokens (control tokens and user-defined tokens) are matched in the text before either kind splits it.
+"gpt2" is a byte-level BPE: the file lists the merges and names the pre-tokenizer. "llama" is a SentencePiece BPE: the file lists pieces
+with scores, the pair with the best score is merged first, and the rank of a piece is the rank of its score. Added tokens are matched in
+the text before either kind splits it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from headrace.tensor.checkpoint.config import ConfigFile
 
 PREFIX = "tokenizer.ggml."
 TEMPLATE = "tokenizer.chat_template"
-"""Key of the main chat template. Others have their name behind it, such as tool_use."""
+"""Others than the main template have their name behind it, such as tool_use."""
 METASPACE = "\u2581"
 NAMED_TOKENS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id", "pad_token": "padding_token_id"}
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 END_TEXTS = (
     *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>"),
 )
-"""Tokens that end an answer whatever the keys and their types say: files name one end token, models have more. As llama.cpp does."""
+"""They end an answer whatever the keys and their types say, as in llama.cpp: files name one end token, models have more."""
 MAX_TOKEN_CHARS = 512
 MAX_MERGES = 2**21
-"""Ways to make pieces of two others. The largest vocabularies have a quarter."""
+"""The largest vocabularies have a quarter."""
 LEAST_KNOWN = 0.5
 """Share of the normal tokens whose rank a file must say. Files call some added tokens normal, too."""
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
@@ -64,12 +64,12 @@ CUT_RULES = {
     "headrace": CutRule((r"'(?:s|t|re|ve|m|ll|d)|[ _]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",)),
 }
 CUT_RULES |= {"llama3": CUT_RULES["llama-bpe"], "llama-v3": CUT_RULES["llama-bpe"], "deepseek-r1-qwen": CUT_RULES["qwen2"]}
-"""Value of the key tokenizer.ggml.pre -> the rule. The bundled models have "headrace"."""
+"""By the key tokenizer.ggml.pre. The bundled models have "headrace"."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextFiles:
-    """The JSON documents tokenizer.json, tokenizer_config.json and generation_config.json."""
+    """JSON documents."""
 
     tokenizer: dict[str, object]
     config: dict[str, object]
@@ -126,8 +126,7 @@ class _Vocabulary:
         return [token for token, kind in zip(self.tokens, self.kinds, strict=True) if kind == _NORMAL]
 
     def added(self) -> list[dict[str, object]]:
-        """`added_tokens`: special are control tokens, the unknown one, and those that a key names. Phi-3's take the white space after them,
-        which no key says."""
+        """Special are control tokens, the unknown one, and those that a key names. Phi-3's take the white space after them."""
         special = {self.named(key) for key in NAMED_TOKENS.values()}
         strips = self.keys.values.get("general.architecture") == "phi3" and self.keys.values.get(f"{PREFIX}model") == "llama"
         found = []
@@ -178,7 +177,7 @@ def _byte_level(keys: ConfigFile, vocabulary: _Vocabulary) -> dict[str, object]:
 
 
 def _listed_merges(keys: ConfigFile, vocabulary: _Vocabulary) -> list[list[str]]:
-    """The file's merges. Raises CheckpointError for a merge that makes no token, and where most tokens are made by none."""
+    """Raises CheckpointError for a merge that makes no token, and where most tokens are made by none."""
     ids, shown, merges = vocabulary.ids, ConfigFile(keys.file, {}), []
     for merge in keys.items(f"{PREFIX}merges"):
         left, space, right = merge.partition(" ") if isinstance(merge, str) else ("", "", "")
@@ -255,7 +254,7 @@ def _bpe(vocabulary: _Vocabulary, merges: list[list[str]], *, ignore_merges: boo
 
 
 def _document(vocabulary: _Vocabulary, *, has_bos: bool) -> dict[str, object]:
-    """What both kinds have: added tokens, and what is put around a text. has_bos: where the file does not say."""
+    """What both kinds have. has_bos: where the file does not say."""
     keys = vocabulary.keys
     around = {"bos": keys.flag(f"{PREFIX}add_bos_token", has_bos), "eos": keys.flag(f"{PREFIX}add_eos_token", False)}
     ids = {name: vocabulary.named(f"{name}_token_id") for name, is_added in around.items() if is_added}
