@@ -42,7 +42,6 @@ def models(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """List the bundled models, or the models of a folder."""
-
     names = sorted(bundled_names(), key=lambda name: name != DEFAULT_MODEL)
     bundled = [path for name in names if (path := bundled_path(name)) is not None]
     folders = bundled if folder is None else model_folders(folder)

@@ -70,7 +70,6 @@ def scale(
     tls_dir: AdminFiles = None,
 ) -> None:
     """Run more or fewer replicas of a model, until the next reload."""
-
     model, _, number = wanted.rpartition("=")
     if not (model and number.isascii() and number.isdigit()):
         raise UsageRefused(f"MODEL=N: {wanted!r} is not a model's name and a number. Write headrace scale tiny=2.")
@@ -87,7 +86,6 @@ def drain(
     tls_dir: AdminFiles = None,
 ) -> None:
     """Retire a replica, or the whole deployment, within a time: no new work, and what has not finished moves to another replica."""
-
     if (replica is not None) == everything:
         raise UsageRefused("REPLICA and --all: give one of them")
     if not math.isfinite(within):
@@ -108,7 +106,6 @@ def _client(run_dir: Path | None, admin: str | None, tls_dir: Path | None) -> Ad
 
 
 def _command(client: AdminClient, name: str, body: Mapping[str, object], *, ends_within_s: float = 0.0) -> CommandExitCode:
-
     for said in client.command(name, body):
         match said["event"]:
             case "progress":
@@ -124,7 +121,6 @@ def _command(client: AdminClient, name: str, body: Mapping[str, object], *, ends
 
 
 def _ended(client: AdminClient, within_s: float) -> CommandExitCode:
-
     print(f"the deployment drains for up to {within_s:g} s", flush=True)
     deadline = time.monotonic() + within_s + END_GRACE_S
     while client.is_running():
@@ -167,7 +163,6 @@ def _shown_model(model: Mapping[str, Any]) -> list[str]:
 
 
 def _shown_replica(replica: Mapping[str, Any]) -> str:
-
     is_odd = replica["phase"] == "serving" and not replica["ready"]
     process = "no process" if replica["pid"] is None else f"pid {replica['pid']}"
     facts = [f"revision {replica['revision']}", process, f"{'?' if replica['open'] is None else replica['open']} open"]

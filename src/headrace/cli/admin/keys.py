@@ -40,7 +40,6 @@ def create(
     as_json: AsJson = False,
 ) -> None:
     """Create an API key and print it. It is shown once: only its digest is kept."""
-
     names = [name.strip() for name in models.split(",")] if models else []
     directory.note_unknown_models(names)
     directory.note_unpriced_models(budget, names)
@@ -90,7 +89,6 @@ def rotate(
     as_json: AsJson = False,
 ) -> None:
     """Replace a key by a new one of the same id, limits and budget, and print it."""
-
     body = {"grace_s": _seconds_of(grace, "--grace")}
     _print_issued(directory.ask("POST", "keys", key_id, "rotate", body=body), as_json)
 

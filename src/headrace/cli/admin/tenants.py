@@ -54,7 +54,6 @@ def set_tenant(
     option: Options = None,
 ) -> None:
     """Change a tenant, on every gateway within two seconds."""
-
     if tier is None and budget is None and not option:
         raise UsageRefused("--tier, --budget, --option: give at least one of them")
     directory.note_unpriced_models(budget)
@@ -116,7 +115,6 @@ def _change(tier: str | None, budget: float | None, options: Sequence[str] | Non
 
 def _option(word: str) -> tuple[str, object]:
     """An option given as NAME=VALUE: VALUE is JSON or a word, and nothing means the default. Raises UsageRefused."""
-
     name, separator, value = word.partition("=")
     if not (name and separator):
         raise UsageRefused(f"--option: {word!r} is not NAME=VALUE. Write --option log_prompts=true.")
@@ -145,7 +143,6 @@ def purge(
     as_json: AsJson = False,
 ) -> None:
     """Remove all kept answers of a tenant: cached ones, and those under an Idempotency-Key."""
-
     num_removed = directory.purge(tenant, is_all=everything)
     removed = f"{num_removed} kept records" if everything else counted(num_removed, "answer")
     print(json.dumps({"removed": num_removed}) if as_json else f"{removed} of {tenant} removed")

@@ -54,7 +54,6 @@ def _shown(folder: Path, made: list[SiteFolder]) -> list[str]:
 
 
 def _shown_folder(made: SiteFolder) -> list[str]:
-
     from headrace.wire.tls.files import TlsRole
 
     days = (made.valid_until - datetime.now(UTC)).days

@@ -192,7 +192,6 @@ def _warm_up(shape: WorkloadShape) -> list[LoadRequest]:
 
 
 def _config(model: str | None, engine: Mapping[str, object]) -> EngineConfig:
-
     try_gpus()
     return decode(EngineConfig, {**engine, "model": model or DEFAULT_MODEL}).checked()
 

@@ -121,14 +121,12 @@ def show(file: Annotated[Path | None, typer.Argument(help="YAML file; default: t
 
 
 def begun_file(model: str, digest: str) -> str:
-
     return TEMPLATE.format(model=model, digest=digest, queue_policies=" | ".join(QUEUES), tiers=" | ".join(BUILT_IN_TIERS))
 
 
 @config_app.command()
 def init(file: Annotated[Path | None, typer.Argument(help="Where to write it; default: standard output.")] = None) -> None:
     """Begin a configuration file with the options that are changed most often."""
-
     text = begun_file(DEFAULT_MODEL, _EXAMPLE_DIGEST)
     if file is None:
         print(text, end="")

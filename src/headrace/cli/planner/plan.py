@@ -112,7 +112,6 @@ def _standby(num_replicas: int, load_gbps: float | None, count: int | None) -> S
 
 
 def _fraction(device: Device, asked: float | None) -> float:
-
     if asked is not None:
         return asked
     return float(str(default_on("cpu" if device.name == "cpu" else "cuda", dict(options(EngineConfig))["memory_fraction"])))

@@ -89,7 +89,6 @@ def _run_by_hand(flags: GivenFlags, file: Path | None) -> int:
 
 def _changed_gateway(config: ServeConfig, before: ServeConfig) -> GatewayConfig:
     """The gateway of a file that was read again. Raises ConfigError for a changed option that only this command reads and cannot change."""
-
     for name, described in options(type(config)):
         if described.reload is not Reload.LIVE and name != "gateway" and getattr(config, name) != getattr(before, name):
             raise ConfigError(name, "cannot change while the gateway runs", "Start the gateway again, or write what it was.")
@@ -97,7 +96,6 @@ def _changed_gateway(config: ServeConfig, before: ServeConfig) -> GatewayConfig:
 
 
 def check_no_engines(config: ServeConfig) -> None:
-
     for index, section in enumerate(config.models):
         if section.engine is not None:
             remedy = "Use `headrace serve`, or name engines that run (remote)."
@@ -122,7 +120,6 @@ def gateway_of(config: ServeConfig) -> GatewayConfig:
 
 
 def _with_model(flags: GivenFlags) -> GivenFlags:
-
     if "model.remote.replicas" not in flags.values:
         return flags
     return GivenFlags({"model.remote.model": DEFAULT_MODEL, **flags.values}, flags.names)
