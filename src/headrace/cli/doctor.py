@@ -50,7 +50,7 @@ class Health(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of a check. name: what was checked; found: its state; remedy: what to do, empty if nothing is wrong"""
+    """found: the state of what was checked; remedy: empty if nothing is wrong"""
 
     name: str
     health: Health
@@ -92,7 +92,7 @@ def examine(port: int) -> list[Finding]:
 
 
 def check_python(build_flags: str | None) -> Finding:
-    """Check version and build of Python. build_flags: the arguments CPython was configured with; None where they are not recorded
+    """build_flags: the arguments CPython was configured with; None where they are not recorded
 
     Without --enable-optimizations (pyenv's default), everything outside kernels takes half as long again.
     """
@@ -106,7 +106,7 @@ def check_python(build_flags: str | None) -> Finding:
 
 
 def check_cpu(cpuinfo: str) -> Finding:
-    """Check the features of the CPU, parsed as the kernels do it. cpuinfo: text of /proc/cpuinfo; empty where there is none"""
+    """cpuinfo: text of /proc/cpuinfo; empty where there is none"""
     from headrace.tensor.host.cpu_features import CpuFeatures, parse_cpu_flags
 
     features = CpuFeatures(platform.machine(), parse_cpu_flags(cpuinfo))
@@ -125,7 +125,7 @@ def check_cpu(cpuinfo: str) -> Finding:
 
 
 def check_threads(quota: float | None, environment: Mapping[str, str]) -> Finding:
-    """Check the number of CPUs and the variables of OpenMP. quota: CPUs that the cgroup allows; None: no limit"""
+    """quota: CPUs that the cgroup allows; None: no limit"""
     cpus = allowed_cpus()
     allowed = "which of them are allowed is not measured here" if cpus is None else f"{len(cpus)} allowed"
     found = f"{os.cpu_count()} CPUs, {allowed}" + (f", cgroup quota {quota:g}" if quota is not None else "")
@@ -138,7 +138,6 @@ def check_threads(quota: float | None, environment: Mapping[str, str]) -> Findin
 
 
 def check_memory(root: Path) -> Finding:
-    """Check the memory that an engine could take now, measured as the engine does it."""
     from headrace.machine.memory import read_available
 
     available = read_available(root)
@@ -151,7 +150,7 @@ def check_memory(root: Path) -> Finding:
 
 
 def check_threading_layer() -> Finding:
-    """Check the threading layers that Numba can load: a parallel region costs 2 us with OpenMP, 50-110 us with the workqueue."""
+    """A parallel region of Numba costs 2 us with OpenMP, 50-110 us with the workqueue."""
     layers = []
     for layer, module in (("omp", "omppool"), ("tbb", "tbbpool"), ("workqueue", "workqueue")):
         try:

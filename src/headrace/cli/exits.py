@@ -1,4 +1,4 @@
-"""Defines the exit codes of all commands, and prints the error of a command as one line on stderr.
+"""The exit codes of all commands.
 
 0    done; also after SIGTERM or Ctrl-C, once running streams have finished
 1    a check or a run failed: doctor found a fault, a benchmark finished no request, a server died
@@ -49,7 +49,7 @@ def exit_code_of(error: HeadraceError) -> CommandExitCode:
 
 
 def report(error: HeadraceError) -> CommandExitCode:
-    """Print the error as one line on stderr, but for a reader of stdout that has left, as `head` does. Returns the exit code for it."""
+    """Print the error as one line on stderr, but for a reader of stdout that has left, as `head` does."""
     if not (isinstance(error, OutputLost) and error.reader_left):
         print(f"headrace: {error}", file=sys.stderr)
     return exit_code_of(error)

@@ -17,12 +17,7 @@ from headrace.tensor.checkpoint.gguf.paths import SUFFIX, is_first, is_gguf, mod
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRow:
-    """One model folder or GGUF file.
-
-    max_model_len  tokens
-    weight_bytes   memory of the weights in `dtype`
-    problem        why the model cannot be served; empty where it can be served
-    """
+    """weight_bytes: in `dtype`; problem: why the model cannot be served; empty where it can be served"""
 
     name: str
     folder: str
@@ -69,7 +64,6 @@ def model_folders(folder: Path) -> list[Path]:
 
 
 def describe_folder(folder: Path) -> ModelRow:
-    """The row of one model folder or GGUF file. A model that cannot be served has the reason in `problem`; nothing is raised for it."""
     from headrace.tensor.checkpoint.gguf.folder import make_folder
     from headrace.tensor.models import describe
 
@@ -95,7 +89,7 @@ def describe_folder(folder: Path) -> ModelRow:
 
 
 def adapter_names(folder: Path) -> tuple[str, ...]:
-    """Sorted names of a model's PEFT adapters: those in `folder`, and those in the sibling folder `adapters` that name this base model."""
+    """Sorted names of PEFT adapters: those in `folder`, and those in the sibling folder `adapters` that name this base model."""
     inside = [*folder.glob("*/adapter_config.json"), *folder.glob("adapters/*/adapter_config.json")]
     beside = [path for path in folder.parent.glob("adapters/*/adapter_config.json") if _base_name(path) == folder.name]
     return tuple(sorted(path.parent.name for path in [*inside, *beside]))

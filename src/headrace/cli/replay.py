@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 COMPUTED = ("num_kv_blocks", "load_format", "seed", "dtype", "quantization", "kv_cache_dtype", "kernels", "deterministic", "block_size")
-"""The engine options that decide how a plan is computed. What the scheduler decided is in the plan itself."""
+"""Options that decide how a plan is computed. What the scheduler decided is in the plan itself."""
 
 
 @with_flags(*engine_flags(*COMPUTED))
@@ -71,7 +71,7 @@ def _shown(plans: list[Plan], *, rows: bool, as_json: bool) -> Iterator[str]:
 
 
 def _report_left_out(plans: list[Plan]) -> None:
-    """Print how many rows cannot be run again. Raises typer.Exit when none can, before a model is loaded for nothing."""
+    """Raises typer.Exit when no row can be run again, before a model is loaded for nothing."""
     from headrace.lab.replay import count_rows
 
     run, left_out = count_rows(plans)
@@ -84,7 +84,6 @@ def _report_left_out(plans: list[Plan]) -> None:
 
 
 def _run(plans: list[Plan], model: str, options: dict[str, object], *, as_json: bool) -> Iterator[str]:
-    """Run the plans on a fresh engine that is just large enough for them. Yields a line for each."""
     from headrace.engine.build import reading_ahead
     from headrace.fleet.weights import resolve_model
     from headrace.lab.replay import replay as run_again

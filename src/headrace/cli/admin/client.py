@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 5.0
 
 STATUS_TIMEOUT_S = 10.0
-"""Seconds for the answer to a status request; the supervisor waits two for its gateways. Commands have no limit."""
+"""The supervisor waits two seconds for its gateways. Commands have no limit."""
 
 RUN_DIR_VARIABLE = "HEADRACE_RUN_DIR"
-"""Environment variable that `headrace serve` reads its `run_dir` from: the unit for systemd sets it."""
+"""The unit for systemd sets it."""
 
 
 def find_deployment(run_dir: Path | None) -> Path:
@@ -61,7 +61,7 @@ def _described(folder: Path) -> str:
 
 
 def shown_place(found: Mapping[str, Any]) -> str:
-    """Where a deployment listens, and its configuration file. found: as `AdminClient.status` returns it; an older version has neither"""
+    """Where a deployment listens, and its configuration file. found: a status; that of an older version has neither"""
     return f"{found.get('address', 'an older version')}, {found.get('config') or 'without a configuration file'}"
 
 
@@ -70,7 +70,7 @@ def shown_upstreams(model: Mapping[str, Any]) -> list[str]:
 
 
 class AdminClient:
-    """A client of one deployment. Methods raise ServerFailed if the deployment does not answer, or ends before the answer does."""
+    """Methods raise ServerFailed if the deployment does not answer, or ends before the answer does."""
 
     def __init__(self, folder: Path) -> None:
         """folder: the deployment's own. Raises ServerFailed if its token cannot be read"""
@@ -96,7 +96,7 @@ class AdminClient:
         return found
 
     def request(self, method: str, path: Sequence[str], query: Mapping[str, str], body: Mapping[str, object] | None) -> Any:
-        """The JSON answer to a request about keys. Raises ServerFailed with the reason if the deployment refuses the request."""
+        """The JSON answer to a request about keys. Raises ServerFailed, too, if the deployment refuses the request."""
         target = "/" + "/".join(quote(part, safe="") for part in path) + (f"?{urlencode(query)}" if query else "")
         sent = None if body is None else json.dumps(body)
         with self._response(method, target, sent, timeout_s=STATUS_TIMEOUT_S, refusals=(400, 503)) as response:
@@ -106,7 +106,7 @@ class AdminClient:
             return found
 
     def command(self, name: str, body: Mapping[str, object]) -> Iterator[dict[str, Any]]:
-        """Every line of the answer as it comes. The last line says how the command ended."""
+        """Each line of the answer as it comes; the last one says how the command ended."""
         is_ended = False
         with self._response("POST", f"/{name}", json.dumps(body)) as response:
             for line in _lines(response):
@@ -221,7 +221,7 @@ class _UnixConnection(HTTPConnection):
 
 
 class _TcpConnection(HTTPConnection):
-    """A connection that waits for an answer for as long as the command takes, unlike that of `http.client`."""
+    """Waits for an answer for as long as the command takes, unlike a connection of `http.client`."""
 
     def __init__(self, host: str, port: int, context: SSLContext | None, timeout_s: float | None) -> None:
         super().__init__(host, port)

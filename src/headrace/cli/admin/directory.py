@@ -45,10 +45,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 
 @dataclass(frozen=True, slots=True)
 class KeyDirectory:
-    """The keys that a command is about: those of a state folder or of a configuration's Redis, or with `admin` those of a deployment.
-
-    Methods raise ConfigError, InvalidRequest and StoreFailed; ServerFailed and UsageRefused for a deployment.
-    """
+    """Methods raise ConfigError, InvalidRequest and StoreFailed; with `admin`, ServerFailed and UsageRefused."""
 
     file: Path | None
     state: str | None
@@ -64,13 +61,12 @@ class KeyDirectory:
         return administered(self.file, self.state, lambda admin: answer_request(admin, method, path, query, body))
 
     def limits(self, kind: str, name: str) -> Any:
-        """The limits of a key or tenant, with what is used of each. kind: "keys" or "tenants\""""
+        """kind: "keys" or "tenants\""""
         if self.file is None and not self.is_remote:
             print("headrace: limits are those of built-in tiers; where the server has a configuration file, give --config", file=sys.stderr)
         return self._report(lambda report: report.of(kind, name), kind, name)
 
     def deployment_limits(self) -> Any:
-        """The budgets that all tenants share, with what is used of each."""
         return self._report(lambda report: report.of_deployment())
 
     def _report(self, work: Callable[[LimitReport], Awaitable[list[dict[str, object]]]], *path: str) -> Any:
@@ -93,7 +89,7 @@ class KeyDirectory:
             print(f"headrace: --budget: {self.file} has no price of {', '.join(unpriced)}: such requests cost nothing", file=sys.stderr)
 
     def note_unknown_models(self, names: Sequence[str]) -> None:
-        """Print on stderr which of these models the configuration lacks: a key for unknown models alone is useless."""
+        """Print on stderr which of these models the configuration lacks."""
         if self.file is None or not names:
             return
         served = [model for section in settings_of(self.file, self.state).models for model in (section.served_name, *section.aliases)]
@@ -102,7 +98,7 @@ class KeyDirectory:
                 print(f"headrace: {self.file} has no model {name}; it has {', '.join(served)}", file=sys.stderr)
 
     def purge(self, tenant: str, *, is_all: bool) -> int:
-        """Remove a tenant's kept answers, or with `is_all` all its kept entries. Returns the number of entries."""
+        """Remove a tenant's kept answers, or with `is_all` all its kept entries. Returns their number."""
         from headrace.gateway.control.purge import purge
 
         if self.is_remote:
@@ -181,7 +177,7 @@ def settings_of(file: Path | None, state: str | None) -> ServeConfig:
 
 
 def open_administration(config: ServeConfig, *, actor: str) -> Administration:
-    """The keys and tenants of a configuration, to be changed. actor: see `AuditRecord`. Raises ConfigError."""
+    """actor: see `AuditRecord`. Raises ConfigError."""
     from headrace.cli.config.state import make_state_folder
     from headrace.gateway.access.administration import Administration
     from headrace.gateway.access.key_store import open_keys

@@ -158,7 +158,6 @@ def _shown(name: str, value: object) -> str:
 
 
 def _seconds_of(text: str, flag: str) -> float:
-    """Seconds of a duration such as "30d". Raises UsageRefused, which names the flag, for any other text."""
     found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)([smhdw])", text)
     if found is None:
         raise UsageRefused(f"{flag}: {text!r} is no time. Write a number and s, m, h, d or w: 30d.")

@@ -114,7 +114,7 @@ def _change(tier: str | None, budget: float | None, options: Sequence[str] | Non
 
 
 def _option(word: str) -> tuple[str, object]:
-    """An option given as NAME=VALUE: VALUE is JSON or a word, and nothing means the default. Raises UsageRefused."""
+    """An option given as NAME=VALUE: VALUE is JSON or a word, and nothing means the default."""
     name, separator, value = word.partition("=")
     if not (name and separator):
         raise UsageRefused(f"--option: {word!r} is not NAME=VALUE. Write --option log_prompts=true.")

@@ -16,7 +16,6 @@ tls_app = typer.Typer(help="Make certificates for engines on other machines.", n
 TARGET = "/etc/headrace/{role}"
 
 DAYS_OF_WARNING = 60
-"""A certificate with fewer days left is pointed out at each run."""
 
 
 @tls_app.callback()
@@ -72,5 +71,5 @@ def _shown_folder(made: SiteFolder) -> list[str]:
 
 
 def _host(name: str) -> str:
-    """The host, an IPv6 address in brackets: addresses with a port and scp need them."""
+    """Addresses with a port and scp need brackets around an IPv6 address."""
     return f"[{name}]" if ":" in name else name

@@ -1,4 +1,4 @@
-"""Holds what the `headrace bench` commands share: flags, the shape of the data set, the conditions of a run, and the JSON they write."""
+"""Flags, the shape of the data set, the conditions of a run, and the JSON written: what the `headrace bench` commands share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Flag = typer.Option
 
 
 def _writable(file: Path | None) -> Path | None:
-    """The file, if it can be written. Checked before the run, because a run takes long. Raises BadParameter."""
+    """Checked before the run, because a run takes long. Raises BadParameter."""
     if file is None:
         return None
     folder = file.parent
@@ -38,7 +38,7 @@ Bandwidth = Annotated[bool, Flag("--bandwidth/--no-bandwidth", help="Measure rea
 
 
 class RunConditions:
-    """The environment before a run, and read bandwidth and load average before and after it. bandwidth: None when it is not known"""
+    """The environment before a run, and read bandwidth and load average before and after it."""
 
     def __init__(self, with_bandwidth: bool, device: str = "cpu") -> None:
         from headrace.lab.environment import BandwidthUnknown, ReadBandwidth, bandwidth_script, environment, read_bandwidth

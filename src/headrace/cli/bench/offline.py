@@ -185,7 +185,7 @@ def _offline_shape(info: ModelInfo, inputs: int, outputs: int, spread: float, pr
 
 
 def _warm_up(shape: WorkloadShape) -> list[LoadRequest]:
-    """Run a few prompts of another seed, so that compiling and first touches are not measured."""
+    """Prompts of another seed, so that compiling and first touches are not measured."""
     from headrace.lab.datasets import make_requests
 
     return make_requests(4, replace(shape, output_tokens=min(shape.output_tokens, 4), spread=0.0), seed=-1)

@@ -52,7 +52,7 @@ def chat(
 
 
 def client_of(stack: ExitStack, model: str | None, url: str | None, api_key: str | None) -> ApiClient:
-    """A client of the server at `url`, else of the one at DEFAULT_URL, else of one that is started here and stopped when `stack` closes."""
+    """A client of the server at `url`, else at DEFAULT_URL, else of one that is started here and stopped when `stack` closes."""
     from headrace.cli.chat.client import ApiClient
 
     if model is not None and url is not None:
@@ -69,7 +69,7 @@ def client_of(stack: ExitStack, model: str | None, url: str | None, api_key: str
 
 
 def chosen_model(client: ApiClient, served_name: str | None) -> str:
-    """The served model of this name; None: the first one. Raises ServerFailed if the server does not serve it."""
+    """served_name: None: the first one. Raises ServerFailed if the server does not serve it"""
     names = client.models()
     if not names or (served_name is not None and served_name not in names):
         raise ServerFailed(f"{client.url} serves {', '.join(names) or 'no model'}, not {served_name or 'anything'}")

@@ -91,7 +91,7 @@ def _left_on(*numbers: signal.Signals) -> Iterator[None]:
 
 
 class _LogReader(threading.Thread):
-    """Reads the server's log to its end on a thread of its own: a full pipe would stop the server."""
+    """Reads the server's log to its end: a full pipe would stop the server."""
 
     def __init__(self, stream: IO[str]) -> None:
         super().__init__(name="server log", daemon=True)
@@ -113,7 +113,7 @@ class _LogReader(threading.Thread):
             self._is_known.set()
 
     def wait_for_url(self) -> str:
-        """The URL in the log. Raises ServerFailed if the server ends before it serves."""
+        """Raises ServerFailed if the server ends before it serves."""
         self._is_known.wait()
         if self._url is None:
             raise ServerFailed("the server ended before it answered" + "".join(f"\n  {line}" for line in self._last_lines))

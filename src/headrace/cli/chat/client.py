@@ -1,4 +1,4 @@
-"""Speaks the OpenAI-compatible API for `headrace chat` and `headrace agent`: a small blocking client from the standard library alone."""
+"""A blocking client of the OpenAI-compatible API, for `headrace chat` and `headrace agent`, from the standard library alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONNECT_TIMEOUT_S = 10.0
 
 
 def server_root(url: str) -> str:
-    """The root URL of a server, to which /v1/... is appended: with a scheme, without /v1 and trailing slashes. Raises ServerFailed.
+    """The root URL of a server, to which /v1/... is appended. Raises ServerFailed.
 
     "localhost:8000", "http://localhost:8000/" and "http://localhost:8000/v1" are the same server. A path before /v1 is kept.
     """
@@ -31,7 +31,7 @@ def server_root(url: str) -> str:
 
 
 class ApiClient:
-    """A client of one server. url: the server's root, as `server_root` takes it; api_key: sent as a bearer token if given"""
+    """url: as `server_root` takes it"""
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
         self.url = server_root(url)
@@ -39,7 +39,7 @@ class ApiClient:
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
 
     def get(self, path: str) -> dict[str, object]:
-        """GET a JSON document. Raises ServerFailed."""
+        """Raises ServerFailed."""
         connection = self._connect()
         try:
             return _decode(self._request(connection, "GET", path, None))

@@ -1,4 +1,4 @@
-"""Holds one conversation with a server, in which the model may call local functions: messages, sampling parameters, slash commands."""
+"""One conversation with a server, in which the model may call local functions."""
 
 from __future__ import annotations
 
@@ -46,10 +46,7 @@ class ChatSession:
         return True
 
     def ask(self, text: str) -> None:
-        """Send the conversation with `text` at its end and print the answer as it arrives.
-
-        The part of an interrupted answer that has arrived stays in the conversation; a failed question is removed.
-        """
+        """The part of an interrupted answer that has arrived stays in the conversation; a failed question is removed."""
         self.messages.append({"role": "user", "content": text})
         answer: list[str] = []
         try:
@@ -144,13 +141,13 @@ SHOWN_CHARS = 300
 
 @dataclass(slots=True)
 class Turn:
-    """One answer as it arrives. calls: by number, in OpenAI's format; their arguments are still growing"""
+    """One answer as it arrives. calls: by number; their arguments are still growing"""
 
     texts: list[str] = field(default_factory=list)
     calls: dict[int, dict[str, str]] = field(default_factory=dict)
 
     def add_call(self, piece: Mapping[str, object]) -> None:
-        """Add a piece of a function call. Raises ServerFailed for a piece of any other kind of call."""
+        """Raises ServerFailed for a piece of any other kind of call."""
         function, number = piece.get("function"), piece.get("index", 0)
         if not isinstance(function, Mapping) or not isinstance(number, int):
             raise ServerFailed("the server sent a tool call that calls no function")
@@ -186,11 +183,7 @@ class AgentSession(ChatSession):
         self.log = log
 
     def ask(self, text: str) -> None:
-        """Send the conversation with `text` at its end, and run the calls of each answer. If a question fails, all of its messages are
-        removed.
-
-        An interrupted answer or call ends the question; its messages and calls up to then stay in the conversation.
-        """
+        """An interrupted answer or call ends the question; its messages up to then stay. If a question fails, all of its messages go."""
         num_before = len(self.messages)
         self.messages.append({"role": "user", "content": text})
         try:

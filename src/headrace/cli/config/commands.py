@@ -1,4 +1,4 @@
-"""`headrace config check|show|init` checks, prints or begins a configuration file."""
+"""`headrace config check|show|init`."""
 
 from __future__ import annotations
 
@@ -73,10 +73,8 @@ def check(file: Annotated[Path, typer.Argument(help="YAML file.")]) -> None:
 
 
 def load_to_start(file: Path | None, flags: GivenFlags) -> ServeConfig:
-    """The checked configuration of a server that starts now (`config.load`). Variables that nothing reads are named on stderr.
-
-    Raises: ConfigError, and typer.Exit where all faults of a file were printed.
-    """
+    """As `config.load`. Variables that nothing reads are named on stderr. Raises ConfigError, and typer.Exit where all faults of a file
+    were printed."""
     from headrace.cli.config.faults import unread_variables
     from headrace.cli.config.load import load
 
@@ -140,10 +138,8 @@ def init(file: Annotated[Path | None, typer.Argument(help="Where to write it; de
 
 
 def shown(value: object, where: str = "") -> object:
-    """A configuration as plain data for people: the keys that a file may have. where: path of `value`
-
-    Fields without repr are secrets: they are hidden, except for the first characters of a digest.
-    """
+    """The keys that a file may have, as plain data. Fields without repr are secrets: they are hidden, except for the first characters of
+    a digest. where: path of `value`"""
     from headrace.cli.config.load import ELSEWHERE
 
     if is_dataclass(value):

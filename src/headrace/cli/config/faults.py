@@ -20,11 +20,11 @@ from headrace.core.errors import ConfigError
 from headrace.core.strict_decode import MissingKey, NeedsExactlyOne, UnknownKey, joined
 
 MOST_FAULTS = 100
-"""The most changes that the search makes, which bounds its work for any file."""
+"""Bounds the work of the search for any file."""
 
 
 def each_error(raw: Raw) -> Iterator[ConfigError]:
-    """The errors in plain data, one per place, each with its path in the file. `raw` is changed in place."""
+    """One error per place, each with its path in the file. `raw` is changed in place."""
     mending = _Mending(raw)
     written, changed = set(), set()
     for _ in range(MOST_FAULTS):
@@ -58,10 +58,7 @@ class _Mending:
         return where
 
     def mend(self, error: ConfigError, *, is_again: bool) -> bool:
-        """Make the value at the error's place valid. False: nothing changed.
-
-        is_again  the same place failed before, so that the change for the error's class was not enough
-        """
+        """False: nothing changed. is_again: the same place failed before, so that the change for the error's class was not enough"""
         if not is_again and self._mend_class(error):
             return True
         where = error.where
@@ -86,7 +83,6 @@ class _Mending:
         return True
 
     def _rename(self, section: dict[str, object], error: UnknownKey) -> None:
-        """Move the value of an unknown key to the key that was probably meant. If the section has both keys, only drop the unknown one."""
         around, _, unknown = error.where.rpartition(".")
         value = section.pop(unknown)
         if error.nearest is not None and error.nearest not in section:
@@ -106,7 +102,7 @@ class _Mending:
             self.moved[f"{around}[{number}].{second}"] = self.as_written(f"{error.where}.{second}")
 
     def _replace(self, where: str) -> bool:
-        """Put a stand-in value at `where`. If no stand-in is needed, or it is there already, remove the value. False: nothing changed."""
+        """Put a stand-in at `where`, or remove the value if none is needed or it is there already. False: nothing changed."""
         *outer, last = _steps(where)
         place = self._at(outer)
         stand_in = _stand_in(last if isinstance(place, dict) else f"{outer[-1]}[]" if outer else "", where)
@@ -131,7 +127,7 @@ class _Mending:
 
 
 def parent(where: str) -> str:
-    """The path of the section or list that contains the value at `where`; empty for a key at the top."""
+    """The path of the section or list around `where`; empty for a key at the top."""
     return re.sub(r"((^|\.)[^.\[\]]*|\[\d+\])$", "", where)
 
 
@@ -173,7 +169,7 @@ OTHER_VARIABLES = ("HEADRACE_API_KEY", "HEADRACE_CACHE_DIR", "HEADRACE_KEEP_PACK
 
 @dataclass(frozen=True, slots=True)
 class ConfigFault:
-    """One fault. line: line in the file, from 1; None for a fault of a variable, which `error` names"""
+    """line: in the file, from 1; None for a fault of a variable, which `error` names"""
 
     error: ConfigError
     line: int | None
@@ -183,10 +179,7 @@ class ConfigFault:
 
 
 def faults(file: Path, environment: Mapping[str, str]) -> list[ConfigFault]:
-    """All faults of a file and the environment, in the order of their lines.
-
-    Raises ConfigError if the file cannot be read or is not YAML: nothing else of it can be checked then.
-    """
+    """All faults, in the order of their lines. Raises ConfigError if the file cannot be read or is not YAML."""
     document = parse_document(read_text(file), str(file))
     raw, lines = mapping_of(document.value, file), document.lines
     found = [

@@ -1,5 +1,4 @@
-"""Loads the configuration of `headrace serve` from one YAML file, then the environment, then flags. It is put together here and nowhere
-else.
+"""Loads the configuration of `headrace serve` from one YAML file, then the environment, then flags, and loads it again for a reload.
 
     file         models: [{name: tiny, replicas: 2, engine: {model: /models/tiny}}]
     environment  HEADRACE_MODELS__0__REPLICAS=3, HEADRACE_GATEWAY__PORT=9000
@@ -47,8 +46,7 @@ ELSEWHERE = {
     "gateway.limits.max_prompt_bytes": "A sixteenth of the memory is for prompts: limit the process's memory, or set max_requests.",
     "gateway.limits.max_answer_bytes": "Answers may hold 40 MiB: set max_requests, or max_tenant_share.",
 }
-"""Keys of the packages' configs that are computed from other keys, or have one good value -> what to do instead. A file that has one is
-refused, and none is suggested."""
+"""Keys of the packages' configs that are computed from other keys, or have one good value -> what to do instead."""
 
 REMOVED = {
     "models[N].upstreams[N].first_token_s": "silence_s holds before the first token too.",
@@ -60,15 +58,11 @@ REMOVED = {
 
 
 def file_keys() -> Iterator[Leaf]:
-    """Every key that a file may have, in the order of the classes."""
     return (leaf for leaf in leaves(ServeConfig) if not any(rest_within(leaf.path, path) is not None for path in ELSEWHERE))
 
 
 def load(file: Path | None, environment: Mapping[str, str], flags: GivenFlags = NO_FLAGS) -> ServeConfig:
-    """The checked configuration, from the file, then the environment, then flags.
-
-    Raises ConfigError, which names the flag or the variable of a wrong value, else its path in the file.
-    """
+    """Raises ConfigError, which names the flag or the variable of a wrong value, else its path in the file."""
     config = load_settings(file, environment, flags)
     with named_by_origin(environment, flags):
         check_wants_keys(config)
@@ -106,7 +100,7 @@ def check_wants_keys(config: ServeConfig) -> None:
 
 
 def from_raw(raw: Raw, default_model: str | None = None) -> ServeConfig:
-    """The checked configuration of plain data. Missing parts are added to `raw`, in place. Raises ConfigError with the path in `raw`."""
+    """Missing parts are added to `raw`, in place. Raises ConfigError with the path in `raw`."""
     config = decoded(raw, default_model).checked()
     return replace(config, gateway=_with_hashed_keys(config.gateway))
 
@@ -145,16 +139,13 @@ def _refuse_computed(raw: Raw) -> None:
 
 
 def _with_hashed_keys(gateway: GatewayConfig) -> GatewayConfig:
-    """The gateway with only digests of its API keys: plain keys are dropped as early as possible."""
+    """Plain keys are dropped as early as possible."""
     hashed = [replace(key, key="", sha256=key.sha256 or hashlib.sha256(key.key.encode()).hexdigest()) for key in gateway.api_keys]
     return replace(gateway, api_keys=tuple(hashed))
 
 
 def variables(environment: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
-    """(name, steps of its path) of each variable that is configuration, in the order in which they are applied.
-
-    A variable without `__` after the prefix is configuration only if it names a key outside every section.
-    """
+    """(name, steps of its path) of each variable that is configuration, in the order in which they are applied."""
     outside = {leaf.path for leaf in file_keys() if "." not in leaf.path}
     for name in sorted(environment):
         rest = name.removeprefix(ENV_PREFIX).lower()
@@ -163,7 +154,7 @@ def variables(environment: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]
 
 
 def apply_variable(raw: Raw, name: str, steps: Sequence[str], text: str) -> None:
-    """Set a variable's value in `raw`, in place. Raises ConfigError for an unknown path."""
+    """Raises ConfigError for an unknown path."""
     set_at(raw, steps, text if inner(_hint_at(steps, name)) is str else parse_yaml(text, name), name)
 
 
@@ -177,17 +168,14 @@ def _apply_flags(raw: Raw, flags: GivenFlags) -> None:
 
 
 def known_variables(number: str = "0") -> Iterator[str]:
-    """Names of variables for every value that can be set, except below names chosen in the file (tiers, prices).
-
-    number  stands for list indices
-    """
+    """The variable of every value that can be set, except below names chosen in the file (tiers, prices). number: of every list item"""
     for leaf in file_keys():
         if "[NAME]" not in leaf.path:
             yield ENV_PREFIX + leaf.path.upper().replace("[N]", f".{number}").replace(".", "__")
 
 
 def nearest_variable(name: str) -> str | None:
-    """The known variable that was probably meant: the only one with the same ending, else the one with the most similar name."""
+    """The only known variable with the same ending, else the one with the most similar name."""
     number = next((step for step in name.split("__") if step.isdecimal()), "0")
     known = list(known_variables(number))
     last = name.removeprefix(ENV_PREFIX).rpartition("__")[2]
@@ -217,11 +205,8 @@ def _hint_at(steps: Sequence[str], name: str) -> object:
 
 
 def set_at(raw: Raw, steps: Sequence[str], value: object, name: str) -> None:
-    """Set one value deep in `raw`, in place. Missing or null mappings are made, and the next item of a list.
-
-    Nothing is set in a value of the wrong type (gateway: []): decoding refuses that value by its own path. Raises ConfigError for an index
-    beyond the next item.
-    """
+    """Missing or null mappings are made, and the next item of a list; an index beyond it raises ConfigError. Nothing is set in a value
+    of the wrong type (gateway: []): decoding refuses it by its own path."""
     place: object = raw
     for index, step in enumerate(steps):
         last = index == len(steps) - 1
@@ -268,7 +253,7 @@ def rest_within(where: str, path: str) -> str | None:
 
 
 def _flag_steps(path: str) -> list[str]:
-    """The steps of a flag's path: ["models", "0", "name"] for "model.name", since a flag means the only model's section."""
+    """["models", "0", "name"] for "model.name": a flag means the only model's section."""
     steps = path.split(".")
     return ["models", "0", *steps[1:]] if steps[0] == "model" else steps
 
@@ -279,7 +264,7 @@ class ServeSource:
     def __init__(
         self, held: ServeConfig, load: Callable[[], ServeConfig], resolve: Callable[[str], Path], file: Path | None = None
     ) -> None:
-        """load: reads the whole configuration again; resolve: name of a model in the file -> its local folder"""
+        """load: reads the configuration again; resolve: name of a model in the file -> its local folder"""
         self.file = None if file is None else file.absolute()
         self._held = self._last = held
         self._load = load
@@ -290,7 +275,7 @@ class ServeSource:
         return self._held
 
     def read(self) -> FleetConfig:
-        """The whole configuration, checked. May fetch a model. Raises ConfigError, also for one that loses what protects the server."""
+        """May fetch a model. Raises ConfigError, also for a configuration that loses what protects the server."""
         last = self._load()
         check_keeps(self._held, last)
         self._last = last

@@ -31,7 +31,7 @@ from headrace.wire.tls.files import token_path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteReplica:
-    """One engine that `headrace engine` started, on this machine or another one, and that this supervisor does not manage."""
+    """One engine that `headrace engine` started, and that this supervisor does not manage."""
 
     name: str = required("Label `replica` of metrics and logs, and its name in `/ready`.", "--replica")
     address: str = required(
@@ -61,7 +61,7 @@ class RemoteSection:
     )
 
     def gateway_replicas(self) -> tuple[ReplicaConfig, ...]:
-        """The replicas in the form of the gateway's configuration. A replica on a Unix socket gets a token but no certificates."""
+        """A replica on a Unix socket gets a token but no certificates."""
         return tuple(
             ReplicaConfig(
                 name=replica.name,
@@ -123,7 +123,7 @@ class ModelSection:
 
     @property
     def num_replicas(self) -> int:
-        """Number of engines that the gateway connects to, those started elsewhere included."""
+        """Engines started elsewhere are included."""
         return self.num_engines + (len(self.remote.replicas) if self.remote is not None else 0)
 
     @property
@@ -134,7 +134,7 @@ class ModelSection:
 
     @property
     def renamed(self) -> str:
-        """Says that the name is made of a folder's or file's name that is no model name; empty where it is not."""
+        """Not empty where the name is made of a folder's or file's name that is no model name."""
         if self.name or self.served_name == self._file_name:
             return ""
         return (
@@ -143,7 +143,6 @@ class ModelSection:
 
     @property
     def _file_name(self) -> str:
-        """What the model is called without `name`: its folder or file, its hub id, or the name that a server gives it."""
         section = self.engine or self.remote
         if section is None:
             return self.upstreams[0].model if self.upstreams else ""
@@ -154,8 +153,6 @@ class ModelSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """The whole configuration of `headrace serve`."""
-
     models: tuple[ModelSection, ...] = required("Served models.", reload=Reload.LIVE, role=Role.DEVELOPER)
     state: str = option(
         "",
@@ -286,7 +283,7 @@ class ServeConfig:
         return replace(self.gateway, state=self.state, tiers=self.tiers, prices=self.prices, usage=self.usage)
 
     def gateway_before_start(self) -> GatewayConfig:
-        """The gateway's whole configuration, in which engines that are not started yet have placeholders for addresses."""
+        """Engines that are not started yet have placeholders for addresses."""
         return replace(self.whole_gateway(), models=tuple(_as_gateway_model(model) for model in self.models))
 
     def fleet(self, resolve: Callable[[str], Path]) -> FleetConfig:
@@ -350,5 +347,5 @@ def _check_folder(where: str, name: str) -> None:
 
 
 def is_fetched(model: str) -> bool:
-    """Whether `model` is a hub id: a text of that form that is not the name of a folder, a file or a bundled model."""
+    """Whether `model` is a hub id, and not the name of a folder, a file or a bundled model."""
     return HUB_ID.fullmatch(model) is not None and not is_gguf(model) and bundled_path(model) is None and not Path(model).exists()

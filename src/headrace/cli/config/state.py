@@ -22,7 +22,7 @@ VARIABLE = "HEADRACE_STATE"
 
 
 def state_folder(given: str, environment: Mapping[str, str]) -> Path:
-    """The absolute path of the state folder; nothing is created. given: by flag, variable or file; empty: the user's default folder"""
+    """An absolute path; nothing is created. given: by flag, variable or file; empty: the user's default folder"""
     if given:
         return expanded(given).absolute()
     base = environment.get("XDG_STATE_HOME", "")
@@ -32,10 +32,8 @@ def state_folder(given: str, environment: Mapping[str, str]) -> Path:
 
 
 def make_state_folder(folder: Path) -> None:
-    """Make the folder, closed to other users, if it does not exist. Raises ConfigError if it is not safe or cannot be written.
-
-    An existing folder keeps its mode: its files are closed to other users by themselves.
-    """
+    """Raises ConfigError if it is not safe or cannot be written. An existing folder keeps its mode: its files are closed to other users
+    by themselves."""
     if not folder.is_absolute():
         raise ConfigError("state", "this user has no home folder (HOME is not set)", f"Name a folder: --state DIR, or {VARIABLE}.")
     try:
@@ -58,10 +56,7 @@ ASK_S = 5.0
 
 
 def has_stored_keys(state: str, store: StoreConfig) -> bool:
-    """Whether the store has ever had a key; nothing is created. Raises ConfigError if the store cannot be asked.
-
-    state, store  as `open_keys` takes them
-    """
+    """Whether the store has ever had a key; nothing is created. Raises ConfigError if the store cannot be asked."""
     from headrace.gateway.access.key_store import FILE
     from headrace.gateway.stores.store import StoreFailed
 

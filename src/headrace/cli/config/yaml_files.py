@@ -1,4 +1,4 @@
-"""Reads YAML as a configuration file may use it: plain data, without anchors and without a key given twice. Nothing is evaluated.
+"""Reads YAML as plain data, without anchors and without a key given twice. Nothing is evaluated.
 
 Words and numbers are read by the core schema of YAML 1.2, and a key is always text. PyYAML's YAML 1.1 reads the country code no as false,
 the port 010000 as 4096, 1:30 as 90 and 1e-3 as text.
@@ -21,12 +21,11 @@ from headrace.core.regular_files import MAX_FILE_BYTES, read_file
 
 Raw = dict[str, object]
 MAX_INT_CHARS = 100
-"""Characters of an integer as it is written. No option takes more digits than a few."""
 
 
 @dataclass(frozen=True, slots=True)
 class YamlDocument:
-    """A YAML document, in which a section may have a key twice. Lines count from 1.
+    """A section may have a key twice. Lines count from 1.
 
     value     plain data; the last value of a key wins
     lines     path of each value, as in errors -> line of its key
@@ -55,8 +54,8 @@ _RESOLVERS = (  # the first that matches; what begins otherwise is text
 class _PlainLoader(Composer, yaml.CSafeLoader):
     """The safe loader without aliases and dates, with the scalars of YAML 1.2.
 
-    With aliases, a file of a few lines could expand to gigabytes. No option is a date: 2026-11-23 stays a string, since a name may look so.
-    libyaml parses, ten times as fast as PyYAML; nodes are made in Python, where nesting is bounded.
+    With aliases, a file of a few lines could expand to gigabytes. A name may look like a date. libyaml parses, ten times as fast as
+    PyYAML; nodes are made in Python, where nesting is bounded.
     """
 
     yaml_implicit_resolvers = {}  # noqa: RUF012  # as the base class declares it; filled below
@@ -140,7 +139,7 @@ def dump_yaml(value: object) -> str:
 
 
 def read_yaml(file: Path) -> Raw:
-    """The mapping in a YAML (or JSON) file; an empty file is an empty mapping. Raises ConfigError."""
+    """An empty file is an empty mapping. Raises ConfigError."""
     return mapping_of(parse_yaml(read_text(file), str(file)), file)
 
 
@@ -160,7 +159,7 @@ def parse_yaml(text: str, where: str) -> object:
 
 
 def parse_document(text: str, where: str) -> YamlDocument:
-    """One YAML document with the lines of its values. Raises ConfigError with line and column."""
+    """Raises ConfigError with line and column."""
     if (odd := Reader.NON_PRINTABLE.search(text)) is not None:
         line = text.count("\n", 0, odd.start()) + 1
         raise ConfigError(f"{where}:{line}", f"is not valid YAML: the character U+{ord(odd.group()):04X} is not allowed")
@@ -179,7 +178,7 @@ def parse_document(text: str, where: str) -> YamlDocument:
 
 
 def _place(text: str, mark: yaml.Mark) -> str:
-    """LINE:COLUMN of an error. libyaml puts what is missing at the end onto a line behind the last one."""
+    """LINE:COLUMN. libyaml puts what is missing at the end onto a line behind the last one."""
     last_line = text.count("\n")
     line, column = (mark.line, mark.column) if mark.line <= last_line else (last_line, len(text) - text.rfind("\n") - 1)
     return f"{line + 1}:{column + 1}"
@@ -204,5 +203,5 @@ def _note_lines(node: yaml.Node | None, steps: list[str], document: YamlDocument
 
 
 def shown_path(steps: Sequence[str]) -> str:
-    """A path as errors show it: "models[0].name" for ["models", "0", "name"]."""
+    """As errors show it: "models[0].name" for ["models", "0", "name"]."""
     return "".join(f"[{step}]" if step.isdecimal() else f".{step}" for step in steps).removeprefix(".")

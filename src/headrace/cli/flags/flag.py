@@ -37,7 +37,7 @@ FURTHER = ", further"
 
 
 def whole_number(text: str | int) -> int:
-    """A whole number in vLLM's notation: 4096, 4k (4,000), 4K (4,096), 1.5m (1,500,000). Raises typer.BadParameter."""
+    """In vLLM's notation: 4096, 4k (4,000), 4K (4,096), 1.5m (1,500,000). Raises typer.BadParameter."""
     if isinstance(text, int):
         return text
     found = _NUMBER.fullmatch(text.strip())
@@ -57,7 +57,6 @@ class CommandFlag:
     paths  keys of the command's configuration; `model.` stands for the only model's section
     names  spellings; empty: an argument
     kind   type of the value
-    group  heading in the help
     split  given value -> the values of `paths`; None: the value is that of the only path
     about  more keywords for typer
     """
@@ -82,7 +81,7 @@ class CommandFlag:
         return replace(self, paths=tuple(f"{prefix}.{path}" for path in self.paths))
 
     def values(self, given: object) -> dict[str, object]:
-        """Path -> value, of what the parser found; empty where the flag was not given."""
+        """Path -> value; empty where the flag was not given."""
         if given is None or given == [] or given == ():
             return {}
         return dict(zip(self.paths, (given,) if self.split is None else self.split(given), strict=True))
@@ -96,7 +95,7 @@ class CommandFlag:
         return found[-1] if found else str(self.about.get("envvar", spellings[0]))
 
     def signature(self) -> inspect.Parameter:
-        """The parameter for typer's signature. Its default, None, means "not given"."""
+        """None, its default, means "not given"."""
         heading = self.group if self.option.is_common else self.group + FURTHER
         about: dict[str, Any] = {"help": self._help(), **self.about}
         made = typer.Option(*self.names, rich_help_panel=heading, **about) if self.names else typer.Argument(**about)
@@ -116,7 +115,7 @@ class CommandFlag:
 
 @dataclass(frozen=True, slots=True)
 class GivenFlags:
-    """The flags that were given. values: path -> value; names: path -> the flag as it was written"""
+    """values: path -> value; names: path -> the flag as it was written"""
 
     values: Mapping[str, object] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
@@ -126,7 +125,7 @@ NO_FLAGS = GivenFlags()
 
 
 def given_flags(flags: Sequence[CommandFlag], params: Mapping[str, object]) -> GivenFlags:
-    """The given ones of these flags among a command's parameters. Raises UsageRefused for two that set one key."""
+    """Raises UsageRefused for two flags that set one key."""
     values: dict[str, object] = {}
     names: dict[str, str] = {}
     for flag in flags:

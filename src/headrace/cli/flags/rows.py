@@ -38,7 +38,6 @@ def _flag(
 
 
 def _replica(word: str) -> dict[str, str]:
-    """A replica given as NAME=ADDRESS. Raises UsageRefused for other texts."""
     name, separator, address = word.partition("=")
     if not (name and separator and address):
         raise UsageRefused(f"--replica: {word!r} is not NAME=ADDRESS. Write --replica gpu1=10.0.0.7:7001.")

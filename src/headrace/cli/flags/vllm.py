@@ -24,17 +24,17 @@ _FLAG = re.compile(r"--?[a-zA-Z]|--$")
 
 
 def is_flag(word: str) -> bool:
-    """Whether a word is a flag, and so cannot be the value of the flag before it. "-1" is a value."""
+    """A flag cannot be the value of the flag before it. "-1" is a value."""
     return _FLAG.match(word) is not None
 
 
 def dashed(name: str) -> str:
-    """A flag with dashes, since vLLM also accepts underscores."""
+    """vLLM also accepts underscores."""
     return name.replace("_", "-") if name.startswith("--") else name
 
 
 def refuse_missing_values(command: Command, words: Sequence[str]) -> None:
-    """Check the words of a command line for `command` and its sub-commands. Raises UsageRefused for a flag without its value."""
+    """words: of a command line for `command` and its sub-commands. Raises UsageRefused for a flag without its value."""
     for word, following in pairwise([*words, "--"]):
         if word == "--":
             return
@@ -52,11 +52,7 @@ def _flags_with_value(command: Command) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class RefusedFlag:
-    """A flag of vLLM that is refused.
-
-    remedy    what to do instead
-    accepted  values that ask for the behaviour that Headrace has anyway; None: the flag takes no value
-    """
+    """accepted: values that ask for the behaviour that Headrace has anyway; None: the flag takes no value"""
 
     remedy: str
     accepted: tuple[str, ...] | None = ()
@@ -72,7 +68,7 @@ class RefusedFlag:
 
 @dataclass(frozen=True, slots=True)
 class IgnoredFlag:
-    """A flag without effect here. why: the end of the notice "--flag has no effect: ..."; accepted: values that need no notice"""
+    """why: the end of the notice "--flag has no effect: ..."; accepted: values that need no notice"""
 
     why: str
     takes_value: bool = False
@@ -81,7 +77,7 @@ class IgnoredFlag:
 
 @dataclass(frozen=True, slots=True)
 class TranslatedFlag:
-    """A flag with an equivalent here. ours: the arguments that replace it; its value, if it takes one, is appended"""
+    """ours: the arguments that replace the flag; its value, if it takes one, is appended"""
 
     ours: tuple[str, ...]
     takes_value: bool = False
@@ -171,10 +167,8 @@ SEVERAL = ("--served-model-name", "--api-key", "--allowed-hosts", "--allowed-ori
 
 
 def translated(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(arguments for the parser, notices about flags without effect). Everything after a bare `--` is unchanged.
-
-    Raises UsageRefused for the first flag that is not supported, or that lacks a value.
-    """
+    """(arguments for the parser, notices about flags without effect). Raises UsageRefused for the first flag that is not supported, or
+    that lacks a value."""
     kept: list[str] = []
     notices: list[str] = []
     rest = list(_one_value_each(arguments))
@@ -209,7 +203,7 @@ def translated(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _entry_of(name: str) -> tuple[RefusedFlag | IgnoredFlag | TranslatedFlag | None, bool]:
-    """The row of a flag, and whether it is written with `--no-`: `--no-enable-lora` asks for what Headrace does anyway."""
+    """The flag's row, and whether it is written with `--no-`: `--no-enable-lora` asks for what Headrace does anyway."""
     if name in TABLE or not name.startswith("--no-"):
         return TABLE.get(name), False
     entry = TABLE.get(f"--{name.removeprefix('--no-')}")
@@ -218,7 +212,7 @@ def _entry_of(name: str) -> tuple[RefusedFlag | IgnoredFlag | TranslatedFlag | N
 
 
 def _one_value_each(arguments: Sequence[str]) -> Iterator[str]:
-    """The arguments with a flag repeated before each of its values: `--api-key a b` becomes `--api-key a --api-key b`.
+    """`--api-key a b` becomes `--api-key a --api-key b`.
 
     If no MODEL precedes the flag, a second word after `serve`'s flag is taken for MODEL, not for a second value.
     """

@@ -34,7 +34,7 @@ HELD_BYTES = {"none": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5}
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """dtype: of the weights, as `policy.placement.model.WEIGHT_BYTES` calls it; is_here: its files are; notes: for the reader of a plan"""
+    """dtype: as `policy.placement.model.WEIGHT_BYTES` calls it; is_here: its files are; notes: for the reader of a plan"""
 
     shape: ModelShape
     dtype: str
@@ -43,7 +43,7 @@ class PlannedModel:
 
 
 def find_model(name: str, catalogue: Mapping[str, Mapping[str, object]], dtype: str | None = None) -> PlannedModel:
-    """The model of this name. dtype: None: as the weights are stored
+    """dtype: None: as the weights are stored
 
     Raises ConfigError if there is none, CheckpointError as the engine would, or naming the field that is not planned for.
     """
@@ -188,12 +188,12 @@ LIMITS = {
     "--requests-per-day": (0.1, 1e14),
     "--peak": (1.0, 1000.0),
 }
-"""Flag -> (least, most) allowed values: outside them a figure would overflow, and no plan is like that."""
+"""Flag -> (least, most): outside them a figure would overflow."""
 
 
 @dataclass(slots=True)
 class AskedTraffic:
-    """The flags' values; None: not given. notes: assumptions that `traffic` made"""
+    """notes: assumptions that `traffic` made"""
 
     context: int | None
     input_len: int | None

@@ -31,7 +31,7 @@ MAX_CONTEXT = 2**26
 LAYOUTS = ("runnable", "all")
 
 ROUNDED = ("fp8", "int8", "int4")
-"""Values of --dtype that `headrace serve --quantization` has too."""
+"""`headrace serve --quantization` has them too."""
 
 MIN_MEMORY_FRACTION = 0.01
 GOAL_LIMITS_S = (1e-6, 1e6)
@@ -126,7 +126,7 @@ def _draw(file: Path, plans: list[CapacityPlan]) -> None:
 
 
 def _print(plans: list[CapacityPlan], model: str, explain: bool, as_json: bool) -> None:
-    """Print the cheapest plan, and if there are several devices the best plan of each. model: as `headrace serve` is to name it"""
+    """model: as `headrace serve` is to name it"""
     from headrace.lab.plan.report import as_object, comparison, lines
 
     if as_json:
@@ -150,7 +150,7 @@ def _devices(gpu: str | None, known: Catalogue) -> list[Device]:
 
 
 def _cheapness(plan: CapacityPlan) -> tuple[bool, float, int]:
-    """Sort key of plans: those that serve the traffic first, then cost per token, or cost per hour if a rate is asked for."""
+    """Plans that serve the traffic first, then cost per token, or cost per hour if a rate is asked for."""
     cost = plan.dollars_per_hour if plan.need.traffic.tokens_per_s else plan.cost_per_1m_tokens
     return not plan.is_met, math.inf if cost is None else cost, plan.best.num_devices
 

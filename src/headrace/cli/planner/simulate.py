@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from headrace.policy.placement.need import Traffic
 
 GATEWAY_S = 0.002
-"""Seconds that a gateway adds to a request, before its engine and behind it: 1.2 to 2.6 ms were measured (docs/experiments.md)."""
+"""Seconds that a gateway adds, before the engine and behind it: 1.2 to 2.6 ms were measured (docs/experiments.md)."""
 
 MAX_REPLICAS = 256
 
@@ -112,7 +112,7 @@ def simulate(
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One load and its simulation. load: requests per second; None for a trace"""
+    """load: requests per second; None for a trace"""
 
     load: float | None
     report: LoadReport
@@ -177,12 +177,8 @@ def _print(site: _Site, runs: Sequence[_Run], as_json: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """The site to simulate.
-
-    standby         replicas beside `replicas`
-    load_s          seconds in which a replica starts; None: its weights are not known
-    price_per_hour  of all replicas, standby ones too; None if no device with a price is named
-    """
+    """standby: replicas beside `replicas`; load_s: seconds in which a replica starts; None: its weights are not known; price_per_hour: of
+    all replicas, standby ones too; None: no device with a price is named"""
 
     model: SimulatedModel
     replicas: int
@@ -223,7 +219,7 @@ class _Section:
 
 
 def _site(asked: _Asked, lengths: WorkloadShape | None) -> _Site:
-    """The site that the flags describe. lengths: of the requests; None for a trace"""
+    """lengths: of the requests; None for a trace"""
     if (asked.gpu is None) == (asked.steps is None):
         raise UsageRefused("Give --gpu, whose roofline is used, or --steps, a file of measured times: exactly one of them.")
     section = _section(asked.file, asked.model)
@@ -309,7 +305,7 @@ def _check_lengths(lengths: WorkloadShape, max_model_len: int) -> None:
 
 
 def _traffic(lengths: WorkloadShape | None, longest: int) -> Traffic:
-    """The traffic to choose a layout for. A trace's lengths are not known before it is read: they are assumed as in `headrace plan`."""
+    """A trace's lengths are not known before it is read: they are assumed as in `headrace plan`."""
     from headrace.cli.planner.model import DEFAULT_CONTEXT
     from headrace.lab.plan.plan import OUTPUT_SHARE
     from headrace.policy.placement.need import Traffic
@@ -322,7 +318,7 @@ def _traffic(lengths: WorkloadShape | None, longest: int) -> Traffic:
 
 
 def _section(file: Path | None, model: str | None) -> _Section | None:
-    """The model's section of the file; None without a file. Folders need not exist: a name in the catalogue is enough."""
+    """Folders need not exist: a name in the catalogue is enough."""
     from headrace.cli.config.load import decoded
     from headrace.cli.config.yaml_files import read_yaml
 
@@ -392,7 +388,7 @@ def _spike(text: str | None, until: float) -> Spike | None:
 
 
 def _deaths(texts: Sequence[str], site: _Site, until: float, load_s: float | None) -> list[Death]:
-    """The deaths that values of --kill describe, beside the site's standby replicas. load_s: of --load-time"""
+    """texts: values of --kill; load_s: of --load-time"""
     from headrace.lab.simulate.events import with_standby
 
     if site.standby and not texts:
@@ -408,7 +404,7 @@ def _deaths(texts: Sequence[str], site: _Site, until: float, load_s: float | Non
 
 
 def _death(text: str, replicas: int, until: float, load_s: float | None) -> Death:
-    """The death that a value of --kill describes. load_s: seconds until the replica is back where the value has none"""
+    """text: a value of --kill; load_s: seconds until the replica is back where the value has none"""
     from headrace.lab.simulate.site import Death
 
     if load_s is not None and not 0 <= load_s < math.inf:

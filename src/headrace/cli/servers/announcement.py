@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 READY_TIMEOUT_S = 30.0
-"""Seconds that the gateway may take to connect to a first engine. Then the announcement is made anyway."""
+"""A first engine has this long. Then the announcement is made anyway."""
 
 STRAGGLERS_S = 5.0
-"""Seconds that the announcement waits for the other replicas once one answers."""
+"""The other replicas have this long, once one answers."""
 
 POLL_S = 0.25
 
@@ -36,10 +36,7 @@ ANY_PAGE = "allowed_origins is * and no API key is set: every web page that is o
 
 
 def announce_when_ready(config: ServeConfig, ready: FleetReady) -> None:
-    """Wait until the gateway answers, then announce it, together with the replicas that do not serve.
-
-    The gateway runs when this is called, but may still be connecting to engines. Engines elsewhere may not have been started.
-    """
+    """The gateway runs when this is called, but may still be connecting to engines. Engines elsewhere may not have been started."""
     url = _url(ready.gateway)
     began = time.monotonic()
     is_serving = _becomes_ready(url, "/ready", began + READY_TIMEOUT_S)
@@ -61,7 +58,7 @@ def _becomes_ready(url: str, path: str, deadline: float) -> bool:
 
 
 def _is_serving(url: str, path: str) -> bool:
-    """Whether a probe answers 200: /ready if one replica is ready, /ready?strict if all are. `allowed_hosts` does not apply to probes."""
+    """/ready answers 200 if one replica is ready, /ready?strict if all are. `allowed_hosts` does not apply to probes."""
     from http.client import HTTPException
 
     connection = _connection(url)
@@ -111,7 +108,7 @@ def announce(config: ServeConfig, ready: FleetReady, *warnings: str) -> None:
 
 
 def _decided(ready: FleetReady) -> dict[str, list[str]]:
-    """Names of the replicas with the same decisions, joined -> the lines of these decisions."""
+    """Replicas with the same decisions, joined -> the lines of these decisions."""
     names: dict[tuple[str, ...], list[str]] = {}
     for replica, facts in ready.replicas.items():
         decided = facts.get("decided")
@@ -129,7 +126,7 @@ def _print(decided: Mapping[str, list[str]], notes: list[str], serving: list[str
 
 
 def _url(gateway: Mapping[str, object]) -> str:
-    """The URL of the gateway for a client on this machine. gateway: the facts that the gateway reported when it served"""
+    """The URL for a client on this machine. gateway: the facts that the gateway reported when it served"""
     host = str(gateway.get("host", ""))
     local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"{gateway.get('scheme', 'http')}://{shown_host(local)}:{gateway.get('port')}"

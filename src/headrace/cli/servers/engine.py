@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from headrace.engine.server.config import ProcessConfig
 
 GRPC_LOG = ("GRPC_VERBOSITY", "NONE")
-"""Environment variable and value that silence gRPC, which otherwise prints a line to stderr for each failed connection, beside its
-exceptions."""
+"""Without it gRPC prints a line to stderr for each failed connection, beside its exceptions."""
 
 
 @with_flags(*ENGINE_PROCESS_FLAGS)
@@ -64,7 +63,7 @@ def engine(
 
 
 def set_log_format(log_format: str) -> None:
-    """Set the log format of this process and its children. Raises UsageRefused."""
+    """Set it for this process and its children. Raises UsageRefused."""
     from headrace.observe.logs import ENVIRONMENT, LogFormat
 
     if log_format not in list(LogFormat):
@@ -73,7 +72,7 @@ def set_log_format(log_format: str) -> None:
 
 
 def _from_file(path: Path, given: Sequence[str], *, experimental: bool) -> tuple[ProcessConfig, EngineConfig]:
-    """The configuration from a file. given: flags beside it. Raises ConfigError, or UsageRefused for such a flag."""
+    """given: flags beside the file. Raises ConfigError, or UsageRefused for such a flag."""
     from headrace.cli.config.yaml_files import read_yaml
     from headrace.engine.server.config import process_config_from
     from headrace.fleet.weights import resolve_model
@@ -85,7 +84,7 @@ def _from_file(path: Path, given: Sequence[str], *, experimental: bool) -> tuple
 
 
 def _from_flags(given: Mapping[str, object], names: Mapping[str, str], *, experimental: bool) -> tuple[ProcessConfig, EngineConfig]:
-    """The configuration from flags. given: path -> value. Raises ConfigError naming the flag, or UsageRefused."""
+    """given: path -> value. Raises ConfigError naming the flag, or UsageRefused."""
     from headrace.cli.config.load import set_at
     from headrace.engine.server.config import process_config_from
     from headrace.fleet.weights import resolve_model

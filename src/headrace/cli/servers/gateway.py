@@ -47,7 +47,7 @@ def gateway(
 
 
 def _run_supervised(file: Path, parent_fd: int, index: int | None) -> int:
-    """Run a gateway under a supervisor. index: number of this worker; None: it is the only gateway. Returns the exit status."""
+    """index: number of this worker; None: it is the only gateway. Returns the exit status."""
     from headrace.gateway.config import load_config
     from headrace.gateway.process import load_part, run_gateway
     from headrace.gateway.site.worker import GatewayWorker
@@ -58,10 +58,8 @@ def _run_supervised(file: Path, parent_fd: int, index: int | None) -> int:
 
 
 def _run_by_hand(flags: GivenFlags, file: Path | None) -> int:
-    """Several workers run under a supervisor. Returns the exit status.
-
-    Raises: ConfigError, UsageRefused, and typer.Exit where the faults of a file were printed.
-    """
+    """Several workers run under a supervisor. Raises ConfigError, UsageRefused, and typer.Exit where the faults of a file were printed.
+    Returns the exit status."""
     from headrace.cli.config.load import load, named_by_origin
     from headrace.cli.config.state import make_state_folder
     from headrace.gateway.process import run_gateway
@@ -88,7 +86,7 @@ def _run_by_hand(flags: GivenFlags, file: Path | None) -> int:
 
 
 def _changed_gateway(config: ServeConfig, before: ServeConfig) -> GatewayConfig:
-    """The gateway of a file that was read again. Raises ConfigError for a changed option that only this command reads and cannot change."""
+    """Raises ConfigError for a changed option that only this command reads and cannot change."""
     for name, described in options(type(config)):
         if described.reload is not Reload.LIVE and name != "gateway" and getattr(config, name) != getattr(before, name):
             raise ConfigError(name, "cannot change while the gateway runs", "Start the gateway again, or write what it was.")
@@ -103,7 +101,7 @@ def check_no_engines(config: ServeConfig) -> None:
 
 
 def gateway_of(config: ServeConfig) -> GatewayConfig:
-    """The gateway's configuration, for running without a supervisor. Raises ConfigError."""
+    """The configuration of a gateway without a supervisor. Raises ConfigError."""
     from headrace.fleet.files import gateway_content
     from headrace.fleet.launcher import without_secrets
     from headrace.fleet.weights import resolve_model

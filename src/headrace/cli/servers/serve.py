@@ -37,10 +37,7 @@ def serve(config: ConfigPath = None, *, flags: GivenFlags) -> None:
 
 
 def run(config: ServeConfig, *, read_again: Callable[[], ServeConfig] | None = None, file: Path | None = None) -> int:
-    """Serve until stopped. Returns the exit code. Raises ConfigError and FleetFailed.
-
-    read_again  reads the configuration at a reload; None: there is no file
-    """
+    """Serve until stopped. read_again: None: there is no file. Returns the exit code. Raises ConfigError and FleetFailed."""
     from headrace.cli.config.load import ServeSource
     from headrace.cli.config.state import make_state_folder
     from headrace.cli.servers.announcement import announce_when_ready
