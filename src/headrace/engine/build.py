@@ -1,8 +1,4 @@
-"""Composes one engine from its configuration: the only place where policy and tensors are put together.
-
-Weights that an earlier start packed are read in a thread while torch is still being imported; packed weights for the next start are written
-while the engine is idle.
-"""
+"""Composes one engine from its configuration: the only place where policy and tensors are put together."""
 
 from __future__ import annotations
 
@@ -34,7 +30,6 @@ MAX_MEMORY_SHARE = 0.5
 
 @contextmanager
 def reading_ahead(config: EngineConfig) -> Iterator[PackedFolder | None]:
-    """What the start did not open is dropped afterwards, also when the start failed."""
     folder = read_ahead(config)
     try:
         yield folder
@@ -44,7 +39,6 @@ def reading_ahead(config: EngineConfig) -> Iterator[PackedFolder | None]:
 
 
 def read_ahead(config: EngineConfig) -> PackedFolder | None:
-    """None if no packed weights are kept for this configuration."""
     if config.device != "cpu" or config.load_format == "dummy" or config.kernels == "reference":
         return None
     directory = packed_directory()
@@ -59,16 +53,15 @@ def read_ahead(config: EngineConfig) -> PackedFolder | None:
 POLL_S = 0.05
 
 REST_S = 0.5
-"""Idle time begins this long after the last request: a client that sends its next request at once leaves none."""
+"""Idle time begins this long after the last request."""
 
 
 def do_while_idle(
     pieces: Iterator[None], *, is_idle: Callable[[], bool], is_over: Callable[[], bool], sleep: Callable[[float], None] = time.sleep
 ) -> None:
-    """Take the pieces one by one while the engine is idle. Returns after the last one, or once the engine is over.
+    """Returns after the last piece, or once the engine is over.
 
-    pieces   each takes some milliseconds of all CPUs, for which a request that arrives shares the machine with it
-    is_over  whether the engine takes no requests any more
+    pieces   each takes some milliseconds of all CPUs
     """
     rested_s = 0.0
     while not is_over():
@@ -88,16 +81,14 @@ Pieces = Generator[None, None, None]
 """The type of the same name in `tensor.packed.store`, which cannot be imported here without torch."""
 
 MAX_WAITING_BYTES = 256 << 20
-"""Memory that waiting requests may hold (token ids, grammars, `logit_bias`), see `core.waiting_bytes`."""
 
 CACHED_SHARE = 0.5
-"""Share of the KV blocks that a tenant's cached blocks may take before they are evicted first."""
 
 JOIN_S = 2.0
 
 
 def make_scheduler(config: EngineConfig, info: ModelInfo, *, block_key: str = "") -> Scheduler:
-    """block_key: secret (hex) of block hashes; empty: a random one, so that every process has other block identities"""
+    """block_key: secret (hex) of block hashes; empty: a random one"""
     key = bytes.fromhex(block_key) or secrets.token_bytes(32)
     kv = KvManager(
         info.kv_groups,
@@ -137,16 +128,13 @@ def assemble(
     clock: Clock = time.monotonic,
     preparer: Preparer | None = None,
 ) -> Engine:
-    """Around any runner, also the simulator's and the tests' fake runner, on any clock."""
     scheduler = make_scheduler(config, info, block_key=block_key)
     info = replace(info, queue_policy=config.queue_policy)
     return Engine(scheduler, runner, info=info, outbox=outbox, preparer=preparer, clock=clock)
 
 
 def build_engine(config: EngineConfig, outbox: Outbox) -> Engine:
-    """Load weights, size the KV pools, warm up. The returned engine's `run` has not been started.
-
-    A thread writes packed weights while the engine is idle. The program does not end before the thread has written all.
+    """Weights are loaded and kernels warm; `run` has not been started.
 
     Raises: ConfigError, CheckpointError, and ForkedProcess in a fork of a process that has made an engine.
     """
@@ -157,10 +145,8 @@ def build_engine(config: EngineConfig, outbox: Outbox) -> Engine:
 
 
 def build_served_engine(config: EngineConfig, outbox: Outbox, block_key: str = "") -> Engine:
-    """`build_engine` for a process that serves gateways.
-
-    A thread hashes all weight bytes, unless their digest is on record, and sets the digest in the engine's `info`: gateways need it to know
-    whether a stream of another replica may go on here. If the engine ends before all packed weights are written, the rest is not.
+    """A thread sets the digest of all weights in the engine's `info`: gateways need it to know whether a stream of another replica may
+    go on here.
     """
     engine, weights, unwritten = _build(config, outbox, block_key)
     if weights is not None or unwritten is not None:
@@ -171,7 +157,6 @@ def build_served_engine(config: EngineConfig, outbox: Outbox, block_key: str = "
 
 
 def _write_all(engine: Engine, unwritten: Pieces) -> None:
-    """While the engine is idle, and the rest at once when the engine or the program ends, even with requests open."""
     program = threading.main_thread()
     do_while_idle(unwritten, is_idle=lambda: engine.is_idle, is_over=lambda: engine.is_stopping or not program.is_alive())
     for _ in unwritten:

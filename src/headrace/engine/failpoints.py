@@ -1,7 +1,6 @@
-"""Makes the engine fail at named places when a test asks for it, so that "raise from every call site once" is a loop and not a hope.
+"""Makes the engine fail at named places when a test asks for it.
 
-`failpoint("runner.forward")` does nothing until something is armed under that name, which only tests do
-(`tests/support/failpoint_kit.py`); in production its cost is one test of an empty dict.
+`failpoint("runner.forward")` does nothing until a test arms that name (`tests/support/failpoint_kit.py`).
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 armed_places: dict[str, Callable[[], None]] = {}
-"""Name of a place -> the function that is called there and may raise. Names are literals, one per place."""
 
 
 def failpoint(name: str) -> None:

@@ -1,8 +1,4 @@
-"""Counts the failures inside an engine, and logs them with their tracebacks.
-
-A step that keeps failing fails a hundred times a second, so a few failures of each kind are logged per window, and the next one logged
-says how many were left out. All failures are counted (`core.load.EngineCounters`) and shown by /metrics.
-"""
+"""Counts the failures inside an engine, and logs a few of each kind per window with their tracebacks."""
 
 from __future__ import annotations
 
@@ -19,15 +15,12 @@ WINDOW_S = 10.0
 
 
 class Failures:
-    """All methods run on the loop's thread."""
-
     def __init__(self, counters: Callable[[], EngineCounters], clock: Clock) -> None:
         self._counters = counters
         self._clock = clock
         self._windows: dict[FailureKind, _Window] = {}
 
     def note(self, kind: FailureKind, what: str, error: BaseException) -> None:
-        """what: a sentence without request data, for the operator"""
         self._counters().note_failure(kind)
         window = self._windows.setdefault(kind, _Window())
         if (num_left_out := window.take(self._clock())) is None:
@@ -42,7 +35,7 @@ class _Window:
         self._num_logged = self._num_left_out = 0
 
     def take(self, now: float) -> int | None:
-        """How many were left out since the last logged failure; None: leave this one out too."""
+        """How many were left out since the last logged failure; None: this one is left out too."""
         if now - self._began >= WINDOW_S:
             self._began, self._num_logged = now, 0
         if self._num_logged >= MAX_LOGGED:

@@ -1,7 +1,6 @@
-"""Carries messages from other threads to the loop, in order, and counts the submitted requests that the loop has not taken yet.
+"""Carries messages from other threads to the loop, in order.
 
-Only Submits are counted, not cancels, finishes or preparers' answers: gateways read the count as waiting work. A step can take seconds, and
-the loop takes no message meanwhile, so the Submits are bounded by bytes, as the waiting queue is.
+A step can take seconds, and the loop takes no message meanwhile, so the Submits are bounded by bytes.
 """
 
 from __future__ import annotations
@@ -31,8 +30,6 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Takes the place of a Submit that the inbox has no room for."""
-
     request_id: RequestId
     epoch: int
     priority: PriorityClass
@@ -74,10 +71,7 @@ Message = Submit | Refuse | Cancel | Finish | Satisfied | PrerequisiteFailed | W
 
 
 class SubmittedWork(NamedTuple):
-    """The work of some Submits, summed.
-
-    classes  a prompt counts once, however many sequences its request has; tokens include outputs of earlier attempts
-    """
+    """classes  a prompt counts once, however many sequences its request has; tokens include outputs of earlier attempts"""
 
     classes: ClassLoads = NO_CLASS_LOADS
     num_bytes: int = 0
@@ -96,8 +90,7 @@ class SubmittedWork(NamedTuple):
 
 
 class Inbox:
-    """`put` may be called from any thread, `take` only from the loop's. taken: changed by the loop's thread alone; max_bytes: of the
-    requests in the inbox"""
+    """`put` may be called from any thread, `take` only from the loop's. max_bytes: of the requests in the inbox"""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -110,7 +103,7 @@ class Inbox:
         self._messages.put(self._counted(message) if isinstance(message, Submit) else message)
 
     def _counted(self, submit: Submit) -> Submit | Refuse:
-        """Counted before it can be taken, so that never more is taken than was put. A `Refuse` where there is no room."""
+        """Counted before it can be taken, so that never more is taken than was put."""
         request, work = submit.request, submit.work
         with self._lock:
             try:
@@ -121,11 +114,9 @@ class Inbox:
         return submit
 
     def put_since(self, taken: SubmittedWork) -> SubmittedWork:
-        """taken: a value of `self.taken` at an earlier moment"""
         return self._put.since(taken)
 
     def take(self, timeout_s: float | None = None) -> Message | None:
-        """None if there is none, or none within `timeout_s` seconds."""
         try:
             message = self._messages.get_nowait() if timeout_s is None else self._messages.get(timeout=timeout_s)
         except queue.Empty:

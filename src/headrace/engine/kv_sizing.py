@@ -1,7 +1,6 @@
-"""Sizes the KV pools: computes the blocks per group, and the arithmetic in sentences for the operator. Pure.
+"""Sizes the KV pools, and says the arithmetic for the operator.
 
-A group with a window never needs more than its window and one step per running sequence. Full groups share the rest, so that all groups
-hold equally many tokens where possible. The returned count includes block 0 of each pool, the pad block.
+Full groups share what groups with a window leave. The returned count includes block 0 of each pool, the pad block.
 """
 
 from __future__ import annotations
@@ -15,15 +14,11 @@ from headrace.engine.config import EngineConfig
 GIB = 1 << 30
 MIB = 1 << 20
 SPARE_BYTES = 256 * MIB
-"""Left free beyond what an allocation lacked, for later allocations."""
 MAX_BLOCKS = 2**31 - 1
-"""Block ids are 32-bit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvSizing:
-    """num_blocks: pad block included; lines: the arithmetic, for the operator"""
-
     num_blocks: tuple[int, ...]
     max_model_len: int
     lines: tuple[str, ...]
@@ -31,10 +26,7 @@ class KvSizing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvMemoryBudget:
-    """Memory once the weights are loaded.
-
-    source            where available_bytes comes from, for messages
-    weight_bytes      count towards `memory_fraction`
+    """weight_bytes      count towards `memory_fraction`
     activation_bytes  reserved for a step's tensors
     """
 
@@ -45,8 +37,7 @@ class KvMemoryBudget:
 
 
 def size_kv(config: EngineConfig, groups: tuple[KvGroup, ...], max_model_len: int, budget: KvMemoryBudget) -> KvSizing:
-    """Raises ConfigError if no sequence of max_model_len fits although the operator set it, if no sequence of any length fits, or if the
-    operator set more blocks or bytes than there is free memory."""
+    """Raises ConfigError if no sequence of the asked length fits, or if the operator set more than there is free memory."""
     if not groups:
         return KvSizing(num_blocks=(), max_model_len=max_model_len, lines=("KV cache: this model needs none",))
     pools = _Pools(config, groups, max_model_len)
@@ -64,18 +55,15 @@ def size_kv(config: EngineConfig, groups: tuple[KvGroup, ...], max_model_len: in
 
 
 def step_tokens(config: EngineConfig, max_model_len: int) -> int:
-    """Without chunking a whole prompt may run at once."""
     return config.max_num_batched_tokens if config.enable_chunked_prefill else max(config.max_num_batched_tokens, max_model_len)
 
 
 def activation_bytes(config: EngineConfig, hidden_size: int, vocab_size: int, max_model_len: int, itemsize: int) -> int:
-    """A generous bound: 32 times the hidden size per token, and three copies of the sampled rows' logits in float32. In known models the
-    feed-forward's two halves take at most 8 of the 32."""
+    """A generous bound: 32 times the hidden size per token, and three copies of the sampled rows' logits in float32."""
     return itemsize * 32 * step_tokens(config, max_model_len) * hidden_size + 4 * 3 * config.max_num_seqs * vocab_size
 
 
 def out_of_memory(config: EngineConfig, groups: tuple[KvGroup, ...], sizing: KvSizing, wanted_bytes: int) -> ConfigError:
-    """wanted_bytes: of the allocation that failed"""
     taken = sum(count * group.block_bytes(config.block_size) for count, group in zip(sizing.num_blocks, groups, strict=True))
     fits = taken - wanted_bytes - SPARE_BYTES
     rule = f"the device's memory ran out beside {taken:,} bytes ({describe_bytes(taken)}) of KV cache"
@@ -86,7 +74,7 @@ def out_of_memory(config: EngineConfig, groups: tuple[KvGroup, ...], sizing: KvS
 
 @dataclass(frozen=True, slots=True)
 class _Pools:
-    """The pools' sizes as functions of one number, `full_blocks`: the blocks of a full-attention group, pad block excluded."""
+    """Sizes as functions of `full_blocks`: the blocks of a full-attention group, pad block excluded."""
 
     config: EngineConfig
     groups: tuple[KvGroup, ...]
@@ -96,7 +84,6 @@ class _Pools:
         return -(-num_tokens // self.config.block_size)
 
     def resident(self, window: int) -> int:
-        """The window, and the tokens of all steps that may be uncommitted."""
         return min(self.max_model_len, window + self.config.depth * step_tokens(self.config, self.max_model_len))
 
     def counts(self, full_blocks: int) -> tuple[int, ...]:
@@ -105,7 +92,7 @@ class _Pools:
         )
 
     def _bound(self, window: int) -> int:
-        """One more per sequence than its tokens fill: a window may begin within a block."""
+        """A window may begin within a block: one more per sequence."""
         return self.config.max_num_seqs * (self.blocks_for(self.resident(window)) + 1)
 
     def num_bytes(self, full_blocks: int) -> int:
@@ -121,7 +108,7 @@ class _Pools:
         return low
 
     def longest(self, full_blocks: int) -> int:
-        """At most max_model_len; below 1 when none fits."""
+        """Below 1 when none fits."""
         for group, count in zip(self.groups, self.counts(full_blocks), strict=True):
             if group.window is None or self.blocks_for(self.resident(group.window)) + 1 > count - 1:
                 return min(self.max_model_len, full_blocks * self.config.block_size)
@@ -148,7 +135,6 @@ def _full_blocks(pools: _Pools, budget: KvMemoryBudget) -> tuple[int, str]:
 
 
 def _check_fits(pools: _Pools, full_blocks: int, budget: KvMemoryBudget) -> None:
-    """Before it is reserved."""
     config, needed = pools.config, pools.num_bytes(full_blocks)
     if needed <= budget.available_bytes:
         return

@@ -1,7 +1,6 @@
 """Publishes the replica's load: the loop's thread writes it, and other threads read it at any time.
 
-A published load is one frozen value, so a reader never sees half of a change. Ages are computed when it is read: a step or a loop that
-hangs shows in them.
+Ages are computed when a load is read: a step or a loop that hangs shows in them.
 """
 
 from __future__ import annotations
@@ -17,16 +16,12 @@ from headrace.policy.schedule.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True)
 class _Published:
-    """taken: the inbox's `taken` at that moment: those requests are in the load, or over"""
-
     load: LoadSnapshot
     taken: SubmittedWork
     at: float
 
 
 class LoadBoard:
-    """The first load is published on creation."""
-
     def __init__(self, scheduler: Scheduler, inbox: Inbox, steps: StepQueue, clock: Clock) -> None:
         self._scheduler = scheduler
         self._inbox = inbox
@@ -56,7 +51,7 @@ class LoadBoard:
         self._published = _Published(load, self._inbox.taken, self._clock())
 
     def snapshot(self) -> LoadSnapshot:
-        """With current ages. Sequences submitted since the publication count as waiting. Callable from any thread."""
+        """Sequences submitted since the publication count as waiting. Callable from any thread."""
         now = self._clock()
         published, step = self._published, self._steps.running
         submitted = self._inbox.put_since(published.taken).classes

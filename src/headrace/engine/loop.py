@@ -1,10 +1,7 @@
 """Runs the engine loop: takes messages from the inbox, plans a step, submits it to the runner, commits its result, emits updates.
 
-One thread runs the loop and owns the scheduler; other threads reach it through the `inbox`. The runner that computes plans is a Protocol
-(`steps`): the loop imports no tensor. `depth` plans may be uncommitted: 1 is the reference, 2 overlaps planning with computing.
-
-A step that raises commits nothing and is repeated in parts until only the sequence that causes the failure fails (`recovery`).
-`EngineFatal` leaves the loop: the process then ends and is restarted.
+One thread runs the loop and owns the scheduler; other threads reach it through the `inbox`. The runner is a Protocol (`steps`): the
+loop imports no tensor.
 """
 
 from __future__ import annotations
@@ -36,10 +33,9 @@ from headrace.policy.schedule.arrival import check_prerequisite
 from headrace.policy.schedule.scheduler import Scheduler
 
 IDLE_WAKE_S = 0.2
-"""Seconds between wakes of an idle loop, which publishes its load each time: the load's age tells an idle loop from one that hangs."""
+"""Seconds between wakes of an idle loop, which publishes its load each time."""
 
 CHECK_INTERVAL_S = 60.0
-"""Least seconds between checks by an idle loop: a request that arrives meanwhile waits for the check."""
 
 MAX_PLAN_FAILURES = 3
 
@@ -47,7 +43,7 @@ Outbox = Callable[[list[SequenceUpdate | Rejected]], None]
 
 
 class Engine:
-    """outbox: called on the loop's thread, must not block; closing: resources that are released when the loop has ended"""
+    """outbox: called on the loop's thread, must not block; closing: released when the loop has ended"""
 
     def __init__(
         self,
@@ -86,23 +82,20 @@ class Engine:
     # what other threads call
 
     def submit(self, request: EngineRequest) -> None:
-        """All its updates, a refusal included, arrive through the outbox."""
         self._inbox.put(Submit(request, self._clock()))
 
     def cancel(self, request_id: RequestId) -> None:
         self._inbox.put(Cancel(request_id))
 
     def finish(self, request_id: RequestId, index: int, keep_tokens: int, reason: FinishReason = FinishReason.STOP) -> None:
-        """The gateway found a stop string: `keep_tokens` of the sequence's output tokens count."""
         self._inbox.put(Finish(request_id, index, keep_tokens, reason))
 
     def satisfied(self, preparation_id: PreparationId, what: str) -> None:
-        """Raises ValueError for a prerequisite of the scheduler's own."""
         check_prerequisite(what)
         self._inbox.put(Satisfied(preparation_id, what))
 
     def failed(self, preparation_id: PreparationId, what: str, error: Exception) -> None:
-        """A HeadraceError is sent to the client, any other is logged. Raises ValueError for a prerequisite of the scheduler's own."""
+        """A HeadraceError is sent to the client, any other is logged."""
         check_prerequisite(what)
         self._inbox.put(PrerequisiteFailed(preparation_id, what, error))
 
@@ -111,7 +104,6 @@ class Engine:
         self._inbox.put(Wake())
 
     def snapshot(self) -> LoadSnapshot:
-        """Published with every plan and with every step's result."""
         return self._load.snapshot()
 
     @property
@@ -124,7 +116,7 @@ class Engine:
         return load.num_running == 0 and load.num_waiting == 0 and load.step_age_s is None
 
     def recent_plans(self) -> bytes:
-        """In the file format of `headrace replay`. They hold prompts: a caller that stores them must keep them private."""
+        """Plans hold prompts: a caller that stores them must keep them private."""
         return dump_plans(list(self._steps.recent))
 
     @property
@@ -158,7 +150,7 @@ class Engine:
         return plan is not None or commits or bool(updates) or self._plan_failures > 0
 
     def _emit(self, updates: Sequence[SequenceUpdate | Rejected]) -> None:
-        """Publish the load first: whoever reads an update finds a snapshot that includes it."""
+        """The load is published first: whoever reads an update finds a snapshot that includes it."""
         self._publish()
         if updates:
             self._outbox(list(updates))
@@ -169,7 +161,6 @@ class Engine:
         self._load.publish()
 
     def idle(self) -> None:
-        """Sleep until a message, a deadline or the next regular wake. If none comes, check the invariants from time to time."""
         timeout = IDLE_WAKE_S
         if (deadline := self.scheduler.next_deadline()) is not None:
             timeout = min(timeout, max(0.0, deadline - self._clock()))
@@ -179,7 +170,6 @@ class Engine:
             self._check()
 
     def _check(self) -> None:
-        """Called when no sequence is alive, so that no answer is lost."""
         self._is_checked = True
         self._next_check = self._clock() + CHECK_INTERVAL_S
         try:
@@ -218,7 +208,6 @@ class Engine:
                 pass
 
     def _add(self, request: EngineRequest, arrived: float) -> None:
-        """Prerequisites are begun only once the request is known to have room."""
         leaving = self._sequences.check_room(request)
         preparation_id, prerequisites = self._preparations.begin(request)
         try:
@@ -228,7 +217,6 @@ class Engine:
             raise
 
     def _end_unprepared(self, preparation_id: PreparationId, what: str, error: Exception) -> None:
-        """An InvalidRequest or Overloaded refuses the request as if it had just arrived."""
         if isinstance(error, InvalidRequest | Overloaded):
             if (request := self._sequences.withdraw(preparation_id, self._clock())) is not None:
                 self._reject(request, error)
@@ -239,7 +227,6 @@ class Engine:
         self._sequences.failed(preparation_id, what, f"prerequisite failed: {what}: {message}", self._clock())
 
     def _reject(self, refused: EngineRequest | Refuse, error: Exception) -> None:
-        """For a full queue, with the retry time that follows from the load at this moment."""
         if isinstance(error, QueueFull):
             lowest = self._sequences.queue.traits.lowest_before(refused.priority)
             wait_s = full_queue_retry_s(self.snapshot(), lowest, block_size=self.info.block_size)
@@ -260,7 +247,7 @@ class Engine:
             self._sequences.cancel_preparation(message.preparation_id, self._clock())
 
     def _plan(self) -> Plan | None:
-        """If planning raises, the next turn tries again. Raises EngineFatal after MAX_PLAN_FAILURES."""
+        """Raises EngineFatal after MAX_PLAN_FAILURES."""
         try:
             plan = self.scheduler.plan(self._clock(), self._steps.costs)
         except EngineFatal:
@@ -304,7 +291,6 @@ class Engine:
         self._recovery.recover([failed, *(step.plan for step in later)])
 
     def _discard(self, step: UncommittedStep) -> array[int]:
-        """Wait for a step whose rows do not count any more. Its moves count all the same."""
         try:
             return step.ticket.result().moves_done
         except EngineFatal:

@@ -1,4 +1,4 @@
-"""Starts the process of one replica (`headrace engine`). What the process does is in `engine.server.process`."""
+"""Starts the process of one replica (`headrace engine`)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from headrace.wire.leash import Leash
 
 
 def run_engine(read: Callable[[], tuple[ProcessConfig, EngineConfig]], parent_fd: int | None = None) -> None:
-    """Never returns. An error of `read` is reported as a refusal to start. parent_fd: the inherited end of the supervisor's leash; None
-    when started by hand"""
+    """Never returns. parent_fd: the inherited end of the supervisor's leash; None when started by hand"""
     set_up_logging()
     prepare_openmp(os.environ)  # before torch is imported, which building the engine does
     leash = Leash(parent_fd)

@@ -1,8 +1,6 @@
 """Prepares resources that a request needs before it takes a step's budget, while the request waits, and releases them when it is over.
 
-A `Preparer` compiles grammars, loads adapters or fetches KV, on threads of its own, while the request waits in the scheduler. Each
-request has its own `PreparationId`: a late answer for a cancelled request cannot be taken for one about a later request of the same id.
-Everything in this module runs on the loop's thread.
+Each request has its own `PreparationId`, so that a late answer for a cancelled request is not taken for one of the same request id.
 """
 
 from __future__ import annotations
@@ -19,26 +17,18 @@ from headrace.policy.schedule.arrival import check_prerequisite
 
 
 class Preparer(Protocol):
-    """All methods are called on the loop's thread and must not block: the work is done on another thread, which then calls
-    `Engine.satisfied` or `Engine.failed`."""
+    """All methods are called on the loop's thread and must not block: the work is done on another thread."""
 
     def begin(self, request: EngineRequest, preparation_id: PreparationId) -> Mapping[str, float]:
-        """Prerequisites by name, each with the seconds that it may take. If it raises a HeadraceError, the request is refused with it, and
-        `end` is not called."""
+        """If it raises a HeadraceError, the request is refused with it, and `end` is not called."""
         ...
 
-    def end(self, preparation_id: PreparationId) -> None:
-        """Called once for each `begin` that returned."""
-        ...
+    def end(self, preparation_id: PreparationId) -> None: ...
 
-    def close(self) -> None:
-        """All requests have ended and none follows."""
-        ...
+    def close(self) -> None: ...
 
 
 class NothingToPrepare:
-    """Refuses grammars, since they would have to be compiled."""
-
     def begin(self, request: EngineRequest, preparation_id: PreparationId) -> Mapping[str, float]:
         if request.grammar is not None:
             raise InvalidRequest("grammar", "none: this engine compiles no grammars", request.grammar.kind.value)
@@ -59,7 +49,6 @@ class Preparations:
         self._num_begun = 0
 
     def begin(self, request: EngineRequest) -> tuple[PreparationId, Mapping[str, float]]:
-        """Raises the preparer's errors, and ValueError for a prerequisite of the scheduler's own."""
         self._num_begun += 1
         preparation_id = PreparationId(self._num_begun)
         prerequisites = self._preparer.begin(request, preparation_id)
@@ -73,10 +62,7 @@ class Preparations:
         return preparation_id, prerequisites
 
     def end(self, preparation_ids: Iterable[PreparationId]) -> None:
-        """An error of the preparer is logged, and the others are ended all the same.
-
-        Raises EngineFatal if the preparer did, after all are ended.
-        """
+        """An error of the preparer is logged, and the others are ended all the same, except that EngineFatal is raised at last."""
         fatal: EngineFatal | None = None
         for preparation_id in preparation_ids:
             self._open.remove(preparation_id)
@@ -90,7 +76,6 @@ class Preparations:
             raise fatal
 
     def close(self) -> None:
-        """The loop has ended."""
         try:
             self.end(sorted(self._open))
         finally:

@@ -1,7 +1,6 @@
 """Recovers from a step that raised: undoes it, repeats its rows in halves, and ends the sequence that makes it fail.
 
-One forward computes all rows, so the sequence that causes the failure is unknown until it runs alone. Repeating is safe, since KV writes
-and state changes are idempotent. A failure that cannot be repeated ends the engine (`EngineFatal`): going on could give wrong answers.
+One forward computes all rows, so the sequence that causes the failure is unknown until it runs alone.
 """
 
 from __future__ import annotations
@@ -17,12 +16,9 @@ from headrace.policy.schedule.scheduler import Scheduler
 from headrace.policy.sequence import Sequence
 
 Compute = Callable[[Plan], None]
-"""Raises the step's error; then nothing of the step was committed."""
 
 
 class Recovery:
-    """All methods run on the loop's thread, while no other plan is in flight."""
-
     def __init__(self, scheduler: Scheduler, compute: Compute, failures: Failures, clock: Clock) -> None:
         self._scheduler = scheduler
         self._compute = compute
@@ -30,7 +26,6 @@ class Recovery:
         self._clock = clock
 
     def recover(self, plans: list[Plan]) -> None:
-        """plans: the failed one first"""
         sequences: dict[int, Sequence] = {}
         for plan in reversed(plans):
             for seq in self._scheduler.rollback(plan):
@@ -42,7 +37,6 @@ class Recovery:
         self._repeat_in_halves(list(sequences.values()))
 
     def _repeat_changes(self, plan: Plan) -> None:
-        """It is unknown which of them were applied."""
         self._compute_changes(self._scheduler.delta_plan(plan))
 
     def _compute_changes(self, plan: Plan) -> None:

@@ -1,4 +1,4 @@
-"""Tracks steps between submission and commit: the runner's protocol, the queue of uncommitted steps, and the ring of the last plans."""
+"""Tracks steps between submission and commit."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ MIN_SPREAD = 1.0
 class StepTimer:
     """A fixed cost plus a cost per token, fitted by least squares; each step observed weighs 2 % less than the next.
 
-    While all steps had about the same size, the two costs cannot be separated. A larger step is then predicted in proportion to its tokens,
-    but never beyond UNKNOWN_STEP_S: readiness judges by four times the prediction, so a high guess would hide a hanging step.
+    While all steps had about the same size, a larger one is predicted in proportion to its tokens, but never beyond UNKNOWN_STEP_S:
+    readiness judges by four times the prediction.
     """
 
     def __init__(self) -> None:
@@ -51,10 +51,8 @@ class StepTimer:
 
     @property
     def costs(self) -> StepCosts:
-        """The fit. While all steps are about the same size, the cost per token is the last one that could be separated.
-
-        Before any could, all of a step's time counts as that of its tokens: with none, an engine that is flooded from its first step on,
-        and so fills every step, would never find that a smaller one keeps a goal.
+        """While all steps are about the same size, the cost per token is the last one that could be separated; before any could, all
+        time counts as that of the tokens.
         """
         if not self._weight:
             return StepCosts()
@@ -87,8 +85,6 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class UncommittedStep:
-    """submitted: when the runner got the plan, on the engine's clock"""
-
     plan: Plan
     ticket: Ticket
     submitted: float
@@ -96,14 +92,12 @@ class UncommittedStep:
 
 @dataclass(frozen=True, slots=True)
 class RunningStep:
-    """started: when the oldest uncommitted step began; predicted_s: of the newest"""
-
     started: float
     predicted_s: float
 
 
 class StepQueue:
-    """Uncommitted steps, oldest first. Changed on the loop's thread alone; `running` may be read from others.
+    """Changed on the loop's thread alone; `running` may be read from others.
 
     recent   the last PLAN_RING plans, without those that only poll for moves
     """
@@ -121,7 +115,7 @@ class StepQueue:
         return len(self._steps)
 
     def submit(self, plan: Plan) -> None:
-        """If the runner raises, the step's ticket raises that error instead, except EngineFatal."""
+        """An error of the runner is raised by the step's ticket, except EngineFatal."""
         if not plan.only_polls_moves:
             self.recent.append(plan)
         now = self._clock()
@@ -139,7 +133,6 @@ class StepQueue:
             return failed
 
     def compute(self, plan: Plan) -> Result:
-        """While no other step is uncommitted. Raises the step's error."""
         self.recent.append(plan)
         return self.runner.submit(plan).result()
 
@@ -152,7 +145,7 @@ class StepQueue:
         return taken
 
     def end(self, step: UncommittedStep) -> float:
-        """Committed, or undone and repeated. Returns the seconds that it took by itself."""
+        """Returns the seconds that it took by itself."""
         now = self._clock()
         began = step.submitted if self.running is None else max(step.submitted, self.running.started)
         self.running = replace(self.running, started=now) if self._steps and self.running is not None else None

@@ -3,10 +3,7 @@ taken:
 
     served -> smaller model -> queued -> refused
 
-A cached answer and the tenant's limits (`policy.limits`) come before all of them. Depths and waits are those of the replica with the
-shortest wait, by its last load report and what this gateway has sent since. Only work that is served before the request counts: work of its
-class and of higher classes (`served_before`), and of that only what comes before its tenant's turn (`QueueState.at_turn`). See
-docs/tenancy.md, "Busy models".
+See docs/tenancy.md, "Busy models".
 """
 
 from __future__ import annotations
@@ -26,7 +23,6 @@ BUSY_DEPTH = 10
 
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
-"""Bounds in seconds of the retry time of a refusal."""
 
 
 class AdmissionOutcome(StrEnum):
@@ -41,9 +37,7 @@ class AdmissionOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class QueueState:
-    """The queue of one model, as a request of some class finds it.
-
-    depth      waiting sequences that are served before the request, at the replica with the shortest wait
+    """depth      waiting sequences that are served before the request, at the replica with the shortest wait
     num_slots  sequences that the replica runs at once, where engines serve tenants in turns; 0: engines do not distinguish tenants
     answer_s   predicted seconds of a mean answer of the model at that replica, if it ran alone; 0: not known
     """
@@ -57,11 +51,8 @@ class QueueState:
     def at_turn(self, turn: TenantTurn) -> QueueState:
         """The part of the queue that is served before a tenant's newest request.
 
-        Each time that one of the tenant's requests is served, so is one of every other tenant. A turn within a quarter of the slots counts
-        as no wait: the engine preempts a sequence of a tenant that holds four times as many (docs/fairness.md).
-
-        A tenant with at most half of its equal part of the open requests did not cause the overload, and keeps the bound of a peak. An
-        overload that all tenants cause ends as soon nevertheless: they cannot all be below half of their mean.
+        A turn within a quarter of the slots counts as no wait: the engine preempts a sequence of a tenant that holds four times as many
+        (docs/fairness.md).
         """
         if not self.num_slots or turn.num_tenants < 2:
             return self
@@ -74,8 +65,6 @@ class QueueState:
 
 
 class TenantTurn(NamedTuple):
-    """Open requests of one model as one gateway counts them."""
-
     num_own: int
     num_open: int
     num_tenants: int
@@ -101,11 +90,6 @@ def decide(
     rules: AdmissionRules,
     ttft_goal_s: float | None = None,
 ) -> AdmissionVerdict:
-    """The first outcome that applies, in the order of the module's header.
-
-    queue, smaller  queues of the requested model and of the smaller one. None: the queue is not known (a foreign server's) and counts as
-                    short
-    """
     if not _is_busy(queue, rules, ttft_goal_s):
         return AdmissionVerdict(AdmissionOutcome.SERVED)
     assert queue is not None
@@ -125,17 +109,13 @@ def retry_after_s(queue: QueueState, bound_s: float) -> float:
 
 
 def full_queue_retry_s(load: LoadSnapshot, lowest: PriorityClass, *, block_size: int) -> float:
-    """Retry time in seconds of a request that an engine's full queue refuses: the predicted wait of a new request.
-
-    The queue has room for one request earlier than that, but if all refused requests came back then, all but one would be refused again.
-    """
+    """Retry time in seconds of a request that an engine's full queue refuses: the predicted wait of a new request."""
     size = RequestSize(0, mean_output_tokens(sum(load.counters.finished.values()), load.counters.generation_tokens))
     return retry_after_s(queue_state(served_before(load, lowest), NOTHING_SENT, size, block_size=block_size), 0.0)
 
 
 def served_before(load: LoadSnapshot, lowest: PriorityClass) -> LoadSnapshot:
-    """The part of the load that is served before or with a request of this class. Running sequences of lower classes make room for the
-    request; waiting ones are served after it. An engine that does not report its load by class gives the whole load."""
+    """Running sequences of lower classes make room for the request; waiting ones are served after it."""
     if not load.classes:
         return load
     before = summed(load.classes[: lowest + 1])
@@ -143,7 +123,6 @@ def served_before(load: LoadSnapshot, lowest: PriorityClass) -> LoadSnapshot:
 
 
 def queue_state(load: LoadSnapshot, sent: SentSince, size: RequestSize, *, block_size: int) -> QueueState:
-    """The queue of one replica as a request finds it."""
     speed = speed_of(load)
     num_free_slots = max(0, load.max_num_seqs - load.num_running - load.num_waiting)
     depth = load.num_waiting + max(0, sent.num_requests - num_free_slots)
@@ -165,18 +144,15 @@ GROWTH_SHARE = 0.2
 """More requests come than end if the open ones have grown by more than this part of those that came, and by more than chance does."""
 
 CALM_WAITS = 10.0
-"""How long after the last refusal the overload is over, as a multiple of the short wait."""
 
 
 class OverloadWatch:
-    """The requests of one class to one model, as one gateway sees them. Used on one event loop.
+    """Used on one event loop.
 
-    A peak should wait: it ends by itself, and what is refused comes back. In an overload each further second of waiting only makes all
-    later answers late. Both look alike while the queue grows, so the watch waits for one of two signs:
+    An overload is told from a peak, which ends by itself, by one of two signs:
 
     - A request was refused although the long wait of a peak was allowed (`AdmissionRules.wait_bound_s`).
-    - The queue stays long for two short waits, and in the second one clearly more requests came than ended. A fixed number of
-      clients, each of which sends its next request after an answer, looks so in the first one alone, when all of them begin.
+    - The queue stays long for two short waits, and in the second one clearly more requests came than ended.
     """
 
     __slots__ = ("_has_begun_long", "_last_long", "_num_arrived", "_num_open", "_since", "_until")
@@ -189,7 +165,6 @@ class OverloadWatch:
         return replace(queue, is_overloaded=now < self._until)
 
     def arrive(self, queue: QueueState, rules: AdmissionRules, *, num_open: int, now: float) -> QueueState:
-        """num_open: open requests of the model, this one included"""
         short_s = rules.short_wait_s(queue.answer_s)
         if now - self._last_long > short_s:  # the queue was short meanwhile
             self._watch_from(now, num_open, has_begun_long=False)
@@ -220,7 +195,6 @@ class UnsentRequest:
         counts[priority] += 1
 
     def uncount(self) -> None:
-        """A second call changes nothing."""
         if self._is_counted:
             self._is_counted = False
             self._counts[self._priority] -= 1
@@ -230,8 +204,7 @@ class UnsentRequests:
     """The admitted requests of one model that no replica was sent yet: a prompt is being read, or its tenant's limits are asked. Used on
     one event loop.
 
-    No load report knows of these. Without this count the same short queue would admit every request that arrives while the event loop is
-    busy.
+    Without this count the same short queue would admit every request that arrives while the event loop is busy.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Holds what policies are configured with: a scheduler's limits, from the engine's configuration, and the waits that admission allows."""
+"""Holds a scheduler's limits and the waits that admission allows."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from headrace.core.option import option
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Fields as in `engine.config.EngineConfig` and `core.model_info.ModelInfo`. max_waiting_bytes: memory that waiting requests may
-    hold"""
+    """max_waiting_bytes: memory that waiting requests may hold"""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -32,11 +31,10 @@ class SchedulerConfig:
 
 
 GOAL_SHARE = 0.5
-"""Part of a tier's `ttft_ms` that a request may be predicted to wait. The rest is for the request's own prompt and for errors of the
-prediction."""
+"""Part of a tier's `ttft_ms` that a request may be predicted to wait."""
 
 SHORT_WAIT_S = 0.5
-"""The wait in seconds that is always allowed. Where an answer by itself takes longer, its time is allowed."""
+"""The wait in seconds that is always allowed."""
 
 PEAK_WAIT_S, PEAK_ANSWERS = 10.0, 10.0
 """The wait in seconds that is allowed in a peak, and the number of answers whose time is allowed where that is longer."""

@@ -1,8 +1,4 @@
-"""Decides which replicas of a deployment to start and to retire next.
-
-`actions` returns what to do now. The caller (`fleet.reconciler`) does it and reports it with `start`, `retire` and `end_rollout`. The rules
-and their reasons are in docs/control.md.
-"""
+"""Decides which replicas of a deployment to start and to retire next."""
 
 from __future__ import annotations
 
@@ -26,10 +22,8 @@ class ReplicaPhase(StrEnum):
 
 @dataclass(slots=True)
 class PlannedReplica:
-    """One replica. Its name is never given to another replica.
+    """Its name is never given to another replica.
 
-    number    the number in its name; a younger replica has a larger one
-    replaces  name of the replica that leaves once this one serves; "" for none
     is_ready  whether every gateway reported it ready, the last time that all gateways answered
     """
 
@@ -44,9 +38,7 @@ class PlannedReplica:
 
 @dataclass(frozen=True, slots=True)
 class RolloutOptions:
-    """How replicas of older revisions are replaced, one after another.
-
-    max_surge     1: a successor serves before its predecessor leaves. 0: the predecessor ends first, for want of memory for both
+    """max_surge     1: a successor serves before its predecessor leaves. 0: the predecessor ends first, for want of memory for both
     allow_outage  whether the rollout may leave no replica that serves for a time
     previous      the revision to return to when a successor cannot be started
     """
@@ -58,7 +50,7 @@ class RolloutOptions:
 
 @dataclass(frozen=True, slots=True)
 class ModelTarget:
-    """What one model should have. rollout: older revisions are being replaced; None: any revision will do."""
+    """rollout: older revisions are being replaced; None: any revision will do"""
 
     num_replicas: int
     revision: int = 0
@@ -78,9 +70,7 @@ class RetireReplica:
 
 @dataclass(frozen=True, slots=True)
 class EndRollout:
-    """End a model's rollout. Both names are "" when every replica was replaced.
-
-    failed  name of a successor that cannot be started
+    """failed  name of a successor that cannot be started
     kept    name of the model's last serving replica: the model was scaled down to it, and replacing it would be an outage
     """
 
@@ -93,7 +83,7 @@ DeploymentAction = StartReplica | RetireReplica | EndRollout
 
 
 class Deployment:
-    """Targets and replicas of every model whose engines run on this machine. A removed model has no target while its replicas drain."""
+    """A removed model has no target while its replicas drain."""
 
     def __init__(self) -> None:
         self.targets: dict[str, ModelTarget] = {}
@@ -102,7 +92,7 @@ class Deployment:
         self._revisions: dict[str, int] = defaultdict(int)
 
     def copy(self) -> Deployment:
-        """To return to when the next plan is refused. Counters of names and revisions are shared, so that none is given twice."""
+        """A copy to return to when the next plan is refused."""
         made = Deployment()
         made.targets = {**self.targets}
         made.replicas = {name: replace(replica) for name, replica in self.replicas.items()}
@@ -113,7 +103,6 @@ class Deployment:
         return [replica for replica in self.replicas.values() if replica.model == model]
 
     def listed(self, model: str) -> list[PlannedReplica]:
-        """The replicas that gateways should connect to."""
         return [replica for replica in self.of(model) if replica.phase in (ReplicaPhase.STARTING, ReplicaPhase.SERVING)]
 
     def is_converged(self, model: str) -> bool:
@@ -155,18 +144,14 @@ class Deployment:
         return target.revision
 
     def drop_failed(self, model: str) -> list[str]:
-        """Forget the replicas that could not be started, so that others are started in their place. Returns their names."""
+        """Forget the replicas that could not be started, so that others are started in their place."""
         failed = [replica.name for replica in self.of(model) if replica.phase is ReplicaPhase.FAILED]
         for name in failed:
             del self.replicas[name]
         return failed
 
     def drain(self, name: str, *, allow_outage: bool = False) -> None:
-        """Retire one replica, and lower the model's target by one.
-
-        Raises ConfigError for the model's last serving replica, unless `allow_outage`. A replica that has served counts as serving even if
-        it is not ready now, since a gateway may be starting or slow.
-        """
+        """Raises ConfigError for the model's last serving replica, unless `allow_outage`."""
         replica = self.replicas.get(name)
         if replica is None or replica.phase is ReplicaPhase.DRAINING:
             return  # the replica leaves, or has left meanwhile
@@ -321,18 +306,13 @@ def _without_the_last_ready(chosen: Iterable[RetireReplica], live: Iterable[Plan
 
 
 def _first_to_retire(replicas: Iterable[PlannedReplica]) -> PlannedReplica:
-    """The replica to replace first: failed, starting, not ready, ready; the oldest among equals."""
     return min(replicas, key=lambda replica: (*_rank(replica), replica.number))
 
 
 def _rank(replica: PlannedReplica) -> tuple[bool, bool, bool]:
-    """Failed, starting, serving and not ready, ready."""
     return replica.phase is ReplicaPhase.SERVING, replica.phase is ReplicaPhase.STARTING, replica.is_ready
 
 
 def replica_prefix(model: str) -> str:
-    """The part of a replica's name before "-" and its number: the model's name in characters that file names and metrics allow.
-
-    Two models may have the same prefix: their replicas are numbered together.
-    """
+    """The part of a replica's name before "-" and its number: the model's name in characters that file names and metrics allow."""
     return "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in model)[:100]

@@ -1,9 +1,5 @@
 """Describes a sequence as the scheduler sees it: its counts, blocks and state.
 
-    len(tokens)                     ids whose value is known here: prompt and committed outputs
-    num_planned   >= num_computed   positions handed to a plan / whose plan is committed
-    num_expected  >= len(tokens)    length once every step in flight is committed: the runner has, or will have, ids unknown here
-
 `num_expected - num_planned` is the number of tokens that could be computed next (`num_uncomputed`), for prefill, decode and resume alike.
 """
 
@@ -22,15 +18,12 @@ from headrace.core.request import EngineRequest
 NO_SLOT = -1
 NO_PREPARATION = PreparationId(0)
 LEAST_PROGRESS_TOKENS = 64
-"""Tokens that a preempted sequence gives after it runs again, before it can be preempted for others once more."""
 
 NO_DRAFTS = array("i")
-"""An empty column. Shared by all sequences: never append to it."""
+"""Shared by all sequences: never append to it."""
 
 
 class Stage(IntEnum):
-    """The value is the field's index in `core.update.StageSeconds`."""
-
     QUEUE = 0
     PREFILL = 1
     DECODE = 2
@@ -42,10 +35,7 @@ QUEUE, PREFILL, DECODE, PREEMPTED, STALLED = Stage
 
 
 class RunningFacts(NamedTuple):
-    """What does not change while a sequence runs; one row of `step_builder.RunningColumns`.
-
-    counted  1 if every committed token counts as generated; 0 with stop strings, where the gateway reports at the end how many count
-    """
+    """counted  1 if every committed token counts as generated; 0 with stop strings, where the gateway reports at the end how many count"""
 
     slot: int
     plan_epoch: int
@@ -57,16 +47,13 @@ class RunningFacts(NamedTuple):
 
 
 Appended = tuple[int, FinishReason | None, int | None]
-"""The number of tokens kept of a row, why the last one ends the sequence (None: it does not), and that token if it is an end token."""
 
 
 class SeqState(Enum):
     BLOCKED = "blocked"
     """Has unmet prerequisites; takes no budget, sits in no queue."""
     WAITING = "waiting"
-    """In the queue: new, or preempted."""
     RUNNING = "running"
-    """Holds a slot and blocks."""
     DONE = "done"
 
 
@@ -79,11 +66,9 @@ NO_FACTS = RunningFacts(NO_SLOT, 0, RequestId(""), 0, 0, 0, NO_SLOT)
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One token stream. Its counts and states change through the methods below; the KV manager changes its blocks and hashes.
-
-    limit        length at which the sequence ends: prompt + max_tokens, at most max_model_len
+    """limit        length at which the sequence ends
     plan_epoch  raised by every preemption: rows planned with a lower one do not count as computed any more
-    preemptible_from  length from which on the sequence may be preempted so that another sequence has room
+    preemptible_from  length from which on the sequence may be preempted
     blocks       per KV group, block ids in order; 0 where a window has passed
     allocated_until    positions below this may be written into the sequence's blocks; 0 = ask the KV manager
     bulk_decode_limit  below this position each next token is planned in bulk: the sequence decodes, has blocks and is not complete;
@@ -92,7 +77,7 @@ class Sequence:
                        window; 0 = check the sequence in full
     end_ids      tokens that end the sequence once it has `min_tokens` outputs. With a grammar they end it at any time: an end token is then
                  sampled early only where no other token is allowed
-    waits_for_commit  no row is planned while another one is in flight: the sequence has drafts, or one of its rows gave too few tokens
+    waits_for_commit  no row is planned while another one is in flight
     num_prompt_logprobs_emitted  prompt positions whose log-probabilities were emitted; a prompt computed again after a preemption does
                                  not emit them again
     stage, stage_since, stage_seconds  the current stage, when it began, and the seconds spent in each stage before it
@@ -143,10 +128,8 @@ class Sequence:
     # what changes its counts
 
     def grant(self, count: int, samples: int) -> None:
-        """A plan computes its next `count` positions; `samples` tokens come out.
-
-        For rows that pass in bulk, `Planner._plan_decodes` and `Scheduler._commit_decodes` write the same fields in place: a method call
-        per row makes a step of 64 rows 7 % slower (62 us instead of 58, bench/scheduler.py).
+        """For rows that pass in bulk, `Planner._plan_decodes` and `Scheduler._commit_decodes` write the same fields in place: a method
+        call per row makes a step of 64 rows 7 % slower.
         """
         self.num_planned += count
         self.num_expected += samples
@@ -154,7 +137,6 @@ class Sequence:
         self.bulk_decode_limit = min(self.allocated_until, self.limit - 1) if samples == 1 and not self.waits_for_commit else 0
 
     def ungrant(self, samples: int) -> None:
-        """Undo `grant`: the row's tokens are appended next, or it is rolled back."""
         self.num_expected -= samples
 
     def roll_back(self, start: int) -> None:
@@ -162,7 +144,7 @@ class Sequence:
         self.bulk_decode_limit = 0
 
     def commit(self, num_computed: int) -> None:
-        """The KV of the first `num_computed` positions is in memory. The caller checks for full blocks and the end."""
+        """The KV of the first `num_computed` positions is in memory."""
         self.num_computed = num_computed
 
     def append(self, token_ids: array[int]) -> Appended:
@@ -180,15 +162,13 @@ class Sequence:
         return kept, reason, stop_token
 
     def draft(self, drafts: array[int]) -> None:
-        """Drafts are dropped if another row is in flight."""
         self.waits_for_commit = self.waits_for_commit or bool(drafts)
         self.drafts = NO_DRAFTS if self.has_rows_in_flight or self.num_in_flight else drafts
         if self.waits_for_commit:
             self.bulk_decode_limit = self.bulk_commit_limit = 0
 
     def discard_rows(self) -> None:
-        """Discard the rows in flight, which were planned on more tokens than an earlier row gave. None is planned before they are
-        committed."""
+        """Discard the rows in flight, which were planned on more tokens than an earlier row gave."""
         self.plan_epoch += 1
         self.facts = self._facts()
         self.waits_for_commit = True
@@ -259,7 +239,6 @@ class Sequence:
             self.enter(self.stage_unstalled, now)
 
     def end_prefill(self, now: float) -> None:
-        """It has its first token since it began to run."""
         if self.stage is PREFILL:
             self.enter(DECODE, now)
         elif self.stage is STALLED:
@@ -269,7 +248,6 @@ class Sequence:
 
     @property
     def has_rows_in_flight(self) -> bool:
-        """Such a row need not sample: see `num_in_flight`."""
         return self.num_planned > self.num_computed
 
     @property

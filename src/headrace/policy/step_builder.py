@@ -1,8 +1,7 @@
 """Collects a step while it is being decided: its rows, its token budget, and the changes of state that the runner needs for them.
 
-A step has one row per running sequence, and nearly all rows are alike: one token computed, one sampled. Rows are stored as columns, so that
-such a row costs two appends (`seqs`, `starts`). The columns that change only when a sequence starts or ends (slot, request id, epoch) are
-in `RunningColumns`, built once and shared by every step until then.
+Rows are stored as columns, so that such a row costs two appends (`seqs`, `starts`). The columns that change only when a sequence starts
+or ends (slot, request id, epoch) are in `RunningColumns`, built once and shared by every step until then.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from headrace.policy.sequence import RUNNING, RunningFacts, Sequence
 
 
 class StepRow(NamedTuple):
-    """samples: the most tokens it can give, each from one of its last positions."""
-
     seq: Sequence
     plan_epoch: int
     start: int
@@ -33,21 +30,15 @@ class StepRow(NamedTuple):
         return self.start + self.count - self.samples + 1
 
     def num_computed(self, num_tokens: int) -> int:
-        """After this row gave `num_tokens` tokens. One that was to give a token and gave none has to compute its last position again."""
+        """One that was to give a token and gave none has to compute its last position again."""
         return self.start + self.count - (self.samples - num_tokens)
 
     @property
     def is_current(self) -> bool:
-        """Its sequence runs, and was not preempted since the row was planned."""
         return self.plan_epoch == self.seq.plan_epoch and self.seq.state is RUNNING
 
 
 class RunningColumns:
-    """The `RunningFacts` of a step's sequences, by column; never modified.
-
-    generation  the sequence table's generation when the columns were built
-    """
-
     plan_epochs: tuple[int, ...]
     request_ids: tuple[RequestId, ...]
     epochs: tuple[int, ...]
@@ -77,10 +68,7 @@ NO_ROWS = RunningColumns([], 0)
 class StepRows:
     """Rows in the order in which they will run, decoding ones first.
 
-    seqs, starts     one entry per row
     counts, samples  entries may be missing at the end until `fill`: they are 1
-    drafts           flat: samples - 1 for each row with samples > 1
-    num_decodes      leading rows of one token that sample one
     """
 
     __slots__ = ("counts", "decode_columns", "drafts", "mask_slots", "num_decodes", "plan_epochs", "samples", "seqs", "slots", "starts")
@@ -108,14 +96,13 @@ class StepRows:
         self.samples.append(samples)
 
     def fill(self) -> None:
-        """Rows that gave no count compute one token and sample one."""
         if missing := len(self.starts) - len(self.counts):
             ones = array("i", [1]) * missing
             self.counts += ones
             self.samples += ones
 
     def close(self, last: RunningColumns, generation: int) -> None:
-        """last: the decode columns of the step before. A planned sequence is not preempted by the same plan, so its slot stays."""
+        """last: the decode columns of the step before."""
         self.fill()
         decodes, prefills = self.seqs[: self.num_decodes], self.seqs[self.num_decodes :]
         self.decode_columns = columns = last.after(decodes, generation)
@@ -135,15 +122,14 @@ class StepRows:
 
 
 MAX_PROMPT_LOGPROB_TOKENS = 64
-"""The most prompt positions with log-probabilities in one chunked step. Each needs a row of logits over the whole vocabulary, many times
-the cost of a plain prompt token."""
+"""Each position with log-probabilities needs a row of logits over the whole vocabulary."""
 
 Move = tuple[int, int, int, int, int]
 
 
 @dataclass(slots=True)
 class StepBuilder:
-    """Step `step_id` while it is being decided. Changes are listed in the order in which they must be made; columns as in `core.plan`."""
+    """Changes are listed in the order in which they must be made; columns as in `core.plan`."""
 
     step_id: int
     max_tokens: int = 0
@@ -159,19 +145,15 @@ class StepBuilder:
     ended: list[int] = field(default_factory=list)
     logprob_budget: int = MAX_PROMPT_LOGPROB_TOKENS
     num_prefills: int = 0
-    """Rows that compute more tokens than they sample, drafted rows excluded."""
     num_spent_beyond_rows: int = 0
-    """The rest of each prefill chunk or drafted row, and the surcharge for its context."""
     num_unused: int = 0
     num_withheld_for_long: int = 0
-    """While the sequences queued behind long prompts are planned."""
     num_charged_rows: int = 0
     first: Sequence | None = None
-    """A waiting sequence for which another one was preempted: it starts before all others."""
 
     @classmethod
     def repeating(cls, plan: Plan, step_id: int, is_in_flight: Callable[[int], bool]) -> StepBuilder:
-        """A step without rows that repeats the changes of `plan`. Moves that are not in flight any more are left out."""
+        """A step without rows that repeats the changes of `plan`."""
         moves = zip(plan.move_kinds, plan.move_ids, plan.move_groups, plan.move_sources, plan.move_targets, strict=True)
         return cls(
             step_id,
@@ -186,7 +168,7 @@ class StepBuilder:
 
     @property
     def budget(self) -> int:
-        """Less the surcharges for context. Negative if bulk rows, which do not ask for it, took too many."""
+        """Less the surcharges for context."""
         return self.max_tokens - len(self.rows.seqs) - self.num_spent_beyond_rows - self.num_unused - self.num_withheld_for_long
 
     def table(self, group: int, slot: int, index: int, block: int) -> None:
@@ -213,7 +195,7 @@ class StepBuilder:
         return bool(self.started or self.table_slots or self.moves or self.ended)
 
     def build(self) -> Plan:
-        """Rows must be closed. The plan takes their columns, which must not change afterwards."""
+        """The plan takes their columns, which must not change afterwards."""
         rows = self.rows
         kinds, ids, groups, sources, targets = zip(*self.moves, strict=True) if self.moves else [()] * 5
         return Plan(

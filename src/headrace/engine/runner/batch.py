@@ -1,4 +1,4 @@
-"""Turns a plan's columns into the tensors of one forward pass, by index arithmetic over whole columns. No Python runs per row or token.
+"""Turns a plan's columns into the tensors of one forward pass, by index arithmetic over whole columns.
 
 What a plan may ask for and this runner cannot do (adapters, drafts, moves other than copies) is refused here by name.
 """
@@ -36,7 +36,6 @@ class Rows:
 
     @property
     def ends(self) -> Ints:
-        """[R] where a sampled token will stand."""
         return self.starts + self.counts
 
     def picked(self, places: Ints) -> Rows:
@@ -47,7 +46,7 @@ class Rows:
 
 
 def read_rows(plan: Plan) -> Rows:
-    """Raises ValueError for adapters, which this runner does not have."""
+    """Raises ValueError for adapters."""
     slots, starts, counts, samples = (column(values) for values in (plan.slots, plan.starts, plan.counts, plan.samples))
     mask_slots = column(plan.mask_slots) if plan.mask_slots else np.full(len(slots), -1)
     if any(plan.adapter_slots):
@@ -62,7 +61,7 @@ def _row_starts(counts: Ints) -> Ints:
 
 
 def refuse_moves_but_copies(plan: Plan) -> None:
-    """Raises ValueError for moves to or from memory other than the device's, which this runner does not have."""
+    """Raises ValueError for moves to or from memory other than the device's."""
     for kind in plan.move_kinds:
         if kind != MoveKind.COPY:
             name = MoveKind(kind).name if kind in set(MoveKind) else str(kind)
@@ -70,7 +69,7 @@ def refuse_moves_but_copies(plan: Plan) -> None:
 
 
 def refuse_drafts(plan: Plan) -> None:
-    """Raises ValueError for rows with drafted tokens, which this runner cannot verify."""
+    """Raises ValueError for rows with drafted tokens."""
     if plan.drafts:
         raise ValueError(f"drafts: this runner verifies no drafted tokens; samples must be 0 or 1, got {max(plan.samples)}")
 
@@ -82,7 +81,6 @@ class Selection:
     tokens: Ints | None
 
     def places(self, tokens: Ints) -> Ints:
-        """For each of `tokens`, all selected, its row in the hidden states that the model returns."""
         return tokens if self.tokens is None else np.searchsorted(self.tokens, tokens)
 
 
@@ -98,7 +96,6 @@ def count_prompt_logprobs(rows: Rows, state: SlotState) -> Ints:
 
 
 def select_tokens(rows: Rows, logprob_counts: Ints) -> Selection:
-    """At sampled positions, and for prompt log-probabilities."""
     num_tokens = int(rows.row_starts[-1])
     if num_tokens == len(rows.slots):
         return ALL
@@ -111,22 +108,14 @@ def select_tokens(rows: Rows, logprob_counts: Ints) -> Selection:
 
 
 Upload = Callable[[Sequence[NDArray[Any]]], list[Tensor]]
-"""Copies arrays of 32- or 64-bit integers to a device: a tensor for each, of its dtype and shape."""
 
 
 def upload_each(arrays: Sequence[NDArray[Any]], device: str) -> list[Tensor]:
-    """Nothing is copied if the device is the host."""
     return [torch.from_numpy(values).to(device) for values in arrays]
 
 
 def refuse_unknown_ids(rows: Rows, known: Ints, failed: NDArray[np.bool_]) -> None:
-    """Raises UnknownToken for a row that needs more ids than its slot has.
-
-    A slot whose sequence failed may lack ids: its row is computed with whatever ids it holds, and the result is dropped.
-
-    known   [R] number of ids of each row's slot
-    failed  [R] whether its sequence failed
-    """
+    """Raises UnknownToken for a row that needs more ids than its slot has."""
     unknown = (rows.ends > known) & ~failed
     if unknown.any():
         row = int(np.flatnonzero(unknown)[0])
@@ -134,7 +123,7 @@ def refuse_unknown_ids(rows: Rows, known: Ints, failed: NDArray[np.bool_]) -> No
 
 
 def build_batch(rows: Rows, state: SlotState, upload: Upload, selected: Selection = ALL) -> tuple[Tensor, ForwardBatch]:
-    """Token ids [T] int64 and the batch that describes them, in one upload."""
+    """Token ids [T] int64 and the batch that describes them."""
     token_slots, positions = token_places(rows)
     tables = state.tables
     arrays: list[NDArray[Any]] = [state.token_ids[token_slots, positions].astype(np.int64), positions, rows.row_starts.astype(np.int32)]
@@ -157,7 +146,7 @@ def build_batch(rows: Rows, state: SlotState, upload: Upload, selected: Selectio
 
 
 def token_places(rows: Rows) -> tuple[Ints, Ints]:
-    """Slot and absolute position [T] of every token of the step."""
+    """Slot and absolute position [T] of every token."""
     num_tokens = int(rows.row_starts[-1])
     if num_tokens == len(rows.slots):
         return rows.slots, rows.starts.copy()
@@ -166,7 +155,7 @@ def token_places(rows: Rows) -> tuple[Ints, Ints]:
 
 
 def _block_table(table: NDArray[np.int32], rows: Rows, block_size: int) -> NDArray[np.int32]:
-    """[R, M], as wide as the longest context needs. Entries beyond a row's context are the pad block."""
+    """[R, M]; entries beyond a row's context are the pad block."""
     held = -(-rows.ends // block_size)
     width = int(held.max())
     return np.where(np.arange(width) < held[:, None], table[rows.slots, :width], np.int32(0))

@@ -1,8 +1,4 @@
-"""Builds a runner from an engine's configuration, and logs every choice in words.
-
-The order: choose dtype, kernels and threads (`tensor.host`), load the weights, size the KV cache (`engine.kv_sizing`), warm up. The engine
-around the runner is made in `engine.build`.
-"""
+"""Builds a runner from an engine's configuration, and logs every choice in words."""
 
 from __future__ import annotations
 
@@ -57,9 +53,7 @@ AnyRunner = ModelRunner | OverlappedRunner | DeviceRunner
 
 
 class Built(NamedTuple):
-    """weights    hashes all weights and returns their digest; None: `info` holds it already
-    unwritten  packed weights to write for the next start, which keep this start's weights in memory
-    """
+    """weights    hashes all weights; None: `info` holds the digest already"""
 
     runner: AnyRunner
     info: ModelInfo
@@ -75,13 +69,7 @@ def build_runner(
 
 
 def build(config: EngineConfig, packed: PackedFolder | None = None, features: CpuFeatures | None = None) -> Built:
-    """Slow stages are logged.
-
-    packed    the folder of packed linears, if there is one; reading may have begun (`engine.build`)
-    features  the CPU to choose for; None: this machine's
-
-    Raises: ConfigError, CheckpointError; before any weight is read where that is possible.
-    """
+    """Raises: ConfigError, CheckpointError; before any weight is read where that is possible."""
     device = DEVICES[config.device]
     device.check()
     try_kernels(config.kernels, config.device)
@@ -144,7 +132,7 @@ class _Choices:
 
 
 def _choose(config: EngineConfig, found: ModelDescription, packed: PackedFolder | None, features: CpuFeatures) -> _Choices:
-    """The threads are set. Raises ConfigError, also if the weights do not fit the free memory."""
+    """Sets the threads. Raises ConfigError, also if the weights do not fit the free memory."""
     device, is_rounded = DEVICES[config.device], found.held in (Precision.INT8, Precision.INT4)
     for name, wanted in (("quantization", found.precision.value), ("kv_cache_dtype", config.kv_cache_dtype)):
         if wanted == "fp8" and not device.has_fp8:
@@ -189,7 +177,6 @@ def _load(config: EngineConfig, choices: _Choices, packed: PackedFolder | None) 
 
 
 def _numerics(config: EngineConfig, choices: _Choices, loaded: LoadedModel, kv_dtype: str) -> dict[str, str]:
-    """Everything that may change a bit of a result; see `core.numerics`."""
     backend = choices.backend
     return {
         WEIGHTS: loaded.model_digest if loaded.weights is None else loaded.weights.known,
@@ -208,7 +195,6 @@ def _numerics(config: EngineConfig, choices: _Choices, loaded: LoadedModel, kv_d
 
 
 def _longrope(loaded: LoadedModel) -> dict[str, str]:
-    """Which of LongRoPE's factors are in use; empty for a model without it."""
     spec = loaded.model.spec
     if spec.longrope is None:
         return {}
@@ -219,7 +205,7 @@ def _longrope(loaded: LoadedModel) -> dict[str, str]:
 
 
 def _linear_scaling(spec: DecoderSpec) -> list[str]:
-    """Whether max_position_embeddings includes the factor, config.json does not say."""
+    """config.json does not say whether max_position_embeddings includes the factor."""
     scalings = [layer.attention.rope.scaling for layer in spec.layers]
     longer = [scaling for scaling in scalings if isinstance(scaling, LinearScaling) and scaling.original_positions < spec.max_positions]
     if not longer:
@@ -229,7 +215,7 @@ def _linear_scaling(spec: DecoderSpec) -> list[str]:
 
 
 def _kv_dtype(config: EngineConfig, computed: torch.dtype, stored: str, features: CpuFeatures) -> tuple[torch.dtype, str]:
-    """(dtype, why). stored: dtype of most stored weights"""
+    """(dtype, why)"""
     if config.kv_cache_dtype == "auto":
         return DEVICES[config.device].default_kv_dtype(config.dtype, computed, stored, features)
     if config.kv_cache_dtype == "fp8":
@@ -243,13 +229,12 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _versions(backend: Backend) -> str:
-    """The libraries that compute, and those that compiled kernels."""
     packages = ("llguidance", *(() if backend.compiler is None else backend.compiler.packages))
     return ", ".join([f"headrace {__version__}", f"torch {torch.__version__}", *(f"{name} {_version(name)}" for name in packages)])
 
 
 def _version(package: str) -> str:
-    """Or `__version__` of a package whose distribution has another name (pytorch-triton)."""
+    """`__version__` is for a package whose distribution has another name (pytorch-triton)."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -262,8 +247,7 @@ def _rounded(loaded: LoadedModel) -> str:
 
 
 def _check_weights_fit(found: ModelDescription, available: Available, num_bytes_ahead: int) -> None:
-    """Before loading: the system would kill the process halfway. Raises ConfigError. found: sizes are in the checkpoint's dtype, the least
-    that the weights can take"""
+    """Raises ConfigError before loading: the system would kill the process halfway."""
     if found.resident_bytes > available.num_bytes + num_bytes_ahead:
         raise ConfigError(
             "model",
@@ -288,7 +272,6 @@ def _size(config: EngineConfig, loaded: LoadedModel, groups: tuple[KvGroup, ...]
 
 @contextmanager
 def _memory_errors_named(config: EngineConfig, groups: tuple[KvGroup, ...], sizing: KvSizing) -> Iterator[None]:
-    """A device's out-of-memory error becomes a ConfigError with the size that would fit."""
     try:
         yield
     except RuntimeError as error:  # torch's, the device's own, and Triton's: each says so in words
@@ -310,7 +293,6 @@ def _compile_cache(backend: Backend) -> str:
 def _make_runner(
     config: EngineConfig, loaded: LoadedModel, sizing: KvSizing, kv: KvCache, backend: Backend, masks: SlotGrammars
 ) -> AnyRunner:
-    """A `DeviceRunner` where steps are launched and finished separately."""
     launches = DEVICES[config.device].make_launches()
     if launches is not None and backend.choice is not None:
         launches = EagerLaunches(launches) if config.enforce_eager else launches
@@ -341,7 +323,6 @@ def _make_runner(
 
 
 def _warm_up(runner: AnyRunner, config: EngineConfig, sizing: KvSizing, loaded: LoadedModel) -> float:
-    """Returns the seconds it took."""
     began = time.perf_counter()
     most_tokens = 0
     if isinstance(runner, DeviceRunner):

@@ -1,12 +1,9 @@
 """Executes a plan with tensors: one forward pass over a ragged batch, then sampling.
 
-`ModelRunner` computes inside `submit`. `OverlappedRunner` wraps one and computes on a thread of its own, so that the loop can make the next
-plan meanwhile. Both call the same `execute`, in the order of submission, on one thread, so nothing here is locked. A plan's columns become
-tensors in `batch`; what is remembered between steps is in `state`; grammars act in `masks`.
+Plans are executed in the order of submission, on one thread, so nothing here is locked.
 
-After a step that raised, its state changes (ended, started, block tables, moves) may be applied and its tokens are not. Repeating its KV
-writes is harmless. A later plan that counted on the step's tokens raises `UnknownToken`. A later plan that succeeded all the same, and is
-then planned again, is rewound first, so that no token is counted twice.
+After a step that raised, its state changes may be applied and its tokens are not. A later plan that counted on those tokens raises
+`UnknownToken`; one that succeeded and is planned again is rewound first.
 """
 
 from __future__ import annotations
@@ -48,8 +45,6 @@ log = logging.getLogger(__name__)
 
 
 class Model(Protocol):
-    """`tensor.models.decoder.DecoderModel` is one."""
-
     vocab_size: int
 
     def forward(self, ids: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
@@ -62,8 +57,6 @@ class Model(Protocol):
 
 
 class CompletedStep:
-    """Already computed, or it has already raised."""
-
     def __init__(self, outcome: Result | Exception) -> None:
         self._outcome = outcome
 
@@ -74,10 +67,8 @@ class CompletedStep:
 
 
 class ModelRunner:
-    """One model, its KV cache and every slot's state. Used by one thread at a time.
+    """Used by one thread at a time.
 
-    max_model_len  tokens of the longest sequence, prompt and output together
-    draw           chooses the tokens of rows that are not greedy
     masks          masks of sequences that have a grammar; None: a sequence with a grammar is refused
     """
 
@@ -103,18 +94,16 @@ class ModelRunner:
         self._upload = partial(upload_each, device=device)
 
     def submit(self, plan: Plan) -> CompletedStep:
-        """Never raises: the ticket's `result` raises the step's error."""
         try:
             return CompletedStep(self.execute(plan))
         except Exception as error:
             return CompletedStep(error)
 
     def close(self) -> None:
-        """The garbage collector frees all but the threads that fill masks."""
         self._masks.close()
 
     def execute(self, plan: Plan) -> Result:
-        """Raises the computation's error; EngineFatal if the device itself failed, after which no result of it can be trusted."""
+        """Raises EngineFatal if the device itself failed, after which no result of it can be trusted."""
         try:
             with torch.inference_mode():
                 self._state.apply(plan)
@@ -149,7 +138,6 @@ class ModelRunner:
         return make_result(plan, sampling, sampled, prompts, errors)
 
     def _sample(self, rows: Rows, sampling: Ints, selected: Selection, hidden: Tensor, masks: RowMasks) -> Sampled:
-        """For each row in `sampling` [S], from the logits of the row's last position."""
         if not len(sampling):
             return Sampled(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.bool_), NO_LOGPROBS)
         last = torch.from_numpy(selected.places(rows.row_starts[sampling + 1] - 1)).to(hidden.device)
@@ -163,10 +151,8 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 class OverlappedRunner:
-    """A `ModelRunner` behind a queue.
-
-    Its thread is a daemon and not an executor's: Python waits for executors' threads when it exits, and a step that hangs would keep the
-    process alive for ever.
+    """The thread is a daemon and no executor's: Python waits for those when it exits, and a step that hangs would keep the process
+    alive.
     """
 
     def __init__(self, runner: ModelRunner, *, close_timeout_s: float = CLOSE_TIMEOUT_S) -> None:
@@ -178,7 +164,7 @@ class OverlappedRunner:
         self._thread.start()
 
     def submit(self, plan: Plan) -> Future[Result]:
-        """Returns at once. Raises RuntimeError after `close`."""
+        """Raises RuntimeError after `close`."""
         if self._closed:
             raise RuntimeError("the runner is closed")
         ticket: Future[Result] = Future()
@@ -186,8 +172,7 @@ class OverlappedRunner:
         return ticket
 
     def close(self) -> None:
-        """A step that does not end in time is abandoned with a line in the log. The runner below then stays open, since the step uses
-        it."""
+        """A step that does not end in time is abandoned with a line in the log."""
         if self._closed:
             return
         self._closed = True

@@ -1,4 +1,4 @@
-"""Makes the `Result` of a computed step: sampled tokens, log-probabilities of prompts, rows that failed."""
+"""Makes the `Result` of a computed step."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from headrace.tensor.sampling import Sampled, prompt_logprobs
 from headrace.tensor.sampling.sampler import NOT_A_DISTRIBUTION
 
 _PROMPT_LOGITS = 1 << 23
-"""At a time, 32 MiB of float32: [T, V] of a long prompt would not fit into memory."""
+"""Logits at a time, 32 MiB of float32: those of a long prompt would not fit into memory."""
 
 
 @dataclass(slots=True)
 class PromptLogprobColumns:
-    """Columns as in `Result`. failed: rows whose logits were not finite"""
+    """failed: rows whose logits were not finite"""
 
     rows: array[int] = field(default_factory=int_column)
     counts: array[int] = field(default_factory=int_column)
@@ -32,14 +32,13 @@ class PromptLogprobColumns:
 
 
 class PromptLogprobs:
-    """On the host, from hidden states. head: hidden [N, E] -> logits [N, V]"""
+    """head: hidden [N, E] -> logits [N, V]"""
 
     def __init__(self, head: Callable[[Tensor], Tensor], vocab_size: int, slots: SlotState) -> None:
         self._head, self._slots = head, slots
         self._piece = max(1, _PROMPT_LOGITS // vocab_size)
 
     def compute(self, rows: Rows, logprob_counts: Ints, selected: Selection, hidden: Tensor) -> PromptLogprobColumns:
-        """logprob_counts: `count_prompt_logprobs` of `rows`"""
         collected = PromptLogprobColumns()
         asked = np.flatnonzero(logprob_counts)
         for row, first in zip(asked.tolist(), selected.places(rows.row_starts[asked]).tolist(), strict=True):
@@ -53,7 +52,7 @@ class PromptLogprobs:
         return collected
 
     def _of_row(self, slot: int, start: int, hidden: Tensor) -> LogprobColumns | None:
-        """The N tokens after positions start..start + N - 1, whose states are `hidden` [N, E]. None if any of the logits are not finite."""
+        """None if any of the logits are not finite."""
         slots, count = self._slots, len(hidden)
         collected = LogprobColumns()
         for begin in range(0, count, self._piece):
@@ -71,13 +70,12 @@ class PromptLogprobs:
 def row_errors(
     sampling: Ints, sampled: Sampled, prompts: PromptLogprobColumns, has_failed: NDArray[np.bool_], mask_failures: Mapping[int, str]
 ) -> dict[int, str]:
-    """Row -> why its sequence failed. has_failed: [R] before; mask_failures: row -> why its grammar cannot go on"""
+    """mask_failures: row -> why its grammar cannot go on"""
     failed = {int(row) for row in np.flatnonzero(has_failed)} | prompts.failed | {int(row) for row in sampling[sampled.failed]}
     return {**dict.fromkeys(failed, NOT_A_DISTRIBUTION), **mask_failures}
 
 
 def make_result(plan: Plan, sampling: Ints, sampled: Sampled, prompts: PromptLogprobColumns, errors: Mapping[int, str]) -> Result:
-    """sampling: [S] ascending; errors: by row; such a row gives no token"""
     counts = array("i", bytes(4 * plan.num_rows))
     token_ids = array("i")
     kept: list[int] = []

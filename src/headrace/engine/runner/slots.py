@@ -1,9 +1,4 @@
-"""Keeps the runner's state by slot: the protocol of its parts (`SlotPart`), and the part with token ids, block tables and sizes.
-
-A plan carries changes only; this is the state that they change. Everything is numpy on the host. The large arrays are reserved and not
-touched, so unused slots cost no memory. Applying the same changes twice gives the same state, because the loop sends the changes of a
-failed step again.
-"""
+"""Keeps the runner's state by slot, in numpy on the host: `SlotPart`s, and the one with token ids, block tables and sizes."""
 
 from __future__ import annotations
 
@@ -24,26 +19,22 @@ def column(values: object) -> Ints:
 class SlotPart(Protocol):
     """Used by the runner's thread alone. Repeating `start` or `end` changes nothing."""
 
-    def start(self, started: Started) -> None:
-        """The slot's sequence begins, or runs again with its outputs so far committed."""
-        ...
+    def start(self, started: Started) -> None: ...
 
     def end(self, slots: Ints) -> None: ...
 
-    def commit(self, slots: Ints, token_ids: Ints) -> None:
-        """One sampled token for each of `slots` [N], which are all different."""
-        ...
+    def commit(self, slots: Ints, token_ids: Ints) -> None: ...
 
     def retract(self, slot: int, token_ids: Ints) -> None:
-        """The slot's last tokens: their step was rolled back."""
+        """The tokens' step was rolled back."""
         ...
 
 
 class SlotState:
-    """The `SlotPart` from which batches are built. Shape letters: N slots, L positions, M block-table width.
+    """Shape letters: N slots, L positions, M block-table width.
 
     token_ids        [N, L] int32, valid below `known`
-    known            [N] number of known ids: given by `started`, or sampled by an earlier plan
+    known            [N] number of known ids
     prompt_logprobs  [N] number of most likely tokens to list per prompt token; -1: prompt log-probabilities are not asked for
     failed           [N] whether the slot's last row failed, so that its next token will never be known
     tables           per KV group, [N, M] int32 block ids
@@ -74,7 +65,7 @@ class SlotState:
             table[slot] = 0
 
     def write_tables(self, plan: Plan) -> None:
-        """In order. The last entry for a place wins: a fork's copy over the shared block."""
+        """The last entry for a place wins: a fork's copy over the shared block."""
         if not plan.table_slots:
             return
         groups, slots, indices, blocks = (
@@ -89,7 +80,7 @@ class SlotState:
             table.ravel()[places[last]] = blocks[mine[last]]
 
     def cache_places(self, token_slots: Ints, positions: Ints) -> list[Ints]:
-        """Per KV group, the KV slots [T]: block * block size + offset."""
+        """Per KV group, the KV slots [T]."""
         size = self.block_size
         return [table[token_slots, positions // size].astype(np.int64) * size + positions % size for table in self.tables]
 

@@ -1,6 +1,6 @@
-"""Keeps a runner's state between steps, and applies the changes that a plan makes to it. The parts are `slots.SlotPart`s.
+"""Keeps a runner's state between steps, and applies the changes that a plan makes to it.
 
-A step that raised may have applied its changes or not; the loop sends them again. So applying, and rewinding, may be repeated.
+A step that raised may have applied its changes or not, so applying, and rewinding, may be repeated.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from headrace.tensor.batch import KvCache
 
 
 class RunnerState:
-    """slots: what batches are built from; parts: the rest (sampling, grammars)"""
-
     def __init__(self, kv: KvCache, slots: SlotState, *parts: SlotPart) -> None:
         self.kv, self.slots = kv, slots
         self._parts: tuple[SlotPart, ...] = (slots, *parts)
@@ -37,8 +35,7 @@ class RunnerState:
             self.kv.copy_block(group, source, target)
 
     def rewind(self, rows: Rows, sampling: Ints) -> None:
-        """Forget tokens of a plan that was rolled back: those at or after a position that is about to be sampled again. sampling: [S]
-        rows"""
+        """Forget tokens of a plan that was rolled back. sampling: [S] rows"""
         slots, ends = self.slots, rows.ends
         for row in sampling[slots.known[rows.slots[sampling]] > ends[sampling]]:
             slot = int(rows.slots[row])
@@ -47,7 +44,7 @@ class RunnerState:
                 part.retract(slot, stale)
 
     def commit(self, slots: Ints, token_ids: Ints, failed: Ints | NDArray[np.bool_]) -> None:
-        """Point 6 of `core.plan`. slots [N]: one sampled token each; the sequences of the slots `failed` are over"""
+        """slots [N]: one sampled token each"""
         for part in self._parts:
             part.commit(slots, token_ids)
         self.slots.failed[failed] = True

@@ -1,4 +1,4 @@
-"""Compiles and loads what requests will run before an engine reports ready, by a few made-up steps, and logs the progress of compiling."""
+"""Runs a few made-up steps, so that kernels are compiled before an engine reports ready."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from headrace.tensor.kernels import KernelCompiler
 log = logging.getLogger(__name__)
 
 _DECODE_ROWS = 4
-"""One per kind of sampling."""
 _PROMPT_TOKENS = 2
 
 
@@ -33,13 +32,10 @@ class _Runner(Protocol):
 
 
 def warm_up(runner: _Runner, config: EngineConfig, *, max_model_len: int, vocab_size: int, most_tokens: int = 0) -> None:
-    """Run a prefill, a decode of one row, a mixed step with every kind of sampling and of log-probabilities, and a decode of all rows.
+    """most_tokens  also run prompts of 4, 8, .. up to this many tokens
 
-    most_tokens  also run prompts of 4, 8, .. up to this many tokens
-
-    The steps are short: a CPU's kernel is compiled per dtype, never per size (docs/experiments.md, 2026-11-22). A GPU's kernels have
-    variants by the number of tokens, which change at powers of two. No slot is left in use and no KV block is taken: the block tables are
-    empty, which stands for the pad block. Raises a step's error: an engine whose warm-up fails cannot serve.
+    No slot is left in use and no KV block is taken: the block tables are empty, which stands for the pad block. Raises a step's error:
+    an engine whose warm-up fails cannot serve.
     """
     longest = max_model_len - 2
     length = min(config.max_num_batched_tokens, longest, _PROMPT_TOKENS)
@@ -57,7 +53,6 @@ def prompt_lengths(most: int) -> list[int]:
 
 
 def _prompts(tokens: int, longest: int, vocab_size: int) -> Plan:
-    """In as few rows as the longest sequence allows."""
     sizes = [longest] * (tokens // longest) + ([tokens % longest] if tokens % longest else [])
     started = tuple(_started(slot, size, SamplingParams(temperature=0.0, seed=0), vocab_size) for slot, size in enumerate(sizes))
     return _plan([(slot, 0, size, 1) for slot, size in enumerate(sizes)], started=started)
@@ -105,10 +100,7 @@ LOG_INTERVAL_S = 5.0
 
 
 class CompileNotice:
-    """Called with the number of functions compiled so far. Logs at the first call, then every LOG_INTERVAL_S."""
-
     def __init__(self, kept: str, expected: int | None = None, clock: Clock = time.perf_counter) -> None:
-        """kept: where compiled kernels are kept, or why they are not, in words"""
         self._kept, self._expected, self._clock = kept, expected, clock
         self._began_s = self._logged_s = 0.0
         self._num_compiled: int | None = None
@@ -132,7 +124,6 @@ class CompileNotice:
 
 @contextmanager
 def log_compiling(compiler: KernelCompiler | None) -> Iterator[None]:
-    """Kernels that are compiled inside the block. compiler: None: the backend compiles nothing"""
     if compiler is None:
         yield
         return

@@ -3,9 +3,8 @@
     cached block, idle for idle_s --HOST_OUT under a lease--> stored in a host slot; the block stays cached until it is needed
     prompt that begins with stored blocks --HOST_IN under a lease--> cached blocks; the sequence waits meanwhile, as for a prerequisite
 
-A sequence never depends on its transfer. It computes its prompt when blocks are short, when the transfer's time is over, or when its slots
-were needed. No engine is composed with a tier, since no runner but the simulator's has memory to move blocks to. Limit: the search for
-idle blocks reads past all blocks that are stored already.
+A sequence never depends on its transfer: it computes its prompt when blocks are short, when the transfer's time is over, or when its
+slots were needed. No engine is composed with a tier, since no runner but the simulator's has memory to move blocks to.
 """
 
 from __future__ import annotations
@@ -33,8 +32,6 @@ class _Out:
 
 @dataclass(slots=True)
 class _In:
-    """Host slots being copied to blocks, in the lease's order. waiting: None when the sequence gave up"""
-
     identities: list[BlockHash]
     slots: list[int]
     waiting: Sequence | None
@@ -50,7 +47,6 @@ class TierCounters:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTierConfig:
     """idle_s     a block unused for this long is copied out
-    lease_s    time limit of a transfer
     max_outs   blocks copied out at once; none of them can be evicted meanwhile
     """
 
@@ -62,9 +58,7 @@ class HostTierConfig:
 
 @dataclass(slots=True)
 class _Slots:
-    """The slots of host memory.
-
-    stored   identity -> slot that holds it, roughly the least recently used first
+    """stored   identity -> slot that holds it, roughly the least recently used first
     readers  slot -> number of transfers that read it; a slot that is read is not reused
     """
 
@@ -74,8 +68,7 @@ class _Slots:
     readers: Counter[int] = field(default_factory=Counter)
 
     def take(self, used_at: float) -> int | None:
-        """A slot for a block last used at `used_at`. A block does not replace one of the same age: two such blocks would replace each other
-        for ever."""
+        """A block does not replace one of the same age: two such blocks would replace each other for ever."""
         if self.free:
             return self.free.pop()
         identity = next((identity for identity, slot in self.stored.items() if not self.readers[slot]), None)
@@ -85,8 +78,6 @@ class _Slots:
 
 
 class HostTier:
-    """All methods run on the loop's thread, `plan` while a step is planned."""
-
     def __init__(self, kv: KvManager, config: HostTierConfig) -> None:
         if len(kv.groups) != 1 or kv.groups[GROUP].window is not None:
             raise ValueError("a host tier needs exactly one KV group, without a window")
@@ -102,14 +93,12 @@ class HostTier:
     # what a sequence waits for
 
     def fetch(self, seq: Sequence) -> bool:
-        """`plan` or `moves_done` returns the sequence once when its wait is over."""
         if seq.needs_prompt_logprobs or any(seq.blocks) or not self._stored_after_hits(seq):
             return False
         self._asking.append(seq)
         return True
 
     def _stored_after_hits(self, seq: Sequence) -> list[BlockHash]:
-        """The blocks after the hits on the device, up to the first that neither device nor host holds."""
         if not self._slots.stored:
             return []
         found: list[BlockHash] = []
@@ -123,7 +112,7 @@ class HostTier:
     # what moves
 
     def plan(self, step: StepBuilder, now: float) -> list[Sequence]:
-        """Returns sequences that need not wait any more. If a transfer ends later, its blocks are cached all the same."""
+        """Returns sequences that need not wait any more."""
         ready = self._give_up_overdue()
         asking, self._asking = self._asking, []
         ready += [seq for seq in asking if seq.state is SeqState.BLOCKED and not self._begin_in(seq, step, now)]
@@ -140,7 +129,6 @@ class HostTier:
         return ready
 
     def _begin_in(self, seq: Sequence, step: StepBuilder, now: float) -> bool:
-        """False: no host slot holds any, or too few blocks are available to copy to."""
         identities = self._stored_after_hits(seq)
         if not identities:
             return False
@@ -174,7 +162,7 @@ class HostTier:
             self._outs[lease] = _Out(identity, slot)
 
     def _idle_blocks(self, now: float) -> list[tuple[int, float]]:
-        """Without those that a slot holds or is about to hold, the oldest first, each with the time of its last use."""
+        """Idle blocks without those that a slot holds or is about to hold, the oldest first, each with the time of its last use."""
         known = {*self._slots.stored, *(move.identity for move in self._outs.values())}
         old = takewhile(lambda entry: now - entry[1] >= self.config.idle_s, self._pool.idle_since())
         return [(block, last_used) for block, last_used in old if self._pool.identity(block) not in known]
@@ -182,7 +170,6 @@ class HostTier:
     # what has moved
 
     def moves_done(self, leases: Iterable[Lease]) -> list[Sequence]:
-        """Returns sequences that need not wait any more."""
         ready: list[Sequence] = []
         for lease in leases:
             if lease in self._outs:
@@ -197,7 +184,6 @@ class HostTier:
         self.counters.blocks_out += 1
 
     def _end_in(self, lease: Lease, move: _In) -> list[Sequence]:
-        """A block computed elsewhere meanwhile is not cached, and is free when the lease is released."""
         for identity, slot, block in zip(move.identities, move.slots, lease.blocks, strict=True):
             self._pool.register(block, identity)
             self._slots.readers[slot] -= 1

@@ -4,8 +4,8 @@
       `-- expire: the time is over --> nothing in flight: released at once
                                    `-> moves in flight: overdue, still the owner
 
-A block that a transfer may still read or write is never given to another owner because time has passed. An overdue lease ends when the
-runner reports its moves, or with the engine; until then its blocks are used, and `num_overdue_blocks` counts them.
+An overdue lease ends when the runner reports its moves, or with the engine: a block that a transfer may still read or write is never
+given to another owner.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ class LeaseError(EngineFatal):
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Blocks of one group, owned by a transfer.
-
-    deadline  in seconds, on the clock that is passed to the scheduler
-    """
+    """deadline  in seconds, on the scheduler's clock"""
 
     owner: str
     group: int
@@ -53,11 +50,9 @@ class Leases:
 
     @property
     def has_moves(self) -> bool:
-        """Whether the runner should be asked for moves: those of leases that are not overdue."""
         return any(lease.moves and not lease.is_overdue for lease in self._leases)
 
     def num_overdue_blocks(self, group: int) -> int:
-        """Such blocks may never be free again, so a request that needs them is refused."""
         return sum(len(lease.blocks) for lease in self._leases if lease.is_overdue and lease.group == group)
 
     def is_in_flight(self, move_id: int) -> bool:
@@ -66,7 +61,7 @@ class Leases:
     # changes
 
     def lease(self, group: int, blocks: Iterable[int], owner: str, deadline: float) -> Lease:
-        """Own these used or cached blocks beside their other owners. It does not count as a use, so the blocks' age stays."""
+        """A lease does not count as a use, so the blocks' age stays."""
         lease = Lease(owner, group, tuple(blocks), deadline)
         for block in lease.blocks:
             self._pools[group].lend(block)
@@ -74,7 +69,6 @@ class Leases:
         return lease
 
     def lease_fresh(self, group: int, count: int, owner: str, deadline: float) -> Lease:
-        """The caller asked `num_available` first."""
         pool = self._pools[group]
         lease = Lease(owner, group, tuple(pool.take() for _ in range(count)), deadline)
         self._leases[lease] = None
@@ -93,7 +87,6 @@ class Leases:
         return self._last_move_id
 
     def moves_done(self, move_ids: Iterable[int]) -> list[Lease]:
-        """Returns the leases whose last move ended; the caller releases them."""
         finished: list[Lease] = []
         for move_id in move_ids:
             lease = self._moves.pop(move_id, None)
@@ -105,7 +98,7 @@ class Leases:
         return finished
 
     def release(self, lease: Lease) -> None:
-        """Blocks go tail first. Each is reusable once no sequence owns it and no uncommitted plan names it."""
+        """A block is reusable once no sequence owns it and no uncommitted plan names it."""
         self._require(lease)
         if lease.moves:
             raise LeaseError(f"the lease of {lease.owner} on blocks {lease.blocks} was released with moves in flight: {lease.moves}")
@@ -114,7 +107,6 @@ class Leases:
             self._pools[lease.group].drop(block)
 
     def expire(self, now: float) -> None:
-        """Leases without moves in flight are released, the others marked overdue."""
         for lease in [lease for lease in self._leases if lease.deadline <= now]:
             if lease.moves:
                 lease.is_overdue = True

@@ -1,7 +1,6 @@
 """Gives a sequence its KV blocks over all groups: prefix hits, growth with copy-on-write, forks, windows, release.
 
-A method that may fail checks first, so it changes everything or nothing. Changes of block tables and block moves go into the plan being
-built.
+Changes of block tables and block moves go into the plan being built.
 """
 
 from __future__ import annotations
@@ -21,10 +20,7 @@ from headrace.policy.step_builder import StepBuilder
 
 
 class KvManager:
-    """Owns one `BlockPool` per KV group.
-
-    adapter_digests     name -> content digest of the adapters that requests may name. Hashes use the digest: a name may be loaded anew
-    cached_share        part of a pool that a tenant's cached blocks may be before they are evicted first (`CachedShares`)
+    """adapter_digests     name -> content digest. Hashes use the digest: a name may be loaded anew
     caching             False: no block is registered and none is found (the reference implementation)
     """
 
@@ -56,7 +52,6 @@ class KvManager:
 
     @property
     def has_pending_free(self) -> bool:
-        """Commits of planned steps will free blocks, so that no sequence has to be preempted for them."""
         return any(pool.num_pending_free for pool in self.pools)
 
     def shortage(self, num_tokens: int, step_tokens: int) -> str | None:
@@ -73,11 +68,10 @@ class KvManager:
         return -(-num_tokens // self.block_size)
 
     def num_allocated(self, seq: Sequence) -> int:
-        """The sequence's limit for a model without KV groups."""
         return min(map(len, seq.blocks)) * self.block_size if seq.blocks else seq.limit
 
     def num_held(self, seq: Sequence) -> int:
-        """In the group where it holds most. A shared block counts in full for each of its sequences."""
+        """A shared block counts in full for each of its sequences."""
         held = (len(seq.blocks[i]) - (0 if window is None else seq.blocks[i].count(PAD_BLOCK)) for i, window, _ in self._by_group)
         return max(held, default=0)
 
@@ -86,7 +80,6 @@ class KvManager:
         return sum([1 for seq in sequences if len(seq.blocks[0]) * size < seq.limit]) if self.pools else 0
 
     def num_hit_tokens(self, seq: Sequence) -> int:
-        """At least one token is always computed: it gives the logits."""
         if not (self.caching and seq.uses_prefix_cache):
             return 0
         limit = (len(seq.tokens) - 1) // self.block_size
@@ -95,7 +88,6 @@ class KvManager:
         return hits * self.block_size
 
     def hashes_after_hits(self, seq: Sequence) -> list[BlockHash]:
-        """The prompt's full blocks that are not cached on the device."""
         if not (self.caching and seq.uses_prefix_cache):
             return []
         hits = self.num_hit_tokens(seq) // self.block_size
@@ -105,7 +97,6 @@ class KvManager:
         return seq.hashes[: seq.hashes.index(last)]
 
     def _chain_hits(self, seq: Sequence, limit: int) -> int:
-        """Leading blocks that every group can supply: all of them in a full group, the window's in a windowed one."""
         hits = limit if self.pools else 0
         for _, window, pool in self._by_group:
             if window is None:
@@ -132,7 +123,6 @@ class KvManager:
         seq.registered = [0 for _ in self.groups]
 
     def take_hits(self, seq: Sequence, num_tokens: int) -> None:
-        """For a sequence that has no blocks yet; the tokens count as computed."""
         count = num_tokens // self.block_size
         for index, window, pool in self._by_group:
             first = 0 if window is None else self._first_live(num_tokens, window)
@@ -147,7 +137,7 @@ class KvManager:
         seq.start_after(num_tokens)
 
     def num_left(self, seq: Sequence, hit_tokens: int, first_end: int, chunk_blocks: int = 0) -> float:
-        """Blocks left in the shortest pool if a waiting sequence started now with its whole known length; below 0 when it does not fit.
+        """Blocks left in the shortest pool if a waiting sequence started now; below 0 when it does not fit.
 
         chunk_blocks  not counted as left in groups with a window, where a prompt takes its blocks chunk by chunk
         """
@@ -165,11 +155,7 @@ class KvManager:
         return left
 
     def grow(self, seq: Sequence, end: int, step: StepBuilder) -> bool:
-        """Make positions [planned, end) of a running sequence writable. False (and no change) when blocks are short.
-
-        Groups with full attention take blocks for all known tokens at once, so that a prompt that has started never stops halfway for want
-        of blocks.
-        """
+        """Make positions [planned, end) of a running sequence writable. False (and no change) when blocks are short."""
         size, known = self.block_size, max(end, len(seq.tokens))
         if len(self.pools) == 1 and known == seq.num_planned + 1 == len(seq.blocks[0]) * size + 1:
             return self._add_block(seq, step)
@@ -193,7 +179,6 @@ class KvManager:
         return True
 
     def _add_block(self, seq: Sequence, step: StepBuilder) -> bool:
-        """`grow` by one position after full blocks, in the only group."""
         pool, blocks = self.pools[0], seq.blocks[0]
         if not pool.num_available:
             return False
@@ -204,7 +189,6 @@ class KvManager:
         return True
 
     def _num_copies(self, seq: Sequence, group: int) -> int:
-        """1 if the block to write first is shared or registered."""
         blocks, first = seq.blocks[group], seq.num_planned // self.block_size
         return int(first < len(blocks) and not self.pools[group].is_writable(blocks[first]))
 
@@ -227,10 +211,9 @@ class KvManager:
                 step.tables(group, seq.slot, first, blocks[first:])
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """The child shares the parent's prompt. It recomputes the last prompt token, whose logits it samples from.
+        """The child recomputes the last prompt token, whose logits it samples from.
 
-        The parent may go on writing after the prompt in the shared last block: the child copies that block before it writes, and reads
-        nothing beyond its own positions.
+        The parent may go on writing in the shared last block: the child copies that block before it writes.
         """
         if not self.pools:
             return  # without KV there is nothing to share
@@ -245,7 +228,7 @@ class KvManager:
         child.start_after(num_prompt - 1)
 
     def commit(self, seq: Sequence) -> int:
-        """Register full blocks, free those that the window has passed. Returns `bulk_commit_limit`."""
+        """Returns `bulk_commit_limit`."""
         full = seq.num_computed // self.block_size
         for index, registered in enumerate(seq.registered):
             if full > registered:
@@ -255,7 +238,6 @@ class KvManager:
         return self.bulk_commit_limit(seq)
 
     def bulk_commit_limit(self, seq: Sequence) -> int:
-        """The computed length from which `commit` has work to do: one more block is full, or the window has passed one."""
         if not seq.registered:
             return seq.limit
         until = (min(seq.registered) + 1) * self.block_size
@@ -283,7 +265,7 @@ class KvManager:
             blocks[i] = PAD_BLOCK
 
     def release(self, seq: Sequence, *, keep_tokens: int | None = None) -> None:
-        """Give back every block, tail first. keep_tokens: full blocks beyond that length are not left in the cache."""
+        """keep_tokens: full blocks beyond that length are not left in the cache"""
         keep = len(seq.tokens) if keep_tokens is None else keep_tokens
         for index, _, pool in self._by_group:
             blocks = seq.blocks[index]
@@ -303,13 +285,11 @@ class KvManager:
         self.steps.last_planned = step_id
 
     def begin_plan(self, now: float) -> None:
-        """now: seconds, for last uses and the leases' time limits"""
         self.steps.now = now
         if len(self.leases):
             self.leases.expire(now)
 
     def release_pending(self, committed: int) -> None:
-        """Blocks that waited for step `committed` become reusable."""
         self.steps.last_committed = max(self.steps.last_committed, committed)
         for pool in self.pools:
             pool.release_pending()

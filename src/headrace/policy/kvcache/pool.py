@@ -1,14 +1,12 @@
 """Manages one KV group's blocks (free, cached or used) and the prefix tree over the cached ones.
 
-Life of a block:
-
     free --take--> used --drop--> (pending free until no uncommitted plan can name it) --> cached if registered, else free
                     ^                                                                    |
                     `----------------------- hold (prefix hit), lend (transfer) ---------'
 
 A registered block is immutable: it holds the KV of one identity of the hash chain. The chain makes a dict a tree: a block's identity
-contains its parent's, so a hit on block i implies hits on all before it. The least recently used cached block is evicted first, but the
-blocks of a tenant above its share go before all others (`CachedShares`). `drop` is called tail first, so leaves go before their parents.
+contains its parent's, so a hit on block i implies hits on all before it. `drop` is called tail first, so leaves of the prefix tree go
+before their parents.
 
 `free + cached + used == total`, where used = owned by sequences or leases (`leases.py`) + pending free + the pad block.
 """
@@ -25,23 +23,16 @@ from headrace.core.hashing import BlockHash
 
 
 class CachedShares:
-    """Cached blocks of one pool by tenant, so that one tenant's flood of prompts evicts its own cached blocks and not those of every
-    tenant.
-
-    max_blocks  cached blocks of a tenant that are protected from eviction by other tenants. It may have more while nothing else needs them
-    """
+    """max_blocks  cached blocks of a tenant that are protected from eviction by other tenants"""
 
     def __init__(self, max_blocks: int) -> None:
         self.max_blocks = max_blocks
         self._tenant_of: dict[int, str] = {}
-        """Registered block -> the tenant whose sequence computed it."""
         self._cached: dict[str, OrderedDict[int, None]] = {}
-        """Tenant -> its cached blocks, the least recently used first; no tenant without one."""
+        """Tenant -> its cached blocks, the least recently used first."""
         self._above: dict[str, None] = {}
-        """Tenants with more than `max_blocks`: fewer than one divided by the share."""
 
     def victim(self) -> int | None:
-        """The least recently used block of the tenant that is furthest above its share; None: no tenant is."""
         if not self._above:
             return None
         return next(iter(self._cached[max(self._above, key=lambda tenant: len(self._cached[tenant]))]))
@@ -89,7 +80,7 @@ MAX_CHECKED_BLOCKS = 2**16
 
 @dataclass(slots=True)
 class StepClock:
-    """last_planned: its plan may name any block that is held now; now: seconds, when the newest plan was begun"""
+    """last_planned: its plan may name any block that is held now"""
 
     last_planned: int = 0
     last_committed: int = 0
@@ -97,10 +88,7 @@ class StepClock:
 
 
 class BlockPool:
-    """Blocks 1..total-1; block 0 is the pad block, without owner and never handed out.
-
-    cached_share  part of the blocks that a tenant's cached ones may be before they are evicted first; 1: all tenants alike
-    """
+    """Blocks 1..total-1; block 0 is the pad block, without owner and never handed out."""
 
     def __init__(self, total: int, steps: StepClock | None = None, *, cached_share: float = 1.0) -> None:
         if total < 2:
@@ -115,7 +103,7 @@ class BlockPool:
         self._cached: OrderedDict[int, float] = OrderedDict()
         """block -> when it was last used; the oldest first."""
         self._lent: dict[int, float] = {}
-        """block -> when it was last used, for cached blocks that a transfer holds and no sequence has used since."""
+        """block -> last use, for cached blocks that a transfer holds and no sequence has used since."""
         self._pending_free: OrderedDict[int, int] = OrderedDict()
         """block -> step after which it is reusable, in the order of the steps."""
         self._named_until: dict[int, int] = {}
@@ -137,7 +125,6 @@ class BlockPool:
 
     @property
     def num_pending_free(self) -> int:
-        """Without an owner, and named by an uncommitted plan."""
         return len(self._pending_free)
 
     @property
@@ -151,7 +138,7 @@ class BlockPool:
         return next((count for count, identity in enumerate(identities) if identity not in self._by_hash), len(identities))
 
     def num_idle_hits(self, identities: Sequence[BlockHash]) -> int:
-        """The blocks that are cached without an owner. Holding them lowers `num_available` by as many."""
+        """The blocks that are cached without an owner."""
         return sum([1 for identity in identities if self._by_hash.get(identity) in self._cached])
 
     def identity(self, block: int) -> BlockHash | None:
@@ -161,13 +148,13 @@ class BlockPool:
         return self._num_owners[block] == 1 and block not in self._hash_of
 
     def idle_since(self) -> Iterator[tuple[int, float]]:
-        """Cached blocks with the time of their last use, the oldest first. The pool must not change while this is read."""
+        """The pool must not change while this is read."""
         return iter(self._cached.items())
 
     # changes
 
     def take(self) -> int:
-        """A cached block is forgotten when none is free. The caller asked `num_available` first."""
+        """The caller asked `num_available` first."""
         if self._free:
             block = self._free.pop()
         else:
@@ -190,7 +177,6 @@ class BlockPool:
         return [self.take() for _ in range(count)]
 
     def hold(self, block: int) -> None:
-        """Add an owner. It counts as a use of the block."""
         if self._num_owners[block] == 0 and self._pending_free.pop(block, None) is None:
             self._uncache(block)
         if self._lent:
@@ -198,7 +184,7 @@ class BlockPool:
         self._num_owners[block] += 1
 
     def touch(self, blocks: Sequence[int]) -> None:
-        """Count a use of the cached ones: a waiting prompt begins with them. Later ones are evicted first."""
+        """Count a use of the cached ones: a waiting prompt begins with them."""
         for block in reversed(blocks):
             if block in self._cached:
                 self._cached[block] = self.steps.now
@@ -207,18 +193,17 @@ class BlockPool:
                     self._shares.move(block, last=True)
 
     def lend(self, block: int) -> None:
-        """Add a transfer as an owner. This is no use: a cached block that no sequence uses keeps its age."""
+        """A transfer is no use: a cached block that no sequence uses keeps its age."""
         last_used = self._cached.get(block)
         self.hold(block)
         if last_used is not None:
             self._lent[block] = last_used
 
     def name_until(self, block: int, step_id: int) -> None:
-        """Step `step_id`, which is being planned, copies from this block."""
         self._named_until[block] = step_id
 
     def drop(self, *blocks: int) -> None:
-        """In this order. A block without an owner is reusable once no uncommitted plan can name it."""
+        """A block without an owner is reusable once no uncommitted plan can name it."""
         owners, named_until = self._num_owners, self._named_until
         last_planned, last_committed = self.steps.last_planned, self.steps.last_committed
         for block in blocks:
@@ -240,7 +225,7 @@ class BlockPool:
             self._named_until = {block: step_id for block, step_id in self._named_until.items() if step_id > committed}
 
     def register(self, block: int, identity: BlockHash, tenant: str = "") -> bool:
-        """Offer a full, computed block to the prefix cache. False when it has a block of that identity, which stays."""
+        """False when the cache has a block of that identity, which stays."""
         if identity in self._by_hash or block in self._hash_of:
             return False
         if self._shares is not None:
@@ -250,7 +235,6 @@ class BlockPool:
         return True
 
     def unregister(self, block: int) -> None:
-        """Remove a block from the prefix cache; it stays with its owners."""
         if block in self._cached:
             self._uncache(block)
             self._free.append(block)
@@ -283,7 +267,7 @@ class BlockPool:
     # invariants
 
     def check(self, held: Mapping[int, int], leased: Mapping[int, int]) -> None:
-        """held, leased: block -> owners. In a pool of more than MAX_CHECKED_BLOCKS blocks, only owned blocks are checked one by one."""
+        """In a pool of more than MAX_CHECKED_BLOCKS blocks, only owned blocks are checked one by one."""
         claimed = {block: held.get(block, 0) + leased.get(block, 0) for block in {*held, *leased}}
         assert all(self._num_owners[block] == count for block, count in claimed.items()), "a block has other owners than the pool says"
         if self.total <= MAX_CHECKED_BLOCKS:

@@ -1,1 +1,1 @@
-"""Defines tiers, prices and the book of limits, as pure values and decisions. `gateway` keeps the counts (docs/tenancy.md)."""
+"""Defines tiers, prices and the book of limits, as pure values and decisions."""

@@ -3,9 +3,8 @@
     take -> (save, every second) -> charge          the gateway lives
     take -> (save, every second) -> expire -> (charge, if the gateway was only slow)
 
-A pure state machine over `BookRows`, which the gateway keeps in SQLite; `now` is an argument. The gateway's Redis scripts do the same. A
-reservation belongs to one gateway. Each gateway has a beat, a number that `renew` raises; a gateway whose beat stands still is dead
-(`PeerWatch`). No clock of another machine is trusted.
+A reservation belongs to one gateway. Each gateway has a beat, a number that `renew` raises; a gateway whose beat stands still is dead
+(`PeerWatch`).
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import NamedTuple, Protocol
 from headrace.policy.limits.counters import KEPT_BUCKETS, Amounts, Moment, Unit, Window, bucket_of, used_of
 
 UNNAMED_BEATS = 10
-"""Beats after which a reservation that its gateway does not name is charged as unused."""
 
 LATE_MS = 3_600_000
 """Milliseconds for which an expired reservation still waits for a charge: its gateway may have been slow, not dead."""
@@ -27,8 +25,6 @@ MAX_LATE_REMOVED = 256
 
 
 class Claim(NamedTuple):
-    """amount: None reads the counter and takes nothing"""
-
     counter: str
     window: Window
     unit: Unit
@@ -60,16 +56,12 @@ class Reservation:
 
 
 class ClaimReading(NamedTuple):
-    """The running bucket before a claim was decided, and the one before it."""
-
     current: int
     previous: int
 
 
 @dataclass(frozen=True, slots=True)
 class TakeResult:
-    """readings: one per claim; now: the instant whose buckets were read"""
-
     is_admitted: bool
     now: Moment
     readings: tuple[ClaimReading, ...]
@@ -77,8 +69,6 @@ class TakeResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """The reservation for which amounts are taken; it is made if it does not exist."""
-
     id: str
     gateway: str
     beat: int
@@ -99,7 +89,7 @@ class BookRows(Protocol):
     def set_used(self, counter: str, window: Window, bucket: int, used: int) -> None: ...
     def remove_bucket(self, counter: str, bucket: int) -> None: ...
     def add_used(self, counter: str, bucket: int, amount: int) -> None:
-        """Change an existing bucket, to no less than 0. A bucket that was removed stays removed: nothing reads it any more."""
+        """Change an existing bucket, to no less than 0."""
         ...
 
     def reservation(self, reservation_id: str) -> Reservation | None: ...
@@ -108,8 +98,7 @@ class BookRows(Protocol):
     def save(self, gateway: str, saved: Mapping[str, Amounts]) -> None: ...
     def reservations_of(self, gateway: str, *, until_beat: int | None = None) -> list[Reservation]: ...
     def remove_expired(self, now_ms: int, limit: int) -> None:
-        """Remove up to `limit` reservations that expired at least LATE_MS ago, or after `now_ms`: before the last restart of the
-        machine."""
+        """Also removes those that expire after `now_ms`: they are from before the last restart of the machine."""
         ...
 
     def beats(self) -> dict[str, int]: ...
@@ -125,7 +114,6 @@ class LimitBook:
         """Take all amounts, or none if one limit would be exceeded.
 
         holder   the reservation to record the amounts in; None if they are never corrected
-        charges  applied first, whether the amounts are then taken or not
         """
         for reservation_id, used in charges.used.items():
             self.charge(reservation_id, used)
@@ -144,7 +132,7 @@ class LimitBook:
         return ClaimReading(self.rows.used(claim.counter, bucket) or 0, previous or 0)
 
     def charge(self, reservation_id: str, used: Amounts) -> bool:
-        """Replace the reserved amounts by the used ones, and end the reservation. False: there is none (any more)."""
+        """False: there is none (any more)."""
         reservation = self.rows.reservation(reservation_id)
         if reservation is None:
             return False
@@ -153,7 +141,7 @@ class LimitBook:
         return True
 
     def renew(self, gateway: str, beat: int, saved: Mapping[str, Amounts], now: Moment) -> dict[str, int]:
-        """Show that a gateway lives, and save what its requests have used so far. Returns the beat of every gateway.
+        """Show that a gateway lives, and save what its requests have used so far.
 
         saved  amounts by reservation, for every reservation that the gateway has or may have. Its other reservations are charged as unused,
                UNNAMED_BEATS after they were made
@@ -167,7 +155,7 @@ class LimitBook:
         return self.rows.beats()
 
     def expire(self, gateway: str, beat: int, now: Moment) -> int:
-        """Charge the saved amounts of every reservation of a dead gateway. Returns their number; 0 if the beat has moved on."""
+        """Returns their number; 0 if the beat has moved on."""
         if self.rows.beats().get(gateway) != beat:
             return 0
         reservations = self.rows.reservations_of(gateway)
@@ -202,7 +190,6 @@ class LimitBook:
         self.rows.set_used(counter, window, bucket, (used or 0) + amount)
 
     def _replace(self, reservation: Reservation, used: Amounts) -> tuple[Taken, ...]:
-        """If a reservation took from two buckets of one counter, the first bucket gets all of the use."""
         charged: set[str] = set()
         corrected: list[Taken] = []
         for taken in reservation.taken:
@@ -218,18 +205,17 @@ def is_over(claim: Claim, reading: ClaimReading, now: Moment) -> bool:
 
 
 LEASE_S = 5.0
-"""Seconds for which a beat may stand still. After that the gateway counts as dead, and another one charges its reservations."""
+"""A gateway whose beat stands still for longer counts as dead."""
 
 
 class PeerWatch:
-    """One gateway's view of the others. No two clocks are compared, so neither a jump nor a difference declares a living gateway dead."""
+    """No two clocks are compared, so neither a jump nor a difference declares a living gateway dead."""
 
     def __init__(self, own: str) -> None:
         self._own = own
         self._seen: dict[str, tuple[int, float]] = {}
 
     def dead(self, beats: Mapping[str, int], now: float) -> list[tuple[str, int]]:
-        """Each with its beat. beats: of all gateways; now: monotonic seconds"""
         seen: dict[str, tuple[int, float]] = {}
         for gateway, beat in beats.items():
             before = self._seen.get(gateway)

@@ -1,10 +1,9 @@
-"""Keeps the counters that limits are compared with. A counter is a name and a used amount per bucket of time.
+"""Keeps the counters that limits are compared with.
 
-Every window is buckets: `bucket_of` names the one that an instant belongs to. A day and a month are their own bucket. A minute slides: what
-counts is the running 60 s bucket and the part of the one before it that lies less than 60 s back, as if its use had been spread evenly.
-Requests that are open are one bucket that never ends.
+A minute slides: what counts is the running 60 s bucket and the part of the one before it that lies less than 60 s back, as if its use
+had been spread evenly.
 
-Everything is a whole number, so that a script in Redis and this module agree to the last digit. `policy.limits.book` changes counters.
+Everything is a whole number, so that a script in Redis and this module agree to the last digit.
 """
 
 from __future__ import annotations
@@ -17,11 +16,9 @@ MINUTE_MS = 60_000
 DAY_MS = 86_400_000
 
 OPEN_RETRY_MS = 1000
-"""Retry time of a request beyond the limit of open requests, since nothing tells when one ends."""
 
 KEPT_BUCKETS = 8
-"""Buckets kept per counter; a new one replaces the oldest. A clock that jumps ahead and back makes one extra bucket, so the counts of the
-right day are still there."""
+"""A clock that jumps ahead and back makes one extra bucket, so the counts of the right day are still there."""
 
 
 class Window(StrEnum):
@@ -32,8 +29,6 @@ class Window(StrEnum):
 
 
 class Unit(IntEnum):
-    """The value is the index of the field in `Amounts`."""
-
     REQUESTS = 0
     OPEN = 1
     INPUT = 2
@@ -43,7 +38,7 @@ class Unit(IntEnum):
 
 
 class Amounts(NamedTuple):
-    """tokens: prompt and output together; nanos: money (`core.money.NANOS`)"""
+    """nanos: money (`core.money.NANOS`)"""
 
     requests: int = 0
     open: int = 0
@@ -81,7 +76,6 @@ def month_of(day: int) -> int:
 
 
 def first_day_of(month: int) -> int:
-    """The inverse of `month_of`."""
     year, month_index = divmod(month - 2, 12)
     era = year // 400
     year_of_era = year - era * 400
@@ -89,7 +83,6 @@ def first_day_of(month: int) -> int:
 
 
 def used_of(window: Window, now: Moment, current: int, previous: int) -> int:
-    """For a minute with the part of the bucket before it. Rounded up."""
     if window is not Window.MINUTE or previous <= 0:
         return current
     left_ms = MINUTE_MS - now.steady_ms % MINUTE_MS
@@ -106,7 +99,7 @@ def retry_after_ms(window: Window, now: Moment, *, current: int, previous: int, 
 
 
 def reset_ms(window: Window, now: Moment) -> int:
-    """Milliseconds until nothing used up to now counts any more. 0 for open requests, which only their end resets."""
+    """Milliseconds until nothing used up to now counts any more; 0 for open requests, which only their end resets."""
     if window is Window.OPEN:
         return 0
     if window is Window.MINUTE:
@@ -126,5 +119,4 @@ def _minute_ms(now: Moment, *, current: int, previous: int, allowed: int) -> int
 
 
 def _decay_ms(previous: int, allowed: int) -> int:
-    """Milliseconds into a bucket after which at most `allowed` of the previous bucket counts."""
     return max(0, MINUTE_MS - allowed * MINUTE_MS // previous) if previous > allowed else 0

@@ -1,4 +1,4 @@
-"""Computes what tokens cost, and the most that one request may use under its limits. Money is counted in `core.money.NANOS`."""
+"""Computes what tokens cost, and the most that one request may use under its limits."""
 
 from __future__ import annotations
 
@@ -15,22 +15,18 @@ PICOS_OF_PRICE = 1_000_000
 """Pico-units per token for a price of 1 per million tokens."""
 
 PRICE_DECIMALS = 6
-"""Decimals of a price per million tokens."""
 
 MAX_PRICE = 1e6
-"""The highest price per million tokens, in the currency's unit: it keeps a month's sum within a 64-bit integer."""
+"""The highest price: it keeps a month's sum within a 64-bit integer."""
 
 
 MIN_MONEY, MAX_MONEY = 1e-9, 1e9
-"""Bounds of a budget, in the currency's unit: a nano-unit, and what is less in nano-units than a 64-bit integer holds."""
 
 MAX_PRICES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """Per million tokens, in the operator's currency."""
-
     input: float = option(
         0.0, "Price of a million prompt tokens of the model NAME; six decimals at most, as the next two.", low=0.0, high=MAX_PRICE
     )
@@ -48,7 +44,7 @@ class Price:
         return self
 
     def cost_nanos(self, *, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> int:
-        """Cost in NANOS, rounded up. cached_tokens: those of `prompt_tokens` that were found in a cache"""
+        """The cost, rounded up."""
         cached = self.input if self.cached_input is None else self.cached_input
         picos = (prompt_tokens - cached_tokens) * picos_per_token(self.input) + completion_tokens * picos_per_token(self.output)
         if cached_tokens:
@@ -66,13 +62,7 @@ FREE = Price()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCeiling:
-    """The most that one request may use. None in a field: no such bound.
-
-    context_tokens  prompt and output of one sequence
-    output_tokens   output of all sequences together: the lowest limit on output
-    total_tokens    prompt, and output of all sequences together: the lowest limit on both
-    nanos           cost in nano-units of the currency: the lowest budget
-    """
+    """None in a field: no such bound."""
 
     tier: str = ""
     context_tokens: int | None = None
@@ -82,8 +72,7 @@ class RequestCeiling:
     price: Price = FREE
 
     def max_tokens(self, prompt_tokens: int, num_sequences: int) -> int | None:
-        """The most output tokens of each sequence; None without a bound. At least 1: a request for which nothing is left is refused by the
-        limit."""
+        """At least 1: a request for which nothing is left is refused by the limit."""
         bounds = list(self._bounds(prompt_tokens))
         return max(1, min(bounds) // num_sequences) if bounds else None
 

@@ -1,4 +1,4 @@
-"""Defines tiers: what a tenant may use, as data. docs/tenancy.md says where each number is enforced."""
+"""Defines tiers: what a tenant may use, as data."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ CLASSES = tuple(member.name.lower() for member in PriorityClass)
 
 
 class DeploymentBudget(NamedTuple):
-    """Money that all tenants together may use in a UTC day, a UTC month, in the currency of `prices`."""
-
     daily_budget: float | None = None
     monthly_budget: float | None = None
 
@@ -27,7 +25,7 @@ NO_BUDGET = DeploymentBudget()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """The rules of one tier. None: without this limit. Limits are each tenant's, all its keys together, unless they say otherwise."""
+    """None: without this limit. Limits are each tenant's, all its keys together, unless they say otherwise."""
 
     class_: str = option("standard", "Priority class of its requests: `premium`, `standard` or `batch`.", one_of=CLASSES)
     weight: float = option(

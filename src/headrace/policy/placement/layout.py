@@ -1,9 +1,4 @@
-"""Chooses a model's layout over devices and the number of its replicas. Every possible layout is judged by the same rules, and the cheapest
-that meets the goals is chosen. Every other layout says why it was not.
-
-A replica is filled until its goals are used to HEADROOM, and that says how many there must be. What users see is then computed at the rate
-that is asked for, divided over these replicas.
-"""
+"""Chooses a model's layout over devices and the number of its replicas."""
 
 from __future__ import annotations
 
@@ -18,7 +13,6 @@ from headrace.policy.placement.need import Need
 from headrace.policy.placement.roofline import Layout, Roofline
 
 HEADROOM = 0.8
-"""Share of a goal that a plan uses."""
 
 MAX_NUM_SEQS = 1024
 
@@ -30,18 +24,13 @@ FULLEST_STEPS = 16
 """Halvings of the logarithm of the load."""
 
 TIE = 0.05
-"""Layouts whose rates differ by no more than this share are equally good."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """One layout with its predicted figures.
-
-    resident_tokens, num_sequences  capacity of one replica's cache; a sequence has the traffic's whole context
-    batch                           sequences that a full replica decodes together; 0: the layout cannot be used
+    """batch                           sequences that a full replica decodes together; 0: the layout cannot be used
     max_num_seqs                    sequences that a full replica must have room for
     prefill_tokens_per_s            of one replica that does nothing else
-    replicas                        as many as the traffic needs, or as the devices allow
     """
 
     layout: Layout
@@ -67,7 +56,7 @@ class Placement:
 
 
 def choose_layout(need: Need) -> list[Placement]:
-    """The best first, with an empty `reason`; if no layout meets the goals, even the first has one."""
+    """The best first; one that meets the goals has an empty `reason`."""
     judged = [judge(need, layout) for layout in layouts(need)]
     most = max((_output(need, each) for each in judged if not each.reason), default=0.0)
     judged.sort(key=lambda each: (bool(each.reason), *(_shortfall(need, each) if each.reason else _cost(need, each, most))))
@@ -78,7 +67,6 @@ def choose_layout(need: Need) -> list[Placement]:
 
 
 def layouts(need: Need) -> Iterator[Layout]:
-    """TP and PP in powers of two, TP no wider than a machine's links, few enough for a short search."""
     most = min(MAX_DEVICES, MAX_DEVICES if need.num_devices is None else need.num_devices)
     for tp in _powers(min(most, need.device.link.num_devices)):
         for pp in _powers(min(most // tp, need.model.num_layers)):
@@ -114,8 +102,6 @@ def judge(need: Need, layout: Layout) -> Placement:
 
 
 def _fullest(need: Need, latency: Roofline, room: int) -> Load:
-    """The smallest load that is tried where none keeps the goals and has room."""
-
     def is_kept(load: Load) -> bool:
         return load.slots <= room and not _why_late(need, load)
 
@@ -141,13 +127,11 @@ def capacity(need: Need, layout: Layout) -> tuple[int, int]:
 
 
 def free_bytes(need: Need, layout: Layout) -> float:
-    """Beside the weights; negative where the weights do not fit."""
     share = math.ceil(need.model.num_layers / layout.pp) / need.model.num_layers
     return layout.tp * need.device.memory_bytes * need.memory_fraction / share - need.model.weights_bytes(need.dtype)
 
 
 def _why_late(need: Need, load: Load) -> str:
-    """Empty where it meets all goals."""
     for name, value_s, most_s in _limits(need, load):
         if value_s > most_s:
             value, most = _apart(value_s * 1e3, most_s * 1e3, 1)
@@ -156,7 +140,6 @@ def _why_late(need: Need, load: Load) -> str:
 
 
 def _limits(need: Need, load: Load) -> Iterator[tuple[str, float, float]]:
-    """Each goal's name, the predicted seconds at this load, and the limit in seconds."""
     goals, wanted = need.goals, need.traffic.user_tokens_per_s
     if limits := [limit for limit in (goals.tpot_s, 1 / wanted if wanted else None) if limit]:
         yield "TPOT", load.tpot_s, HEADROOM * min(limits)
@@ -213,7 +196,6 @@ def _replicas(need: Need, layout: Layout, rate: float) -> tuple[int, str]:
 
 
 def _encoder(need: Need, latency: Roofline, refused: str) -> Placement:
-    """An encoder reads prompts and generates nothing: its rate is that of its prefill."""
     prompt = need.traffic.prompt_tokens
     alone_s = latency.prefill_s(prompt)
     rate = HEADROOM * prompt / latency.prefill_busy_s(prompt)
@@ -243,7 +225,7 @@ def _encoder_limit_s(need: Need) -> float:
 
 
 def _largest(most: int, is_good: Callable[[int], bool]) -> int:
-    """0 where 1 is not good. If a number is good, so are those below it."""
+    """0 where 1 is not good; if a number is good, so are those below it."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -252,7 +234,7 @@ def _largest(most: int, is_good: Callable[[int], bool]) -> int:
 
 
 def _output(need: Need, each: Placement) -> float:
-    """To be maximized when no rate is given: tokens per second of the existing devices, else per device."""
+    """Sort value, to be maximized when no rate is given: tokens per second of the existing devices, else per device."""
     return each.capacity_tokens_per_s if need.num_devices is not None else each.capacity_tokens_per_s / each.num_devices
 
 
@@ -261,8 +243,7 @@ def _is_tie(need: Need, each: Placement, most: float) -> bool:
 
 
 def _cost(need: Need, each: Placement, most: float) -> tuple[float, float, float, float]:
-    """To be minimized. With a rate: all devices, then devices per replica (lost together in a failure), then TPOT. Without one, among
-    layouts that give `most` tokens or nearly as many: devices per replica, then pipeline stages."""
+    """Sort key, to be minimized. With a rate: all devices, devices per replica (lost together in a failure), TPOT."""
     layout = each.layout
     if need.traffic.tokens_per_s:
         return each.num_devices, layout.num_devices, each.load.tpot_s, 0.0
@@ -272,7 +253,6 @@ def _cost(need: Need, each: Placement, most: float) -> tuple[float, float, float
 
 
 def _shortfall(need: Need, each: Placement) -> tuple[int, float]:
-    """Sort key of layouts that cannot serve, the nearest to it first."""
     layout = each.layout
     latency = Roofline(need.model, need.device, layout, need.dtype, need.kv_dtype)
     lacking_bytes = (0.0 if need.model.is_encoder else latency.kv_bytes(need.traffic.context)) - free_bytes(need, layout)
@@ -306,7 +286,6 @@ LARGER = "in larger replicas: a failure takes more away"
 
 
 def _apart(first: float, second: float, places: int) -> tuple[str, str]:
-    """With `places` decimals, or with as many more as it takes to show the difference."""
     for more in range(places, places + 12):
         shown = f"{first:,.{more}f}", f"{second:,.{more}f}"
         if shown[0] != shown[1]:

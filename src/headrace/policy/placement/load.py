@@ -1,16 +1,12 @@
 """Predicts what the users of one replica see at a load: the time from token to token, the wait for the first one, and the rate.
 
-Where the traffic counts prompts, requests begin at random moments (Poisson), and prompts are computed in steps beside the decoding
-sequences. The engine plans one step ahead: a prompt waits for the step that runs and for the one that is planned already, and the next
-one computes it. With D seconds of a step without prompts, s of one prompt and r requests per second, a step takes
+The engine plans one step ahead: a prompt waits for the step that runs and for the one that is planned already, and the next one
+computes it. With D seconds of a step without prompts, s of one prompt and r requests per second, a step takes
 
     T = D + r T s - c (1 - exp(-r T))
 
 in the mean, where c is what the first prompt of a step saves because the weights are read for it and for the decoding sequences once. A
-request meets a step of E[T^2] / E[T] = T + r s^2 / (1 - (r s)^2): long steps are met more often. It finds as many sequences as there are
-in the mean, and is one more. A prompt of several steps waits for those before it as in a queue with equal service times (M/D/1).
-
-tests/lab/plan/test_beside_simulation.py holds this to the simulator, which runs the scheduler itself.
+request meets a step of E[T^2] / E[T] = T + r s^2 / (1 - (r s)^2): long steps are met more often.
 """
 
 from __future__ import annotations
@@ -24,20 +20,14 @@ from headrace.policy.placement.roofline import CHUNK_TOKENS, Roofline
 
 STEP_TOKENS = {"cpu": 512}
 GPU_STEP_TOKENS = 8192
-"""Most tokens of a step by device: the engine's defaults of max_num_batched_tokens."""
 
 MOST_USE = 0.98
-"""Share of its time for which a replica computes prompts, at most: above it the queue grows for as long as anyone looks."""
+"""Above this share of its time for prompts, a replica's queue grows without end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A replica at one load.
-
-    running       sequences that decode together, in the mean; waiting: those that have no first token yet
-    tokens_per_s  generated
-    tpot_s        from one token to the next
-    decode_s      of a step without prompts; prompts_s: of the prompts in a step, in the mean
+    """running       sequences that decode together, in the mean; waiting: those that have no first token yet
     steps_s       of steps that a prompt waits for whatever the load; for users alone, of those beside it
     wait_s        of the mean wait that other prompts cause; wait_p95_s: what 95 % of them wait at most
     """
@@ -55,7 +45,6 @@ class Load:
 
     @property
     def ttft_s(self) -> float:
-        """Mean time to the first token, in seconds."""
         return self.own_s + self.steps_s + self.wait_s
 
     @property
@@ -64,7 +53,6 @@ class Load:
 
     @property
     def slots(self) -> int:
-        """Random arrivals are three deviations more than their mean at times."""
         present = self.running + self.waiting
         return math.ceil(present + 3 * math.sqrt(present)) if self.waiting else math.ceil(present)
 
@@ -74,7 +62,6 @@ def step_tokens(need: Need) -> int:
 
 
 def at_running(need: Need, latency: Roofline, running: float) -> Load:
-    """A lower load where prompts alone keep the replica busy before that."""
     traffic = need.traffic
     if traffic.counts_prompts:
         return _random_arrivals(need, latency, running)
@@ -86,7 +73,6 @@ def at_running(need: Need, latency: Roofline, running: float) -> Load:
 
 
 def at_rate(need: Need, latency: Roofline, tokens_per_s: float, most: float) -> Load:
-    """With at most `most` sequences that decode together."""
     return at_running(need, latency, _least(most, lambda running: at_running(need, latency, running).tokens_per_s >= tokens_per_s))
 
 
@@ -103,7 +89,6 @@ def _random_arrivals(need: Need, latency: Roofline, running: float) -> Load:
     service_s = many_s + step_s * num_steps
 
     def at(rate: float) -> tuple[float, float, float, float]:
-        """(mean step, prompts' share of it, mean wait, TPOT) at `rate` requests per second."""
         mean_s = _mean_step_s(rate, step_s, many_s, saved_s)
         share, use = 1 - step_s / mean_s, rate * service_s
         met_s = mean_s + rate * many_s**2 / (1 - (rate * many_s) ** 2)
@@ -137,7 +122,7 @@ def _random_arrivals(need: Need, latency: Roofline, running: float) -> Load:
 
 
 def _tail(use: float) -> float:
-    """p95 of a wait over its mean, where a share `use` of the requests waits, for times with an exponential tail."""
+    """p95 of a wait over its mean, for times with an exponential tail."""
     return max(math.log(20), math.log(20 * use) / use) if use > 0 else 0.0
 
 
@@ -152,7 +137,7 @@ def _mean_step_s(rate: float, step_s: float, prompt_s: float, saved_s: float) ->
 
 
 def _least(most: float, is_enough: Callable[[float], bool]) -> float:
-    """`most` where none is enough. If a number is enough, so are those above it."""
+    """`most` where none is enough; if a number is enough, so are those above it."""
     low, high = 0.0, most
     if not is_enough(most):
         return most

@@ -1,11 +1,11 @@
-"""Describes a model by its sizes, and computes its weights, KV cache and FLOPs from them. Nothing here knows a file or a device."""
+"""Describes a model by its sizes, and computes its weights, KV cache and FLOPs from them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
-"""Bytes of one weight of a layer, without scales."""
+"""Bytes of one weight, without scales."""
 
 KV_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0}
 
@@ -16,14 +16,11 @@ INT4_SCALE_BYTES = 20 / 8 / 128
 
 @dataclass(frozen=True, slots=True)
 class WeightSizes:
-    """Bytes of one weight, in the mean and with its share of scales."""
-
     layer: float
     table: float
 
 
 def sizes_of(dtype: str) -> WeightSizes:
-    """Quantizing leaves the tables in 16 bits."""
     size = WEIGHT_BYTES[dtype]
     return WeightSizes(layer=size + (INT4_SCALE_BYTES if dtype == "int4" else 0.0), table=max(size, 2.0))
 
@@ -33,7 +30,6 @@ class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2, 2024): a token's keys and values are one short vector per layer, the same for all heads.
 
     q_rank    width of the compressed query; 0: the query is not compressed
-    kv_rank   width of the compressed keys and values; nope_dim, rope_dim, value_dim: of a head
     """
 
     q_rank: int
@@ -45,10 +41,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A decoder, or an encoder for embeddings.
-
-    mlp_size            inner width of a dense feed-forward block, which has three matrices with a gate and two without
-    num_experts         routed experts of a layer; 0: every layer is dense. `experts_per_token` of them compute a token
+    """mlp_size            inner width of a dense feed-forward block
     expert_size         inner width of an expert; shared_size: of the experts that compute every token, together
     window              tokens that one of the `num_window_layers` layers sees; 0: every layer sees the whole context
     is_assumed          its family is not known, and its sizes were read as those of Llama's
@@ -82,7 +75,7 @@ class ModelShape:
 
     @property
     def num_params(self) -> int:
-        """Biases are left out: less than a thousandth."""
+        """Without biases: less than a thousandth."""
         return self.num_table_params + self.num_layer_params
 
     @property
@@ -96,7 +89,7 @@ class ModelShape:
 
     @property
     def num_active_params(self) -> int:
-        """What one generated token is multiplied with: its own experts', and not the embedding table."""
+        """A token's own experts, and not the embedding table."""
         return self._num_head_params + self._num_read_layer_params(self.experts_per_token)
 
     def sizes(self, dtype: str) -> WeightSizes:
@@ -107,7 +100,7 @@ class ModelShape:
         return self.num_layer_params * sizes.layer + self.num_table_params * sizes.table
 
     def read_bytes(self, dtype: str, num_tokens: float) -> float:
-        """By a step over `num_tokens` tokens, which choose experts independently."""
+        """Bytes that a step over `num_tokens` tokens reads; they choose experts independently."""
         chosen = 0.0
         if self.num_experts:
             chosen = self.num_experts * (1.0 - (1.0 - self.experts_per_token / self.num_experts) ** num_tokens)
@@ -123,7 +116,6 @@ class ModelShape:
 
     @property
     def _attention_params(self) -> int:
-        """Weights of one layer's attention, with its two norms."""
         norms = 2 * self.hidden_size
         if (latent := self.latent) is None:
             return norms + self.hidden_size * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
@@ -146,7 +138,6 @@ class ModelShape:
 
     @property
     def num_kv_values(self) -> int:
-        """Numbers that one token adds to the cache, over all layers."""
         if self.is_encoder:
             return 0
         if self.latent is not None:
@@ -154,7 +145,6 @@ class ModelShape:
         return self.num_layers * 2 * self.kv_heads * self.head_dim
 
     def num_resident_kv_values(self, num_tokens: float) -> float:
-        """A layer with a window keeps no more tokens than the window."""
         if not self.window:
             return self.num_kv_values * num_tokens
         per_layer = self.num_kv_values / self.num_layers
@@ -162,7 +152,7 @@ class ModelShape:
         return per_layer * (whole * num_tokens + self.num_window_layers * min(num_tokens, self.window))
 
     def attention_flops(self, num_tokens: float) -> float:
-        """Scores and weighted sum of one query, over all layers."""
+        """FLOPs of the scores and weighted sum of one query, over all layers."""
         dims = 2 * self.head_dim if self.latent is None else self.latent.nope_dim + self.latent.rope_dim + self.latent.value_dim
         per_layer = 2 * self.heads * dims
         whole = self.num_layers - self.num_window_layers
@@ -170,5 +160,4 @@ class ModelShape:
         return per_layer * seen
 
     def kv_shards(self, tp: int) -> int:
-        """A device holds whole heads, and a latent vector belongs to every head."""
         return 1 if self.latent is not None else min(tp, self.kv_heads)

@@ -1,4 +1,4 @@
-"""The inputs of a plan: a device (its numbers come from a catalogue), a model, the traffic and its goals."""
+"""The inputs of a plan: a device, a model, the traffic and its goals."""
 
 from __future__ import annotations
 
@@ -8,29 +8,24 @@ from dataclasses import dataclass, field
 from headrace.policy.placement.model import ModelShape
 
 WEIGHT_EFFICIENCY = {4.0: 0.80, 2.0: 0.80, 1.0: 0.70, 0.5: 0.60}
-"""Bytes of one weight -> share of the sheet's bandwidth at which a decode step reads weights. KV_EFFICIENCY: keys and values"""
+"""Bytes of one weight -> share of the sheet's bandwidth at which a decode step reads weights."""
 
 KV_EFFICIENCY = 0.80
 
 COMPUTE_EFFICIENCY = {4.0: 0.65, 2.0: 0.65, 1.0: 0.48, 0.5: 0.65}
-"""Bytes of one weight -> share of the sheet's FLOP/s that a prefill reaches."""
 
 LAYER_OVERHEAD_S = 30e-6
 """Seconds that each layer adds to a step whatever its size: gaps between kernels, and kernels that are too small for the device.
 
-This and the efficiencies above were fitted to steps of an 8B model on one H100 (docs/planning.md shows the fit). They are assumed for
-every device that states none of its own.
+This and the efficiencies above were fitted to steps of an 8B model on one H100 (docs/planning.md shows the fit).
 """
 
 
 FP32_TIMES = 16
-"""Time in fp32 over that in bf16, where a device does not say: without tensor cores."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """bytes_per_s: in one direction, per device; latency_s: of one small collective; num_devices: how many devices it joins"""
-
     name: str
     bytes_per_s: float
     latency_s: float
@@ -39,10 +34,8 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """memory_bytes     as the sheet says: 80 GB are 80e9 bytes
-    bytes_per_s      read bandwidth of that memory
-    flops            dtype of weights -> FLOP/s of dense products; fp32 that is not there takes 16 times as long as bf16, others as long,
-                     with the efficiency of two bytes
+    """bytes_per_s      read bandwidth of that memory
+    flops            dtype of weights -> FLOP/s of dense products
     price_per_hour   of one device, in dollars; None: not known
     """
 
@@ -68,8 +61,6 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goals:
-    """Goals in seconds; None: no goal. ttft_s is for the mean."""
-
     ttft_s: float | None = None
     ttft_p95_s: float | None = None
     tpot_s: float | None = None
@@ -77,13 +68,8 @@ class Goals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """The load to be served.
-
-    prompt_tokens, output_tokens  per request; a sequence's context is their sum
-    tokens_per_s                  rate to generate in all (for an encoder: to read); 0: as much as the devices can
+    """tokens_per_s                  rate to generate in all (for an encoder: to read); 0: as much as the devices can
     mean_tokens_per_s             of a day, where tokens_per_s is its peak, for the cost of a token; 0: tokens_per_s is the mean
-    user_tokens_per_s             rate that each user should see; 0: no wish
-    counts_prompts                whether the rate of prompts is known, so that their computation is part of the load
     """
 
     prompt_tokens: int
@@ -99,16 +85,13 @@ class Traffic:
 
     @property
     def decode_context(self) -> float:
-        """Tokens before the one that a step computes, in the mean: with random arrivals, answers are half done."""
+        """Tokens before the one that a step computes, in the mean: answers are half done."""
         return self.prompt_tokens + self.output_tokens / 2 if self.counts_prompts else self.context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """The inputs of a choice.
-
-    memory_fraction  part of a device's memory for weights and cache
-    compares_all     also layouts that this version does not run may be chosen
+    """compares_all     also layouts that this version does not run may be chosen
     rounding         to which the engine rounds the weights when it loads them; empty: they are as stored, or in 16 or 32 bits
     """
 

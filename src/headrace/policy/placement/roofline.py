@@ -12,7 +12,6 @@ from headrace.policy.placement.need import KV_EFFICIENCY, Device
 CHUNK_TOKENS = 2048
 
 ACTIVATION_BYTES = 2
-"""Bytes of one activation that devices send one another."""
 
 
 READING_WEIGHTS, COMPUTING, READING_KV, GAPS, COLLECTIVES = "reading weights", "computing", "reading KV", "gaps", "collectives"
@@ -20,18 +19,14 @@ READING_WEIGHTS, COMPUTING, READING_KV, GAPS, COLLECTIVES = "reading weights", "
 
 class StepLatency(Protocol):
     def prefill_s(self, num_tokens: int, context: int = 0) -> float:
-        """Seconds from a prompt's first to its last token, with nothing else running. context: tokens of it that are computed already"""
+        """Seconds from a prompt's first to its last token. context: tokens of it that are computed already"""
         ...
 
-    def decode_s(self, num_sequences: float, context: float) -> float:
-        """Seconds from one token to the next of `num_sequences` sequences, each with `context` tokens before it."""
-        ...
+    def decode_s(self, num_sequences: float, context: float) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One replica: each layer is divided over `tp` devices, the layers over `pp` groups of them."""
-
     tp: int = 1
     pp: int = 1
 
@@ -45,11 +40,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """A `StepLatency` of one replica. dtype: of the weights, kv_dtype: of the cache; names of `model.WEIGHT_BYTES` and `model.KV_BYTES`
-
-    A pipeline computes `pp` batches at once, each with its part of the sequences. A sequence gets its next token when its batch has passed
-    every group, so that a pipeline gives more tokens per second in all and none earlier.
-    """
+    """A `StepLatency` of one replica. dtype: of the weights, kv_dtype: of the cache; names of `model.WEIGHT_BYTES` and `model.KV_BYTES`"""
 
     model: ModelShape
     device: Device
@@ -63,7 +54,7 @@ class Roofline:
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Over all devices. Heads held by several devices count once for each."""
+        """Heads held by several devices count once for each."""
         return self.model.num_kv_values * KV_BYTES[self.kv_dtype] * self._kv_copies
 
     def kv_bytes(self, num_tokens: float) -> float:
@@ -81,7 +72,6 @@ class Roofline:
         return sum(self.prefill_terms(num_tokens, context).values())
 
     def prefill_terms(self, num_tokens: float, context: float = 0.0) -> dict[str, float]:
-        """Reading weights and computing with them overlap: only the longer counts."""
         pp = self.layout.pp
         flops = num_tokens * (2 * self.model.num_active_params + self.model.attention_flops(context + num_tokens / 2))
         num_chunks = max(1.0, num_tokens / CHUNK_TOKENS)
@@ -95,7 +85,6 @@ class Roofline:
         return sum(self.decode_terms(num_sequences, context).values())
 
     def decode_terms(self, num_sequences: float, context: float) -> dict[str, float]:
-        """As `prefill_terms`."""
         batch = self._batch(num_sequences)
         compute_s = 2 * batch * self.model.num_active_params / (self.layout.tp * self.compute_rate)
         return _longer(self.read_weights_s(batch), compute_s) | {
@@ -105,7 +94,6 @@ class Roofline:
         }
 
     def read_weights_s(self, num_tokens: float) -> float:
-        """Over all pipeline stages one after the other."""
         rate = self.device.bytes_per_s * self.device.weight_efficiency[WEIGHT_BYTES[self.dtype]]
         return self.model.read_bytes(self.dtype, num_tokens) / (self.layout.tp * rate)
 
@@ -122,17 +110,14 @@ class Roofline:
         return reduce_s + (self.layout.pp - 1) * (between.latency_s + message / (tp * between.bytes_per_s))
 
     def decode_bytes(self, num_sequences: float, context: float) -> float:
-        """Read by all devices while each sequence gets one token."""
         batch = self._batch(num_sequences)
         weights = self.model.read_bytes(self.dtype, batch) * num_sequences / batch
         return weights + num_sequences * self.kv_bytes(context)
 
     def bandwidth_tokens_per_s(self, num_sequences: float, context: float) -> float:
-        """If a step took only as long as reading at the sheet's whole bandwidth."""
         return num_sequences * self.layout.num_devices * self.device.bytes_per_s / self.decode_bytes(num_sequences, context)
 
     def _batch(self, num_sequences: float) -> float:
-        """With fewer sequences than stages each passes alone, and some stages wait."""
         return max(num_sequences / self.layout.pp, min(num_sequences, 1.0))
 
     @property
@@ -141,8 +126,7 @@ class Roofline:
 
     @property
     def compute_efficiency(self) -> float:
-        """Share of the data sheet's FLOP/s that is reached. Weights of a dtype that the device cannot multiply are multiplied in 16 bits,
-        at the share for 16 bits."""
+        """Weights of a dtype that the device cannot multiply are multiplied in 16 bits, at the share for 16 bits."""
         size = WEIGHT_BYTES[self.dtype] if self.dtype in self.device.flops else WEIGHT_BYTES["bf16"]
         return self.device.compute_efficiency[size]
 
@@ -152,12 +136,11 @@ def _longer(read_s: float, compute_s: float) -> dict[str, float]:
 
 
 LOAD_BYTES_PER_S = 2e9
-"""Rate at which a replica reads its weights, assumed: a network volume. A local NVMe drive gives 3 to 14 GB/s."""
+"""Assumed: a network volume."""
 
 START_S = 20.0
-"""Seconds that a start takes whatever the model's size, assumed: the process, its libraries, the device, a warm-up."""
+"""Assumed."""
 
 
 def load_seconds(weights_bytes: float, bytes_per_s: float = LOAD_BYTES_PER_S) -> float:
-    """Getting a machine is not part of it. weights_bytes: of the whole model, however many devices divide it"""
     return START_S + weights_bytes / bytes_per_s

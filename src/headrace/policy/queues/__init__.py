@@ -1,4 +1,4 @@
-"""Orders the waiting sequences, by one of several policies. A new policy is one file here and one row of `QUEUES`."""
+"""Orders the waiting sequences; a new policy is one file here and one row of `QUEUES`."""
 
 from __future__ import annotations
 
@@ -16,5 +16,4 @@ QUEUES: dict[str, type[Queue]] = {
 
 
 def traits_of(policy: str) -> QueueTraits:
-    """An unknown name has no traits."""
     return QUEUES[policy].traits if policy in QUEUES else QueueTraits()

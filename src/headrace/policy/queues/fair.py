@@ -1,7 +1,4 @@
-"""Fair queueing between tiers, and inside each tier between its tenants, by tokens computed (docs/fairness.md).
-
-Tiers that have received about the same service are ordered by how soon their TTFT goals are missed (SLACK_LEAD_TOKENS).
-"""
+"""Fair queueing between tiers, and inside each tier between its tenants, by tokens computed (docs/fairness.md)."""
 
 from __future__ import annotations
 
@@ -16,20 +13,18 @@ from headrace.policy.queues.queue import QueueTraits, StepShares
 from headrace.policy.sequence import Sequence
 
 MAX_REMEMBERED_TENANTS = 10_000
-"""Service counters kept."""
 
 IDLE_CREDIT_TOKENS = 1024.0
 """Tokens (for a tier: divided by its weight) by which a tenant or tier that begins to wait may lag behind the least served waiting one."""
 
 _Entry = tuple[float, float, int, str]
-"""A waiting tenant in the heap."""
 
 
 class TenantOrder:
     """A virtual token counter per tenant (Sheng et al. 2024): the tenant with the least service is served first.
 
-    When a tenant begins to wait, its counter is raised to IDLE_CREDIT_TOKENS below the least counter among the waiting tenants, or, when
-    none waits, below that of the tenant that waited last: idling earns no more credit.
+    When a tenant begins to wait, its counter is raised to IDLE_CREDIT_TOKENS below the least counter among the waiting tenants, or the
+    last one's: idling earns no more credit.
     """
 
     def __init__(self) -> None:
@@ -40,7 +35,7 @@ class TenantOrder:
         self._size = 0
         self._heap: list[_Entry] = []
         self._current: dict[str, _Entry] = {}
-        """Tenant -> the one entry of `_heap` that counts. Its service may lack a charge, never a refund."""
+        """Its service may lack a charge, never a refund."""
         self._num_arrivals = 0
 
     def push(self, seq: Sequence) -> None:
@@ -65,7 +60,6 @@ class TenantOrder:
         return len(self._queues.get(tenant, ()))
 
     def remove(self, seq: Sequence) -> bool:
-        """Remove a waiting sequence."""
         tenant = seq.request.tenant
         queue = self._queues.get(tenant)
         if queue is None or seq not in queue:
@@ -81,7 +75,6 @@ class TenantOrder:
         return True
 
     def service_of(self, tenant: str) -> float:
-        """A tenant's service."""
         return self._served.get(tenant, 0.0)
 
     def charge(self, tenant: str, service: float) -> None:
@@ -145,19 +138,18 @@ def _place(seq: Sequence) -> tuple[float, int]:
 
 
 MAX_REMEMBERED_TIERS = 1000
-"""Most tiers whose counters are kept."""
 
 SLACK_LEAD_TOKENS = 1024
-"""Tiers at most this many weighted tokens ahead of the least served tier are ordered by slack, the time left until a TTFT goal is missed.
-With a larger number a tier with short goals would take the share of the others for longer than a step or two."""
+"""Tiers at most this many weighted tokens ahead of the least served tier are ordered by slack, the time left until a TTFT goal is
+missed.
+"""
 
 
 class FairShareQueue:
     """Serves the tier with the least weighted service first, and inside that tier the tenant with the least service.
 
-    Weighted service is the number of tokens computed, divided by the tier's weight. A tier that was idle may not catch up at once: when the
-    tier begins to wait, its service is raised to IDLE_CREDIT_TOKENS below the least service of the waiting tiers. When no tier waits, the
-    service of the tier that waited last takes the place of that minimum.
+    A tier that was idle may not catch up at once: when the tier begins to wait, its service is raised to IDLE_CREDIT_TOKENS below the
+    least service of the waiting tiers.
     """
 
     traits = QueueTraits(has_tenants=True)
@@ -241,7 +233,6 @@ class FairShareQueue:
         tier.charge(request.tenant, num_tokens)
 
     def _service(self, seq: Sequence) -> tuple[float, float, float, int]:
-        """Sort key: the tier's weighted service, the tenant's, then the order among the tenant's sequences."""
         tier = self._tier(seq.request.tier.name)
         return tier.served, tier.service_of(seq.request.tenant), seq.key, seq.seq_id
 
@@ -263,13 +254,11 @@ class FairShareQueue:
 
 
 def _rank(served: float, least: float, slack: float) -> tuple[bool, float, float]:
-    """Sort key of a tier; the smallest is served first."""
     return served - least > SLACK_LEAD_TOKENS, slack, served
 
 
 def _slack_s(seq: Sequence, now: float, costs: StepCosts) -> float:
-    """Seconds that the prefill may wait so that the first token meets the TTFT goal. Infinite without a goal, after the first token, and
-    when it is missed already."""
+    """Infinite without a goal, after the first token, and when it is missed already."""
     goal_ms = seq.request.tier.ttft_ms
     if goal_ms is None or seq.first_token_emitted:
         return math.inf

@@ -1,7 +1,7 @@
 """Implements the policies whose order is a key fixed at first push: first come first served, and shortest job first.
 
-A push or a pop costs O(log n). Aging needs no rescans: with linear aging the order of two waiting sequences never changes, because
-`length - waited / aging_s` sorts like `arrival + length * aging_s`.
+Aging needs no rescans: with linear aging the order of two waiting sequences never changes, because `length - waited / aging_s` sorts
+like `arrival + length * aging_s`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from headrace.policy.queues.queue import QueueTraits, StepShares
 from headrace.policy.sequence import Sequence
 
 SJF_AGING_S_PER_TOKEN = 0.01
-"""Each token of a request's length delays its turn by this many seconds."""
 
 
 class KeyQueue:
-    """A preempted sequence keeps its key, and with it its place. A removed sequence's entry stays until it is on top, or the heap has four
-    entries per sequence."""
+    """A removed sequence's entry stays until it is on top, or the heap has four entries per sequence."""
 
     traits = QueueTraits()
     shares = StepShares()
@@ -89,7 +87,5 @@ class FcfsQueue(KeyQueue):
 
 
 class SjfQueue(KeyQueue):
-    """A request's length is its uncached prompt tokens plus max_tokens."""
-
     def key_of(self, seq: Sequence, cost_tokens: int) -> float:
         return seq.arrival + cost_tokens * SJF_AGING_S_PER_TOKEN

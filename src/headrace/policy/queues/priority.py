@@ -1,4 +1,4 @@
-"""Serves premium before standard before batch, with aging; inside a class, shares fairly between tiers and tenants (docs/fairness.md)."""
+"""Serves premium before standard before batch, with aging; inside a class, shares between tiers and tenants (docs/fairness.md)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from headrace.policy.queues.queue import QueueTraits, StepShares
 from headrace.policy.sequence import STALLED, Sequence
 
 PRIORITY_AGING_S = 10.0
-"""Seconds without a started sequence after which a waiting class has aged, for each class between it and the highest waiting class. An aged
-class is served until it has its share by CLASS_WEIGHTS."""
+"""Seconds without a started sequence after which a waiting class has aged, for each class between it and the highest waiting class."""
 
 CLASS_WEIGHTS = {PriorityClass.PREMIUM: 64.0, PriorityClass.STANDARD: 8.0, PriorityClass.BATCH: 1.0}
 """Ratio of the tokens that the classes get in the long run while all of them wait."""
 
 
 class _ClassOrder(FairShareQueue):
-    """since: seconds when the class began to wait, or when one of its sequences last started while the class had its share"""
+    """since: seconds when the class began to wait, or last started a sequence while it had its share"""
 
     def __init__(self, priority: PriorityClass) -> None:
         super().__init__()
@@ -29,9 +28,6 @@ class _ClassOrder(FairShareQueue):
 
 
 class PriorityQueue:
-    """When a class begins to wait, its service is raised to the least among the waiting classes; if none waits, to that of the class that
-    waited last."""
-
     traits = QueueTraits(has_classes=True, has_tenants=True)
     shares = StepShares(premium_headroom=1 / 16)
 
@@ -123,6 +119,5 @@ def _served_now(waiting: list[_ClassOrder], now: float) -> Iterator[_ClassOrder]
 
 
 def _has_aged(seq: Sequence, highest: PriorityClass, now: float) -> bool:
-    """Whether a running prompt got no tokens for so long that it is served before those of higher classes."""
     distance = seq.request.priority - highest
     return distance > 0 and seq.stage is STALLED and now - seq.stage_since >= distance * PRIORITY_AGING_S

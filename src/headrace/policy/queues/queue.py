@@ -1,5 +1,4 @@
-"""Declares the protocol of a queue policy: the order in which sequences start, the sequence to preempt (the one that would be served last),
-and shares of the step's prefill budget. `QUEUES` names the implementations."""
+"""Declares the protocol of a queue policy."""
 
 from __future__ import annotations
 
@@ -14,10 +13,7 @@ from headrace.policy.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class StepShares:
-    """Shares of a step's tokens between prefilling sequences. A policy that differs has its own value.
-
-    long_prompt_steps     a prompt is long when the rest of it would fill more steps than this; sequences queued behind it then do not wait
-                          for its end
+    """long_prompt_steps     a prompt is long when the rest of it would fill more steps than this
     queued_share_divisor  while a long prompt prefills, 1/N of the step's remaining budget is reserved for the sequences behind it
     premium_headroom      fraction of slots and KV blocks that other classes leave free while premium requests come
     prefill               fraction of the tokens left over by decoding rows that prefills may take
@@ -29,71 +25,58 @@ class StepShares:
     prefill: float = 1.0
 
     def for_prefill(self, budget: int) -> int:
-        """At least one token if the budget is not empty."""
         return budget if self.prefill >= 1.0 or budget <= 0 else max(1, int(budget * self.prefill))
 
     def is_long(self, num_tokens: int, budget: int) -> bool:
         return num_tokens > self.long_prompt_steps * max(budget, 1)
 
     def withheld_for_long(self, budget: int) -> int:
-        """At least one token, if two or more remain."""
         return budget - max(budget // self.queued_share_divisor, 1) if budget > 1 else max(budget, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class QueueTraits:
-    """has_tenants: tenants are served in turns, by the tokens computed for each: `Queue.charge` has to be called"""
+    """has_tenants: tenants are served in turns, by the tokens computed for each"""
 
     has_classes: bool = False
     has_tenants: bool = False
 
     def lowest_before(self, priority: PriorityClass) -> PriorityClass:
-        """The lowest class that is served before a new request of this one."""
         return priority if self.has_classes else PriorityClass.BATCH
 
 
 class Queue(Protocol):
-    """The waiting sequences of one engine."""
-
     traits: QueueTraits
     shares: StepShares
 
     def push(self, seq: Sequence, cost_tokens: int) -> None:
-        """A new or preempted sequence. cost_tokens: uncached prompt + tokens it may still generate"""
+        """cost_tokens: uncached prompt + tokens it may still generate"""
         ...
 
     def head(self, now: float, costs: StepCosts) -> Sequence | None:
-        """Changes nothing. costs: what steps cost lately"""
+        """Changes nothing."""
         ...
 
     def heads(self, now: float, costs: StepCosts) -> Iterator[Sequence]:
-        """One per tenant where the policy distinguishes tenants. The queue must not change meanwhile."""
+        """The queue must not change meanwhile."""
         ...
 
-    def num_of_tenant(self, seq: Sequence) -> int:
-        """Waiting sequences of the same tenant, class and tier, itself included."""
-        ...
+    def num_of_tenant(self, seq: Sequence) -> int: ...
 
     def start(self, seq: Sequence, now: float) -> None: ...
 
-    def remove(self, seq: Sequence) -> None:
-        """A sequence that does not wait is ignored."""
-        ...
+    def remove(self, seq: Sequence) -> None: ...
 
-    def outranks(self, seq: Sequence, other: Sequence) -> bool:
-        """Whether a sequence may take the place of a running one because of its class."""
-        ...
+    def outranks(self, seq: Sequence, other: Sequence) -> bool: ...
 
     def precedes(self, seq: Sequence, running: Sequence) -> bool:
-        """Whether a waiting sequence of another tenant or class takes prefill budget before a running one."""
+        """Whether a waiting sequence takes prefill budget before a running one."""
         ...
 
     def victim(self, candidates: Iterable[Sequence]) -> Sequence: ...
 
     def prefill_order(self, sequences: list[Sequence], now: float, costs: StepCosts) -> list[Sequence]: ...
 
-    def charge(self, sequences: Iterable[Sequence]) -> None:
-        """What was planned since their last charge (`Sequence.take_uncharged`)."""
-        ...
+    def charge(self, sequences: Iterable[Sequence]) -> None: ...
 
     def __len__(self) -> int: ...

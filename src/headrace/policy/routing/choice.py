@@ -1,8 +1,7 @@
 """Chooses the replica of a request: draws two at random, and takes the one that is expected to be done first.
 
-Pure: no socket, no clock, no state, and the random numbers are the caller's. A replica's load is its last snapshot plus what this gateway
-sent since that snapshot was made. The two are compared by `predicted_time`, or by the number of requests while neither speed is known.
-Comparing two alone also keeps several gateways from choosing the same replica at once (Mitzenmacher 2001, "The power of two choices").
+A replica's load is its last snapshot plus what this gateway sent since that snapshot was made. Comparing two alone keeps several
+gateways from choosing the same replica at once (Mitzenmacher 2001).
 """
 
 from __future__ import annotations
@@ -21,17 +20,15 @@ SIMILAR = 1.25
 """Predicted times whose ratio is at most this are equal."""
 
 UNMEASURED_DIVISOR = 64
-"""One choice in N ignores the measured speeds, so that a replica once measured as slow, which gets no requests, is measured again."""
+"""One choice in N ignores the measured speeds, so that a replica once measured as slow is measured again."""
 
 AFFINITY = 2.0
-"""A preferred replica is taken if its predicted time is at most this many times that of the choice without it. The prediction leaves out
-what the prefix cache saves: a conversation's history is most of its prompt, and computing it most of the time to first token."""
+"""A preferred replica is taken if its predicted time is at most this many times that of the choice without it."""
 
 AFFINITY_REQUESTS = 2
 """The limit of affinity while no speed is known: the preferred replica may have this many requests more than the other choice."""
 
 RESOLUTION = 1 << 30
-"""Weighted draws take an integer in [0, RESOLUTION)."""
 
 
 EMPTY = LoadSnapshot(
@@ -43,7 +40,7 @@ EMPTY = LoadSnapshot(
     kv_blocks_total=0,
     counters=EngineCounters(),
 )
-"""Assumed before the first snapshot. The number of blocks is unknown, so that none counts as missing."""
+"""Assumed before the first snapshot."""
 
 
 class Random(Protocol):
@@ -52,8 +49,6 @@ class Random(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """snapshot: None before the first; sent: since that report"""
-
     replica_id: ReplicaId
     snapshot: LoadSnapshot | None = None
     sent: SentSince = NOTHING_SENT
@@ -61,10 +56,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Cost:
-    """The comparison between two replicas whose speed is not known. Lower is better.
-
-    lacks_blocks  the prompt would have to wait for KV blocks (free and evictable ones, less those of requests sent since the report)
-    outstanding   requests running, waiting and sent since the report
+    """lacks_blocks  the prompt would have to wait for KV blocks (free and evictable ones, less those of requests sent since the report)
     fullness      share of the KV pool in use or needed by those requests: decides between equally busy replicas
     """
 
@@ -81,11 +73,7 @@ def choose(
     random: Random,
     preferred: ReplicaId | None = None,
 ) -> Candidate | None:
-    """Draws at most three random numbers, whatever the number of replicas, and the same with and without `preferred`. A replica of unknown
-    speed counts as one of mean speed.
-
-    preferred  has the beginning of the prompt in its prefix cache: taken unless it is much slower than the choice without it
-    """
+    """preferred  has the beginning of the prompt in its prefix cache: taken unless it is much slower than the choice without it"""
     if len(candidates) < 2:
         return candidates[0] if candidates else None
 
@@ -113,7 +101,6 @@ def _is_about_as_cheap(favourite: Cost, chosen: Cost) -> bool:
 
 
 def cheaper_of_two(choices: Sequence[Choice], cost_of: Callable[[Choice], Any], random: Random) -> Choice:
-    """choices: at least one; cost_of: a value that can be compared"""
     count = len(choices)
     first = random.randrange(count)
     if count == 1:
@@ -142,7 +129,6 @@ def _draw(weights: Sequence[float], random: Random) -> int:
 
 
 def cost(candidate: Candidate, *, prompt_tokens: int, block_size: int) -> Cost:
-    """A replica without a snapshot counts as empty."""
     snapshot, sent = candidate.snapshot, candidate.sent
     if snapshot is None:
         return Cost(False, sent.num_requests, 0.0)
@@ -155,22 +141,16 @@ def cost(candidate: Candidate, *, prompt_tokens: int, block_size: int) -> Cost:
 SLOW_START_S = 10.0
 
 FIRST_SHARE = 0.1
-"""Part of its share that a replica gets in its first moment: enough to find out its speed."""
 
 
 def started_share(ready_s: float, slow_start_s: float) -> float:
-    """Part of its share `ready_s` seconds after it became ready. slow_start_s: 0 = always all of it"""
     if ready_s >= slow_start_s:
         return 1.0
     return max(FIRST_SHARE, ready_s / slow_start_s)
 
 
 def started(choices: Sequence[Choice], shares: Sequence[float], random: Random) -> list[Choice]:
-    """The replicas that take part in this decision, each with the probability share / largest share; one with the largest always does.
-
-    A replica that has just become ready gets a part: its prefix cache is empty, its speed unknown, and if it fails its requests, few have
-    to move.
-    """
+    """A replica that has just become ready gets a part: its prefix cache is empty and its speed unknown."""
     largest = max(shares, default=1.0)
     return [
         choice

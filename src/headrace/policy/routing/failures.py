@@ -1,8 +1,6 @@
-"""Decides what the failures of servers and replicas lead to: whether one is sent requests (`CircuitBreaker`), which replicas are left out
-(`ejected`), whose failure it was (`TenantFailures`), and how often a request is sent again (`RetryBudget`).
+"""Decides what the failures of servers and replicas lead to.
 
-Pure state machines: `now` is given, in seconds of one monotonic clock. What counts as a failure, and the choice among servers, are not
-here.
+Pure state machines: `now` is given, in seconds of one monotonic clock.
 """
 
 from __future__ import annotations
@@ -22,30 +20,24 @@ class CircuitState(Enum):
     CLOSED = "closed"
     OPEN = "open"
     HALF_OPEN = "half_open"
-    """The probe is under way; no other request is sent before its outcome is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakerLimits:
-    """cooldown_s      how long it stays open the first time
-    max_cooldown_s  upper bound of the doubled cooldowns
-    """
-
     max_failures: int = 5
     cooldown_s: float = 5.0
     max_cooldown_s: float = 60.0
 
 
 class CircuitBreaker:
-    """The circuit of one server. state: after the last call; num_failures: failures in a row while closed
+    """The circuit of one server.
 
         CLOSED --max_failures in a row--> OPEN --cooldown passed--> HALF_OPEN --probe answered--> CLOSED
                                            ^                            |
                                            `------- probe failed -------'  the cooldown doubles, up to max_cooldown_s
 
-    Each request sent takes a `Ticket` and reports exactly one outcome. Outcomes of requests that were sent before the last change of state
-    are ignored: a hundred requests that were under way when a server died do not lengthen its cooldown, and a late answer does not close a
-    circuit that a newer failure opened.
+    Each request sent takes a `Ticket` and reports exactly one outcome. Outcomes of requests that were sent before the last change of
+    state are ignored: a hundred requests under way when a server died do not lengthen its cooldown.
     """
 
     def __init__(self, limits: BreakerLimits | None = None) -> None:
@@ -57,7 +49,6 @@ class CircuitBreaker:
         self.num_failures = 0
 
     def wait_s(self, now: float) -> float:
-        """Seconds until a request may be sent. While a probe runs, one first cooldown, since the probe's outcome is not known."""
         if self.state is CircuitState.OPEN:
             return max(0.0, self._open_until - now)
         return self._limits.cooldown_s if self.state is CircuitState.HALF_OPEN else 0.0
@@ -66,26 +57,22 @@ class CircuitBreaker:
         return self.wait_s(now) == 0.0
 
     def send(self, now: float) -> Ticket:
-        """If the circuit was open, this request is the probe. `can_send` allowed it."""
         assert self.can_send(now)
         if self.state is CircuitState.OPEN:
             self._change(CircuitState.HALF_OPEN)
         return self._ticket
 
     def begin(self, ticket: Ticket) -> None:
-        """A probe closes the circuit. This is not an outcome yet: the answer may still break off."""
         if ticket == self._ticket and self.state is CircuitState.HALF_OPEN:
             self._change(CircuitState.CLOSED)
             self._cooldown_s = self._limits.cooldown_s
 
     def succeed(self, ticket: Ticket) -> None:
-        """Outcome: the server answered, or refused the request for a fault of the request itself."""
         self.begin(ticket)
         if ticket == self._ticket:
             self.num_failures = 0
 
     def fail(self, ticket: Ticket, now: float) -> None:
-        """The server failed."""
         if ticket != self._ticket:
             return
         if self.state is CircuitState.HALF_OPEN:
@@ -97,7 +84,7 @@ class CircuitBreaker:
             self._open(now)
 
     def abandon(self, ticket: Ticket, now: float) -> None:
-        """The outcome is not known. A probe leaves the circuit open without a further cooldown."""
+        """The outcome is not known."""
         if ticket == self._ticket and self.state is CircuitState.HALF_OPEN:
             self._change(CircuitState.OPEN)
             self._open_until = now
@@ -122,12 +109,10 @@ EJECTED_DIVISOR = 10
 """At most 1/N of a model's ready replicas are left out at a time, and one where there are fewer."""
 
 REPLICA_LIMITS = BreakerLimits(max_failures=3, cooldown_s=5.0, max_cooldown_s=60.0)
-"""Three failures in a row open a replica's circuit."""
 
 
 def ejected(ready: Mapping[ReplicaId, CircuitBreaker], now: float) -> frozenset[ReplicaId]:
-    """The ready replicas that get no request now, of those whose circuits are open: few at a time, the ones that stay open longest, and
-    never the last replica. Some causes, such as a request that ends every engine, make all replicas fail.
+    """The ready replicas that get no request now: few at a time, and never the last one.
 
     ready  the circuit of every ready replica of the model
     """
@@ -137,14 +122,11 @@ def ejected(ready: Mapping[ReplicaId, CircuitBreaker], now: float) -> frozenset[
 
 
 OTHERS_S = 60.0
-"""Seconds for which an answer to one tenant shows that the failures of another one are not the server's."""
 
 
 class TenantFailures:
-    """The answers and failures of one server, by tenant.
-
-    Some requests make a server fail each time; sent by one tenant, they would open its circuit for all. A failure is the tenant's while the
-    server answered another tenant within `OTHERS_S` and has not failed for another one since. A tenant alone at a server cannot be
+    """A request that makes a server fail each time would open its circuit for all tenants. A failure is the tenant's while the server
+    answered another tenant within `OTHERS_S` and has not failed for another one since. A tenant alone at a server cannot be
     distinguished from it: each failure is the server's then.
     """
 
@@ -159,7 +141,7 @@ class TenantFailures:
         self._tenant_to_answered_at = dict([*kept[-1:], (tenant, now)])
 
     def is_tenants(self, tenant: bytes, now: float) -> bool:
-        """Note a failure. Returns whether it is the tenant's."""
+        """Also notes a failure."""
         self._is_failing_several = self._is_failing_several or self._failing not in (None, tenant)
         self._failing = tenant
         others = [at for other, at in self._tenant_to_answered_at.items() if other != tenant]
@@ -167,11 +149,10 @@ class TenantFailures:
 
 
 class RetryBudget:
-    """Limits the requests that are sent again to the server that failed them, so that failures cause no storm of retries. tokens: retries
-    allowed now
+    """Limits retries, so that failures cause no storm of them.
 
-    A token bucket without a clock: every new request adds `share` of a token, every retry takes a whole one, and at most `burst` are kept.
-    With everything failing, servers get at most 1 + `share` times the requests that clients send. Source: Finagle's RetryBudget.
+    A token bucket without a clock: a new request adds `share` of a token, a retry takes a whole one, at most `burst` are kept. Source:
+    Finagle's RetryBudget.
     """
 
     def __init__(self, *, share: float = 0.2, burst: float = 10.0) -> None:
@@ -183,7 +164,6 @@ class RetryBudget:
         self.tokens = min(self.tokens + self._share, self._burst)
 
     def withdraw(self) -> bool:
-        """False: none is left, and the failure stands."""
         if self.tokens < 1.0:
             return False
         self.tokens -= 1.0

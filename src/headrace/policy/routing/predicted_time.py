@@ -5,8 +5,7 @@
     + the longest of three waits: for the other work of the steps that compute the queued prompts, for a free slot, for free KV blocks
     + OUTPUT_SHARE of the time that its output takes
 
-Slots and blocks become free as running sequences end. Tokens that the prefix cache holds are not known here, and count in full. Which
-replicas are compared is decided in `choice`.
+Slots and blocks become free as running sequences end.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from dataclasses import dataclass
 from headrace.core.load import LoadSnapshot, summed
 
 OUTPUT_SHARE = 0.1
-"""Part of the output's time that counts beside the time to the first token. With 0 a slow replica gets more answers than it finishes in the
-same time; with 1 it stays idle while requests queue at a fast one (docs/experiments.md, Routing by predicted time)."""
+"""Part of the output's time that counts beside the time to the first token. With 0 a slow replica gets more answers than it finishes in
+the same time; with 1 it stays idle while requests queue at a fast one.
+"""
 
 UNKNOWN_OUTPUT_TOKENS = 128
 
 
 def mean_output_tokens(num_finished: int, num_tokens: int) -> int:
-    """num_tokens: sum over the outputs of ended answers"""
     return max(1, num_tokens // num_finished) if num_finished else UNKNOWN_OUTPUT_TOKENS
 
 
@@ -37,7 +36,7 @@ class RequestSize:
 
 @dataclass(frozen=True, slots=True)
 class SentSince:
-    """Sent by this gateway after the replica's last report. num_tokens: of the prompts"""
+    """num_tokens: of the prompts"""
 
     num_requests: int = 0
     num_tokens: int = 0
@@ -64,7 +63,6 @@ class StepSpeed:
 
 
 def speed_of(load: LoadSnapshot | None) -> StepSpeed | None:
-    """None: it has computed nothing yet, or is of an earlier version."""
     if load is None or load.step_fixed_s + load.step_token_s <= 0.0:
         return None
     return StepSpeed(load.step_fixed_s, load.step_token_s)
@@ -78,8 +76,7 @@ def mean_speed(speeds: Iterable[StepSpeed | None]) -> StepSpeed | None:
 
 
 def predicted_s(load: LoadSnapshot, sent: SentSince, size: RequestSize, speed: StepSpeed, *, block_size: int) -> float:
-    """Predicted seconds to the first token, plus a share of the time of the output. Infinite where the prompt can never fit the KV
-    cache."""
+    """Infinite where the prompt can never fit the KV cache."""
     num_sequences = load.num_running + load.num_waiting + sent.num_requests + 1
     output_s = size.output_tokens * speed.step_s(min(num_sequences, load.max_num_seqs or num_sequences))
     waiting_s = wait_s(load, sent, size, speed, block_size=block_size)
@@ -89,8 +86,7 @@ def predicted_s(load: LoadSnapshot, sent: SentSince, size: RequestSize, speed: S
 def wait_s(load: LoadSnapshot, sent: SentSince, size: RequestSize, speed: StepSpeed, *, block_size: int) -> float:
     """Predicted seconds until the replica begins with the request's prompt: earlier work ends, and slots and blocks become free.
 
-    Prompts are computed `step_prompt_tokens` at a time, and each such step has its fixed cost and the decoding rows too. Slots and blocks
-    become free as outputs end. Both happen in the same steps, so only the longer of the two counts.
+    Slots and blocks become free in the same steps in which prompts are computed, so only the longer of the two counts.
     """
     num_to_start = load.num_waiting + sent.num_requests + 1
     num_sequences = load.num_running + num_to_start
@@ -106,7 +102,6 @@ def wait_s(load: LoadSnapshot, sent: SentSince, size: RequestSize, speed: StepSp
 
 
 def _num_rows(load: LoadSnapshot) -> int:
-    """Rows of all classes: every step has them."""
     return summed(load.classes).num_running if load.classes else load.num_running
 
 
@@ -115,7 +110,6 @@ def _rest_of_step_s(load: LoadSnapshot) -> float:
 
 
 def _blocks_share(load: LoadSnapshot, num_tokens: int, size: RequestSize, block_size: int) -> float:
-    """Share of the KV pool that must become free before `num_tokens` more tokens fit."""
     if not load.kv_blocks_total:
         return 0.0
     if num_blocks(size.prompt_tokens, block_size) > load.kv_blocks_total:

@@ -1,8 +1,4 @@
-"""Makes sequences of a request that has just arrived, and keeps what they wait for (prerequisites) and by when they must end (deadlines).
-
-The scheduler's own prerequisites begin with RESERVED. All others come from the engine (`engine.preparation`), which may neither add nor
-answer a reserved one.
-"""
+"""Makes sequences of a request that has just arrived, and keeps their prerequisites and deadlines."""
 
 from __future__ import annotations
 
@@ -24,11 +20,8 @@ NO_PREREQUISITES: Mapping[str, float] = MappingProxyType({})
 
 RESERVED = "headrace."
 FORK = "headrace.fork"
-"""The 2nd to nth sequence of a request wait for the first to compute the prompt."""
 HOST_KV = "headrace.host_kv"
-"""Its cached prompt continues in the host tier."""
 NO_TIME_LIMIT = math.inf
-"""The scheduler's own prerequisites always end."""
 
 
 def check_prerequisite(name: str) -> None:
@@ -75,21 +68,18 @@ MIN_SWEEP = 64
 
 
 class Limit(IntEnum):
-    """An answer's ends the sequence; a prerequisite's ends it only while the prerequisite is missing."""
-
     ANSWER = 0
     PREREQUISITE = 1
 
 
 class Deadlines:
-    """A heap of (time, sequence). Entries of ended sequences are skipped, and swept out when the heap has doubled since the last sweep."""
+    """A heap of (time, sequence); entries of ended sequences are skipped, and swept out when the heap has doubled."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Limit, str, Sequence]] = []
         self._sweep_at = MIN_SWEEP
 
     def add(self, at: float, seq: Sequence, kind: Limit, what: str = "") -> None:
-        """A sequence has one entry per kind and name, so the heap never compares sequences."""
         if len(self._heap) >= self._sweep_at:
             self._heap = [entry for entry in self._heap if entry[4].state is not SeqState.DONE]
             heapq.heapify(self._heap)
@@ -103,5 +93,4 @@ class Deadlines:
                 yield seq, kind, what
 
     def next(self) -> float | None:
-        """Its sequence may have ended."""
         return self._heap[0][0] if self._heap else None

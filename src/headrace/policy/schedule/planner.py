@@ -1,9 +1,7 @@
 """Decides the rows of a step, for `Scheduler.plan`.
 
-A step has one token budget. Prefill and decode both compute "tokens expected minus tokens planned", so chunked prefill, prefix hits and
-resumed sequences need no loop of their own. Decoding rows come first: one token each, or 1 + k with k drafts. Prefills share what remains
-(`Planner._plan_prefills`). While a long prompt prefills, a quarter of that rest is reserved for the sequences queued behind it
-(`policy.queues.queue`), so a short prompt does not wait until a long one is computed.
+Prefill and decode both compute "tokens expected minus tokens planned", so chunked prefill, prefix hits and resumed sequences need no
+loop of their own. Decoding rows come first: one token each, or 1 + k with k drafts.
 """
 
 from __future__ import annotations
@@ -34,16 +32,12 @@ class Planner:
         self.sequences = sequences
         self.start_rules = StartRules(config, kv, sequences)
         self.is_static = False
-        """A batch is run to its end before the next: the baseline of the benchmarks."""
         self._price = ChunkPrice(config.costly_context if config.enable_chunked_prefill else 0)
         self._charge_at = 0
         self.prompt_tokens_left = [0] * len(PriorityClass)
-        """Tokens of running prompts that the last step left to later ones, by priority class."""
         self.step_prompt_tokens = config.max_num_batched_tokens
-        """In the last step in which a prompt ran or could have started."""
 
     def fill(self, step: StepBuilder) -> None:
-        """When it raises, the step holds the rows added so far."""
         step.first = self.start_rules.preempt_for_head(step.now, step.costs)
         prefilling, drafted = self._plan_decodes(step)
         for seq in drafted:
@@ -55,11 +49,10 @@ class Planner:
             self._forget_bounds()
 
     def _forget_bounds(self) -> None:
-        """Nothing runs: what goals of sequences allowed says nothing about those that come next."""
         self.step_prompt_tokens, self.start_rules.max_running = self.config.max_num_batched_tokens, self.config.max_num_seqs
 
     def fill_within_held_blocks(self, sequences: list[Sequence], step: StepBuilder) -> list[Sequence]:
-        """These sequences alone, within the blocks they hold. Returns those that the budget did not reach."""
+        """Returns the sequences that the budget did not reach."""
         left: list[Sequence] = []
         for seq in sequences:
             if seq.state is RUNNING and not (seq.num_uncomputed == 1 and seq.is_complete):
@@ -73,9 +66,7 @@ class Planner:
         return left
 
     def _plan_decodes(self, step: StepBuilder) -> tuple[list[Sequence], list[Sequence]]:
-        """Add a row of one token for each decoding sequence that has or gets a block for it, perhaps by preempting another.
-
-        Returns the running sequences with more than one token to compute, and the sequences with drafted tokens to verify.
+        """Returns the running sequences with more than one token to compute, and those with drafted tokens to verify.
 
         This is the scheduler's hottest loop: for a sequence below its `bulk_decode_limit` there is nothing to decide.
         """
@@ -101,7 +92,6 @@ class Planner:
         return prefilling, drafted
 
     def _plan_drafted(self, seq: Sequence, step: StepBuilder) -> None:
-        """One row over the last token and its drafted successors, as many as budget, length and blocks allow."""
         if seq.state is not RUNNING:
             return  # preempted earlier in this plan
         drafts = seq.drafts[: max(0, min(step.budget - 1, seq.limit - 1 - len(seq.tokens)))]
@@ -112,8 +102,9 @@ class Planner:
             self._plan_decode(seq, step)
 
     def _plan_prefills(self, prefilling: list[Sequence], step: StepBuilder) -> None:
-        """Four passes: running prefills ahead of the first long prompt in the queue policy's order; the other running prefills that are not
-        long; waiting sequences; the long prompts. Passes 2 and 3 leave `num_withheld_for_long` tokens to pass 4."""
+        """Four passes: running prefills ahead of the first long prompt in the queue policy's order; the other running prefills that are
+        not long; waiting sequences; the long prompts.
+        """
         if not prefilling and not self._may_start():
             return
         self._charge_decodes(step)
@@ -143,7 +134,7 @@ class Planner:
                 self._plan_row(seq, step)
 
     def _within_goals(self, step: StepBuilder, budget: int) -> int:
-        """Tokens that prompts may take beside the decoding rows so that the step keeps these rows' goals; at least a part of the step."""
+        """Tokens that prompts may take so that the step keeps the decoding rows' goals."""
         if not self.sequences.slots.num_goals or not self.config.enable_chunked_prefill or budget <= 0:
             return budget
         most = tokens_within(tightest_tpot_s(step.rows.seqs[: step.rows.num_decodes]), step.costs)
@@ -170,14 +161,12 @@ class Planner:
             self.sequences.queue.charge(self.sequences.slots.running)
 
     def _is_long(self, seq: Sequence, budget: int) -> bool:
-        """A prompt with log-probabilities never is: it takes a small part of each step."""
         if seq.needs_prompt_logprobs or not self.config.enable_chunked_prefill:
             return False
         cost = seq.num_uncomputed + self._price.surcharge(seq.num_planned, seq.num_uncomputed)
         return self.sequences.queue.shares.is_long(cost, budget)
 
     def _extend_bulk_decode(self, seq: Sequence, step: StepBuilder) -> bool:
-        """False: the sequence has to be checked in full."""
         last = seq.limit - 1
         if seq.bulk_decode_limit in (0, last) or step.budget <= 0 or not self.kv.grow(seq, seq.num_planned + 1, step):
             return False
@@ -216,9 +205,9 @@ class Planner:
         self._add_row(seq, count, step)
 
     def _chunk_size(self, seq: Sequence, num_uncomputed: int, step: StepBuilder) -> int:
-        """A chunk far into a prompt is shortened when the step has other rows, or a long prompt is still to be planned: all rows of a step
-        wait for the chunk's attention over its context. Without chunked prefill a prompt is computed in one step; a prompt longer than the
-        whole budget is its step's only prefill."""
+        """A chunk far into a prompt is shortened when other rows would wait for the chunk's attention over its context. Without chunked
+        prefill, a prompt longer than the whole budget is its step's only prefill.
+        """
         if self.config.enable_chunked_prefill or num_uncomputed == 1:
             is_priced = num_uncomputed > 1 and (len(step.rows) or step.num_withheld_for_long)
             most = self._price.most(seq.num_expected - num_uncomputed, step.budget) if is_priced else max(step.budget, 0)
@@ -244,8 +233,7 @@ class Planner:
         seq.unstall(step.now)
 
     def charge(self, step: StepBuilder) -> None:
-        """Charge the queue policy for the prompts added since the last call: the order between tenants depends on them. Decoding rows are
-        counted every CHARGE_STEPS steps: 64 of them take 30 us."""
+        """Decoding rows are counted every CHARGE_STEPS steps: 64 of them take 30 us."""
         if not self.sequences.queue.traits.has_tenants:
             return
         first = max(step.num_charged_rows, step.rows.num_decodes)
@@ -254,7 +242,6 @@ class Planner:
             step.num_charged_rows = len(step.rows)
 
     def _plan_waiting(self, step: StepBuilder) -> None:
-        """With static batching none starts while a sequence of the last batch runs."""
         if not self._may_start():
             return
         num_running_before = len(self.sequences.slots)
@@ -271,10 +258,7 @@ class Planner:
         return not (self.is_static and len(self.sequences.slots))
 
     def _try_start(self, seq: Sequence, step: StepBuilder, num_running_before: int) -> bool:
-        """False: the head does not fit yet. No sequence behind it is tried then, or the head could starve.
-
-        num_running_before: leading running sequences that were not started by this plan
-        """
+        """No sequence behind the head is tried when it does not fit, or the head could starve."""
         while True:
             # Of the sequences that wait, only forked siblings (n > 1) hold blocks: those of their shared prompt.
             start = seq.num_planned if any(seq.blocks) else self._num_cached_tokens(seq)
@@ -298,11 +282,9 @@ class Planner:
         return True
 
     def _blocks_for_long_chunks(self, step: StepBuilder) -> int:
-        """Left free in sliding-window groups, where the long prompts planned later in this step take blocks chunk by chunk."""
         return self.kv.blocks_for(step.budget + step.num_withheld_for_long) if step.num_withheld_for_long else 0
 
     def _leaves_blocks_to_grow(self, num_left: float, num_running_before: int) -> bool:
-        """Whether each running sequence that may still need a block finds one: else the start would only lead to a preemption."""
         if num_left < 0:
             return False
         if num_left >= num_running_before:
@@ -325,12 +307,10 @@ class Planner:
             self.sequences.counters.prefix_cache_hit_tokens += seq.num_cached
 
     def _num_cached_tokens(self, seq: Sequence) -> int:
-        """0 with prompt log-probabilities, which need every position computed."""
         return 0 if seq.needs_prompt_logprobs else self.kv.num_hit_tokens(seq)
 
 
 def _tokens_left(sequences: Iterable[Sequence]) -> list[int]:
-    """By priority class. A single token left is a decoding row's next one."""
     found = [0] * len(PriorityClass)
     for seq in sequences:
         if seq.state is RUNNING and (left := seq.num_uncomputed) > 1:

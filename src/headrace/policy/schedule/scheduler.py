@@ -4,9 +4,7 @@
     commit(plan, result, now) -> updates   appends tokens, finishes, frees
     rollback(plan)                         the step raised: nothing of it happened
 
-Up to `depth` plans may be uncommitted. The runner keeps the ids that such plans sample, so the next plan is made before the last result is
-read. A commit finds out which sequences have ended. If a later plan already has a row for an ended sequence, that row is dropped when the
-later plan is committed.
+Up to `depth` plans may be uncommitted.
 
 No torch, no clock, no lock: the loop owns the one thread that calls this.
 """
@@ -29,7 +27,7 @@ from headrace.policy.sequence import DONE, RUNNING, Sequence
 from headrace.policy.step_builder import NO_ROWS, StepBuilder, StepRow, StepRows
 
 MOVE_POLL_S = 0.005
-"""A runner reports moves in results alone. While nothing else is to be computed, an empty plan asks for them at most this often."""
+"""While nothing else is to be computed, an empty plan asks for moves at most this often."""
 
 
 class Scheduler:
@@ -47,14 +45,12 @@ class Scheduler:
         self._failures: list[Exception] = []
 
     def batch_statically(self) -> None:
-        """The baseline of the benchmarks, which no option has."""
         self._planner.is_static = True
 
     # what it knows beside its sequences
 
     @property
     def class_loads(self) -> ClassLoads:
-        """Queued are the tokens known and not planned."""
         waiting = self.sequences.waiting
         queued = map(add, waiting.num_tokens, self._planner.prompt_tokens_left)
         return tuple(map(ClassLoad, self.sequences.slots.num_of_class, waiting.num_sequences, queued))
@@ -76,7 +72,7 @@ class Scheduler:
     # planning
 
     def plan(self, now: float, costs: StepCosts = UNKNOWN_COSTS) -> Plan | None:
-        """None when nothing can be computed now. costs: decide only where a request has a goal; the plan records them"""
+        """None when nothing can be computed now."""
         if (unsent := self.unsent_plan()) is not None:
             return unsent
         self.kv.begin_plan(now)
@@ -104,14 +100,12 @@ class Scheduler:
         return True
 
     def _unplan(self, step: StepBuilder) -> None:
-        """Blocks and slots that were handed out are announced by a plan of their own (`unsent_plan`)."""
         step.ended.extend(self.sequences.slots.take_ended())
         step.rows.close(self._decode_columns, self.sequences.slots.generation)
         self._undo(step.rows)
         self._unsent = step
 
     def _freeze(self, step: StepBuilder) -> Plan:
-        """A runner applies `ended` before `started`, so one plan may pass a slot from one sequence to another."""
         step.ended.extend(self.sequences.slots.take_ended())
         return self._close(step)
 
@@ -127,7 +121,7 @@ class Scheduler:
     # results
 
     def commit(self, plan: Plan, result: Result, now: float) -> list[SequenceUpdate]:
-        """Returns this step's updates and those of sequences that ended otherwise since the last commit."""
+        """Includes updates of sequences that ended otherwise since the last commit."""
         rows = self._rows.pop(plan.step_id)
         num_decodes = rows.num_decodes if are_plain(rows, result) else 0
         if num_decodes:
@@ -138,7 +132,6 @@ class Scheduler:
         return self.sequences.take_updates()
 
     def _commit_decodes(self, rows: StepRows, token_ids: array[int], now: float) -> None:
-        """In bulk where the token is all there is, one by one where a block is full or the sequence may end."""
         needs_block_commit: list[int] = []
         needs_full_commit: list[int] = []
         for i, seq, start, token in zip(range(rows.num_decodes), rows.decode_columns.seqs, rows.starts, token_ids, strict=False):
@@ -164,7 +157,6 @@ class Scheduler:
             self._fail_commit(seq, failure, now)
 
     def _commit_rows(self, rows: StepRows, result: Result, first: int, now: float) -> None:
-        """Before row `first` every row has one token."""
         if first == len(rows) == len(result.token_counts):
             return
         errors = dict(result.errors)
@@ -214,7 +206,6 @@ class Scheduler:
                 self._look_ahead(seq, row, kept, output.drafts)
 
     def _look_ahead(self, seq: Sequence, row: StepRow, kept: int, drafts: array[int]) -> None:
-        """After a row that gave fewer tokens than planned, or drafts: plan again from what it computed, and verify the drafts next."""
         seq.waits_for_commit = False
         if kept < row.samples:
             is_last = seq.num_planned == row.start + row.count
@@ -224,7 +215,7 @@ class Scheduler:
         seq.draft(drafts)
 
     def end_moves(self, move_ids: array[int]) -> None:
-        """Whatever becomes of the step that reports them. Raises LeaseError: see `Leases`."""
+        """Raises LeaseError: see `Leases`."""
         if not move_ids:
             return
         finished = self.kv.leases.moves_done(move_ids)
@@ -232,7 +223,7 @@ class Scheduler:
             self.sequences.end_host_waits(self.tier.moves_done(finished))
 
     def rollback(self, plan: Plan) -> list[Sequence]:
-        """The step raised. Sequences keep their blocks, since KV writes are idempotent. Returns the rows' live sequences."""
+        """Sequences keep their blocks, since KV writes are idempotent. Returns the rows' live sequences."""
         rows = self._rows.pop(plan.step_id)
         self._undo(rows)
         self.kv.release_pending(plan.step_id)
@@ -245,16 +236,13 @@ class Scheduler:
                 row.seq.roll_back(row.start)
 
     def replan(self, sequences: list[Sequence], now: float) -> tuple[Plan | None, list[Sequence]]:
-        """Plan these sequences alone, within the blocks they hold: how a failed step is repeated in halves.
-
-        Also returns the sequences that the step's budget did not reach; they need another call.
-        """
+        """How a failed step is repeated in halves. Also returns the sequences that the step's budget did not reach."""
         step = StepBuilder(self._next_step, self.config.max_num_batched_tokens, now)
         left = self._planner.fill_within_held_blocks(sequences, step)
         return (self._freeze(step) if len(step.rows) else None), left
 
     def delta_plan(self, plan: Plan) -> Plan:
-        """The state changes of a plan that raised, without rows: applying them again is harmless, missing them is not."""
+        """The state changes of a plan that raised: applying them again is harmless, missing them is not."""
         step = StepBuilder.repeating(plan, self._next_step, self.kv.leases.is_in_flight)
         self._rows[step.step_id] = step.rows
         self._next_step += 1
@@ -263,9 +251,8 @@ class Scheduler:
     def unsent_plan(self) -> Plan | None:
         """The state changes left by a plan that could not be made, without rows.
 
-        It is computed before anything else is planned or repeated. The sequences hold the blocks it names, and the blocks it copies from
-        may be free. Slots that were given back since are announced by the plan after it: a runner applies `ended` before `started`, so the
-        end of a sequence that this plan starts would be lost in it.
+        Slots given back since are announced by the plan after it: a runner applies `ended` before `started`, so the end of a sequence
+        that this plan starts would be lost in it.
         """
         unsent, self._unsent = self._unsent, None
         if unsent is None or not unsent.has_changes:
@@ -284,7 +271,6 @@ class Scheduler:
             self._check_sequence(seq, [row for row in in_flight if row.seq is seq])
 
     def _check_sequence(self, seq: Sequence, in_flight: list[StepRow]) -> None:
-        """Check that counts agree with the rows in flight, and that the bulk limits are at most what a full check would allow."""
         assert seq.num_in_flight == sum(row.samples for row in in_flight), "ids in flight and planned rows differ"
         assert seq.num_expected <= seq.limit or seq.state is DONE, "more is expected of it than its limit"
         current = sum(row.count for row in in_flight if row.plan_epoch == seq.plan_epoch)
@@ -301,9 +287,5 @@ class Scheduler:
 
 
 def _goes_on(seq: Sequence, computed: int, token: int) -> bool:
-    """Whether this token ends nothing, so that the sequence's row may be committed in bulk.
-
-    For a sequence that was preempted or ended since its row was planned it is False: `release` clears `bulk_commit_limit`, which is set
-    again with the commit of a row planned later.
-    """
+    """False for a sequence that was preempted or ended since its row was planned: `release` clears `bulk_commit_limit`."""
     return seq.bulk_commit_limit > 0 and computed < seq.limit - 1 and token not in seq.end_ids

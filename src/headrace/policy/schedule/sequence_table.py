@@ -3,7 +3,7 @@
     add -> BLOCKED (prerequisites missing) -> WAITING (in the queue) -> RUNNING (slot and blocks) -> DONE
                                                   ^---- preempt ----'
 
-There is one way in (`add`) and one way out (`_end`, from every state). Only a failed `add` is undone without it.
+There is one way in (`add`) and one way out (`_end`, from every state).
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ DISPLACED = "the engine's waiting queue is full, and this tenant had more than i
 
 
 class SequenceTable:
-    """All methods run on the loop's thread."""
-
     def __init__(self, config: SchedulerConfig, kv: KvManager, tier: HostTier | None = None) -> None:
         self.config = config
         self.kv = kv
@@ -71,8 +69,7 @@ class SequenceTable:
     # in
 
     def check_room(self, request: EngineRequest) -> list[Family]:
-        """Changes nothing. Returns the waiting requests that it takes the place of where the queue is full (`waiting.displaced`): they are
-        for `add`.
+        """Returns the waiting requests that it takes the place of (`waiting.displaced`): they are for `add`.
 
         Raises: QueueFull when the waiting queue is full, RequestTooLarge for what never fits, ValueError for a request id still in use.
         """
@@ -96,9 +93,7 @@ class SequenceTable:
         preparation_id: PreparationId = NO_PREPARATION,
         leaving: Iterable[Family] = (),
     ) -> None:
-        """Add a request that `check_room` has just let pass.
-
-        prerequisites  each with the seconds it may take
+        """prerequisites  each with the seconds it may take
         preparation_id the number by which `satisfied`, `failed` and `take_ended` name this request
         leaving        the waiting requests whose place it takes, as `check_room` found them: they are refused
         """
@@ -124,7 +119,6 @@ class SequenceTable:
         self.counters.prompt_tokens += len(request.prompt_ids)
 
     def _refuse(self, family: list[Sequence], error: HeadraceError, now: float) -> None:
-        """Nothing was computed for it. It is for `take_refused`."""
         self._refused.append((family[0].request, error))
         self._end_without_update(family, now)
 
@@ -133,7 +127,6 @@ class SequenceTable:
             self._end(seq, FinishReason.CANCELLED, now, is_emitted=True)
 
     def _begin_wait(self, seq: Sequence) -> None:
-        """A sibling that will share a prompt (n > 1) has one token to compute."""
         self.waiting.add(seq, 1 if FORK in seq.missing else len(seq.tokens))
 
     def _watch_deadlines(self, seq: Sequence, now: float) -> None:
@@ -152,7 +145,6 @@ class SequenceTable:
         del self._families[family[0].request.request_id]
 
     def _place(self, seq: Sequence, *, may_fetch: bool = True) -> None:
-        """may_fetch: it may have to wait for the host tier"""
         if may_fetch and not seq.missing and self.tier is not None and self.tier.fetch(seq):
             seq.missing[HOST_KV] = NO_TIME_LIMIT
         if seq.missing:
@@ -164,12 +156,11 @@ class SequenceTable:
         self.queue.push(seq, seq.num_prompt - min(hits, seq.num_prompt) + seq.limit - seq.num_prompt)
 
     def _charge_running(self) -> None:
-        """A tenant that begins to wait is compared with the others by what all of them were served until now."""
         if self.queue.traits.has_tenants:
             self.queue.charge(self.slots.running)
 
     def satisfied(self, preparation_id: PreparationId, what: str) -> None:
-        """An unknown id is ignored: the request may have been cancelled meanwhile."""
+        """An unknown id is ignored: the request may have been cancelled."""
         for seq in self._prepared.get(preparation_id, ()):
             self._satisfy(seq, what)
 
@@ -178,7 +169,6 @@ class SequenceTable:
             self._satisfy(seq, HOST_KV)
 
     def failed(self, preparation_id: PreparationId, what: str, message: str, now: float) -> None:
-        """The sequences that wait for it end. message: for the client"""
         for seq in list(self._prepared.get(preparation_id, ())):
             if what in seq.missing:
                 self.fail(seq, message, now)
@@ -198,7 +188,6 @@ class SequenceTable:
         self.slots.start(seq, now)
 
     def preempt(self, seq: Sequence, now: float) -> None:
-        """It will compute anew what the prefix cache does not hold."""
         self._charge_running()
         self._leave_state(seq)
         self.kv.release(seq)
@@ -208,7 +197,6 @@ class SequenceTable:
         self.counters.preemptions += 1
 
     def drop_waiting_forks(self) -> bool:
-        """Free the shared prompt blocks of one waiting sequence, which will compute its prompt by itself."""
         for seq in self.alive():
             if seq.state is WAITING and any(seq.blocks):
                 self.kv.release(seq)
@@ -218,7 +206,6 @@ class SequenceTable:
     # out
 
     def cancel(self, request_id: RequestId, now: float) -> None:
-        """Its blocks are free once no uncommitted plan names them."""
         for seq in list(self._families.get(request_id, ())):
             self._end(seq, FinishReason.CANCELLED, now)
 
@@ -227,7 +214,7 @@ class SequenceTable:
             self._end(seq, FinishReason.CANCELLED, now)
 
     def withdraw(self, preparation_id: PreparationId, now: float) -> EngineRequest | None:
-        """End a request without an update. None, and nothing is done, where one of its sequences waits for nothing."""
+        """End a request without an update. None where one of its sequences waits for nothing."""
         family = list(self._prepared.get(preparation_id, ()))
         if not family or not all(seq.missing for seq in family):
             return None
@@ -235,7 +222,7 @@ class SequenceTable:
         return family[0].request
 
     def finish(self, request_id: RequestId, index: int, keep_tokens: int, reason: FinishReason, now: float) -> None:
-        """The gateway found a stop string: tokens beyond `keep_tokens` do not count and are not cached."""
+        """Tokens beyond `keep_tokens` do not count and are not cached."""
         for seq in list(self._families.get(request_id, ())):
             if seq.index == index:
                 self._end(seq, reason, now, keep_tokens=keep_tokens)
@@ -244,7 +231,6 @@ class SequenceTable:
         self._end(seq, FinishReason.ERROR, now, error=message)
 
     def expire(self, now: float) -> None:
-        """Sequences that waited too long for a prerequisite are for `take_refused`."""
         for seq, kind, what in self._deadlines.take_due(now):
             if kind is Limit.ANSWER:
                 self._end(seq, FinishReason.DEADLINE, now)
@@ -256,7 +242,7 @@ class SequenceTable:
                     self.fail(seq, late, now)
 
     def take_refused(self) -> list[tuple[EngineRequest, HeadraceError]]:
-        """Let in and refused since the last call, and why. There is no update about them."""
+        """There is no update about these."""
         refused, self._refused = self._refused, []
         return refused
 
@@ -273,7 +259,6 @@ class SequenceTable:
         error: str | None = None,
         is_emitted: bool = False,
     ) -> None:
-        """is_emitted: the update that carries the end is emitted by the caller"""
         if seq.state is DONE:
             return
         update = None if is_emitted else sequence_update(seq, NOTHING, 0, now, reason, error=error)
@@ -302,7 +287,6 @@ class SequenceTable:
             self._blocked.pop(seq.seq_id, None)
 
     def _forget(self, seq: Sequence) -> None:
-        """Siblings that waited to share its prompt will compute it themselves."""
         family = self._families.get(seq.request.request_id, [])
         if seq not in family:
             return
@@ -316,7 +300,6 @@ class SequenceTable:
                 self._satisfy(sibling, FORK)
 
     def take_ended(self) -> list[PreparationId]:
-        """Each once: they can be released."""
         ended, self._ended_preparations = self._ended_preparations, []
         return ended
 
@@ -334,7 +317,7 @@ class SequenceTable:
         self._updates.append(update)
 
     def emit_tokens(self, columns: RunningColumns, token_ids: list[int], needs_full_commit: list[int]) -> None:
-        """One token for every sequence, those at the indices `needs_full_commit` (ascending) left out."""
+        """needs_full_commit: ascending indices of sequences that are left out"""
         updates = token_updates(columns, token_ids)
         for i in reversed(needs_full_commit):
             del updates[i]

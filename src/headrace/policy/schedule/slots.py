@@ -1,4 +1,4 @@
-"""Assigns the slots of one engine to its running sequences. All methods run on the loop's thread."""
+"""Assigns the slots of one engine to its running sequences."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from headrace.policy.sequence import NO_SLOT, Sequence
 
 
 class Slots:
-    """num_goals     running sequences with a goal for each further token
-    generation    raised whenever a sequence starts to run or stops
-    """
+    """generation    raised whenever a sequence starts to run or stops"""
 
     def __init__(self, num_slots: int) -> None:
         self._running: dict[SeqId, Sequence] = {}
@@ -28,7 +26,7 @@ class Slots:
 
     @property
     def running(self) -> list[Sequence]:
-        """In the order in which they started. The list is the caller's own."""
+        """In the order in which they started."""
         return list(self._running.values())
 
     @property
@@ -44,7 +42,6 @@ class Slots:
         return bool(self._ended)
 
     def start(self, seq: Sequence, now: float) -> None:
-        """The caller asked `has_free` first."""
         self.num_of_class[seq.request.priority] += 1
         self.num_goals += seq.request.tier.tpot_ms is not None
         seq.start(self._free.pop(), now)
@@ -52,7 +49,6 @@ class Slots:
         self.generation += 1
 
     def leave(self, seq: Sequence) -> None:
-        """Leaving twice changes nothing."""
         if seq.slot == NO_SLOT:
             return
         del self._running[seq.seq_id]
@@ -68,7 +64,6 @@ class Slots:
         self.generation += 1  # `RunningColumns` hold its plan_epoch
 
     def take_ended(self) -> list[int]:
-        """Freed since the last plan, to be announced to the runner."""
         ended, self._ended = self._ended, []
         return ended
 

@@ -1,8 +1,4 @@
-"""Chooses the waiting sequence that starts next, and the running sequence that makes room for it.
-
-Beside the queue policy's order these are the bounds that depend on running sequences: a tenant's share of the KV blocks, headroom for
-premium requests, goals, and room for a sequence that finds no slot or too few blocks. See docs/fairness.md.
-"""
+"""Chooses the waiting sequence that starts next, and the running sequence that makes room for it (docs/fairness.md)."""
 
 from __future__ import annotations
 
@@ -19,28 +15,22 @@ from headrace.policy.sequence import Sequence
 HEADROOM_S = 60.0
 
 PREEMPT_RATIO = 4
-"""A tenant makes room for another one of its class if it has N times as many running sequences as the other will have, by weight. At 1,
-tenants with equal shares would preempt each other's sequences all the time."""
+"""A tenant makes room for another one of its class if it has N times as many running sequences as the other will have, by weight."""
 
 MAX_PREEMPTED = 8
 
 PREEMPT_INTERVAL_S = 0.02
-"""Room is made at most once in this many seconds."""
 
 
 class StartRules:
-    """All methods run on the loop's thread; only `preempt_for_head` changes sequences."""
-
     def __init__(self, config: SchedulerConfig, kv: KvManager, sequences: SequenceTable) -> None:
         self.config = config
         self.kv = kv
         self.sequences = sequences
         self._short: Sequence | None = None
         self._num_short = 0
-        """The sequence that did not start for want of blocks, and how many blocks it lacks."""
         self._next_attempt = 0.0
         self.max_running = config.max_num_seqs
-        """As found when a sequence was last considered: goals may allow fewer than there are slots."""
 
     def next_to_start(self, now: float, costs: StepCosts) -> Sequence | None:
         head = self._head(now, costs)
@@ -51,7 +41,6 @@ class StartRules:
         return head if self._keeps_goals(head, costs) else None
 
     def _head(self, now: float, costs: StepCosts) -> Sequence | None:
-        """The first whose tenant does not exceed its share, if there is one; else the first."""
         queue = self.sequences.queue
         head = queue.head(now, costs)
         if head is None or not self._exceeds_share(head):
@@ -62,7 +51,6 @@ class StartRules:
         return self._part(min((pool.total for pool in self.kv.pools), default=0)) if self._leaves_headroom(seq, now) else 0
 
     def _leaves_headroom(self, seq: Sequence, now: float) -> bool:
-        """Premium requests came lately, the sequence is not premium, and other sequences run."""
         if now - self.sequences.last_premium >= HEADROOM_S or seq.request.priority is PriorityClass.PREMIUM:
             return False
         return len(self.sequences.slots) > 0
@@ -81,7 +69,7 @@ class StartRules:
     # shares of the KV blocks
 
     def _exceeds_share(self, seq: Sequence) -> bool:
-        """Whether the tenant would hold more than its share of the blocks with it. One sequence may always run."""
+        """One sequence of a tenant may always run."""
         share = seq.request.tier.kv_share
         if share is None:
             return False
@@ -104,11 +92,9 @@ class StartRules:
         self._short, self._num_short = seq, num_blocks
 
     def preempt_for_head(self, now: float, costs: StepCosts) -> Sequence | None:
-        """Preempt running sequences for the head of the queue, and for waiting sequences of the same tenant, if slots or blocks are lacking
-        and other sequences have to make room.
+        """Preempt running sequences for the head of the queue, and for waiting sequences of the same tenant; None: no room was made.
 
-        Returns the head if room was made for it, else None. The caller starts the head before any other sequence, since the preempted
-        sequences wait in the same queue. No row of the step may have been planned.
+        The caller starts the head before any other sequence, since the preempted sequences wait in the same queue.
         """
         sequences, queue = self.sequences, self.sequences.queue
         lacks_slot = not sequences.slots.has_free
@@ -133,9 +119,8 @@ class StartRules:
         return head if num_preempted else None
 
     def _candidates(self, head: Sequence, num_preempted: int) -> list[Sequence]:
-        """Running sequences that have to make room for the waiting sequence `head`.
-
-        A sequence that was preempted before makes room again only after some progress (`Sequence.start`), so that every sequence ends.
+        """A sequence that was preempted before makes room again only after some progress (`Sequence.start`), so that every sequence
+        ends.
         """
         queue, running = self.sequences.queue, self.sequences.slots.running
         counts = Counter(seq.request.tenant for seq in running)

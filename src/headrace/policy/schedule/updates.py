@@ -25,7 +25,6 @@ NOTHING = RowOutput(array("i"))
 
 
 def are_plain(rows: StepRows, result: Result) -> bool:
-    """Each of the leading rows has one token and nothing else."""
     count = rows.num_decodes
     if result.logprobs or (result.errors and min(row for row, _ in result.errors) < count):
         return False
@@ -35,7 +34,6 @@ def are_plain(rows: StepRows, result: Result) -> bool:
 
 
 def outputs(result: Result, first: int) -> list[RowOutput]:
-    """From row `first` on. Each row before it gave one token."""
     ends = accumulate(result.token_counts[first:], initial=first)
     plain = [RowOutput(result.token_ids[begin:end]) for begin, end in pairwise(ends)]
     if not (result.logprobs or result.prompt_rows or result.draft_counts):
@@ -54,8 +52,7 @@ def _drafts_of(result: Result) -> dict[int, array[int]]:
 
 
 def take_not_emitted(row: StepRow, entries: tuple[TokenLogprobs, ...]) -> tuple[TokenLogprobs, ...]:
-    """The entries, for positions row.start + 1 and on, that were not emitted before a preemption or a repeated step. They count as emitted
-    from now on."""
+    """The entries count as emitted from now on."""
     if not row.seq.is_first:
         return ()  # the sequences of a request share their prompt, and the first one emits its log-probabilities
     fresh = entries[max(0, row.seq.num_prompt_logprobs_emitted - row.start) :]
@@ -94,6 +91,6 @@ _UNSET = tuple(repeat(SequenceUpdate._field_defaults[name]) for name in Sequence
 
 
 def token_updates(columns: RunningColumns, token_ids: list[int]) -> list[SequenceUpdate]:
-    """There is one update per row and step, so the loop runs in C and bypasses the tuple's Python constructor, which halves its time."""
+    """The loop runs in C and bypasses the tuple's Python constructor, which halves its time."""
     values = zip(columns.request_ids, columns.epochs, columns.indices, zip(token_ids, strict=True), *_UNSET, strict=False)
     return list(map(tuple.__new__, repeat(SequenceUpdate), values))

@@ -1,8 +1,4 @@
-"""Counts what waits in one engine, holds the bounds of the waiting queue, and chooses the requests that leave a full one.
-
-A sequence that does not run (new, blocked or preempted) is counted from the moment it begins to wait until it runs or ends. The counts are
-kept as sequences come and go, so an arriving request costs no search. `policy.queues` decides which sequence is served next.
-"""
+"""Counts what waits in one engine, holds the bounds of the waiting queue, and chooses the requests that leave a full one."""
 
 from __future__ import annotations
 
@@ -20,8 +16,6 @@ from headrace.policy.sequence import RUNNING, Sequence
 
 
 class QueuePartKey(NamedTuple):
-    """Whose part of the queue."""
-
     priority: PriorityClass
     tier: str
     tenant: str
@@ -41,15 +35,12 @@ class QueuePart:
 
 
 class WaitingWork:
-    """The sums over the sequences that wait, one for each priority class.
-
-    num_sequences  of them
-    num_tokens     that they have to compute, as if the prefix cache held none; a sibling that will share a prompt (n > 1) has one
+    """num_sequences  of them
+    num_tokens     that they have to compute, as if the prefix cache held none
     num_bytes      of memory that they hold. A request's own bytes are its first sequence's
     parts          sequences and bytes by tenant and class
 
-    A class has its bounds to itself and the higher ones: a queue full of batch requests refuses no premium one. Where the queue policy
-    knows no classes, the bounds are those of all that waits.
+    A class has its bounds to itself and the higher ones: a queue full of batch requests refuses no premium one.
     """
 
     def __init__(self, config: SchedulerConfig, traits: QueueTraits) -> None:
@@ -60,7 +51,6 @@ class WaitingWork:
         self.num_sequences, self.num_tokens, self.num_bytes = ([0] * len(PriorityClass) for _ in range(3))
 
     def refuse_too_large(self, request: EngineRequest, num_bytes: int) -> None:
-        """It could not wait even alone. num_bytes: `submitted_bytes` of it"""
         config, n = self._config, request.params.n
         if n > config.max_waiting:
             raise RequestTooLarge("n", f"n <= max_waiting ({config.max_waiting})", n, "Send several requests.")
@@ -86,7 +76,6 @@ class WaitingWork:
         return sum(self.num_sequences[counted]), sum(self.num_bytes[counted])
 
     def add(self, seq: Sequence, num_tokens: int) -> None:
-        """num_tokens: that it has to compute, at least one"""
         seq.num_queued = num_tokens
         seq.num_waiting_bytes = sequence_bytes(len(seq.tokens)) + (request_bytes(seq.request) if seq.is_first else 0)
         priority = seq.request.priority
@@ -142,13 +131,10 @@ Family = list[Sequence]
 def displaced(
     request: EngineRequest, request_bytes: int, work: WaitingWork, families: Iterable[Family], config: SchedulerConfig, traits: QueueTraits
 ) -> list[Family]:
-    """The requests to displace for `request`, whose tenant has less than its part of a full queue (docs/fairness.md). Empty: it may not
-    wait.
+    """The requests to displace for `request`, whose tenant has less than its part of a full queue; empty: it may not wait.
 
-    A class displaces no higher one (`WaitingWork`). A request that has begun, at any engine, is never displaced: its client may have read a
-    part of the answer.
+    A request that has begun, at any engine, is never displaced: its client may have read a part of the answer.
 
-    request_bytes  `submitted_bytes` of the request
     families       of every request in the engine, the oldest first; read only where a tenant has more than its part
     """
     num_sequences, num_bytes = work.counted_with(request)
@@ -181,19 +167,16 @@ def displaced(
 def _above(
     parts: Mapping[QueuePartKey, QueuePart], request: EngineRequest, due: float, config: SchedulerConfig, traits: QueueTraits
 ) -> list[QueuePartKey]:
-    """Larger than `due`, the share that the request's tenant would have; the largest first."""
     same_class = [(key, _share(part, config)) for key, part in parts.items() if key.priority == request.priority or not traits.has_classes]
     larger = [(share, key) for key, share in same_class if share > due and key[1:] != QueuePartKey.of(request)[1:]]
     return [key for _, key in sorted(larger, reverse=True)]
 
 
 def _share(part: QueuePart, config: SchedulerConfig) -> float:
-    """By count or by bytes, whichever is more, divided by the tier's weight."""
     return max(part.num_sequences / config.max_waiting, part.num_bytes / config.max_waiting_bytes) / part.weight
 
 
 def _by_part(families: Iterable[Family]) -> dict[QueuePartKey, list[Family]]:
-    """Each part's list ends with the newest."""
     found: dict[QueuePartKey, list[Family]] = {}
     for family in _that_may_leave(families):
         found.setdefault(QueuePartKey.of(family[0].request), []).append(family)
@@ -201,7 +184,6 @@ def _by_part(families: Iterable[Family]) -> dict[QueuePartKey, list[Family]]:
 
 
 def _that_may_leave(families: Iterable[Family]) -> Iterator[Family]:
-    """Nothing was computed for them yet, here or at another replica."""
     for family in families:
         request = family[0].request
         is_new = len(family) == request.params.n and not request.output_ids and not request.numerics_digest

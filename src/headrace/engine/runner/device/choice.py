@@ -1,8 +1,8 @@
-"""Brings the sampling parameters of slots to the device, where tokens are chosen: into a step's matrix of rows, or into the slot's memory.
+"""Brings the sampling parameters of slots to the device, where tokens are chosen: into a step's matrix of rows, or into the slot's
+memory.
 
-The counterpart of `tensor.sampling.sampler.Sampler`, which chooses on the host. Tokens are counted on the device as they are chosen
-(`SlotTensors.seen`). The host writes a slot's counts anew, from the ids it knows, when the sequence starts, and when a step was rolled
-back or failed, since whether the device had counted its token is then unknown.
+Tokens are counted on the device as they are chosen (`SlotTensors.seen`); the host writes a slot's counts anew where it is unknown
+whether a token was counted.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ _BELOW_ONE = np.float32(1 - 2.0**-24)
 
 @dataclass(frozen=True, slots=True)
 class _Edits:
-    """The device's data about one sequence, [N] each. is_counted: whether its tokens are counted"""
-
     bias_ids: NDArray[np.int32]
     biases: NDArray[np.float32]
     end_ids: NDArray[np.int32]
@@ -37,9 +35,7 @@ class _Edits:
 
 
 def read_chosen(chosen: NDArray[np.int32], num_top: Ints, vocab_size: int) -> Sampled:
-    """chosen   [NUM_CHOSEN, N], or [1, N] where no row asked for log-probabilities
-    num_top  [N] most likely tokens to list per row; -1: the row asked for no log-probabilities
-    """
+    """chosen   [NUM_CHOSEN, N], or [1, N] where no row asked for log-probabilities"""
     token_ids = chosen[Chosen.TOKEN].astype(np.int64)
     failed = token_ids < 0
     asked = np.flatnonzero(~failed & (num_top >= 0))
@@ -54,8 +50,6 @@ def read_chosen(chosen: NDArray[np.int32], num_top: Ints, vocab_size: int) -> Sa
 
 
 class SlotChoice:
-    """The `SlotPart` of sampling on the device. tensors: written on the device through `upload`"""
-
     def __init__(self, slots: SlotState, tensors: SlotTensors, upload: Upload, eos_token_ids: tuple[int, ...]) -> None:
         self._slots, self._tensors, self._upload, self._eos_token_ids = slots, tensors, upload, frozenset(eos_token_ids)
         num_slots, self._vocab_size = len(slots.known), tensors.seen.shape[1]
@@ -95,14 +89,13 @@ class SlotChoice:
         self.mark_unsent([slot])
 
     def mark_unsent(self, slots: Iterable[int]) -> None:
-        """It is unknown whether the device counted the slots' last token: mark them for `send`."""
         self._unsent.update(int(slot) for slot in slots if int(slot) in self._edits)
 
     def unsent(self, slots: Ints) -> NDArray[np.bool_]:
         return np.isin(slots, list(self._unsent)) if self._unsent else np.zeros(len(slots), dtype=np.bool_)
 
     def send(self, slots: Ints) -> None:
-        """The data of these slots that the device lacks. No token of these slots may be in flight."""
+        """No token of these slots may be in flight."""
         due = slots[self.unsent(slots)].tolist()
         for slot in due:
             edits, tensors = self._edits[slot], self._tensors
@@ -115,16 +108,13 @@ class SlotChoice:
         self._unsent.difference_update(due)
 
     def _seen(self, slot: int) -> NDArray[np.int32]:
-        """The slot's row of `SlotTensors.seen`, from its known ids."""
         slots, num_prompt = self._slots, self._slots.num_prompt[slot]
         seen = np.bincount(slots.token_ids[slot, num_prompt : slots.known[slot]], minlength=self._vocab_size).astype(np.int32)
         seen[slots.token_ids[slot, :num_prompt]] += IN_PROMPT
         return seen
 
     def fill(self, fields: NDArray[np.int32], slots: Ints, positions: Ints, mask_places: Ints) -> ChoiceKind:
-        """Returns the kinds of sampling that the rows need.
-
-        fields       [NUM_FIELDS, B], changed in place
+        """fields       [NUM_FIELDS, B], changed in place
         slots        [B]; positions [B] of the tokens being chosen
         mask_places  [B] place of the row's grammar mask among the step's masks; -1: none
         """
@@ -150,5 +140,4 @@ class SlotChoice:
         )
 
     def num_top(self, slots: Ints) -> Ints:
-        """[N] most likely tokens to list; -1: none."""
         return self._columns.num_top[slots]

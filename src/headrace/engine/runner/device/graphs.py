@@ -1,12 +1,6 @@
 """Captures the parts of a step as graphs: forward passes over rows of one token, forward passes over prompts, and the choice of tokens.
 
-A forward pass is captured for each padded number of rows or tokens, and the choice for each padded number of rows and kind. They are
-captured apart for two reasons: a kind of choice needs no capture of the whole model, and a step with prompts replays the pass of its other
-rows. The choice begins with the model's head, which so reads its weights once for the rows of both passes.
-
-Prompts are padded to one of a few sizes: under load, to enqueue their layers one by one takes the host longer than the device computes.
-Padding tokens belong to no row: nothing is written to the cache for them. Padding rows have no tokens. A step with more tokens than the
-largest size takes so long that the host keeps ahead without a graph.
+Passes and choices are captured apart: a kind of choice needs no capture of the whole model.
 """
 
 from __future__ import annotations
@@ -30,11 +24,9 @@ from headrace.tensor.launches import Launches
 log = logging.getLogger(__name__)
 
 TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
-"""Up to the engine's most for a step."""
 TOKENS_PER_ROW = 16
-"""A size of N tokens has room for N / TOKENS_PER_ROW rows."""
 MAX_PADDING = 4
-"""At most this many times a step's tokens, unless the size is one of SMALL_TOKENS or fewer, which costs little more than its weights."""
+"""At most this many times a step's tokens, unless the size is one of SMALL_TOKENS or fewer."""
 SMALL_TOKENS = 128
 
 Array = TypeVar("Array", Tensor, NDArray[np.int64])
@@ -45,17 +37,15 @@ class PromptSize(NamedTuple):
     rows: int
 
     def takes(self, num_tokens: int, num_rows: int) -> bool:
-        """Without too much padding."""
         is_near = self.tokens <= max(SMALL_TOKENS, MAX_PADDING * num_tokens)
         return num_tokens <= self.tokens and num_rows <= self.rows and is_near
 
     def num_values(self, groups: int) -> int:
-        """Length of the input buffer, in int64 values."""
         return (TOKEN_LINES + groups) * self.tokens + len(RowLine) * (self.rows + 1)
 
 
 class RowLine(IntEnum):
-    """One value per row. FIRST has one value more: the end of the last row."""
+    """FIRST has one value more than there are rows: the end of the last row."""
 
     FIRST = 0
     CONTEXT = 1
@@ -66,24 +56,22 @@ class RowLine(IntEnum):
 
 
 TOKEN_LINES = 2
-"""Ids and positions, before the places in each KV group's cache."""
 
 
 def sizes_up_to(most_tokens: int, max_rows: int) -> list[PromptSize]:
-    """Ascending."""
     counts = [count for count in TOKENS if count < most_tokens] + [min(most_tokens, TOKENS[-1])]
     return [PromptSize(count, min(max_rows, max(1, count // TOKENS_PER_ROW))) for count in dict.fromkeys(counts)]
 
 
 def lines(buffer: Array, size: PromptSize, groups: int) -> tuple[Array, Array]:
-    """Views of the buffer: inputs of tokens [TOKEN_LINES + groups, T], and of rows [len(RowLine), R + 1]."""
+    """Views of the buffer: tokens [TOKEN_LINES + groups, T], and rows [len(RowLine), R + 1]."""
     num_token_values = (TOKEN_LINES + groups) * size.tokens
     of_rows = buffer[num_token_values : size.num_values(groups)]
     return buffer[:num_token_values].reshape(-1, size.tokens), of_rows.reshape(len(RowLine), -1)
 
 
 def fill(buffer: NDArray[np.int64], size: PromptSize, rows: Rows, state: SlotState, first_place: int) -> None:
-    """`rows` fit the size. first_place: in the choice, of the first row that samples; the others follow"""
+    """first_place: in the choice, of the first row that samples"""
     of_tokens, of_rows = lines(buffer, size, len(state.tables))
     token_slots, positions = token_places(rows)
     num_tokens, num_rows = len(positions), len(rows.slots)
@@ -101,14 +89,11 @@ def fill(buffer: NDArray[np.int64], size: PromptSize, rows: Rows, state: SlotSta
 
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
-"""Rows that are captured, up to the engine's most. A step is padded to the next."""
 
 LOG_INTERVAL_S = 5.0
 
 
 class StepGraphs:
-    """prompts, decode, choose: enqueue a pass over prompts, one over rows of one token, the choice"""
-
     def __init__(
         self,
         launches: Launches,
@@ -118,7 +103,6 @@ class StepGraphs:
         decode: Callable[[int], None],
         choose: Callable[[int, ChoiceKind], None],
     ) -> None:
-        """prompt_sizes: ascending."""
         self.prompt_sizes = prompt_sizes
         self._launches, self._prompts, self._decode, self._choose = launches, prompts, decode, choose
         self._sizes = [size for size in SIZES if size < max_rows] + [max_rows]
@@ -151,7 +135,6 @@ class StepGraphs:
         self._captured[size]()
 
     def prompt_size(self, num_tokens: int, num_rows: int) -> PromptSize | None:
-        """None where there is none."""
         return next((size for size in self.prompt_sizes if size.takes(num_tokens, num_rows)), None)
 
     def _padded(self, count: int) -> int:

@@ -1,18 +1,15 @@
-"""Executes plans on a device whose steps are launched first and finished later: `submit` enqueues a step, its ticket's `result` waits for
-it.
+"""Executes plans on a device whose steps are launched first and finished later: `submit` enqueues a step, its ticket's `result` waits
+for it.
 
-So the next step is planned and enqueued while the device computes, without a thread. The parts of a plan are enqueued in this order
-(`device.steps`):
+The parts of a plan are enqueued in this order (`device.steps`):
   - block tables, and rows of one token, replayed from a graph;
   - rows of prompts, in a batch of their own, replayed where a captured size has room for them;
   - the choice of all tokens, replayed.
 
-A row whose token is still in flight takes that token on the device. In three cases the host waits for the steps in flight before it
-enqueues: a row of several tokens needs their tokens, a slot's counts are written anew, or a grammar's mask is filled. For a mask the
-forward pass is enqueued first. To compute log-probabilities of prompts, the host waits for the step itself.
+A row whose token is still in flight takes that token on the device. The host waits for the steps in flight where a row of several
+tokens needs their tokens, a slot's counts are written anew, or a grammar's mask is filled.
 
-A slot may be given to another sequence while a step of the last one is in flight. A generation per slot keeps a late token out of it.
-`runner` says what holds after a step that raised; a step may raise as it is launched or as it is finished.
+A generation per slot keeps a late token out of a slot that was given to another sequence.
 """
 
 from __future__ import annotations
@@ -54,10 +51,7 @@ from headrace.tensor.launches import Launches
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """Row indices, ascending in the first three columns.
-
-    decodes   rows of one token; replayed from a graph
-    prompts   other rows, except `reported`
+    """prompts   other rows, except `reported`
     reported  prompt rows with log-probabilities asked for. They need all hidden states, so they are not replayed
     chosen    rows with a place in the choice: those of the three columns in order, except prompt rows that do not sample
     """
@@ -77,13 +71,9 @@ class RowLayout:
 
 
 class LaunchedStep:
-    """A step in flight, and its ticket.
-
-    finish         sets the outcome of this step and of those before it
-    sampling       [S] the rows that sample, ascending; places [S]: their places in the choice
+    """sampling       [S] the rows that sample, ascending; places [S]: their places in the choice
     generations    [R] generations of the rows' slots at the launch
     num_top        [S] most likely tokens to list per row; -1: no log-probabilities
-    mask_failures  row -> why its grammar cannot go on
     """
 
     def __init__(
@@ -106,18 +96,13 @@ class LaunchedStep:
         self.outcome: Result | Exception | None = None
 
     def result(self) -> Result:
-        """Finishes the steps before it too."""
         self._finish(self)
         assert self.outcome is not None
         return CompletedStep(self.outcome).result()
 
 
 class DeviceRunner:
-    """One model, its KV cache and every slot's state. Used by one thread at a time.
-
-    max_model_len  tokens of the longest sequence, prompt and output together
-    masks          masks of sequences that have a grammar; None: a sequence with a grammar is refused
-    """
+    """Used by one thread at a time."""
 
     def __init__(
         self,
@@ -150,11 +135,9 @@ class DeviceRunner:
         self._flight: deque[LaunchedStep] = deque()
 
     def capture(self) -> None:
-        """Once, before the first step. Raises the device's errors."""
         self._steps.capture()
 
     def submit(self, plan: Plan) -> LaunchedStep | CompletedStep:
-        """Never raises: the ticket's `result` raises the step's error."""
         try:
             with torch.inference_mode():
                 self._apply(plan)
@@ -166,7 +149,6 @@ class DeviceRunner:
             return CompletedStep(self._reason(error))
 
     def close(self) -> None:
-        """The garbage collector frees all but the threads that fill masks."""
         self._masks.close()
 
     def finish(self, step: LaunchedStep) -> None:
@@ -174,7 +156,7 @@ class DeviceRunner:
             self._finish_oldest()
 
     def _reason(self, error: Exception) -> Exception:
-        """Clears the frames of the failed step, which hold its tensors: its rows are computed again."""
+        """Clears the frames of the failed step, which hold its tensors."""
         traceback.clear_frames(error.__traceback__)
         if not self._launches.is_lost(error):
             return error
@@ -224,7 +206,6 @@ class DeviceRunner:
         return self._launched(plan, rows, layout, kind, prompts, {int(layout.chosen[place]): why for place, why in masks.failures.items()})
 
     def _finish_where_needed(self, rows: Rows) -> None:
-        """If the host needs an id that only the device has, or if a plan with an id in flight was rolled back."""
         in_flight = self._num_in_flight[rows.slots]
         is_plain = (rows.counts == 1) & (self._slots.known[rows.slots] + in_flight == rows.ends) & ~self._choice.unsent(rows.slots)
         if ((in_flight > 0) & ~is_plain).any():
@@ -240,7 +221,6 @@ class DeviceRunner:
         self._masks.begin(masked.tolist())
 
     def _send(self, rows: Rows, layout: RowLayout, masked: Ints) -> ChoiceKind:
-        """masked: for each of `layout.chosen`, its slot if it has a grammar, else -1"""
         inputs, own = self._steps.new_inputs(), rows.picked(layout.decodes)
         fields = inputs.fields[:, : len(own.slots)]
         is_in_flight = own.ends > self._slots.known[own.slots]
@@ -299,7 +279,6 @@ class DeviceRunner:
     # finishing
 
     def _finish_oldest(self) -> None:
-        """Its tokens are no longer in flight, whatever the outcome."""
         step = self._flight.popleft()
         slots = step.rows.slots[step.sampling]
         live = slots[self._is_live(step)[step.sampling]]
@@ -316,7 +295,6 @@ class DeviceRunner:
         return is_live
 
     def _finish(self, step: LaunchedStep) -> Result:
-        """Raises UnknownToken for a token that follows one which an earlier step failed to sample."""
         step.choices.mark.synchronize()
         failpoint("device.finish")
         slots, ends, sampling = step.rows.slots, step.rows.ends, step.sampling

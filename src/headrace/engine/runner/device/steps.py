@@ -1,6 +1,6 @@
-"""Holds the tensors of a device's steps at fixed addresses, which captured graphs know, and enqueues kernels over them.
+"""Holds the tensors of a device's steps at fixed addresses, which captured graphs know.
 
-`device.runner` decides the rows of a step, and when they are computed. Every method enqueues and returns at once.
+Every method enqueues and returns at once.
 """
 
 from __future__ import annotations
@@ -38,14 +38,12 @@ from headrace.tensor.launches import Launches, Mark, pinned, upload_together
 
 
 class DeviceModel(Protocol):
-    """Such as `tensor.models.decoder.DecoderModel`. activations: dtype of hidden states"""
-
     vocab_size: int
     hidden_size: int
     activations: torch.dtype
 
     def forward(self, ids: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
-        """As `runner.Model.forward`. Rows of one token are computed without waiting for the device, so that this can be captured."""
+        """Rows of one token are computed without waiting for the device, so that this can be captured."""
         ...
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -55,7 +53,7 @@ class DeviceModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HostInputs:
-    """One step's inputs in pinned memory. fields: [NUM_FIELDS, N], padding rows until filled; changes: see `DeviceChoice.write_tables`"""
+    """In pinned memory. fields: [NUM_FIELDS, N]"""
 
     buffer: Tensor
     fields: NDArray[np.int32]
@@ -70,8 +68,6 @@ class Choices(NamedTuple):
 
 
 class DeviceSteps:
-    """slots: the device's data by slot; table_shape: (KV groups, blocks of the longest sequence)"""
-
     def __init__(
         self, model: DeviceModel, kv: KvCache, choice: DeviceChoice, launches: Launches, *, max_num_seqs: int, most_tokens: int,
         table_shape: tuple[int, int], max_ends: int, device: str,
@@ -98,7 +94,6 @@ class DeviceSteps:
         self._padding[[Field.ROW_SLOT, Field.SLOT]] = max_num_seqs
 
     def capture(self) -> None:
-        """Only padding rows are computed."""
         with torch.inference_mode():
             self.send(self.new_inputs())
             self._graphs.capture()
@@ -119,15 +114,13 @@ class DeviceSteps:
             self._rows.masks[: len(words)] = self.upload([words.view(np.int32)])[0]
 
     def write_tables(self, changes: Tensor | None = None) -> None:
-        """`changes`, or those of the step's inputs, which `decode` writes by itself."""
         self._choice.write_tables(self.slots.tables, self._changes if changes is None else changes)
 
     def decode(self, count: int) -> None:
-        """The first `count` rows of the inputs, one token each. The choice reads their hidden states in the same order."""
         self._graphs.decode(count)
 
     def prompts(self, rows: Rows, state: SlotState, first_place: int) -> bool:
-        """The choice reads those that sample from `first_place` on. False: the rows fit no captured size."""
+        """False: the rows fit no captured size."""
         size = self._graphs.prompt_size(int(rows.row_starts[-1]), len(rows.slots))
         if size is None:
             return False
@@ -141,7 +134,7 @@ class DeviceSteps:
         return self.model.forward(ids, batch, self.kv)
 
     def put_hidden(self, hidden: Tensor, first_place: int) -> None:
-        """[N, E], where the choice reads them."""
+        """hidden: [N, E]"""
         self._hidden[first_place : first_place + len(hidden)] = hidden
 
     def choose(self, count: int, kind: ChoiceKind) -> None:
@@ -154,7 +147,6 @@ class DeviceSteps:
         return Choices(chosen, self._launches.mark())
 
     def _decode(self, size: int) -> None:
-        """The body of a graph."""
         self.write_tables()
         fields = self._fields[:, :size]
         rows = self._choice.decode_rows(fields, self.slots, self.kv.block_size)
@@ -163,7 +155,6 @@ class DeviceSteps:
         self.put_hidden(self.forward(rows.ids, batch), 0)
 
     def _prompts(self, size: PromptSize) -> None:
-        """The body of a graph."""
         of_tokens, of_rows = lines(self._prompt_inputs, size, len(self.kv.pools))
         each = of_rows[:, : size.rows]
         tables = (table.index_select(0, each[RowLine.SLOT]) for table in self.slots.tables)
@@ -174,27 +165,21 @@ class DeviceSteps:
         self._hidden.index_copy_(0, each[RowLine.PLACE], self.forward(of_tokens[0], batch))
 
     def _choose(self, size: int, kind: ChoiceKind) -> None:
-        """The body of a graph."""
         self._choice.choose(self.model.head(self._hidden[:size]), self._fields[:, :size], self.slots, self._rows, kind)
 
 
 def _bits(field: Field) -> Any:
-    """In a padding row, as int32 bits."""
     return np.float32(PADDING[field]).view(np.int32) if field in FLOATS else PADDING[field]
 
 
 class TableChanges:
-    """Block-table entries that the device lacks, for tables [num_groups, num_slots, width] with a row for each slot.
-
-    A change is kept until a launch has succeeded, so that a step that raises loses no change.
-    """
+    """A change is kept until a launch has succeeded."""
 
     def __init__(self, num_groups: int, num_slots: int, width: int) -> None:
         self._shape = (num_groups, num_slots, width)
         self._blocks: dict[int, int] = {}
 
     def add(self, plan: Plan) -> None:
-        """A later entry for the same place wins."""
         if not plan.table_slots:
             return
         groups, slots, indices, blocks = (
@@ -204,14 +189,13 @@ class TableChanges:
         self._blocks.update(zip(places.tolist(), blocks.tolist(), strict=True))
 
     def fill(self, changes: NDArray[np.int32]) -> Iterator[NDArray[np.int32]]:
-        """In the form of `DeviceChoice.write_tables`. Yields those that do not fit, to be written first."""
+        """Yields the changes that do not fit, to be written first."""
         entries = iter(self._blocks.items())
         _write(changes, list(islice(entries, MAX_TABLE_CHANGES)))
         while more := list(islice(entries, MAX_TABLE_CHANGES)):
             yield _write(np.zeros_like(changes), more)
 
     def clear(self) -> None:
-        """The device has them."""
         self._blocks.clear()
 
 
