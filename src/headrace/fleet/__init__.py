@@ -1,1 +1,1 @@
-"""The fleet: keeps the gateways and engines of one machine running. docs/fleet.md has the why."""
+"""Keeps the gateways and engines of one machine running; docs/fleet.md has the why."""

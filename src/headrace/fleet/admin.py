@@ -1,8 +1,4 @@
-"""Answers operators' requests: HTTP with JSON over a Unix socket in the deployment's own directory, or over TCP (`fleet.admin_listen`).
-
-Only the user that runs the deployment can open the socket, and each request carries the token from the file beside it. docs/control.md
-lists the requests.
-"""
+"""Answers operators' requests: HTTP with JSON over a Unix socket in the deployment's directory, or over TCP (docs/control.md)."""
 
 from __future__ import annotations
 
@@ -42,8 +38,6 @@ class ReloadBody:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutBody:
-    """model: None for all models"""
-
     model: str | None = None
     max_surge: int = 1
     allow_outage: bool = False
@@ -57,7 +51,7 @@ class ScaleBody:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainBody:
-    """replica: None for the whole deployment; within_s: seconds until open requests move"""
+    """replica: None for the whole deployment; within_s: until open requests move"""
 
     replica: str | None = None
     within_s: float
@@ -78,11 +72,7 @@ class AdminRequests(Protocol):
     async def answer(
         self, method: str, path: Sequence[str], query: Mapping[str, str], body: Mapping[str, object], actor: str
     ) -> tuple[int, object] | None:
-        """Returns (status, JSON data), or None for a path that this object does not serve.
-
-        path   its parts: ("keys", "key-1")
-        actor  name of the user at the other end
-        """
+        """Returns (status, JSON data), or None for a path that this object does not serve."""
         ...
 
 
@@ -90,7 +80,7 @@ class AdminRequests(Protocol):
 async def admin_socket(
     folder: Path, control: FleetControl, requests: Sequence[AdminRequests] = (), address: AdminAddress | None = None
 ) -> AsyncIterator[None]:
-    """Answer requests until the block ends; `requests` are asked in turn. Raises ConfigError if either place cannot be listened at."""
+    """Raises ConfigError if a place cannot be listened at."""
     path = folder / SOCKET_NAME
     local = _AdminServer(control, _write_token(folder / TOKEN_NAME), requests)
     async with AsyncExitStack() as stack:
@@ -182,7 +172,7 @@ class _AdminServer:
         raise web.HTTPNotFound(text="There is no such request.")
 
     async def command(self, request: web.Request) -> web.StreamResponse:
-        """The answer is lines of JSON: progress, then how the command ended. The command goes on if the client leaves."""
+        """Lines of JSON: progress, then how the command ended. It goes on if the client leaves."""
         from aiohttp import web
 
         self._authenticate(request)
@@ -209,7 +199,7 @@ class _AdminServer:
         return response
 
     async def _audited(self, name: str, body: Mapping[str, object], actor: str, hear: Hear) -> list[str]:
-        """The end of the whole deployment is recorded first, because it also ends this task."""
+        """The end of the whole deployment is recorded first: it also ends this task."""
         ends_all = name == "drain" and body.get("replica") is None
         if ends_all:
             await self._control.audit.record(actor, name, body, hear)
@@ -258,7 +248,7 @@ async def _body(request: web.Request) -> Mapping[str, object]:
 
 
 def _user_at(request: web.Request) -> str:
-    """The user of the process at the other end of the socket; over TCP its certificate's name and its address."""
+    """The user of the process at the other end; over TCP its certificate's name and its address."""
     connected = None if request.transport is None else request.transport.get_extra_info("socket")
     if request.transport is None or connected is None:
         return "unknown"

@@ -1,7 +1,6 @@
-"""Configuration, token and TLS of the supervisor's admin API over TCP. `fleet.admin` answers the requests.
+"""Configuration, token and TLS of the supervisor's admin API over TCP.
 
-Every request carries a token that is valid for this API alone. Beyond loopback both sides also show certificates (mutual TLS): the
-supervisor one for TLS servers, the operator one for TLS clients.
+Every request carries a token that is valid for this API alone; beyond loopback both sides also show certificates.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ ALPN = "http/1.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminListen:
-    """The section `admin` of the configuration."""
-
     listen: str = required(
         "`HOST:PORT` at which the operator's commands are answered from other machines too ([control.md](control.md#over-tcp)); port 0 "
         "takes a free one. `headrace gateway` has it with `workers` alone."
@@ -38,7 +35,7 @@ class AdminListen:
     )
 
     def checked(self) -> AdminListen:
-        """This section if its rules hold; no file is opened. Raises ConfigError."""
+        """Opens no file. Raises ConfigError."""
         if self.listen.startswith("unix:"):
             raise ConfigError("admin.listen", f"{self.listen!r} is not HOST:PORT", "The Unix socket is always there, in the run directory.")
         if not (self.token_file or self.tls_dir):
@@ -48,7 +45,7 @@ class AdminListen:
         return self
 
     def opened(self) -> AdminAddress:
-        """With the contents of the token's and certificates' files. Raises ConfigError."""
+        """Raises ConfigError."""
         with _named_as_in_the_file():
             target = target_of(self.listen, token=None, token_file=self.token_file, tls_dir=self.tls_dir)
             assert target.token is not None
@@ -57,7 +54,7 @@ class AdminListen:
 
 @contextmanager
 def _named_as_in_the_file() -> Iterator[None]:
-    """Name keys of `wire.target` by their paths in the configuration file."""
+    """Keys of `wire.target` get their paths in the configuration file."""
     try:
         yield
     except ConfigError as error:
@@ -73,7 +70,7 @@ class AdminAddress:
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """Requires a client certificate. Changed files hold for later connections. Raises ConfigError."""
+    """Changed files hold for later connections. Raises ConfigError."""
     certificates = Certificates(files, TlsRole.ENGINE)
     context = certificates.current().context
     context.set_alpn_protocols([ALPN])
@@ -89,7 +86,7 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 def operator_context(files: TlsFiles) -> ssl.SSLContext:
-    """Shows a client certificate, and checks the server's certificate and host name. Raises ConfigError."""
+    """Raises ConfigError."""
     context = load_certificates(files, TlsRole.GATEWAY).context
     context.set_alpn_protocols([ALPN])
     return context

@@ -4,7 +4,7 @@
     DIR/ca.crt, DIR/token    the authority's certificate; the secret that gateways send to engines
     DIR/gateway/, DIR/engine-HOST/    for each machine: ca.crt, tls.crt, tls.key, token
 
-Nothing is ever overwritten. An existing file is kept if it is what would be made; otherwise the command is refused.
+Nothing is ever overwritten: an existing file is kept if it is what would be made, else the command is refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CERTIFICATE_DAYS = 825
 """The most that strict TLS libraries accept for a server."""
 
 CLOCK_SKEW = timedelta(hours=1)
-"""How long before its creation a certificate is valid, for machines whose clocks are late."""
+"""For machines whose clocks are late."""
 
 TOKEN_BYTES = 32
 HOST_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*")
@@ -48,10 +48,8 @@ class SiteAuthority:
 
 @dataclass(frozen=True, slots=True)
 class SiteFolder:
-    """One folder to copy to a machine.
-
-    names   host names and addresses in the certificate; empty for a gateway
-    is_new  False: it existed and is kept
+    """names   host names and addresses in the certificate
+    is_new  False: the folder existed and is kept
     """
 
     path: Path
@@ -62,12 +60,7 @@ class SiteFolder:
 
 
 def init_site(folder: Path, hosts: Sequence[Sequence[str]] = (), *, now: datetime | None = None) -> list[SiteFolder]:
-    """Make the missing parts of a site: the authority, the token, the gateways' folder, and a folder for each engine host.
-
-    hosts  names and addresses of each machine that runs engines; its folder is named after the first one
-
-    Raises ConfigError for an invalid host name, and for existing files that do not belong to this site.
-    """
+    """Raises ConfigError for an invalid host name, and for existing files that do not belong to this site."""
     now = now or datetime.now(UTC)
     for names in hosts:
         _check_names(names)
@@ -79,7 +72,6 @@ def init_site(folder: Path, hosts: Sequence[Sequence[str]] = (), *, now: datetim
 
 
 def make_authority(now: datetime) -> SiteAuthority:
-    """A new key and its certificate, which signs certificates of this site and no further authority."""
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -99,7 +91,7 @@ def make_authority(now: datetime) -> SiteAuthority:
 def make_certificate(
     authority: SiteAuthority, role: TlsRole, names: Sequence[str], now: datetime, *, days: int = CERTIFICATE_DAYS
 ) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-    """A new key and its certificate for one role, which ends no later than the authority's."""
+    """The certificate ends no later than the authority's."""
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.x509.oid import ExtendedKeyUsageOID
@@ -192,7 +184,7 @@ def _check_names(names: Sequence[str]) -> None:
 
 
 def _open_authority(folder: Path, now: datetime) -> tuple[SiteAuthority, str]:
-    """The authority and the token in `folder`; both are made if there are none. Raises ConfigError if it holds something else."""
+    """The authority and the token, made if there are none. Raises ConfigError if the folder holds something else."""
     parts = [folder / name for name in (AUTHORITY_KEY_NAME, CA_NAME, TOKEN_NAME)]
     present = [part for part in parts if part.exists()]
     if len(present) == len(parts):
@@ -237,7 +229,6 @@ def _site_folder(path: Path, role: TlsRole, names: tuple[str, ...], authority: S
 
 
 def _checked_certificate(path: Path, names: Sequence[str], authority: SiteAuthority) -> x509.Certificate:
-    """Raises ConfigError unless the folder is complete, and of this authority and these names."""
     from cryptography import x509
     from cryptography.exceptions import InvalidSignature
 
@@ -272,7 +263,7 @@ def _check_rest(path: Path, certificate: x509.Certificate, authority: SiteAuthor
 
 
 def _write_folder(path: Path, content: Mapping[str, bytes]) -> None:
-    """Complete or not at all. All users may read certificates, only this user the rest. Raises ConfigError."""
+    """Complete or not at all; all users may read certificates, only this user the rest. Raises ConfigError."""
     new = path.with_name(f"{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

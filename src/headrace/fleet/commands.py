@@ -1,7 +1,4 @@
-"""What commands that change a deployment share: one runs at a time, its progress goes to its operator and the log, and it is recorded.
-
-A command that was refused changed nothing and leaves no record.
-"""
+"""What commands that change a deployment share: one runs at a time, its progress goes to its operator and the log, and it is recorded."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ from headrace.core.errors import HeadraceError
 log = logging.getLogger(__name__)
 
 Hear = Callable[[str], None]
-"""Takes a line for the operator of one command."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +43,7 @@ class Progress:
 
 
 def no_operator(text: str) -> None:
-    """Ignores a line: for a command whose lines go to the log alone."""
+    """For a command whose lines go to the log alone."""
 
 
 class ControlBusy(HeadraceError):
@@ -55,7 +51,7 @@ class ControlBusy(HeadraceError):
 
 
 class CommandSlot:
-    """holder: name of the running command; empty while none runs"""
+    """holder: empty while none runs"""
 
     def __init__(self) -> None:
         self.holder = ""
@@ -63,12 +59,11 @@ class CommandSlot:
         self._free.set()
 
     async def wait_free(self) -> None:
-        """Another command may take the slot before the caller does."""
         await self._free.wait()
 
     @contextmanager
     def held(self, name: str) -> Iterator[Callable[[], None]]:
-        """Hold the slot until the block ends or calls the yielded function. Raises ControlBusy if another command holds it."""
+        """Holds the slot until the block ends or calls the yielded function. Raises ControlBusy."""
         if self.holder:
             raise ControlBusy(f"{self.holder} is running. Wait for it: `headrace status` shows how far it is.")
         self.holder = name
@@ -83,7 +78,7 @@ class CommandSlot:
 
 
 WriteAudit = Callable[[str, str, str, Mapping[str, object]], Awaitable[None]]
-"""Writes one record: actor, action, subject, detail. Raises HeadraceError."""
+"""Actor, action, subject, detail. Raises HeadraceError."""
 
 
 async def not_kept(actor: str, action: str, subject: str, detail: Mapping[str, object]) -> None:

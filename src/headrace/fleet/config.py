@@ -30,12 +30,8 @@ COMMAND = (sys.executable, "-P", "-m", "headrace")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """
-    folder     resolved (`fleet.weights.resolve_model`); None: only foreign servers answer
+    """folder     resolved (`fleet.weights.resolve_model`); None: only foreign servers answer
     replicas   engine processes; none without a folder or beside `remote`
-    engine     options of `engine.config.EngineConfig` beside `model`
-    remote     engines that run elsewhere, as the gateway's options of each replica
-    upstreams  foreign servers, likewise
     """
 
     name: str
@@ -50,16 +46,9 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetConfig:
-    """Everything the supervisor reads.
-
-    gateway          keys of the gateway's own file beside `models`; without a port a free one is taken
-    site_key         secret (hex) from which the site's shared secrets are derived; empty: `with_site_key` draws one
-    drain_timeout_s  seconds that running requests may take after SIGTERM
-    start_timeout_s  seconds after which a process that does not serve yet is killed, and counts as failed; 0: never
-    hang_timeout_s   seconds after which an engine that no gateway can use is killed and started again. A gateway that answers nothing is
-                     killed after about ten seconds, or this time if it is shorter. 0: never
-    run_dir          parent of this deployment's private directory; None: XDG_RUNTIME_DIR, else the temporary directory
-    engine_command, gateway_command   started with `--config FILE --parent-fd N` appended
+    """site_key         secret (hex) from which the site's shared secrets are derived; empty: `with_site_key` draws one
+    start_timeout_s  after which a process that does not serve yet is killed, and counts as failed; 0: never
+    hang_timeout_s   after which an engine that no gateway can use is killed and started again; 0: never
     """
 
     models: tuple[ModelSpec, ...]
@@ -75,7 +64,6 @@ class FleetConfig:
     gateway_command: tuple[str, ...] = (*COMMAND, "gateway")
 
     def checked(self) -> FleetConfig:
-        """Raises ConfigError."""
         if not self.models:
             raise ConfigError("models", "is empty", "Declare at least one model.")
         names: set[str] = set()
@@ -96,13 +84,12 @@ class FleetConfig:
 
     @property
     def key_variables(self) -> frozenset[str]:
-        """Environment variables with keys of foreign servers. Only the gateway reads them; engines do not inherit them."""
+        """Only the gateway reads these; engines do not inherit them."""
         upstreams = [upstream for model in self.models for upstream in model.upstreams]
         return frozenset(str(upstream["api_key_env"]) for upstream in upstreams if "api_key_env" in upstream)
 
     @property
     def gateway_address(self) -> tuple[str, int]:
-        """Port 0 stands for a free one."""
         return str(self.gateway.get("host", "127.0.0.1")), int(str(self.gateway.get("port", 0)))
 
     @property
@@ -135,7 +122,6 @@ def _check_model(where: str, model: ModelSpec, names: set[str]) -> None:
 
 
 def _check_foreign_names(where: str, model: ModelSpec) -> None:
-    """Raises ConfigError if a foreign server has a name that a replica here has, or may get later."""
     names_of_replicas = re.compile(re.escape(replica_prefix(model.name)) + r"-\d+")
     for index, upstream in enumerate(model.upstreams):
         name = str(upstream.get("name") or f"foreign-{index}")
@@ -144,7 +130,6 @@ def _check_foreign_names(where: str, model: ModelSpec) -> None:
 
 
 def _check_key_variable(where: str, name: str) -> None:
-    """Raises ConfigError for a variable that the gateway's environment does not have."""
     if name.startswith(SECRET_VARIABLES):
         reason = f"{name!r} is not passed on to the gateway, as no variable is that begins with {', '.join(SECRET_VARIABLES)}"
         raise ConfigError(where, reason, "Give it another name, or use api_key_file.")

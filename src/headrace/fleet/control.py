@@ -1,6 +1,6 @@
-"""Carries out an operator's commands to a running deployment. The admin socket (`fleet.admin`) and SIGHUP come here.
+"""Carries out an operator's commands to a running deployment.
 
-A command returns when all that follows from it is done; a caller that leaves earlier stops nothing.
+A caller that leaves before its command is done stops nothing.
 """
 
 from __future__ import annotations
@@ -25,32 +25,28 @@ log = logging.getLogger(__name__)
 MAX_WITHIN_S = 86400.0
 
 STARTS_S = 10.0
-"""Seconds for which a command waits for nothing but starting engines before it lets other commands in."""
+"""After this long a command that waits only for starting engines lets others in."""
 
 
 class ConfigSource(Protocol):
-    """Where the configuration is read again. file: its absolute path, shown to operators"""
+    """file: its absolute path, shown to operators"""
 
     @property
     def file(self) -> Path | None: ...
 
     def read(self) -> FleetConfig:
-        """The whole current configuration, checked. May block. Raises ConfigError."""
+        """May block. Raises ConfigError."""
         ...
 
     def differences(self) -> Sequence[str]:
-        """Between the last configuration read and the one in force, one line each, without secrets."""
+        """Between the last configuration read and the one in force, without secrets."""
         ...
 
-    def accept(self) -> None:
-        """The last configuration read is now in force."""
-        ...
+    def accept(self) -> None: ...
 
 
 class FleetControl:
-    """Each command returns its failures, one line per model, and `hear` gets its progress. Where one raises ConfigError, ReloadRefused
-    or ControlBusy, nothing was changed.
-    """
+    """`hear` gets a command's progress; its failures are returned, one line per model. Where a command raises, nothing was changed."""
 
     def __init__(
         self,
@@ -59,10 +55,7 @@ class FleetControl:
         drain_all: Callable[[float], Awaitable[None]],
         audit: CommandAudit | None = None,
     ) -> None:
-        """
-        drain_all  ends the whole deployment, with this many seconds for running requests
-        audit      written by callers, which know the actor
-        """
+        """audit: written by callers, which know the actor"""
         self.audit = audit or CommandAudit()
         self._reconciler = reconciler
         self._source = source
@@ -73,7 +66,6 @@ class FleetControl:
         await self._slot.wait_free()
 
     async def status(self) -> dict[str, object]:
-        """JSON data, with what the gateways see now."""
         reconciler = self._reconciler
         await reconciler.look()
         host, port = reconciler.config.gateway_address
@@ -136,7 +128,7 @@ class FleetControl:
                 return await self._converged([model], hear, let_others_in)
 
     async def drain(self, replica: str, within_s: float, *, allow_outage: bool, hear: Hear = no_operator) -> list[str]:
-        """Retire one replica. Requests not finished within `within_s` seconds move to another one."""
+        """Requests not finished within `within_s` seconds move to another replica."""
         _check_within(within_s)
         replicas = self._reconciler.deployment.replicas
         if replica not in replicas:
@@ -158,10 +150,7 @@ class FleetControl:
         return model
 
     async def _converged(self, models: Collection[str], hear: Hear, let_others_in: Callable[[], None]) -> list[str]:
-        """Wait until each model has its replicas. Returns the failures.
-
-        An engine may take long to start, or hang: once nothing else is left to wait for, other commands may run after STARTS_S.
-        """
+        """Returns the failures. Once only starting engines are left, other commands may run after STARTS_S."""
         converged = asyncio.create_task(self._reconciler.until(lambda: not self._unconverged(models)))
         try:
             if starting := await self._only_starting(models, converged):
@@ -179,7 +168,6 @@ class FleetControl:
         return [model for model in models if not deployment.is_converged(model)]
 
     async def _only_starting(self, models: Collection[str], converged: asyncio.Task[None]) -> list[str]:
-        """The starting replicas, once nothing else was waited for in STARTS_S; empty if `converged` is done before that."""
         loop = asyncio.get_running_loop()
         since = loop.time()
         while not converged.done():
@@ -253,10 +241,7 @@ def _check_within(within_s: float) -> None:
 
 @asynccontextmanager
 async def reloading_when_asked(asked: asyncio.Event, control: FleetControl) -> AsyncIterator[None]:
-    """Reload each time `asked` is set, until the block ends. Signals that arrive while a command runs lead to one reload after it.
-
-    A reload that fails is logged; nothing is raised. Reloads that run when the block ends are cancelled.
-    """
+    """Reload each time `asked` is set, until the block ends. Signals that arrive while a command runs lead to one reload after it."""
     running: set[asyncio.Task[None]] = set()
 
     def begin(work: asyncio.Task[None]) -> None:
@@ -295,7 +280,6 @@ async def _reload(control: FleetControl) -> None:
 
 
 async def _reload_once_idle(control: FleetControl) -> list[str]:
-    """Another command may start after `idle` returned; the reload then waits for that one too."""
     while True:
         try:
             failures = await control.reload()

@@ -1,7 +1,4 @@
-"""Holds the desired state of a deployment: its configuration, and the engine options of each revision of a model.
-
-Changes that take a restart are refused here. Gateways refuse further ones by themselves (`gateway.control.reload`).
-"""
+"""Holds the desired state of a deployment: its configuration, and the engine options of each revision of a model."""
 
 from __future__ import annotations
 
@@ -15,27 +12,22 @@ from headrace.policy.deployment import Deployment, RolloutOptions
 FIXED = ("admin", "site_key", "log_format", "run_dir", "engine_command", "gateway_command")
 
 FIXED_GATEWAY = ("host", "port", "workers")
-"""Keys that this process reads itself."""
 
 STORES = {"state": "state", "store": "gateway.store", "sessions": "gateway.sessions"}
-"""Key of the gateways' file -> its path in the operator's. Gateways refuse to change these too; but a gateway that starts meanwhile reads
-the new file, and without its store it would know no key.
-"""
+"""Key of the gateways' file -> its path in the operator's."""
 
 
 def runs_alike(before: ModelSpec, after: ModelSpec) -> bool:
-    """Whether a process of one can serve for the other."""
     return (before.folder, dict(before.engine)) == (after.folder, dict(after.engine))
 
 
 def with_choices_of_start(before: FleetConfig, after: FleetConfig) -> FleetConfig:
-    """With the site key and port that were chosen at the start, where `after` does not set them."""
     kept = {"port": before.gateway["port"]} if not after.gateway.get("port") and "port" in before.gateway else {}
     return replace(after, site_key=after.site_key or before.site_key, gateway={**after.gateway, **kept})
 
 
 def check_can_become(before: FleetConfig, after: FleetConfig, *, served: Container[str]) -> None:
-    """Raises ConfigError naming the first option that takes a restart. served: models that have replicas"""
+    """Raises ConfigError naming the first option that takes a restart."""
     changed = [name for name in FIXED if getattr(before, name) != getattr(after, name)]
     paths = {**{name: f"gateway.{name}" for name in FIXED_GATEWAY}, **STORES}
     changed += [path for name, path in paths.items() if before.gateway.get(name) != after.gateway.get(name)]
@@ -49,7 +41,7 @@ def check_can_become(before: FleetConfig, after: FleetConfig, *, served: Contain
 
 
 class DesiredState:
-    """options: (model, revision) -> the options that its processes are started with"""
+    """options: by (model, revision)"""
 
     def __init__(self, config: FleetConfig) -> None:
         self.config = config
@@ -61,9 +53,7 @@ class DesiredState:
         return made
 
     def follow(self, config: FleetConfig, deployment: Deployment) -> list[str]:
-        """Set another configuration, and `deployment`'s targets by it. Changed options of a model begin a rollout; failed replicas are
-        tried again. Returns the models whose earlier failures no longer apply.
-        """
+        """Returns the models whose earlier failures no longer apply."""
         self.config = config
         specs = {model.name: model for model in config.models if model.replicas}
         known = {name: self.options.get((name, target.revision)) for name, target in deployment.targets.items()}

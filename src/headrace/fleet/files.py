@@ -1,7 +1,6 @@
 """Makes the private directory of one deployment, and writes the files that its processes are started with.
 
-Sockets and configuration (which holds keys) live in one directory of mode 0700. Its path is short, since a Unix socket's name has at most
-107 bytes.
+Sockets and configuration (which holds keys) live in one directory of mode 0700, whose path is short.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ PREFIX = "headrace-"
 LOCK = "lock"
 GATEWAY_FILE = "gateway.json"
 MAX_DIR_BYTES = 90
-"""Sockets' paths have a limit, and file names are appended."""
+"""Unix sockets' names have at most 107 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +42,9 @@ class ReplicaFiles:
 
 @contextmanager
 def run_dir(parent: Path | None) -> Iterator[Path]:
-    """A new directory for this process alone, removed at the end. Raises ConfigError.
+    """Raises ConfigError.
 
-    Directories that killed supervisors left in the same place are removed first: their files hold keys.
+    Directories that killed supervisors left are removed: their files hold keys.
     """
     base = parent or _default_parent()
     remove_unlocked(base, PREFIX, LOCK)
@@ -63,7 +62,6 @@ def run_dir(parent: Path | None) -> Iterator[Path]:
 
 @contextmanager
 def _written(path: Path) -> Iterator[None]:
-    """Turn OSError into a ConfigError that names `path`."""
     try:
         yield
     except OSError as error:
@@ -73,14 +71,13 @@ def _written(path: Path) -> Iterator[None]:
 
 
 def running_deployments(parent: Path | None) -> list[Path]:
-    """parent: None: the default place, and this user's deployments alone"""
+    """parent: None: this user's deployments in the default place"""
     may_be_another_users = parent is not None and os.geteuid() == 0
     locks = sorted((parent or _default_parent()).glob(f"{PREFIX}*/{LOCK}"))
     return [lock.parent for lock in locks if is_running(lock.parent) and (may_be_another_users or _owner(lock.parent) == os.geteuid())]
 
 
 def is_running(folder: Path) -> bool:
-    """Folders are private: only the superuser sees those of other users."""
     return is_locked(folder, LOCK)
 
 
@@ -90,14 +87,12 @@ def _owner(folder: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MachineShare:
-    """Part `index` of `total` equal parts of this machine's CPUs and memory."""
-
     index: int
     total: int
 
 
 def write_engine_file(config: FleetConfig, model: ModelSpec, folder: Path, *, name: str, number: int, share: MachineShare) -> ReplicaFiles:
-    """number: in the names of its files; never used twice in one folder, since an old socket may still be in use"""
+    """number: never used twice in one folder, since an old socket may still be in use"""
     replica = ReplicaFiles(name, model.name, f"unix:{folder / f'e{number}.sock'}", folder / f"e{number}.json")
     content = {
         "replica": replica.name,
@@ -114,7 +109,6 @@ def write_engine_file(config: FleetConfig, model: ModelSpec, folder: Path, *, na
 
 
 def _memory_share(device: str, share: MachineShare) -> dict[str, object]:
-    """The GPU of an engine, given out in turn, and the number of other engines that share that GPU's memory, or the machine's."""
     names = find_gpus().names if device == "cuda" else ()
     if not names:
         return {"num_neighbours": share.total - 1}
@@ -122,7 +116,7 @@ def _memory_share(device: str, share: MachineShare) -> dict[str, object]:
 
 
 def share_of(cpus: Sequence[int] | None, share: MachineShare) -> list[int]:
-    """Equal parts, or one CPU in turn if there are too few. Empty (no binding) if the share is the only one, or CPUs are not known."""
+    """Empty (no binding) if the share is the only one, or CPUs are not known."""
     number, total = share.index, share.total
     if total == 1 or cpus is None:
         return []
@@ -140,9 +134,9 @@ def write_gateway_file(content: Mapping[str, object], folder: Path) -> Path:
 def gateway_content(
     config: FleetConfig, replicas: Sequence[ReplicaFiles] = (), unavailable: Mapping[str, str] | None = None
 ) -> dict[str, object]:
-    """The configuration of the gateways. Raises ConfigError.
+    """Raises ConfigError.
 
-    unavailable  for each model without engines now: the reason, in words that clients may read
+    unavailable  model -> reason, in words that clients may read
     """
     models = [_gateway_model(model, replicas, (unavailable or {}).get(model.name, "")) for model in config.models]
     salt_key = site_secret(config.site_key, SALTS)
@@ -170,7 +164,7 @@ def _with_drain(config: FleetConfig) -> dict[str, object]:
 
 
 def _write(path: Path, content: Mapping[str, object]) -> None:
-    """Whole or not at all: a process that is being started again may be reading it."""
+    """Whole or not at all: a process that is being started again may be reading the file."""
     new = path.with_suffix(".new")
     with _written(path):
         new.touch(mode=0o600)
@@ -179,7 +173,7 @@ def _write(path: Path, content: Mapping[str, object]) -> None:
 
 
 def _default_parent() -> Path:
-    """XDG_RUNTIME_DIR if it is this user's and closed to all others, as its standard requires; else the temporary directory."""
+    """XDG_RUNTIME_DIR if it is this user's and closed to all others."""
     given = os.environ.get("XDG_RUNTIME_DIR")
     if given and os.path.isdir(given):
         info = os.stat(given)

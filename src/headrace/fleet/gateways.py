@@ -1,10 +1,8 @@
 """The gateway processes of a deployment: their shared address, their configuration file, and what they see of replicas.
 
-Gateways are asked over their leashes (`wire.leash`). One that is just restarting is not asked: the new process reads the newest file.
 Either all running gateways follow a change of the file, or the file is restored.
 
-The supervisor binds sockets that never listen beside the gateways' own (SO_REUSEPORT). They pick a free port where the configuration says
-0, and keep it while gateways restart. A port that belongs to another server is refused before weights are loaded.
+The supervisor's sockets, which never listen (SO_REUSEPORT), keep the port while gateways restart.
 """
 
 from __future__ import annotations
@@ -25,30 +23,25 @@ from headrace.wire.leash import DRAINING, ModelStatuses, ReloadRefused, ReplicaS
 from headrace.wire.listening import bound_sockets, close_all, shown_host
 
 RELOAD_TIMEOUT_S = 60.0
-"""A gateway loads the tokenizers of new models first."""
 
 STATUS_TIMEOUT_S = 2.0
-"""Without the report of every gateway, the readiness of a replica is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatewaysView:
-    """answers: one for each gateway that answered; silent: labels of serving gateways that did not"""
+    """answers: one for each gateway that answered; silent: labels of those that did not"""
 
     answers: Sequence[ModelStatuses] = ()
     silent: Collection[str] = ()
 
     def is_ready(self, model: str, replica: str) -> bool | None:
-        """Whether every serving gateway reports the replica as ready. None: unknown."""
+        """Whether every serving gateway reports the replica as ready; None: unknown."""
         if not all(status is not None and status.is_ready for status in self._of(model, replica)):
             return False
         return None if self.silent or not self.answers else True
 
     def is_lost(self, model: str, replica: str) -> bool:
-        """Whether a new process in place of the replica may help: every serving gateway lists it and cannot use it.
-
-        False for a replica that drains, and where a gateway cannot use its tokenizer or chat template.
-        """
+        """Whether every serving gateway lists the replica and cannot use it; False for one that drains."""
         seen = [status for status in self._of(model, replica) if status is not None and not status.is_ready]
         is_seen_by_all = bool(self.answers) and not self.silent and len(seen) == len(self.answers)
         return is_seen_by_all and not any(status.reason == DRAINING or status.is_refused for status in seen)
@@ -65,7 +58,7 @@ class GatewaysView:
         return next((status.reason for status in self._of(model, replica) if status is not None and status.reason), "")
 
     def num_open(self, model: str, replica: str) -> int | None:
-        """Requests that all gateways have open there; None where a serving gateway did not answer."""
+        """None where a serving gateway did not answer."""
         return None if self.silent else sum(status.num_open for status in self._of(model, replica) if status is not None)
 
     def _of(self, model: str, replica: str) -> list[ReplicaStatus | None]:
@@ -73,13 +66,11 @@ class GatewaysView:
 
 
 class GatewayGroup:
-    """keepers: complete before the processes are started"""
-
     def __init__(self) -> None:
         self.keepers: list[ProcessKeeper] = []
 
     async def reload(self) -> None:
-        """Raises ReloadRefused when a gateway refuses its file or does not answer in time. Others may have applied theirs."""
+        """Raises ReloadRefused. Other gateways may have applied their files."""
         refusals = await asyncio.gather(*(_why_refused(keeper) for keeper in self.keepers))
         if reason := next(filter(None, refusals), ""):
             raise ReloadRefused(reason)
@@ -94,7 +85,6 @@ class GatewayGroup:
 
 
 async def _why_refused(keeper: ProcessKeeper) -> str:
-    """Empty when the gateway has applied the file, or will read it when it restarts."""
     if keeper.asked is None:
         return ""
     try:
@@ -134,7 +124,7 @@ class TextRefused(ConfigError):
 
 class GatewayFile:
     def __init__(self, folder: Path, gateways: GatewayGroup, content: Mapping[str, object]) -> None:
-        """Write the first content, before any gateway runs. Raises ConfigError."""
+        """Raises ConfigError. No gateway runs yet."""
         self._folder = folder
         self._gateways = gateways
         self._content = content
@@ -142,7 +132,7 @@ class GatewayFile:
         self.path = write_gateway_file(content, folder)
 
     async def offer(self, content: Mapping[str, object]) -> None:
-        """Have every gateway follow this content. Raises ReloadRefused or ConfigError: the content before then stays in force."""
+        """Raises ReloadRefused or ConfigError: the content before then stays in force."""
         if self._is_final:
             raise ReloadRefused(ENDS)
         if content == self._content:
@@ -160,7 +150,6 @@ class GatewayFile:
         self._content = content
 
     async def _restore(self) -> None:
-        """A refusal is logged: the operator hears why the change was refused."""
         try:
             write_gateway_file(self._content, self._folder)
             await self._gateways.reload()
@@ -168,9 +157,9 @@ class GatewayFile:
             log.error("not every gateway has gone back to the configuration before: %s", error)
 
     async def limit_drain(self, drain_s: float, notice_s: float) -> None:
-        """Have every gateway give running requests `drain_s` seconds once it is asked to end. Any other content is refused from here on.
+        """Gateways give running requests `drain_s` seconds once they are asked to end.
 
-        Returns after `notice_s` seconds at the latest, whether a gateway hangs, loads or refuses, or the disk is full.
+        Returns after `notice_s` seconds at the latest.
         """
         self._is_final = True
         timeouts = self._content["timeouts"]
@@ -188,7 +177,7 @@ class GatewayFile:
 
 
 def why_unavailable(failures: Iterable[HeadraceError]) -> str:
-    """In words that clients may read: no paths, nothing of the configuration."""
+    """In words that clients may read: no paths."""
     found = [*failures]
     if any(isinstance(failure, TextRefused) for failure in found):
         return UNREADABLE
@@ -198,13 +187,13 @@ def why_unavailable(failures: Iterable[HeadraceError]) -> str:
 
 
 def check_can_listen(host: str, port: int) -> None:
-    """Raises ConfigError when the address is in use, is not this machine's, or cannot be bound. Port 0 is never in use."""
+    """Raises ConfigError."""
     close_all(_bind(host, port, is_shared=False))
 
 
 @contextmanager
 def reserved_port(host: str, port: int) -> Iterator[int]:
-    """Reserved until the block ends for gateways of this user that bind it with SO_REUSEPORT. Raises ConfigError."""
+    """Holds the port until the block ends, for gateways that bind with SO_REUSEPORT. Raises ConfigError."""
     check_can_listen(host, port)
     reserved = _bind(host, port, is_shared=True)
     try:

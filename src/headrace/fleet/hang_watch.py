@@ -1,7 +1,4 @@
-"""Ends the processes that hang, so that their keepers start others: gateways that answer nothing, and engines that no gateway can use.
-
-Gateways move streams off an engine that hangs, and much faster (docs/failover.md). docs/fleet.md has the limits.
-"""
+"""Ends the processes that hang (docs/fleet.md): gateways that answer nothing, and engines that no gateway can use."""
 
 from __future__ import annotations
 
@@ -17,17 +14,17 @@ from headrace.policy.deployment import ReplicaPhase
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""Looks are counted, not seconds: a supervisor that was itself stopped has not looked."""
+"""Looks are counted, not seconds: a supervisor that was stopped has not looked."""
 
 GATEWAY_LOOKS = 4
-"""Each look waits `gateways.STATUS_TIMEOUT_S` for a silent gateway, so that this is about ten seconds."""
+"""About ten seconds: each look waits `gateways.STATUS_TIMEOUT_S`."""
 
 Hung = tuple[str, int | None, int]
-"""Label, process id, number of answers so far. A new process, or a late answer, is counted anew."""
+"""Label, process id, number of answers so far."""
 
 
 class HangWatch:
-    """While `hang_timeout_s`, which a reload may change, is 0, nothing is killed."""
+    """`hang_timeout_s` 0: nothing is killed."""
 
     def __init__(self, reconciler: Reconciler) -> None:
         self._reconciler = reconciler
@@ -63,7 +60,7 @@ class HangWatch:
         return (keeper for keeper in self._reconciler.gateways.keepers if keeper.label in silent)
 
     def _lost_engines(self) -> Iterator[tuple[ProcessKeeper, str]]:
-        """Only engines that have served: where no gateway ever found the engine ready, a new process would not help."""
+        """Only engines that have served: for others a new process would not help."""
         view = self._reconciler.view
         for name, replica in self._reconciler.deployment.replicas.items():
             keeper = self._reconciler.processes[name].keeper

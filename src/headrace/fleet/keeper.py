@@ -1,7 +1,6 @@
 """Keeps one process running: starts it, starts it again when it dies, gives up when it cannot start at all.
 
-A process that has never served is given up when it reports a fault of its configuration or weights, does not serve in time, or dies
-MAX_START_FAILURES times. One that has served is started again without limit, after a pause that doubles up to MAX_PAUSE_S.
+A process that has served is started again without limit, after a pause that doubles up to MAX_PAUSE_S.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 2.0
-"""Running streams wait for the process, so that a pause longer than its start would be most of the wait."""
+"""Running streams wait for the process."""
 
 STABLE_S = 5.0
-"""Seconds of service after which the next pause is FIRST_PAUSE_S again."""
+"""After this much service the next pause is FIRST_PAUSE_S again."""
 
 MAX_START_FAILURES = 3
 
@@ -35,7 +34,7 @@ class FleetFailed(HeadraceError):
 
 
 class ProcessKeeper:
-    """ready: set once a process has served for the first time; facts: what the latest process reported when it served"""
+    """ready: set once a process has served for the first time"""
 
     def __init__(
         self,
@@ -47,7 +46,7 @@ class ProcessKeeper:
         withheld: Collection[str] = (),
         start_timeout_s: float = 0.0,
     ) -> None:
-        """start_timeout_s: a process that has not served after these seconds is killed; 0: never"""
+        """start_timeout_s: until a process that has not served is killed; 0: never"""
         self.label = label
         self.ready = asyncio.Event()
         self.facts: dict[str, object] = {}
@@ -60,12 +59,12 @@ class ProcessKeeper:
 
     @property
     def status(self) -> int | None:
-        """The last process's exit status; negative: the signal. None while it runs."""
+        """Negative: the signal. None while it runs."""
         return self._child.exited.result() if self._child is not None and self._child.exited.done() else None
 
     @property
     def was_cut(self) -> bool:
-        """Whether the last process had served and did not end cleanly, so that its open work was cut."""
+        """The last process had served and did not end cleanly."""
         child = self._child
         return child is not None and child.ready.done() and not child.ready.cancelled() and self.status != 0
 
@@ -83,24 +82,21 @@ class ProcessKeeper:
         return self._child.asked if self._child is not None and not self._child.exited.done() else None
 
     def kill(self) -> None:
-        """At once, and start no other."""
         self._stopping.set()
         if self._child is not None:
             self._child.kill()
 
     def restart(self) -> None:
-        """At once; `keep` starts another one."""
         if self._child is not None:
             self._child.kill()
 
     def stop(self) -> None:
-        """Let it drain and start no other; `keep` returns when it has left."""
         self._stopping.set()
         if self._child is not None:
             self._child.terminate()
 
     async def keep(self) -> None:
-        """Until `stop`. Raises ConfigError or FleetFailed when trying again is useless. Leaves no process behind."""
+        """Raises ConfigError or FleetFailed when trying again is useless. Leaves no process behind."""
         backoff = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S, STABLE_S)
         num_failures = 0
         while not self._stopping.is_set():
@@ -115,7 +111,6 @@ class ProcessKeeper:
             await self._pause(pause_s)
 
     async def _run_once(self) -> float:
-        """Returns the seconds that it served."""
         loop = asyncio.get_running_loop()
         self.num_starts += 1
         try:

@@ -18,12 +18,11 @@ from headrace.wire.leash import LeashRequests
 
 MAX_LINE_BYTES = 2**16
 MAX_LEASH_LINE_BYTES = 2**20
-"""A gateway's status has about a hundred bytes per replica."""
+"""A gateway's status has a hundred bytes per replica."""
 
 SECRET_VARIABLES = ("HEADRACE_API_KEY", "HEADRACE_GATEWAY__API_KEYS", "HEADRACE_SITE_KEY")
-"""Prefixes of environment variables that children do not inherit."""
+"""Prefixes of variables that children do not inherit."""
 LAST_WORDS_S = 2.0
-"""Seconds for which the output and the leash of a child are still read after its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +32,8 @@ class Failure:
 
 
 class Child:
-    """A running process.
-
-    ready    the facts that the child reported once it served; cancelled if the child ended before
+    """ready    facts reported once the child served; cancelled if it ended before
     exited   exit status (negative: the signal), set after output and leash were read to their end
-    asked    requests through the leash; a child that is still starting answers once it serves
     """
 
     def __init__(self, label: str, process: asyncio.subprocess.Process, leash: socket.socket) -> None:
@@ -59,7 +55,7 @@ class Child:
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """With everything it started."""
+        """Kills everything the child started, too."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -113,7 +109,6 @@ class Child:
             self.asked.take(message)
 
     async def _forward(self, stream: asyncio.StreamReader) -> None:
-        """A line is cut where it grows too long or the stream ends."""
         rest = b""
         while chunk := await stream.read(MAX_LINE_BYTES):
             *lines, rest = (rest + chunk).split(b"\n")
@@ -129,13 +124,11 @@ class Child:
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """Children get secrets in a file of their own: /proc shows a process's environment to every process of the same user."""
+    """Children get secrets in a file: /proc shows a process's environment to every process of the same user."""
     return {name: value for name, value in environment.items() if not name.startswith(SECRET_VARIABLES)}
 
 
 class Launcher(Protocol):
-    """`ProcessLauncher` starts a process on this machine; tests have others."""
-
     async def launch(self, label: str, command: Sequence[str], *, forward: bool, withheld: Collection[str] = ()) -> Child: ...
 
 
@@ -146,12 +139,7 @@ class ProcessLauncher:
         self._log_format = log_format
 
     async def launch(self, label: str, command: Sequence[str], *, forward: bool, withheld: Collection[str] = ()) -> Child:
-        """Start a child. Raises OSError when the program cannot be started.
-
-        command   `--parent-fd N` is appended
-        forward   True: log the child's output here under its label; False: it writes to this process's stdout and stderr
-        withheld  environment variables that the child does not inherit
-        """
+        """Raises OSError when the program cannot be started."""
         inherited = {name: value for name, value in self._environment.items() if name not in withheld}
         ours, theirs = socket.socketpair()
         ours.setblocking(False)

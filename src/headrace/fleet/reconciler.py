@@ -1,7 +1,6 @@
 """Reconciles this machine's processes with the desired state.
 
-`policy.deployment` decides; this module acts. A round asks the gateways what they see and has the deployment plan. It then writes the
-gateways' file and has every gateway read it, and only after that starts and ends processes. docs/control.md has the rules.
+`policy.deployment` decides; this module acts (docs/control.md): processes start and end only after every gateway has read the new list.
 """
 
 from __future__ import annotations
@@ -37,27 +36,23 @@ from headrace.wire.leash import ReloadRefused
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-"""Between two queries of the gateways while a replica comes or goes."""
 
 REFUSED_PAUSE_S = 5.0
-"""Until a change of replicas that a gateway refused is offered again."""
 
 STRAGGLERS_S = 10.0
-"""Seconds after the first replica serves in which the others may start. Then the deployment counts as started without them."""
+"""Counted from the first replica that serves; then the deployment counts as started without the others."""
 
 CONNECT_TIMEOUT_S = 60.0
-"""Seconds for which a successor's engine may serve without a gateway finding it ready. Then it counts as one that cannot be started."""
+"""A successor that no gateway finds ready for this long counts as one that cannot be started."""
 
 
 class Reconciler:
-    """Owns the engine processes of one deployment, and the gateways' file.
-
-    processes  replica's name -> its process, until the process has ended
+    """processes  replica's name -> its process, until the process has ended
     failures   model -> why its last rollout ended early
     """
 
     def __init__(self, config: FleetConfig, folder: Path, launcher: Launcher, gateways: GatewayGroup) -> None:
-        """folder: private directory of the deployment. Raises ConfigError if its files cannot be written"""
+        """folder: private directory of the deployment. Raises ConfigError"""
         self._desired = DesiredState(config)
         self._wake = asyncio.Event()
         self.deployment = Deployment()
@@ -76,16 +71,12 @@ class Reconciler:
 
     @property
     def config(self) -> FleetConfig:
-        """The configuration to reach."""
         return self._desired.config
 
     # -- what commands do ----------------------------------------------------------------------------------------------------------
 
     async def change(self, command: Callable[[Deployment], Iterable[ModelProgress]]) -> None:
-        """Apply a command, whose lines are reported once it is accepted.
-
-        Raises the command's errors, and ReloadRefused or ConfigError if the gateways cannot follow. Nothing is changed then.
-        """
+        """Raises the command's errors, and ReloadRefused or ConfigError; nothing is changed then."""
 
         def apply() -> list[ModelProgress]:
             lines = [*command(self.deployment)]
@@ -109,7 +100,7 @@ class Reconciler:
         await self.change(command)
 
     async def reload(self, config: FleetConfig) -> None:
-        """Follow another configuration. Raises as `change`."""
+        """Raises as `change`."""
 
         def apply() -> list[ModelProgress]:
             for model in self._desired.follow(config, self.deployment):
@@ -120,7 +111,7 @@ class Reconciler:
         self._wake.set()
 
     def _memory_note(self, model: str) -> Iterator[ModelProgress]:
-        """For a rollout whose successors size their KV cache by the memory that their predecessors leave free."""
+        """For successors that size their KV cache by the memory that their predecessors leave free."""
         rollout = self.deployment.targets[model].rollout
         [engine] = [each.engine for each in self.config.models if each.name == model]
         is_fixed = any(engine.get(name) is not None for name in ("num_kv_blocks", "kv_cache_bytes"))
@@ -130,7 +121,7 @@ class Reconciler:
         yield ModelProgress(model, f"{model}: {reason}; num_kv_blocks makes it a fixed size, --max-surge 0 ends the predecessor first")
 
     async def _all_or_nothing(self, apply: Callable[[], Iterable[ModelProgress]]) -> None:
-        """Run `apply` and one round. If either raises, the plan before it is restored."""
+        """If `apply` or the round raises, the plan before it is restored."""
         async with self._lock:
             await self._observe()
             before = self._desired.copy(), self.deployment.copy(), {**self.failures}, {**self._drain_s}
@@ -160,10 +151,7 @@ class Reconciler:
     # -- the loop ------------------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """A round whenever a process reports something, until cancelled.
-
-        Raises the first failure if no model of the configuration can be served and none ever was.
-        """
+        """Raises the first failure if no model can be served and none ever was."""
         while (failure := self._hopeless_failure()) is None:
             self._wake.clear()
             pause_s = await self._try_round()
@@ -173,11 +161,9 @@ class Reconciler:
         raise failure
 
     def freeze(self) -> None:
-        """Start and retire nothing from now on, since the deployment ends."""
         self._is_frozen = True
 
     async def _try_round(self) -> float:
-        """Returns the seconds until the next one must follow."""
         if self._is_frozen:
             return POLL_S
         try:
@@ -198,7 +184,6 @@ class Reconciler:
             return
 
     def _is_busy(self) -> bool:
-        """Whether a replica comes or goes, so that the gateways must be asked regularly."""
         if any(target.rollout is not None for target in self.deployment.targets.values()):
             return True
         return any(
@@ -257,7 +242,6 @@ class Reconciler:
                 process.keeper.kill()
 
     async def _round(self, lines: Iterable[ModelProgress]) -> None:
-        """Raises ReloadRefused or ConfigError before any process is touched."""
         if self._is_frozen:
             raise ConfigError("the deployment", "ends, and changes no more")
         self._plan()
@@ -296,7 +280,6 @@ class Reconciler:
         self._say(action.model, f"{action.model}: the rollout has ended, since {action.failed} cannot be started", logging.ERROR)
 
     def _carry_out(self) -> None:
-        """Every gateway has the new list of replicas already."""
         now = asyncio.get_running_loop().time()
         for name, process in [*self.processes.items()]:
             replica = self.deployment.replicas.get(name)
@@ -335,7 +318,7 @@ class Reconciler:
     # -- the start of the deployment -----------------------------------------------------------------------------------------------
 
     async def first_service(self) -> None:
-        """Wait until every replica has served or failed, but at most STRAGGLERS_S once a model is served. Never returns if `run` raises."""
+        """Waits at most STRAGGLERS_S once a model is served. Never returns if `run` raises."""
         await self.until(lambda: self._is_all_decided() or self._is_anything_served())
         with suppress(TimeoutError):
             async with asyncio.timeout(STRAGGLERS_S):
@@ -351,7 +334,6 @@ class Reconciler:
         return any(model.upstreams or not model.replicas for model in self.config.models)
 
     def _hopeless_failure(self) -> HeadraceError | None:
-        """The first failure, if nothing is served, ever was, or is being started."""
         return None if self._is_anything_served() else self.processes.failure_of_all()
 
     def _is_decided(self, name: str) -> bool:

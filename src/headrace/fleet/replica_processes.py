@@ -1,6 +1,6 @@
 """The engine processes of one deployment: made from the configuration, kept running until `fleet.reconciler` retires them.
 
-`fleet.keeper` restarts a process that has served. This module handles the time before the first success, and the end.
+Handles the time before the first success, and the end: `fleet.keeper` restarts a process that has served.
 """
 
 from __future__ import annotations
@@ -21,26 +21,19 @@ from headrace.policy.deployment import Deployment, PlannedReplica, ReplicaPhase
 
 FIRST_RETRY_S = 30.0
 LAST_RETRY_S = 600.0
-"""Pauses before a replica that could not be started is tried again, doubling from the first to the last. Each try loads weights, which
-costs the replicas that serve.
-"""
+"""Each try loads weights, which costs the replicas that serve."""
 
 END_GRACE_S = 10.0
-"""For an engine without requests to free its weights and exit; then it is killed."""
 
 
 class ReplicaProcess:
-    """
-    failure       why it could not be started; None while it runs or is being started
-    is_unlisted   whether gateways have stopped to send it new requests
-    task          keeps the process running; None before `launch`
+    """failure       why it could not be started; None while it runs or is being started
     drain_until   seconds on the event loop's clock: requests still open then move to another replica
     """
 
     def __init__(
         self, files: ReplicaFiles, spec: ModelSpec, share: MachineShare, keeper: ProcessKeeper, on_change: Callable[[], None]
     ) -> None:
-        """on_change: called when the replica serves, fails or has ended"""
         self.files = files
         self.spec = spec
         self.share = share
@@ -60,7 +53,6 @@ class ReplicaProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether no process of this replica runs or will run."""
         return self._is_cancelled if self.task is None else self.task.done()
 
     @property
@@ -69,7 +61,6 @@ class ReplicaProcess:
 
     @property
     def why_failed(self) -> str:
-        """Without the replica's name; empty without a failure."""
         name = self.files.name
         return "" if self.failure is None else str(self.failure).removeprefix(f"{name}: ").removeprefix(f"{name} ")
 
@@ -78,7 +69,6 @@ class ReplicaProcess:
         self.task.add_done_callback(lambda _: self._on_change())
 
     def end(self) -> None:
-        """Ask the process, which has no requests, to leave."""
         if self._ending is None:
             self._ending = asyncio.create_task(self._end(), name=f"ending {self.files.name}")
 
@@ -88,7 +78,6 @@ class ReplicaProcess:
             self.task.cancel()
 
     def give_up_unless_connected(self, now: float, timeout_s: float, reason: str) -> None:
-        """Fail the replica if its engine has served for `timeout_s` seconds without a gateway connecting."""
         if not self.keeper.is_serving:
             self._serving_since = None
         elif self._serving_since is None:
@@ -97,12 +86,11 @@ class ReplicaProcess:
             self.give_up(FleetFailed(f"{self.files.name} serves, and a gateway does not find it ready after {timeout_s:g} s: {reason}"))
 
     def give_up(self, failure: HeadraceError) -> None:
-        """Kill the process: it is of no use to the gateways."""
         self.failure = failure
         self.cancel()
 
     async def close(self) -> None:
-        """Its files stay: the whole folder is removed later."""
+        """Files stay: the whole folder is removed later."""
         tasks = [task for task in (self.task, self._ending) if task is not None]
         for task in tasks:
             task.cancel()
@@ -122,7 +110,7 @@ class ReplicaProcess:
             serving.cancel()
 
     async def _has_failed(self) -> bool:
-        """Run the process until it is stopped (False) or cannot be started (True)."""
+        """False: stopped; True: it cannot be started."""
         try:
             await self.keeper.keep()
         except (ConfigError, FleetFailed) as error:
@@ -148,8 +136,6 @@ class ReplicaProcess:
 
 
 class ReplicaProcesses(Mapping[str, ReplicaProcess]):
-    """Replica's name -> its process, from `make` until `forget`."""
-
     def __init__(self, folder: Path, launcher: Launcher, on_change: Callable[[], None]) -> None:
         self._folder = folder
         self._launcher = launcher
@@ -168,7 +154,7 @@ class ReplicaProcesses(Mapping[str, ReplicaProcess]):
         return len(self._by_name)
 
     def make(self, config: FleetConfig, deployment: Deployment, replica: PlannedReplica, spec: ModelSpec, replaces: str) -> None:
-        """Not launched yet. Raises ConfigError if its file cannot be written. replaces: name of a replica; "" for none"""
+        """Raises ConfigError if the file cannot be written."""
         share = self._share(deployment, replaces)
         files = write_engine_file(config, spec, self._folder, name=replica.name, number=next(self._numbers), share=share)
         keeper = ProcessKeeper(
@@ -182,7 +168,7 @@ class ReplicaProcesses(Mapping[str, ReplicaProcess]):
         self._by_name[replica.name] = ReplicaProcess(files, spec, share, keeper, self._on_change)
 
     def _share(self, deployment: Deployment, replaces: str) -> MachineShare:
-        """That of the replica it replaces, else the first free one of as many as there are planned engines."""
+        """The share of the replica it replaces, else the first free one."""
         total = sum(target.num_replicas for target in deployment.targets.values())
         stay = (ReplicaPhase.STARTING, ReplicaPhase.SERVING)
         staying = {name for name, replica in deployment.replicas.items() if replica.phase in stay}
@@ -197,7 +183,6 @@ class ReplicaProcesses(Mapping[str, ReplicaProcess]):
                 process.launch()
 
     def forget(self, name: str) -> None:
-        """For a replica that is not planned any more; its files are removed."""
         process = self._by_name.pop(name)
         self._has_forgotten_served |= process.has_served
         process.cancel()
@@ -205,7 +190,6 @@ class ReplicaProcesses(Mapping[str, ReplicaProcess]):
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """Each is done when its process has ended for good."""
         return [task for process in self.values() if (task := process.task) is not None]
 
     async def close(self) -> None:
@@ -213,11 +197,10 @@ class ReplicaProcesses(Mapping[str, ReplicaProcess]):
 
     @property
     def has_served(self) -> bool:
-        """Whether any replica has served, forgotten ones included."""
+        """Forgotten replicas included."""
         return self._has_forgotten_served or any(process.has_served for process in self.values())
 
     def failure_of_all(self) -> HeadraceError | None:
-        """The first failure if every process has failed."""
         failures = [process.failure for process in self.values()]
         return failures[0] if failures and all(failures) else None
 

@@ -1,7 +1,7 @@
-"""Runs a deployment: keeps gateway processes and one engine process per replica running, and takes them down in order.
+"""Runs a deployment's processes, and takes them down in order: first the gateways, then the engines.
 
-SIGTERM or SIGINT drains: first the gateways, then the engines. After a second signal the gateways end their streams with an error, and then
-everything ends. When the supervisor itself is killed, its leashes break and the children leave by themselves.
+After a second signal the gateways end their streams with an error, and then everything ends. When the supervisor itself is killed, its
+leashes break and the children leave by themselves.
 """
 
 from __future__ import annotations
@@ -33,31 +33,25 @@ from headrace.machine.stop_signals import StopSignals, first_of
 log = logging.getLogger(__name__)
 
 GATEWAY_GRACE_S = 5.0
-"""Beyond the drain time, to close the remaining streams."""
 
 NOTICE_S = 1.0
 
 CUT_GRACE_S = 3.0
-"""After a second signal, for the gateways to end each stream with an error."""
 
 ENGINE_GRACE_S = 10.0
-"""For engines to exit after the gateways have left. No request runs then."""
+"""No request runs while engines exit."""
 
 
 class FleetExit(IntEnum):
     DRAINED = 0
     CUT = 75
-    """A second signal, or the drain time was over: running requests were cut."""
+    """Running requests were cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetReady:
-    """The facts of a deployment that has started.
-
-    gateway   facts of the first gateway: "host" and "port", which all gateways share
+    """gateway   "host" and "port", which all gateways share
     replicas  name -> facts of its engine: "address", "instance_id", "decided" (lines for people)
-    failed    name -> why it cannot be started
-    starting  names of replicas that take longer to start than the others
     """
 
     gateway: Mapping[str, object]
@@ -67,8 +61,6 @@ class FleetReady:
 
 
 class Supervisor:
-    """Owns every process of one deployment while `run` runs."""
-
     def __init__(
         self,
         config: FleetConfig,
@@ -79,9 +71,7 @@ class Supervisor:
         audit: WriteAudit = not_kept,
         on_ready: Callable[[FleetReady], None] | None = None,
     ) -> None:
-        """
-        source    None: the configuration cannot be read again, and SIGHUP drains
-        requests  what the admin socket answers beside the commands for processes
+        """source    None: the configuration cannot be read again, and SIGHUP drains
         on_ready  called once, when every gateway has served, and every replica has served, cannot be started or is late
         """
         self._config = config.checked().with_site_key()
@@ -104,7 +94,7 @@ class Supervisor:
         return [] if self._reconciler is None else [process.keeper for process in self._reconciler.processes.values()]
 
     async def run(self) -> FleetExit:
-        """Until the deployment is drained. Raises ConfigError or FleetFailed if nothing can be served. Leaves no process behind."""
+        """Raises ConfigError or FleetFailed if nothing can be served. Leaves no process behind."""
         reload = asyncio.Event()
         self._admin = None if self._config.admin is None else self._config.admin.opened()
         with (
@@ -117,7 +107,6 @@ class Supervisor:
 
     @contextmanager
     def _address(self) -> Iterator[None]:
-        """Port 0 in the configuration is replaced by a free one."""
         with reserved_port(*self._config.gateway_address) as port:
             self._config = replace(self._config, gateway={**self._config.gateway, "port": port})
             yield
@@ -169,7 +158,7 @@ class Supervisor:
         return FleetReady(self.gateways[0].facts, served, failed, [name for name in processes if name not in {*served, *failed}])
 
     async def _drain_all(self, reconciler: Reconciler, stop: StopSignals, within_s: float) -> None:
-        """The end begins after NOTICE_S at the latest, whatever hangs."""
+        """The end begins after NOTICE_S at the latest."""
         asyncio.get_running_loop().call_later(within_s, stop.ask, f"{within_s:g} s are over")
         self._within_s = within_s
         reconciler.freeze()
@@ -178,7 +167,7 @@ class Supervisor:
             stop.ask(f"drained within {within_s:g} s")
 
     async def _drain(self, gateways: list[asyncio.Task[None]], reconciler: Reconciler, stop: StopSignals) -> FleetExit:
-        """The gateways first, so that no stream loses its engine while it may still finish."""
+        """The gateways first, so that no stream loses its engine."""
         reconciler.freeze()
         log.info("stopping %s, then %s", _named(self.gateways), counted(len(self.engines), "engine"))
         _stop(self.gateways)
@@ -203,7 +192,7 @@ def _stop(keepers: Iterable[ProcessKeeper]) -> None:
 
 
 async def _ended(tasks: Sequence[asyncio.Task[None]], stop: StopSignals, timeout_s: float) -> bool:
-    """False when the time is over or a second signal came first."""
+    """False: too late, or a second signal came first."""
     everything = asyncio.gather(*tasks, return_exceptions=True)
     await first_of(everything, stop.hard, timeout_s=timeout_s)
     return everything.done()

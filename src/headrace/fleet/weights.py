@@ -1,6 +1,6 @@
 """Finds or fetches the local folder of a model by its name: bundled, already here, made for a GGUF file, or a hub id.
 
-From a hub, nothing but weights in safetensors and text files is ever fetched: no pickles, no code.
+From a hub, only weights in safetensors and text files are fetched: no code.
 """
 
 from __future__ import annotations
@@ -20,11 +20,7 @@ NEVER_FETCHED = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.py", "*.gguf", "*.onnx")
 
 
 def resolve_model(name_or_path: str, *, experimental: bool = False, bundled: Path = FOLDER) -> Path:
-    """The local folder of a model.
-
-    A bundled name wins over a folder of the same name in the working directory: write ./name for the folder.
-
-    experimental  allow what has not been run where Headrace is tested: fetching from a hub
+    """A bundled name wins over a folder of the same name: write ./name for the folder.
 
     Raises ConfigError; CheckpointError for a GGUF file that is damaged or not supported.
     """

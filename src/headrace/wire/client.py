@@ -1,8 +1,7 @@
 """Connects a gateway to one replica: `ReplicaClient` keeps the connection and gives every open request a stream of its updates.
 
-ReplicaClient reconnects with back-off until it is closed, and keeps the replica's last hello and load. When the connection dies, every open
-`ReplicaStream` raises Unavailable: nothing is lost silently, and the caller decides whether to send the request again. Everything here runs
-on one asyncio loop. `wire.session` reads and writes the frames.
+ReplicaClient reconnects with back-off until it is closed, and keeps the replica's last hello and load. When the connection dies, every
+open `ReplicaStream` raises Unavailable: nothing is lost silently, and the caller decides whether to send the request again.
 """
 
 from __future__ import annotations
@@ -41,22 +40,17 @@ LAST_RETRY_S = 1.0
 
 class ConnectionState(StrEnum):
     DOWN = "down"
-    """`reason` says why."""
     CONNECTED = "connected"
     DRAINING = "draining"
-    """Takes no new work; running streams go on."""
     SILENT = "silent"
-    """Connected, but heartbeats are missing: send nothing new."""
+    """Connected, but heartbeats are missing."""
     NOT_READING = "not reading"
-    """Connected and heard, but it does not read what is sent: send nothing new."""
+    """Connected and heard, but it does not read what is sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaInfo:
-    """A replica's hello.
-
-    instance_id   drawn at each start of the engine process: a restarted replica keeps its name and has lost its requests. Lists of tried
-                  replicas are keyed by (name, instance_id)
+    """instance_id   drawn at each start of the engine process: a restarted replica keeps its name and has lost its requests
     connected_at  on the client's clock
     """
 
@@ -68,15 +62,11 @@ class ReplicaInfo:
 
 @dataclass(frozen=True, slots=True)
 class SeenLoad:
-    """received_s: on this client's clock"""
-
     load: LoadSnapshot
     received_s: float
 
 
 class ReplicaClient:
-    """One replica as the gateway sees it. Use as `async with` or by `start` and `close`."""
-
     def __init__(
         self,
         target: str,
@@ -88,17 +78,14 @@ class ReplicaClient:
         clock: Clock = time.monotonic,
     ) -> None:
         """target   "unix:/path", or "host:port": then with a token, and beyond loopback with tls
-        name     for messages
-        expect   a replica that differs stays DOWN, and `reason` names the mismatch
         clock    that requests' deadlines refer to, in seconds
 
-        Raises: ConfigError for a target the wire refuses, or certificates that cannot be used.
+        Raises ConfigError for a target the wire refuses, or certificates that cannot be used.
         """
         self._dialer = Dialer(parse_target(target, token, tls))
         self.name = name or target
         self.reason = "not connected yet"
         self.has_tried = False
-        """The first attempt to connect has failed, or has led to a first load."""
         self._expect = expect or Expectation()
         self._clock = clock
         self._session: Session | None = None
@@ -122,7 +109,6 @@ class ReplicaClient:
             self._task = asyncio.get_running_loop().create_task(self._keep_connected(), name=f"replica {self.name}")
 
     async def close(self) -> None:
-        """Open streams raise Unavailable."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -141,12 +127,11 @@ class ReplicaClient:
 
     @property
     def silent_s(self) -> float:
-        """Less the delays of this process. 0 while there is no connection."""
+        """Less the delays of this process; 0 while there is no connection."""
         return self._session.silent_s if self._session is not None and self._session.is_open else 0.0
 
     @property
     def unread_s(self) -> float:
-        """Less the delays of this process."""
         return self._session.unread_s if self._session is not None and self._session.is_open else 0.0
 
     @property
@@ -158,7 +143,7 @@ class ReplicaClient:
         return self._session.unseen_tokens_of(lowest) if self._session else []
 
     async def wait_connected(self, timeout_s: float) -> ReplicaInfo:
-        """Raises Unavailable with the last reason after `timeout_s`."""
+        """Raises Unavailable after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 while self.info is None or self.state is ConnectionState.DOWN:
@@ -190,7 +175,7 @@ class ReplicaClient:
         return stream
 
     def cancel(self, request_id: RequestId) -> None:
-        """Have the engine free everything of the request. An unknown id is ignored."""
+        """An unknown id is ignored."""
         stream = self._streams.get(request_id)
         if stream is not None:
             if self._session is not None:
@@ -198,7 +183,6 @@ class ReplicaClient:
             stream.end()
 
     def finish(self, request_id: RequestId, index: int, keep_tokens: int, reason: FinishReason) -> None:
-        """After a stop string. Its later updates are dropped."""
         stream = self._streams.get(request_id)
         if stream is not None:
             if self._session is not None:
@@ -206,18 +190,18 @@ class ReplicaClient:
             stream.end_sequence(index)
 
     def abandon(self, reason: str) -> None:
-        """Every open stream raises Unavailable, and the engine is sent a cancel for each, which it may never read."""
+        """Every open stream raises Unavailable, and the engine is sent a cancel for each."""
         self._abandon_all(list(self._streams.values()), reason)
 
     def abandon_unseen(self, reason: str) -> int:
-        """Requests that no load snapshot has counted: the engine may never read them. Returns how many."""
+        """Requests that no load snapshot has counted: the engine may never read them."""
         if self._session is None:
             return 0
         found = [stream for handle in self._session.unseen_handles if (stream := self._session.streams.get(handle)) is not None]
         return self._abandon_all(found, reason)
 
     def abandon_unbegun(self, reason: str) -> int:
-        """Requests without any update so far that resume no earlier output. Returns how many."""
+        """Requests without any update so far that resume no earlier output."""
         return self._abandon_all([stream for stream in self._streams.values() if stream.is_unbegun], reason)
 
     def _abandon_all(self, streams: Sequence[ReplicaStream], reason: str) -> int:
@@ -284,8 +268,6 @@ class ReplicaClient:
             log.log(logging.WARNING if is_bad else logging.INFO, "replica %s is %s", self.name, state.value)
 
     def _log_down(self, *, is_starting: bool) -> None:
-        """Each reason once per outage: the connection is tried every second. is_starting: nothing listens yet, because the engine is still
-        loading"""
         reason = "" if is_starting else self.reason
         if reason not in self._logged_reasons:
             self._logged_reasons.add(reason)
@@ -309,7 +291,7 @@ class ReplicaClient:
         self.has_tried = True
 
     def _lose(self) -> None:
-        """The next connection may lead to another process: neither hello nor load is carried over."""
+        """Neither hello nor load is carried over: the next connection may lead to another process."""
         self._session, self.info, self.snapshot, self.has_tried = None, None, None, True
         for stream in list(self._streams.values()):
             stream.fail(Unavailable(f"replica {self.name} was lost while it worked on this request ({self.reason}); it can be sent again"))

@@ -1,8 +1,7 @@
 """Keeps the commands that a gateway has not written yet, and packs them into frames.
 
-Cancels and finishes are written first: they are small, and until they arrive the engine goes on computing what they end. Submits follow in
-order. A frame has at most MAX_FRAME_BYTES of commands, or one larger Submit and what fits before it. A cancel of a Submit that was not
-written removes both. Not thread-safe; the connection belongs to `wire.session`.
+Cancels and finishes are written first: until they arrive the engine goes on computing what they end. A cancel of a Submit that was not
+written removes both.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ MAX_SUBMIT_BYTES = 8 * MAX_FRAME_BYTES
 
 @dataclass(slots=True)
 class _Submit:
-    """finishes: those that must not overtake it"""
-
     command: pb.Command
     num_bytes: int
     num_tokens: int
@@ -35,8 +32,6 @@ class _Submit:
 
 
 class UnwrittenCommands:
-    """num_prefill_tokens: of prompts, and of outputs of earlier attempts"""
-
     def __init__(self) -> None:
         self._urgent: deque[pb.Command] = deque()
         self._submits: dict[Handle, _Submit] = {}
@@ -53,7 +48,7 @@ class UnwrittenCommands:
         return bool(self._urgent or self._submits)
 
     def submit(self, request: EngineRequest, handle: Handle) -> None:
-        """Raises InvalidRequest or RequestTooLarge for a request that the wire cannot carry; nothing is queued then."""
+        """Raises InvalidRequest or RequestTooLarge for a request that the wire cannot carry."""
         command = encode_submit(request, handle)
         num_bytes = command.ByteSize()
         if num_bytes > MAX_SUBMIT_BYTES:
@@ -75,7 +70,7 @@ class UnwrittenCommands:
         (self._urgent if waiting is None else waiting.finishes).append(command)
 
     def take(self, now: float) -> pb.ClientFrame:
-        """With deadlines as the time that remains at `now`. Empty when nothing waits."""
+        """Deadlines are the time that remains at `now`."""
         frame, num_bytes = pb.ClientFrame(), 0
         while self._urgent and num_bytes < MAX_FRAME_BYTES:
             num_bytes += self._urgent[0].ByteSize()

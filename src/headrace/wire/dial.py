@@ -1,7 +1,6 @@
 """Connects a gateway to an engine: opens the gRPC channel and, where TLS fails, finds out why.
 
-gRPC only says that a socket closed, whatever is wrong with a certificate. So the handshake is repeated here with OpenSSL. OpenSSL finds the
-fault itself, or receives the alert in which the engine names the fault.
+gRPC only says that a socket closed, so the handshake is repeated here with OpenSSL, which names the fault of a certificate.
 """
 
 from __future__ import annotations
@@ -20,21 +19,17 @@ from headrace.wire.target import TOKEN_METADATA, GrpcTarget
 from headrace.wire.tls.files import Certificates, TlsRole, handshake_fault
 
 PROBE_S = 2.0
-"""An engine that refuses a certificate says so within a round trip."""
 
 LOOK_S = 5.0
-"""In all, looking up the name included. The next connection waits for it."""
+"""In all, looking up the name included: the next connection waits for it."""
 
 READ_BYTES = 16 << 10
 ALERT_S = 0.5
-"""After this end has finished its handshake: in TLS 1.3 the engine verifies the gateway last."""
+"""In TLS 1.3 the engine verifies the gateway last, after this end has finished its handshake."""
 
 
 class Dialer:
-    """Each connection uses the present content of the certificate files."""
-
     def __init__(self, target: GrpcTarget) -> None:
-        """Raises ConfigError for certificates that cannot be used."""
         self.target = target
         self._certificates = None if target.tls is None else Certificates(target.tls, TlsRole.GATEWAY)
 
@@ -81,7 +76,7 @@ class Dialer:
 
 
 class _TlsProbe:
-    """TLS over a socket that stays the caller's. `wrap_socket` would own the socket, and leave it unclosed when the other end resets it."""
+    """TLS over a socket of the caller: `wrap_socket` would leave it unclosed when the other end resets it."""
 
     def __init__(self, context: ssl.SSLContext, connection: socket.socket, host: str | None = None) -> None:
         self._connection = connection
@@ -89,7 +84,7 @@ class _TlsProbe:
         self.end = context.wrap_bio(self._incoming, self._outgoing, server_hostname=host)
 
     def run(self, step: Callable[[], object]) -> None:
-        """Until the step needs no more input. Raises OSError, or SSLError after its alert was sent."""
+        """Raises OSError, or SSLError after its alert was sent."""
         while True:
             try:
                 step()

@@ -8,10 +8,7 @@
     supervisor  {"event": "status", "id": N}
     child       {"event": "status", "id": N, "models": {MODEL: {REPLICA: STATUS}}}
 
-STATUS is `{"ready": B, "reason": R, "open": COUNT, "refused": B}`, see `ReplicaStatus`.
-
-The child exits at once when the supervisor's end closes, also after `kill -9` of the supervisor: no orphan keeps a port or a GPU. A gateway
-answers requests (`gateway.control.reload`), an engine answers none. `LeashRequests` is the supervisor's side of the requests.
+The child exits at once when the supervisor's end closes: no orphan keeps a port or a GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +31,6 @@ ORPHANED = 69
 
 
 DRAINING = "draining"
-"""It takes no new work, and running streams go on."""
 
 
 class LeashRequestKind(StrEnum):
@@ -52,8 +48,7 @@ class LeashRequest:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """As one gateway sees it. num_open: of this gateway; is_refused: its model's tokenizer or chat template cannot be used, so it will not
-    be connected to"""
+    """As one gateway sees it. is_refused: its model's tokenizer or chat template cannot be used"""
 
     is_ready: bool
     reason: str
@@ -62,7 +57,7 @@ class ReplicaStatus:
 
 
 ModelStatuses = Mapping[str, Mapping[str, ReplicaStatus]]
-"""Model to replica to status. Listed until this gateway has closed its connection, a retired one too."""
+"""Model to replica to status. A retired replica is listed until the gateway has closed its connection."""
 
 
 class ReloadRefused(HeadraceError):
@@ -84,19 +79,13 @@ class Leash:
         return self._socket is not None
 
     def watch(self, on_gone: Callable[[], None] | None = None) -> None:
-        """In a thread of its own: a blocked event loop must not keep an orphan alive.
-
-        on_gone  called once the supervisor's end has closed; None: this process exits at once with status ORPHANED
-        """
+        """In a thread of its own: a blocked event loop must not keep an orphan alive."""
         if self._socket is not None:
             leave = on_gone or (lambda: os._exit(ORPHANED))
             threading.Thread(target=self._wait, args=(self._socket, leave), name="leash", daemon=True).start()
 
     def listen(self, handler: Callable[[LeashRequest], None] | None) -> None:
-        """`handler` is called in the thread of `watch`, and must not raise. Requests that wait are handled now.
-
-        None: later requests wait for the next handler.
-        """
+        """`handler` is called in the thread of `watch`, and must not raise."""
         with self._lock:
             self._handler = handler
             waiting, self._unhandled = (self._unhandled, []) if handler is not None else ([], self._unhandled)
@@ -104,7 +93,6 @@ class Leash:
                 self._handle(request)
 
     def ready(self, facts: Mapping[str, object] | None = None) -> None:
-        """facts: its address and the values chosen at start"""
         self._say({"event": "ready", **(facts or {})})
 
     def failed(self, reason: str, *, can_retry: bool) -> None:
@@ -158,10 +146,9 @@ def _said(status: ReplicaStatus) -> Mapping[str, object]:
 
 
 class LeashRequests:
-    """Lives on one event loop. num_answers: late ones included"""
+    """Lives on one event loop."""
 
     def __init__(self, write: Callable[[bytes], None]) -> None:
-        """write: sends bytes to the child"""
         self._write = write
         self._ids = count(1)
         self._open: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
@@ -175,7 +162,6 @@ class LeashRequests:
             raise ReloadRefused(str(answer["reason"]))
 
     async def status(self) -> ModelStatuses:
-        """Raises Unavailable when the child ends before it answers."""
         answer = await self._ask(LeashRequestKind.STATUS)
         return {
             model: {name: ReplicaStatus(said["ready"], said["reason"], said["open"], said["refused"]) for name, said in replicas.items()}
@@ -190,7 +176,6 @@ class LeashRequests:
             answered.set_result(message)
 
     def close(self) -> None:
-        """The child has ended: every open request raises Unavailable."""
         self._is_closed = True
         for asked in self._open.values():
             if not asked.done():

@@ -20,13 +20,12 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 NUM_TRIES = 16
-"""Where the system chooses a port for the first address: the others may have it in use."""
+"""Where the system chooses a port: further addresses may have it in use."""
 
 MISSING = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def listening_sockets(host: str, port: int, *, backlog: int, shares_port: bool = False) -> list[socket.socket]:
-    """An address that was left out is named in the log."""
     sockets, missing = bound_sockets(host, port, shares_port=shares_port)
     try:
         for each in sockets:
@@ -41,9 +40,6 @@ def listening_sockets(host: str, port: int, *, backlog: int, shares_port: bool =
 
 def bound_sockets(host: str, port: int, *, shares_port: bool = False) -> tuple[list[socket.socket], list[str]]:
     """(a socket for each address, the addresses that this machine does not have).
-
-    port         0: a free one, the same at each address
-    shares_port  other processes of this user may listen there too (SO_REUSEPORT)
 
     Raises OSError, for a name without an address socket.gaierror.
     """
@@ -74,7 +70,6 @@ def shown_host(host: str) -> str:
 
 
 def _addresses(host: str, port: int) -> list[tuple[int, Any]]:
-    """(family, address for `bind`), each once."""
     bare = host.strip("[]")
     names = [bare]
     if bare.lower() == "localhost":

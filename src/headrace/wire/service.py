@@ -1,8 +1,4 @@
-"""Defines what both ends share: method names, protocol version, times, channel limits, what a hello must match, and the names of attempts.
-
-Services are registered as generic handlers (no generated stubs). Infer.Connect is the stream. Control.Drain and Control.Snapshot are plain
-calls for operators and tests.
-"""
+"""Defines what both ends share: method names, protocol version, times, channel limits, the names of attempts."""
 
 from __future__ import annotations
 
@@ -24,19 +20,18 @@ DRAIN = f"/{CONTROL}/Drain"
 SNAPSHOT = f"/{CONTROL}/Snapshot"
 
 HEARTBEAT_S = 0.25
-"""Also while a step runs."""
 
 SILENT_AFTER_S = 0.75
-"""Three heartbeats missed: no new work. Open requests wait on."""
+"""Silence for three heartbeats: open requests wait on."""
 
 NOT_READING_AFTER_S = 1.5
-"""Six of the gateway's own heartbeats unread: an engine that is heard and does not read gets no new work."""
+"""Six of the gateway's own heartbeats unread."""
 
 READ_TOKENS_PER_S = 200_000
-"""A link must carry: heartbeats may wait behind a large Submit for as long as that one needs."""
+"""Heartbeats may wait behind a large Submit for as long as that one needs."""
 
 LEASE_S = 10.0
-"""Silence of the engine, or either end not reading, for this long ends the stream and everything on it."""
+"""Silence, or an end not reading, for this long ends the stream."""
 
 MAX_MESSAGE_BYTES = 16 * 2**20
 
@@ -49,7 +44,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.default_authority", "localhost"),
 )
 TLS_CHANNEL_OPTIONS = tuple(option for option in CHANNEL_OPTIONS if option[0] != "grpc.default_authority")
-"""With TLS the authority is the host that was dialled: the engine's certificate must be for it."""
+"""The engine's certificate must be for the host that was dialled."""
 
 SERVER_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -59,12 +54,12 @@ SERVER_OPTIONS: tuple[tuple[str, int | str], ...] = (
 
 
 class Mismatch(HeadraceError):
-    """The message names what differs. Retrying helps only after one end was replaced."""
+    """Retrying helps only after one end was replaced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expectation:
-    """A fact that is left out is not checked. digests: by kind ("model", "tokenizer", "template"), compared where both ends have one"""
+    """A fact that is left out is not checked."""
 
     digests: Mapping[str, str] = field(default_factory=dict)
     vocab_size: int = 0
@@ -90,18 +85,16 @@ def check_model(model: ModelInfo, expect: Expectation) -> None:
 
 
 Handle = NewType("Handle", int)
-"""Number of an attempt on one stream. The gateway chooses it and never reuses it. Updates with a handle that the gateway has forgotten
-belong to an ended attempt, and are dropped."""
+"""Chosen by the gateway and never reused on its stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One try of a request at one replica, which a handle stands for. A request that is sent again, to another replica or on another
-    stream, is a new attempt with a new handle."""
+    """One try of a request at one replica; a request that is sent again is a new attempt with a new handle."""
 
     request_id: RequestId
     epoch: int
 
 
 class MalformedFrame(HeadraceError):
-    """Not valid protobuf, or invalid content. The stream that carried the frame is closed, and no other stream."""
+    """The stream that carried the frame is closed, and no other stream."""

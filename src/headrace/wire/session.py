@@ -1,7 +1,6 @@
 """Runs one connection of a ReplicaClient from dial to loss: hellos, reading, writing, and a watch for silence.
 
-Four tasks run until one of them ends the session. The writer sends waiting commands (`wire.commands`). The reader puts the rows of frames
-into streams. A `DeliveryQueue` delivers the rows to the streams' consumers. The watch ends a connection that was silent for LEASE_S.
+The watch ends a connection that was silent for LEASE_S.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class NotListening(ConnectionLost):
 
 
 class Session:
-    """Owns a gRPC channel while `run` runs. The client adds and removes `streams`. A stream with unread updates calls `deliveries.add`."""
+    """Owns a gRPC channel while `run` runs."""
 
     def __init__(
         self,
@@ -57,8 +56,7 @@ class Session:
         on_beat: Callable[[], None],
         clock: Clock,
     ) -> None:
-        """on_hello: may raise Mismatch, which ends the session; on_weights_digest: after its hello; on_beat: every HEARTBEAT_S while
-        connected"""
+        """on_hello: may raise Mismatch, which ends the session"""
         self._dialer = dialer
         self._expect = expect
         self._on_hello = on_hello
@@ -85,7 +83,6 @@ class Session:
         return sum([num_tokens for _, num_tokens, _ in self._unseen]) + self._commands.num_prefill_tokens
 
     def unseen_tokens_of(self, lowest: PriorityClass) -> list[int]:
-        """The Submits that no load snapshot has counted yet."""
         written = [num_tokens for _, num_tokens, priority in self._unseen if priority <= lowest]
         return written + self._commands.tokens_of(lowest)
 
@@ -94,7 +91,7 @@ class Session:
         return [*(handle for handle, _, _ in self._unseen), *self._commands.handles]
 
     def send_submit(self, request: EngineRequest) -> Handle:
-        """Raises InvalidRequest for a request that the wire cannot carry; nothing is sent then."""
+        """Raises InvalidRequest for a request that the wire cannot carry."""
         handle = Handle(self._next_handle)
         self._commands.submit(request, handle)
         self._next_handle += 1
@@ -174,7 +171,6 @@ class Session:
             await self._take(frame)
 
     async def _next_frame(self, call: Any) -> pb.EngineFrame | None:
-        """None at the stream's orderly end."""
         data = await call.read()
         if data is grpc.aio.EOF:
             code = await call.code()
@@ -188,13 +184,12 @@ class Session:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the engine's last frame, less the time in which a delay of this process's event loop kept it from reading one."""
+        """Seconds since the engine's last frame, less the delays of this process's event loop."""
         return min(self._clock(), self._watch_due_at) - self.last_frame_at
 
     @property
     def unread_s(self) -> float:
-        """Seconds for which the engine has read nothing: HEARTBEAT_S for each of this end's beats since the engine last counted another
-        one, less the time that large prompts in transit may take. A delayed process has no beats, so its delays do not count."""
+        """HEARTBEAT_S for each of this end's beats since the engine last counted one, less the time for large prompts in transit."""
         if self._num_pings_seen >= self._num_pings:
             return 0.0
         return max(0.0, self._num_unread_beats * HEARTBEAT_S - self.num_unseen_tokens / READ_TOKENS_PER_S)
@@ -233,7 +228,6 @@ class Session:
             self._on_load(decode_load(frame.load))
 
     async def _take_rows(self, rows: UpdateRows) -> None:
-        """A large frame in slices of the event loop."""
         streams, ends_s = self.streams, self._clock() + SLICE_S
         for number, (handle, index, token_ids, extras) in enumerate(rows):
             if (stream := streams.get(handle)) is None:
@@ -256,7 +250,6 @@ class Session:
             self._unseen.popleft()
 
     async def _lost(self, code: grpc.StatusCode, details: str | None) -> ConnectionLost:
-        """gRPC says UNAVAILABLE when nothing listens and when a certificate is refused; `Dialer` tells which."""
         if code is not grpc.StatusCode.UNAVAILABLE or self.is_open:
             return ConnectionLost(f"{code.name.lower()}: {details}")
         if await nothing_listens(self._dialer.target):

@@ -1,9 +1,8 @@
 """Gives the updates of one open request to the task that consumes them, as an async iterator that ends, or raises, exactly once.
 
-Most rows of a frame are plain: a token and nothing else. A consumer may set `plain_row_handler`, a callback that takes plain rows without
-waking the task. No update object is made of rows that the handler takes. The order of updates is kept: the handler is called only while the
-task waits and no update is unread. A row that the handler declines becomes an update, which the task reads before any later row.
-`DeliveryQueue` decides when a stream delivers.
+A consumer may set `plain_row_handler`, a callback that takes rows of a token and nothing else without waking the task. The handler is
+called only while the task waits and no update is unread, so the order of updates is kept. A row that the handler declines becomes an
+update.
 """
 
 from __future__ import annotations
@@ -28,28 +27,22 @@ PlainRow = tuple[int, tuple[int, ...]]
 NO_NUMERICS: Numerics = MappingProxyType({})
 
 PlainRowHandler = Callable[[Sequence[PlainRow]], bool]
-"""Takes all rows, in order (True) or none (False), and never waits."""
+"""Takes all rows (True) or none (False), and never waits."""
 
 UPDATE_BYTES = 256
 PLAIN_ROW_BYTES = 128
-"""Bytes charged for an update and for a plain row, in addition to their token ids: objects and references."""
+"""Charged for an update and for a plain row, in addition to their token ids."""
 
 TOKEN_ID_BYTES = 40
 
 
 class ReplicaStream:
-    """Made by `ReplicaClient.submit`. Read it with `async for`, or in batches; leave it by scope:
-
-        async with replica.submit(request) as stream:
-            async for update in stream: ...
-
-    If the scope ends before the stream does, the request is cancelled at the engine. The iterator ends after the last sequence's finish or
-    after a Rejected. Once everything is read it raises Unavailable if the replica was lost before, or the error of the plain row handler.
-    The stream does not bound its buffer; the gateway cancels a request whose `unread_bytes` grow too large.
+    """If the scope ends before the stream does, the request is cancelled at the engine. The iterator ends after the last sequence's
+    finish or after a Rejected. Once everything is read it raises Unavailable if the replica was lost, or the error of the plain row
+    handler. The gateway cancels a request whose `unread_bytes` grow too large.
 
     first_index  index of the request's first sequence. Prompt log-probabilities are the same for all sequences; only this one's are kept
-    numerics     the replica's `core.numerics`. Another replica may continue the stream only if its own are equal. The weights digest may be
-                 added later; the weights have not changed since the start
+    numerics     the replica's `core.numerics`: another replica may continue the stream only if its own are equal
     """
 
     __slots__ = (
@@ -82,14 +75,11 @@ class ReplicaStream:
         request_delivery: Callable[[ReplicaStream], object],
         numerics: Numerics = NO_NUMERICS,
     ) -> None:
-        """cancel_request    cancels the request at the engine, and ends the stream if it has not ended
-        request_delivery  called when data arrives and no delivery is pending. The callee must call `deliver`, now or later; until then it
-                          is not called again
-        """
+        """request_delivery  called when data arrives and no delivery is pending. The callee must call `deliver`, now or later"""
         self.attempt = Attempt(request.request_id, request.epoch)
         self.handle = handle
         self.is_unbegun = not request.output_ids
-        """Nothing has come, and it resumes nothing: any replica may compute it."""
+        """No update has come, and it resumes nothing."""
         self.numerics = numerics
         self._open_indices = set(request.indices)
         self.first_index = min(self._open_indices)
@@ -111,7 +101,6 @@ class ReplicaStream:
 
     @property
     def is_ended(self) -> bool:
-        """There may still be unread updates."""
         return self._is_ended
 
     @property
@@ -120,7 +109,6 @@ class ReplicaStream:
 
     @property
     def unread_bytes(self) -> int:
-        """About. The gateway limits it per client (`gateway.http.sse`)."""
         return self._unread_bytes + sum([PLAIN_ROW_BYTES + TOKEN_ID_BYTES * len(token_ids) for _, token_ids in self._plain])
 
     def __aiter__(self) -> ReplicaStream:
@@ -134,7 +122,7 @@ class ReplicaStream:
         return update
 
     async def batch(self) -> list[SequenceUpdate | Rejected]:
-        """All unread updates; an empty list means the stream has ended. Raises the iterator's error."""
+        """All unread updates; empty: the stream has ended. Raises the iterator's error."""
         if not await self._wait_for_updates():
             return []
         updates = list(self._updates)
@@ -150,7 +138,6 @@ class ReplicaStream:
             self._cancel_request(self.request_id)
 
     def put(self, update: SequenceUpdate) -> None:
-        """Updates of a sequence that has ended are dropped."""
         if self._is_ended or update.index not in self._open_indices:
             return
         self.is_unbegun = False
@@ -161,7 +148,6 @@ class ReplicaStream:
             self.end_sequence(update.index)
 
     def put_plain_row(self, index: int, token_ids: tuple[int, ...]) -> None:
-        """For the handler if one is set, the consumer task waits and no update is unread; else as an update."""
         if self.plain_row_handler is None or self._updates or self._waiter is None:
             attempt = self.attempt
             self.put(SequenceUpdate(request_id=attempt.request_id, epoch=attempt.epoch, index=index, token_ids=token_ids))
@@ -171,7 +157,7 @@ class ReplicaStream:
                 self._schedule_delivery()
 
     def deliver(self) -> bool:
-        """True: the handler took all plain rows; the task is woken only if the stream has ended. False: the task was woken."""
+        """True: the handler took all plain rows; False: the task was woken."""
         self._is_delivery_pending = False
         if self._plain and not self._updates and self.plain_row_handler is not None and self._waiter is not None:
             try:
@@ -207,13 +193,11 @@ class ReplicaStream:
             self._on_end(self)
 
     def fail(self, error: Unavailable) -> None:
-        """The iterator raises `error` once everything unread is read."""
         if not self._is_ended:
             self._error = error
             self.end()
 
     def _give_up(self, error: Exception) -> None:
-        """The plain row handler failed and the rows given to it are lost. The consumer task raises `error`."""
         self._plain, self._error = [], error
         self._cancel_request(self.request_id)
         self._wake()  # a stream that ended while its delivery was pending is not ended again, and nothing else would wake its task
@@ -230,7 +214,6 @@ class ReplicaStream:
         self._request_delivery(self)
 
     def _plain_to_updates(self) -> None:
-        """Before any later update is appended."""
         for index, token_ids in self._plain:
             update = SequenceUpdate(request_id=self.request_id, epoch=self.attempt.epoch, index=index, token_ids=token_ids)
             self._updates.append(update)
@@ -242,7 +225,6 @@ class ReplicaStream:
             self._waiter.set_result(None)
 
     async def _wait_for_updates(self) -> bool:
-        """False at the end. Raises the stream's error once nothing is unread."""
         while not (self._updates or self._plain or self._is_ended):
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -256,7 +238,6 @@ class ReplicaStream:
 
 
 def update_bytes(update: SequenceUpdate | Rejected) -> int:
-    """It shares nothing with other updates."""
     if isinstance(update, Rejected):
         return 512
     num_bytes = UPDATE_BYTES + TOKEN_ID_BYTES * len(update.token_ids)
@@ -269,11 +250,10 @@ SLICE_S = 0.0015
 """Then heartbeats, new requests and sockets have their turn."""
 
 SLICE_UNITS = 128
-"""Whatever the clock says: writing to the sockets comes after it, and costs more than the slice."""
+"""Writing to the sockets comes after the slice, and costs more."""
 
 WAKE_UNITS = 8
-"""A stream counts one unit. One whose task is woken counts this many, and as many again for every WAKE_UPDATES unread updates: the task
-runs after the slice, and 64 sequences with log-probabilities take it a millisecond."""
+"""A stream whose task is woken counts this many units, and as many again for every WAKE_UPDATES unread updates."""
 
 WAKE_UPDATES = 4
 
@@ -284,8 +264,7 @@ class DeliveryQueue:
     """Delivers unread updates to their streams in order of arrival, in short slices of the event loop. Not thread-safe, like all of the
     wire's gateway side.
 
-    One frame may bring updates for a thousand streams. Woken all at once, the tasks that read them would hold the event loop for a tenth of
-    a second. Rows that arrive while their stream waits are delivered together with its earlier rows.
+    Woken all at once, the tasks of a thousand streams would hold the event loop for a tenth of a second.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -294,7 +273,6 @@ class DeliveryQueue:
         self._has_any = asyncio.Event()
 
     def add(self, stream: ReplicaStream) -> None:
-        """The `request_delivery` of each `ReplicaStream`."""
         self._streams.append(stream)
         self._has_any.set()
 
@@ -308,7 +286,7 @@ class DeliveryQueue:
                 self._has_any.clear()
 
     def deliver_all(self) -> None:
-        """The connection is lost, and updates that arrived before must still reach their streams."""
+        """For a lost connection: updates that arrived before must still reach their streams."""
         while self._streams:
             self._streams.popleft().deliver()
 

@@ -1,10 +1,8 @@
 """The address of an engine: parsed and checked for what its kind requires.
 
-    unix:/path           a socket in a directory that only this user may open; the token is optional
-    host:port, loopback  a token
-    host:port, other     a token, and TLS certificates on both sides
-
-Engines and gateways parse their addresses here. `fleet.admin_listen` uses the same rules.
+unix:/path           a socket in a directory that only this user may open; the token is optional
+host:port, loopback  a token
+host:port, other     a token, and TLS certificates on both sides
 """
 
 from __future__ import annotations
@@ -33,13 +31,12 @@ MAX_UNIX_PATH_BYTES = 107
 MIN_TOKEN_CHARS = 16
 
 LISTENS_S = 2.0
-"""On a network that drops packets the kernel would try for two minutes, and the gateway would not connect again for that long."""
+"""The kernel would try for two minutes on a network that drops packets."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrpcTarget:
-    """address: "unix:/path" or "host:port"; path: None for TCP; token: required for TCP; tls: None only for Unix sockets and loopback
-    addresses"""
+    """path: None for TCP; token: required for TCP; tls: None only for Unix sockets and loopback addresses"""
 
     address: str
     path: Path | None
@@ -52,7 +49,6 @@ class GrpcTarget:
 
     @property
     def host(self) -> str:
-        """An IPv6 address has no brackets."""
         return self.address.rpartition(":")[0].strip("[]")
 
     @property
@@ -98,11 +94,9 @@ def parse_target(address: str, token: str | None = None, tls: TlsFiles | None = 
 
 
 def target_of(address: str, *, token: str | None, token_file: str, tls_dir: str) -> GrpcTarget:
-    """Without `token` the token is read from the file that `token_path` names.
+    """tls_dir  folder with this side's certificates, and with its token where `token_file` is empty; empty: no TLS
 
-    tls_dir  folder with the certificates of this side, and with its token where `token_file` is empty; empty: no TLS
-
-    Raises ConfigError where `check_target` does, and where the token's file cannot be read or is open to other users.
+    Raises ConfigError, also where the token's file cannot be read or is open to other users.
     """
     check_target(address, token=token, token_file=token_file, tls_dir=tls_dir)
     if token is None and (path := token_path(token_file, tls_dir)):
@@ -120,14 +114,14 @@ def check_target(address: str, *, token: str | None, token_file: str, tls_dir: s
 
 
 def check_private(path: Path) -> None:
-    """Raises ConfigError where the socket's directory belongs to another user or is open to others; OSError where it does not exist."""
+    """Raises ConfigError where the socket's directory is not this user's alone; OSError where it does not exist."""
     info = os.stat(path.parent)
     if info.st_uid != os.geteuid() or stat.S_IMODE(info.st_mode) & 0o077:
         raise ConfigError("engine address", "the socket's directory is open to other users", "Make it yours alone (mode 0700).")
 
 
 async def nothing_listens(target: GrpcTarget) -> bool:
-    """The socket file is missing, or every address refuses. False for every other failure, and after LISTENS_S."""
+    """False also after LISTENS_S."""
     if target.path is not None:
         return await _is_refused(asyncio.open_unix_connection(target.path))
     try:
@@ -150,7 +144,7 @@ async def _is_refused(connecting: Awaitable[tuple[Any, asyncio.StreamWriter]]) -
 
 
 def token_matches(metadata: Iterable[tuple[str, str | bytes]], token: str | None) -> bool:
-    """In constant time. token None: True, since the mode of the socket's directory is the access control"""
+    """In constant time. token None: True, since the socket's directory is the access control"""
     if token is None:
         return True
     given = next((value for key, value in metadata if key == TOKEN_METADATA), "")

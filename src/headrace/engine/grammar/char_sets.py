@@ -1,7 +1,7 @@
 """Sets of characters in ECMAScript's regular expressions, and how one is written for llguidance.
 
-llguidance matches strings in their JSON spelling. Where a set holds all control characters, it takes every short escape for a member of the
-set, quotes and backslashes too. A set without either is therefore written without the control characters that have no short escape.
+llguidance matches strings in their JSON spelling. Where a set holds all control characters, llguidance takes every short escape for a
+member of it, quotes and backslashes too.
 """
 
 from __future__ import annotations
@@ -35,11 +35,7 @@ _WITH_CONTROLS = frozenset({"C", "Cc", "Any", "ASCII", "Common", "Zyyy"})
 
 @dataclass(frozen=True, slots=True)
 class CharSet:
-    """Characters: those in the ranges (sorted, neither overlapping nor adjacent) or with one of the properties; all others where
-    `is_excluding`.
-
-    properties  Unicode properties as ECMAScript and Rust write them: \\p{...} or \\P{...}
-    """
+    """properties  Unicode properties as ECMAScript and Rust write them: \\p{...} or \\P{...}"""
 
     ranges: tuple[Range, ...] = ()
     properties: tuple[str, ...] = ()
@@ -47,12 +43,11 @@ class CharSet:
 
     @classmethod
     def of(cls, ranges: Iterable[Range], properties: Iterable[str] = (), *, is_excluding: bool = False) -> CharSet:
-        """In any order. Without properties the set is never an excluding one."""
+        """Without properties the set is never an excluding one."""
         found, named = _merged(ranges), tuple(dict.fromkeys(properties))
         return cls(_others(found) if is_excluding and not named else found, named, is_excluding and bool(named))
 
     def has(self, char: str) -> bool:
-        """For a quote or a backslash."""
         is_listed = any(first <= ord(char) <= last for first, last in self.ranges)
         return (is_listed or any(_is_of(name, _WITH_QUOTES) for name in self.properties)) != self.is_excluding
 
@@ -60,7 +55,7 @@ class CharSet:
         return CharSet.of([*_others(self.ranges), *other.ranges], is_excluding=True)
 
     def text(self) -> str:
-        """An expression for one of its characters, which both dialects read alike. Empty where no string can hold one."""
+        """Empty where no string can hold one of these characters."""
         has_escapes = self.has('"') and self.has("\\")
         if self.is_excluding:
             ranges = self.ranges if has_escapes else _merged([*self.ranges, *_WITHOUT_SHORT_ESCAPE])
@@ -78,7 +73,6 @@ ANY = CharSet(((0, LAST),))
 
 
 def property_set(name: str, *, is_excluding: bool) -> CharSet | None:
-    """None for a property that is not supported."""
     value = name.removeprefix("General_Category=").removeprefix("gc=")
     if value in _CATEGORIES or name in _BINARY or _SCRIPT.fullmatch(name):
         return CharSet.of((), [f"\\{'P' if is_excluding else 'p'}{{{name}}}"])
@@ -86,17 +80,13 @@ def property_set(name: str, *, is_excluding: bool) -> CharSet | None:
 
 
 def joined(sets: Iterable[CharSet], *, is_excluding: bool = False) -> CharSet:
-    """All characters of the sets, none of which is an excluding one; or all others."""
     found = list(sets)
     ranges = [each for chars in found for each in chars.ranges]
     return CharSet.of(ranges, [name for chars in found for name in chars.properties], is_excluding=is_excluding)
 
 
 def with_case(chars: CharSet) -> CharSet | None:
-    """The characters in either case, by Unicode's simple case folding: k has the Kelvin sign beside K, s the long s beside S.
-
-    None for letters beyond ASCII, except in sets that hold all of them or none.
-    """
+    """By Unicode's simple case folding. None for letters beyond ASCII, except in sets that hold all of them or none."""
     if chars in _IN_EITHER_CASE:
         return chars
     if chars.properties or any(last > 0x7F and (first != last or _has_case(chr(first))) for first, last in chars.ranges):
@@ -115,12 +105,10 @@ def with_case(chars: CharSet) -> CharSet | None:
 
 
 def char_text(char: str) -> str:
-    """It stands for itself outside of brackets."""
     return f"\\{char}" if char in "\\^$.*+?()[]{}|/" else _plain(char)
 
 
 def has_only_short_escapes(text: str) -> bool:
-    """A JSON string can hold the text without `\\u`."""
     return not any(first <= ord(char) <= last for char in text for first, last in _WITHOUT_SHORT_ESCAPE)
 
 
@@ -142,7 +130,6 @@ def _one_char(ranges: tuple[Range, ...]) -> str:
 
 
 def _written(ranges: Iterable[Range]) -> str:
-    """As they stand in brackets, without surrogates, which no string can hold."""
     written = []
     for first, last in ranges:
         first, last = 0xE000 if _is_surrogate(first) else first, 0xD7FF if _is_surrogate(last) else last

@@ -1,8 +1,4 @@
-"""Simplifies keywords of a JSON schema together with their neighbours: with the schema's `allOf` and references, or with each other.
-
-A schema's conjuncts are its own simplified keywords and those of every schema that its `allOf` and `$ref` name. A function here changes the
-keywords of one schema and looks at its conjuncts, which `normalize` finds.
-"""
+"""Simplifies keywords of a JSON schema together with their neighbours: with the schema's `allOf` and references, or with each other."""
 
 from __future__ import annotations
 
@@ -17,20 +13,16 @@ from headrace.engine.grammar.places import Place, refused, unsupported
 UNEVALUATED = ("unevaluatedProperties", "unevaluatedItems")
 
 EVALUATING = frozenset({"anyOf", "oneOf", "not", "if", "contains", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef"})
-"""With these the value decides which of its parts are evaluated."""
 
 NAME_FORMATS = {
     "uuid": "^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$",
     "date": "^[0-9]{4}-((0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-9])|(0[13-9]|1[0-2])-30|(0[13578]|1[02])-31)$",
 }
-"""As expressions: llguidance has formats of values alone."""
+"""Expressions: llguidance has formats of values alone."""
 
 
 def close_unevaluated(node: Keywords, combined: Sequence[Any], conjuncts: Sequence[Keywords], place: Place) -> None:
-    """As rules for what the conjuncts do not name.
-
-    combined: the conjuncts' schemas as sent, the node's own first. Raises InvalidRequest where the rules would depend on the value.
-    """
+    """combined: the conjuncts' schemas as sent, the node's own first. Raises InvalidRequest where the rules would depend on the value."""
     as_sent = [schema for schema in combined if isinstance(schema, dict)]
     if any(not EVALUATING.isdisjoint(schema) for schema in as_sent):
         raise unsupported(place, [keyword for keyword in UNEVALUATED if keyword in node])
@@ -50,9 +42,7 @@ def close_unevaluated(node: Keywords, combined: Sequence[Any], conjuncts: Sequen
 
 
 def name_properties(node: Keywords, names: Sequence[Keywords] | None, link: Callable[[Any, str], Any], place: Place) -> None:
-    """As the properties that it allows, or as an expression that their names match.
-
-    names  the conjuncts of its schema; None where it allows no name
+    """names  the conjuncts of its schema; None where it allows no name
     link   makes a reference to a schema that several properties share
     """
     del node["propertyNames"]
@@ -73,7 +63,6 @@ def name_properties(node: Keywords, names: Sequence[Keywords] | None, link: Call
 
 
 def _names_allowed(conjuncts: Sequence[Keywords], place: Place) -> dict[str, None] | str | None:
-    """The names, an expression that they match, or None for any name."""
     rules: list[Keywords] = []
     for node in conjuncts:
         types = node.get("type", "string")
@@ -93,7 +82,6 @@ def _names_allowed(conjuncts: Sequence[Keywords], place: Place) -> dict[str, Non
 
 
 def _name_expression(rule: Keywords) -> str | None:
-    """None where no expression says the same."""
     if rule.keys() == {"pattern"}:
         expression: str = rule["pattern"]
         return expression
@@ -105,7 +93,7 @@ def _name_expression(rule: Keywords) -> str | None:
 
 
 def check_multiples(conjuncts: Sequence[Keywords], place: Place) -> None:
-    """Raises InvalidRequest for several `multipleOf` whose least common multiple llguidance gets wrong: it multiplies them in 32 bits."""
+    """Raises InvalidRequest for several `multipleOf` whose least common multiple exceeds llguidance's 32 bits."""
     parts = {part for each in conjuncts if "multipleOf" in each and (part := multiple_parts(each["multipleOf"]))}
     most_decimals = max([num_decimals for _, num_decimals in parts], default=0)
     product = 1

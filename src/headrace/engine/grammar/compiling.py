@@ -1,8 +1,7 @@
 """Compiles a grammar over a model's vocabulary, or says in a client's words why it cannot be compiled.
 
-The bytes of tokens are those of the project's own detokenizer (`text.tokenizer`), so what a grammar allows is what the client reads.
-Control tokens stand for no text: a grammar reaches them by name only. All other tokens, added ones such as `<tool_call>` included, are
-plain text.
+The bytes of tokens are those of the project's own detokenizer (`text.tokenizer`), so what a grammar allows is what the client reads. A
+grammar reaches control tokens by name only.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _HEADER = struct.Struct("<III")
 
 @dataclass(frozen=True, slots=True)
 class GrammarVocabulary:
-    """tokens: empty for an id without a token; special_ids: control tokens; eos_token_ids: what may follow a complete output"""
+    """tokens: empty for an id without a token; eos_token_ids: what may follow a complete output"""
 
     tokens: list[bytes]
     special_ids: frozenset[int]
@@ -46,7 +45,7 @@ class GrammarVocabulary:
         return cls([tokenizer.token_bytes(i) for i in range(vocab_size)], frozenset(special_ids), eos_token_ids)
 
     def packed(self) -> bytes:
-        """Three counts, 32-bit lengths, special ids, end ids, then all tokens' bytes."""
+        """Three counts, 32-bit lengths, special ids, end ids, all tokens' bytes."""
         specials = sorted(self.special_ids)
         head = _HEADER.pack(len(self.tokens), len(specials), len(self.eos_token_ids))
         numbers = [*map(len, self.tokens), *specials, *self.eos_token_ids]
@@ -62,10 +61,10 @@ class GrammarVocabulary:
 
 
 class TokenTrie:
-    """control_ids: by the token's text; num_words: 32-bit words of a mask"""
+    """num_words: 32-bit words of a mask"""
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
-        """Raises CheckpointError. Holds the GIL, about half a second for 100,000 tokens."""
+        """Raises CheckpointError."""
         from llguidance import LLTokenizer, TokenizerWrapper
 
         self.vocab_size = len(vocabulary.tokens)
@@ -85,7 +84,7 @@ class TokenTrie:
 
 
 class _WrappedVocabulary:
-    """What llguidance's `TokenizerWrapper` reads. Nothing is tokenized: masks let the model choose how it spells a text."""
+    """Masks let the model choose how it spells a text: nothing is tokenized."""
 
     bos_token_id = None
 
@@ -105,18 +104,13 @@ NAMES = {
     GrammarKind.REGEX: "a regular expression",
     GrammarKind.LARK: "a grammar",
 }
-"""In errors for clients. Choices, GBNF and function calls are Lark sources too, so that Lark is not named."""
 
 
 NAME_EXCLUDED = ". Allow it in properties, propertyNames, patternProperties or additionalProperties."
-"""llguidance's message does not name `propertyNames`, which it only sees rewritten."""
 
 
 def compile_grammar(trie: TokenTrie, grammar: Grammar) -> LLMatcher:
-    """Its copies match outputs of their own and share its lexer's states.
-
-    Raises InvalidRequest. Cost: milliseconds, up to seconds for a grammar that was not vetted; releases the GIL.
-    """
+    """Copies of it match outputs of their own and share its lexer's states. Releases the GIL. Raises InvalidRequest."""
     from llguidance import LLMatcher
 
     matcher = LLMatcher(trie.tokenizer, llguidance_source(grammar, trie.control_ids), log_level=0, limits=parser_limits())
@@ -136,7 +130,6 @@ def refusal(grammar: Grammar, reason: str) -> InvalidRequest:
 
 
 def _regex_reason(reason: str) -> str:
-    """Without the expression and its position in the Lark grammar made from it."""
     if found := re.search(r"^error: (.+)$", reason, re.MULTILINE):
         return f"{found[1][:1].upper()}{found[1][1:]}."
     _, _, rest = reason.rpartition("(in regex): ")
@@ -144,6 +137,5 @@ def _regex_reason(reason: str) -> str:
 
 
 def one_line(reason: str) -> str:
-    """Bounded; it may quote the client's source."""
     text = " ".join(reason.replace("<non-verbose/>", "").split())
     return text if len(text) <= MAX_REASON_CHARS else text[: MAX_REASON_CHARS - 3] + "..."

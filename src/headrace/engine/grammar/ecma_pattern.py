@@ -1,10 +1,7 @@
 """Reads ECMAScript's regular expressions, which `pattern` and `patternProperties` hold, into a small tree.
 
-Characters are code points, as with the flag `u`. What that flag makes an error and the language otherwise allows (Annex B) is read as
-there: braces and `]` for themselves, `\\-` and other escaped punctuation, `[\\w-.]`. Of other dialects, `(?i)` at the beginning and
-`(?P<name>...)` are read, which have one meaning. Greed and captures do not change which texts match, and are not kept.
-
-`pattern_text` writes the tree for llguidance.
+Characters are code points, as with the flag `u`, and Annex B's leniencies are read: `]` for itself, `\\-`, `[\\w-.]`. Of other dialects,
+`(?i)` at the beginning and `(?P<name>...)` are read.
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ from headrace.engine.grammar.char_sets import ANY, DIGITS, DOT, SPACE, WORD, Cha
 from headrace.engine.grammar.limits import MAX_COUNT
 
 MAX_GROUP_DEPTH = 60
-"""Deeper expressions are refused, before the stack ends."""
 
 _ESCAPED_SETS = {"d": DIGITS, "w": WORD, "s": SPACE}
 _CONTROLS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13}
@@ -31,7 +27,7 @@ _PROPERTY = re.compile(r"\{([^{}]*)\}")
 
 
 class PatternRefused(Exception):
-    """An expression that is none, or has no exact form. given: the part at fault; None for the expression"""
+    """given: the part at fault; None for the whole expression"""
 
     def __init__(self, limit: str, remedy: str = "", given: str | None = None) -> None:
         super().__init__(limit)
@@ -55,8 +51,6 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """most: None for any number"""
-
     part: Node
     least: int = 0
     most: int | None = None
@@ -77,7 +71,6 @@ Node = Chars | Concatenation | Choice | Repeat | Anchor | LookAhead
 
 
 def parsed(expression: str) -> Node:
-    """Linear in its length. Raises PatternRefused."""
     parser = _Parser(expression)
     found = parser.choice(0)
     if parser.at < len(expression):
@@ -86,7 +79,7 @@ def parsed(expression: str) -> Node:
 
 
 class _Parser:
-    """at: the position of the next character; flags: those in force there, of "i", "m" and "s" """
+    """flags: those in force at the position, of "i", "m" and "s" """
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -183,7 +176,6 @@ class _Parser:
         return self._cased(found, is_excluding=is_excluding)
 
     def _range(self, first: CharSet, last: CharSet) -> list[CharSet]:
-        """Or both sets and a hyphen, where one stands for several characters."""
         begin, end = _point(first), _point(last)
         if begin is None or end is None:
             return [first, _single(ord("-")), last]
@@ -202,7 +194,7 @@ class _Parser:
         return self._escape(is_in_class=True)
 
     def _escape(self, *, is_in_class: bool = False) -> CharSet:
-        """Its backslash has been read. In a class, `_cased` is applied to the whole."""
+        """In a class, `_cased` is applied to the whole."""
         char = self._next()
         if char.lower() in _ESCAPED_SETS:
             chars = _ESCAPED_SETS[char.lower()]
@@ -258,7 +250,6 @@ class _Parser:
         return chars
 
     def _cased(self, sets: list[CharSet], *, is_excluding: bool = False) -> CharSet:
-        """In either case where the flag i is set."""
         found = [with_case(each) if "i" in self._flags else each for each in sets]
         if None in found:
             raise PatternRefused("a pattern whose groups of the flag i hold characters of ASCII", "Write both cases out.")
@@ -284,7 +275,6 @@ def _single(point: int) -> CharSet:
 
 
 def _point(chars: CharSet) -> int | None:
-    """None where there are several characters."""
     (first, last), *others = chars.ranges or ((0, 1),)
     return first if first == last and not others and not chars.properties else None
 

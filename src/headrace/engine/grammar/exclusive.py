@@ -1,7 +1,6 @@
 """Decides whether the branches of a `oneOf` exclude each other, so that it means the same as `anyOf`.
 
-A schema is judged by its conjuncts: the simplified keywords of itself and of what its `allOf` and `$ref` name, all of which a value has to
-satisfy. What is not proved within MAX_COMPARISONS is not exclusive.
+What is not proved within MAX_COMPARISONS is not exclusive.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ from headrace.engine.grammar.json_values import TYPES, allowed_values, value_key
 
 Conjuncts = Sequence[dict[str, Any]]
 ConjunctsOf = Callable[[Any], Conjuncts | None]
-"""None for a schema that no value satisfies."""
 
 MAX_COMPARISONS = 4_000
-"""For one document's `oneOf`: about 40 ms."""
+"""About 40 ms."""
 
 MAX_DEPTH = 8
 
@@ -25,19 +23,18 @@ MAX_TAGS = 16
 
 
 class Exclusion:
-    """A "no" may mean that this was not found out within the limits."""
+    """A "no" may mean that no proof was found within the limits."""
 
     def __init__(self, conjuncts_of: ConjunctsOf) -> None:
         self._conjuncts_of = conjuncts_of
         self._num_left = MAX_COMPARISONS
 
     def is_exclusive(self, branches: Sequence[Any], context: Conjuncts) -> bool:
-        """No value satisfies two of the branches. context: further conjuncts that the value satisfies"""
+        """context: further conjuncts that the value satisfies"""
         found = [[*conjuncts, *context] for conjuncts in map(self._conjuncts_of, branches) if conjuncts is not None]
         return self._are_told_apart(found) or all(self._disjoint(one, other, 0) for one, other in combinations(found, 2))
 
     def _are_told_apart(self, branches: Sequence[Conjuncts]) -> bool:
-        """Branches list different values, of their own or of one required property. Linear, for long lists of branches."""
         if _are_distinct([_listed(branch) for branch in branches]):
             return True
         names = [name for node in branches[0] for name in node.get("required", ())] if branches else []
@@ -55,7 +52,6 @@ class Exclusion:
         return _are_distinct(listed)
 
     def _of_property(self, name: str, branch: Conjuncts) -> Conjuncts | None:
-        """None where the branch allows no value."""
         found: list[dict[str, Any]] = []
         for node in branch:
             schema = _property(name, node)
@@ -109,7 +105,6 @@ class Exclusion:
         return bool(found[0] and found[1]) and self._disjoint(found[0], found[1], depth + 1)
 
     def _no_branch_meets(self, one: Conjuncts, other: Conjuncts, depth: int) -> bool:
-        """`one` has an `anyOf` or `oneOf` of which every branch excludes `other`."""
         for node in one:
             for keyword in ("anyOf", "oneOf"):
                 if keyword not in node:
@@ -122,7 +117,6 @@ class Exclusion:
 
 
 def _listed(conjuncts: Conjuncts) -> list[Any] | None:
-    """None where no conjunct lists values."""
     for node in conjuncts:
         values = values_of(node)
         if values is not None:
@@ -143,7 +137,6 @@ def _are_distinct(listed: Sequence[Sequence[Any] | None]) -> bool:
 
 
 def _types(conjuncts: Conjuncts) -> set[str]:
-    """ "number" includes "integer"."""
     found = set(TYPES)
     for node in conjuncts:
         given = node.get("type")
@@ -154,7 +147,6 @@ def _types(conjuncts: Conjuncts) -> set[str]:
 
 
 def _property(name: str, node: dict[str, Any]) -> Any:
-    """True where that depends on patterns."""
     properties = node.get("properties", {})
     if name in properties:
         return properties[name]
@@ -162,7 +154,6 @@ def _property(name: str, node: dict[str, Any]) -> Any:
 
 
 def _items(one: Conjuncts, other: Conjuncts) -> Iterator[tuple[list[Any], list[Any]]]:
-    """For each item that an array must have: the schemas of `one` for it, and those of `other`."""
     num_items = max([node.get("minItems", 0) for node in (*one, *other)])
     longest = max([len(node.get("prefixItems", ())) for node in (*one, *other)])
     for index in range(min(num_items, longest + 1)):
@@ -183,7 +174,6 @@ def _exceeds(conjuncts: Conjuncts, least: str, most: str) -> bool:
 
 
 def _is_empty_range(conjuncts: Conjuncts) -> bool:
-    """Fractions included."""
     lower = [(node[key], key == "exclusiveMinimum") for node in conjuncts for key in ("minimum", "exclusiveMinimum") if key in node]
     upper = [(node[key], key == "maximum") for node in conjuncts for key in ("maximum", "exclusiveMaximum") if key in node]
     if not lower or not upper:

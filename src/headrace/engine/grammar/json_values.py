@@ -1,4 +1,4 @@
-"""Decides what the plain keywords of a JSON schema say of a value: its type, its size, and the listed values."""
+"""Decides what the plain keywords of a JSON schema say of a value."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ TYPES = ("null", "boolean", "object", "array", "number", "integer", "string")
 SIZES = {str: ("minLength", "maxLength"), list: ("minItems", "maxItems"), dict: ("minProperties", "maxProperties")}
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 DECIDED = frozenset({"type", "required", *BOUNDS, *(keyword for keywords in SIZES.values() for keyword in keywords)})
-"""What `refutes` decides completely, together with `const` and `enum`."""
 
 
 def type_names(value: object) -> tuple[str, ...]:
-    """An integer has two: "integer" and "number"."""
     match value:
         case None:
             return ("null",)
@@ -31,12 +29,11 @@ def type_names(value: object) -> tuple[str, ...]:
 
 
 def value_key(value: object) -> object:
-    """1 and true, equal in Python, have different keys."""
     return json.dumps(value, sort_keys=True) if isinstance(value, dict | list) else (isinstance(value, bool), value)
 
 
 def values_of(node: Mapping[str, Any]) -> list[Any] | None:
-    """If `const` and `enum` are given, the values in both. None where neither is."""
+    """The values in both `const` and `enum`; None where neither is given."""
     values: list[Any] | None = node.get("enum")
     if "const" not in node:
         return values

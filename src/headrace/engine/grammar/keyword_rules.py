@@ -1,8 +1,5 @@
 """Simplifies the keywords of one JSON schema, without its subschemas: drops those without effect and rewrites the spellings of older
 drafts.
-
-`simplified` is the first half of `normalize`, which follows references and descends into subschemas. Keywords that JSON Schema does not
-define, and annotations, are dropped.
 """
 
 from __future__ import annotations
@@ -43,20 +40,15 @@ OF_ANY_TYPE = frozenset({"type", "nullable", "const", "enum", "not", *LOGIC, *RE
 
 DEPENDENCIES = ("dependentRequired", "dependentSchemas", "dependencies")
 UNSUPPORTED = frozenset({"not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", *DEPENDENCIES})
-"""Refused unless the rules below remove them."""
 
 ENFORCED_FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 
 NO_BOUND = (1 << 31) - 1
-"""A largest size from here on binds no answer. Generators write it for "no bound"."""
+"""Generators write larger sizes for "no bound"."""
 
 
 def simplified(schema: Any, place: Place) -> Keywords | bool:
-    """The keywords of a schema that bind the answer, in their order. True: there are none. False: no value satisfies the schema.
-
-    Raises InvalidRequest for a keyword with a value that
-    JSON Schema does not allow, and for a keyword that cannot be enforced.
-    """
+    """True: nothing binds the answer. False: no value satisfies the schema."""
     if isinstance(schema, bool):
         return schema
     if not isinstance(schema, dict):
@@ -92,7 +84,6 @@ def allows_all(schema: Any, place: Place) -> bool:
 
 
 def _read_draft_3_required(node: Keywords, place: Place) -> None:
-    """A boolean in the property itself; false was its default."""
     if node.get("required") is True:
         raise refused((place, "required"), "a list of names in required", True, "List the property's name in required of its object.")
     if node.get("required") is False:
@@ -100,7 +91,7 @@ def _read_draft_3_required(node: Keywords, place: Place) -> None:
 
 
 def _types(node: Keywords, place: Place) -> Types | None:
-    """None for every type. OpenAPI's `nullable` adds "null"."""
+    """OpenAPI's `nullable` adds "null"."""
     is_nullable = node.pop("nullable", False) is True
     if "type" not in node:
         return None
@@ -127,7 +118,6 @@ def _names(node: Keywords) -> Types | None:
 
 
 def _not_excluded(node: Keywords, types: Types | None, place: Place) -> Types | None:
-    """A `not` within a `not` becomes an `allOf`. Other `not`s stay in `node`."""
     if "not" not in node:
         return types
     excluded, below = node["not"], (place, "not")
@@ -163,10 +153,7 @@ def _drop_other_types(node: Keywords, types: Types | None) -> None:
 
 
 def _types_of_values(node: Keywords, types: Types | None, place: Place) -> Types | None:
-    """Listed values that other keywords exclude are dropped.
-
-    A `format` beside listed values is dropped too: llguidance would refuse values whose spelling it does not know.
-    """
+    """A `format` beside listed values is dropped: llguidance would refuse values whose spelling it does not know."""
     for keyword in ("const", "enum"):
         if keyword not in node:
             continue
@@ -188,7 +175,6 @@ def _types_of_values(node: Keywords, types: Types | None, place: Place) -> Types
 
 
 def _read_sizes(node: Keywords, place: Place, least: str, most: str) -> None:
-    """Sizes without effect are dropped: a least one of 0, and a largest one of NO_BOUND or more."""
     for keyword in (least, most):
         _check_whole(node, keyword, place)
     if node.get(least) == 0:
@@ -250,7 +236,7 @@ def _array_rules(node: Keywords, place: Place) -> None:
 
 
 def _read_items(node: Keywords, place: Place) -> None:
-    """`items` as a list and `additionalItems` (drafts up to 2019-09) become `prefixItems` and `items`."""
+    """Drafts up to 2019-09 have `items` as a list and `additionalItems`."""
     if isinstance(node.get("items"), list):
         if "prefixItems" in node:
             raise refused((place, "items"), "a schema in items beside prefixItems", node["items"])
@@ -267,7 +253,6 @@ def _read_items(node: Keywords, place: Place) -> None:
 
 
 def _read_contains(node: Keywords, place: Place) -> None:
-    """Rewritten as a number of items where every item counts."""
     for keyword in ("minContains", "maxContains"):
         _check_whole(node, keyword, place)
     least, most = node.get("minContains", 1), node.get("maxContains")
@@ -333,7 +318,6 @@ def _translate_names(node: Keywords, place: Place) -> None:
 
 
 def _is_idle(rule: object, place: Place) -> bool:
-    """A schema that allows everything."""
     return isinstance(rule, dict | bool) and allows_all(rule, place)
 
 
@@ -351,7 +335,6 @@ def _logic_rules(node: Keywords, place: Place) -> None:
 
 
 def _read_condition(node: Keywords, place: Place) -> None:
-    """Dropped where they have no effect, and resolved where `if` is always or never true."""
     branches = {name: node[name] for name in ("then", "else") if name in node and not allows_all(node[name], (place, name))}
     condition = simplified(node["if"], (place, "if")) if "if" in node and branches else None
     if isinstance(condition, dict):

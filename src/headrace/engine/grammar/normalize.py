@@ -1,16 +1,10 @@
 """Rewrites a JSON schema into the form that llguidance enforces: the one pass between what a client sends and the grammar library.
 
-Keywords without effect and annotations are dropped. References are followed within the document. What the library cannot express is
-rewritten where the rewritten schema means the same. Every other keyword that binds an answer is refused by its name and its place in the
-schema. The order of properties and keywords is kept, since it is the order of the answer.
+What llguidance cannot express is rewritten where the rewritten schema means the same; every other keyword that binds an answer is
+refused by its name and its place. The order of properties is kept, since it is the order of the answer.
 
-`keyword_rules` simplifies the keywords of one schema, `combined_rules` those that need their neighbours, `references` finds what a
-reference points to, `exclusive` judges `oneOf`.
-
-A schema that is referred to is written once, under `$defs`. The library cannot combine a definition that it is still reading with other
-keywords. In a recursive schema such a definition is therefore written out in place, as far as MAX_WRITTEN allows. Everything else that is
-written is linear in the size of the document. The time is not linear where schemas are combined: each schema in a chain of `allOf` looks at
-all schemas below it.
+The library cannot combine a definition that it is still reading with other keywords, so it is written out in place, up to MAX_WRITTEN.
+All else that is written is linear in the size of the document.
 """
 
 from __future__ import annotations
@@ -26,7 +20,6 @@ from headrace.engine.grammar.places import Place, refused
 from headrace.engine.grammar.references import References
 
 MAX_WRITTEN = 4_000
-"""Repetitions counted; beyond it definitions are no longer written out."""
 
 MAX_WRITTEN_OUT = 6
 
@@ -36,12 +29,9 @@ BRANCHES = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
 
 Schema = dict[str, Any] | bool
 Enclosing = tuple["Enclosing", Any] | None
-"""Linked from the innermost outwards."""
 
 
 class Target(NamedTuple):
-    """name: that its definition should get"""
-
     schema: Any
     name: str
 
@@ -87,7 +77,7 @@ class _Document:
     # reading
 
     def _simplified(self, schema: Any, place: Place) -> Keywords | bool:
-        """With the targets of all references under `$ref`. The result is cached: callers must not change it."""
+        """The result is cached: callers must not change it."""
         if id(schema) in self._read:
             return self._read[id(schema)][1]
         found = simplified(schema, place)
@@ -110,7 +100,6 @@ class _Document:
         return found or True
 
     def _followed(self, schema: Any) -> Any:
-        """At the end of a chain of schemas that consist of one reference."""
         while True:
             node = self._simplified(schema, self._references.place(schema))
             if not isinstance(node, dict) or node.keys() != {"$ref"} or len(node["$ref"]) > 1:
@@ -118,7 +107,7 @@ class _Document:
             schema = node["$ref"][0].schema
 
     def _conjuncts(self, schema: Any) -> list[Keywords] | None:
-        """Its own keywords first, then those of what its `allOf` and `$ref` name. None: no value satisfies all."""
+        """The schema's own keywords first. None: no value satisfies all."""
         if id(schema) not in self._conjunct_lists:
             found = [self._simplified(each, self._references.place(each)) for each in self._combined(schema)]
             nodes = [
@@ -128,7 +117,6 @@ class _Document:
         return self._conjunct_lists[id(schema)][1]
 
     def _combined(self, schema: Any) -> list[Any]:
-        """Directly or not, each once."""
         found: dict[int, Any] = {}
         unseen = [schema]
         while unseen:
@@ -144,7 +132,6 @@ class _Document:
     # rewriting
 
     def _rewritten(self, schema: Any, place: Place) -> Keywords | bool:
-        """Rules over several schemas, rewritten for llguidance."""
         found = self._simplified(schema, place)
         if isinstance(found, bool):
             return found
@@ -187,7 +174,7 @@ class _Document:
     def _write_branches(
         self, written: dict[str, Any], keyword: str, value: list[Any], place: Place, around: tuple[Enclosing, Any], is_combined: bool
     ) -> bool:
-        """They judge the same value. False: no value satisfies them."""
+        """False: no value satisfies the branches."""
         tag = self._tag(value, place, around) if keyword == "oneOf" else None
         if tag is not None:
             written["allOf"] = [*written.get("allOf", ()), {"required": [tag]}]
@@ -212,8 +199,7 @@ class _Document:
         return bool(possible)
 
     def _tag(self, branches: list[Any], place: Place, around: tuple[Enclosing, Any]) -> str | None:
-        """The property is that of OpenAPI's `discriminator`, which pydantic leaves out of `required` where it has a default. Raises
-        InvalidRequest where the branches do not exclude each other even so."""
+        """OpenAPI's `discriminator`, which pydantic leaves out of `required` where it has a default."""
         context = self._context(around)
         if self._exclusion.is_exclusive(branches, context):
             return None
@@ -232,7 +218,6 @@ class _Document:
         return [node for node in found.values() if node]
 
     def _child(self, schema: Any, place: Place) -> Schema:
-        """It judges another value. With branches it becomes a definition if the document is recursive."""
         self._references.check_ends(schema)
         node = self._simplified(schema, place)
         if isinstance(node, dict):
@@ -242,8 +227,6 @@ class _Document:
         return self._written(schema, place)
 
     def _referred(self, target: Target, around: Enclosing, is_combined: bool) -> Schema:
-        """As a reference to a definition, or written out where it is combined with other keywords in a recursive document, up to
-        MAX_WRITTEN_OUT within each other."""
         schema = self._followed(target.schema)
         place = self._references.place(schema)
         node = self._simplified(schema, place)
@@ -258,7 +241,6 @@ class _Document:
         return found
 
     def _pointer(self, schema: Any, name: str) -> str:
-        """A new definition is written later."""
         if id(schema) not in self._pointers:
             base = re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:MAX_NAME_CHARS] or "schema"
             name = base

@@ -1,8 +1,6 @@
 """Rewrites the numbers of a JSON schema as llguidance can hold them: 64-bit floats, and 64-bit integers as bounds of an integer.
 
-Integers up to EXACT are exact, and so are fractions that llguidance reads as they are meant (`as_read`). A bound that is not exact is moved
-inwards to the next exact number, so every answer within the moved bound is within the given one. A listed value that would become another
-number is refused.
+A bound that is not exact is moved inwards, so every answer within the moved bound is within the given one.
 """
 
 from __future__ import annotations
@@ -17,15 +15,14 @@ from headrace.engine.grammar.places import Place, refused
 EXACT = 1 << 53
 
 MAX_INTEGER = (1 << 63) - 1
-"""llguidance rounds it to 2^63, and cuts that off here."""
 
 MAX_FLOAT = (1 << 63) - 1024
 
 OPEN_LIMIT = 10**18
-"""llguidance cannot write a range that is open towards infinity and begins here or further out."""
+"""A range that is open towards infinity cannot begin here or further out in llguidance."""
 
 NUM_DIGITS = 15
-"""Digits that a fraction keeps in llguidance, if at most MAX_DECIMALS are after the point. Further digits may change."""
+"""Digits of a fraction that llguidance keeps, if at most MAX_DECIMALS are after the point."""
 
 MAX_DECIMALS = 22
 
@@ -37,8 +34,7 @@ SEND_TEXT = "Send such a number as a string."
 
 
 def as_read(value: float) -> float:
-    """llguidance reads the digits as one float and divides by a power of ten. Both steps may round, so the result may be a neighbour of the
-    float that the digits mean."""
+    """llguidance reads the digits as one float and divides by a power of ten; both steps may round."""
     if isinstance(value, int):
         return value
     sign, digits, exponent = Decimal(repr(value)).as_tuple()
@@ -51,7 +47,7 @@ def as_read(value: float) -> float:
 
 
 def check_values(values: Sequence[object], keyword: str, place: Place) -> None:
-    """Raises InvalidRequest if a number, also within a value, would be written as another one."""
+    """Raises InvalidRequest if a number would be written as another one."""
     unseen = list(values)
     while unseen:
         value = unseen.pop()
@@ -67,7 +63,7 @@ def check_values(values: Sequence[object], keyword: str, place: Place) -> None:
 
 
 def check_multiple(node: dict[str, Any], place: Place) -> None:
-    """Raises InvalidRequest unless llguidance represents it exactly: a number of 32 bits over a power of ten."""
+    """Raises InvalidRequest unless llguidance represents the number exactly: 32 bits over a power of ten."""
     if "multipleOf" not in node:
         return
     given = node["multipleOf"]
@@ -82,7 +78,7 @@ def check_multiple(node: dict[str, Any], place: Place) -> None:
 
 
 def multiple_parts(given: float) -> tuple[int, int] | None:
-    """(coefficient, decimals), computed as llguidance does it; None where the result would not be exact."""
+    """(coefficient, decimals) as in llguidance; None where the result would not be exact."""
     found = as_read(given)
     num_decimals = 0
     while found <= MAX_MULTIPLE and found != int(found):
@@ -97,7 +93,7 @@ def is_number(value: object) -> bool:
 
 
 def read_bounds(node: dict[str, Any], place: Place) -> None:
-    """Draft 4's boolean bounds become numbers. Raises InvalidRequest for any other bound."""
+    """Draft 4's boolean bounds become numbers. Raises InvalidRequest."""
     for inclusive, exclusive in SIDES:
         _without_boolean(node, inclusive, exclusive)
         for keyword in (inclusive, exclusive):
@@ -106,7 +102,7 @@ def read_bounds(node: dict[str, Any], place: Place) -> None:
 
 
 def move_bounds(node: dict[str, Any], place: Place, *, is_integer: bool) -> None:
-    """`read_bounds` has been called. Raises InvalidRequest where no number is left between the bounds."""
+    """Called after `read_bounds`. Raises InvalidRequest where no number is left between the bounds."""
     given = _bounds(node)
     least, most = (_moved_bound(node, side, sign, is_integer=is_integer) for side, sign in zip(SIDES, (1, -1), strict=True))
     if least is not None and least >= OPEN_LIMIT and most is None:
@@ -125,13 +121,12 @@ def _bounds(node: dict[str, Any]) -> dict[str, float]:
 
 
 def _without_boolean(node: dict[str, Any], inclusive: str, exclusive: str) -> None:
-    """`exclusiveMinimum: true` (draft 4, OpenAPI 3.0) excludes `minimum` itself."""
     if isinstance(node.get(exclusive), bool) and node.pop(exclusive) and inclusive in node:
         node[exclusive] = node.pop(inclusive)
 
 
 def _moved_bound(node: dict[str, Any], side: tuple[str, str], sign: int, *, is_integer: bool) -> float | None:
-    """In `node`; returned too. sign: 1 for the lower side, -1 for the upper one"""
+    """sign: 1 for the lower side, -1 for the upper one"""
     given = [(node[keyword], keyword == side[1]) for keyword in side if keyword in node]
     if not given:
         return None
@@ -152,12 +147,12 @@ def _moved_bound(node: dict[str, Any], side: tuple[str, str], sign: int, *, is_i
 
 
 def _is_held(bound: float, *, is_exclusive: bool) -> bool:
-    """llguidance may round its last digits: an exclusive bound would be allowed itself then."""
+    """llguidance may round the last digits: an exclusive bound would be allowed itself then."""
     return as_read(bound) == bound and not (is_exclusive and float(f"{bound:.{NUM_DIGITS}g}") != bound)
 
 
 def _inwards(bound: int, sign: int, *, is_integer: bool) -> int:
-    """The first integer that llguidance writes exactly. sign: 1 for a lower bound, -1 for an upper one"""
+    """sign: 1 for a lower bound, -1 for an upper one"""
     if is_integer and sign < 0 and bound >= MAX_INTEGER:
         return MAX_INTEGER
     lower = min(max(sign * bound, -MAX_FLOAT), 1 << 1000)  # an upper bound is a lower one of the negated numbers

@@ -1,10 +1,7 @@
 """Translates a pattern of JSON Schema for llguidance: ECMAScript's regular expressions, of which a text must match some part.
 
-The translation is written in what ECMAScript's dialect and Rust's read alike: sets without nested brackets and set operators, and no
-`\\d`, `\\w`, `\\s`, dot or flags. Translating it again gives it back.
-
-`^` and `$` may stand anywhere but in a repetition. llguidance knows them at the ends alone, so that an expression is split into up to four
-pieces: what matches anywhere, at the text's beginning, at its end, and as the whole text. In `(^|,)a` they are `^a` and `,a`.
+llguidance knows `^` and `$` at the ends alone, so an expression is split into up to four pieces: what matches anywhere, at the text's
+beginning, at its end, and as the whole text.
 """
 
 from __future__ import annotations
@@ -20,15 +17,12 @@ _REST = Repeat(Chars(ANY))
 AFTER_START = "a pattern whose look-around stands directly after ^"
 
 MAX_EXCLUDED_CHARS = 40
-"""Each takes a level of groups."""
 
 
 def without_look_around(node: Node) -> list[Node]:
-    """Trees that together match the texts of this one, without look-around, which llguidance does not support. Raises PatternRefused.
+    """Trees without look-around, which llguidance does not support. Raises PatternRefused.
 
-    Look-around that generators write stands between `^` and the rest of an expression; elsewhere it stays. Negative conditions are
-    supported where their opposite is known: a text does not begin with some characters or is not these, does not contain or end with one of
-    a set, does not contain two of a set in a row, or does not consist of them.
+    Supported are look-around between `^` and the rest, and negative conditions whose opposite is known.
     """
     parts = node.parts if isinstance(node, Concatenation) else (node,)
     num_conditions = 0
@@ -46,7 +40,6 @@ def without_look_around(node: Node) -> list[Node]:
 
 
 def _excluded(node: Node) -> list[Node]:
-    """Texts that do not begin with what `node` matches. Raises PatternRefused where they are not known."""
     if isinstance(node, Choice):
         return [found for part in node.parts for found in _excluded(part)]
     parts = node.parts if isinstance(node, Concatenation) else (node,)
@@ -78,13 +71,11 @@ def _maybe(*parts: Node) -> Node:
 
 
 def _without_any(passed: CharSet, chars: CharSet) -> Node:
-    """Up to and including the first character that is not passed over."""
     others = ANY.minus(chars)
     return Concatenation((Repeat(Chars(_common(passed, others))), _maybe(Chars(others.minus(passed)), _REST)))
 
 
 def _without_two(passed: CharSet, chars: CharSet) -> Node | None:
-    """Up to the first character that is not passed over; None where some of `chars` are not."""
     if chars.minus(passed).ranges:
         return None
     others, one = ANY.minus(chars), Repeat(Chars(chars), 0, 1)
@@ -93,14 +84,12 @@ def _without_two(passed: CharSet, chars: CharSet) -> Node | None:
 
 
 def _without_last(passed: CharSet, chars: CharSet) -> Node:
-    """Or they hold one before their end that is not passed over."""
     another = Concatenation((_REST, Chars(ANY.minus(chars))))
     stopped = Concatenation((_REST, Chars(ANY.minus(passed)), Chars(ANY), _REST))
     return _maybe(Choice((another, stopped)))
 
 
 def _other_beginning(parts: tuple[Node, ...]) -> Node | None:
-    """Or texts that are not these where `$` follows; None for other parts than characters."""
     is_whole = parts[-1:] == (_END,)
     if len(parts) > MAX_EXCLUDED_CHARS:
         return None
@@ -118,12 +107,9 @@ def _common(one: CharSet, other: CharSet) -> CharSet:
 
 
 MAX_CHARS = 256 << 10
-"""Pieces may repeat parts of the expression."""
 
 
 class Piece(NamedTuple):
-    """is_nullable: it matches the empty text; is_choice: it has alternatives"""
-
     text: str
     is_nullable: bool
     is_choice: bool = False
@@ -139,16 +125,15 @@ class Piece(NamedTuple):
 
 
 Pieces = dict[tuple[bool, bool], Piece]
-"""By whether each must begin where the text begins, and end where it ends. None: nothing matches."""
 
 _EMPTY = Piece("", is_nullable=True)
 _ANYWHERE = (False, False)
 
 
 def translated(expression: str) -> list[str]:
-    """A text must match all of them. Raises PatternRefused.
+    """A text must match all of them: look-around needs several. Raises PatternRefused.
 
-    Several are needed for look-around. Time and size are linear, but for anchors within an expression, whose pieces MAX_CHARS bounds.
+    Time and size are linear, but for anchors within an expression, which MAX_CHARS bounds.
     """
     return [_whole(pieces_of(node)) for node in without_look_around(parsed(expression))]
 
@@ -203,7 +188,6 @@ def _concatenated(texts: list[Piece]) -> Piece:
 
 
 def _joined(first: Pieces, second: Pieces) -> Pieces:
-    """Where the second must begin the text, the first matches nothing, and conversely."""
     found: list[Pieces] = []
     for (is_start, is_end), before in first.items():
         for (is_next_start, is_next_end), after in second.items():

@@ -9,19 +9,17 @@ from decimal import Decimal
 from headrace.core.errors import InvalidRequest, ShownValue
 
 Place = str | tuple["Place", str | int]
-"""The text of a reference ("#" is the root), or a place and the key or index below it. Linked: keys are not copied."""
 
 ROOT: Place = "#"
 MAX_POINTER_CHARS = 120
 
 LONG_INTEGER = 10**40
-"""From here on shown with an exponent, as the client probably wrote it."""
 
 _NOTHING = object()
 
 
 def refused(place: Place, limit: str, given: object = _NOTHING, remedy: str = "") -> InvalidRequest:
-    """A rule that the schema breaks, or that cannot be enforced. given: the value, None as null"""
+    """given: the value, None as null"""
     shown = None if given is _NOTHING else ShownValue("null") if given is None else given
     if isinstance(given, int) and abs(given) >= LONG_INTEGER:
         shown = ShownValue(f"{Decimal(given).normalize():e}")
@@ -33,7 +31,6 @@ def unsupported(place: Place, keywords: Iterable[str]) -> InvalidRequest:
 
 
 def pointer(place: Place) -> str:
-    """In ASCII. The beginning of a long one is left out."""
     keys: list[str] = []
     num_chars = 0
     while isinstance(place, tuple) and num_chars <= MAX_POINTER_CHARS:

@@ -1,7 +1,7 @@
-"""Prepares the grammars of requests (a `Preparer`): a request waits until its grammar is vetted and compiled, on the preparer's own thread.
+"""Prepares the grammars of requests (a `Preparer`): a request waits until its grammar is vetted and compiled, on the preparer's own
+thread.
 
-Tenants take turns on that thread, so one tenant's grammars delay only its own requests. If a grammar is refused, only its request is
-refused.
+Tenants take turns on that thread, so one tenant's grammars delay only its own requests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class GrammarCompiler:
-    """Vets each grammar in another process, then compiles it in this one. Nothing is read or started before the first one.
+    """Nothing is read or started before the first one.
 
     num_words  32-bit words of a mask
     refusal    why this model can have no grammar at all; "" where it can
@@ -45,7 +45,7 @@ class GrammarCompiler:
         self._trie: TokenTrie | None = None
 
     def vet(self, grammar: Grammar) -> int:
-        """Returns the bytes that it will hold when compiled. Raises InvalidRequest, SequenceFailed, CheckpointError."""
+        """Returns the bytes held when compiled. Raises InvalidRequest, SequenceFailed, CheckpointError."""
         return self._vetter.vet(grammar)
 
     def compile(self, grammar: Grammar) -> LLMatcher:
@@ -65,7 +65,6 @@ class GrammarCompiler:
 GRAMMAR = "grammar"
 
 MAX_VETTED = 4096
-"""Remembered after the store dropped them: compiled again, but not vetted again."""
 
 
 class PreparedEngine(Protocol):
@@ -92,7 +91,6 @@ class GrammarPreparer:
     # on the loop's thread
 
     def begin(self, request: EngineRequest, preparation_id: PreparationId) -> Mapping[str, float]:
-        """Raises InvalidRequest where the model can have no grammar, Overloaded while too many of the tenant's wait."""
         if request.grammar is None:
             return {}
         if self._compiler.refusal:
@@ -142,7 +140,6 @@ class GrammarPreparer:
                 self._engine.satisfied(preparation_id, GRAMMAR)
 
     def _prepare(self, key: GrammarKey) -> None:
-        """An earlier request of the tenant may have just had it compiled."""
         if not self._store.pin(key):
             num_bytes = self._vet(key)
             self._store.add(key, self._compiler.compile(key.grammar), num_bytes)
@@ -157,7 +154,6 @@ class GrammarPreparer:
         return self._vetted[digest]
 
     def _hand_over(self, preparation_id: PreparationId, key: GrammarKey) -> None:
-        """If the request has ended meanwhile, unpin the grammar."""
         with self._lock:
             is_open = preparation_id in self._open
             if is_open:
@@ -167,7 +163,7 @@ class GrammarPreparer:
 
 
 class TenantJobs:
-    """Tenants take turns, first come, first served within a tenant. Two threads use the queue."""
+    """Two threads use the queue."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[PreparationId]] = OrderedDict()
@@ -175,7 +171,6 @@ class TenantJobs:
         self._closed = False
 
     def check_room(self, tenant: str) -> None:
-        """Raises Overloaded if MAX_WAITING_GRAMMARS of the tenant's wait already."""
         with self._changed:
             num_waiting = len(self._waiting.get(tenant, ()))
         if num_waiting >= MAX_WAITING_GRAMMARS:
@@ -188,7 +183,6 @@ class TenantJobs:
             self._changed.notify()
 
     def take(self) -> PreparationId | None:
-        """None once closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             if self._closed:

@@ -1,6 +1,6 @@
-"""Resolves the references of a JSON schema. Nothing is fetched: references stay within the document.
+"""Resolves the references of a JSON schema, all within the document.
 
-A document may be several resources, each begun by an `$id`; `$anchor` and `$dynamicAnchor` name places within one.
+A document may be several resources, each begun by an `$id`.
 """
 
 from __future__ import annotations
@@ -16,26 +16,21 @@ DATA_KEYWORDS = frozenset({"const", "enum", "default", "examples", "example"})
 """Their values are data, not schemas."""
 
 NAMES_TO_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"})
-"""Their values are objects with a schema for each name."""
 
 IN_PLACE = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else")
-"""Their schemas judge the same value as the schema that has them."""
 
 
 _LEADING_ON = frozenset({*IN_PLACE, "$ref", "$dynamicRef", "$recursiveRef"})
 _NAMING = frozenset({"$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor"})
 
 Step = tuple[str, Any]
-"""The text of a reference, or a keyword, and the schema that it leads to."""
 
 OLD_DRAFTS = frozenset({f"http://json-schema.org/draft-0{number}/schema" for number in (4, 6, 7)})
-"""Drafts in which keywords beside a `$ref` are ignored. Of these, only an `$id` could change where the reference points."""
+"""Drafts in which keywords beside a `$ref` are ignored."""
 
 
 @dataclass(slots=True, eq=False)
 class Resource:
-    """anchors: name -> schema within the resource"""
-
     uri: str
     root: Any
     anchors: dict[str, Any] = field(default_factory=dict)
@@ -59,14 +54,12 @@ class References:
         self._is_recursive: bool | None = None
 
     def link(self, schema: Any, name: str) -> dict[str, str]:
-        """For use in a rewritten schema. name: that its definition should get"""
         made = {"$ref": f"#/{name}"}
         self._kept.append(made)  # an id belongs to one object as long as it lives
         self._links[id(made)] = schema
         return made
 
     def target(self, node: dict[str, Any], keyword: str, place: Place) -> Any:
-        """Raises InvalidRequest where the document has no such schema."""
         if id(node) in self._links:
             return self._links[id(node)]
         text = node[keyword]
@@ -80,11 +73,10 @@ class References:
         return found
 
     def place(self, schema: Any) -> Place:
-        """The root for a boolean, and for a schema made by rewriting."""
         return self._places.get(id(schema), ROOT)
 
     def check_ends(self, schema: Any) -> None:
-        """Raises InvalidRequest if a schema leads back to itself for the same value, so that evaluating it would not end."""
+        """Raises InvalidRequest if a schema leads back to itself for the same value."""
         if isinstance(schema, dict) and not _LEADING_ON.isdisjoint(schema):
             found = _circle(schema, self._in_place, self._ended)
             if found is not None:
@@ -118,13 +110,13 @@ class References:
                 yield text, self._links.get(id(node)) or self._found(text, self._resource_of.get(id(node), self._document))
 
     def _check_dynamic(self, found: Any, text: str, keyword: str, place: Place) -> None:
-        """Raises InvalidRequest if several schemas have the name, since the target depends on the evaluation."""
+        """Raises InvalidRequest if several schemas have the name."""
         named = self._recursive if keyword == "$recursiveRef" else self._dynamic.get(text.rpartition("#")[2], [])
         if len(named) > 1 and any(found is each for each in named):
             raise refused((place, keyword), f"a {keyword} that means one schema alone", text, "Use $ref.")
 
     def _found(self, text: str, resource: Resource) -> Any:
-        """A bare fragment may also mean the document: some generators write that."""
+        """Some generators write a bare fragment for the document."""
         uri, _, fragment = text.partition("#")
         try:
             begun = self._resources.get(urljoin(resource.uri, uri)) if uri else resource
@@ -158,7 +150,6 @@ class References:
                     unseen.append((child, resource, below))
 
     def _begun(self, node: dict[str, Any], resource: Resource) -> Resource:
-        """A new resource if the schema has an address. Its anchors are noted."""
         for keyword in ("$id", "id"):
             if not isinstance(text := node.get(keyword), str) or ("$ref" in node and self._is_old):
                 continue
@@ -182,7 +173,6 @@ class References:
 
 
 def _circle(start: Any, steps_of: Callable[[Any], Iterator[Step]], ended: set[int]) -> str | None:
-    """The text of a step that closes a circle. Nodes from which all steps end are added to `ended`."""
     under_way: set[int] = set()
     path: list[tuple[Any, Iterator[Step]]] = []
     step: Step | None = ("#", start)
@@ -209,7 +199,6 @@ def _joined(base: str, uri: str) -> str | None:
 
 
 def _part(resource: Resource, fragment: str) -> Any:
-    """By pointer or by name; None where there is none."""
     if not fragment:
         return resource.root
     for text in (unquote(fragment), fragment):

@@ -1,8 +1,7 @@
 """Keeps a matcher for each of a runner's slots with a grammar, and fills each step's masks while the forward pass runs.
 
-A slot's matcher follows from its grammar and its output ids alone. The thread that fills the masks advances the matcher first, or builds it
-anew after a rollback. So nothing here is stored with a sequence: a repeated `start`, or `commit` and `retract` in any order, give the state
-that the ids give.
+The filling thread advances the matcher first, or builds it anew after a rollback, so that the state follows from the grammar and the
+output ids alone.
 """
 
 from __future__ import annotations
@@ -31,40 +30,33 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 LEXER_IS_FULL = "too many states"
-"""Text in a matcher's error. Copies share a lexer, so other sequences may have filled it."""
 
 OVERSPENT = f"its masks take more than {MASK_CPU_S * 1000:g} ms of CPU time on average"
 
 MIN_SHARED_TOKENS = 64
-"""If a renewed lexer is full again within this many tokens, the sequence goes on with a lexer that it does not share."""
+"""A lexer that is full again within this many tokens is replaced by one that is not shared."""
 
 
 class MatcherSource(Protocol):
-    """Called on the thread that fills masks. Every method raises HeadraceError where the grammar cannot be compiled."""
+    """Called on the thread that fills masks."""
 
     num_words: int
 
     def template(self, grammar: Grammar) -> LLMatcher:
-        """A matcher at the grammar's start, to be copied and never advanced."""
+        """Copied and never advanced."""
         ...
 
-    def renewed(self, grammar: Grammar) -> LLMatcher:
-        """With an empty lexer; `template` gives it from now on."""
-        ...
+    def renewed(self, grammar: Grammar) -> LLMatcher: ...
 
-    def unshared(self, grammar: Grammar) -> LLMatcher:
-        """For the caller alone."""
-        ...
+    def unshared(self, grammar: Grammar) -> LLMatcher: ...
 
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """A sequence's grammar, and the state of its matcher.
-
-    token_ids    the sequence's output so far; the matcher has consumed the first `num_consumed`
-    renewal_s    CPU time in seconds spent on new lexers for this sequence
+    """token_ids    the sequence's output so far; the matcher has consumed the first `num_consumed`
+    renewal_s    CPU time spent on new lexers for this sequence
     renewed_at   `num_consumed` when its lexer was last found full
-    overspent_s  CPU time in seconds beyond MASK_CPU_S for each token; never below 0
+    overspent_s  CPU time beyond MASK_CPU_S for each token; never below 0
     """
 
     grammar: Grammar
@@ -78,11 +70,10 @@ class _Slot:
     failure: str | None = None
 
     def match_with(self, template: LLMatcher) -> None:
-        """From the output's beginning."""
         self.template, self.matcher, self.num_consumed = template, template.deep_copy(), 0
 
     def fill(self, words: NDArray[np.uint32]) -> str:
-        """Over new tokens. Returns "" or an error: the matcher's, or that filling took too long."""
+        """Returns "" or an error."""
         matcher = self.matcher
         assert matcher is not None, "match_with comes first"
         begin, num_new = time.thread_time(), len(self.token_ids) - self.num_consumed
@@ -98,7 +89,7 @@ class _Slot:
 
 
 class SlotGrammars:
-    """The `masks.MaskSource` of a runner's slots. Its thread is started at the first mask."""
+    """Its thread is started at the first mask."""
 
     def __init__(self, source: MatcherSource) -> None:
         self._source = source
@@ -121,7 +112,6 @@ class SlotGrammars:
             self._slots.pop(slot, None)
 
     def begin(self, slots: Sequence[int]) -> None:
-        """Raises ValueError for a slot that has no grammar."""
         self._finish_filling()
         if unknown := [slot for slot in slots if slot >= 0 and slot not in self._slots]:
             raise ValueError(f"mask_slots: slots {unknown} hold no grammar")
@@ -162,13 +152,12 @@ class SlotGrammars:
             self._thread = None
 
     def check(self) -> None:
-        """For tests, between steps."""
         for slot, held in self._slots.items():
             assert held.num_consumed <= len(held.token_ids), f"slot {slot} has matched tokens that were taken back"
             assert held.matcher is not None or not held.num_consumed, f"slot {slot} has matched tokens and no matcher"
 
     def _finish_filling(self) -> None:
-        """Begun and not waited for, as after a step that raised: slots must not change while masks are filled."""
+        """Slots must not change while masks are filled."""
         if self._filling is not None:
             self._filling.exception()
             self._filling = None
@@ -198,7 +187,6 @@ class SlotGrammars:
         return StepMasks(RowMasks(np.array([row for row, _ in rows], dtype=np.int64), words), failures)
 
     def _fill_one(self, held: _Slot, words: NDArray[np.uint32]) -> str | None:
-        """Returns why that failed."""
         try:
             if held.matcher is None:
                 held.match_with(self._source.template(held.grammar))
@@ -214,10 +202,7 @@ class SlotGrammars:
         return None
 
     def _fill_with_another_lexer(self, held: _Slot, words: NDArray[np.uint32]) -> str:
-        """Most states of a full one were for masks of earlier positions, and few are needed again.
-
-        A lexer that was renewed for another sequence is tried first. Returns as `_Slot.fill`.
-        """
+        """A lexer that was renewed for another sequence is tried first."""
         lasted, held.renewed_at = held.num_consumed - held.renewed_at, held.num_consumed
         is_shared = lasted >= MIN_SHARED_TOKENS
         newest = self._source.template(held.grammar)

@@ -2,8 +2,7 @@
 
     {"grammars": [{"lark_grammar": "start: ..."}, {"name": "answer", "json_schema" | "lark_grammar": ...}]}
 
-The option no_forcing is always set: a mask then allows every token that keeps the output within the grammar. Without the option a mask
-would choose how a text is split into tokens, and its cost would grow with the length of a constant text.
+The option no_forcing is always set: else a mask would choose how a text is split into tokens.
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ from headrace.engine.grammar.normalize import normalized
 
 
 def read_schema(text: str) -> Any:
-    """The value of a text that is one JSON document, at most MAX_JSON_DEPTH levels deep. Raises InvalidRequest.
-
-    Integers stay exact, and a number without a fraction is read as an integer, however it was written.
-    """
+    """At most MAX_JSON_DEPTH levels deep. Raises InvalidRequest."""
     try:
         schema = _DECODER.decode(text)
     except RecursionError:
@@ -38,7 +34,7 @@ def read_schema(text: str) -> Any:
 
 
 def read_embedded(text: str, begin: int) -> tuple[Any, int] | None:
-    """(value, end offset); None where no JSON value begins there. Raises InvalidRequest if it is too deep."""
+    """(value, end offset); None where no JSON value begins there. Raises InvalidRequest."""
     try:
         schema, end = _DECODER.raw_decode(text, begin)
     except RecursionError:
@@ -59,7 +55,6 @@ def _too_deep() -> InvalidRequest:
 
 
 def _levels(value: Any) -> Iterator[list[dict[str, Any] | list[Any]]]:
-    """Outermost first."""
     level = [value]
     while level := [item for item in level if isinstance(item, dict | list)]:
         yield level
@@ -87,11 +82,8 @@ SHORT_ESCAPES: Mapping[str, object] = {"json_allowed_escapes": 'nrbtf"\\'}
 
 
 def escape_options(schema: dict[str, Any]) -> Mapping[str, object]:
-    """llguidance's options for the escapes in a normalized schema's strings.
-
-    llguidance compares property names as they are spelled: where an object lists names and allows others too, `"\\u0061"` would be another
-    name than "a", and escape the rule for it. In such a document a string has one spelling: the short escapes, and no `\\u`. Raises
-    InvalidRequest for a listed text that has no spelling under them.
+    """llguidance compares property names as they are spelled: `"\\u0061"` would be another name than "a", and escape the rule for it.
+    Where that matters a string has one spelling. Raises InvalidRequest for a text that has none.
     """
     nodes = [value for value in _values(schema) if isinstance(value, dict)]  # some are no schemas, and may cost an escape for nothing
     if not any(_tells_names_apart(node) for node in nodes):
@@ -104,13 +96,11 @@ def escape_options(schema: dict[str, Any]) -> Mapping[str, object]:
 
 
 def _tells_names_apart(node: dict[str, Any]) -> bool:
-    """Different rules for listed names, for names that match an expression, and for other names."""
     is_listed, is_matched = "properties" in node or "required" in node, "patternProperties" in node
     return is_listed + is_matched + (node.get("additionalProperties") is not False) > 1
 
 
 def _values(value: Any) -> Iterator[Any]:
-    """With all values in it, without the names of properties: they have one spelling."""
     unseen = [value]
     while unseen:
         found = unseen.pop()
@@ -122,20 +112,15 @@ def _values(value: Any) -> Iterator[Any]:
 _BEGIN = '%llguidance {"no_forcing": true}\n'
 _ANY_TEXT = "/(?s:.*)/"
 _NEWLINES_BEFORE_JSON = "/\\n{0,2}/"
-"""Models write an empty line between their reasoning and a document."""
 
 _OPTIONS = "x-guidance"
-"""llguidance removes it and puts the last keyword in its place, so that anywhere but at the end it would change the keywords' order."""
+"""At the end: llguidance puts the last keyword in its place, which anywhere else would change the keywords' order."""
 
 _EMBEDDED = re.compile(r"""//[^\n]*|#[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(%json\s*)(?=\{)""")
-"""A schema, or a comment, a text or an expression, in which no schema begins."""
 
 
 def llguidance_source(grammar: Grammar, control_ids: Mapping[str, int]) -> str:
-    """Raises InvalidRequest for faults that llguidance would not report, and as `normalize` for schemas.
-
-    control_ids  id of each control token, by its text: a marker of reasoning may be one
-    """
+    """control_ids  id of each control token, by its text. Raises InvalidRequest"""
     main = _BEGIN + _main(grammar, control_ids)
     return f'{{"grammars":[{{"lark_grammar":{json.dumps(main)}}},{{"name":"answer",{_answer(grammar)}}}]}}'
 
@@ -162,14 +147,12 @@ def _schema(source: str) -> str:
 
 
 def _with_options(schema: Any, options: Mapping[str, object]) -> str:
-    """They are its last keyword."""
     found = normalized(schema)
     options = {**options, **escape_options(found)}
     return json.dumps({**found, **({_OPTIONS: options} if options else {})})
 
 
 def _with_normalized_schemas(source: str) -> str:
-    """After `%json`, which grammars of function calls have. Text that is no JSON is left to llguidance to refuse."""
     written: list[str] = []
     end = begin = 0
     while (found := _EMBEDDED.search(source, begin)) is not None:
@@ -186,7 +169,6 @@ def _with_normalized_schemas(source: str) -> str:
 
 
 def _regex_literal(expression: str) -> str:
-    """Slashes and line breaks are escaped, since either would end the literal."""
     escaped = re.sub(r"\\.|/|\n|\r", _escape, expression, flags=re.DOTALL)
     return f"/{escaped}/"
 
@@ -207,7 +189,6 @@ def _main(grammar: Grammar, control_ids: Mapping[str, int]) -> str:
 
 
 def _thought(span: ReasoningSpan, control_ids: Mapping[str, int]) -> str:
-    """Any text up to and including the first end marker."""
     if span.end in control_ids:
         return f"thought: {_ANY_TEXT} {_marker(span.end, control_ids)}"
     return f"thought[lazy]: {_ANY_TEXT} {json.dumps(span.end)}"

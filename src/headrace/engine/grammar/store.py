@@ -1,8 +1,4 @@
-"""Keeps the compiled grammars of one engine: by tenant, bounded in bytes, and pinned while a request uses them.
-
-Each is counted with all the states its lexer may build. Beside these stand lexers that were full and renewed, until the sequences that
-still use them end: one per running sequence at most.
-"""
+"""Keeps the compiled grammars of one engine: by tenant, bounded in bytes, and pinned while a request uses them."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class GrammarKey(NamedTuple):
-    """It names the tenant, so that one tenant's grammars are not found by another."""
+    """With the tenant, so that no tenant finds another's grammars."""
 
     tenant: str
     grammar: Grammar
@@ -29,14 +25,12 @@ class GrammarKey(NamedTuple):
 class Compiler(Protocol):
     num_words: int
 
-    def compile(self, grammar: Grammar) -> LLMatcher:
-        """Raises HeadraceError."""
-        ...
+    def compile(self, grammar: Grammar) -> LLMatcher: ...
 
 
 @dataclass(slots=True, eq=False)
 class _Compiled:
-    """template: never advanced; sequences match copies of it, which share its lexer"""
+    """template: never advanced; copies of it share its lexer"""
 
     template: LLMatcher
     num_bytes: int
@@ -58,7 +52,7 @@ class GrammarStore:
         return len(self._compiled)
 
     def pin(self, key: GrammarKey) -> bool:
-        """Until `unpin`. False: the store does not have it."""
+        """False: the store does not have it."""
         with self._lock:
             if (compiled := self._compiled.get(key)) is None:
                 return False
@@ -71,10 +65,7 @@ class GrammarStore:
             self._compiled[key].num_pins -= 1
 
     def add(self, key: GrammarKey, template: LLMatcher, num_bytes: int) -> None:
-        """Pinned once. num_bytes: as measured by vetting
-
-        Raises Overloaded if the grammars in use leave no room for it.
-        """
+        """Raises Overloaded if the grammars in use leave no room."""
         num_bytes += STATES_BYTES
         with self._lock:
             if key not in self._compiled:
@@ -84,13 +75,12 @@ class GrammarStore:
             self._compiled[key].num_pins += 1
 
     def template(self, grammar: Grammar) -> LLMatcher:
-        """A grammar that no request has prepared, as in a replay, is compiled now."""
+        """A grammar that no request has prepared, as in a replay, is compiled."""
         with self._lock:
             found = self._pinned(grammar)
         return self._compiler.compile(grammar) if found is None else found.template
 
     def renewed(self, grammar: Grammar) -> LLMatcher:
-        """Later sequences share it, and so do sequences that find their lexer full."""
         template = self._compiler.compile(grammar)
         with self._lock:
             if (found := self._pinned(grammar)) is not None:
@@ -108,14 +98,12 @@ class GrammarStore:
                 assert self._bytes_of(tenant) <= self._tenant_bytes
 
     def _pinned(self, grammar: Grammar) -> _Compiled | None:
-        """From any tenant: equal grammars match equally."""
         return next((compiled for key, compiled in self._compiled.items() if compiled.num_pins and key.grammar == grammar), None)
 
     def _bytes_of(self, tenant: str) -> int:
         return sum(compiled.num_bytes for key, compiled in self._compiled.items() if key.tenant == tenant)
 
     def _make_room(self, tenant: str, num_bytes: int) -> None:
-        """Least recently used first: the tenant's own beyond its quota, then any tenant's. Raises Overloaded."""
         own = [key for key in self._compiled if key.tenant == tenant]
         if not self._drop_idle(own, self._bytes_of(tenant) + num_bytes - self._tenant_bytes):
             raise Overloaded(f"this tenant's grammars in use take all of their {self._tenant_bytes >> 20} MiB")
@@ -123,7 +111,6 @@ class GrammarStore:
             raise Overloaded(f"the grammars in use take all of their {self._max_bytes >> 20} MiB")
 
     def _drop_idle(self, keys: list[GrammarKey], excess: int) -> bool:
-        """False: too many are pinned."""
         for key in keys:
             if excess <= 0:
                 return True

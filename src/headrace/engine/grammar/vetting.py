@@ -1,7 +1,6 @@
 """Has each grammar tried in a vetting process (`vetting_host`) before the engine compiles it: the engine's end of that process.
 
-The process is started at the first grammar and kept. If it has ended, it is started again. Any thread may call; one grammar is vetted at a
-time.
+The process is started at the first grammar and kept. Any thread may call; one grammar is vetted at a time.
 """
 
 from __future__ import annotations
@@ -27,10 +26,8 @@ from headrace.engine.grammar.vetting_host import OtherEndGone, receive_frame, se
 START_TIMEOUT_S = 60.0
 
 ANSWER_TIMEOUT_S = VET_WALL_S + 3.0
-"""Then the process is killed, and the grammar refused."""
 
 NUM_ATTEMPTS = 2
-"""The vetting process may have ended for another cause."""
 
 
 class GrammarVetter:
@@ -43,14 +40,12 @@ class GrammarVetter:
         self._lock = threading.Lock()
 
     def vocabulary(self) -> GrammarVocabulary:
-        """As the vetting process read it. Raises CheckpointError."""
         with self._lock:
             self._started()
             return GrammarVocabulary.unpacked(self._vocabulary)
 
     def vet(self, grammar: Grammar) -> int:
-        """Returns bytes held when compiled. Raises InvalidRequest, CheckpointError, and SequenceFailed when the process cannot be kept
-        running."""
+        """Raises InvalidRequest, CheckpointError, and SequenceFailed when the process cannot be kept running."""
         with self._lock:
             for _ in range(NUM_ATTEMPTS):
                 try:
@@ -63,7 +58,6 @@ class GrammarVetter:
         raise SequenceFailed("the grammar could not be vetted: the process that does it has ended")
 
     def close(self) -> None:
-        """A grammar that is being vetted fails, and so does every later one."""
         self._closed = True
         if (channel := self._channel) is not None:
             with suppress(OSError):
@@ -126,7 +120,6 @@ def _num_bytes(grammar: Grammar, answer: Mapping[str, Any]) -> int:
 
 
 def _over_budget(grammar: Grammar, number: int) -> InvalidRequest:
-    """By the signal that ended the fork."""
     timed = {int(signal.SIGPROF): f"{VET_CPU_S * 1000:g} ms of CPU time", int(signal.SIGALRM): f"{VET_WALL_S:g} s"}
     budget = timed.get(number, f"{VET_MEMORY_BYTES >> 20} MiB of memory and {VET_STACK_BYTES >> 20} MiB of stack")
     limit = f"{NAMES[grammar.kind]} that can be compiled within {budget}"

@@ -1,17 +1,14 @@
 """Tries each grammar in a fork of itself, within bounds: the vetting process, `python -m headrace.engine.grammar.vetting_host`.
 
-A fork takes milliseconds and shares the vocabulary's trie. The kernel bounds it: CPU time and time by timers whose signals end it, in C or
-Rust code too, memory by its address space. It compiles the grammar, computes masks along outputs drawn from it, and says what it holds.
+The kernel bounds it: CPU and wall time by timers whose signals end C and Rust code too, memory by its address space.
 
-Its standard input is one end of a socket pair; `vetting.GrammarVetter` has the other. A frame is four bytes of length and then that many
-bytes, which are JSON but for the vocabulary:
+Its standard input is one end of a socket pair; `vetting.GrammarVetter` has the other. A frame is four bytes of length and then JSON,
+but for the vocabulary:
 
     from the engine   {"folder": ..., "vocab_size": ..., "eos_token_ids": [...]}   once
                       a grammar's fields
     to the engine     {"refused": {...}}, and this process ends, or {} and then the vocabulary, packed
                       {"num_bytes": n}, {"invalid": {...}} or {"signal": n}: how the fork ended
-
-When the socket closes, this process ends.
 """
 
 from __future__ import annotations
@@ -57,7 +54,6 @@ def send_frame(channel: socket.socket, data: bytes) -> None:
 
 
 def receive_frame(channel: socket.socket) -> bytes:
-    """Raises as `send_frame`."""
     (length,) = _LENGTH.unpack(_exactly(channel, _LENGTH.size))
     return _exactly(channel, length)
 
@@ -92,7 +88,6 @@ def main() -> None:
 
 
 def serve(channel: socket.socket) -> None:
-    """Raises OtherEndGone when the engine is gone."""
     config = json.loads(receive_frame(channel))
     try:
         vocabulary = GrammarVocabulary.load(config["folder"], config["vocab_size"], tuple(config["eos_token_ids"]))
@@ -115,7 +110,6 @@ def _say(channel: socket.socket, message: Mapping[str, object]) -> None:
 
 
 def vet_in_fork(trie: TokenTrie, grammar: Grammar) -> Mapping[str, object]:
-    """The fork's answer, or the signal that ended it."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -163,7 +157,7 @@ def _limit(kind: int, num_bytes: int) -> None:
 
 
 def vet(trie: TokenTrie, grammar: Grammar) -> int:
-    """Bytes that it holds after some use; 0 where the system does not report memory. Raises InvalidRequest."""
+    """Bytes held after some use; 0 where the system does not report memory. Raises InvalidRequest."""
     before = _memory_bytes()[1]
     matcher = compile_grammar(trie, grammar)
     _try_masks(matcher, grammar)
@@ -178,7 +172,7 @@ def vet(trie: TokenTrie, grammar: Grammar) -> int:
 
 
 def _try_masks(template: LLMatcher, grammar: Grammar) -> None:
-    """Along random outputs. Raises InvalidRequest if a mask exceeds its limits, or if the grammar allows no output at all."""
+    """Raises InvalidRequest if a mask exceeds its limits, or if the grammar allows no output at all."""
     draw, matcher = random.Random(0), template.deep_copy()
     for step in range(NUM_VETTED_STEPS):
         mask: bytes = matcher.compute_bitmask()
@@ -202,7 +196,6 @@ def _why_nothing_matches(matcher: LLMatcher) -> str:
 
 
 def _drawn_bit(mask: bytes, draw: random.Random) -> int | None:
-    """None where no bit is set."""
     begin: int = draw.randrange(len(mask))
     places: list[int] = [*range(begin, len(mask)), *range(begin)]
     for place in places:
@@ -213,7 +206,7 @@ def _drawn_bit(mask: bytes, draw: random.Random) -> int | None:
 
 
 def _memory_bytes() -> tuple[int, int]:
-    """(address space, resident memory without mapped files) in bytes; zeros where the system does not report them."""
+    """(address space, resident memory without mapped files); zeros where the system does not report them."""
     try:
         with open("/proc/self/statm", "rb") as file:
             size, resident, shared = map(int, file.read().split()[:3])

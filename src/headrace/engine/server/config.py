@@ -1,5 +1,4 @@
-"""Decodes what an engine process is started with: JSON of the supervisor, or an operator's file or flags. What does not fit is refused by
-name.
+"""Decodes what an engine process is started with: JSON of the supervisor, or an operator's file or flags.
 
 {"replica": "demo-0", "address": "unix:/run/user/1000/headrace-x/e0.sock", "engine": {"model": "/models/demo", "max_num_seqs": 32}}
 """
@@ -23,10 +22,7 @@ from headrace.wire.tls.files import TlsRole, load_certificates
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessConfig:
-    """Fields that are no options are those of the supervisor's file.
-
-    token      None on Unix sockets, which their directory protects
-    gpu        as in CUDA_VISIBLE_DEVICES; empty = the first that torch finds
+    """gpu        as in CUDA_VISIBLE_DEVICES; empty = the first that torch finds
     block_key  secret (hex) of block hashes, derived from `site_key`; a supervisor passes only this one
     """
 
@@ -57,7 +53,7 @@ class ProcessConfig:
         return target
 
     def keep_to_share(self, engine: EngineConfig) -> EngineConfig:
-        """Before anything counts CPUs or imports torch."""
+        """Called before anything counts CPUs or imports torch."""
         if self.gpu:
             os.environ[VISIBLE] = self.gpu
         if self.cpus:  # empty on systems that cannot bind a process
@@ -83,7 +79,7 @@ def process_config_from(data: dict[str, object]) -> tuple[ProcessConfig, EngineC
 
 
 def section(data: dict[str, object], key: str) -> Mapping[str, object]:
-    """Remove a nested object from `data`. Raises ConfigError."""
+    """Takes a nested object out of `data`. Raises ConfigError."""
     value = data.pop(key, None)
     if not isinstance(value, dict):
         raise ConfigError(key, "is missing" if value is None else "is not an object")

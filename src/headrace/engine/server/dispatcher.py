@@ -1,7 +1,6 @@
 """Dispatches gateways' commands to the engine, and each of the engine's updates to the stream of its attempt.
 
-A request lives on the stream that submitted it: when the stream ends, all of its requests are cancelled. Not here: gRPC, hellos, heartbeats
-and drain (`service`), frames and their bounds (`gateway_stream`, `unsent`).
+A request lives on the stream that submitted it: when the stream ends, all of its requests are cancelled.
 """
 
 from __future__ import annotations
@@ -30,11 +29,8 @@ Stream = TypeVar("Stream", bound=Hashable)
 
 @dataclass(slots=True)
 class Route(Generic[Stream]):
-    """One attempt on its stream.
-
-    epoch    the gateway's epoch; a higher one replaces a lower one
-    attempt  the epoch that the engine gets; no two attempts have the same, though a gateway may send a request again with the same epoch
-    running  indices of the sequences that have not finished
+    """epoch    the gateway's; a higher one replaces a lower one
+    attempt  the epoch that the engine gets; a gateway may send a request again with the same epoch
     """
 
     request_id: RequestId
@@ -47,11 +43,8 @@ class Route(Generic[Stream]):
 
 @dataclass(slots=True)
 class Routes(Generic[Stream]):
-    """The stream of each open attempt of one engine process.
-
-    A route is open from Submit until every sequence of the request has finished, was rejected or cancelled, or the stream ended. An attempt
-    with a higher epoch replaces an older one of the same request, on whichever stream that came. Updates about a replaced or cancelled
-    attempt have no route and are dropped.
+    """A route is open from Submit until every sequence of the request has finished, was rejected or cancelled, or the stream ended. An
+    attempt with a higher epoch replaces an older one of the same request, on whichever stream that came.
     """
 
     _by_request: dict[RequestId, Route[Stream]] = field(default_factory=dict)
@@ -62,7 +55,7 @@ class Routes(Generic[Stream]):
         return len(self._by_request)
 
     def open(self, stream: Stream, handle: Handle, request_id: RequestId, epoch: int, indices: range) -> Route[Stream]:
-        """An older attempt must be closed before. Raises ValueError if the request or the handle has a route already."""
+        """Raises ValueError if the request or the handle has a route already."""
         if request_id in self._by_request or (stream, handle) in self._by_handle:
             raise ValueError(f"request {request_id} or handle {handle} is routed already")
         self._num_opened += 1
@@ -84,7 +77,6 @@ class Routes(Generic[Stream]):
         self._by_handle.pop((route.stream, route.handle), None)
 
     def sequence_ended(self, route: Route[Stream], index: int) -> None:
-        """The last one closes the route."""
         route.running.discard(index)
         if not route.running:
             self.close(route)
@@ -100,7 +92,7 @@ Value = TypeVar("Value")
 
 
 class AsyncioOutbox:
-    """Updates are dropped once the asyncio loop is closed. deliver: called on that loop with each step's updates; set by the service"""
+    """Updates are dropped once the asyncio loop is closed. deliver: called on that loop"""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -115,7 +107,7 @@ class AsyncioOutbox:
 
 
 def call_unless_closed(loop: asyncio.AbstractEventLoop, call: Callable[[Value], None], value: Value) -> None:
-    """From another thread. Does nothing if the loop is closed, even if that happens concurrently."""
+    """Does nothing if the loop is closed, even if that happens concurrently."""
     try:
         loop.call_soon_threadsafe(call, value)
     except RuntimeError:
@@ -124,7 +116,7 @@ def call_unless_closed(loop: asyncio.AbstractEventLoop, call: Callable[[Value], 
 
 
 class ServedEngine(Protocol):
-    """`engine.loop.Engine` as the server needs it. Every method may be called from any thread and returns at once."""
+    """Every method may be called from any thread and returns at once."""
 
     info: ModelInfo
 
@@ -141,7 +133,7 @@ class ServedEngine(Protocol):
 
 
 class RequestDispatcher:
-    """Open requests of one engine, over all streams. Lives on the asyncio loop. draining: why no new request is taken"""
+    """Lives on the asyncio loop. draining: why no new request is taken"""
 
     def __init__(self, engine: ServedEngine) -> None:
         self.draining: str | None = None
@@ -171,7 +163,6 @@ class RequestDispatcher:
             self._engine.cancel(route.request_id)
 
     def deliver(self, updates: Updates) -> None:
-        """Updates of a cancelled or replaced attempt are dropped."""
         for update in updates:
             route = self._routes.of_request(update.request_id)
             if route is None or route.attempt != update.epoch:

@@ -30,7 +30,7 @@ class StreamLost(HeadraceError):
 
 
 class GatewayStream:
-    """context: grpc.aio's ServicerContext of Infer.Connect; clock: bounds how long a frame's commands occupy the event loop"""
+    """clock: bounds how long a frame's commands occupy the event loop"""
 
     def __init__(self, context: Any, *, on_command: Callable[[GatewayStream, pb.Command], None], clock: Clock = time.monotonic) -> None:
         self._context = context
@@ -54,10 +54,7 @@ class GatewayStream:
         self._wake.set()
 
     def check_lease(self, beat_s: float, lease_s: float, max_units: int) -> None:
-        """End the stream if the gateway does not read: one write took longer than `lease_s`, or more than `max_units` units are unsent.
-
-        Time is counted in beats of `beat_s` seconds, not by a clock: a delay of this process itself is not the gateway's fault.
-        """
+        """End the stream if the gateway does not read: one write took longer than `lease_s`, or more than `max_units` units are unsent."""
         if self._lost.done():
             return
         is_stuck = self._is_writing and self._num_sent == self._num_sent_at_beat
@@ -69,7 +66,6 @@ class GatewayStream:
             self._lost.set_exception(StreamLost(f"lease lost: {self.unsent.num_units} unread units exceed {max_units}"))
 
     def end(self) -> None:
-        """The engine leaves."""
         if not self._lost.done():
             self._lost.set_result(None)
 
@@ -87,7 +83,7 @@ class GatewayStream:
         return frame.hello
 
     async def pump(self) -> None:
-        """Until the gateway closes its side, or `end`. Raises StreamLost or MalformedFrame. Leaves no task behind."""
+        """Raises StreamLost or MalformedFrame. Leaves no task behind."""
         tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
         try:
             done, _ = await asyncio.wait([*tasks, self._lost], return_when=asyncio.FIRST_COMPLETED)

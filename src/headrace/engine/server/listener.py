@@ -1,7 +1,7 @@
 """Listens on the engine's TCP port: accepts gateways with the right certificate, and relays their bytes to the gRPC server.
 
-The gRPC server listens at a Unix socket behind this port. gRPC's own TLS port would tell neither end why a handshake failed (docs/wire.md).
-Tokens are not checked here: they are in the gRPC calls.
+The gRPC server listens at a Unix socket behind this port: its own TLS port would tell neither end why a handshake failed
+(docs/wire.md).
 """
 
 from __future__ import annotations
@@ -31,31 +31,28 @@ log = logging.getLogger(__name__)
 FOLDER_PREFIX = "headrace-wire-"
 INNER_NAME = "grpc.sock"
 LOCK_NAME = "engine.lock"
-"""Another name than "lock", which marks a deployment's directory (fleet/files.py)."""
+"""A name other than "lock", which marks a deployment's directory (fleet/files.py)."""
 
 HANDSHAKE_S = 5.0
 
 MAX_HANDSHAKES = 64
-"""One more connection is closed at once, so that strangers cannot take all descriptors."""
+"""One more connection is closed at once."""
 
 REPEAT_S = 60.0
-"""Until the same refusal of the same address is logged again: a gateway tries every second."""
 
 MAX_REFUSALS = 1024
-"""With more, all are forgotten and may be logged again."""
 
 UNREAD_S = 2 * LEASE_S
-"""Seconds after which the system ends a connection whose other end acknowledges or reads nothing, such as a machine that lost its power."""
+"""Seconds after which the system ends a connection whose other end acknowledges or reads nothing."""
 
 LINGER_S = 2.0
-"""Seconds in which a connection that the gRPC server has closed may deliver the rest of its bytes: an engine that drains ends this way."""
+"""Seconds in which a connection that the gRPC server has closed may deliver the rest of its bytes."""
 
 ACCEPT_PAUSE_S = 0.1
 
 BACKLOG = 128
 
 TLS_HANDSHAKE = 0x16
-"""HTTP/2 begins with a letter."""
 
 
 class HandshakeRefused(HeadraceError):
@@ -67,10 +64,8 @@ class CannotListen(HeadraceError):
 
 
 class TcpListener:
-    """inner: the socket, in a private directory, at which the gRPC server must listen before `start`"""
-
     def __init__(self, target: GrpcTarget, *, clock: Clock = time.monotonic) -> None:
-        """Raises ConfigError if the certificates or the directory of temporary files cannot be used."""
+        """Raises ConfigError if the certificates or the directory cannot be used."""
         self._target = target
         self._certificates = None if target.tls is None else Certificates(target.tls, TlsRole.ENGINE)
         self._log_refusal = RefusalLog(clock)
@@ -89,7 +84,7 @@ class TcpListener:
         return f"{self._target.address.rpartition(':')[0]}:{self._sockets[0].getsockname()[1]}"
 
     def stop_accepting(self) -> None:
-        """Before the gRPC server stops, which could not answer a new connection any more. May be called again."""
+        """Called before the gRPC server stops, which could not answer a new connection any more."""
         self._is_stopping = True
         for listening in self._sockets:
             asyncio.get_running_loop().remove_reader(listening)
@@ -97,7 +92,6 @@ class TcpListener:
         self._sockets = []
 
     async def close(self) -> None:
-        """Connections that the gRPC server has closed deliver their last bytes."""
         self.stop_accepting()
         if self._serving:
             await asyncio.wait(self._serving, timeout=LINGER_S)
@@ -107,7 +101,7 @@ class TcpListener:
         self._folder.remove()
 
     def _accept_from(self, listening: socket.socket) -> None:
-        """A task could be cancelled with a connection accepted that nothing would then close."""
+        """No task: one could be cancelled with a connection accepted that nothing would then close."""
         if not self._is_stopping:
             asyncio.get_running_loop().add_reader(listening, self._accept, listening)
 
@@ -151,7 +145,6 @@ class TcpListener:
             raise HandshakeRefused(f"this engine's gRPC server does not answer at {self.inner} ({error.strerror})") from error
 
     async def _shake_hands(self, connection: socket.socket, host: str) -> ByteStream:
-        """Raises HandshakeRefused or OSError."""
         if self._num_handshakes >= MAX_HANDSHAKES:
             raise HandshakeRefused(f"{MAX_HANDSHAKES} connections have not finished their handshake yet")
         self._num_handshakes += 1
@@ -185,7 +178,6 @@ class TcpListener:
 
 
 def _set_options(connection: socket.socket) -> None:
-    """Raises OSError if the connection is gone already."""
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
@@ -193,8 +185,7 @@ def _set_options(connection: socket.socket) -> None:
 
 
 def _make_folder() -> LockedFolder:
-    """Directories left by killed engines are removed first. Raises ConfigError if its path is too long for a socket or cannot be
-    written."""
+    """Raises ConfigError if its path is too long for a socket or cannot be written."""
     base = Path("the temporary directory")
     try:
         base = Path(tempfile.gettempdir())
@@ -209,7 +200,6 @@ def _make_folder() -> LockedFolder:
 
 
 def _listen(target: GrpcTarget) -> list[socket.socket]:
-    """Raises CannotListen."""
     try:
         sockets = listening_sockets(target.host, target.port, backlog=BACKLOG)
     except OSError as error:
@@ -231,8 +221,6 @@ def check_can_listen(target: GrpcTarget) -> None:
 
 
 class RefusalLog:
-    """Each reason of each address once in REPEAT_S."""
-
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._due_s: dict[tuple[str, str], float] = {}
@@ -248,7 +236,7 @@ class RefusalLog:
 
 
 async def relay(gateway: ByteStream, server: ByteStream) -> None:
-    """Until either stream ends. The server's last bytes are still delivered. Raises OSError."""
+    """The server's last bytes are still delivered."""
     to_server = asyncio.ensure_future(_copy(gateway.recv, server.sendall))
     to_gateway = asyncio.ensure_future(_copy(server.recv, gateway.sendall))
     try:
@@ -265,7 +253,7 @@ async def relay(gateway: ByteStream, server: ByteStream) -> None:
 
 
 async def linger(connection: socket.socket) -> None:
-    """Closing with unread bytes would discard bytes that are still under way. Raises OSError."""
+    """Closing with unread bytes would discard bytes that are still under way."""
     connection.shutdown(socket.SHUT_WR)
     with suppress(TimeoutError):
         async with asyncio.timeout(LINGER_S):
@@ -274,6 +262,5 @@ async def linger(connection: socket.socket) -> None:
 
 
 async def _copy(receive: Callable[[], Awaitable[bytes]], send: Callable[[bytes], Awaitable[None]]) -> None:
-    """Sent before more is received, so that a slow reader slows its sender."""
     while data := await receive():
         await send(data)

@@ -1,8 +1,7 @@
 """Runs one engine as one process: the loop in its thread, the wire on the main thread, the leash to the supervisor, and signals.
 
-SIGTERM drains, and the process exits with 0. After a second SIGTERM, or at the end of the drain time, it does not wait any longer. If the
-loop dies, the process ends too: its exit status says so, and the supervisor starts a new one. A process that cannot start says why through
-the leash. SIGUSR1 dumps the plan ring; before there is a ring it does nothing.
+SIGTERM drains, and the process exits with 0; a second one, or the end of the drain time, ends it at once. If the loop dies, the process
+ends too, and the supervisor starts a new one. SIGUSR1 dumps the plan ring; before there is a ring it does nothing.
 """
 
 from __future__ import annotations
@@ -34,14 +33,12 @@ JOIN_S = 5.0
 
 
 class EngineExitCode(IntEnum):
-    """Exit statuses of an engine process, sysexits' numbers where one fits. 69 is `wire.leash.ORPHANED`."""
+    """69 is `wire.leash.ORPHANED`."""
 
     DRAINED = 0
     ENGINE_DIED = 70
-    """The loop ended by itself, by a device-fatal error or a bug."""
     CANNOT_LISTEN = 71
     INTERRUPTED = 75
-    """Stopped without a drain, or the drain time was over; open requests were cut."""
     REFUSED = 78
     """Configuration or checkpoint: starting again does not help."""
 
@@ -59,8 +56,7 @@ MakeEngine = Callable[[Callable[[Updates], None]], RunnableEngine]
 
 
 class LoopThread:
-    """Builds and runs in one thread, since the tensor library has thread-local state. ended: None when the loop has returned, the exception
-    when it has died"""
+    """Builds and runs in one thread, since the tensor library has thread-local state."""
 
     def __init__(self, make_engine: MakeEngine, bridge: AsyncioOutbox) -> None:
         self._loop = asyncio.get_running_loop()
@@ -95,7 +91,6 @@ class LoopThread:
 
 
 def run_process(make_engine: MakeEngine, config: ProcessConfig, leash: Leash) -> EngineExitCode:
-    """The caller passes the status to `leave`."""
     leash.watch()
     return asyncio.run(_run_until_stopped(make_engine, config, leash))
 
@@ -147,7 +142,7 @@ async def _serve(make_engine: MakeEngine, config: ProcessConfig, leash: Leash, s
 
 
 def dump_plans(engine: RunnableEngine) -> str:
-    """Only this user can read the file: plans hold prompts. For `headrace replay`."""
+    """Only this user can read the file: plans hold prompts."""
     handle, path = tempfile.mkstemp(prefix="headrace-plans-", suffix=".hrplan")
     with os.fdopen(handle, "wb") as file:
         file.write(engine.recent_plans())
@@ -180,7 +175,6 @@ async def _until_end(service: EngineService, thread: LoopThread, stop: StopSigna
 
 
 def _death(service: EngineService, thread: LoopThread) -> BaseException | str | None:
-    """None while both loop and heartbeat run. Errors of the loop's thread are logged already."""
     if thread.ended.done():
         return thread.ended.result() or "its loop ended"
     if not service.heartbeat.done():

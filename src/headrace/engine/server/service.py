@@ -1,8 +1,7 @@
 """Serves the engine's end of the wire: gateways' streams from hello to hang-up, heartbeats, drain, and operators' calls.
 
-The gRPC server (grpc.aio) and everything else here run on the asyncio loop of the main thread. The engine loop's thread hands its updates
-over once per step (`AsyncioOutbox`). `dispatcher` handles a stream's commands and the engine's updates. Heartbeats are sent from here and
-not from the engine's loop, so that they go on, and carry the step's age, while a step runs or hangs.
+The gRPC server (grpc.aio) and everything else here run on the asyncio loop of the main thread. Heartbeats are sent from here and not
+from the engine's loop, so that they go on while a step runs or hangs.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from headrace.wire.target import GrpcTarget, check_private, token_matches, unix_
 log = logging.getLogger(__name__)
 
 STREAMS_END_S = 1.0
-"""Seconds in which streams may end in order. After them gRPC cancels the call, and bytes that the other end has not read are lost."""
+"""Seconds in which streams may end in order; then gRPC cancels the calls, and unread bytes are lost."""
 
 Asked = TypeVar("Asked", pb.DrainRequest, pb.SnapshotRequest)
 
@@ -62,10 +61,7 @@ class EngineService:
         lease_s: float = LEASE_S,
         max_unread: int = MAX_UNITS,
     ) -> None:
-        """replica               name of this replica, for hellos and messages
-        on_drain              called when an operator asks for a drain over the wire
-        lease_s, max_unread   a gateway that takes nothing for this long, or leaves more units (of 32 bytes) unread, loses its stream
-        """
+        """lease_s, max_unread   a gateway that takes nothing for this long, or leaves more units (of 32 bytes) unread, loses its stream"""
         self._engine = engine
         self._target = target
         self._on_drain = on_drain or self.drain
@@ -75,7 +71,6 @@ class EngineService:
         self._server: grpc.aio.Server | None = None
         self._listener: TcpListener | None = None
         self.address = target.address
-        """Port 0 is the port that was taken once it has started."""
         self._heartbeat: asyncio.Task[None] | None = None
         self._drained = asyncio.Event()
         self._wrong_token_due_s = -math.inf
@@ -93,14 +88,13 @@ class EngineService:
 
     @property
     def heartbeat(self) -> asyncio.Task[None]:
-        """A process whose heartbeat has ended must end too. Raises RuntimeError before `start`."""
+        """A process whose heartbeat has ended must end too."""
         if self._heartbeat is None:
             raise RuntimeError("the service was not started")
         return self._heartbeat
 
     async def start(self) -> None:
-        """Raises CannotListen if the address is taken, ConfigError for a socket directory open to others, and for certificates or a
-        directory of temporary files that cannot be used."""
+        """Raises CannotListen, and ConfigError for what the address needs: the socket's directory, certificates, temporary files."""
         if self._target.path is not None:
             check_private(self._target.path)
             self._target.path.unlink(missing_ok=True)
@@ -126,7 +120,7 @@ class EngineService:
         return server
 
     async def stop(self) -> None:
-        """For STREAMS_END_S streams may end in order: a gateway then can read what was written. Open requests are cancelled."""
+        """Open requests are cancelled, and STREAMS_END_S given to the streams."""
         if self._heartbeat is not None:
             self._heartbeat.cancel()
             await asyncio.gather(self._heartbeat, return_exceptions=True)
@@ -142,7 +136,6 @@ class EngineService:
             self._target.path.unlink(missing_ok=True)
 
     def drain(self, reason: str) -> None:
-        """Running requests go on; `drained` waits for them."""
         if self._dispatcher.draining is None:
             self._dispatcher.draining = reason
             for stream in self._streams:
@@ -151,7 +144,7 @@ class EngineService:
             self._note_drained()
 
     async def drained(self, timeout_s: float) -> bool:
-        """Until no request is open and everything is sent. False: not within `timeout_s` seconds."""
+        """False: not within `timeout_s` seconds."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._drained.wait()
@@ -167,7 +160,7 @@ class EngineService:
     # the wire's side
 
     def _handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
-        """For raw bytes: parsing is done here, so that a malformed frame ends with a clean status."""
+        """For raw bytes: a malformed frame then ends with a clean status."""
         infer = {"Connect": grpc.stream_stream_rpc_method_handler(self._connect)}
         control = {
             "Drain": grpc.unary_unary_rpc_method_handler(self._control_drain),
@@ -176,7 +169,6 @@ class EngineService:
         return (grpc.method_handlers_generic_handler(INFER, infer), grpc.method_handlers_generic_handler(CONTROL, control))
 
     async def _connect(self, _requests: object, context: Any) -> None:
-        """One gateway, from hello to hang-up."""
         await self._authorize(context)
         stream = GatewayStream(context, on_command=self._take_command)
         status: tuple[grpc.StatusCode, str] | None = None
@@ -201,7 +193,6 @@ class EngineService:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the engine's token is missing or wrong")
 
     def _log_wrong_token(self) -> None:
-        """At most once a minute: a gateway tries every second."""
         now = asyncio.get_running_loop().time()
         if now >= self._wrong_token_due_s:
             self._wrong_token_due_s = now + REPEAT_S
@@ -252,7 +243,6 @@ class EngineService:
             await asyncio.sleep(HEARTBEAT_S)
 
     def _send_weights_digest(self) -> None:
-        """Once, if the engine computed it after the service began."""
         digest = self._engine.info.numerics.get(WEIGHTS, "")
         if digest == self.hello.model.numerics.get(WEIGHTS, ""):
             return
@@ -284,7 +274,6 @@ class EngineService:
         return reply.SerializeToString()
 
     async def _read_control(self, kind: type[Asked], data: bytes, context: Any) -> Asked:
-        """Ends the call with a status if the token is wrong or the message is of another version."""
         await self._authorize(context)
         try:
             asked = kind.FromString(data)

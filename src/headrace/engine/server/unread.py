@@ -1,8 +1,7 @@
-"""Holds one sequence's updates that no frame has taken yet. A single update is kept as it came; several are merged.
+"""Holds one sequence's updates that no frame has taken yet. A single update is kept as it came; several are merged into arrays, since a
+slow gateway's would pile up.
 
-An update of one token is a tuple of twelve fields, 230 bytes and more. For a gateway that reads slowly, one per step would pile up. So the
-second and later ones are merged: token ids go into an array, log-probabilities into columns. A gateway that keeps up pays for none of that.
-Memory is charged in units of 32 bytes, and the charge is at least what is held. Bounds, frames and refusals are in `unsent`.
+Memory is charged in units of 32 bytes, and the charge is at least what is held.
 """
 
 from __future__ import annotations
@@ -17,26 +16,24 @@ from headrace.core.update import SequenceUpdate
 UNIT_BYTES = 32
 
 UPDATE_UNITS = 24
-"""For each waiting update beside its contents: the object, and the map's entry."""
+"""For each waiting update beside its contents."""
 
 POSITION_UNITS, ALTERNATIVE_UNITS = 8, 3
-"""For log-probabilities of a position that are still objects, and for each alternative."""
+"""For log-probabilities of a position, and for each alternative, that are still objects."""
 
 COLUMNS_UNITS = 24
-"""For merged log-probabilities, and again for those of the prompt, beside a unit per entry: six arrays."""
+"""For merged log-probabilities beside a unit per entry: six arrays."""
 
 FACTS_UNITS = 12
-"""For an end, or a first token's facts, beside the end's message."""
+"""For an end, or a first token's facts."""
 
 MAX_MERGED_ENTRIES = 4096
-"""From here on a merged update takes no further ones, since a frame is filled with whole updates."""
 
 PAGE_POSITIONS = 1024
-"""A long prompt's log-probabilities are split, so that one frame need not hold all of them."""
 
 
 class UnreadUpdate:
-    """Consecutive updates of one sequence, merged. num_entries: its size in a frame; num_units: its charge in memory"""
+    """num_entries: its size in a frame; num_units: its charge in memory"""
 
     __slots__ = ("_facts", "_logprobs", "_prompt_logprobs", "_token_ids", "num_entries", "num_units")
 
@@ -70,7 +67,6 @@ class UnreadUpdate:
         return wide_columns()
 
     def _keep_facts(self, update: SequenceUpdate) -> None:
-        """A first token's facts stay as they first came; the end is taken from the last update."""
         cached, queue_time_s = self._facts.num_cached_tokens, self._facts.queue_time_s
         self._facts = update._replace(
             token_ids=(),
@@ -90,7 +86,7 @@ Unread = SequenceUpdate | list[UnreadUpdate]
 
 
 def put(unread: Unread | None, update: SequenceUpdate) -> tuple[Unread, int]:
-    """Also returns the units added. Raises ValueError if the update belongs to another sequence."""
+    """Raises ValueError if the update belongs to another sequence."""
     if isinstance(unread, list):
         return unread, _merge(unread, update)
     if unread is None and len(update.prompt_logprobs) <= PAGE_POSITIONS:
@@ -103,7 +99,7 @@ def put(unread: Unread | None, update: SequenceUpdate) -> tuple[Unread, int]:
 
 
 def take(unread: Unread, max_entries: int) -> tuple[SequenceUpdate, list[UnreadUpdate]]:
-    """(one update for a frame, the updates that stay): all, or as many leading ones as it takes to reach `max_entries`."""
+    """(one update for a frame of at most about `max_entries`, the updates that stay)"""
     if not isinstance(unread, list):
         return unread, []
     count = num_entries = 0
@@ -121,7 +117,6 @@ def num_units(unread: Unread) -> int:
 
 
 def units_alone(update: SequenceUpdate) -> int:
-    """Units of an update that waits unmerged: its tokens take 40 bytes each."""
     units = UPDATE_UNITS + 2 * len(update.token_ids)
     if update.logprobs or update.prompt_logprobs:
         positions = [*update.logprobs, *update.prompt_logprobs]
@@ -132,13 +127,11 @@ def units_alone(update: SequenceUpdate) -> int:
 
 
 def num_entries(update: SequenceUpdate) -> int:
-    """Its size in a frame: tokens, log-probabilities, alternatives, and the units of its facts."""
     num_logprobs = sum([_num_entries(positions) for positions in (update.logprobs, update.prompt_logprobs) if positions])
     return len(update.token_ids) + num_logprobs + (_num_fact_units(update) if _has_facts(update) else 0)
 
 
 def _merge(unread: list[UnreadUpdate], update: SequenceUpdate) -> int:
-    """Into the last one, or appended. Returns the units added."""
     if len(update.prompt_logprobs) > PAGE_POSITIONS:
         return sum([_merge(unread, page) for page in _pages(update)])
     if not unread or unread[-1].num_entries >= MAX_MERGED_ENTRIES:
@@ -151,12 +144,10 @@ def _merge(unread: list[UnreadUpdate], update: SequenceUpdate) -> int:
 
 
 def _has_facts(update: SequenceUpdate) -> bool:
-    """The other facts (`stop_token_id`, `error`, `stages`) come only with an end."""
     return update.finish is not None or update.num_cached_tokens is not None or update.queue_time_s is not None
 
 
 def _num_fact_units(update: SequenceUpdate) -> int:
-    """Both in memory and in a frame."""
     return FACTS_UNITS + (0 if update.error is None else 1 + sys.getsizeof(update.error) // UNIT_BYTES)
 
 
@@ -177,7 +168,6 @@ def _num_entries(positions: Sequence[TokenLogprobs]) -> int:
 
 
 def _pages(update: SequenceUpdate) -> Iterator[SequenceUpdate]:
-    """Tokens and the end are in the last page."""
     entries = update.prompt_logprobs
     while len(entries) > PAGE_POSITIONS:
         yield SequenceUpdate(request_id=update.request_id, epoch=update.epoch, index=update.index, prompt_logprobs=entries[:PAGE_POSITIONS])

@@ -1,11 +1,6 @@
 """The outbox of one gateway in an engine: updates, refusals and the load snapshot that were not sent yet, made into frames.
 
-A gateway that reads fast enough gets one frame per step, or several frames when a step has more than FRAME_ENTRIES tokens and
-log-probabilities. A slow gateway gets fewer and larger frames: while one frame is being written, the later updates of each sequence
-are merged into one (`engine.server.unread`).
-
-This module counts the memory of what is unsent. `gateway_stream` compares the count with MAX_UNITS, and closes the stream of a gateway
-that exceeds the limit.
+While one frame is being written, the later updates of each sequence are merged into one (`engine.server.unread`).
 """
 
 from __future__ import annotations
@@ -21,20 +16,19 @@ from headrace.wire.codec import encode_load, encode_rejected, encode_updates
 from headrace.wire.service import Handle
 
 MAX_UNITS = (32 << 20) // UNIT_BYTES
-"""32 MiB, in units of 32 bytes."""
+"""32 MiB."""
 
 REFUSAL_UNITS, REFUSAL_BYTES_PER_UNIT = 16, 16
-"""The shortest refusal takes 512 bytes, and its memory grows by twice the encoding's length."""
 
 FRAME_ENTRIES = 2**15
-"""About. Such a frame is smaller than 1 MiB even when every entry is an alternative of a token."""
+"""Smaller than 1 MiB even when every entry is an alternative of a token."""
 
 MAX_REJECTED_BYTES = 2**20
 """A larger refusal is the only one of its frame."""
 
 
 class UnsentFrames:
-    """From `put...` until `take` puts it into a frame. Used on the server's event loop only."""
+    """Used on the server's event loop only."""
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[Handle, int], Unread] = {}
@@ -48,7 +42,6 @@ class UnsentFrames:
 
     @property
     def num_units(self) -> int:
-        """The caller compares it with MAX_UNITS."""
         return self._num_row_units + self._num_refusal_units
 
     @property
@@ -57,7 +50,6 @@ class UnsentFrames:
 
     @property
     def has_answers(self) -> bool:
-        """Which requests wait for. A load snapshot is not an answer."""
         return bool(self._waiting or self._rejected)
 
     def put(self, handle: Handle, update: SequenceUpdate) -> None:
@@ -75,7 +67,6 @@ class UnsentFrames:
         self._num_refusal_units += _refusal_units(num_bytes)
 
     def put_load(self, load: LoadSnapshot, submits_seen: int, pings_seen: int = 0) -> None:
-        """An earlier unsent snapshot is dropped."""
         self._load, self._submits_seen, self._pings_seen = load, submits_seen, pings_seen
 
     def put_draining(self, reason: str) -> None:
@@ -85,12 +76,10 @@ class UnsentFrames:
         self._weights_digest = digest
 
     def forget(self, handle: Handle) -> None:
-        """Its gateway cancelled it."""
         for key in [key for key in self._waiting if key[0] == handle]:
             self._num_row_units -= num_units(self._waiting.pop(key))
 
     def take(self) -> pb.EngineFrame | None:
-        """None when nothing is unsent."""
         if self.is_empty:
             return None
         frame = pb.EngineFrame(rejected=self._take_rejected())
@@ -120,7 +109,7 @@ class UnsentFrames:
         return taken
 
     def _take_rows(self) -> Iterator[tuple[Handle, SequenceUpdate]]:
-        """A sequence whose update fits only in part goes to the end of the queue, so that a long answer does not hold back the others."""
+        """A sequence whose update fits only in part goes to the end of the queue."""
         if self._num_row_units - UPDATE_UNITS * len(self._waiting) <= FRAME_ENTRIES:  # an entry is at least a unit: all of it fits
             waiting, self._waiting, self._num_row_units = self._waiting, {}, 0
             for (handle, _), unread in waiting.items():

@@ -1,8 +1,7 @@
 """Converts core values to wire messages and back: pure functions, one module per kind of value.
 
-`fields` serves all of these modules. Encoding refuses what the wire cannot carry with InvalidRequest. Decoding checks the schema (equal
-columns, rows in range, known enum values) and raises MalformedFrame. The rules of the values themselves live in core, and the engine
-applies them. docs/wire.md has the rules of the format.
+Encoding refuses what the wire cannot carry with InvalidRequest. Decoding checks the schema and raises MalformedFrame; the rules of the
+values live in core.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def encode_model_info(info: ModelInfo) -> pb.ModelFacts:
 
 
 def decode_model_info(message: pb.ModelFacts) -> ModelInfo:
-    """Raises MalformedFrame when a size is 0, or the pools and the KV groups differ in number."""
+    """Raises MalformedFrame."""
     if not message.vocab_size or not message.max_model_len or not message.block_size:
         raise MalformedFrame("model: vocab_size, max_model_len and block_size must be positive")
     if len(message.num_blocks) != len(message.kv_groups):
@@ -72,7 +72,7 @@ def encode_load(snapshot: LoadSnapshot) -> pb.Load:
 
 
 def decode_load(message: pb.Load) -> LoadSnapshot:
-    """Raises MalformedFrame when the number of step buckets or of priority classes is not this version's."""
+    """Raises MalformedFrame."""
     if len(message.classes) not in (0, len(PriorityClass)):
         raise MalformedFrame(f"load: {len(message.classes)} classes, not {len(PriorityClass)}")
     classes = tuple(ClassLoad(each.num_running, each.num_waiting, each.num_queued_tokens) for each in message.classes)

@@ -1,5 +1,4 @@
-"""What all codecs use: fields that a core value and its message have under the same names, the numbers of enums, and text that a message
-can carry."""
+"""What all codecs use: fields that value and message share by name, the numbers of enums, text that a message can carry."""
 
 from __future__ import annotations
 
@@ -20,10 +19,8 @@ M = TypeVar("M", bound=Message)
 
 
 class SameFields(Generic[V, M]):
-    """A repeated field becomes a tuple, a map a dict, and a missing optional field None."""
-
     def __init__(self, value: type[V], message: type[M], *, but: Collection[str] = ()) -> None:
-        """but: fields that only one side has, or that need a conversion. Raises TypeError where any other field is on one side only"""
+        """but: fields that only one side has, or that need a conversion. Raises TypeError for other fields on one side only"""
         same = [field for field in message.DESCRIPTOR.fields if field.name not in but]
         names = [field.name for field in same]
         if different := {field.name for field in fields(value)}.difference(but) ^ {*names}:  # type: ignore[arg-type]
@@ -55,7 +52,7 @@ MAX_MESSAGE_CHARS = 2000
 
 
 def printable(text: str) -> str:
-    """Shortened and made valid Unicode: an error message may quote a broken request."""
+    """Valid Unicode, shortened: an error message may quote a broken request."""
     return text[:MAX_MESSAGE_CHARS].encode("utf-8", "replace").decode("utf-8")
 
 
@@ -66,7 +63,7 @@ FINISH_KIND: dict[FinishReason, pb.FinishKind] = {
     FinishReason.DEADLINE: pb.FINISH_DEADLINE,
     FinishReason.ERROR: pb.FINISH_ERROR,
 }
-"""As the other enums here: a number never changes its meaning, and zero is never a value."""
+"""A number never changes its meaning, and zero is never a value."""
 FINISH_REASON: dict[int, FinishReason] = {kind: reason for reason, kind in FINISH_KIND.items()}
 
 PRIORITY: dict[PriorityClass, pb.Priority] = {

@@ -27,7 +27,7 @@ def encode_grammar(grammar: Grammar) -> pb.Grammar:
 
 
 def decode_grammar(message: pb.Grammar) -> Grammar:
-    """Raises InvalidRequest for a kind that this version does not know."""
+    """Raises InvalidRequest for an unknown kind."""
     if message.kind not in GRAMMAR_KIND_NAME:
         known = ", ".join(GRAMMAR_KIND)
         raise InvalidRequest("grammar", f"a kind that protocol version {PROTOCOL_VERSION} knows: {known}", message.kind)
@@ -37,22 +37,18 @@ def decode_grammar(message: pb.Grammar) -> Grammar:
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_REMAINING_MS = 100 * 365 * 24 * 3600 * 1000
-"""A deadline further away than a century travels as one: the field has 64 bits, a float of seconds may exceed them."""
+"""A deadline further away than a century travels as one: the field has 64 bits."""
 MAX_NAMED_FIELDS = 16
 _NOT_HONOURED = ("adapter_digest", "kv_ticket", "modality_digests")
 _PARAMS = SameFields(SamplingParams, pb.Params, but=("logit_bias", "logit_bias_ids", "logit_bias_values", "structured_outputs"))
 _OTHERWISE = ("handle", "task", "params", "priority", "grammar", "tier", "weight", "deadline_at", "deadline_remaining_ms")
-"""Not the same on both sides."""
 _SUBMIT = SameFields(EngineRequest, pb.Submit, but=(*_OTHERWISE, *_NOT_HONOURED))
 _TIER = SameFields(TierTerms, pb.TierTerms)
 _TASKS: dict[int, str] = {pb.TASK_UNSPECIFIED: "none", pb.TASK_EMBED: "embed", pb.TASK_SCORE: "score"}
 
 
 def encode_submit(request: EngineRequest, handle: Handle) -> pb.Command:
-    """Without its deadline: `set_remaining` sets it when the command is written.
-
-    Raises: InvalidRequest for values the wire cannot carry (a lone surrogate, an integer over 32 bits, a deadline that is no number).
-    """
+    """The deadline is set by `set_remaining` when the command is written. Raises InvalidRequest."""
     if request.deadline_at is not None and not math.isfinite(request.deadline_at):
         raise InvalidRequest("deadline_at", "a finite number of seconds", request.deadline_at)
     if request.params.structured_outputs is not None:
@@ -76,18 +72,14 @@ def encode_submit(request: EngineRequest, handle: Handle) -> pb.Command:
 
 
 def set_remaining(message: pb.Submit, deadline_at: float | None, now: float) -> None:
-    """On the clock of `now`. Rounded up to a millisecond, so that a deadline in the future is never sent as a past one, after float errors
-    are rounded away."""
+    """Rounded up to a millisecond, so that a deadline in the future is never sent as a past one."""
     if deadline_at is not None:
         remaining = min(max((deadline_at - now) * 1000, 0.0), MAX_REMAINING_MS)
         message.deadline_remaining_ms = max(math.ceil(round(remaining, 3)), 1 if remaining > 0 else 0)
 
 
 def decode_submit(message: pb.Submit, now: float) -> EngineRequest:
-    """With its deadline on the clock of `now`. `EngineRequest.checked` checks the values.
-
-    Raises: InvalidRequest for a field that this version does not honour, MalformedFrame when the message breaks the format.
-    """
+    """Raises InvalidRequest for a field that this version does not honour, MalformedFrame when the message breaks the format."""
     if not message.handle:
         raise MalformedFrame("submit: handle must be positive")
     if not 0 < len(message.request_id) <= MAX_REQUEST_ID_CHARS:
@@ -108,7 +100,6 @@ def decode_submit(message: pb.Submit, now: float) -> EngineRequest:
 
 
 def _refuse_others(message: pb.Submit) -> None:
-    """Raises InvalidRequest for a field that this version does not honour, or does not know."""
     release = f"protocol version {PROTOCOL_VERSION}"
     if message.task != pb.TASK_GENERATE:
         raise InvalidRequest("task", f"generate, the only task of {release}", _TASKS.get(message.task, message.task))
@@ -121,13 +112,13 @@ def _refuse_others(message: pb.Submit) -> None:
 
 
 def check_known_fields(where: str, message: Message) -> None:
-    """Raises MalformedFrame. For messages without a request that could be rejected instead."""
+    """Raises MalformedFrame."""
     if unknown := _unknown_fields(message):
         raise MalformedFrame(f"{where}: fields {unknown} are not of protocol version {PROTOCOL_VERSION}")
 
 
 def _unknown_fields(message: Message) -> list[int]:
-    """At most MAX_NAMED_FIELDS: a frame may hold millions, and the error must fit a gRPC status."""
+    """At most MAX_NAMED_FIELDS: the error must fit a gRPC status."""
     fields = UnknownFieldSet(message)
     return sorted({fields[i].field_number for i in range(min(len(fields), MAX_NAMED_FIELDS))})
 

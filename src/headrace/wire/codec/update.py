@@ -1,7 +1,6 @@
 """Converts what an engine answers to messages and back: the SequenceUpdates of one frame, and the error with which it refuses a request.
 
-Tokens are columns. What only some rows have (an end, a first token's extras, log-probabilities) is a sparse list whose entries name their
-row.
+Tokens are columns; what only some rows have is a sparse list whose entries name their row.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from headrace.wire.service import Attempt, Handle, MalformedFrame
 
 
 def encode_updates(rows: Iterable[tuple[Handle, SequenceUpdate]]) -> pb.Updates:
-    """`stop_token_id`, `error` and `stages` are sent only beside `finish`."""
     message = pb.Updates()
     handles: list[int] = []
     indices: list[int] = []
@@ -64,17 +62,16 @@ def update_of(attempt: Attempt, index: int, token_ids: tuple[int, ...], extras: 
 
 
 UpdateRow = tuple[Handle, int, tuple[int, ...], "RowExtras | None"]
-"""What only some rows have is None for nearly all rows: tokens and nothing else."""
+"""The extras are None for nearly all rows."""
 
 
 class UpdateRows:
-    """One frame's rows in order. A row is decoded when the iterator reaches it, so a large frame can be read in slices.
+    """A row is decoded when the iterator reaches it, so a large frame can be read in slices.
 
     The constructor and the iterator raise MalformedFrame.
     """
 
     def __init__(self, message: pb.Updates, *, takes_prompt: Callable[[Handle, int], bool] = lambda _handle, _index: True) -> None:
-        """takes_prompt: whether the prompt's log-probabilities are decoded"""
         _check_columns(message)
         self._takes_prompt = takes_prompt
         self._message = message
@@ -160,7 +157,6 @@ def _by_row(name: str, entries: Iterable[Entry], num_rows: int) -> dict[int, Ent
 
 
 def _encode_logprobs(positions: Sequence[TokenLogprobs]) -> pb.Logprobs:
-    """For a few objects, plain lists are quicker than columns."""
     if isinstance(positions, LogprobColumns):
         return pb.Logprobs(**dict(zip(_LOGPROB_FIELDS, positions.columns(), strict=True)))
     return pb.Logprobs(
@@ -174,7 +170,7 @@ def _encode_logprobs(positions: Sequence[TokenLogprobs]) -> pb.Logprobs:
 
 
 def _decode_logprobs(message: pb.Logprobs) -> LogprobColumns:
-    """Columns: an answer may have a million alternatives. Raises MalformedFrame."""
+    """Columns: an answer may have a million alternatives."""
     count = len(message.token_ids)
     if not len(message.logprobs) == len(message.ranks) == len(message.top_counts) == count:
         raise MalformedFrame("logprobs: columns differ in length")
@@ -189,14 +185,12 @@ def _decode_logprobs(message: pb.Logprobs) -> LogprobColumns:
 
 
 NO_VALUE = "null"
-"""When the client gave no value."""
 
 
 def encode_rejected(handle: Handle, error: Exception) -> pb.Rejected:
-    """The message of a refused request. The gateway gets an error of the same class, with the same fields and message.
+    """The gateway gets an error of the same class, with the same fields and message.
 
-    An error that is not a HeadraceError is a bug. It arrives as SequenceFailed, with a general text: its own may say more than a client
-    should read.
+    An error that is not a HeadraceError arrives as SequenceFailed with a general text: its own may say more than a client should read.
     """
     message = pb.Rejected(handle=handle, kind=_kind(error), message=printable(str(error)))
     if isinstance(error, InvalidRequest):
@@ -212,7 +206,7 @@ def encode_rejected(handle: Handle, error: Exception) -> pb.Rejected:
 
 
 def decode_rejected(message: pb.Rejected) -> tuple[Handle, Exception]:
-    """Raises MalformedFrame for an unknown kind."""
+    """Raises MalformedFrame."""
     return Handle(message.handle), _error(message)
 
 

@@ -1,6 +1,6 @@
-"""Loads and checks one end's certificate files, at start and again when they change, and says in words what is wrong with one.
+"""Loads and checks one end's certificate files, at start and again when they change.
 
-No certificate is parsed here: OpenSSL verifies the files when one end, at start, makes a handshake with itself.
+No certificate is parsed here: OpenSSL verifies the files in a handshake of one end with itself.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _VERIFY_WORDS = {
     7: _OTHER_AUTHORITY,  # same name of the authority, other key
     26: "is for another role (its extended key usage)",
 }
-"""OpenSSL's codes (X509_V_ERR_*). All else has OpenSSL's own words."""
+"""OpenSSL's codes (X509_V_ERR_*)."""
 
 _ALERT_WORDS = {
     "CERTIFICATE_EXPIRED": "it has expired, or is not valid yet there",
@@ -48,13 +48,12 @@ _ALERT_WORDS = {
     "CERTIFICATE_REQUIRED": "none was sent",
     "BAD_CERTIFICATE": "it is not for the name or address that was dialled",
 }
-"""Why the other end refused this end's certificate."""
 
 _NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "UNKNOWN_PROTOCOL", "RECORD_LAYER_FAILURE")
 
 
 def certificate_fault(error: ssl.SSLCertVerificationError, ca: str) -> str:
-    """Continues "the engine's certificate ...". ca: the file it was verified against"""
+    """Continues "the engine's certificate ..."."""
     words = _VERIFY_WORDS.get(error.verify_code)
     return words.format(ca=ca) if words else f"is refused: {error.verify_message}"
 
@@ -62,8 +61,7 @@ def certificate_fault(error: ssl.SSLCertVerificationError, ca: str) -> str:
 def handshake_fault(error: Exception, *, own: str, peer: str, ca: str) -> str:
     """Empty when the error does not name a reason.
 
-    own, peer  what the two ends are called: "this engine" and "the gateway"
-    ca         file with the authority that the peer's certificate is verified against
+    own, peer  "this engine" and "the gateway"
     """
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"{peer}'s certificate {certificate_fault(error, ca)}"
@@ -89,13 +87,10 @@ LOOK_S = 1.0
 class Watched(Generic[Value]):
     """What some files hold, loaded again when they change, so that no connection waits for the file system.
 
-    A use that comes LOOK_S after the last look starts the next one, in a thread beside, and gets what is held already. So after a quiet
-    time the first connection has the certificates of the last look. One thread at a time looks; on a mount that hangs it waits, and no
-    other one is started.
+    A use that comes LOOK_S after the last look starts the next one, in a thread beside, and gets what is held already.
     """
 
     def __init__(self, paths: tuple[str, ...], load: Callable[[], Value], clock: Clock = time.monotonic) -> None:
-        """load: raises ConfigError for files that cannot be used"""
         self._paths, self._load, self._clock = paths, load, clock
         self._stamp, self._looked_at = _stamp_of(paths), clock()  # before loading, so that a change meanwhile is seen
         self._loaded = load()
@@ -103,7 +98,7 @@ class Watched(Generic[Value]):
         self._logged: tuple[Stamp, str] | None = None
 
     def current(self) -> Value:
-        """Never waits, and raises nothing: files that cannot be used are logged, and tried again."""
+        """Never waits or raises: files that cannot be used are logged, and tried again."""
         silent_s = self._clock() - self._looked_at
         if silent_s < LOOK_S:
             return self._loaded
@@ -132,14 +127,12 @@ class Watched(Generic[Value]):
         self._logged = None
 
     def _report(self, stamp: Stamp, reason: str) -> None:
-        """Once. stamp: of the present files; empty where they could not be looked at"""
         if self._logged != (stamp, reason):
             self._logged = stamp, reason
             log.error("changed certificates are not used: %s", reason)
 
 
 def _stamp_of(paths: tuple[str, ...]) -> Stamp:
-    """Changes when a file's content or its mode does; None for a file that is not there."""
     try:
         return in_time(lambda: tuple(_file_stamp(path) for path in paths))
     except OSError:  # at the start, where loading says more
@@ -158,19 +151,17 @@ ALPN = "h2"
 """gRPC hangs up where it is not agreed on."""
 
 CA_NAME, CERTIFICATE_NAME, KEY_NAME, TOKEN_NAME = "ca.crt", "tls.crt", "tls.key", "token"
-"""The first three are cert-manager's and Kubernetes' names."""
+"""The first three are cert-manager's names."""
 
 
 class TlsRole(StrEnum):
-    """Its certificate has the extended key usage of TLS servers or of TLS clients."""
-
     ENGINE = "engine"
     GATEWAY = "gateway"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFiles:
-    """PEM. ca: signs both ends' certificates; certificate: intermediate ones after it; key: no passphrase, and closed to other users"""
+    """PEM. certificate: intermediate ones after it; key: no passphrase, and closed to other users"""
 
     ca: str
     certificate: str
@@ -182,19 +173,17 @@ class TlsFiles:
 
 
 def files_in(folder: str | Path) -> TlsFiles:
-    """As `headrace tls init` makes it."""
     path = expanded(str(folder))
     return TlsFiles(ca=str(path / CA_NAME), certificate=str(path / CERTIFICATE_NAME), key=str(path / KEY_NAME))
 
 
 def token_path(token_file: str, tls_dir: str) -> str:
-    """The one that is named, else the one in the folder of certificates; empty where neither is given."""
     return token_file or (str(expanded(tls_dir) / TOKEN_NAME) if tls_dir else "")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedCertificates:
-    """context: a gateway's also checks the name that was dialled; the others: PEM, for gRPC"""
+    """context: a gateway's also checks the name that was dialled; the others: PEM"""
 
     context: ssl.SSLContext
     ca: bytes
@@ -204,7 +193,7 @@ class LoadedCertificates:
 
 class Certificates(Watched[LoadedCertificates]):
     def __init__(self, files: TlsFiles, role: TlsRole, clock: Clock = time.monotonic) -> None:
-        """Raises ConfigError with the file that cannot be used and why."""
+        """Raises ConfigError."""
         super().__init__(files.paths, partial(load_certificates, files, role), clock)
         self.files = files
 
@@ -212,8 +201,7 @@ class Certificates(Watched[LoadedCertificates]):
 def load_certificates(files: TlsFiles, role: TlsRole) -> LoadedCertificates:
     """A certificate that is not valid now is logged and loaded: it may be renewed later.
 
-    Raises ConfigError about `tls_dir` for a file that cannot be read, a key that other users can read, a key that does not match its
-    certificate, and a certificate of another authority or role.
+    Raises ConfigError about `tls_dir` for a file that cannot be used.
     """
     check_private_file("tls_dir", files.key)
     ca, certificate, key = (_read(path) for path in files.paths)
@@ -224,7 +212,6 @@ def load_certificates(files: TlsFiles, role: TlsRole) -> LoadedCertificates:
 
 
 def _context(files: TlsFiles, is_server: bool) -> ssl.SSLContext:
-    """Does not verify the other end yet."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.set_alpn_protocols([ALPN])
@@ -246,7 +233,7 @@ def _require_peer(context: ssl.SSLContext, files: TlsFiles) -> None:
 
 
 def _check_own(files: TlsFiles, role: TlsRole) -> None:
-    """As the other end will, by a handshake with itself in memory. Raises ConfigError."""
+    """A handshake with itself in memory. Raises ConfigError."""
     client, server = _context(files, False), _context(files, True)
     client.check_hostname = False
     client.verify_mode = ssl.CERT_NONE
@@ -261,7 +248,7 @@ def _check_own(files: TlsFiles, role: TlsRole) -> None:
 
 
 def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> None:
-    """In memory. Raises ssl.SSLError with what one end has against the other's certificate."""
+    """Raises ssl.SSLError with what one end has against the other's certificate."""
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     waiting = [client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True)]
     while waiting:

@@ -1,6 +1,6 @@
 """Speaks TLS over a non-blocking socket at the engine's end, with OpenSSL's memory buffers.
 
-asyncio's own TLS transport is not used: it drops the alert of a failed handshake, which tells the other end why it failed.
+asyncio's own TLS transport drops the alert of a failed handshake, which tells the other end why it failed.
 """
 
 from __future__ import annotations
@@ -21,28 +21,25 @@ class ByteStream(Protocol):
 
 
 class PlainStream:
-    """Over a non-blocking socket, which the caller closes."""
+    """The caller closes the socket."""
 
     def __init__(self, connection: socket.socket, received: bytes = b"") -> None:
-        """received: bytes that were read from the socket before"""
         self._socket = connection
         self._received = received
         self._loop = asyncio.get_running_loop()
 
     async def recv(self) -> bytes:
-        """Raises OSError."""
         if received := self._received:
             self._received = b""
             return received
         return await self._loop.sock_recv(self._socket, CHUNK_BYTES)
 
     async def sendall(self, data: bytes) -> None:
-        """Returns when the system has taken all of it. Raises OSError."""
         await self._loop.sock_sendall(self._socket, data)
 
 
 class TlsStream:
-    """The server's end. One task may call `recv` while another calls `sendall`."""
+    """One task may call `recv` while another calls `sendall`."""
 
     def __init__(self, plain: ByteStream, context: ssl.SSLContext) -> None:
         self._plain = plain
@@ -65,7 +62,6 @@ class TlsStream:
         await self._flush()
 
     async def recv(self) -> bytes:
-        """Raises OSError, ssl.SSLError included."""
         while True:
             try:
                 data = self._tls.read(CHUNK_BYTES)
@@ -78,7 +74,6 @@ class TlsStream:
                 return data
 
     async def sendall(self, data: bytes) -> None:
-        """Returns when the system has taken all of it. Raises OSError, ssl.SSLError included."""
         self._tls.write(data)
         await self._flush()
 
@@ -89,7 +84,7 @@ class TlsStream:
             raise ConnectionResetError("the other end closed the connection")
 
     async def _flush(self) -> None:
-        """In the order in which records were made, also for two tasks."""
+        """Records keep their order, also for two tasks."""
         if not self._outgoing.pending:
             return
         async with self._sending:
