@@ -1,6 +1,6 @@
-"""Draws prompts and send times for load tests. A seed decides them; no clock is read, nothing is downloaded.
+"""Draws prompts and send times for load tests.
 
-Ids are drawn from [low_id, high_id): the lowest ids of most vocabularies are control tokens and single bytes.
+Ids are drawn from [low_id, high_id): the lowest are control tokens and single bytes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,7 @@ class LoadRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadShape:
-    """
-    input_tokens, output_tokens  mean lengths, prefix included
-    spread                       each length is drawn evenly from mean * (1 - spread) .. mean * (1 + spread), as vLLM's range ratio
-    prefix_tokens, num_prefixes  each prompt begins with one of num_prefixes fixed runs (shared system prompts)
-    """
+    """spread  each length is drawn evenly from mean * (1 - spread) .. mean * (1 + spread)"""
 
     input_tokens: int
     output_tokens: int
@@ -50,7 +46,7 @@ def make_requests(num_requests: int, shape: WorkloadShape, *, seed: int = 0) -> 
 
 
 def draw_requests(shape: WorkloadShape, *, seed: int = 0) -> Iterator[LoadRequest]:
-    """Endlessly."""
+    """Endless."""
     shape.checked()
     draw = random.Random(seed)
 
@@ -67,15 +63,12 @@ def draw_requests(shape: WorkloadShape, *, seed: int = 0) -> Iterator[LoadReques
 
 
 def send_times(num_requests: int, *, rate: float, burstiness: float = 1.0, seed: int = 0) -> list[float]:
-    """Seconds after the start at which each request is to be sent, ascending; the first is 0.
+    """Ascending seconds from 0; gaps are gamma, as in `vllm bench serve`.
 
-    Inter-arrival times are gamma, as in `vllm bench serve`.
+    rate        infinity sends all at once. Gaps are rescaled so that the last request is due at (num_requests - 1) / rate
+    burstiness  1: Poisson; below 1: bursts
 
-    rate        requests per second; infinity sends all at once. As in vLLM the gaps are rescaled so that the last request is due at
-                (num_requests - 1) / rate: two seeds offer the same load
-    burstiness  the gamma shape: at 1 arrivals are Poisson, below 1 they come in bursts
-
-    Raises ValueError for a rate or burstiness that is not positive.
+    Raises ValueError.
     """
     if not rate > 0 or not burstiness > 0 or math.isinf(burstiness):
         raise ValueError(f"rate and burstiness must be positive, got {rate} and {burstiness}")

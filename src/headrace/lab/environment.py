@@ -1,4 +1,4 @@
-"""Records the environment of a measurement: commit, machine, load, read bandwidth. Every JSON with a figure carries one."""
+"""Records the environment of a measurement: commit, machine, load, read bandwidth."""
 
 from __future__ import annotations
 
@@ -19,15 +19,11 @@ from headrace.machine.cpus import num_allowed_cpus
 
 PACKAGES = ("headrace", "torch", "numpy", "numba", "aiohttp")
 BANDWIDTH_TIMEOUT_S = 120.0
-"""A slower measurement counts as failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """commit        with "+" when tracked files are changed; None outside a checkout
-    load_average  over 1, 5 and 15 minutes
-    command       the command line, without API keys
-    """
+    """command       the command line, without API keys"""
 
     time: str
     commit: str | None
@@ -53,7 +49,6 @@ def environment() -> Environment:
 
 
 def _program() -> tuple[str, ...]:
-    """ "python -m MODULE" if it was started so, else its file's name."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     if spec is None:
         return (Path(sys.argv[0]).name,)
@@ -61,7 +56,7 @@ def _program() -> tuple[str, ...]:
 
 
 def commit_of(folder: Path) -> str | None:
-    """With "+" appended if tracked files differ from it, benchmark results excepted."""
+    """The commit, with "+" appended if tracked files differ, results excepted."""
     commit = _git(folder, "rev-parse", "--short=12", "HEAD")
     if commit is None:
         return None
@@ -83,24 +78,23 @@ def bandwidth_script() -> Path | None:
 
 
 class BandwidthUnknown(HeadraceError):
-    """The read bandwidth could not be measured. The message says why."""
+    """The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadBandwidth:
-    """All threads together, with the fastest way to read that was tried. pattern: name of that way"""
+    """The rate of all threads together. pattern: the fastest way to read that was tried"""
 
     bytes_per_s: float
     pattern: str
 
 
 def bandwidth_facts(found: ReadBandwidth | None) -> dict[str, object]:
-    """As result files have it; null if not known."""
     return {"read_bandwidth_bytes_per_s": found and found.bytes_per_s, "read_bandwidth_pattern": found and found.pattern}
 
 
 def read_bandwidth(script: Path | None) -> ReadBandwidth:
-    """Raises BandwidthUnknown. script: see `bandwidth_script`"""
+    """Raises BandwidthUnknown."""
     if script is None:
         raise BandwidthUnknown("an installed package has no bench/bandwidth.py; run from a checkout")
     command = [sys.executable, str(script), "--json"]

@@ -21,7 +21,6 @@ from headrace.wire.leash import Leash
 
 
 def load_fake_config(path: str | Path) -> tuple[ProcessConfig, EngineConfig, FakeOptions]:
-    """Raises ConfigError naming the file or the key."""
     data = read_json_object(path)
     options = decode(FakeOptions, section(data, "fake") if "fake" in data else {}, "fake")
     engine = decode(EngineConfig, section(data, "engine"), "engine").checked()

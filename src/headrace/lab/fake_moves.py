@@ -1,7 +1,4 @@
-"""Emulates the memory of a fake runner: blocks and host slots hold token ids, and moves take several steps.
-
-It detects a block that is read before its move is done, and a source that is overwritten before.
-"""
+"""Emulates the memory of a fake runner: blocks and host slots hold token ids, and moves take several steps."""
 
 from __future__ import annotations
 
@@ -17,8 +14,6 @@ EMPTY, ARRIVING = -1, -2
 
 
 class PagedIds:
-    """Token ids in blocks, for every KV group, found through the block tables that plans write."""
-
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._blocks: dict[tuple[int, int], array[int]] = {}
@@ -50,13 +45,12 @@ class PagedIds:
                 assert held == known, f"slot {slot}, group {group}, block {table[index]} at {index}: holds {held}, not {known}"
 
     def block(self, group: int, block: int) -> array[int]:
-        """Not a copy."""
         return self._blocks.setdefault((group, block), array("i", [EMPTY] * self._block_size))
 
 
 @dataclass(slots=True)
 class _Move:
-    """steps: left until it is made; before: the source's contents when it began"""
+    """steps: left until it is made; before: the source when it began"""
 
     kind: MoveKind
     source: array[int]
@@ -66,11 +60,7 @@ class _Move:
 
 
 class Moves:
-    """A copy is done at once, a move to or from a host slot some steps later.
-
-    num_slots  host slots; 0: moves to and from them are refused
-    steps      (least, most) steps that a move takes, drawn for each
-    """
+    """steps      (least, most) steps that a move takes, drawn for each"""
 
     def __init__(self, memory: PagedIds, block_size: int, num_slots: int, steps: tuple[int, int], seed: int) -> None:
         self._memory = memory
@@ -79,10 +69,9 @@ class Moves:
         self._random = random.Random(seed)
         self._in_flight: dict[int, _Move] = {}
         self._done = int_column()
-        """Ids of moves that are done and not reported yet."""
 
     def apply(self, plan: Plan) -> None:
-        """Raises ValueError naming the kind of a move for which memory is missing."""
+        """Raises ValueError for a move whose memory is missing."""
         moves = zip(plan.move_kinds, plan.move_ids, plan.move_groups, plan.move_sources, plan.move_targets, strict=True)
         for kind, move_id, group, source, target in moves:
             if kind == MoveKind.COPY:
@@ -101,7 +90,7 @@ class Moves:
         written[:] = array("i", [ARRIVING] * len(written))
 
     def advance(self) -> None:
-        """Make the moves that are due. Raises AssertionError if a source or target was overwritten meanwhile."""
+        """Raises AssertionError if a source or target was overwritten meanwhile."""
         for move_id, move in list(self._in_flight.items()):
             if move.steps:
                 move.steps -= 1

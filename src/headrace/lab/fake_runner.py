@@ -1,9 +1,7 @@
 """Executes plans without tensors: the scheduler and loop above are real, the tokens are deterministic, and the pace is chosen.
 
-`fake_token` is a pure function, so a test can write down the whole answer (`fake_answer`), and a preempted, resumed or re-planned sequence
-must give the same one. With `verify` every row is read back through its block table and compared.
-
-It is not a model: temperature and penalties change nothing, logprobs are made up, and a row with a grammar is refused.
+`fake_token` is a pure function: a test can write down the answer, and a preempted or resumed sequence must give the same one. With
+`verify` every row is read back through its block table and compared.
 """
 
 from __future__ import annotations
@@ -30,27 +28,18 @@ from headrace.lab.fake_moves import Moves, PagedIds
 MASK = 2**64 - 1
 
 Wait = Callable[[float], object]
-"""Waits for the given number of seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeOptions:
-    """The fake model and its faults.
-
-    vocab_size        the last id is the end token
+    """vocab_size        the last id is the end token
     produced          first and last of the ids to produce instead
-    eos_after         outputs after which the end token comes; None: never
-    step_seconds, token_seconds   a step takes step_seconds + token_seconds * its tokens
-    stall_after_steps, stall_seconds   step number stall_after_steps takes stall_seconds
-    die_after_steps   number of the step that raises EngineFatal
     refuse            the reason with which loading fails
     verify            whether to keep the paged memory and check it
     host_slots        blocks of host memory. Needs `verify`
     move_steps        (least, most) steps that a move to or from it takes, drawn for each from move_seed
-    digests, numerics of the hello, as a real model folder would have them
-    has_kv            False: a model that keeps no KV, as encoders do
-    max_drafts        most tokens drafted to follow a row. Their number, and which are wrong, is drawn from seed and position
-    withhold_every    N: about 1 of N sampling rows gives no token at its first try; 0: every row gives one
+    max_drafts        most tokens drafted to follow a row
+    withhold_every    about 1 of N sampling rows gives no token at its first try; 0: every row gives one
     """
 
     vocab_size: int = 4096
@@ -110,7 +99,7 @@ def fake_engine(
     clock: Clock = time.monotonic,
     wait: Wait | None = None,
 ) -> Engine:
-    """The real scheduler and loop over a FakeRunner. Raises CheckpointError if the options say that loading fails."""
+    """Raises CheckpointError if the options say that loading fails."""
     options = options or FakeOptions()
     if options.refuse is not None:
         raise CheckpointError("fake", options.refuse)
@@ -120,7 +109,7 @@ def fake_engine(
 
 
 def fake_token(seed: int, index: int, position: int, previous: int, vocab_size: int) -> int:
-    """splitmix64 over the arguments. Never the end token."""
+    """splitmix64; never the end token."""
     state = (seed * 0x9E3779B97F4A7C15 + index * 0xBF58476D1CE4E5B9 + position * 0x94D049BB133111EB + previous + 1) & MASK
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
@@ -128,7 +117,7 @@ def fake_token(seed: int, index: int, position: int, previous: int, vocab_size: 
 
 
 def fake_answer(request: EngineRequest, index: int, num_tokens: int, options: FakeOptions) -> list[int]:
-    """The first `num_tokens` outputs of one sequence, including the end token if it comes."""
+    """The first outputs of one sequence, with the end token if it comes."""
     seed = request.params.seed or 0
     tokens = list(request.prompt_ids)
     while len(tokens) < len(request.prompt_ids) + num_tokens:
@@ -143,7 +132,6 @@ class _Slot:
     started: Started
     ids: array[int]
     withheld: int | None = None
-    """The position whose token was withheld last."""
 
     @property
     def seed(self) -> int:
@@ -151,10 +139,8 @@ class _Slot:
 
 
 class FakeRunner:
-    """Steps follow one another in submission order, as on a device."""
-
     def __init__(self, options: FakeOptions, *, clock: Clock = time.monotonic, wait: Wait | None = None) -> None:
-        """clock, wait: real time by default; else a virtual clock and a function that advances it. `close` ends a real wait"""
+        """wait: advances a virtual `clock`"""
         self.options = options
         self._clock = clock
         self.num_steps = 0
@@ -169,7 +155,7 @@ class FakeRunner:
         self._wait: Wait = wait or self._closed.wait
 
     def submit(self, plan: Plan) -> FakeTicket:
-        """Compute at once; the ticket gives the result when the step's time is over. Raises EngineFatal."""
+        """Raises EngineFatal."""
         if plan.num_rows:
             self.num_steps += 1
         if self.options.die_after_steps is not None and self.num_steps >= self.options.die_after_steps:
@@ -229,7 +215,7 @@ class FakeRunner:
 
     @staticmethod
     def _is_behind(slot: _Slot, num_needed: int) -> bool:
-        """Whether a row was planned on a token that was then withheld. Such a row gives no token either."""
+        """Whether a row was planned on a token that was then withheld: it gives none either."""
         return slot.withheld is not None and num_needed > len(slot.ids) == slot.withheld
 
     def _apply(self, plan: Plan) -> None:
@@ -242,7 +228,6 @@ class FakeRunner:
         self._moves.apply(plan)
 
     def _read_and_write(self, slot_id: int, slot: _Slot, start: int, count: int, drafts: list[int]) -> None:
-        """Drafts are written at the row's last positions, and replace ids that an undone step left there."""
         known = start + count - len(drafts)
         if known > len(slot.ids):
             raise AssertionError(f"slot {slot_id}: asked for positions up to {known}, knows {len(slot.ids)} ids")
@@ -254,7 +239,7 @@ class FakeRunner:
             self._memory.check(slot_id, slot.ids[: start + count])
 
     def _sample(self, slot: _Slot, position: int, drafts: list[int]) -> list[int]:
-        """One id, and one more after each draft that equals the id sampled at its position. Ids of an undone step are replaced."""
+        """One id, and one more after each draft that was right."""
         del slot.ids[position:]
         if self._is_withheld(slot, position):
             return []
@@ -279,7 +264,6 @@ class FakeRunner:
         return self.options.token(slot.seed, started.index, position, slot.ids[position - 1])
 
     def _draft(self, slot: _Slot) -> list[int]:
-        """Their number, and which of them are wrong, is drawn from seed and position."""
         known = len(slot.ids)
         count = fake_token(slot.seed, slot.started.index, known, 2, self.options.max_drafts + 2) if self.options.max_drafts else 0
         for place in range(count):
@@ -291,7 +275,6 @@ class FakeRunner:
         return drafts
 
     def _add_prompt_logprobs(self, slot: _Slot, start: int, count: int, logprobs: LogprobColumns) -> int:
-        """Add those of the prompt tokens that follow the computed positions. Returns their number."""
         last = min(start + count, slot.started.num_prompt_tokens - 1)
         wanted = slot.started.params.prompt_logprobs
         positions = range(start + 1, last + 1)
@@ -300,7 +283,6 @@ class FakeRunner:
         return len(positions)
 
     def _logprobs(self, token_id: int, num_top: int | None) -> TokenLogprobs | None:
-        """Made up: the chosen token is the most probable, and its neighbouring ids follow."""
         if num_top is None:
             return None
         top_ids = tuple((token_id + i) % self.options.vocab_size for i in range(num_top))
@@ -308,8 +290,6 @@ class FakeRunner:
 
 
 class FakeTicket:
-    """Ends at `ready_at`, in seconds of `clock`; a real wait earlier if the runner is closed."""
-
     def __init__(self, result: Result, ready_at: float, clock: Clock, wait: Wait) -> None:
         self._result, self._ready_at = result, ready_at
         self._clock, self._wait = clock, wait

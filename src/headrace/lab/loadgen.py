@@ -1,7 +1,4 @@
-"""Sends requests to any OpenAI-compatible server at scheduled times, whatever the server does: an open-loop load generator.
-
-It stamps every chunk that carries text, with one monotonic clock (`lab.metrics`). A late client reports its lag.
-"""
+"""Sends requests to any OpenAI-compatible server at scheduled times, whatever the server does: an open-loop load generator."""
 
 from __future__ import annotations
 
@@ -23,24 +20,16 @@ from headrace.lab.metrics import LoadRecord
 READ_BUFFER_BYTES = 1 << 20
 MAX_DETAIL_CHARS = 300
 SPIN_S = 0.002
-"""A sender wakes this many seconds early and then yields: an event loop's timers are about a millisecond late."""
+"""A sender wakes this early and then yields: an event loop's timers are about a millisecond late."""
 
 
 WHOLE_ANSWERS: dict[str, float | int | bool] = {"temperature": 0, "ignore_eos": True, "skip_special_tokens": False}
-"""Answers then have all tokens asked for, and a text for each, control tokens included: after its end token, a model may write only these
-for a while, and without their text the first chunk would come tens of tokens late.
-"""
+"""Answers then have all tokens asked for, and a text for each: without it the first chunk would come tens of tokens late."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTarget:
-    """
-    url              server's root, e.g. http://127.0.0.1:8000
-    timeout_s        a request without its end by then has failed
-    max_concurrency  requests in flight; None: no limit, a true open loop. Waiting for a place is latency (it counts from the intended
-                     time) and not the client's lag
-    sampling         further fields of the body
-    """
+    """max_concurrency  None: a true open loop. Waiting for a place is latency and not the client's lag"""
 
     url: str
     model: str
@@ -51,7 +40,7 @@ class LoadTarget:
 
 
 class ConcurrencyLimit:
-    """At most `count` requests in flight, in the order of their `acquire`. None: no limit."""
+    """None: no limit."""
 
     def __init__(self, count: int | None, *, clock: Clock = time.monotonic) -> None:
         self._clock = clock
@@ -59,7 +48,7 @@ class ConcurrencyLimit:
         self._freed_s: deque[float] = deque()
 
     async def acquire(self) -> float:
-        """Returns when the place became free, which is before this task resumes; -inf for a place never used."""
+        """When the place became free, which is before this task resumes; -inf for a place never used."""
         if self._places is not None:
             await self._places.acquire()
         return self._freed_s.popleft() if self._freed_s else -math.inf
@@ -96,10 +85,7 @@ async def run_load(
     on_end: Callable[[LoadRecord], None] = lambda record: None,
     clock: Clock = time.monotonic,
 ) -> list[LoadRecord]:
-    """Send each request at its time. Returns records in the order of `requests`; failures are records too.
-
-    clock  for the records' times; it must run at the same speed as that of the event loop
-    """
+    """In the order of `requests`; failures are records too."""
     if len(requests) != len(send_times_s):
         raise ValueError(f"{len(requests)} requests for {len(send_times_s)} send times")
     limit = ConcurrencyLimit(target.max_concurrency, clock=clock)
@@ -170,7 +156,7 @@ async def _measure(session: aiohttp.ClientSession, target: LoadTarget, request: 
 
 
 async def _stream(session: aiohttp.ClientSession, target: LoadTarget, request: LoadRequest, trace: _Trace) -> str | None:
-    """Returns the kind of failure; None if the answer arrived whole."""
+    """The kind of failure; None if the answer arrived whole."""
     body = {
         "model": target.model,
         "prompt": list(request.prompt_ids),
@@ -195,7 +181,7 @@ async def _stream(session: aiohttp.ClientSession, target: LoadTarget, request: L
 
 
 def _add_chunk(chunk: object, trace: _Trace) -> str | None:
-    """Returns the kind of error if the chunk is one. Raises ValueError for anything else."""
+    """The kind of error if the chunk is one. Raises ValueError."""
     if not isinstance(chunk, dict):
         raise ValueError(f"a chunk is {type(chunk).__name__}, not an object")
     if "error" in chunk:
@@ -215,12 +201,10 @@ def _add_chunk(chunk: object, trace: _Trace) -> str | None:
 
 
 def _seconds(text: str) -> float | None:
-    """A Retry-After header's seconds; None for a date, or without the header."""
     return float(text) if text.isdecimal() else None
 
 
 def _reason(body: str, trace: _Trace) -> str:
-    """A short name of an OpenAI error body, by which failures are counted."""
     trace.detail = body.strip()
     try:
         error = json.loads(body)["error"]
@@ -231,7 +215,6 @@ def _reason(body: str, trace: _Trace) -> str:
 
 
 async def events(stream: aiohttp.StreamReader) -> AsyncIterator[str]:
-    """The `data:` payloads of a server-sent event stream."""
     async for line in stream:
         text = line.decode("utf-8").rstrip("\r\n")
         if text.startswith("data:"):

@@ -1,16 +1,13 @@
-"""Computes the report of a load test from the client's records.
+"""Computes the report of a load test from the client's records, as `vllm bench serve` does, but stricter:
 
-The formulas are those of `vllm bench serve`, with two differences that make them stricter:
-  - every latency starts at the *intended* send time, so a client that falls behind cannot hide a slow server (coordinated omission);
-  - a request that failed or timed out counts as +infinity in every percentile instead of being left out.
+- every latency starts at the *intended* send time, so a client that falls behind cannot hide a slow server (coordinated omission);
+- a request that failed or timed out counts as +infinity in every percentile instead of being left out.
 
-    TTFT  = first chunk with text - intended send
-    E2EL  = last chunk - intended send
-    TPOT  = (E2EL - TTFT) / (output tokens - 1), one number per request; requests of one token have none (0 for goodput)
-    ITL   = every gap between two chunks, pooled over all requests; a request that failed adds one infinite gap
-    stall = the longest gap inside one request
-
-Where a server puts several tokens into one chunk, ITL hides it and TPOT does not.
+  TTFT  = first chunk with text - intended send
+  E2EL  = last chunk - intended send
+  TPOT  = (E2EL - TTFT) / (output tokens - 1), one number per request; requests of one token have none (0 for goodput)
+  ITL   = every gap between two chunks, pooled over all requests; a request that failed adds one infinite gap
+  stall = the longest gap inside one request
 """
 
 from __future__ import annotations
@@ -23,22 +20,17 @@ from itertools import pairwise
 
 QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.999)
 Z_95 = 1.959964
-"""Standard deviations around the mean of a normal distribution that hold 95 % of it."""
 MAX_CLIENT_LAG_S = 1e-3
-"""From here on the p99 of the client's own lag makes a load test void."""
+"""A larger p99 of the client's own lag voids a load test."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRecord:
-    """Seconds on one monotonic clock.
-
-    intended_s     when the schedule wanted it sent
-    sendable_s     the later of `intended_s` and the moment one of `max_concurrency` places became free; None: `intended_s`
-    due_s          the later of `sendable_s` and the moment the request before it in the same burst was sent; None: `sendable_s`
+    """intended_s     when the schedule wanted it sent
+    sendable_s     the later of `intended_s` and the moment one of `max_concurrency` places became free
+    due_s          the later of `sendable_s` and the moment the request before it in the same burst was sent
     sent_s         None if it never was
-    chunk_s        of each chunk that carried text, ascending
-    output_tokens  as the server's usage says, else the number of chunks
-    error          the kind of failure; None when the answer arrived whole
+    output_tokens  as the server says, else the number of chunks
     """
 
     intended_s: float
@@ -61,17 +53,16 @@ class LoadRecord:
 
     @property
     def was_refused(self) -> bool:
-        """Before any work: overload, or no replica."""
         return self.status in (429, 503)
 
     @property
     def client_lag_s(self) -> float | None:
-        """The client's own delay, from `due_s` to `sent_s`; None if the request was never sent."""
+        """From `due_s` to `sent_s`."""
         return None if self.sent_s is None else self.sent_s - _first_known(self.due_s, self.sendable_s, self.intended_s)
 
     @property
     def send_delay_s(self) -> float | None:
-        """`client_lag_s` plus the wait for its turn in a burst, which the latencies include."""
+        """`client_lag_s` and the wait in a burst."""
         return None if self.sent_s is None else self.sent_s - _first_known(self.sendable_s, self.intended_s)
 
     @property
@@ -84,7 +75,6 @@ class LoadRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """None for at most one token, infinite for a failed request."""
         if not self.is_finished:
             return math.inf
         return (self.e2el_s - self.ttft_s) / (self.output_tokens - 1) if self.output_tokens > 1 else None
@@ -105,20 +95,18 @@ def _first_known(*values: float | None) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Seconds; None = no limit."""
-
     ttft_s: float | None = None
     tpot_s: float | None = None
     e2el_s: float | None = None
 
     def is_met_by(self, record: LoadRecord) -> bool:
-        """A failed request meets none; one of a single token has TPOT 0."""
+        """A failed request meets none; a single token has TPOT 0."""
         pairs = ((self.ttft_s, record.ttft_s), (self.tpot_s, record.tpot_s or 0.0), (self.e2el_s, record.e2el_s))
         return record.is_finished and all(limit is None or value <= limit for limit, value in pairs)
 
 
 def parse_slo(words: Iterable[str]) -> Slo:
-    """`("ttft:300", "tpot:50")`, milliseconds as vLLM's `--goodput` has them. Raises ValueError naming the word."""
+    """Milliseconds, as in vLLM's `--goodput`: `("ttft:300", "tpot:50")`. Raises ValueError."""
     limits: dict[str, float] = {}
     for word in words:
         name, colon, value = word.partition(":")
@@ -133,7 +121,7 @@ def parse_slo(words: Iterable[str]) -> Slo:
 
 
 def percentile(ordered: Sequence[float], quantile: float) -> float:
-    """Linear interpolation between ranks (numpy's default), safe with infinities. `ordered` ascending; nan when empty."""
+    """Linear interpolation (numpy's default), safe with infinities; `ordered` ascending, nan when empty."""
     if not ordered:
         return math.nan
     rank = quantile * (len(ordered) - 1)
@@ -145,7 +133,7 @@ def percentile(ordered: Sequence[float], quantile: float) -> float:
 
 
 def percentile_interval(ordered: Sequence[float], quantile: float) -> tuple[float, float]:
-    """95 % confidence interval from order statistics (binomial ranks, normal approximation); no distribution assumed."""
+    """95 % interval from order statistics (binomial ranks, normal approximation)."""
     if not ordered:
         return math.nan, math.nan
     count = len(ordered)
@@ -156,7 +144,7 @@ def percentile_interval(ordered: Sequence[float], quantile: float) -> tuple[floa
 
 
 def needed_samples(quantile: float) -> int:
-    """The least number of which one is expected above the quantile: 1000 for P99.9."""
+    """The number of samples of which one is expected above the quantile: 1000 for P99.9."""
     return round(1 / (1 - quantile))
 
 
@@ -165,12 +153,7 @@ NEEDED_SAMPLES = {f"p{quantile * 100:g}": needed_samples(quantile) for quantile 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """One measure in the unit of its samples. What failed requests decide is infinite.
-
-    failed     samples of failed requests
-    quantiles  name -> value, interpolated however few samples there are; reports use `known` instead
-    intervals  name -> 95 % confidence interval
-    """
+    """What failed requests decide is infinite; reports print `known` quantiles."""
 
     count: int
     failed: int
@@ -180,7 +163,6 @@ class Distribution:
     intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def known(self, name: str) -> float | None:
-        """None if there are fewer samples than NEEDED_SAMPLES."""
         return self.quantiles[name] if self.count >= NEEDED_SAMPLES[name] else None
 
 
@@ -199,13 +181,10 @@ def distribution(samples: Iterable[float]) -> Distribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """Rates are per second of `duration_s`: first intended send to last end.
+    """Rates are per second from the first intended send to the last end.
 
-    admitted      not refused with 429 or 503
-    finished      answered whole
-    goodput       requests per second that met the SLO
-    client_lag_s  the client's own delay: without waits for a place, or for a turn in a burst
-    burst_send_s  the client's time to send the requests of a burst, which the latencies include
+    client_lag_s  without waits for a place, or for a turn in a burst
+    burst_send_s  which the latencies include
     """
 
     duration_s: float
@@ -232,7 +211,6 @@ class LoadReport:
 
     @property
     def is_valid(self) -> bool:
-        """False if the client itself was late (MAX_CLIENT_LAG_S) or sent nothing."""
         return self.client_lag_s.quantiles["p99"] < MAX_CLIENT_LAG_S  # nan, when nothing was sent, is not less
 
 
@@ -280,14 +258,13 @@ def _first_error(records: Sequence[LoadRecord]) -> str:
 
 
 def burst_send_s(records: Sequence[LoadRecord]) -> float:
-    """The longest delay by which the client held back a request of a burst: several requests intended for one time."""
+    """The longest delay by which the client held back a request of a burst."""
     sizes = Counter(record.intended_s for record in records)
     delays = (record.send_delay_s for record in records if sizes[record.intended_s] > 1)
     return max((delay for delay in delays if delay is not None), default=0.0)
 
 
 def peak_concurrency(records: Iterable[LoadRecord]) -> int:
-    """A request that begins when another ends does not overlap it."""
     events = [event for r in records if r.sent_s is not None for event in ((r.sent_s, 1), (r.end_s, -1))]
     running = peak = 0
     for _, change in sorted(events):

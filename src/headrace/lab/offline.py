@@ -1,7 +1,4 @@
-"""Measures one engine without HTTP: submits requests at their times, turns the engine's loop, and stamps every token.
-
-The times include planning, computing, sampling and committing; they exclude tokenizing, text and sockets.
-"""
+"""Measures one engine without HTTP: submits requests at their times, turns the engine's loop, and stamps every token."""
 
 from __future__ import annotations
 
@@ -30,10 +27,7 @@ class _Trace:
 
 
 class Collector:
-    """The outbox to build the engine with."""
-
     def __init__(self, clock: Clock = time.perf_counter, wait: Callable[[float], object] = time.sleep) -> None:
-        """wait: called with seconds, returns when they have passed on `clock`"""
         self.clock = clock
         self.wait = wait
         self._traces: dict[str, _Trace] = {}
@@ -62,7 +56,7 @@ class Collector:
             trace.error = update.error or update.finish.value
 
     def begin(self, count: int) -> None:
-        """Forget the last run. The next requests are named "0" .. "count - 1"."""
+        """The next requests are named "0" and on."""
         self._traces = {str(number): _Trace() for number in range(count)}
         self.num_ended = 0
 
@@ -82,11 +76,7 @@ class Collector:
 
 @dataclass(frozen=True, slots=True)
 class OfflineRun:
-    """Records are in the order of the requests, times on the collector's clock.
-
-    step_s        of each step
-    peak_running  most sequences that held KV blocks at once
-    """
+    """peak_running  sequences that held KV blocks at once"""
 
     records: tuple[LoadRecord, ...]
     began_s: float
@@ -114,9 +104,9 @@ def run_offline(
     requests: Sequence[LoadRequest],
     arrivals_s: Sequence[float] | None = None,
 ) -> OfflineRun:
-    """Run all requests to their ends on this thread, greedily and ignoring end tokens.
+    """Runs all requests greedily, ignoring end tokens, on this thread.
 
-    arrivals_s  seconds after the start, ascending; None: all at the start
+    arrivals_s  ascending; None: all at the start
     """
     offsets = [0.0] * len(requests) if arrivals_s is None else list(arrivals_s)
     collector.begin(len(requests))
@@ -155,10 +145,7 @@ def _engine_request(number: int, request: LoadRequest) -> EngineRequest:
 
 
 def decode_bytes(info: ModelInfo, run: OfflineRun, *, steps: int) -> int:
-    """The least bytes that decode steps had to read: all weights each time, and the KV of each decoded token's context.
-
-    Reads of prefill rows are left out, so a share of bandwidth computed from this is a lower bound.
-    """
+    """A lower bound of the bytes that decode steps read: all weights for each step, and the KV of each decoded token's context."""
     total = steps * info.weight_bytes
     for record in run.records:
         for index in range(1, record.output_tokens):
@@ -171,9 +158,8 @@ def decode_bytes(info: ModelInfo, run: OfflineRun, *, steps: int) -> int:
 class DecodeSpeed:
     """The part of a run in which every sequence decodes: last first token to first last token.
 
-    step_s       mean duration of such a step
-    bytes_read   per step: weights + KV of the contexts at the middle of that part
-    mbu          bytes_read / step_s / read bandwidth; None when the bandwidth is not known
+    bytes_read   per step
+    mbu          bytes_read / step_s / read bandwidth
     """
 
     steps: int
@@ -183,7 +169,7 @@ class DecodeSpeed:
 
 
 def decode_speed(info: ModelInfo, run: OfflineRun, bandwidth: float | None) -> DecodeSpeed | None:
-    """bandwidth: bytes per second. None when the sequences never decode together for at least two steps."""
+    """None when the sequences never decode together for two steps."""
     streams = [record for record in run.records if record.is_finished]
     begin_s = max((record.chunk_s[0] for record in streams if record.chunk_s), default=0.0)
     end_s = min((record.chunk_s[-1] for record in streams if record.chunk_s), default=0.0)
@@ -200,5 +186,4 @@ def decode_speed(info: ModelInfo, run: OfflineRun, bandwidth: float | None) -> D
 
 
 def dollars_per_million_tokens(tokens: int, duration_s: float, dollars_per_hour: float) -> float:
-    """Output tokens, on a machine of that price at this speed."""
     return dollars_per_hour / 3600 * duration_s / tokens * 1e6

@@ -1,7 +1,6 @@
 """Summarizes a dumped ring of plans, and runs it again on any runner.
 
-A ring holds the last plans only: rows of sequences that began before its first plan are left out. A sequence that took blocks from the
-prefix cache reads what the plans of the dump wrote there; blocks written before are empty.
+Rows of sequences that began before the ring's first plan are left out.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from headrace.engine.steps import Runner
 
 
 def summarize_plan(plan: Plan) -> dict[str, int]:
-    """A row that computes one token and samples is a decode row; every other row is a prefill row."""
+    """A decode row computes one token and samples; others are prefill rows."""
     num_decode = sum(count == 1 and bool(sampled) for count, sampled in zip(plan.counts, plan.samples, strict=True))
     return {
         "step_id": plan.step_id,
@@ -43,7 +42,7 @@ def describe_rows(plan: Plan) -> Iterator[str]:
 
 
 def known_rows(plans: Iterable[Plan]) -> Iterator[tuple[Plan, int]]:
-    """Each plan reduced to sequences that start within the dump, with the number of rows left out."""
+    """Each plan without sequences that began before the dump, and the number of rows left out."""
     known: set[int] = set()
     for plan in plans:
         ended = array("i", [slot for slot in plan.ended if slot in known])
@@ -86,7 +85,7 @@ def _picked(column: array[int], indices: list[int]) -> array[int]:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """seconds: from submission to result; skipped_rows: of sequences that began before the dump"""
+    """seconds: from submission to result"""
 
     plan: Plan
     result: Result
@@ -95,7 +94,7 @@ class Replayed:
 
 
 def replay(plans: Iterable[Plan], runner: Runner, *, clock: Clock = time.perf_counter) -> Iterator[Replayed]:
-    """One after another (depth 1). A plan left without rows is not run, but the runner still gets its ended slots."""
+    """Runs plans one after another (depth 1); a plan left without rows still ends its slots."""
     pending_end = array("i")
     for plan, skipped in known_rows(plans):
         plan = replace(plan, ended=pending_end + plan.ended)

@@ -1,4 +1,4 @@
-"""Prints a load report as text, in the order of the block that `vllm bench serve` prints, and as JSON."""
+"""Prints a load report as text, in the order of `vllm bench serve`, and as JSON."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ from headrace.lab.metrics import NEEDED_SAMPLES, Distribution, LoadReport
 
 WIDTH = 58
 MAX_BURST_SHARE = 0.05
-"""Share of the median TTFT from which on a note mentions the client's time to send a burst."""
+"""Share of the median TTFT: with more, a note mentions the time to send a burst."""
 MAX_CACHED_SHARE = 0.1
-"""Share of prompt tokens from which on a note mentions cached ones, if the prompts share no prefix."""
+"""Share of the prompt tokens: with more, a note mentions cached ones."""
 
 
 def to_plain(value: object) -> object:
-    """Plain data that strict JSON can hold.
-
-    Null: what failed requests decide (`failed` counts them), and a quantile of fewer samples than it needs, with its interval.
-    """
+    """Data for strict JSON. Null: what failed requests decide, and a quantile of too few samples."""
     if is_dataclass(value) and not isinstance(value, type):
         plain = {item.name: getattr(value, item.name) for item in fields(value)}
         if isinstance(value, Distribution):
@@ -40,7 +37,6 @@ def to_plain(value: object) -> object:
 
 
 def write_json(file: Path, value: object) -> None:
-    """The file is replaced whole, so that a reader never sees half of it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}.partial")
     partial.write_text(json.dumps(to_plain(value), indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -48,7 +44,7 @@ def write_json(file: Path, value: object) -> None:
 
 
 def lines(report: LoadReport) -> Iterator[str]:
-    """For a run in which at least one request was answered; `failures` is for others."""
+    """For a run in which at least one request was answered."""
     yield _title("Serving benchmark result", "=")
     yield _row("Requests offered / admitted / finished", f"{report.offered} / {report.admitted} / {report.finished}")
     yield _row("Duration (s)", report.duration_s)
@@ -80,7 +76,7 @@ def lines(report: LoadReport) -> Iterator[str]:
 
 
 def notes(report: LoadReport, *, has_shared_prefix: bool) -> Iterator[str]:
-    """Conditions under which the figures say less about the server than they seem to."""
+    """Why the figures say less than they seem to."""
     ttft_s = report.ttft_s.quantiles["p50"]
     if report.finished and report.burst_send_s > MAX_BURST_SHARE * ttft_s:
         yield (
@@ -114,7 +110,7 @@ def _section(title: str, name: str, samples: Distribution) -> Iterator[str]:
 
 
 def _ms(value: float, name: str, samples: Distribution) -> str:
-    """Or the reason why there is none. Samples of ITL are gaps: no count of requests is a share of them."""
+    """Samples of ITL are gaps: no count of requests is a share of them."""
     if math.isinf(value) and name == "ITL":
         return f"-  ({counted(samples.failed, 'request')} failed)"
     if math.isinf(value):

@@ -1,4 +1,4 @@
-"""Draws plans and simulations as SVG files with matplotlib, which is an optional dependency. Equal data gives equal files."""
+"""Draws plans and simulations as SVG files with matplotlib, which is an optional dependency."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 
 TITLE_CHARS = 100
-"""In one line of a figure that is 11 inches wide."""
 
 
 def title_of(text: str) -> str:
@@ -22,7 +21,7 @@ def title_of(text: str) -> str:
 
 
 def label_log_axis(axis: Any) -> None:
-    """With round numbers that leave each other room. The data is drawn."""
+    """Labels with round numbers that leave each other room; the data is drawn."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
     low, high = axis.get_view_interval()
@@ -33,7 +32,7 @@ def label_log_axis(axis: Any) -> None:
 
 
 def write_svg(file: Path, draw: Callable[[Any], Figure]) -> None:
-    """`draw` is called with pyplot. Raises ConfigError without matplotlib, or if the file cannot be written."""
+    """Raises ConfigError, also without matplotlib."""
     try:
         import matplotlib
     except ModuleNotFoundError:

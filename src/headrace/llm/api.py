@@ -1,4 +1,4 @@
-"""Provides `LLM`, a model in this process that runs in the calling thread. Prompts are parsed in `llm.prompts` and run in `llm.batch`."""
+"""Provides `LLM`, a model in this process that runs in the calling thread."""
 
 from __future__ import annotations
 
@@ -90,7 +90,6 @@ class LLM:
 
     @classmethod
     def over(cls, build: Build, text: TextModel, *, config: EngineConfig, seed: int | None = None) -> Self:
-        """Over an engine without weights: `config.model` is not loaded."""
         self = cls.__new__(cls)
         self._start(config.checked(), text, seed, build)
         return self
@@ -234,7 +233,6 @@ class LLM:
         return outputs_of(jobs)
 
     def _job(self, prompt: ParsedPrompt, params: SamplingParams, field: str) -> PromptJob:
-        """Raises InvalidRequest."""
         if params.seed is None:
             params = params.with_(seed=self._random.randint(0, MAX_SEED))
         info, structured = self._engine.info, params.structured_outputs

@@ -1,4 +1,4 @@
-"""Runs an engine in the calling thread until every prompt of a list is answered."""
+"""Runs an engine in the calling thread until every prompt is answered."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from headrace.text.assemble import OutputAssembler
 from headrace.text.tokenizer import Tokenizer
 
 MAX_IDLE_TURNS = 500
-"""Turns in a row without work (each waits `engine.loop.IDLE_WAKE_S`) after which the engine has lost the open sequences."""
+"""Turns without work after which the engine has lost the open sequences."""
 
 
 class PromptJob:
     def __init__(self, request: EngineRequest, prompt: str | None, tokenizer: Tokenizer, *, grammar_field: str = "grammar") -> None:
-        """grammar_field: the caller's name of the field that the grammar came from"""
+        """grammar_field: the caller's name of the field"""
         self.request = request
         self._grammar_field = grammar_field
         self._tokenizer = tokenizer
@@ -42,7 +42,7 @@ class PromptJob:
         )
 
     def feed(self, update: SequenceUpdate, engine: Engine) -> int:
-        """At a stop string, finish the sequence in the engine. Returns the number of new tokens."""
+        """Returns the number of new tokens."""
         collector = self.collectors[update.index]
         if collector.output.finished:
             return 0
@@ -59,7 +59,6 @@ class PromptJob:
         return len(update.token_ids)
 
     def refusal(self, error: Exception) -> Exception:
-        """With the field named as the caller wrote it."""
         return error.at(self._grammar_field) if isinstance(error, InvalidRequest) and error.field == "grammar" else error
 
     def _close(self) -> None:
@@ -78,10 +77,9 @@ class PromptJob:
 
 
 class PromptBatch:
-    """Answers jobs with one engine, whose outbox fills `inbox`.
+    """At most `max_waiting` sequences are in the engine at once.
 
-    At most `max_waiting` sequences are in the engine at once. That number shrinks when the engine refuses a job for lack of room: different
-    grammars take memory while they are in use.
+    The number shrinks when the engine refuses a job for lack of room.
     """
 
     def __init__(self, engine: Engine, inbox: deque[SequenceUpdate | Rejected], *, max_waiting: int) -> None:
@@ -93,10 +91,9 @@ class PromptBatch:
         self._num_open = 0
 
     def run(self, jobs: Sequence[PromptJob], progress: ProgressLine) -> None:
-        """Run until every job is finished. No sequence is left in the engine, also after an error.
+        """No sequence is left in the engine, also after an error.
 
-        Raises the engine's refusal of a request; GenerationFailed for the first failed sequence, once all others are done; EngineFatal when
-        the engine cannot go on.
+        Raises the engine's refusal; GenerationFailed for the first failed sequence, once all others are done; EngineFatal.
         """
         self._waiting.extend(jobs)
         idle = 0
@@ -126,7 +123,7 @@ class PromptBatch:
             self._engine.submit(job.request)
 
     def _handle_updates(self, progress: ProgressLine) -> bool:
-        """Returns whether there was one. Raises the error of a refused request."""
+        """Raises the error of a refused request."""
         has_updates = bool(self._inbox)
         while self._inbox:
             message = self._inbox.popleft()
@@ -143,7 +140,7 @@ class PromptBatch:
         return has_updates
 
     def _take_back(self, job: PromptJob, error: Exception) -> None:
-        """Until others have ended, if the engine has no room. Raises other refusals, and that of a job alone."""
+        """Raises other refusals than for lack of room, and that of a job alone."""
         self._remove(job)
         if not isinstance(error, Overloaded) or not self._open:
             raise job.refusal(error)
@@ -155,7 +152,6 @@ class PromptBatch:
         self._num_open -= job.request.params.n
 
     def _cancel_open(self) -> None:
-        """Run the engine until it has freed their blocks."""
         failing = isinstance(sys.exc_info()[1], EngineFatal)
         for request_id in self._open:
             self._engine.cancel(request_id)
@@ -166,8 +162,6 @@ class PromptBatch:
 
 
 class ProgressLine:
-    """Shown only if `is_on` and stderr is a terminal."""
-
     def __init__(self, total: int, *, is_on: bool) -> None:
         self._total = total
         self._is_on = is_on and sys.stderr is not None and sys.stderr.isatty()

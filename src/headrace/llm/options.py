@@ -54,7 +54,7 @@ ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
 """vLLM's keywords that are no options here -> (values that ask for the behaviour there is anyway, the remedy for other values)."""
 
 SILENT: Mapping[str, tuple[object, ...]] = {"disable_log_stats": (True,), "swap_space": (0, 0.0), "preemption_mode": ("recompute",)}
-"""Keyword of WITHOUT_EFFECT -> values beside None and False that need no notice."""
+"""Keyword -> values beside None and False that need no notice."""
 
 VLLM_NAMES = {
     "memory_fraction": "gpu_memory_utilization",
@@ -62,13 +62,11 @@ VLLM_NAMES = {
     "kv_cache_bytes": "kv_cache_memory_bytes",
     "queue_policy": "scheduling_policy",
 }
-"""Field of EngineConfig -> vLLM's name, where it is another one."""
 
 ENGINE_FIELDS = {VLLM_NAMES.get(field, field): field for field, _ in options(EngineConfig) if field != "model"}
 
 
 def described(keywords: Collection[str]) -> str:
-    """As lines of a docstring."""
     about = dict(options(EngineConfig))
     lines = []
     for keyword, field in ENGINE_FIELDS.items():
@@ -79,7 +77,7 @@ def described(keywords: Collection[str]) -> str:
 
 
 def engine_config(folder: Path, given: Mapping[str, object]) -> EngineConfig:
-    """None means EngineConfig's default. Raises ConfigError naming the keyword."""
+    """Raises ConfigError naming the keyword."""
     about = dict(options(EngineConfig))
     values = {ENGINE_FIELDS[name]: value for name, value in given.items() if value is not None}
     values = {field: about[field].other_names.get(value, value) if isinstance(value, str) else value for field, value in values.items()}
@@ -91,7 +89,7 @@ def engine_config(folder: Path, given: Mapping[str, object]) -> EngineConfig:
 
 
 def refuse_unsupported(given: Mapping[str, object], known: frozenset[str]) -> None:
-    """Raises ConfigError for the first keyword that is unknown, or whose value is not in ONLY. One without effect is logged."""
+    """Raises ConfigError for a keyword that is unknown, or whose value is not in ONLY."""
     for name, value in given.items():
         if name in WITHOUT_EFFECT:
             if not (value is None or value is False or value in SILENT.get(name, ())):

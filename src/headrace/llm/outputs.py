@@ -16,7 +16,7 @@ from headrace.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """rank: 1 is the most probable token at its position"""
+    """rank: 1 is the most probable token"""
 
     logprob: float
     rank: int
@@ -24,13 +24,11 @@ class Logprob:
 
 
 TokenLogprobMap = dict[int, Logprob]
-"""For the token that stands at one position and the k best."""
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """
-    token_ids           the end token that finished it included
+    """token_ids           with the end token
     cumulative_logprob  sum over token_ids; None when no logprobs were asked for
     finish_reason       "stop" | "length" | "error"
     stop_reason         the stop string or stop token id that ended it; None for the model's own end token
@@ -64,9 +62,8 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """
-    prompt           None when token ids were given
-    prompt_logprobs  one map per prompt token, None for the first
+    """prompt           None when token ids were given
+    prompt_logprobs  None for the first token
     """
 
     request_id: str
@@ -80,7 +77,7 @@ class RequestOutput:
 
 
 class GenerationFailed(SequenceFailed):
-    """Raised once every prompt is done: `outputs` has all answers, failed ones included."""
+    """`outputs` has all answers, failed ones included."""
 
     def __init__(self, message: str, outputs: list[RequestOutput]) -> None:
         super().__init__(message)
@@ -96,7 +93,7 @@ class SequenceCollector:
         self.prompt_logprobs: list[TokenLogprobs] = []
 
     def feed(self, update: SequenceUpdate) -> None:
-        """If the engine must finish the sequence at a stop string, `keep_tokens` is then the number of tokens to keep."""
+        """At a stop string, `keep_tokens` is then the number of tokens to keep."""
         delta = self.assembler.feed(update)
         output = self.output
         output.text += delta.text
@@ -114,7 +111,6 @@ class SequenceCollector:
 
 
 def logprob_map(entry: TokenEntry) -> TokenLogprobMap:
-    """The token itself, then the k most probable by rank."""
     best = {top.token_id: Logprob(top.logprob, rank, top.token) for rank, top in enumerate(entry.top, start=1)}
     itself = {entry.token_id: Logprob(entry.logprob, entry.rank, entry.token)}
     return itself | best | itself

@@ -17,10 +17,8 @@ Prompt = str | Sequence[int] | Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class ParsedPrompt:
-    """
-    text             None when token ids were given
-    is_conversation  rendered from messages: the model may begin its answer with reasoning
-    begun            the part of the answer that a conversation holds, if the model continues its last message
+    """text             None when token ids were given
+    begun  the part of the answer in a conversation whose last message is continued
     """
 
     token_ids: tuple[int, ...]
@@ -30,9 +28,9 @@ class ParsedPrompt:
 
 
 def parse_prompts(prompts: Prompt | Sequence[Prompt], tokenizer: Tokenizer) -> list[ParsedPrompt]:
-    """A single prompt makes a list of one. Raises InvalidRequest naming the prompt.
+    """Raises InvalidRequest.
 
-    As in vLLM, control tokens in a text are read as such (for conversations that are already rendered): texts are trusted here.
+    As in vLLM, control tokens in a text are read as such: texts are trusted here.
     """
     if isinstance(prompts, str | Mapping) or _is_ids(prompts):
         return [_parse(prompts, "prompts", tokenizer)]
@@ -42,7 +40,7 @@ def parse_prompts(prompts: Prompt | Sequence[Prompt], tokenizer: Tokenizer) -> l
 
 
 def parse_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
-    """A single conversation makes a list of one. Raises InvalidRequest."""
+    """Raises InvalidRequest."""
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         raise InvalidRequest("messages", "a list of messages or a list of such lists", type(messages).__name__)
     if _is_conversation(messages):
@@ -51,7 +49,7 @@ def parse_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]
 
 
 def parse_params(given: SamplingParams | Sequence[SamplingParams] | None, count: int, default: SamplingParams) -> list[SamplingParams]:
-    """One per prompt. Raises InvalidRequest."""
+    """Raises InvalidRequest."""
     if given is None:
         given = default
     params = [given] * count if isinstance(given, SamplingParams) else list(given)

@@ -1,5 +1,4 @@
-"""Defines a request that has ended: one value of parts, each made once by its owner. The log line, the usage record and the metrics are
-functions of it.
+"""Defines a request that has ended: one value of parts, each made once by its owner.
 
 No prompt, answer or key enters it, and no header but a client's own short x-request-id.
 """
@@ -10,35 +9,24 @@ from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 MAX_DETAIL_CHARS = 200
-"""Longest `End.detail` and `Answered.failure`."""
 
 
 class Outcome(StrEnum):
-    """How a request ended."""
-
     COMPLETED = "completed"
-    """The answer was sent whole."""
     REFUSED = "refused"
-    """The request was refused for a field, a key or a full queue. Nothing was computed for it."""
+    """Nothing was computed for it."""
     CANCELLED = "cancelled"
     """The client left or did not read."""
     DEADLINE = "deadline"
     FAILED = "failed"
-    """The server failed."""
 
 
 class TokenPrice(Protocol):
-    """The part of `policy.limits.price.Price` that is used here."""
-
     def cost_nanos(self, *, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> int: ...
 
 
 class RequestArrival(NamedTuple):
-    """
-    time               Unix seconds
-    client             address of the client, as far as the proxies before it are trusted
-    client_request_id  the client's own x-request-id, if it was short and plain
-    """
+    """time               Unix seconds"""
 
     request_id: str
     method: str
@@ -49,7 +37,7 @@ class RequestArrival(NamedTuple):
 
 
 class Caller(NamedTuple):
-    """All are None before the key is checked, and on paths that need none."""
+    """All fields are None before the key is checked, and on paths that need none."""
 
     tenant: str | None = None
     user: str | None = None
@@ -58,7 +46,7 @@ class Caller(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What a body asked for. version: of the model's weights, its system_fingerprint"""
+    """version: of the model's weights, its system_fingerprint"""
 
     model: str | None = None
     version: str | None = None
@@ -67,7 +55,7 @@ class Asked(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """Tokens of an answer, and of summaries made for it. price: of the model that answered; None: no tokens have a price"""
+    """price: of the model that answered; None: no tokens have a price"""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -76,10 +64,9 @@ class Usage(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Seconds. ttft_s: since arrival at the gateway; tpot_s: of each token after the first, the mean over the sequences
+    """ttft_s: since arrival at the gateway; tpot_s: the mean over the sequences
 
-    The others are stages of the first sequence in its engine (`core.update.StageSeconds`), which add up to its time there. All but the
-    queue's are known at its end; a sequence that a stop string ended, which the gateway finds, has none.
+    The stages are the first sequence's (`core.update.StageSeconds`), known at its end; one that a stop string ended has none.
     """
 
     ttft_s: float | None = None
@@ -92,12 +79,9 @@ class Times(NamedTuple):
 
 
 class Answered(NamedTuple):
-    """What a request got, as far as it came.
-
-    model         the model that answered, or would have; None: the one that was asked
-    cache_tier    the cache that answered instead of an engine: "response" or "idempotency"
-    continued_id  request id of the stream that this request continues; its completion_tokens are those that it added
-    num_resumes   how often a sequence was submitted again because its engine was lost; None: never
+    """cache_tier    the cache that answered instead of an engine: "response" or "idempotency"
+    continued_id  request id of the stream that this request continues
+    num_resumes   how often a sequence was submitted again because its engine was lost
     failure       the engine's message, for the operator, where it ended a sequence without an answer
     """
 
@@ -115,13 +99,8 @@ class Answered(NamedTuple):
 
 
 class End(NamedTuple):
-    """
-    status         HTTP status; 0: nothing was sent
-    error          code of the error body, if one was sent
-    limit          label of the tenant's or key's limit that refused the request
-    param, reason  the field that an error is about, and the rule that it broke; never a value of the client's
-    detail         for the operator: the exception's type where the server failed, whether another replica could have gone on where one was
-                   lost, that a shutdown ended the request
+    """param, reason  the field that an error is about, and the rule that it broke; never a value of the client's
+    detail         for the operator: what failed, whether another replica could have gone on, that a shutdown ended it
     """
 
     outcome: Outcome
@@ -135,7 +114,7 @@ class End(NamedTuple):
 
 
 class FinishedRequest(NamedTuple):
-    """worker: the gateway worker that answered, where there are several"""
+    """worker: where there are several"""
 
     arrival: RequestArrival
     end: End
@@ -158,7 +137,7 @@ class FinishedRequest(NamedTuple):
 
     @property
     def counted_outcome(self) -> str:
-        """The outcome that metrics count. A completed answer counts as length if a sequence ended at its token limit, else as stop."""
+        """A completed answer counts as length if a sequence ended at its token limit, else as stop."""
         if self.end.outcome is not Outcome.COMPLETED:
             return self.end.outcome
         return "length" if "length" in (self.answered.finish_reasons or ()) else "stop"

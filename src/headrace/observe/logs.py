@@ -1,9 +1,6 @@
 """Writes the process log to stderr: short lines on a terminal, one JSON object per event elsewhere.
 
-Lines are written by a thread from a bounded queue (`LineWriter`): a stderr that takes no more, or a full disk, holds up no other thread.
-
-An event is always one line: a traceback or a client's text cannot forge lines or colour a terminal. A child whose output is piped to its
-supervisor writes JSON, and the supervisor's `relay` logs it again under the child's name.
+An event is always one line: no traceback or client's text can forge one or colour a terminal.
 """
 
 from __future__ import annotations
@@ -25,19 +22,14 @@ from typing import TextIO
 from headrace.core.clock import Clock
 
 CLOSE_S = 2.0
-"""For the lines still queued at the end."""
 
 
 class LineWriter:
-    """A text stream of whole lines. Any thread may write.
-
-    num_dropped  lines that were not written whole
-    """
+    """num_dropped  lines that were not written whole"""
 
     def __init__(self, file: FileIO, *, name: str, max_queued: int) -> None:
-        """
-        file        written unbuffered; closed when the thread ends
-        max_queued  lines that wait for the thread. One more is dropped and counted
+        """file        closed when the thread ends
+        max_queued  one more line is dropped and counted
         """
         self.num_dropped = 0
         self._max_queued = max_queued
@@ -50,14 +42,14 @@ class LineWriter:
         return self._queue.qsize() >= self._max_queued
 
     def write(self, line: str) -> None:
-        """Queue a line, which has its end. Never blocks."""
+        """Never blocks."""
         if self.is_full:
             self.num_dropped += 1
         else:
             self._queue.put(line)
 
     def flush(self) -> None:
-        """Does nothing: the thread writes each line at once."""
+        """The thread writes each line at once."""
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         self._queue.put(None)
@@ -74,7 +66,7 @@ class LineWriter:
 
 
 def _num_left(file: FileIO, line: bytes) -> int:
-    """Returns the bytes that could not be written: they are not tried again."""
+    """Bytes that could not be written: they are not tried again."""
     data = memoryview(line)
     try:
         while data:
@@ -88,15 +80,13 @@ def _num_left(file: FileIO, line: bytes) -> int:
 
 
 ENVIRONMENT = "HEADRACE_LOG_FORMAT"
-"""Names the log format where nothing else does; `headrace serve` sets it for its children."""
+"""This variable names the log format where nothing else does."""
 
 MAX_QUEUED = 1_000
-"""A line relayed from a child may have 64 KiB."""
 
 
 class LogFormat(StrEnum):
     AUTO = "auto"
-    """Text on a terminal, else JSON."""
     TEXT = "text"
     JSON = "json"
 
@@ -107,12 +97,9 @@ class LogFormat(StrEnum):
 
 
 class LogHandler(logging.StreamHandler[TextIO | LineWriter]):
-    """Where writing fails, one line on stderr names the error's type alone: the standard handler would print the whole chain of exceptions,
-    whose texts may quote a prompt.
-    """
+    """A failure to write names the error's type alone: a whole chain of exceptions may quote a prompt."""
 
     _num_dropped = 0
-    """Lines that a line of the log has counted as lost."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if isinstance(self.stream, LineWriter) and not self.stream.is_full and (dropped := self.stream.num_dropped) > self._num_dropped:
@@ -134,12 +121,7 @@ class LogHandler(logging.StreamHandler[TextIO | LineWriter]):
 def set_up_logging(
     log_format: LogFormat | None = None, stream: TextIO | None = None, level: int = logging.INFO, *, process: str = ""
 ) -> None:
-    """Set up the root logger of a process.
-
-    log_format  None: the one that the environment names
-    stream      None: stderr, written by a thread of its own unless a caller has put another stream in its place
-    process     name in lines, where several processes write to one stream
-    """
+    """stream      None: stderr, written by a thread of its own"""
     stream = stream or sys.stderr
     chosen = (log_format or environment_format()).on(stream.isatty())
     is_own = stream is sys.__stderr__
@@ -156,7 +138,7 @@ def environment_format() -> LogFormat:
 
 
 def printable(text: str) -> str:
-    """Every control character, newlines of tracebacks included, becomes an escape."""
+    """Newlines of tracebacks become escapes, too."""
     return text if text.isprintable() else "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
@@ -165,12 +147,11 @@ def timestamp(unix_s: float) -> str:
 
 
 def clock_time(unix_s: float, *, is_short: bool) -> str:
-    """Local time. is_short: without the day"""
     return time.strftime("%H:%M:%S" if is_short else "%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
 
 
 class TextLine(logging.Formatter):
-    """TIME [process] LEVEL: message. The level is left out at INFO and below."""
+    """TIME [process] LEVEL: message, the level left out at INFO and below."""
 
     def __init__(self, process: str = "", *, is_short: bool = True) -> None:
         super().__init__("%(message)s")
@@ -185,7 +166,7 @@ class TextLine(logging.Formatter):
 
 
 class JsonLine(logging.Formatter):
-    """Entries of a mapping `facts`, given in `extra`, become keys of the object."""
+    """Entries of a mapping `facts`, given in `extra`, become keys."""
 
     def __init__(self, process: str = "") -> None:
         super().__init__()
@@ -208,7 +189,7 @@ class JsonLine(logging.Formatter):
 
 
 def relay(line: str, child: str) -> None:
-    """Log a line of a child process: a log event with the child's time and level, any other line (of a crash) as it is."""
+    """A child's log event keeps its time and level; any other line is logged as it is."""
     try:
         event = json.loads(line)
         record = logging.LogRecord(
@@ -223,19 +204,17 @@ def relay(line: str, child: str) -> None:
 
 
 INTERVAL_S = 10.0
-"""An outage of an hour leaves 360 lines instead of one for each request."""
+"""Seconds between lines: an outage of an hour leaves 360."""
 
 
 class LimitedLog:
     def __init__(self, log: logging.Logger, clock: Clock) -> None:
-        """clock: monotonic seconds"""
         self._log = log
         self._clock = clock
         self._last_at = -math.inf
         self._num_left_out = 0
 
     def info(self, message: str, *args: object) -> None:
-        """Log at INFO, or count the line as left out."""
         now = self._clock()
         if now - self._last_at < INTERVAL_S:
             self._num_left_out += 1

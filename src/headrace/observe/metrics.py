@@ -1,10 +1,8 @@
 """Makes the metrics page: names, labels, buckets, and the source of each number.
 
-The gateway's own measurements are counted here as they happen. An engine's state is read from its last snapshot, so any number of gateways
-may export it, with equal numbers. A counter of the engine is a row of `core.load.EngineCounters`. Several gateway workers show one page:
-each worker's own measurements have the label `worker`.
+An engine's state is read from its last snapshot, so any number of gateways may export it, with equal numbers.
 
-Labels' values are configured names and fixed words, never a client's, so the configuration bounds the number of series.
+Labels' values are configured names and fixed words, never a client's.
 """
 
 from __future__ import annotations
@@ -42,8 +40,6 @@ TEXT_KILL_REASONS = ("cpu", "memory", "time", "left", "lost")
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReading:
-    """`snapshot` is None before the first one came."""
-
     model: str
     replica: str
     is_ready: bool
@@ -52,8 +48,6 @@ class ReplicaReading:
 
 @dataclass(frozen=True, slots=True)
 class TextReading:
-    """killed: number by reason"""
-
     num_waiting: int
     num_waiting_bytes: int
     num_running: int
@@ -80,7 +74,7 @@ def _text_families(reading: TextReading) -> Iterator[Metric]:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """By kind of content (prompts, answers). held: bytes; refused: requests"""
+    """Memory by kind of content. held: bytes; refused: requests"""
 
     held: Mapping[str, int]
     refused: Mapping[str, int]
@@ -138,7 +132,6 @@ def _counters(known: list[tuple[ReplicaReading, LoadSnapshot]]) -> Iterator[Metr
 
 
 def _steps(known: list[tuple[ReplicaReading, LoadSnapshot]]) -> Metric:
-    """Every gateway shows the same counts."""
     family = HistogramMetricFamily("headrace_step_seconds", "Duration of a step.", labels=LABELS)
     for reading, snapshot in known:
         counters = snapshot.counters
@@ -147,8 +140,6 @@ def _steps(known: list[tuple[ReplicaReading, LoadSnapshot]]) -> Metric:
 
 
 class ReplicaMetrics:
-    """Label lookups are done once here."""
-
     def __init__(self, metrics: Metrics, model: str, replica: str) -> None:
         labels = (model, replica)
         self.time_to_first_token = metrics.time_to_first_token.labels(*labels)
@@ -159,7 +150,7 @@ class ReplicaMetrics:
 
 
 class Metrics:
-    """registry: values that this process measures; reported: those of engines and foreign servers, the same in every gateway"""
+    """reported: values of engines and foreign servers, the same in every gateway"""
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # they are a second series per counter
@@ -224,11 +215,10 @@ class Metrics:
         return made
 
     def finished(self, model: str, replica: str, outcome: str) -> None:
-        """model, replica: empty for a request that did not get so far"""
+        """Empty for a request that did not get so far."""
         self.requests.labels(model, replica, outcome).inc()
 
     def forget(self, model: str, replica: str | None = None) -> None:
-        """A replica that left, or a whole model."""
         leading = (model,) if replica is None else (model, replica)
         for labels in [labels for labels in self._replicas if labels[: len(leading)] == leading]:
             del self._replicas[labels]
@@ -264,15 +254,12 @@ class Metrics:
         self.registry.register(ReadCollector(usage_families, reading))
 
     def encoded(self) -> bytes:
-        """For another worker's page."""
         return encode_families(self.registry.collect())
 
     def page(
         self, accept: str = "", by_worker: Mapping[int, bytes] | None = None, tenants: ShownTenants = EVERY_TENANT
     ) -> tuple[bytes, str]:
-        """The page and its content type, in the text format that the scraper asks for.
-
-        by_worker  `encoded` of each worker of this gateway's port; None: this process is the only one
+        """by_worker  `encoded` of each worker of this gateway's port; None: there is one process
         tenants    those whose series the reader may see
         """
         encoder, content_type = choose_encoder(accept)

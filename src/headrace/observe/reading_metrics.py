@@ -1,4 +1,4 @@
-"""Families of the metrics page made from readings when it is asked for: foreign servers, budgets, usage records."""
+"""Families of the metrics page made from readings."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ LABELS = ("model", "replica")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpstreamReading:
-    """
-    attempts         number by result, every result included
-    left_out         number of malformed fields in its answers, by field, every field included
-    is_circuit_open  open or half open
+    """left_out         malformed fields in its answers
     held_s           seconds until its rate limit allows a new request
-    num_running, num_waiting  as its own metrics page reports them; None where that page has none known here
+    num_running, num_waiting  as its own metrics page reports them
     """
 
     model: str
@@ -76,7 +73,7 @@ def reported_load_families(readings: Iterable[UpstreamReading]) -> Iterator[Metr
 
 @dataclass(frozen=True, slots=True)
 class BudgetReading:
-    """All tenants together, in the currency of `prices`. label: of its limit; used: reserved money included"""
+    """Of all tenants together, in the currency of `prices`. used: reserved money included"""
 
     label: str
     budget: float
@@ -96,7 +93,7 @@ def budget_families(readings: Iterable[BudgetReading]) -> Iterator[Metric]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinkReading:
-    """waiting_bytes: of all processes here; other fields: of this process"""
+    """waiting_bytes: of all processes here"""
 
     num_shipped: int
     num_failures: int
@@ -106,8 +103,6 @@ class SinkReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageReading:
-    """dropped: by reason; sinks: by name"""
-
     num_recorded: int
     dropped: Mapping[str, int]
     sinks: Mapping[str, SinkReading]

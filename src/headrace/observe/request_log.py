@@ -1,10 +1,6 @@
 """Writes one line per HTTP request: how the request ended, never what was said (`finished_request`).
 
-JSON in a file or a pipe, a short line on a terminal.
-
-Several gateways may write to one file or pipe: a line is one write, and short enough to stay whole.
-
-`LineWriter` writes the lines: a full disk or a stopped reader costs lines, which are counted, never a request.
+A full disk or a stopped reader costs lines, which are counted, never a request.
 """
 
 from __future__ import annotations
@@ -18,14 +14,11 @@ from headrace.observe.finished_request import FinishedRequest, Outcome
 from headrace.observe.logs import CLOSE_S, LineWriter, LogFormat, clock_time, printable, timestamp
 
 MAX_QUEUED = 10_000
-"""The most lines that wait to be written. One more is dropped and counted."""
 
 MAX_LINE_BYTES = 4096
-"""A longer line, its end included, is written without the fields that may be long. Linux keeps a write of at most this length whole in a
-pipe to which several processes write (PIPE_BUF)."""
+"""Linux keeps a write of at most this length whole in a pipe (PIPE_BUF); a longer line loses fields."""
 OFF = "off"
 STREAMS = {"on": 1, "stderr": 2}
-"""Targets that are no file, and their descriptors."""
 
 
 FIELDS = {
@@ -68,7 +61,7 @@ FIELDS = {
     "reason": "end.reason",
     "detail": "detail",
 }
-"""Field of a line -> where `FinishedRequest` has it. A field that is None is left out."""
+"""Field of a line -> where `FinishedRequest` has it."""
 
 LONG_FIELDS = ("reason", "detail", "finish_reasons")
 
@@ -77,10 +70,7 @@ _encode = json.JSONEncoder(ensure_ascii=True, separators=(",", ":")).encode
 
 
 def line_of(request: FinishedRequest, *, is_cut: bool = False) -> str:
-    """One line of ASCII JSON. It has no control characters, so that nothing a client sends can forge a second line.
-
-    is_cut  without the fields that may be long
-    """
+    """ASCII without control characters, so that no client can forge a second line."""
     values = zip(FIELDS, _values_of(request), strict=True)
     kept = {name: round(value, 6) if isinstance(value, float) else value for name, value in values if value is not None}
     kept["time"] = timestamp(request.arrival.time)
@@ -90,7 +80,6 @@ def line_of(request: FinishedRequest, *, is_cut: bool = False) -> str:
 
 
 def text_of(request: FinishedRequest, *, is_short: bool) -> str:
-    """The main fields as text for people. is_short: the time without the day, for a terminal"""
     arrival, end = request.arrival, request.end
     words = [clock_time(arrival.time, is_short=is_short), arrival.method, arrival.path, str(end.status)]
     words += [end.outcome] if end.outcome is not Outcome.COMPLETED else []
@@ -99,7 +88,6 @@ def text_of(request: FinishedRequest, *, is_short: bool) -> str:
 
 
 def _why(request: FinishedRequest) -> str:
-    """Error, reason and detail of a request that was not completed."""
     end = request.end
     about = f"{end.param}: expected {end.reason}" if end.param and end.reason else end.reason or end.param
     return ": ".join(word for word in (end.error, about, request.detail) if word)
@@ -118,12 +106,7 @@ def _cost(request: FinishedRequest) -> str:
 
 
 class RequestLog:
-    """Writes request log records. target: "on" (stdout), "stderr", "off", or a file's path (appended to). Raises OSError if it cannot be
-    opened.
-
-    log_format  format on a stream; a file is always JSON
-    worker      number in every line; None: there is one gateway
-    """
+    """target: "on" (stdout), "stderr", "off", or a file's path (appended to, always JSON). Raises OSError."""
 
     def __init__(self, target: str, log_format: LogFormat = LogFormat.AUTO, *, worker: int | None = None) -> None:
         self._worker = worker
@@ -136,7 +119,7 @@ class RequestLog:
         return 0 if self._lines is None else self._lines.num_dropped
 
     def write(self, request: FinishedRequest) -> None:
-        """Queue one line; never blocks. A full queue drops the line and counts it."""
+        """Never blocks; a full queue drops the line and counts it."""
         if self._lines is None:
             return
         if self._worker is not None:
@@ -154,7 +137,6 @@ class RequestLog:
         return text_of(request, is_short=self._is_terminal) + "\n"
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Write the queued lines, for at most `timeout_s` seconds."""
         if self._lines is not None:
             self._lines.close(timeout_s)
 

@@ -24,8 +24,6 @@ class KeptAnswer(StrEnum):
 
 
 class ReplayOutcome(StrEnum):
-    """What became of a request with an Idempotency-Key."""
-
     FIRST = "first"
     REPLAYED = "replayed"
     RUNNING = "running"
@@ -57,7 +55,7 @@ class ReplayMetrics:
 class TurnOutcome(StrEnum):
     KEPT = "kept"
     CONFLICT = "conflict"
-    """Another request of the session ran, or was stored first."""
+    """Another request of the session was first."""
     TOO_LARGE = "too_large"
     FAILED = "failed"
 
@@ -71,13 +69,10 @@ class KeepOutcome(StrEnum):
     KEPT = "kept"
     TOO_LARGE = "too_large"
     DROPPED = "dropped"
-    """Too much was waiting to be written."""
     FAILED = "failed"
 
 
 class ContinueOutcome(StrEnum):
-    """What became of a request with Last-Event-ID."""
-
     CONTINUED = "continued"
     UNKNOWN = "unknown"
     CONFLICT = "conflict"

@@ -1,8 +1,6 @@
-"""Counts what happens for each request or token, as counters and histograms. The samples equal those of `prometheus_client`, for a fraction
-of the time.
+"""Counts what happens for each request or token, as counters and histograms.
 
-`prometheus_client` takes a lock for each number that it changes (three for an observation) and searches buckets from the first on. Here all
-counting is done on one thread without locks, buckets are found by bisection, and samples are made when the page is read.
+`prometheus_client` takes a lock for each number that it changes; here one thread counts without locks, with equal samples.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ class Count:
 
 class Tally:
     def __init__(self, bounds: Sequence[float]) -> None:
-        """bounds: inclusive upper bounds of the buckets, ascending; one more bucket counts the values above the last"""
+        """bounds: inclusive upper bounds, ascending; one more bucket counts what is above"""
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
@@ -50,17 +48,12 @@ class Tally:
 def add_histogram(
     family: HistogramMetricFamily, labels: tuple[str, ...], bounds: Sequence[float], counts: Sequence[int], total: float
 ) -> None:
-    """
-    bounds, counts  as in `Tally`, not accumulated
-    total           sum over the values
-    """
+    """counts  not accumulated"""
     names = [floatToGoString(bound) for bound in (*bounds, float("inf"))]  # type: ignore[no-untyped-call]
     family.add_metric(labels, list(zip(names, accumulate(counts), strict=True)), total)
 
 
 class ReadCollector(Collector, Generic[T]):
-    """Families made from a reading that is taken when the page is asked for."""
-
     def __init__(self, families: Callable[[T], Iterable[Metric]], read: Callable[[], T]) -> None:
         self._families = families
         self._read = read
@@ -70,8 +63,6 @@ class ReadCollector(Collector, Generic[T]):
 
 
 class _Labelled(Collector, Generic[T]):
-    """One metric name's counters or histograms, by their labels."""
-
     def __init__(self, label_names: Sequence[str], make: Callable[[], T]) -> None:
         self._label_names = label_names
         self._make = make
@@ -80,14 +71,12 @@ class _Labelled(Collector, Generic[T]):
             self.labels()  # the page shows it before the first request, at zero
 
     def labels(self, *values: str) -> T:
-        """Made at the first call."""
         found = self._by_labels.get(values)
         if found is None:
             found = self._by_labels[values] = self._make()
         return found
 
     def remove(self, *leading: str) -> None:
-        """Every series whose first labels are these."""
         for labels in [labels for labels in self._by_labels if labels[: len(leading)] == leading]:
             del self._by_labels[labels]
 
@@ -105,7 +94,7 @@ class CountCollector(_Labelled[Count]):
 
 
 class OutcomeCounter(CountCollector, Generic[E]):
-    """Every outcome has a series from the start. Call it with an outcome to count one."""
+    """Every outcome has a series from the start."""
 
     def __init__(self, registry: CollectorRegistry, name: str, documentation: str, outcomes: type[E], label: str = "outcome") -> None:
         super().__init__(name, documentation, (label,))

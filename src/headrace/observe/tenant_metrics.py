@@ -1,7 +1,6 @@
 """Shows the use of tiers and of the largest tenants on the metrics page.
 
-At most MAX_TENANTS tenants have series of their own, which begin at zero; the rest is `other`. Users and keys are no labels. Where there
-are several tenants, a tenant's key reads its own series alone (`ShownTenants`). Every series only grows.
+At most MAX_TENANTS tenants have series of their own; the rest is `other`.
 """
 
 from __future__ import annotations
@@ -18,30 +17,26 @@ from headrace.core.money import NANOS
 MAX_TENANTS = 20
 
 OTHER = "other"
-"""A tenant of this very name is counted there too."""
 
 MAX_WATCHED = 10 * MAX_TENANTS
-"""Tenants whose recent requests are counted. Beyond this number the smallest is forgotten."""
+"""Beyond this number the smallest tenant is forgotten."""
 
 FADE_REQUESTS = 10_000
-"""Then all recent counts are halved, so that a tenant that has become quiet makes way."""
+"""Recent counts are halved then, so that a quiet tenant makes way."""
 
 LEAD = 2
-"""A tenant takes over the series of the smallest one once it has this many times its recent requests."""
+"""A tenant takes over the smallest one's series at this many times its recent requests."""
 
 TIER_PREFIX, TENANT_PREFIX = "headrace_tier_", "headrace_tenant_"
 
 BUDGET_PREFIX = "headrace_budget"
-"""Only readers of every tenant's series see these."""
 
 FOR_EVERY_KEY = frozenset({"headrace_replica_ready", "headrace_gateway_worker_up"})
-"""What `/ready` shows without a key. All others count all tenants together: in a site of two tenants, one could subtract its own numbers to
-see the other's.
-"""
+"""Others count all tenants together: one of two could subtract its own numbers to see the other's."""
 
 
 class RequestUse(NamedTuple):
-    """refused: code of its error; limit: label of the limit that refused it, about a dozen in all"""
+    """refused: code of its error"""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -53,8 +48,6 @@ class RequestUse(NamedTuple):
 
 @dataclass(slots=True)
 class UseCounts:
-    """refused: number by error code; limited: number by limit"""
-
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -76,15 +69,13 @@ class UseCounts:
 
 
 class LargestTenants:
-    """The most recent requests decide, by counts of up to MAX_WATCHED tenants."""
-
     def __init__(self) -> None:
         self.labelled: set[str] = set()
         self._recent: dict[str, int] = {}
         self._num_until_fade = FADE_REQUESTS
 
     def note(self, tenant: str) -> str | None:
-        """Count a request. Returns the tenant whose series this one takes over."""
+        """The tenant whose series this one takes over."""
         self._fade()
         if tenant not in self._recent and len(self._recent) >= MAX_WATCHED:
             self._forget_smallest()
@@ -117,8 +108,8 @@ class LargestTenants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownTenants:
-    """own       of all tenants' series, only this tenant's; "": none of them
-    has_site  also the site's series, which count all tenants together; otherwise only those of FOR_EVERY_KEY
+    """own       ""; of all tenants' series, none
+    has_site  also the site's series; otherwise only those of FOR_EVERY_KEY
     """
 
     is_all: bool = False
@@ -126,7 +117,7 @@ class ShownTenants:
     has_site: bool = False
 
     def shown(self, families: Iterable[Metric]) -> list[Metric]:
-        """Tiers and budgets are hidden too: a tier may have a single tenant."""
+        """Tiers are hidden too: one may have a single tenant."""
         return list(families) if self.is_all else [kept for family in families if (kept := self._kept(family)) is not None]
 
     def _kept(self, family: Metric) -> Metric | None:
@@ -150,7 +141,6 @@ class TenantMetrics(Collector):
         self._largest = LargestTenants()
 
     def count(self, tier: str, tenant: str, use: RequestUse) -> None:
-        """tier: a configured name"""
         _of(self._tiers, tier).add(use)
         if (ended := self._largest.note(tenant)) is not None:
             self._tenants.pop(ended, None)

@@ -1,8 +1,4 @@
-"""Repeats the metrics page's families under vLLM's names and labels, for dashboards and autoscalers that know these.
-
-Made from our own families: nothing is counted twice. `engine` is a replica's name here. A name that vLLM has and this table lacks has no
-counterpart.
-"""
+"""Repeats the metrics page's families under vLLM's names and labels, for dashboards and autoscalers that know these."""
 
 from __future__ import annotations
 
@@ -22,14 +18,12 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "headrace_request_latency_seconds": ("vllm:e2e_request_latency_seconds",),
     "headrace_queue_time_seconds": ("vllm:request_queue_time_seconds",),
 }
-"""Our family -> vLLM's. The older vllm:time_per_output_token_seconds is the gaps between tokens."""
+"""Ours -> vLLM's; the older vllm:time_per_output_token_seconds is the gaps between tokens."""
 
 KV_BLOCKS, KV_USAGE = "headrace_kv_blocks", ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
-"""The used share of the blocks, 0..1, under a newer and an older name."""
 
 FINISHED = "vllm:request_success"
 REASONS = {"stop": "stop", "length": "length", "cancelled": "abort"}
-"""Other reasons are no success at vLLM."""
 
 LABELS = {"model": "model_name", "replica": "engine", "reason": "finished_reason"}
 

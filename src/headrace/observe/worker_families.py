@@ -1,6 +1,6 @@
-"""Combines the metric families of several gateway workers into one page, and encodes them for the way between workers.
+"""Combines the metric families of several gateway workers into one page.
 
-What is read from engines and foreign servers is the same in every worker and not included: the worker that is asked adds it once.
+What all workers read alike from engines is not included: the worker that is asked adds it once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ WORKER = "worker"
 
 
 def encode_families(families: Iterable[Metric]) -> bytes:
-    """JSON: per family its name, text, type, unit and samples (name, labels, value)."""
+    """JSON: per family name, text, type, unit and samples."""
     found = [
         [family.name, family.documentation, family.type, family.unit, [[name, labels, value] for name, labels, value, *_ in family.samples]]
         for family in families
@@ -23,7 +23,7 @@ def encode_families(families: Iterable[Metric]) -> bytes:
 
 
 def merge_workers(by_worker: Mapping[int, bytes]) -> list[Metric]:
-    """One family per name, with each sample's worker as a label. Bytes that `encode_families` did not make count as no answer."""
+    """Bytes that `encode_families` did not make count as no answer."""
     is_up = GaugeMetricFamily("headrace_gateway_worker_up", "1 for each gateway worker whose series are on this page.", labels=(WORKER,))
     merged: dict[str, Metric] = {is_up.name: is_up}
     for worker, data in sorted(by_worker.items()):

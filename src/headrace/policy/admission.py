@@ -149,7 +149,7 @@ CALM_WAITS = 10.0
 class OverloadWatch:
     """Used on one event loop.
 
-    An overload is told from a peak, which ends by itself, by one of two signs:
+    An overload is distinguished from a peak, which ends by itself, by one of two signs:
 
     - A request was refused although the long wait of a peak was allowed (`AdmissionRules.wait_bound_s`).
     - The queue stays long for two short waits, and in the second one clearly more requests came than ended.

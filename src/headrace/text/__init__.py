@@ -1,3 +1,1 @@
-"""Turns text into tokens and tokens into text: tokenizers, chat templates, incremental detokenizing, stop strings. No HTTP and no
-tensors.
-"""
+"""Turns text into tokens and tokens into text: tokenizers, chat templates, incremental detokenizing, stop strings."""

@@ -1,7 +1,6 @@
 """Assembles a sequence's text, log-probabilities and finish reason from the engine's updates, for the gateway and `LLM`.
 
-Tokens are emitted together with their text: where text is held back, because it may begin a stop string or ends within a character, its
-tokens are held back as well.
+Where text is held back, because it may begin a stop string or ends within a character, its tokens are held back as well.
 """
 
 from __future__ import annotations
@@ -23,18 +22,13 @@ from headrace.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class EngineFinish:
-    """Arguments for `Engine.finish`."""
-
     keep_tokens: int
     reason: FinishReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputDelta:
-    """
-    token_ids        those emitted with this text, an end token included
-    prompt_logprobs  see `decoded_prompt_logprobs`
-    stop_reason      beside FinishReason.STOP: the stop string or stop token id; None for the model's own end token
+    """stop_reason      beside FinishReason.STOP: the stop string or stop token id; None for the model's own end token
     engine_finish    set when a stop string ended the sequence and the engine still runs it
     """
 
@@ -53,21 +47,19 @@ class OutputDelta:
 
 
 class _Pending(NamedTuple):
-    """begin: output characters before the token; end: output characters after which it is emitted"""
-
     token_id: int
     begin: int
     end: int
 
 
 class OutputAssembler:
-    """One sequence's output. The values are None until the engine has reported them, or has ended the sequence.
+    """The values are None until the engine has reported them, or has ended the sequence.
 
     num_tokens  output tokens that count: for usage, and for a resume after a failure
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, *, kept_ids: Set[int] = frozenset()) -> None:
-        """kept_ids: special tokens that have a text even if the parameters skip special tokens"""
+        """kept_ids: special tokens that have a text even if those are skipped"""
         self._tokenizer = tokenizer
         self._params = params
         self._detokenizer = Detokenizer(
@@ -87,7 +79,7 @@ class OutputAssembler:
         self.finish: FinishReason | None = None
 
     def feed_whole(self, token_ids: Sequence[int]) -> str | None:
-        """The fast path of `feed`, for tokens alone whose text can all be emitted at once. None: nothing was read, use `feed`."""
+        """None: nothing was read, use `feed`."""
         if self._pending or self.finish is not None or not self._params.detokenize:
             return None
         text = self._detokenizer.push_whole(token_ids)
@@ -120,7 +112,6 @@ class OutputAssembler:
         return len(self._pending)
 
     def supply_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Set the log-probabilities of all waiting tokens, which were fed without them."""
         offsets = array("q", [pending.begin for pending in self._pending])
         self._logprobs = DecodedLogprobs(self._tokenizer, columns_of(logprobs), offsets, bytearray(b"\1" * len(offsets)))
 
@@ -167,7 +158,7 @@ class OutputAssembler:
         )
 
     def _hide_cut(self, logprobs: DecodedLogprobs) -> None:
-        """Hide tokens wholly within the stop string that was cut off: their text begins after everything that was emitted."""
+        """Hides tokens wholly within the stop string that was cut off."""
         num_shown = self._detokenizer.num_released
         for place, (token_id, offset) in enumerate(zip(logprobs.columns.token_ids, logprobs.text_offsets, strict=True)):
             if offset >= num_shown and self._tokenizer.token_bytes(token_id):
@@ -207,7 +198,7 @@ _NO_TEXT = Delta()
 
 
 def decoded_prompt_logprobs(tokenizer: Tokenizer, prompt_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> DecodedLogprobs:
-    """Log-probabilities of prompt positions from 1 on (the first token has none). Text offsets are counted in the prompt's text."""
+    """Log-probabilities of positions from 1 on: the first token has none."""
     offsets, found = Detokenizer(tokenizer, skip_special_tokens=False), DecodedLogprobs(tokenizer)
     for token_id, at in zip(prompt_ids, logprobs, strict=False):
         offsets.push((token_id,))

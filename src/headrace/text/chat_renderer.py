@@ -1,8 +1,6 @@
 """Renders chat templates: Jinja in an immutable sandbox, with what transformers' `apply_chat_template` gives templates.
 
-transformers is not used here: importing it takes half a second of processor time and 40 MB. Other modules import this one inside
-functions, since it imports jinja2. A template is a program: the sandbox keeps it away from the process, and the caller bounds its time
-and memory (`gateway.text_workers`).
+A template is a program: the sandbox keeps it away from the process, and the caller bounds its time and memory (`gateway.text_workers`).
 """
 
 from __future__ import annotations
@@ -21,14 +19,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""Most templates read the first, those of gpt-oss the second."""
+"""Most templates read the first name, those of gpt-oss the second."""
 
 END_OF_FINAL_MESSAGE = "CONTINUE_FINAL_MESSAGE_TAG "
-"""The rendered text is cut off at it; the template may strip the space."""
+"""The rendered text is cut off here; the template may strip the space."""
 
 
 def render(source: str, messages: Sequence[Mapping[str, object]], /, *, continue_final_message: bool = False, **variables: object) -> str:
-    """The text that a template writes for a conversation of JSON values. A null field of a message counts as absent.
+    """Null fields of messages count as absent.
 
     continue_final_message  end the text with the last message's content, which must be a string
 
@@ -63,7 +61,7 @@ def _cut_after(text: str, final: str) -> str:
 
 
 def _set_fields(message: Mapping[str, object]) -> dict[str, object]:
-    """Clients send back what an API gave them, nulls included, and templates test whether a field is defined."""
+    """Templates test whether a field is defined; clients send back nulls."""
     return {name: value for name, value in message.items() if value is not None}
 
 
@@ -77,7 +75,7 @@ def _plain_object(value: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _plain(value: object) -> object:
-    """A copy in Python's own JSON types, since a template could call methods of other types."""
+    """A copy in Python's own JSON types: a template could call methods of others."""
     if isinstance(value, Mapping):
         return _plain_object(value)
     if isinstance(value, list | tuple):
@@ -104,8 +102,6 @@ class _GenerationTag(Extension):
 
 
 class _DictMaker:
-    """The `dict` of templates, without the type's other attributes."""
-
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
 
@@ -142,5 +138,5 @@ def _now(form: str) -> str:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
-    """Without the escapes for HTML of Jinja's own filter."""
+    """Without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,8 +1,7 @@
 """Keeps control tokens in users' text apart from the template's own while a conversation is rendered to one string.
 
-A control token inside a user's string is put between two private-use characters that occur nowhere in the request, so the marks cannot be
-forged. After rendering, the text between such a pair is spelled with ordinary tokens. Source of the idea: `mark_control_tokens` in
-transformers.
+A control token inside a user's string is put between two private-use characters that occur nowhere in the request, so the marks cannot
+be forged. Source: `mark_control_tokens` in transformers.
 """
 
 from __future__ import annotations
@@ -16,14 +15,12 @@ from headrace.core.errors import InvalidRequest
 from headrace.text.tokenizer import any_of, check_text
 
 MAX_DEPTH = 64
-"""Deeper nesting would exhaust Python's stack in the template engine."""
+"""Deeper nesting would exhaust Python's stack."""
 _FIRST_MARK, _LAST_MARK = 0xF0000, 0xFFFFD
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """The characters put around a control token in a user's string: private-use ones that occur in none of the strings."""
-
     start: str
     end: str
 
@@ -48,7 +45,7 @@ class Marks:
     def split(self, rendered: str, tokens: tuple[str, ...]) -> list[tuple[str, bool]]:
         """(piece, is_plain) parts of a rendered text, with marks removed.
 
-        A template may separate a pair of marks. Lone marks are dropped but still cut the text: no control token joins across them.
+        Lone marks are dropped but still cut the text: no control token joins across them.
         """
         pair = re.compile(f"{self.start}{any_of(tokens).pattern}{self.end}|[{self.start}{self.end}]")
         parts: list[str | None] = pair.split(rendered)
@@ -56,10 +53,7 @@ class Marks:
 
 
 def strings_in(value: object, path: str, depth: int = 0) -> Iterator[str]:
-    """Every string in a JSON-like value, keys included.
-
-    Raises InvalidRequest for a lone surrogate, nesting beyond MAX_DEPTH, or a value that is not JSON.
-    """
+    """Strings of keys included. Raises InvalidRequest for a lone surrogate, nesting beyond MAX_DEPTH, or a value that is not JSON."""
     if depth > MAX_DEPTH:
         raise InvalidRequest(path[:200], f"at most {MAX_DEPTH} levels of nesting")
     if isinstance(value, str):

@@ -1,7 +1,6 @@
 """Turns tokens into text as they arrive, and finds stop strings.
 
-Characters are never split across deltas. All deltas joined are the whole decode, cut at the first stop string, whatever the token borders:
-the one whose last character comes first; of several ending there the longest. Knuth-Morris-Pratt per string.
+All deltas joined are the whole decode, cut at the stop string whose last character comes first; of several ending there the longest.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from headrace.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """end: characters of the pushed chunk up to and including the stop string's last one"""
+    """end: characters of the pushed chunk, the stop string's included"""
 
     text: str
     end: int
@@ -33,15 +32,13 @@ class StopMatcher:
 
     @property
     def held(self) -> int:
-        """Length of the longest suffix of the text so far that begins a stop string."""
         return max(self._states, default=0)
 
     def ignores(self, text: str) -> bool:
-        """Whether reading `text` would change nothing."""
         return self._first_chars.isdisjoint(text) and not any(self._states)
 
     def push(self, text: str, *, is_armed: bool = True) -> StopMatch | None:
-        """Read text up to the first completed stop string. Not `is_armed`: completed stop strings are ignored."""
+        """Not `is_armed`: completed stop strings are ignored."""
         if self.ignores(text):
             return None
         for position, char in enumerate(text):
@@ -84,7 +81,7 @@ def _borders(text: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """keep_tokens: output tokens up to and including the one that completed the stop string; later ones do not count"""
+    """keep_tokens: up to and including the token that completed the stop string"""
 
     text: str = ""
     stop_match: str | None = None
@@ -92,14 +89,8 @@ class Delta:
 
 
 class Detokenizer:
-    """Text of one output stream. O(1) amortised per token.
-
-    kept_ids      control tokens that have a text
-    min_tokens    a stop string completed within the first `min_tokens` tokens is ordinary text
-    num_tokens    tokens read, none after a stop string
-    num_chars     characters decoded so far, held ones included
+    """min_tokens    a stop string completed within the first `min_tokens` tokens is ordinary text
     has_partial   the last token ended within a character
-    num_released  characters emitted
     """
 
     __slots__ = (
@@ -143,7 +134,7 @@ class Detokenizer:
         self.num_released = 0
 
     def push_whole(self, token_ids: Sequence[int]) -> str | None:
-        """The fast path of `push`: the text of tokens that can be emitted at once. None: nothing was read, use `push`."""
+        """None: nothing was read, use `push`."""
         if self.has_partial or self._held or self._stop_match is not None:
             return None
         whole_texts, skipped = self._whole_texts, self._skipped
@@ -161,7 +152,6 @@ class Detokenizer:
         return text
 
     def push(self, token_ids: Sequence[int]) -> Delta:
-        """Read tokens and emit the text that is certain; nothing after a stop string."""
         if self._stop_match is not None:
             return _NOTHING
         parts: list[str] = []
@@ -178,7 +168,7 @@ class Detokenizer:
         return Delta("".join(parts))
 
     def flush(self) -> Delta:
-        """Emit the text held back, with U+FFFD for an unfinished character. Call it once, at the end."""
+        """Gives U+FFFD for an unfinished character. Call it once, at the end."""
         if self._stop_match is not None:
             return _NOTHING
         chars, self.has_partial = self._decoder.decode(b"", final=True), False

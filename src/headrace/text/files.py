@@ -1,4 +1,4 @@
-"""Reads the small text files of a model folder, with a bound on their size. Failures are CheckpointErrors naming file and reason."""
+"""Reads the small text files of a model folder, with a bound on their size. Raises CheckpointError."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from headrace.core.regular_files import check_regular
 from headrace.machine.folders import inside
 
 MAX_FILE_BYTES = 256 * 2**20
-"""A bigger file is a mistake or an attack."""
 
 
 def read_bytes(path: Path, *, home: Path | None = None) -> bytes:

@@ -14,7 +14,7 @@ from headrace.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """digests: see `core.digests`; an engine must have read the same files"""
+    """digests: an engine must have read the same files"""
 
     tokenizer: Tokenizer
     template: ChatTemplate
@@ -31,7 +31,7 @@ def load_text(folder: str | Path) -> TextModel:
 
 
 def _check_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:
-    """Raises CheckpointError if a text can be given an id without a row in the model's embedding table."""
+    """Raises CheckpointError if a text can be given an id without a row in the embedding table."""
     limit = read_optional_object(folder / "config.json").get("vocab_size")
     if isinstance(limit, bool) or not isinstance(limit, int):
         return

@@ -1,6 +1,6 @@
 """Holds the log-probabilities of one sequence's tokens as columns, from the wire to the response.
 
-An answer may have a hundred thousand alternatives. As columns they take 12 bytes each; objects (`TokenEntry`) are made only by iteration.
+As columns, alternatives take 12 bytes each; objects (`TokenEntry`) are made only by iteration.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from headrace.core.plan import LogprobColumns, wide_columns
 
 
 class TokenTexts(Protocol):
-    """A `Tokenizer` is one."""
-
     def token_text(self, token_id: int) -> str: ...
 
     def token_bytes(self, token_id: int) -> bytes: ...
@@ -32,10 +30,7 @@ class TopToken:
 
 @dataclass(frozen=True, slots=True)
 class TokenEntry:
-    """
-    rank         1 = it was the most probable
-    top          descending
-    text_offset  characters before it in the output (for prompt entries: in the prompt)
+    """text_offset  characters before it in the output (for prompt entries: in the prompt)
     is_visible   False when none of its text is in the answer: the token that ended it, or one wholly within a cut-off stop string
     """
 
@@ -51,11 +46,7 @@ class TokenEntry:
 
 @dataclass(frozen=True, slots=True)
 class DecodedLogprobs:
-    """Log-probabilities of neighbouring tokens of one sequence, as columns of equal length.
-
-    visible      0 for a token with none of its text in the answer (see `TokenEntry`)
-    texts_bytes  memory that `texts` takes for these tokens alone
-    """
+    """texts_bytes  memory of these tokens' `texts` alone"""
 
     texts: TokenTexts
     columns: LogprobColumns = field(default_factory=wide_columns)

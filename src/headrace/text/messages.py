@@ -9,30 +9,25 @@ from typing import cast
 from headrace.core.errors import InvalidRequest
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-"""Templates paste the role between control characters (`<|` + role + `|>`), so it is never free text."""
+"""Templates paste the role between control characters, so it is never free text."""
 
 Message = Mapping[str, object]
 _Call = dict[str, object]
 
 
 def normal_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
-    """The messages with string contents, and tool-call arguments as objects. The caller's objects are not changed.
-
-    Text parts are joined by newlines. Raises InvalidRequest naming the message and field.
-    """
+    """Raises InvalidRequest naming the message and field."""
     if not isinstance(messages, list | tuple) or not messages:
         raise InvalidRequest("messages", "a non-empty list of messages", messages)
     return [_normal_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
 
 
 def begun_answer(messages: Sequence[Message], *, continue_final_message: bool) -> str:
-    """The part of the answer that the conversation holds already."""
     content = messages[-1].get("content") if continue_final_message and messages else None
     return content if isinstance(content, str) else ""
 
 
 def with_written_arguments(messages: Sequence[Message]) -> list[dict[str, object]]:
-    """A copy whose tool calls have their arguments as JSON text."""
     made = [dict(message) for message in messages]
     for message in made:
         if calls := message.get("tool_calls"):
@@ -85,10 +80,7 @@ def _part_text(part: object, path: str) -> str:
 
 
 def _tool_calls(calls: object, path: str) -> list[dict[str, object]]:
-    """With arguments as objects, which templates read; the API writes them as a JSON string.
-
-    A string that holds no JSON object stays a string: the model has to see it again beside the tool's complaint.
-    """
+    """A string that holds no JSON object stays a string: the model has to see it again beside the tool's complaint."""
     if not isinstance(calls, list | tuple):
         raise InvalidRequest(path, "a list of tool calls", calls)
     return [_tool_call(call, f"{path}[{number}]") for number, call in enumerate(calls)]

@@ -1,7 +1,4 @@
-"""Renders conversations to text and token ids through the model's own chat template; clients cannot bring one.
-
-The sandbox (`chat_renderer`) is imported on first use, since importing Jinja takes a tenth of a second.
-"""
+"""Renders conversations to text and token ids through the model's own chat template; clients cannot bring one."""
 
 from __future__ import annotations
 
@@ -20,12 +17,11 @@ from headrace.text.tokenizer import Tokenizer, any_of
 from headrace.text.tokenizer_config import SPECIAL_TOKEN_NAMES
 
 MAX_CHAT_CHARS = 4 * 2**20
-"""Rendered conversations: far beyond any served context, and small enough to hold in memory many times."""
 MAX_KWARG_CHARS = 4096
 MAX_UNREAD_NAME_CHARS = 64
 MAX_GROWTH = 4
 OWN_CHARS, OWN_CHARS_PER_MESSAGE = 64 << 10, 1024
-"""A rendered conversation may have MAX_GROWTH x the characters of its input, and OWN_CHARS + OWN_CHARS_PER_MESSAGE x messages."""
+"""The most characters of a rendered conversation: MAX_GROWTH x those of its input, and these."""
 
 _RESERVED = frozenset(
     {"messages", "tools", "documents", "conversations", "chat_template", "tokenize", "add_generation_prompt", "continue_final_message"}
@@ -37,7 +33,7 @@ _CANNOT_COPE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticEr
 
 
 class ChatTemplate:
-    """The chat template (or named templates) of one folder. Immutable; safe to use from several threads."""
+    """Immutable; safe to use from several threads."""
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         self._sources = dict(sources)
@@ -49,7 +45,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: str | Path, tokenizer: Tokenizer) -> ChatTemplate:
-        """A folder without a template refuses conversations. Raises CheckpointError for a damaged file."""
+        """A folder without a template refuses conversations. Raises CheckpointError."""
         return cls(_sources(Path(folder)), tokenizer.special_tokens)
 
     @property
@@ -61,9 +57,9 @@ class ChatTemplate:
         return tuple(self._sources.values())
 
     def compile(self) -> None:
-        """Import Jinja and compile now, so that no request waits for it. Raises CheckpointError.
+        """Raises CheckpointError.
 
-        A template that does not end, or that makes gigabytes, does so here: the caller must bound the process.
+        A template that does not end does so here: the caller must bound the process.
         """
         from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
@@ -88,9 +84,7 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, object]] | None = None,
         kwargs: Mapping[str, object] | None = None,
     ) -> str:
-        """The conversation as one text, exactly as the template writes it. To get token ids use `encode`, which is safe.
-
-        kwargs  scalars for variables this template reads (e.g. enable_thinking); null, false, 0 and "" for any other
+        """To get token ids use `encode`, which is safe.
 
         Raises: InvalidRequest, RequestTooLarge.
         """
@@ -109,7 +103,7 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, object]] | None = None,
         kwargs: Mapping[str, object] | None = None,
     ) -> list[int]:
-        """The conversation as token ids. Control tokens written by users become ordinary tokens. Else as `render`."""
+        """Control tokens written by users become ordinary tokens."""
         return self.rendered(
             tokenizer,
             messages,
@@ -132,7 +126,6 @@ class ChatTemplate:
         kwargs: Mapping[str, object] | None = None,
         switches: Sequence[TemplateSwitch] = (),
     ) -> RenderedChat:
-        """`encode` up to the tokenizing. switches: see `text.template_switch`"""
         source = self._source(bool(tools))
         read = _names_in(source)
         switched_kwargs, without_effect = switched(kwargs or {}, switches, read)
@@ -156,7 +149,7 @@ class ChatTemplate:
     # -- inside ------------------------------------------------------------------------------------------------------------------
 
     def _control_tokens(self, tokenizer: Tokenizer) -> tuple[str, ...]:
-        """Control tokens, and those added tokens that this template itself writes as tags (`<tool_call>`, `[INST]`)."""
+        """Includes added tokens that this template itself writes as tags (`<tool_call>`, `[INST]`)."""
         found = self._tokens.get(tokenizer.digest)
         if found is None:
             text = "\0".join(self._sources.values())
@@ -217,10 +210,8 @@ def import_engine() -> None:
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """
-    text    with marks around users' control tokens
-    pieces  the text cut at the marks, for `Tokenizer.encode_pieces`; None without marks
-    unread  fields that this template does not read: kwargs and switches whose values mean off, and reasoning of earlier turns
+    """pieces  the text cut at the marks, for `Tokenizer.encode_pieces`; None without marks
+    unread  fields that this template does not read
     """
 
     text: str
@@ -238,8 +229,6 @@ class RenderedChat:
 
 
 class _Chat:
-    """The client's part of a template's input."""
-
     def __init__(
         self,
         messages: list[dict[str, object]],
@@ -259,12 +248,11 @@ class _Chat:
 
     @property
     def max_rendered_chars(self) -> int:
-        """A template that writes more is broken or hostile. Call `strings` before."""
+        """Call `strings` before."""
         own_chars = OWN_CHARS + OWN_CHARS_PER_MESSAGE * len(self.messages)
         return min(MAX_CHAT_CHARS, MAX_GROWTH * self._num_chars + own_chars)
 
     def strings(self) -> list[str]:
-        """Every string from the client. Raises InvalidRequest, RequestTooLarge."""
         found = list(strings_in(self.messages, "messages"))
         found += strings_in(self.tools, "tools")
         found += strings_in(self.documents, "documents")
@@ -275,9 +263,7 @@ class _Chat:
         return found
 
     def marked(self, marks: Marks, everything: re.Pattern[str], control: re.Pattern[str]) -> _Chat:
-        """In an assistant's turn, the model's own earlier output, tags (`<think>`, `<tool_call>`) are not marked: the next turn's prompt
-        then has the same tokens and hits the prefix cache.
-        """
+        """Tags (`<think>`) in an assistant's turn, the model's own output, are not marked: the next prompt then hits the prefix cache."""
         patterns = [control if message["role"] == "assistant" else everything for message in self.messages]
         made = _Chat(
             marked_objects(marks, self.messages, patterns),
@@ -322,13 +308,12 @@ def _check_tools(chat: _Chat, source: str) -> None:
 
 
 def _asks_for_nothing(name: str, value: object) -> bool:
-    """To a template, null, false, 0 and "" are the same as a missing variable."""
     return name.isascii() and name.isidentifier() and len(name) <= MAX_UNREAD_NAME_CHARS and value in (None, False, "")
 
 
 @lru_cache(maxsize=16)
 def _names_in(source: str) -> frozenset[str]:
-    """Raises CheckpointError when the template does not compile."""
+    """Raises CheckpointError."""
     from jinja2 import Environment
     from jinja2.exceptions import TemplateSyntaxError
 
@@ -348,10 +333,7 @@ def _refused(message: str) -> InvalidRequest:
 
 
 def _sources(folder: Path) -> dict[str, str]:
-    """Template sources by name; "default" is the main one. A blank source counts as missing.
-
-    Files are read in this order until one has a main template; named templates of earlier files win, as in transformers.
-    """
+    """Named templates of earlier files win, as in transformers."""
     found: dict[str, str] = {}
     for sources in _layers(folder):
         if "default" not in found:

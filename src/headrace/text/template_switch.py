@@ -1,7 +1,4 @@
-"""Maps fields of a request to the variable of the chat template that they switch, whatever this model's template calls it.
-
-Reasoning is `enable_thinking` in one template and `thinking` in another. The template's text decides which variable is set.
-"""
+"""Maps fields of a request to the variable that switches them in this model's chat template."""
 
 from __future__ import annotations
 
@@ -13,9 +10,8 @@ from headrace.core.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateSwitch:
-    """field   as the client wrote it, e.g. "reasoning.effort"
-    values  variable -> its value, the preferred variable first
-    is_off  the value means what a template without these variables does anyway; otherwise such a template refuses the request
+    """values  the preferred variable first
+    is_off  the value means what a template without these variables does; else such a template refuses the request
     """
 
     field: str
@@ -27,9 +23,9 @@ class TemplateSwitch:
 def switched(
     kwargs: Mapping[str, object], switches: Sequence[TemplateSwitch], variables: Collection[str]
 ) -> tuple[dict[str, object], tuple[str, ...]]:
-    """(`kwargs` with the variables that `switches` set, the fields of switches without effect).
+    """(all variables, the fields of switches without effect).
 
-    variables: names that the template reads. Raises InvalidRequest for a switch it does not have, or that contradicts another field.
+    Raises InvalidRequest for a switch the template does not have, or that contradicts another field.
     """
     made, without_effect = dict(kwargs), []
     for switch in switches:

@@ -5,9 +5,6 @@ token's spelling maps to bytes:
 
   byte level     every character stands for one byte (GPT-2's table): Llama 3, Qwen, GPT-2, the bundled models
   metaspace      text with U+2581 for a space; `<0xNN>` is one byte: Llama 2, Mistral, Mixtral, Phi-3, Gemma
-
-Any other decoder is refused, because guessing would lose bytes. The bound holds only where no rule of the tokenizer drops text; with a
-rule that is not known here there is none.
 """
 
 from __future__ import annotations
@@ -38,10 +35,8 @@ BYTE_OF_CHAR: Mapping[str, int] = _byte_of_char()
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """
-    is_byte_level  True: GPT-2's byte table; False: U+2581 is a space
-    has_bytes      `<0xNN>` tokens are single bytes
-    strip_left     spaces removed from the start of a whole text (what a metaspace tokenizer put before the first word)
+    """is_byte_level  True: GPT-2's byte table; False: U+2581 is a space
+    strip_left     spaces that a metaspace tokenizer put before the first word
     """
 
     is_byte_level: bool
@@ -60,7 +55,7 @@ class Spelling:
 
 
 def spelling_of(decoder: object) -> Spelling:
-    """Reads tokenizer.json's `decoder` section. Raises CheckpointError for an unknown one."""
+    """Raises CheckpointError."""
     is_byte_level = has_bytes = is_metaspace = False
     strip_left = 0
     for part in _parts(decoder):
@@ -105,7 +100,7 @@ def _unsupported(kind: object) -> CheckpointError:
 
 
 NORMAL_FORM_SHRINKS = 8
-"""Bytes of text per byte of its normal form, more than Unicode's worst: tests/text/test_token_bytes.py counts."""
+"""Bytes of text per byte of its normal form: more than Unicode's worst."""
 
 LOWERCASE_SHRINKS = 4
 _KEEPS_TEXT = ("ByteLevel", "Digits", "Metaspace")
@@ -113,13 +108,13 @@ _KEEPS_TEXT = ("ByteLevel", "Digits", "Metaspace")
 
 @dataclass(frozen=True, slots=True)
 class TokenBound:
-    """max_bytes: most bytes of text that one token covers; counts_spaces: False if a token may cover any amount of white space"""
+    """counts_spaces: False if a token may cover any amount of white space"""
 
     max_bytes: int
     counts_spaces: bool = True
 
     def least_tokens(self, text: str) -> int:
-        """Linear: about 1 ms per MiB; 10 ms where spaces do not count, too long for an event loop."""
+        """Takes 1 ms per MiB; 10 ms where spaces do not count, too long for an event loop."""
         if not self.counts_spaces:
             text = "".join(text.split())
         num_bytes = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
@@ -127,11 +122,7 @@ class TokenBound:
 
 
 def token_bound(document: Mapping[str, object], vocab: Collection[str], added: Collection[AddedToken]) -> TokenBound | None:
-    """None if the tokenizer's rules allow none.
-
-    vocab  spelling of every token, added ones included
-    added  tokens that are searched for in a text before the model's own rules
-    """
+    """None if the tokenizer's rules allow none."""
     shrinks = _normalizer_shrinks(document.get("normalizer"))
     if shrinks is None or not _pre_tokenizer_keeps_text(document.get("pre_tokenizer")):
         return None
@@ -142,7 +133,7 @@ def token_bound(document: Mapping[str, object], vocab: Collection[str], added: C
 
 
 def _longest(document: Mapping[str, object], vocab: Collection[str], added: Collection[str]) -> int | None:
-    """None if the model's rules may drop text, or cover any amount of text by one unknown token."""
+    """None if the model's rules may drop text, or cover any amount of it by one unknown token."""
     model = document.get("model")
     if not isinstance(model, Mapping) or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         return None
@@ -160,7 +151,6 @@ def _longest(document: Mapping[str, object], vocab: Collection[str], added: Coll
 
 
 def _normalizer_shrinks(normalizer: object) -> int | None:
-    """The most bytes of text that the normalizer turns into one byte; None: no bound."""
     shrinks = 1
     for part in _steps(normalizer, "normalizers"):
         match part:

@@ -1,7 +1,6 @@
 """Turns text into token ids and back, by a local folder's tokenizer.json and what `tokenizer_config` reads beside it.
 
-User text cannot smuggle in control tokens: `<|im_end|>` written by a user becomes ordinary tokens unless the caller says otherwise.
-Decoding joins exact bytes (`token_bytes`), so that a stream of tokens always adds up to the whole text.
+User text cannot smuggle in control tokens: `<|im_end|>` becomes ordinary tokens unless the caller says otherwise.
 """
 
 from __future__ import annotations
@@ -23,19 +22,13 @@ if TYPE_CHECKING:
     import tokenizers
 
 _PIPED = re.compile(r"<[|\uff5c].*[|\uff5c]>\Z", re.DOTALL)
-"""`<|...|>` (and DeepSeek's full-width form): treated as control tokens even where a folder does not mark them special."""
+"""Texts treated as control tokens even where a folder does not mark them special."""
 
 
 class Tokenizer:
-    """One folder's tokenizer. Immutable after loading and safe to use from several threads; `encode` releases the GIL.
-
-    special_ids     control tokens that `skip_special_tokens` leaves out
-    digest          SHA-256 of tokenizer.json, hex
-    bound           lower bound on the tokens of a text (`token_bytes`); None for a tokenizer whose rules allow none
-    """
+    """Immutable and safe to use from several threads; `encode` releases the GIL."""
 
     def __init__(self, config: TokenizerConfig, data: bytes) -> None:
-        """Use `Tokenizer.load`. data is the content of tokenizer.json."""
         document = parse_object("tokenizer.json", data)
         self._inner = _build(data)
         config.extend(self._inner)
@@ -58,7 +51,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
-        """Raises CheckpointError naming the file when it is missing, damaged, or not supported."""
+        """Raises CheckpointError."""
         path = Path(folder)
         if not (path / "tokenizer.json").is_file():
             for name in ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json"):
@@ -70,10 +63,7 @@ class Tokenizer:
         return cls(read_tokenizer_config(path), read_bytes(path / "tokenizer.json").removeprefix(BOM_UTF8))
 
     def first_id_beyond(self, limit: int) -> tuple[str, int] | None:
-        """(token, id) with the least id >= `limit` that a text can be given, or that opens a text.
-
-        Other control tokens may have higher ids: some folders add a padding token that the model has no row for.
-        """
+        """The least (token, id) with id >= `limit` that a text can be given, or that opens a text."""
         if self.vocab_size <= limit:
             return None
         vocab = self._inner.get_vocab(with_added_tokens=True)
@@ -87,12 +77,9 @@ class Tokenizer:
     # -- text to ids -------------------------------------------------------------------------------------------------------------
 
     def encode(self, text: str, *, add_special_tokens: bool, allow_control_tokens: bool = False, field: str = "prompt") -> list[int]:
-        """Token ids of a text.
+        """allow_control_tokens  only for text of the operator or the program
 
-        add_special_tokens    what the folder's post-processor adds (usually a leading BOS)
-        allow_control_tokens  control tokens written in the text are read as such: only for text of the operator or the program
-
-        Raises InvalidRequest for a lone surrogate. Linear, about 1 s per MiB, without the GIL.
+        Raises InvalidRequest for a lone surrogate.
         """
         check_text(text, field)
         if allow_control_tokens:
@@ -107,13 +94,13 @@ class Tokenizer:
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
     def hides_control_token(self, text: str) -> bool:
-        """Whether the normalizer turns `text` into a control token that is not literally in it (NFKC and full-width letters)."""
+        """Whether the normalizer (NFKC) turns `text` into a control token that is not literally in it."""
         return self._normalizes_control and self._control_pattern.search(text) is None and self._gives_control(self._ids(text))
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]], *, field: str = "prompt") -> list[int]:
-        """Ids of a text cut into (piece, is_plain) parts; nothing joins across a cut. No special tokens are added.
+        """(piece, is_plain) parts: nothing joins across a cut, and no special tokens are added.
 
-        A plain piece is spelled with ordinary tokens only; in any other one control tokens are read as such.
+        A plain piece is spelled with ordinary tokens only.
         """
         pieces = [(piece, is_plain) for piece, is_plain in pieces if piece]
         ordinary = iter(self._batch([piece for piece, is_plain in pieces if not is_plain], is_inner=bool(pieces) and pieces[0][1]))
@@ -125,7 +112,7 @@ class Tokenizer:
     # -- ids to text -------------------------------------------------------------------------------------------------------------
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Invalid UTF-8 becomes U+FFFD; ids without a token (a padded vocabulary) have no text."""
+        """Invalid UTF-8 becomes U+FFFD."""
         text = self.join(token_ids, skip_special_tokens=skip_special_tokens).decode("utf-8", "replace")
         strip = self._spelling.strip_left
         return text[min(strip, len(text) - len(text.lstrip(" "))) :] if strip else text
@@ -135,7 +122,6 @@ class Tokenizer:
         return b"".join([self.token_bytes(i) for i in token_ids if i not in skipped])
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Possibly part of a character; empty for an id without a token."""
         if not 0 <= token_id < self.vocab_size:
             return b""
         known = self._bytes[token_id]
@@ -150,7 +136,6 @@ class Tokenizer:
         return known
 
     def token_text(self, token_id: int) -> str:
-        """For people and logprobs; bytes that are no whole character show as U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def id_to_token(self, token_id: int) -> str | None:
@@ -165,7 +150,7 @@ class Tokenizer:
 
     @cached_property
     def control_tokens(self) -> tuple[str, ...]:
-        """Spellings that users' text must not be able to produce: special tokens, and tokens that look like one. Sorted."""
+        """Sorted spellings that users' text must not be able to produce."""
         return tuple(sorted(t.content for t in self._added.values() if t.special or _PIPED.match(t.content)))
 
     @property
@@ -184,7 +169,7 @@ class Tokenizer:
         return ids
 
     def _batch(self, pieces: Sequence[str], *, is_inner: bool) -> list[list[int]]:
-        """One call for all pieces, since a megabyte of control tokens makes 100,000. is_inner: the first piece, too, has text before it"""
+        """is_inner: the first piece, too, has text before it"""
         if not pieces:
             return []
         if self._spelling.is_byte_level:
@@ -195,12 +180,11 @@ class Tokenizer:
         return first + [self._after_newline(e.ids) or self._ids(piece) for e, piece in zip(behind, rest, strict=True)]
 
     def _after_newline(self, ids: list[int]) -> list[int] | None:
-        """Ids after a newline put before a piece to keep a metaspace tokenizer from adding a space; None if the two merged."""
         newline = self._newline
         return ids[len(newline) :] if ids[: len(newline)] == newline else None
 
     def _plain_ids(self, piece: str, field: str) -> list[int]:
-        """By the model's rules without the added tokens; letter by letter if one of these is a control token."""
+        """Spelled letter by letter if one of the ids is a control token."""
         known = self._plain.get(piece)
         if known is None:
             known = self._spelled_out(piece, field)
@@ -231,8 +215,6 @@ class Tokenizer:
         return self._inner.normalizer is not None and any(self._added[i].normalized for i in self._control_ids)
 
     def _model_ids(self, text: str) -> list[int]:
-        """As if `text` were inside a longer text, without the added tokens."""
-
         def run(text: str) -> list[int]:
             inner = self._inner
             if inner.normalizer is not None:
@@ -253,9 +235,7 @@ class Tokenizer:
 
 
 class WholeTexts(dict[int, str]):
-    """Token id -> its text, for tokens that are whole characters; else empty. A dictionary of texts made at first use, because there is a
-    lookup for each streamed token.
-    """
+    """Texts of whole characters, made at first use: there is a lookup for each streamed token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -271,7 +251,7 @@ class WholeTexts(dict[int, str]):
 
 
 def check_text(text: str, field: str) -> None:
-    """Raise InvalidRequest for text that is no Unicode (a lone surrogate, as JSON's \\ud800 can make)."""
+    """Raises InvalidRequest for a lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -280,7 +260,7 @@ def check_text(text: str, field: str) -> None:
 
 @lru_cache(maxsize=64)
 def any_of(tokens: tuple[str, ...]) -> re.Pattern[str]:
-    """One group that matches any of `tokens`, the longest first. Without tokens it never matches."""
+    """Matches the longest first; without tokens it never matches."""
     return re.compile(f"({'|'.join(map(re.escape, sorted(tokens, key=len, reverse=True))) or '(?!)'})")
 
 

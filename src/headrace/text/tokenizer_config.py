@@ -1,7 +1,6 @@
-"""Reads tokenizer_config.json, which adds names of special tokens, and more tokens, to tokenizer.json.
+"""Reads tokenizer_config.json, and special_tokens_map.json and added_tokens.json of older folders, as transformers does.
 
-The file is read as transformers reads it, older folders' special_tokens_map.json and added_tokens.json included. Four keys are not read:
-`tokenizer_class`, `add_bos_token`, `add_eos_token`, since tokenizer.json says that, and `model_max_length`, which is no limit of the model.
+`tokenizer_class`, `add_bos_token` and `add_eos_token` are not read, since tokenizer.json says that.
 """
 
 from __future__ import annotations
@@ -28,16 +27,14 @@ _Object = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class TokenizerConfig:
-    """special_tokens: name -> text; special_texts: named or not; described: id -> token, as tokenizer.json describes it"""
+    """special_texts: named or not; described: id -> token, as tokenizer.json describes it"""
 
     special_tokens: dict[str, str]
     special_texts: list[str]
     described: dict[int, _Object]
 
     def extend(self, inner: tokenizers.Tokenizer) -> None:
-        """Apply these descriptions to the tokenizer, and add described tokens that it lacks.
-
-        A special token without a description gets no id: the model was not trained with one.
+        """A special token without a description gets no id: the model was not trained with one.
 
         Raises CheckpointError for a token that would get another id than the file says.
         """
@@ -60,7 +57,7 @@ class TokenizerConfig:
 
 
 def read_tokenizer_config(folder: Path) -> TokenizerConfig:
-    """Raises CheckpointError for a damaged file."""
+    """Raises CheckpointError."""
     config, older = (_without_nulls(read_optional_object(folder / file)) for file in (FILE, "special_tokens_map.json"))
     is_older = "added_tokens_decoder" not in config
     merged = {**config, **older} if is_older else {**older, **config}
@@ -75,7 +72,7 @@ def _without_nulls(values: _Object) -> dict[str, object]:
 
 
 def _named(merged: _Object) -> Iterator[tuple[str, str]]:
-    """(name, text): from fields called `..._token`, and from objects of tokens by name."""
+    """(name, text): fields called `..._token`, and objects of tokens by name."""
     fields = [(name, value) for name, value in merged.items() if name.endswith("_token")]
     for field in ("extra_special_tokens", "model_specific_special_tokens"):
         if isinstance(by_name := merged.get(field), Mapping):
@@ -101,7 +98,6 @@ def _in_decoder(given: object) -> dict[int, _Object]:
 
 
 def _in_added_tokens(folder: Path, special_texts: list[str]) -> dict[int, _Object]:
-    """An older folder's added_tokens.json has ids alone."""
     found = {}
     for text, token_id in read_optional_object(folder / "added_tokens.json").items():
         if not text or isinstance(token_id, bool) or not isinstance(token_id, int):

@@ -18,7 +18,7 @@ NAME_FORMATS = {
     "uuid": "^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$",
     "date": "^[0-9]{4}-((0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-9])|(0[13-9]|1[0-2])-30|(0[13578]|1[02])-31)$",
 }
-"""Expressions: llguidance has formats of values alone."""
+"""Formats as expressions: llguidance has formats of values alone."""
 
 
 def close_unevaluated(node: Keywords, combined: Sequence[Any], conjuncts: Sequence[Keywords], place: Place) -> None:

@@ -33,7 +33,7 @@ def value_key(value: object) -> object:
 
 
 def values_of(node: Mapping[str, Any]) -> list[Any] | None:
-    """The values in both `const` and `enum`; None where neither is given."""
+    """The values that are in both `const` and `enum`; None where neither is given."""
     values: list[Any] | None = node.get("enum")
     if "const" not in node:
         return values

@@ -236,7 +236,7 @@ def _array_rules(node: Keywords, place: Place) -> None:
 
 
 def _read_items(node: Keywords, place: Place) -> None:
-    """Drafts up to 2019-09 have `items` as a list and `additionalItems`."""
+    """Drafts up to 2019-09 have `items` as a list, and `additionalItems` for the rest."""
     if isinstance(node.get("items"), list):
         if "prefixItems" in node:
             raise refused((place, "items"), "a schema in items beside prefixItems", node["items"])

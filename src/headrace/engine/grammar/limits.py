@@ -23,10 +23,10 @@ MAX_COUNT = 7_000
 MAX_RENEWAL_S = 0.25
 
 STEP_LEXER_FUEL = 28_000
-"""About two milliseconds."""
+"""Lexer work of one mask, in llguidance's units: about two milliseconds."""
 
 STEP_MAX_ITEMS = 20_000
-"""About a millisecond where rules are not ambiguous, and longer where they are (see MASK_CPU_S)."""
+"""Parser items of one mask: about a millisecond where rules are not ambiguous, and longer where they are (MASK_CPU_S)."""
 
 VET_CPU_S = 0.12
 

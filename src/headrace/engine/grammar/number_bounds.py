@@ -147,7 +147,7 @@ def _moved_bound(node: dict[str, Any], side: tuple[str, str], sign: int, *, is_i
 
 
 def _is_held(bound: float, *, is_exclusive: bool) -> bool:
-    """llguidance may round the last digits: an exclusive bound would be allowed itself then."""
+    """Whether the bound is exact: llguidance may round its last digits, and an exclusive bound would be allowed itself then."""
     return as_read(bound) == bound and not (is_exclusive and float(f"{bound:.{NUM_DIGITS}g}") != bound)
 
 

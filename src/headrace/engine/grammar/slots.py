@@ -43,7 +43,7 @@ class MatcherSource(Protocol):
     num_words: int
 
     def template(self, grammar: Grammar) -> LLMatcher:
-        """Copied and never advanced."""
+        """A matcher at the grammar's start, copied and never advanced."""
         ...
 
     def renewed(self, grammar: Grammar) -> LLMatcher: ...

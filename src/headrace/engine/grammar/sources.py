@@ -22,7 +22,7 @@ from headrace.engine.grammar.normalize import normalized
 
 
 def read_schema(text: str) -> Any:
-    """At most MAX_JSON_DEPTH levels deep. Raises InvalidRequest."""
+    """The value of one JSON document, at most MAX_JSON_DEPTH levels deep. Raises InvalidRequest."""
     try:
         schema = _DECODER.decode(text)
     except RecursionError:
@@ -114,7 +114,7 @@ _ANY_TEXT = "/(?s:.*)/"
 _NEWLINES_BEFORE_JSON = "/\\n{0,2}/"
 
 _OPTIONS = "x-guidance"
-"""At the end: llguidance puts the last keyword in its place, which anywhere else would change the keywords' order."""
+"""This keyword stands at the end: llguidance puts the last keyword in its place, which anywhere else would change the keywords' order."""
 
 _EMBEDDED = re.compile(r"""//[^\n]*|#[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(%json\s*)(?=\{)""")
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class GrammarKey(NamedTuple):
-    """With the tenant, so that no tenant finds another's grammars."""
+    """Keys have the tenant, so that no tenant finds another's grammars."""
 
     tenant: str
     grammar: Grammar

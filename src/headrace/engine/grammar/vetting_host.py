@@ -157,7 +157,7 @@ def _limit(kind: int, num_bytes: int) -> None:
 
 
 def vet(trie: TokenTrie, grammar: Grammar) -> int:
-    """Bytes held after some use; 0 where the system does not report memory. Raises InvalidRequest."""
+    """Bytes that the grammar holds after some use; 0 where the system does not report memory. Raises InvalidRequest."""
     before = _memory_bytes()[1]
     matcher = compile_grammar(trie, grammar)
     _try_masks(matcher, grammar)

@@ -36,7 +36,7 @@ LOCK_NAME = "engine.lock"
 HANDSHAKE_S = 5.0
 
 MAX_HANDSHAKES = 64
-"""One more connection is closed at once."""
+"""One more connection than so many is closed at once."""
 
 REPEAT_S = 60.0
 

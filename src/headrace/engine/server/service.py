@@ -160,7 +160,7 @@ class EngineService:
     # the wire's side
 
     def _handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
-        """For raw bytes: a malformed frame then ends with a clean status."""
+        """Handlers take raw bytes: a malformed frame then ends with a clean status."""
         infer = {"Connect": grpc.stream_stream_rpc_method_handler(self._connect)}
         control = {
             "Drain": grpc.unary_unary_rpc_method_handler(self._control_drain),

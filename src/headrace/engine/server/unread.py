@@ -16,16 +16,16 @@ from headrace.core.update import SequenceUpdate
 UNIT_BYTES = 32
 
 UPDATE_UNITS = 24
-"""For each waiting update beside its contents."""
+"""Charge for each waiting update beside its contents."""
 
 POSITION_UNITS, ALTERNATIVE_UNITS = 8, 3
-"""For log-probabilities of a position, and for each alternative, that are still objects."""
+"""Charge for log-probabilities of a position, and for each alternative, that are still objects."""
 
 COLUMNS_UNITS = 24
-"""For merged log-probabilities beside a unit per entry: six arrays."""
+"""Charge for merged log-probabilities beside a unit per entry: six arrays."""
 
 FACTS_UNITS = 12
-"""For an end, or a first token's facts."""
+"""Charge for an end, or a first token's facts."""
 
 MAX_MERGED_ENTRIES = 4096
 

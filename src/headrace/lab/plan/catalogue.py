@@ -1,6 +1,4 @@
-"""Reads the planner's data: devices with links and prices, and shapes of models. It is TOML, in this package and in a file of the
-user's.
-"""
+"""Reads the planner's data: devices with links and prices, and shapes of models."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ FOLDER = Path(__file__).resolve().parent
 MAX_FILE_BYTES = 1 << 20
 
 ASSUMPTION = "assumption"
-"""The `price_source` of a price that is not from a provider's own list."""
+"""A price that is not from a provider's own list."""
 
 OLD_MONTHS = 12
 
@@ -41,7 +39,7 @@ LIMITS = {
     "egress_per_gb": (0, 1e6),
     "storage_per_gb_month": (0, 1e6),
 }
-"""(least, most): wide enough for any device, and narrow enough that every figure is a finite number."""
+"""(least, most) of a value: narrow enough that every figure is finite."""
 
 TFLOPS_LIMITS = (1e-3, 1e9)
 
@@ -55,8 +53,6 @@ class LinkEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceEntry:
-    """devices.toml explains the keys."""
-
     title: str
     memory_gb: float
     gb_per_s: float
@@ -75,7 +71,7 @@ class DeviceEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """Dollars. gpu: per hour of one device; egress: per GB sent to clients; storage: per GB of weights and month"""
+    """Dollars per hour of one device, per GB sent to clients, per GB of weights and month."""
 
     gpu: dict[str, float] = field(default_factory=dict)
     egress_per_gb: float = 0.09
@@ -103,7 +99,7 @@ class _DeviceFile:
 
 
 def read_catalogue(own: Path | None = None, prices: Path | None = None) -> Catalogue:
-    """The package's, with the entries of the user's files added. Raises ConfigError naming file, entry and key."""
+    """Raises ConfigError."""
     bundled = FOLDER / "devices.toml"
     links, devices, _ = _entries(bundled)
     files = dict.fromkeys(devices, bundled)
@@ -124,7 +120,7 @@ def read_catalogue(own: Path | None = None, prices: Path | None = None) -> Catal
 
 
 def is_old(as_of: str, today: str) -> bool:
-    """Both dates are yyyy-mm; an entry without a date is the user's own and never old."""
+    """Dates are yyyy-mm; without one an entry is the user's own and never old."""
     return bool(as_of) and _months(today) - _months(as_of) > OLD_MONTHS
 
 

@@ -1,4 +1,4 @@
-"""Draws plans: tokens per second and TPOT over the batch, one line per device."""
+"""Draws plans: tokens per second and TPOT over the batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def write_chart(file: Path, plans: Sequence[CapacityPlan]) -> None:
-    """Write an SVG of the plans whose layout can hold a sequence. Raises ConfigError."""
+    """Raises ConfigError."""
     drawn = [plan for plan in plans if plan.best.num_sequences]
     if not drawn:
         raise ConfigError("--plot", f"nothing is there to draw: {plans[0].best.reason}")
@@ -26,7 +26,7 @@ def write_chart(file: Path, plans: Sequence[CapacityPlan]) -> None:
 
 
 def curve(plan: CapacityPlan) -> tuple[list[int], list[float], list[float]]:
-    """(batches of one replica, tokens/s per device, seconds per token), by the formulas of the plan."""
+    """(batches of one replica, tokens/s per device, seconds per token)."""
     need, best = plan.need, plan.best
     latency = Roofline(need.model, need.device, best.layout, need.dtype, need.kv_dtype)
     most = min(best.num_sequences, MAX_NUM_SEQS)

@@ -1,4 +1,4 @@
-"""Plans one model on one kind of device: what fits, which layout serves the traffic, how fast, at what cost, each with its formula."""
+"""Plans one model on one kind of device, each figure with its formula."""
 
 from __future__ import annotations
 
@@ -55,35 +55,30 @@ def standby_note(figures: Mapping[str, Figure]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """unit: empty for a plain number; formula: with the numbers filled in"""
-
     value: float
     unit: str
     formula: str
 
 
 EGRESS_BYTES_PER_TOKEN = 250
-"""One event of a chat completion, with its share of headers."""
+"""One event of a chat completion."""
 
 CONTEXTS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 OUTPUT_SHARE = 4
-"""Assumed context tokens per answer token, where nothing else gives the length of answers."""
+"""Assumed context tokens per answer token."""
 
 
 INT4_STREAMS = 32
 
 NEAR_BANDWIDTH = 2.0
-"""A plan should generate no fewer tokens than what bandwidth alone would allow, divided by this."""
+"""Tokens that bandwidth alone would allow, over those that a good plan generates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityPlan:
-    """
-    placements  the chosen one first; see `choose_layout`
-    figures     by name, of the first placement
+    """figures     by name, of the first placement
     sequences   context -> sequences that fit at once, over all replicas
-    notes       assumptions, and warnings for the reader
     """
 
     need: Need
@@ -106,13 +101,12 @@ class CapacityPlan:
 
     @property
     def cost_per_1m_tokens(self) -> float | None:
-        """In dollars, at the rate that is asked for; without one, at that of full replicas."""
+        """In dollars, at the rate that is asked for, or at that of full replicas."""
         figure = self.figures.get("cost_per_1m_at_demand", self.figures.get("cost_per_1m_at_capacity"))
         return None if figure is None else figure.value
 
     @property
     def is_near_bandwidth(self) -> bool | None:
-        """None where nothing is decoded."""
         bound = self.figures.get("bandwidth_tokens_per_s")
         return None if bound is None else NEAR_BANDWIDTH * self.best.capacity_tokens_per_s >= bound.value
 
@@ -232,7 +226,6 @@ def _bandwidth_figure(need: Need, best: Placement, latency: Roofline) -> Figure:
 
 
 def _sum(need: Need, latency: Roofline, terms: Mapping[str, float]) -> str:
-    """Milliseconds as text, each term with the quantities it is computed from."""
     device, model = need.device, need.model
     size = WEIGHT_BYTES[need.dtype]
     sources = {
@@ -246,7 +239,6 @@ def _sum(need: Need, latency: Roofline, terms: Mapping[str, float]) -> str:
 
 
 def _cost_figures(need: Need, best: Placement, prices: Prices, speeds: Mapping[str, Figure]) -> dict[str, Figure]:
-    """At what full replicas give, at what is asked for where that is less, and at what bandwidth alone would allow."""
     egress_bytes = 0 if need.model.is_encoder else EGRESS_BYTES_PER_TOKEN
     egress = egress_bytes * 1e6 / 1e9 * prices.egress_per_gb
     stored = need.model.weights_bytes(need.dtype) / 1e9 * prices.storage_per_gb_month

@@ -47,14 +47,11 @@ WORDS = {
     "standby_replicas": "replicas standing by",
     "standby_per_hour": "standing by, per hour",
 }
-"""Figure -> what it is called in the text."""
 
 EXPLAINED = frozenset({"num_params", "num_active_params", "replicas", "devices", "egress_per_1m_tokens", "storage_per_month"})
-"""Only --explain shows these."""
 
 
 def lines(plan: CapacityPlan, *, model: str, explains: bool = False) -> Iterator[str]:
-    """model: as `headrace serve` is to name it; explains: with the formula of every number"""
     need, best = plan.need, plan.best
     if plan.is_met:
         yield f"Chosen: {best.replicas} x {best.layout}, {best.num_devices} {need.device.title}."
@@ -82,11 +79,11 @@ def lines(plan: CapacityPlan, *, model: str, explains: bool = False) -> Iterator
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 KV_DTYPES = {"bf16": "bfloat16", "fp16": "bfloat16", "fp8": "fp8", "int8": "int8"}
-"""Planned dtype -> value of --dtype, of --kv-cache-dtype. A cache of float16 is as large as one of bfloat16."""
+"""Planned dtype -> value of --kv-cache-dtype."""
 
 
 def serve_command(plan: CapacityPlan, model: str) -> str:
-    """Starts what the plan chose, with what it assumed; empty where no command of this version does."""
+    """The command that starts what the plan chose; empty where this version has none."""
     need, best = plan.need, plan.best
     is_run = need.device.is_served and not why_not_run(best.layout.tp, best.layout.pp)
     if need.model.is_encoder or not is_run or need.kv_dtype not in KV_DTYPES or need.traffic.context > need.model.max_positions:
@@ -108,7 +105,6 @@ def serve_command(plan: CapacityPlan, model: str) -> str:
 
 
 def comparison(plans: Sequence[CapacityPlan]) -> Iterator[str]:
-    """The best layout of each device, the cheapest first, what `within 2x` says, and where the prices are from."""
     widths = (-10, -16, 7, 11, 9, 9, 9, 9, 9, 9)
     yield _row(widths, "device", "layout", "devices", "capacity", "TPOT", "TTFT", "$/hour", "$/day", "$/1M", "within 2x")
     for plan in plans:
@@ -125,7 +121,6 @@ def comparison(plans: Sequence[CapacityPlan]) -> Iterator[str]:
 
 
 def price_sources(devices: Iterable[Device]) -> dict[str, str]:
-    """Source of a price -> the devices that have it."""
     found: dict[str, list[str]] = {}
     for device in devices:
         if device.price_per_hour is not None:
@@ -138,7 +133,7 @@ def _word(plan: CapacityPlan) -> str:
 
 
 def as_object(plan: CapacityPlan, model: str) -> dict[str, Any]:
-    """Counts are integers, times seconds, sizes bytes, costs dollars; null: not known."""
+    """Times are seconds, costs dollars; null: not known."""
     need = plan.need
     return {
         "model": need.model.name,
@@ -173,7 +168,7 @@ def shown(figure: Figure) -> str:
 
 
 def _table(plan: CapacityPlan) -> Iterator[str]:
-    """The layouts that this version runs, and below them the others: with --layouts all these are compared too."""
+    """Layouts that this version does not run stand below the others."""
     apart = [each for each in plan.placements if not plan.need.compares_all and why_not_run(each.layout.tp, each.layout.pp)]
     widths = (-16, 8, 7, 6, 10, 10, 9, 9, 5, 9)
     yield _row(widths, "layout", "replicas", "devices", "batch", "tokens/s", "prefill/s", "TPOT", "TTFT", "MBU", "$/hour")
@@ -198,7 +193,6 @@ def _table_row(widths: Sequence[int], each: Placement, reason: str) -> Iterator[
 
 
 def _row(widths: Sequence[int], *cells: object) -> str:
-    """A negative width aligns its cell to the left."""
     return "  " + " ".join(f"{cell!s:<{-width}}" if width < 0 else f"{cell!s:>{width}}" for width, cell in zip(widths, cells, strict=True))
 
 
@@ -235,7 +229,6 @@ def _rate(value: float) -> str:
 
 
 def _tpot(each: Placement) -> str:
-    """Encoders have none."""
     return _ms(each.load.tpot_s) if each.load.tpot_s else "-"
 
 

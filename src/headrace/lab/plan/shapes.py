@@ -1,6 +1,4 @@
-"""Reads the sizes of a model (`ModelShape`) from the fields of config.json that families share. A folder whose architecture Headrace serves
-is read by the engine's own code (`cli.planner.model`).
-"""
+"""Reads the sizes of a model (`ModelShape`) from the fields of config.json that families share."""
 
 from __future__ import annotations
 
@@ -15,13 +13,13 @@ from headrace.tensor.checkpoint.config import ConfigFile
 
 ENCODERS = frozenset({"bert", "roberta", "xlm-roberta", "distilbert", "mpnet", "nomic_bert", "modernbert"})
 UNGATED = (ENCODERS - {"modernbert", "nomic_bert"}) | {"opt", "gpt_neox", "phi", "starcoder2", "gpt_bigcode", "nemotron"}
-"""Feed-forward blocks with two matrices."""
+"""Families whose feed-forward blocks have two matrices instead of three."""
 
 EVERY_OTHER = frozenset({"gemma2"})
-"""Every other layer has the sliding window although config.json does not say so."""
+"""Families with the sliding window in every other layer although config.json does not say so."""
 
 TIED = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text"})
-"""The head is the embedding table if config.json does not say."""
+"""Families whose head is the embedding table if config.json does not say."""
 
 FAMILIES = (
     ENCODERS
@@ -31,7 +29,7 @@ FAMILIES = (
     | {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "olmoe", "granite", "granitemoe", "cohere", "cohere2", "glm", "glm4", "glm4_moe"}
     | {"smollm3", "stablelm", "seed_oss", "exaone4"}
 )
-"""Values of model_type whose sizes are in the fields that are read here. Any other is read as Llama, with a note in the plan."""
+"""Any other model_type is read as Llama, with a note in the plan."""
 
 OTHER_LAYERS = (
     "state_size",
@@ -52,12 +50,12 @@ OTHER_LAYERS = (
     "is_encoder_decoder",
     "add_cross_attention",
 )
-"""Fields, or prefixes of fields, of layers with a state other than keys and values of one sequence."""
+"""Prefixes of fields that show layers with another state than keys and values."""
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 NOT_READ = {"interleave_moe_layer_step": 1, "decoder_sparse_step": 1, "moe_layer_freq": 1, "mlp_only_layers": []}
-"""Which layers have experts -> the value that means all."""
+"""Field that says which layers have experts -> the value that means all."""
 
 DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8", **{name: name for name in WEIGHT_BYTES}}
 
@@ -98,11 +96,10 @@ FIELDS = (
     "qk_rope_head_dim",
     "v_head_dim",
 )
-"""An entry of a catalogue has no other."""
 
 
 def check_entry(where: str, name: str, entry: Mapping[str, object]) -> None:
-    """Raises UnknownKey for a field that is not read, CheckpointError for an absurd value."""
+    """Raises UnknownKey or CheckpointError."""
     for field in entry:
         if field not in FIELDS:
             raise UnknownKey(f"{where}.{field}", FIELDS, {})
@@ -110,7 +107,7 @@ def check_entry(where: str, name: str, entry: Mapping[str, object]) -> None:
 
 
 def find_entry(name: str, catalogue: Mapping[str, Mapping[str, object]]) -> tuple[ModelShape, str]:
-    """(shape, the weights' dtype). Raises ConfigError if there is none of that name."""
+    """(shape, the weights' dtype). Raises ConfigError."""
     if (key := name if name in catalogue else name.lower()) in catalogue:
         return _read_entry(f"catalogue, {key}", key, catalogue[key])
     known = sorted({*catalogue, *bundled_names()})
@@ -131,7 +128,7 @@ def refuse_other_layers(config: ConfigFile) -> None:
 
 
 def read_shape(config: ConfigFile, name: str) -> ModelShape:
-    """Raises CheckpointError naming the field."""
+    """Raises CheckpointError."""
     refuse_other_layers(config)
     kind = config.text("model_type", "llama")
     layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
@@ -177,7 +174,7 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def _window(config: ConfigFile, kind: str, layers: int) -> tuple[int, int]:
-    """(tokens of the window, number of layers that have it); (0, 0) without a window."""
+    """(window in tokens, layers that have it); (0, 0) without one."""
     types = config.items("layer_types")
     if types and (len(types) != layers or any(each not in LAYER_TYPES for each in types)):
         config.refuse("layer_types", f"must name {' or '.join(LAYER_TYPES)} for each of {layers} layers")
@@ -207,7 +204,7 @@ def _latent(config: ConfigFile) -> LatentAttention | None:
 
 
 def read_dtype(*holders: ConfigFile) -> str:
-    """The dtype that the first of these names; bf16 if none does. Raises CheckpointError."""
+    """bf16 if none of these names one. Raises CheckpointError."""
     for holder in holders:
         for field in ("dtype", "torch_dtype"):
             if holder.has(field) and (name := holder.text(field).removeprefix("torch.")) != "auto":

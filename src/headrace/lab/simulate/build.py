@@ -1,7 +1,6 @@
 """Builds simulated replicas from a model's shape, an engine's options and a source of step times.
 
-The real engine loop and scheduler run on virtual time over a runner that computes only how long each step takes. Four options are not
-simulated on a device of the catalogue, since a roofline does not know them: `kernels`, `deterministic`, `enforce_eager`, `num_threads`.
+The real loop and scheduler run over a runner that computes only how long each step takes.
 """
 
 from __future__ import annotations
@@ -33,11 +32,10 @@ from headrace.policy.placement.roofline import Roofline, StepLatency
 Update = SequenceUpdate | Rejected
 
 Wait = Callable[[float], None]
-"""Called with seconds of virtual time, which have passed when it returns."""
 
 
 class TimedRunner:
-    """A runner in virtual time. Every sampled token is 0: answers end by their length. seconds_of: of a plan's step"""
+    """Every sampled token is 0."""
 
     def __init__(self, seconds_of: Callable[[Plan], float], wait: Wait) -> None:
         self._seconds_of = seconds_of
@@ -62,14 +60,11 @@ class TimedTicket:
 
 
 class SimulatedReplica:
-    """A replica that its caller drives: `submit` requests, and `turn` whenever it is not busy.
-
-    now     its own clock; a turn advances it by the step's time
-    report  the load as gateways know it: as of the beginning of the running step
+    """now     its own clock; a turn advances it by the step's time
+    report  the load as of the beginning of the running step
     """
 
     def __init__(self, config: EngineConfig, info: ModelInfo, make_runner: Callable[[Clock, Wait], Runner], *, now: float = 0.0) -> None:
-        """make_runner: called with this replica's clock and a function that advances it"""
         self.now = now
         self._updates: list[Update] = []
 
@@ -81,13 +76,13 @@ class SimulatedReplica:
         self.report: LoadSnapshot = self.engine.snapshot()
 
     def submit(self, request: EngineRequest, at: float) -> None:
-        """If a step runs at `at`, the request is planned after that step."""
+        """A request that comes during a step is planned after it."""
         ends_at, self.now = self.now, at
         self.engine.submit(request)
         self.now = max(ends_at, at)
 
     def turn(self, at: float) -> list[Update] | None:
-        """Run one step from `at` to `now`. None if there was nothing to do and no refusal."""
+        """None if there was nothing to do."""
         self.now = at
         did_work = self.engine.turn()
         updates, self._updates[:] = list(self._updates), []
@@ -102,12 +97,12 @@ class SimulatedReplica:
 
 
 VOCAB_SIZE = 2_000_000_012
-"""Whatever the model's vocabulary: ids of simulated prompts only say which prompts begin alike."""
+"""Simulated ids only say which prompts begin alike."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedModel:
-    """latency: of one replica; num_blocks: of its KV cache, pad block included"""
+    """num_blocks: pad block included"""
 
     config: EngineConfig
     latency: StepLatency
@@ -135,10 +130,7 @@ class SimulatedModel:
 
 
 def planned_model(config: EngineConfig, need: Need, tp: int | None) -> tuple[SimulatedModel, Placement]:
-    """A model on the roofline of `tp` devices, or of those that this version runs, and its placement. Pipelines are not simulated.
-
-    Raises ConfigError if no layout serves the model, or none holds the KV cache that the options ask for.
-    """
+    """Raises ConfigError if no layout serves the model, or none holds the KV cache."""
     flat = [each for each in choose_layout(need) if each.layout.pp == 1 and _is_meant(each.layout.tp, tp)]
     if not flat:
         raise ConfigError("--tp", f"{need.device.name} has no layout of {tp} devices", "A power of two, within one machine's links.")
@@ -170,7 +162,6 @@ def _num_blocks(config: EngineConfig, need: Need, placement: Placement) -> int:
 
 
 def measured_model(config: EngineConfig, latency: StepLatency, shape: ModelShape, num_blocks: int) -> SimulatedModel:
-    """num_blocks: the measured engine's, used if the options set none"""
     return _model(config, latency, config.num_kv_blocks or num_blocks, shape)
 
 
@@ -198,14 +189,14 @@ MEASURED = (
     "enforce_eager",
     "num_threads",
 )
-"""Options that decide how long a step takes and how many blocks there are: measured steps apply only to the same values."""
+"""Options on which a step's time or the number of blocks depends: measured steps apply only to the same values."""
 
 WEIGHT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 KV_DTYPES = {"bfloat16": "bf16", "int8": "int8", "fp8": "fp8"}
 
 
 def on_device(config: EngineConfig, named: Collection[str], device: str) -> EngineConfig:
-    """named: options that the file sets; others may have another default on a GPU. Raises ConfigError."""
+    """named: options that the file sets. Raises ConfigError."""
     kind = "cpu" if device == "cpu" else "cuda"
     if "device" in named and (own := config.on_this_machine().device) != kind:
         raise ConfigError("device", f"{own} is not what --gpu {device} simulates", f"Write {kind}, or leave it out.")
@@ -214,7 +205,7 @@ def on_device(config: EngineConfig, named: Collection[str], device: str) -> Engi
 
 
 def make_need(config: EngineConfig, shape: ModelShape, kept: str, device: Device, traffic: Traffic) -> Need:
-    """kept: dtype of the stored weights. A cache whose blocks or bytes are set may fill the whole memory, as in the engine."""
+    """kept: dtype of the stored weights"""
     computed = WEIGHT_DTYPES.get(config.dtype, kept)
     is_small = kept not in WEIGHT_DTYPES.values()
     weights = config.quantization if config.quantization in ROUNDINGS else kept if is_small else computed
@@ -230,7 +221,7 @@ def make_need(config: EngineConfig, shape: ModelShape, kept: str, device: Device
 
 
 def check_measured(config: EngineConfig, measured: EngineConfig) -> None:
-    """Raises ConfigError naming an option whose value differs from that of the measured engine."""
+    """Raises ConfigError naming an option that differs."""
     for name in MEASURED:
         wanted, had = getattr(config, name), getattr(measured, name)
         if wanted != had:

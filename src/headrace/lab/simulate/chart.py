@@ -1,4 +1,4 @@
-"""Draws simulations: several loads as curves over the load, one load over the time."""
+"""Draws simulations: loads as curves, or one load over the time."""
 
 from __future__ import annotations
 
@@ -16,22 +16,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BIN_REQUESTS = 40
-"""In one point of a curve over the time, in the mean: enough to have a p95."""
+"""Requests in one point of a curve, in the mean: enough for a p95."""
 
 MIN_BINS, MAX_BINS = 10, 60
 QUANTILES = ("p50", "p95", "p99")
 MAX_NAMED = 6
-"""Events that the label of the time axis names."""
 
 UNITS = ((36_000.0, "h", 3600.0), (600.0, "min", 60.0), (0.0, "s", 1.0))
-"""Seconds from which on a time axis has this unit, the unit, and its seconds."""
+"""Seconds from which on an axis has this unit, the unit, its seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What clients saw in bins of `bin_s` seconds. Times are of the requests that arrived in a bin; nan where failed ones decide them, or
-    there are too few.
-    """
+    """Times are those of the requests that arrived in a bin; nan where failed requests decide, or there are too few."""
 
     bin_s: float
     begin_s: Sequence[float]
@@ -41,7 +38,6 @@ class Timeline:
 
 
 def timeline(records: Sequence[LoadRecord]) -> Timeline:
-    """From 0 to the last end. At least one record."""
     end_s = max(record.end_s for record in records) or 1.0
     num_bins = min(MAX_BINS, max(MIN_BINS, len(records) // BIN_REQUESTS))
     bin_s = end_s / num_bins
@@ -67,13 +63,12 @@ def _quantiles(bins: Iterable[list[float]]) -> dict[str, list[float]]:
 
 
 def _drawn(samples: Distribution, name: str) -> float:
-    """The quantile that reports print; nan where they print none."""
     value = samples.known(name)
     return value if value is not None and math.isfinite(value) else math.nan
 
 
 def write_chart(file: Path, runs: Sequence[tuple[float, LoadReport]], price_per_hour: float | None, title: str) -> None:
-    """runs: (requests per second, report). Raises ConfigError as `write_svg`."""
+    """runs: (requests per second, report). Raises ConfigError."""
     write_svg(file, lambda pyplot: _over_loads(pyplot, runs, price_per_hour, title))
 
 

@@ -1,4 +1,4 @@
-"""Says what clients saw before, during and after a spike or a replica's death, and lets standby replicas take over from dead ones."""
+"""Says what clients saw before, during and after a spike or a replica's death."""
 
 from __future__ import annotations
 
@@ -25,11 +25,9 @@ class SpanReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventReport:
-    """In seconds from the start, and the requests around the event.
+    """Seconds from the start; requests around the event.
 
-    before  answered, or failed, before it began
-    during  open at its beginning or end, or at some time between
-    after   arrived after its end
+    during  open at its beginning, its end or between
     """
 
     event: str
@@ -42,7 +40,7 @@ class EventReport:
 
 
 def event_reports(records: Sequence[LoadRecord], spike: Spike | None, deaths: Sequence[Death]) -> list[EventReport]:
-    """In the order of their times. Every request is in one span of each event."""
+    """Every request is in one span of each event."""
     events = [(death.at, death.at + death.back_s, f"death of replica {death.replica}", death.has_standby) for death in deaths]
     if spike is not None:
         events.append((spike.begin_s, spike.begin_s + spike.seconds, f"spike of {spike.factor:g} times the load", False))
@@ -74,7 +72,7 @@ def _span(records: Sequence[LoadRecord]) -> SpanReport:
 
 
 def event_lines(report: EventReport) -> Iterator[str]:
-    """A dash: too few requests for that percentile; "failed": it falls on requests that were not answered"""
+    """A dash: too few requests; "failed": they were not answered"""
     when = f"from {report.begin_s:g} to {report.end_s:g} s" if report.end_s > report.begin_s else f"at {report.begin_s:g} s"
     yield f"{report.event}, {when}{', taken over by a standby' if report.has_standby else ''}"
     yield " " * 8 + "".join(f"{name:>10}" for name in COLUMNS)
@@ -89,10 +87,7 @@ def _cell(samples: Distribution, name: str) -> str:
 
 
 def with_standby(deaths: Sequence[Death], num_standby: int) -> list[Death]:
-    """The deaths beside loaded standby replicas, which take a dead replica's place at once.
-
-    The dead replica is the next standby, once it is back. Gateways learn of a death when connections break, which takes no time here.
-    """
+    """A dead replica is the next standby, once it is back."""
     free_at, found = [0.0] * num_standby, []
     for death in sorted(deaths, key=lambda each: each.at):
         back_at = death.at + death.back_s

@@ -1,4 +1,4 @@
-"""Makes the arrivals of a simulation: drawn from a seed, or read line by line from a trace."""
+"""Makes the arrivals of a simulation, from a seed or a trace."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ from headrace.lab.datasets import WorkloadShape, draw_requests
 MAX_LINE_BYTES = 1 << 20
 
 TRACE_BLOCK_TOKENS = 512
-"""One entry of `hash_ids` stands for these."""
+"""Tokens that one entry of `hash_ids` stands for."""
 
 MAX_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """at: seconds after the start"""
-
     at: float
     prompt_ids: tuple[int, ...]
     output_tokens: int
@@ -30,15 +28,13 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Spike:
-    """The rate is `factor` times as high from `begin_s` for `seconds`."""
-
     begin_s: float
     seconds: float
     factor: float
 
 
 def drawn(rate: float, duration_s: float, shape: WorkloadShape, *, seed: int = 0, spike: Spike | None = None) -> Iterator[Arrival]:
-    """At random times (Poisson), one by one, so that only prompts of open requests are in memory."""
+    """Poisson arrivals, one by one, so that only prompts of open requests are in memory."""
     for at, request in zip(_times(rate, duration_s, spike, random.Random(seed)), draw_requests(shape, seed=seed), strict=False):
         yield Arrival(at, request.prompt_ids, request.output_tokens)
 
@@ -57,10 +53,7 @@ def expected_requests(rate: float, duration_s: float, spike: Spike | None) -> fl
 
 
 def read_trace(file: Path) -> Iterator[Arrival]:
-    """JSON lines: `timestamp` (milliseconds), `input_length`, `output_length`, and `hash_ids` for shared beginnings.
-
-    Equal ids mean that these tokens and all before them are equal. Raises ConfigError naming the line.
-    """
+    """JSON lines: `timestamp` (milliseconds), `input_length`, `output_length`, `hash_ids`. Raises ConfigError."""
     try:
         stream = file.open("rb")
     except OSError as error:
@@ -106,7 +99,7 @@ def _count(entry: dict[str, object], name: str, where: str) -> int:
 
 
 def _prompt(num_tokens: int, hashes: list[int], number: int) -> tuple[int, ...]:
-    """Equal hashes give equal tokens. Tokens that no hash covers are the line's own."""
+    """Equal hashes give equal tokens."""
     ids: list[int] = []
     for each in hashes:
         ids += [1 + (each * 1_000_003 + place) % 2_000_000_011 for place in (0, 1)] * (TRACE_BLOCK_TOKENS // 2)

@@ -1,6 +1,6 @@
 """Simulates replicas of one model behind one gateway, on virtual time: admission, the choice of a replica, deaths and their failover.
 
-A step is computed when it begins, and its result is known when it ends. A request that arrives meanwhile finds the load of its beginning.
+A step is computed when it begins, and its result is known when it ends.
 """
 
 from __future__ import annotations
@@ -27,19 +27,18 @@ from headrace.policy.routing.choice import Candidate, ReplicaId, choose
 from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince, mean_output_tokens
 
 UNAVAILABLE_RETRY_S = 1.0
-"""As a gateway without a replica gives to clients."""
 
 MAX_REQUESTS = 1_000_000
 MAX_OUTPUT_TOKENS = 50_000_000
-"""Requests and output tokens of one simulation: their records take about 2 GB."""
+"""Records of so many tokens take about 2 GB."""
 
 MAX_BLOCKS = 1 << 25
-"""All replicas together: their tables take about 50 bytes for each."""
+"""Of all replicas together: tables take about 50 bytes for each block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """back_s: seconds until it is back; has_standby: another replica is back in its place"""
+    """has_standby: another replica is back in its place"""
 
     at: float
     replica: int
@@ -49,7 +48,7 @@ class Death:
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """times: arrival of its tokens; attempt: number of times it was sent"""
+    """attempt: number of times it was sent"""
 
     number: int
     arrival: Arrival
@@ -60,7 +59,7 @@ class _Open:
 
 @dataclass(slots=True)
 class _Place:
-    """replica: None while it is down; generation: number of losses so far"""
+    """replica: None while it is down; generation: number of losses"""
 
     number: int
     model: SimulatedModel
@@ -81,12 +80,9 @@ class SimulatedSite:
         failover_s: float = 60.0,
         seed: int = 0,
     ) -> None:
-        """
-        models       of each replica: they may differ in speed and memory
-        gateway_s    seconds of the gateway, from a request to its engine plus from a token to its client
-        failover_s   seconds for which a request waits after the loss of its replica, as the gateway's option
+        """gateway_s    from a request to its engine plus from a token to its client
 
-        Raises ConfigError if the replicas have more than MAX_BLOCKS blocks together.
+        Raises ConfigError for more than MAX_BLOCKS blocks.
         """
         if (num_blocks := sum(model.num_blocks for model in models)) > MAX_BLOCKS:
             reason = f"{num_blocks:,} blocks in {len(models)} replicas are more than one simulation keeps ({MAX_BLOCKS:,})"
@@ -170,7 +166,7 @@ class SimulatedSite:
         return mean_output_tokens(sum(sum(each.finished.values()) for each in counters), sum(each.generation_tokens for each in counters))
 
     def _send(self, request: _Open, now: float) -> None:
-        """To the replica that the gateway would choose. If none runs, refuse a new request, and let a begun one wait."""
+        """Without a replica a new request is refused, and a begun one waits."""
         running = {ReplicaId(str(place.number)): place for place in self._places if place.replica is not None}
         candidates = [Candidate(name, place.replica.report, place.sent) for name, place in running.items() if place.replica is not None]
         size = RequestSize(len(request.arrival.prompt_ids), min(self._expected_output_tokens(), request.arrival.output_tokens))
@@ -234,7 +230,6 @@ class SimulatedSite:
         self._end(request, seen_at, status=status, error="refused", detail=str(refused.error), retry_after_s=retry_after_s)
 
     def _die(self, death: Death, now: float) -> None:
-        """Its requests go on at other replicas, after the tokens that their clients have."""
         place = self._places[death.replica]
         if place.replica is None:
             return

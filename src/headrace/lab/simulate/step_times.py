@@ -1,4 +1,4 @@
-"""Times of simulated steps: from a `StepLatency` (the planner's roofline, or a fit), and measured on a real engine for such a fit."""
+"""Times of simulated steps: from a `StepLatency`, or measured on a real engine."""
 
 from __future__ import annotations
 
@@ -22,16 +22,12 @@ from headrace.lab.datasets import WorkloadShape, make_requests
 from headrace.policy.placement.roofline import StepLatency
 
 MAX_ERROR = 0.2
-"""Mean relative error of a fit from which on a warning is given."""
+"""Mean relative error from which on a warning is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedLatency:
-    """Seconds.
-
-    step_s       per step
-    row_s        per decoding sequence
-    context_s    per decoding sequence and token before it
+    """context_s    per decoding sequence and token before it
     prompt_s     per prompt token
     attention_s  per prompt token and token before it
     """
@@ -63,10 +59,7 @@ def step_s(latency: StepLatency, plan: Plan) -> float:
 
 
 def _step_s(latency: StepLatency, num_decoding: int, context: int, prompt_tokens: int, start: int) -> float:
-    """context: of all decoding sequences together; start: mean number of tokens before those of the prompts
-
-    Prompts beside decoding sequences cost the difference to a step without them: weights are read and kernels are started once for both.
-    """
+    """Prompts beside decoding sequences cost the difference to a step without them."""
     decode_s = latency.decode_s(num_decoding, context / num_decoding) if num_decoding else 0.0
     if not prompt_tokens:
         return decode_s
@@ -77,10 +70,7 @@ def _step_s(latency: StepLatency, num_decoding: int, context: int, prompt_tokens
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """
-    num_decoding, context     sequences that decoded, and the number of tokens before all of them together
-    prompt_tokens, attention  prompt tokens, and the sum over them of the tokens before each
-    """
+    """prompt_tokens, attention  and the sum over them of the tokens before each"""
 
     num_decoding: int
     context: int
@@ -98,7 +88,7 @@ class MeasuredStep:
 
 
 def fit(steps: Sequence[MeasuredStep]) -> FittedLatency:
-    """Least squares of relative errors, without negative numbers. Raises ValueError for too few steps."""
+    """Least squares of relative errors. Raises ValueError for too few steps."""
     if len(steps) < 2 * len(fields(FittedLatency)):
         raise ValueError(f"{len(steps)} steps are too few to fit {len(fields(FittedLatency))} numbers")
     rows = [[1.0, each.num_decoding, each.context, each.prompt_tokens, each.attention] for each in steps]
@@ -107,7 +97,7 @@ def fit(steps: Sequence[MeasuredStep]) -> FittedLatency:
 
 
 def _non_negative(rows: Sequence[Sequence[float]], rounds: int = 2000) -> list[float]:
-    """The x >= 0 that minimizes the sum over rows of (row x - 1)^2, by coordinate descent on the normal equations."""
+    """The x >= 0 that minimizes the sum of (row x - 1)^2, by coordinate descent on the normal equations."""
     size = len(rows[0])
     scales = [max(abs(row[place]) for row in rows) or 1.0 for place in range(size)]
     scaled = [[value / scale for value, scale in zip(row, scales, strict=True)] for row in rows]
@@ -124,11 +114,8 @@ def _non_negative(rows: Sequence[Sequence[float]], rounds: int = 2000) -> list[f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFile:
-    """What `headrace bench steps` writes and a simulation reads.
-
-    engine      options of the measured engine
-    num_blocks  of its KV cache
-    error       mean relative error of the fit over the measured steps
+    """engine      options of the measured engine
+    error       mean relative error of the fit
     """
 
     engine: EngineConfig
@@ -139,7 +126,6 @@ class StepFile:
 
     @property
     def warning(self) -> str:
-        """Empty for a good fit."""
         if self.error <= MAX_ERROR:
             return ""
         return (
@@ -162,7 +148,7 @@ def write_steps(file: Path, found: StepFile) -> None:
 
 
 def read_steps(file: Path) -> StepFile:
-    """Raises ConfigError naming the file and the field."""
+    """Raises ConfigError."""
     data = read_json_object(file)
     try:
         found = decode(StepFile, data)
@@ -192,11 +178,9 @@ MAX_BATCH_TOKENS = 16_384
 
 
 def measure_steps(engine: Engine, *, limit_s: float, seed: int = 0, clock: Clock = time.perf_counter) -> list[MeasuredStep]:
-    """Measure steps of batches of 1, 2, 4, ... sequences with prompts of several lengths, for `limit_s` seconds or until all are measured.
+    """The last prompt of a batch arrives while the others decode.
 
-    The last prompt of a batch arrives while the others decode, so that steps with both are measured too.
-
-    engine  of depth 1, with an outbox that accepts everything, so that one turn is one step
+    engine  of depth 1: one turn is one step
     """
     found: list[MeasuredStep] = []
     until = clock() + limit_s
@@ -209,7 +193,7 @@ def measure_steps(engine: Engine, *, limit_s: float, seed: int = 0, clock: Clock
 
 
 def _typical(steps: Sequence[MeasuredStep]) -> Iterator[MeasuredStep]:
-    """Decode steps of one size are replaced by their median: some may have been interrupted."""
+    """Decode steps of one size are replaced by their median."""
     decoding: dict[int, list[MeasuredStep]] = {}
     for step in steps:
         if step.prompt_tokens:

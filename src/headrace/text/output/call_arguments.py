@@ -19,23 +19,18 @@ from headrace.text.output.reading import CallLog, Reading, first_non_space
 NO_ARGUMENTS = "{}"
 _NULLS = {"n": "null", "N": "None"}
 ARGUMENTS_OPENINGS = frozenset({"{", '"', *_NULLS})
-"""First characters of arguments."""
 
 
 class CallArguments:
-    """Passes the arguments of a call on to the call log as they arrive.
-
-    The log begins the call only when the text is known to be an object. Until then it holds the text, which may be no call.
-    """
+    """A call begins only when the text is known to be an object."""
 
     def __init__(self, log: CallLog, name: str, span: ArgumentsSpan, *, begun: str = "") -> None:
-        """begun: what `span` has already returned"""
         self._log, self._name, self._span = log, name, span
         self._is_begun = bool(begun) and log.begin(name, begun)
         self.reading = Reading.GOES_ON if self._is_begun or not begun else Reading.FAILED
 
     def feed(self, text: str, at: int) -> int:
-        """Returns the position after the last character read; `reading` says whether more is needed."""
+        """Returns the position after the last character read."""
         log, span = self._log, self._span
         after, piece = span.feed(text, at, len(text) if self._is_begun else min(len(text), at + log.room))
         if not self._is_begun:
@@ -51,10 +46,9 @@ class CallArguments:
 
 
 class ArgumentsSpan:
-    """is_broken: the character at the position that `feed` returned cannot be part of arguments"""
+    """is_broken: the character at the returned position cannot be part of arguments"""
 
     def __init__(self, opening: str) -> None:
-        """opening: one of ARGUMENTS_OPENINGS; `feed` expects the same character again"""
         self._null = _NULLS.get(opening, "")
         self._is_string = opening == '"'
         self._is_open = False
@@ -64,7 +58,7 @@ class ArgumentsSpan:
         self.is_broken = False
 
     def feed(self, text: str, at: int, end: int) -> tuple[int, str]:
-        """Returns (position after the last character that belongs to the arguments, next piece of the JSON text)."""
+        """(position after the last character of the arguments, next piece of the JSON text)."""
         if self._null:
             return self._feed_null(text, at, end)
         if self._is_string:
@@ -100,7 +94,6 @@ class ArgumentsSpan:
         return at, "".join(pieces)
 
     def _pass_escape(self, text: str, at: int, pieces: list[str]) -> int:
-        """A complete escape is passed on decoded, an interrupted one as written."""
         is_cut = len(self._escape) > 1 and text[at] not in hexdigits
         if not is_cut:
             self._escape += text[at]
@@ -113,7 +106,6 @@ class ArgumentsSpan:
         return at
 
     def _pass_text(self, text: str, at: int, end: int, pieces: list[str]) -> int:
-        """Text after the object is an error, except white space."""
         if not self._object.is_over:
             at, piece = self._object.feed(text, at, end)
             pieces.append(piece)
@@ -131,10 +123,9 @@ class ArgumentsSpan:
 
 
 class _ObjectText:
-    """A JSON object is returned in pieces as written, from its first key on; a Python dict as JSON, when complete."""
+    """A JSON object is returned in pieces as written; a Python dict as JSON, when complete."""
 
     def __init__(self, *, is_quoted: bool) -> None:
-        """is_quoted: inside a JSON string, which may hold other text: an object has a key or "}" after its brace"""
         self._is_quoted = is_quoted
         self._held: list[str] = []
         self._span: JsonSpan | None = None
@@ -160,7 +151,6 @@ class _ObjectText:
         return after, self._take_piece() if self.is_over or not self._is_python else ""
 
     def _find_key(self, text: str, at: int, end: int) -> int:
-        """Read "{" and white space. The next character shows whether the object is JSON or a Python dict."""
         if not self._held:
             at = first_non_space(text, at, end)
             if at < end and text[at] == "{":
@@ -194,11 +184,7 @@ class _ObjectText:
 
 
 def _unescaped(escape: str, *, is_in_string: bool) -> str:
-    """The character of an escape sequence in a JSON string whose content is JSON again.
-
-    In a string of the inner JSON, a control character or half a surrogate pair stays an escape: the first may not stand there, and the
-    other half may not have arrived. An escape that JSON does not define is returned as written.
-    """
+    """A control character or half a surrogate pair stays an escape in a string: the other half may not have arrived."""
     try:
         char = str(json.loads(f'"{escape}"'))
     except ValueError:
@@ -207,7 +193,7 @@ def _unescaped(escape: str, *, is_in_string: bool) -> str:
 
 
 MAX_HEADER_CHARS = 256
-"""Between the start marker and a call's arguments. A text with more is no call."""
+"""Text with a longer header before a call's arguments is no call."""
 
 _OPENING = re.compile(r'[{"]')
 _HEADER = re.compile(

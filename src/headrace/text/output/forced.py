@@ -1,7 +1,4 @@
-"""Writes the grammar of tool calls that the model must make, so that their arguments validate.
-
-The text around the arguments is written as the family's templates write it, with json.dumps's separators.
-"""
+"""Writes the grammar of tool calls that the model must make, so that their arguments validate."""
 
 from __future__ import annotations
 
@@ -26,14 +23,11 @@ def forced_grammar(
     document: Mapping[str, object] | None = None,
     token_ids: Mapping[str, int] | None = None,
 ) -> Grammar | None:
-    """The grammar of an output with forced calls; None where nothing is forced.
-
-    REQUIRED   the output is calls alone; one call where a function is named
+    """REQUIRED   the output is calls alone; one call where a function is named
     AUTO       text, with calls after a marker: a strict function's arguments match its schema, another's are any JSON object
     document   with AUTO: JSON Schema of an output without calls, in place of free text
-    token_ids  ids of the format's markers that are single tokens
 
-    Raises InvalidRequest for an unknown function, arguments that are no object, and a format that cannot be forced.
+    Raises InvalidRequest.
     """
     is_free = choice.is_parallel and document is None and not choice.allowed and not any(tool.is_strict for tool in tools)
     if choice.mode is CallMode.NONE or (choice.mode is CallMode.AUTO and is_free):
@@ -71,14 +65,12 @@ def _schema(number: int, tool: FunctionTool, *, is_auto: bool) -> Mapping[str, o
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """The rules of a Lark source. `body` is one call without markers; `section` is the text after a start marker."""
-
     tool_format: ToolFormat
     token_ids: Mapping[str, int]
     lines: list[str] = field(default_factory=list)
 
     def add_calls(self, calls: Sequence[tuple[str, Mapping[str, object], str]]) -> None:
-        """calls: (name, schema of the arguments, field of that schema within the request)"""
+        """calls: (name, schema, field of that schema)"""
         tags = self.tool_format.tags
         self.lines.append("body: " + " | ".join([f"call{number}" for number in range(len(calls))]))
         if tags is not None and tags.key_start:
@@ -112,7 +104,7 @@ class _Rules:
         return f"{one}{again}"
 
     def free_then_calls(self, parallel: bool) -> str:
-        """`head` ends with the start marker, as a token or spelled out. In a bare format the first brace begins one."""
+        """In a bare format the first brace begins a call."""
         marker = self.tool_format.start
         heads = [f"FREE <[{self.token_ids[marker]}]>"] if marker in self.token_ids else []
         if marker:
@@ -127,7 +119,6 @@ class _Rules:
 
     @property
     def _has_sections(self) -> bool:
-        """Whether each further call has its own start marker."""
         if self.tool_format.tags is not None:
             return not self.tool_format.tags.is_shared
         return self.tool_format.syntax is not CallSyntax.JSON_LIST and not self.tool_format.separator

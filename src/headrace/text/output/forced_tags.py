@@ -1,7 +1,7 @@
 """Writes the grammar rules of a forced call whose parameters stand between tags.
 
 Strings stand there without quotes, so `%json` cannot enforce their schemas. A free string becomes any text up to the closing tag, an
-enumeration becomes its texts. Other rules of strings are refused by name.
+enumeration its texts; other rules of strings are refused.
 """
 
 from __future__ import annotations
@@ -18,30 +18,27 @@ from headrace.text.output.format_types import CallTags
 from headrace.text.output.value_types import TEXT, SchemaTypes, referenced
 
 SEPARATORS = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
-"""Set whatever the client wrote: other options of llguidance could switch checks off or let white space run on."""
+"""llguidance's options, set whatever the client wrote: others could switch checks off or let white space run on."""
 
 MAX_BRANCHES = 256
-"""Most references and branches followed to find a schema's strings."""
 
 _NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "x-guidance"})
-"""Keywords without effect on the value."""
 _OF_TEXTS = frozenset(
     {"type", "const", "enum", "minLength", "maxLength", "pattern", "format", "$ref", "allOf", "anyOf", "oneOf", "not", "if", "nullable"}
 )
-"""Keywords that bind a value that can only be a string."""
 _OF_OBJECTS = frozenset(
     {
         *("patternProperties", "minProperties", "maxProperties", "propertyNames", "unevaluatedProperties", "const", "enum"),
         *("dependentRequired", "dependentSchemas", "dependencies", "$ref", "allOf", "anyOf", "oneOf", "not", "if"),
     }
 )
-"""Rules for an object as a whole, which cannot be enforced between tags."""
+"""Keywords about an object as a whole, which cannot be enforced between tags."""
 _REFERENCE = re.compile(r'"\$(?:ref|dynamicRef|recursiveRef)"')
 _ADDRESS = "urn:headrace:parameters"
 _KEY = re.compile(r'[^<>"\s]([^<>"\n]{0,62}[^<>"\s])?')
 
 TERMINALS = ("ANY_TEXT: /(?s:.*)/", f"ANY_KEY: /{_KEY.pattern}/")
-"""Lines that a source with TaggedArguments must have."""
+"""Lines that a source with TaggedArguments needs."""
 
 
 def lark_text(text: str) -> str:
@@ -65,12 +62,9 @@ def _is_idle(name: str, rule: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class MarkerTexts:
-    """Texts in Lark's notation. token_ids: ids of markers that are single tokens"""
-
     token_ids: Mapping[str, int]
 
     def spelled(self, text: str) -> str:
-        """Each marker may be its token or its spelling."""
         markers = sorted(filter(text.__contains__, self.token_ids), key=len, reverse=True)
         pieces = re.split(f"({'|'.join(map(re.escape, markers))})", text) if markers else [text]
         return " ".join([self._piece(piece) for piece in pieces if piece])
@@ -82,7 +76,7 @@ class MarkerTexts:
 
 @dataclass(slots=True)
 class TaggedArguments:
-    """rule: prefix for the names of the rules in `lines`; path: field of the schema within the request, for refusals"""
+    """path: field of the schema within the request, for refusals"""
 
     name: str
     tags: CallTags
@@ -98,7 +92,7 @@ class TaggedArguments:
         self._types = SchemaTypes(self.schema)
 
     def body(self) -> str:
-        """A rule for the text between a function's name and the end of its call. Raises InvalidRequest."""
+        """The text between a function's name and the end of its call. Raises InvalidRequest."""
         if found := next((name for name, rule in self.schema.items() if name in _OF_OBJECTS and not _is_idle(name, rule)), None):
             raise self._refused(found, self.schema[found])
         given, needed = self.schema.get("properties"), self.schema.get("required")
@@ -139,9 +133,7 @@ class TaggedArguments:
         return f"{before} {value} {self.texts.spelled(self.tags.value_end)}"
 
     def _document(self, name: str, schema: object) -> dict[str, object]:
-        """A JSON schema of one parameter's value. One with references refers to the parameter within the whole schema, embedded with an
-        address of its own, so that `#` stays that schema's root.
-        """
+        """A schema with references is embedded with an address of its own, so that `#` stays its root."""
         if not isinstance(schema, Mapping) or _REFERENCE.search(json.dumps(schema)) is None:
             return {**(schema if isinstance(schema, Mapping) else {}), **SEPARATORS}
         given = self.schema.get("$id")
@@ -155,7 +147,6 @@ class TaggedArguments:
         return f"{self.texts.spelled(self.tags.key_start)} {key} {self.texts.spelled(self.tags.key_end + self.tags.value_start)}"
 
     def _free_text(self, rule: str) -> str:
-        """Any text up to the closing tag, which may be a token or spelled out."""
         end = self.tags.value_end.strip()
         self.lines.append(f"{rule}_text[lazy]: ANY_TEXT {lark_text(end)}")
         token = f" | ANY_TEXT <[{self.texts.token_ids[end]}]>" if end in self.texts.token_ids else ""

@@ -9,35 +9,30 @@ from enum import StrEnum
 from headrace.core.grammar import ReasoningSpan
 
 ARGUMENTS_MARKER, CALL_ID_MARKER = "[ARGS]", "[CALL_ID]"
-"""In CallSyntax.NAMED: before the arguments, and before an id that the model gives the call."""
+"""Before the arguments, and before an id that the model gives."""
 ARGUMENTS_MARKERS = (ARGUMENTS_MARKER, CALL_ID_MARKER)
 
 _TAG = re.compile(r"<[^<>=\s]+>")
 
 
 class CallSyntax(StrEnum):
-    """How calls are written between a format's markers."""
-
     JSON_OBJECT = "json_object"
-    """{"name": "f", "arguments": {...}}. Further objects may follow the row's separator."""
+    """{"name": "f", "arguments": {...}}."""
     JSON_LIST = "json_list"
     """A list of such objects."""
     NAMED = "named"
     """f[ARGS]{...}, each call after a marker of its own."""
     PYTHON = "python"
-    """[f(a=1), g()]: calls as Python writes them, with literals for arguments."""
+    """[f(a=1), g()]"""
     TAGGED = "tagged"
-    """Calls between tags of their own (`CallTags`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTags:
-    """The texts of a CallSyntax.TAGGED call. White space around tags is optional where calls are read.
-
-    key_start, key_end    around a parameter's name; empty: the arguments are one JSON object
+    """key_start, key_end    around a parameter's name; empty: the arguments are one JSON object
     value_end             strings have no quotes, other values are JSON
     call_end              empty: the section's end marker ends the call
-    is_shared             one section holds all calls of an output; else each call has its own
+    is_shared             one section holds all calls of an output
     """
 
     call_start: str = ""
@@ -51,7 +46,6 @@ class CallTags:
 
     @property
     def padding(self) -> str:
-        """The line break on both sides of a value."""
         return "\n" if self.value_end.startswith("\n") else ""
 
     @property
@@ -74,11 +68,7 @@ class CallTags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningFormat:
-    """How a model family marks reasoning, free text at the beginning of the output.
-
-    begins_open  the output begins inside it, whatever the prompt ends with
-    hint         text in a chat template by which this row is chosen
-    """
+    """begins_open  the output begins inside it, whatever the prompt ends with"""
 
     name: str
     start: str
@@ -88,26 +78,22 @@ class ReasoningFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Kept by the detokenizer even if they are special tokens."""
+        """Markers are kept by the detokenizer even if they are special tokens."""
         return self.start, self.end
 
     def span(self, *, is_open: bool) -> ReasoningSpan:
-        """is_open: the prompt has opened it (`is_opened_by`)"""
         return ReasoningSpan(start=self.start, end=self.end, is_open=is_open or self.begins_open)
 
     def is_opened_by(self, prompt_end: str) -> bool:
-        """A start marker further up is part of a message and opens nothing."""
+        """A start marker further up opens nothing."""
         return prompt_end.rstrip().endswith(self.start)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """
-    is_bare          calls may begin the output without `start`; with an empty `start` they can only be there
-    separator        between two JSON objects of one section (empty: an object ends its section), or between two TAGGED calls
-    arguments_key    as the family writes it; both "arguments" and "parameters" are read
-    padding          white space inside the markers and between sections
-    family           name of several rows, among which the template's hints choose; empty: the row's own name
+    """is_bare          calls may begin the output without `start`; with an empty `start` they can only be there
+    separator        between two JSON objects, or two TAGGED calls; empty: an object ends its section
+    arguments_key    as the family writes it; both keys are read
     call_id_chars    exact length of a call's id where the family's template demands one
     hints, unless    the row is chosen if the chat template contains any of `hints` and none of `unless`
     """

@@ -1,8 +1,4 @@
-"""Lists the output formats: how each family of models marks reasoning and writes tool calls.
-
-A row is chosen by the name that vLLM gives its parser, or by what the model's chat template mentions. Formats whose calls no `CallSyntax`
-describes (gpt-oss's channels) have no row.
-"""
+"""Lists the output formats: how each family of models marks reasoning and writes tool calls."""
 
 from __future__ import annotations
 
@@ -13,11 +9,10 @@ from headrace.core.errors import ConfigError
 from headrace.text.output.format_types import ARGUMENTS_MARKER, CallSyntax, CallTags, ReasoningFormat, ToolFormat
 
 AUTO, OFF = "auto", "none"
-"""The row that the chat template asks for, and no row at all."""
 
 
 def _deepseek(name: str) -> str:
-    """With a full-width bar, and for a space SentencePiece's lower block."""
+    """A marker of DeepSeek's: a full-width bar, and SentencePiece's lower block for a space."""
     return f"<\uff5ctool\u2581{name.replace(' ', chr(0x2581))}\uff5c>"
 
 
@@ -184,11 +179,10 @@ ALIASES: Mapping[str, str] = MappingProxyType(
     {"llama4_json": "llama3_json", "qwen": "hermes", "qwen3_xml": "qwen3_coder", "glm47": "glm45"}
     | {"deepseek_v3": "qwen3", "deepseek_v31": "qwen3", "glm45": "qwen3", "minimax_m2": "deepseek_r1"}
 )
-"""In a table with a row of that very name, the row is meant."""
 
 
 def reasoning_format(name: str, templates: Iterable[str], *, where: str = "reasoning_parser") -> ReasoningFormat | None:
-    """The row called `name`; for AUTO the one that the model's chat templates hint at; None for OFF. Raises ConfigError at `where`."""
+    """Raises ConfigError at `where`."""
     if name == AUTO:
         text = "\0".join(templates)
         return next((row for row in REASONING_FORMATS.values() if row.hint and row.hint in text), None)

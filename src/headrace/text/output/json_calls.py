@@ -1,7 +1,6 @@
-"""Reads tool calls written as JSON objects. Linear in the text.
+"""Reads tool calls written as JSON objects.
 
-Only a call's name and the end of its arguments are understood: what the model writes there goes to the client, valid or not. Text that
-is no call is given back as text.
+What the model writes for arguments goes to the client, valid or not.
 """
 
 from __future__ import annotations
@@ -15,24 +14,21 @@ from headrace.text.output.literals import JsonSpan, json_of_literal
 from headrace.text.output.reading import CallLog, Reading, TagChoice, first_non_space
 
 MAX_KEY_CHARS = 256
-"""Name or key as written. Text with a longer one is no call."""
+"""Text with a longer one is no call."""
 
 _ARGUMENTS = ("arguments", "parameters")
 _FUNCTION = "function"
-"""Its value is an object with name and arguments, as in OpenAI's interface, or the name."""
 _NAMES = (_FUNCTION, "tool_name")
-"""Their value counts only if it names an offered function."""
+"""Values of these keys count only with the name of an offered function."""
 _DESCRIPTION = "description"
-"""No call has it. Without a start marker, an object with it is a definition that the model repeats."""
+"""Without a start marker, an object with this key is a definition that the model repeats."""
 _DEFINED = "parameters"
-"""Also the key of a definition's schema. A value that may be a schema is held, since a description may follow."""
+"""A value that may be a definition's schema is held, since a description may follow."""
 _SCHEMA_STARTS = ('{"type":"object"', '{"properties":{', '{"$schema":"')
 _LONGEST_START = max(map(len, _SCHEMA_STARTS))
 
 
 class _State(Enum):
-    """White space may come before every part but a SPAN."""
-
     START = 1
     OBJECT = 2
     KEY = 3
@@ -55,14 +51,13 @@ class _Use(Enum):
 
 
 class JsonCalls:
-    """Reads a list of objects, or objects with the row's separator between, and the end marker. A `CallReader`.
+    """A `CallReader` of a list of objects, or of objects with the row's separator.
 
-    An object has a name, and arguments that are an object, in any order; other keys are skipped. Both may be one object deeper, in the
-    value of the key "function".
+    An object has a name and arguments, in any order, perhaps under the key "function"; other keys are skipped.
     """
 
     def __init__(self, row: ToolFormat, log: CallLog, *, is_bare: bool = False) -> None:
-        """is_bare: no start marker, so a call must name an offered function, and must have arguments"""
+        """is_bare: no start marker, so a call must name an offered function and have arguments"""
         self._row, self._log = row, log
         self._is_list, self._is_bare = False, is_bare
         self._separator = row.separator.strip()
@@ -160,7 +155,6 @@ class JsonCalls:
         return 1
 
     def _end_object(self) -> None:
-        """A call that has begun is complete; a call with only a name has no arguments."""
         if self._is_nested:
             self._is_nested, self._state = False, _State.AFTER_VALUE
             return
@@ -219,7 +213,7 @@ class JsonCalls:
         return after
 
     def _may_be_definition(self) -> bool:
-        """Whether the arguments read so far may be the schema of a function definition that the model repeats."""
+        """Whether the arguments so far may be the schema of a definition that the model repeats."""
         start = self._early_start
         return self._is_bare and any(start[: len(schema)] == schema[: len(start)] for schema in _SCHEMA_STARTS)
 

@@ -1,7 +1,4 @@
-"""Finds the ends of JSON values and Python literals in text that arrives in pieces, and converts such literals to JSON.
-
-Nothing is evaluated: strings, numbers, True, False, None, lists and dictionaries with string keys have JSON.
-"""
+"""Finds the ends of JSON values and Python literals in text that arrives in pieces, and converts such literals to JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ _LETTERS = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "a"
 
 
 def json_of_literal(source: str) -> str | None:
-    """None if the text is no literal, or has no JSON: tuples, sets, calls, names, prefixed or joined strings."""
+    """None if the text is no literal, or has no JSON: tuples, sets, calls, names."""
     made: list[str] = []
     at = 0
     while at < len(source):
@@ -83,10 +80,9 @@ def _checked(made: str) -> str | None:
 
 
 MAX_LITERAL_DEPTH = 64
-"""Nesting of one argument. Text with more is no call."""
+"""Text with deeper arguments is no call."""
 
 IN_STRING = {"'": re.compile(r"['\\]"), '"': re.compile(r'["\\]')}
-"""What ends a string's plain text: the quote again, or an escape."""
 
 _SCALAR_END = re.compile(r"[,}\]\s]")
 _STRUCTURE = re.compile(r'["{}\[\]<]')
@@ -95,10 +91,9 @@ _PYTHON_STRUCTURE = re.compile(r"""["'{}\[\]<]""")
 
 
 class _Span:
-    """Brackets are counted, not matched with each other. is_broken: the text cannot be part of a value"""
+    """Brackets are counted, not matched with each other."""
 
     _may_be_string = False
-    """A string that no bracket is around may be the value."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -108,7 +103,6 @@ class _Span:
         self.is_broken = False
 
     def feed(self, text: str, at: int, end: int) -> int:
-        """Position after the last character of `text` from `at` to `end` that belongs to the value."""
         while at < end and not (self.is_over or self.is_broken):
             at = self._pass_string(text, at, end) if self._quote else self._pass_structure(text, at, end)
         return at
@@ -132,12 +126,12 @@ class _Span:
 
 
 class JsonSpan(_Span):
-    """Is broken by a "<" outside strings, which begins most markers and no JSON."""
+    """Broken by a "<" outside strings, which begins most markers."""
 
     _may_be_string = True
 
     def __init__(self, opening: str, *, is_python: bool = False) -> None:
-        """opening: the value's first character; `feed` gets it as well"""
+        """opening: the first character; `feed` gets it as well"""
         super().__init__()
         self._is_scalar = opening not in '{["'
         self._structure = _PYTHON_STRUCTURE if is_python else _STRUCTURE
@@ -170,8 +164,6 @@ class JsonSpan(_Span):
 
 
 class LiteralSpan(_Span):
-    """Ends at the comma or parenthesis after an argument of a Python call."""
-
     def _pass_structure(self, text: str, at: int, end: int) -> int:
         found = _ARGUMENT_STRUCTURE.search(text, at, end)
         if found is None:

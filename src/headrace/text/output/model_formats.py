@@ -12,13 +12,10 @@ from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 
 TAIL_TOKENS = 64
-"""End of a prompt that is searched for the start of reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFormats:
-    """token_ids: ids of the rows' markers that are single tokens"""
-
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
     token_ids: Mapping[str, int] = field(default_factory=dict)
@@ -27,7 +24,7 @@ class ModelFormats:
     def of(
         cls, tokenizer: Tokenizer, template: ChatTemplate, *, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO
     ) -> ModelFormats:
-        """Raises ConfigError for an unknown name."""
+        """Raises ConfigError."""
         tools = tool_format(tool_call_parser, template.sources)
         reasoning = reasoning_format(reasoning_parser, template.sources)
         markers = [marker for row in (tools, reasoning) if row is not None for marker in row.markers]
@@ -38,7 +35,7 @@ class ModelFormats:
         return frozenset([self.token_ids[marker] for row in rows if row is not None for marker in row.markers if marker in self.token_ids])
 
     def is_reasoning_open(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], begun: str = "") -> bool:
-        """begun: part of the answer that the prompt holds already"""
+        """begun: part of the answer in the prompt"""
         if self.reasoning is None:
             return False
         if begun:
@@ -46,9 +43,7 @@ class ModelFormats:
         return self.reasoning.is_opened_by(_tail(tokenizer, prompt_ids))
 
     def reasoning_span(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], begun: str = "") -> ReasoningSpan | None:
-        """None if the prompt has the end of the reasoning already: at its end, as with templates that switch reasoning off, or in the begun
-        answer.
-        """
+        """None if the prompt has the end of the reasoning already."""
         if self.reasoning is None:
             return None
         is_open = self.is_reasoning_open(tokenizer, prompt_ids, begun)

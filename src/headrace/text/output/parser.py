@@ -1,10 +1,8 @@
-"""Separates generated text, as it arrives, into content, reasoning and tool calls. Linear in the text, in bounded memory.
+"""Separates generated text, as it arrives, into content, reasoning and tool calls.
 
-All deltas joined are the parse of the whole text, however it is split. Nothing raises. Left out are the markers that were recognized,
-white space after them, and what a call's JSON holds beside name and arguments.
+Nothing raises, and all deltas joined are the parse of the whole text.
 
-Models of every family sometimes write JSON calls between their own markers. So a section is read as JSON if it begins with a brace, or with
-a bracket that does not begin a list of Python calls.
+Models of every family sometimes write JSON between their markers: a section that begins with a brace is read as JSON.
 """
 
 from __future__ import annotations
@@ -23,10 +21,7 @@ from headrace.text.output.value_types import FunctionTypes
 
 
 class CallParser:
-    """White space directly after calls belongs to the format and is dropped."""
-
     def __init__(self, row: ToolFormat, functions: Sequence[FunctionTool]) -> None:
-        """functions: text without a start marker is a call only if it names one of them"""
         self._row = row
         self._function_types = FunctionTypes(functions)
         self._log = CallLog(frozenset([function.name for function in functions]))
@@ -38,7 +33,6 @@ class CallParser:
 
     @property
     def is_passed(self) -> bool:
-        """Whether all further text is content, and need not be pushed."""
         return not self._is_in_section and not self._held and (not self._row.start or self._log.num_calls >= MAX_CALLS)
 
     @property
@@ -59,7 +53,7 @@ class CallParser:
         return "".join(content), self._log.take_pieces()
 
     def finish(self) -> str:
-        """The text held back. Call it once, at the end."""
+        """The text held back; call it once."""
         held = self._log.take_held()
         is_end = self._log.num_calls > 0 and self._row.end.startswith(held.strip())
         if self._log.is_open or is_end:
@@ -139,7 +133,6 @@ class OutputParser:
 
     @property
     def is_call_open(self) -> bool:
-        """An output that ends now was cut inside the last call's arguments."""
         return self._calls is not None and self._calls.is_call_open
 
     def push(self, text: str) -> ParsedDelta:
@@ -150,7 +143,6 @@ class OutputParser:
         return ParsedDelta(content, reasoning, pieces)
 
     def finish(self) -> ParsedDelta:
-        """Call it once, at the end."""
         reasoning, content = self.reasoning.finish() if self.reasoning is not None else ("", "")
         if self._calls is None:
             return ParsedDelta(content, reasoning)

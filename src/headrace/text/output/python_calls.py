@@ -1,7 +1,4 @@
-"""Reads tool calls written in Python: [f(a=1, b="x"), g()]. Nothing is evaluated. Linear in the text.
-
-Each argument is passed on as JSON when complete, since only its end shows that a Python literal has JSON.
-"""
+"""Reads tool calls written in Python: [f(a=1, b="x"), g()]."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from headrace.text.output.literals import LiteralSpan, json_of_literal
 from headrace.text.output.reading import CallLog, Reading, TagChoice, first_non_space
 
 MAX_NAME_CHARS = 128
-"""Text with a longer name is no call."""
+"""Longer names are no call's."""
 
 MAX_ARGUMENTS = 128
 
@@ -22,8 +19,6 @@ _NO_WORD = re.compile(r"[^\w.-]")
 
 
 class _State(Enum):
-    """White space may come before every part."""
-
     LIST = 1
     NAME = 2
     PARENTHESIS = 3
@@ -37,7 +32,7 @@ class _State(Enum):
 
 class PythonCalls:
     def __init__(self, row: ToolFormat, log: CallLog, *, is_bare: bool = False) -> None:
-        """is_bare: no start marker, so that calls must name offered functions"""
+        """is_bare: calls must name offered functions"""
         self._log, self._is_bare = log, is_bare
         self._end_marker = TagChoice(row.end)
         self._state = _State.LIST
@@ -105,7 +100,6 @@ class PythonCalls:
             self._arguments.append(word)
 
     def _take(self, char: str) -> bool:
-        """False: the character is not allowed here."""
         match self._state, char:
             case (_State.LIST, "[") | (_State.AFTER_CALL, ","):
                 self._state = _State.NAME

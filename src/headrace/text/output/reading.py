@@ -1,4 +1,4 @@
-"""What the readers of calls share: search for markers, pieces of output, a reader's position, and the record of the calls found."""
+"""What the readers of calls share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NO_SPACE = re.compile(r"\S")
 
 
 def num_held(text: str, marker: str, begin: int = 0) -> int:
-    """Length of the longest end of `text`, from `begin` on, that is a proper beginning of `marker`."""
+    """Length of the longest end of `text` that is a proper beginning of `marker`."""
     if not marker:
         return 0
     at = text.find(marker[0], max(begin, len(text) - len(marker) + 1))
@@ -23,18 +23,13 @@ def num_held(text: str, marker: str, begin: int = 0) -> int:
 
 
 def first_non_space(text: str, at: int = 0, end: int | None = None) -> int:
-    """Position of the first character that is no white space, or `end` if there is none."""
     end = len(text) if end is None else end
     found = _NO_SPACE.search(text, at, end)
     return found.start() if found else end
 
 
 class CallPiece(NamedTuple):
-    """
-    number     of the call within the output, from 0
-    name       with the call's first piece; None in later ones
-    arguments  text to append to the call's arguments
-    """
+    """name       None after the call's first piece"""
 
     number: int
     name: str | None
@@ -42,7 +37,7 @@ class CallPiece(NamedTuple):
 
 
 class ParsedDelta(NamedTuple):
-    """All deltas joined depend on the whole text alone, not on how it was split."""
+    """All deltas joined depend on the whole text alone."""
 
     text: str = ""
     reasoning: str = ""
@@ -50,24 +45,22 @@ class ParsedDelta(NamedTuple):
 
 
 MAX_CALLS = 128
-"""Text after this many calls of one output is never a call."""
+"""Text after so many calls of one output is never a call."""
 
 NAMESPACE = "functions."
-"""OpenAI's own models, and models trained on their transcripts, write it before a function's name."""
+"""OpenAI's own models write this before a function's name."""
 
 MAX_HELD_CHARS = 64 << 10
-"""Text that stays undecided for longer is no call."""
 
 
 class Reading(Enum):
     GOES_ON = 1
     DONE = 2
     FAILED = 3
-    """The held text and everything after it is text."""
 
 
 class CallLog:
-    """names: functions that the request offers; is_open: the last call's arguments are incomplete"""
+    """is_open: the last call's arguments are incomplete"""
 
     def __init__(self, names: Set[str]) -> None:
         self.names = names
@@ -78,12 +71,11 @@ class CallLog:
         self.room = MAX_HELD_CHARS
 
     def meant(self, written: str) -> str:
-        """The offered function that a written name means, ignoring white space and a namespace; else the name as written."""
+        """The offered function of that name, ignoring white space and a namespace; else the name as written."""
         name = written.strip().removeprefix(NAMESPACE)
         return name if name in self.names else written
 
     def hold(self, text: str) -> None:
-        """Keep text that may be a call's, at most `room` characters."""
         self._held.append(text)
         self.room -= len(text)
 
@@ -97,7 +89,7 @@ class CallLog:
         self.room = MAX_HELD_CHARS
 
     def begin(self, name: str, arguments: str = "", *, is_whole: bool = False) -> bool:
-        """False after MAX_CALLS calls: the text is no call then."""
+        """False after MAX_CALLS: the text is no call."""
         if self.num_calls >= MAX_CALLS:
             return False
         self.pieces.append(CallPiece(self.num_calls, name, arguments))
@@ -117,7 +109,7 @@ class CallLog:
 
 
 class TagChoice:
-    """Reads one of several tags after white space. Without tags it is done at once."""
+    """Reads one of several tags after white space."""
 
     def __init__(self, *tags: str) -> None:
         self._tags = tuple([tag for tag in tags if tag])
@@ -128,7 +120,7 @@ class TagChoice:
         return any(tag.startswith(char) for tag in self._tags)
 
     def feed(self, log: CallLog, text: str, at: int, end: int) -> tuple[int, Reading]:
-        """Read and hold text up to `end`. Returns where it stopped, and the state of the reading."""
+        """Returns where it stopped, and the state of the reading."""
         begin = at
         if not self._matched and self._tags:
             at = first_non_space(text, at, end)
@@ -151,7 +143,7 @@ class TextUntil:
         self.text = ""
 
     def feed(self, log: CallLog, text: str, at: int, end: int) -> tuple[int, Reading]:
-        """As `TagChoice.feed`. FAILED after `max_chars` characters without the marker."""
+        """FAILED after `max_chars` characters without the marker."""
         end = min(end, at + self._room)
         found = self._end_of_marker(text, at, end)
         after = end if found is None else found
@@ -178,5 +170,5 @@ class CallReader(Protocol):
     reading: Reading
 
     def feed(self, text: str, at: int) -> int:
-        """Returns where reading stopped: at the end of the text, unless `reading` is DONE or FAILED."""
+        """Returns where reading stopped."""
         ...

@@ -1,4 +1,4 @@
-"""Separates the reasoning at the beginning of an output from the answer that follows it, and counts its tokens."""
+"""Separates the reasoning at the beginning of an output from the answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.text.output.reading import first_non_space, num_held
 from headrace.text.tokenizer import Tokenizer
 
 MAX_LEADING_SPACE = 1024
-"""White space before the start marker. After more, the output has no reasoning."""
+"""After more white space, the output has no reasoning."""
 
 
 class _State(Enum):
@@ -26,8 +26,7 @@ class _State(Enum):
 class ReasoningSplitter:
     """White space directly after a marker belongs to the format and is dropped.
 
-    num_decided  characters of which it is known whether they are reasoning
-    begin, end   of the reasoning, in characters of the output; None until known. `begin` stays None without reasoning
+    begin, end   in characters of the output; None until known. `begin` stays None without reasoning
     """
 
     def __init__(self, row: ReasoningFormat, *, is_open: bool) -> None:
@@ -66,7 +65,6 @@ class ReasoningSplitter:
         return reasoning, text
 
     def finish(self) -> tuple[str, str]:
-        """Call it once, at the end."""
         held, self._held = self._held, ""
         return (held, "") if self._state is _State.INSIDE else ("", held)
 
@@ -103,7 +101,7 @@ class ReasoningSplitter:
 
 
 class ReasoningCount:
-    """Counts the tokens whose first character is reasoning. A token waits until that is known."""
+    """Counts the tokens whose first character is reasoning."""
 
     def __init__(self, splitter: ReasoningSplitter, tokenizer: Tokenizer, skipped: Set[int]) -> None:
         self._splitter = splitter
@@ -115,7 +113,7 @@ class ReasoningCount:
         self.num_tokens = 0
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """Their text may already be in the splitter: a character may end in a later token."""
+        """A character may end in a later token, so a token's text may be known already."""
         if self._splitter.is_passed:
             return
         for token_id in token_ids:

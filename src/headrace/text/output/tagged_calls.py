@@ -1,7 +1,4 @@
-"""Reads tool calls written between tags: <function=f><parameter=a>1</parameter></function>, and JSON arguments behind a header of tags.
-
-Values become JSON by the types that the function's schema allows; strings are passed on as they come. Linear in the text.
-"""
+"""Reads tool calls written between tags: <function=f><parameter=a>1</parameter></function>, and JSON arguments behind a header of tags."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ from headrace.text.output.reading import CallLog, Reading, TagChoice, TextUntil,
 from headrace.text.output.value_types import TEXT, TYPES, FunctionTypes, written_value
 
 MAX_TAG_CHARS = 256
-"""Text with a longer function's or parameter's name is no call."""
 
 _NO_NAME = re.compile(r"[^\w.-]")
 
@@ -228,7 +224,6 @@ class TaggedCalls:
             self._begin_call("{" + item)
 
     def _pass_text(self, text: str, at: int) -> int:
-        """Without the line breaks that the format puts around a string."""
         if self._tail:  # at most once per piece of the output
             joined, before = self._tail + text[at:], at - len(self._tail)
             self._tail = ""

@@ -1,4 +1,4 @@
-"""Finds the JSON types of a function's parameters in its schema. Formats that write values without quotes need them to tell 5 from "5"."""
+"""Finds the JSON types of a function's parameters, which tell 5 from "5" where values have no quotes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", 
 TEXT = frozenset({"string"})
 
 MAX_DEPTH = 64
-"""Longest chain of references that is followed. The types beyond it count as unknown."""
+"""Longest chain of references; types beyond it are unknown."""
 
 
 class FunctionTypes:
-    """Each function's types are worked out when its first call is read."""
+    """A function's types are worked out when its first call is read."""
 
     def __init__(self, functions: Sequence[FunctionTool]) -> None:
         self._functions = functions
@@ -38,7 +38,7 @@ def _parameter_types(root: Mapping[str, object]) -> Mapping[str, frozenset[str]]
 
 
 class SchemaTypes:
-    """Linear in the root: the target of a reference is visited once."""
+    """Linear: the target of a reference is visited once."""
 
     def __init__(self, root: Mapping[str, object]) -> None:
         self._root = root
@@ -46,7 +46,7 @@ class SchemaTypes:
         self._depth = 0
 
     def of(self, schema: object) -> frozenset[str]:
-        """Any type for a schema with an `$id` of its own, within which references mean others."""
+        """Any type for a schema with an `$id` of its own."""
         if not isinstance(schema, Mapping) or (schema is not self._root and "$id" in schema):
             return TYPES
         found = TYPES
@@ -95,10 +95,7 @@ def referenced(reference: str, root: Mapping[str, object]) -> object:
 
 
 def written_value(text: str, types: frozenset[str]) -> str:
-    """The JSON of a value from a format without quotes: the text itself if its type is allowed, else a JSON string.
-
-    Python's spelling (True, None, {'a': 1}) is accepted where the text is no JSON.
-    """
+    """The JSON of an unquoted value: the text itself if its type is allowed, else a string."""
     bare = text.strip()
     for written in (bare, json_of_literal(bare)):
         if written is not None and _is_one_of(written, types):
