@@ -73,7 +73,7 @@ def reported_load_families(readings: Iterable[UpstreamReading]) -> Iterator[Metr
 
 @dataclass(frozen=True, slots=True)
 class BudgetReading:
-    """Of all tenants together, in the currency of `prices`. used: reserved money included"""
+    """Amounts of all tenants together, in the currency of `prices`. used: reserved money included"""
 
     label: str
     budget: float

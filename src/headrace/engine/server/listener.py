@@ -36,7 +36,7 @@ LOCK_NAME = "engine.lock"
 HANDSHAKE_S = 5.0
 
 MAX_HANDSHAKES = 64
-"""One more connection than so many is closed at once."""
+"""Handshakes at once: one more connection is closed."""
 
 REPEAT_S = 60.0
 

@@ -21,7 +21,7 @@ MAX_UNITS = (32 << 20) // UNIT_BYTES
 REFUSAL_UNITS, REFUSAL_BYTES_PER_UNIT = 16, 16
 
 FRAME_ENTRIES = 2**15
-"""A frame of so many entries is smaller than 1 MiB even when every entry is an alternative of a token."""
+"""A frame is smaller than 1 MiB even when every entry is an alternative of a token."""
 
 MAX_REJECTED_BYTES = 2**20
 """A larger refusal is the only one of its frame."""

@@ -30,10 +30,10 @@ UNAVAILABLE_RETRY_S = 1.0
 
 MAX_REQUESTS = 1_000_000
 MAX_OUTPUT_TOKENS = 50_000_000
-"""Records of so many tokens take about 2 GB."""
+"""Records of the requests and tokens take about 2 GB."""
 
 MAX_BLOCKS = 1 << 25
-"""Of all replicas together: tables take about 50 bytes for each block."""
+"""Tables of all replicas together take about 50 bytes for each block."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ class ParsedDelta(NamedTuple):
 
 
 MAX_CALLS = 128
-"""Text after so many calls of one output is never a call."""
+"""Text after the last of these calls is never a call."""
 
 NAMESPACE = "functions."
 """OpenAI's own models write this before a function's name."""
