@@ -10,7 +10,7 @@ import numpy as np
 
 from headrace.core.plan import Started
 from headrace.engine.runner.masks import StepMasks
-from headrace.tensor.kernels.masks import num_words
+from headrace.tensor.kernels.filters import num_words
 from headrace.tensor.sampling import RowMasks
 
 Language = Callable[[list[int]], Collection[int]]

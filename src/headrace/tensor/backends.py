@@ -53,7 +53,7 @@ BACKENDS = {
         ("cuda",),
         "compiled for this GPU",
         package="triton",
-        trial="headrace.tensor.kernels.gpu.trial",
+        trial="headrace.tensor.kernels.gpu.compiler",
     ),
     "reference": BackendModule("headrace.tensor.kernels.reference", ("cpu", "cuda"), "plain torch"),
 }

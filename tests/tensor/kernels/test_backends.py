@@ -11,7 +11,7 @@ from runner_kit import Planner, make_runner, row_tokens, save_tiny_llama
 from headrace.tensor.backends import load_backend
 from headrace.tensor.device import CPU
 from headrace.tensor.host.cpu_features import CpuFeatures
-from headrace.tensor.kernels import Backend, Kernels, plain_packing, reference
+from headrace.tensor.kernels import Backend, Kernels, reference
 from headrace.tensor.kernels.filters import draw
 from headrace.tensor.models import load_model
 
@@ -25,7 +25,7 @@ def operations_of(made: type) -> set[str]:
 def test_the_reference_is_operations_and_nothing_else() -> None:
     assert operations_of(reference.ReferenceKernels) == operations_of(Kernels)
     made = load_backend("reference")
-    assert made == Backend(name="reference", kernels=reference.KERNELS, packing=plain_packing.PACKING)
+    assert made == Backend(name="reference", kernels=reference.KERNELS, packing=reference.PACKING)
     assert (made.executor, made.draw) == (None, draw)
 
 
@@ -33,7 +33,7 @@ def test_the_reference_is_operations_and_nothing_else() -> None:
 def test_operations_alone_answer_as_the_compiled_backend_does(quantization: str, tmp_path: Path) -> None:
     pytest.importorskip("numba")
     folder, answers = save_tiny_llama(tmp_path / "tiny"), []
-    mine = Backend(name="mine", kernels=reference.ReferenceKernels(), packing=plain_packing.PACKING)
+    mine = Backend(name="mine", kernels=reference.ReferenceKernels(), packing=reference.PACKING)
     for backend in (mine, load_backend("numba")):
         loaded = load_model(
             folder, backend=backend, dtype=torch.float32, device=CPU, load_format="auto", seed=0, max_model_len=None,

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from headrace.core.errors import ConfigError
 from headrace.tensor.backends import load_backend
-from headrace.tensor.kernels.plain_packing import PACKING
-from headrace.tensor.kernels.reference import KERNELS
+from headrace.tensor.kernels.reference import KERNELS, PACKING
 from headrace.tensor.kernels.rounding import Precision, round_weight
 
 pytestmark = pytest.mark.pure

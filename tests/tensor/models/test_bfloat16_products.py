@@ -23,7 +23,7 @@ from headrace.tensor.backends import load_backend
 from headrace.tensor.device import CPU
 from headrace.tensor.kernels import Backend
 from headrace.tensor.kernels.cpu.linear import Arithmetic, StripLinear
-from headrace.tensor.kernels.plain_packing import PlainPacking
+from headrace.tensor.kernels.reference import PlainPacking
 from headrace.tensor.models import LoadedModel, load_model
 
 pytestmark = pytest.mark.pure

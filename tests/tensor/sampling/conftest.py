@@ -22,7 +22,7 @@ from headrace.engine.runner.slots import SlotState
 from headrace.tensor.backends import load_backend
 from headrace.tensor.kernels import Backend
 from headrace.tensor.kernels.choice import NUM_FIELDS, RowTensors, SlotTensors
-from headrace.tensor.kernels.masks import Words, num_words
+from headrace.tensor.kernels.filters import Words, num_words
 from headrace.tensor.kernels.plain_choice import PlainChoice
 from headrace.tensor.sampling import Purpose, RowMasks, Sampled, Sampler, uniform
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from headrace.core.plan import Started
 from headrace.engine.runner.slots import Ints, SlotPart
-from headrace.tensor.kernels.masks import ApplyMasks
+from headrace.tensor.kernels.filters import ApplyMasks
 from headrace.tensor.sampling import NO_ROWS_MASKED, RowMasks
 
 

@@ -37,8 +37,7 @@ from headrace.engine.runner.results import PromptLogprobs, empty_result, make_re
 from headrace.engine.runner.slots import Ints, SlotState
 from headrace.engine.runner.state import RunnerState
 from headrace.tensor.batch import ForwardBatch, KvCache
-from headrace.tensor.kernels.filters import Draw
-from headrace.tensor.kernels.masks import ApplyMasks, apply_masks
+from headrace.tensor.kernels.filters import ApplyMasks, Draw, apply_masks
 from headrace.tensor.sampling import RowMasks, Sampled, Sampler
 
 log = logging.getLogger(__name__)

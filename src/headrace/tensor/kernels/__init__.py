@@ -1,14 +1,14 @@
 """The interface between a model and the code that computes for it.
 
 Kernels         the operations of a transformer block; a new backend has to write these and nothing else
-WeightPacking   prepares weights for products, once; `plain_packing` does it with torch alone
+WeightPacking   prepares weights for products, once; `reference` does it with torch alone
 PackedFormat    keeps prepared weights on disk between starts; optional
 KernelCompiler  compiles kernels, and runs them on threads of its own; optional
 StepExecutor    runs a step's kernels later than they are called; optional
 draw            draws random tokens on the host; optional, `filters.draw` is the plain one
 GroupExperts    runs a mixture's experts without the host; optional
 DeviceChoice    chooses tokens without the host; optional, see `choice`
-mask            applies grammar masks on the host; optional, `masks.apply_masks` is the plain one
+mask            applies grammar masks on the host; optional, `filters.apply_masks` is the plain one
 
 `reference` is plain torch and defines every result; `cpu` is Numba and a library GEMM. A model is given a `Backend` and never asks which
 one. Shape letters: see `tensor.batch`; E hidden size, F feed-forward size, V vocabulary. Implementations are compared with `reference`
@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from headrace.tensor.kernels.choice import DeviceChoice
-from headrace.tensor.kernels.filters import Draw, draw
-from headrace.tensor.kernels.masks import ApplyMasks, apply_masks
+from headrace.tensor.kernels.filters import ApplyMasks, Draw, apply_masks, draw
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight
 
 
@@ -283,7 +282,7 @@ class KernelCompiler(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """What one engine computes with. A new backend brings `kernels`; `plain_packing.PACKING` and the defaults serve for the rest.
+    """What one engine computes with. A new backend brings `kernels`; `reference.PACKING` and the defaults serve for the rest.
 
     compiler       None: torch and NumPy run all of it
     packed_format  None: nothing that `packing` prepares is kept on disk

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from headrace.core.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS
-from headrace.tensor.kernels.masks import num_words
+from headrace.tensor.kernels.filters import num_words
 
 MAX_TABLE_CHANGES = 1024
 """Block-table entries that one step's inputs hold."""
@@ -145,7 +145,7 @@ class RowTensors:
     """One step's rows on the device, at addresses that a captured graph knows.
 
     edited   [N, V] float32, free for a choice of an edited kind
-    masks    [N, ceil(V / 32)] int32 words of grammar masks, see `masks`
+    masks    [N, ceil(V / 32)] int32 words of grammar masks
     chosen   [NUM_CHOSEN, N] int32
     """
 

@@ -1,4 +1,4 @@
-"""Draws one random token per row of logits: temperature, top_k, top_p and min_p, then the inverse of the distribution function.
+"""Masks rows of logits by a grammar, and draws one random token per row: temperature, filters, the inverse of the distribution function.
 
 The filters keep these tokens (ordered by falling weight, equal weights by rising id):
   top_k  the first k tokens
@@ -9,7 +9,7 @@ result is a function of the row and of the random number u alone.
 
 The whole vocabulary is never sorted. A floor below which no token can be kept is cheap to find, and few tokens are above the floor. Their
 weights are sorted without ids (ties are resolved afterwards), which NumPy does with vector instructions.
-Shape letters: N rows, V vocabulary, M tokens above the floor.
+Shape letters: N rows, V vocabulary, M tokens above the floor (or rows with a mask).
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Words = NDArray[np.uint32]
+"""Grammar masks: bit i of word w allows token 32 w + i. Bits beyond the vocabulary are ignored."""
 
 _BLOCK = 256
 """Tokens summed at once before the fine search: [N, V / 256] running sums are cheap enough to keep in double precision."""
@@ -41,6 +43,7 @@ class FilterLimits:
         return FilterLimits(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
 
+ApplyMasks = Callable[[Floats, Ints, Words], tuple[Ints, Floats]]
 Draw = Callable[[Floats, Floats, Doubles, FilterLimits], Ints]
 
 
@@ -179,3 +182,27 @@ def _locate(running: Doubles, target: Doubles) -> Ints:
     last = (running < running[:, -1:]).sum(axis=1)
     found: Ints = np.minimum(place, last)
     return found
+
+
+def num_words(vocab_size: int) -> int:
+    return (vocab_size + 31) // 32
+
+
+def apply_masks(logits: Floats, rows: Ints, masks: Words) -> tuple[Ints, Floats]:
+    """Mask some rows in place. Returns `best_tokens` of these rows.
+
+    logits  [N, V]; the masked rows hold no NaN
+    rows    [M] ascending
+    masks   [M, num_words(V)]
+    """
+    vocab = logits.shape[1]
+    is_allowed = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little", count=vocab).view(np.bool_)
+    masked = np.where(is_allowed, logits[rows], np.float32(-np.inf))
+    logits[rows] = masked
+    return best_tokens(masked)
+
+
+def best_tokens(logits: Floats) -> tuple[Ints, Floats]:
+    """Each row's best token, of equal ones the lowest id, and its logit. NaN wins, so an unusable row shows in its best logit."""
+    best = logits.argmax(axis=1)
+    return best, np.take_along_axis(logits, best[:, None], axis=1)[:, 0]

@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.core.plan import NO_LOGPROBS, LogprobColumns, Started
-from headrace.tensor.kernels.filters import Draw, FilterLimits, Floats, Ints
-from headrace.tensor.kernels.masks import ApplyMasks, Words, apply_masks, best_tokens
+from headrace.tensor.kernels.filters import ApplyMasks, Draw, FilterLimits, Floats, Ints, Words, apply_masks, best_tokens
 from headrace.tensor.sampling.columns import SamplingColumns
 from headrace.tensor.sampling.logprobs import not_asked, scattered, token_logprobs
 from headrace.tensor.sampling.penalties import TokenCounts
@@ -38,7 +37,7 @@ NOT_A_DISTRIBUTION = "the model produced NaN or infinite logits for this sequenc
 
 @dataclass(frozen=True, slots=True)
 class RowMasks:
-    """Grammar masks: rows [M] of the N sampled, ascending; words [M, ceil(V / 32)], see `kernels.masks`."""
+    """Grammar masks: rows [M] of the N sampled, ascending; words [M, ceil(V / 32)], see `filters.Words`."""
 
     rows: Ints
     words: Words

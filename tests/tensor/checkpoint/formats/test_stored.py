@@ -20,7 +20,7 @@ from headrace.tensor.checkpoint.folder import Checkpoint
 from headrace.tensor.checkpoint.formats.nibbles import from_minimum, nibbles
 from headrace.tensor.checkpoint.formats.table import FORMATS, QuantizedSource
 from headrace.tensor.device import META
-from headrace.tensor.kernels.plain_packing import PlainPacking, RoundedLinear
+from headrace.tensor.kernels.reference import PlainPacking, RoundedLinear
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight
 from headrace.tensor.layers.weights import Part, WeightReader
 from headrace.tensor.models import decoder, describe

@@ -21,7 +21,7 @@ from headrace.tensor.kernels.cpu import packing
 from headrace.tensor.kernels.cpu.jit import vector_ir
 from headrace.tensor.kernels.cpu.linear import CHUNK_ROWS, MOST_ROWS, Arithmetic, OneDnnLinear, StripLinear, onednn_takes
 from headrace.tensor.kernels.cpu.packing import can_strip, padded
-from headrace.tensor.kernels.plain_packing import PACKING as PLAIN
+from headrace.tensor.kernels.reference import PACKING as PLAIN
 from headrace.tensor.kernels.rounding import Precision
 
 pytestmark = pytest.mark.pure

@@ -10,8 +10,7 @@ pytest.importorskip("numba")
 from headrace.tensor.kernels.cpu import backend as cpu
 from headrace.tensor.kernels.cpu import mask
 from headrace.tensor.kernels.cpu.jit import launch
-from headrace.tensor.kernels.filters import Floats, Ints
-from headrace.tensor.kernels.masks import Words, apply_masks, best_tokens, num_words
+from headrace.tensor.kernels.filters import Floats, Ints, Words, apply_masks, best_tokens, num_words
 
 pytestmark = pytest.mark.pure
 

@@ -29,9 +29,9 @@ from headrace.tensor.kernels import Backend
 from headrace.tensor.kernels.gpu.backend import TritonKernels
 from headrace.tensor.kernels.gpu.linears import PaddedLinear, StoredLinear, TritonPacking
 from headrace.tensor.kernels.gpu.tuning import Tuning, read_tuning
-from headrace.tensor.kernels.plain_packing import PACKING as PLAIN
 from headrace.tensor.kernels.reference import BACKEND
 from headrace.tensor.kernels.reference import KERNELS as REFERENCE
+from headrace.tensor.kernels.reference import PACKING as PLAIN
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight
 from headrace.tensor.layers.weights import WeightReader
 from headrace.tensor.models import ARCHITECTURES
@@ -285,7 +285,7 @@ def test_stored_scales_and_zero_points(packing: TritonPacking, relative_error: E
 
 
 def test_a_weight_that_is_dense_in_parts(packing: TritonPacking, relative_error: Error, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.tensor.kernels.gpu.dequantize.SLAB_ELEMENTS", 64 * 256)
+    monkeypatch.setattr("headrace.tensor.kernels.gpu.linears.SLAB_ELEMENTS", 64 * 256)
     rounded, bias, x = packing.round_weight(randn(144, 256), Precision.INT4), randn(144), randn(65, 256)
     assert relative_error(packing.pack_rounded(rounded, bias)(x), x @ rounded.dense().T + bias) < 3e-6
 

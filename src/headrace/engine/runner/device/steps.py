@@ -33,7 +33,7 @@ from headrace.tensor.kernels.choice import (
     RowTensors,
     SlotTensors,
 )
-from headrace.tensor.kernels.masks import Words
+from headrace.tensor.kernels.filters import Words
 from headrace.tensor.launches import Launches, Mark, pinned, upload_together
 
 

@@ -27,9 +27,8 @@ from headrace.tensor.kernels.cpu.integer import packing as integer_packing
 from headrace.tensor.kernels.cpu.integer import quantized
 from headrace.tensor.kernels.cpu.integer.simd import STRIP_COLUMNS
 from headrace.tensor.kernels.cpu.jit import vector_ir
-from headrace.tensor.kernels.cpu.jit.disk_cache import DISK
+from headrace.tensor.kernels.cpu.jit.disk_cache import DISK, report_compiling
 from headrace.tensor.kernels.cpu.jit.launch import CACHE, allocate_result, set_thread_limit, thread_limit, threading_layer
-from headrace.tensor.kernels.cpu.jit.progress import report_compiling
 from headrace.tensor.kernels.cpu.launch_list import (
     MAX_RESULT_BYTES,
     RecordedLaunches,
@@ -40,10 +39,9 @@ from headrace.tensor.kernels.cpu.launch_list import (
 )
 from headrace.tensor.kernels.cpu.linear import OneDnnLinear, StripLinear, onednn_takes
 from headrace.tensor.kernels.cpu.packing import DEPTH, can_strip
-from headrace.tensor.kernels.filters import Doubles, FilterLimits, Floats, Ints
-from headrace.tensor.kernels.masks import Words
-from headrace.tensor.kernels.plain_packing import PACKING as PLAIN_PACKING
+from headrace.tensor.kernels.filters import Doubles, FilterLimits, Floats, Ints, Words
 from headrace.tensor.kernels.reference import KERNELS as REFERENCE
+from headrace.tensor.kernels.reference import PACKING as PLAIN_PACKING
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight
 
 FEW_TOKENS = 64

@@ -10,7 +10,7 @@ are rounded to bfloat16 too, and two inputs are multiplied by one instruction; s
 
 `OneDnnLinear` has a weight that oneDNN reordered once. The rounding of its results depends on the number of rows.
 
-`host.cpu_features.linear_path` chooses between the two. Reference in tests: `plain_packing.PlainLinear`.
+`host.cpu_features.linear_path` chooses between the two. Reference in tests: `reference.PlainLinear`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Applies grammar masks to rows of logits on all threads, and finds the best token of each row in the same pass.
 
 A worker takes a share of the rows. The logits of a block of 256 tokens that are all forbidden are written without being read; a narrow mask
-has mostly such blocks. `kernels.masks` is the reference in tests.
+has mostly such blocks. `kernels.filters` is the reference in tests.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import numpy as np
 from headrace.tensor.kernels.cpu.elementwise import share
 from headrace.tensor.kernels.cpu.jit.launch import compile_kernel, helper, launch, thread_limit
 from headrace.tensor.kernels.cpu.jit.scalars import as_f32, as_i32, as_i64, at, load, read_arguments, store
-from headrace.tensor.kernels.filters import Floats, Ints
-from headrace.tensor.kernels.masks import Words, num_words
+from headrace.tensor.kernels.filters import Floats, Ints, Words, num_words
 
 Pointer = Any
 
@@ -114,7 +113,7 @@ def _kernel() -> int:
 
 
 def apply_masks(logits: Floats, rows: Ints, masks: Words) -> tuple[Ints, Floats]:
-    """See `masks.apply_masks`. Rows of logits may be strided. Raises ValueError when the logits of one row are not contiguous."""
+    """See `filters.apply_masks`. Rows of logits may be strided. Raises ValueError when the logits of one row are not contiguous."""
     vocab = logits.shape[1]
     if logits.dtype != np.float32 or logits.strides[1] != logits.itemsize:
         raise ValueError(f"logits of {logits.dtype} with strides {logits.strides}: float32 is needed, a row's numbers one behind the other")

@@ -5,12 +5,12 @@
 | `elementwise` | norms, gates, lookups of rows |
 | `rotary` | rotary embedding, the write to the cache |
 | `decode_attention`, `prefill_attention` | rows of one token; rows of several |
-| `product`, `dequantize`, `fp8`, `linears` | products of every stored format |
+| `product`, `linears` | products of every stored format |
 | `experts` | the experts of a mixture |
 | `choice` and `choice_*` | tokens from logits |
 | `formats` | stored formats, and back to floats |
 | `tuning`, `h100.json` | block sizes, as measured |
-| `trial` | a first kernel, before all others |
+| `compiler` | where compiled kernels are kept; a first kernel, before all others |
 
 No operation waits for the device or reads one of its values, so a step can be captured as a graph. Results depend on the batch in their
 last bits: splits and the libraries' kernels are chosen by the number of rows. Equivalence with `reference`: tests/tensor/kernels/gpu.

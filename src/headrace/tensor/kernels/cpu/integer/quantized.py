@@ -1,7 +1,7 @@
 """Linear layers whose weights are small integers (`rounding`): how they are packed and multiplied.
 
 Packed form: strips of STRIP_COLUMNS outputs, each one stream that is read forward (`integer.simd`). Products are summed exactly in
-integers, so a row's result does not depend on its batch, nor on the CPU. Test oracle: `plain_packing.RoundedLinear`. Floating-point
+integers, so a row's result does not depend on its batch, nor on the CPU. Test oracle: `reference.RoundedLinear`. Floating-point
 weights: `linear`.
 """
 

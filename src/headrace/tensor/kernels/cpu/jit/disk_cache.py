@@ -7,24 +7,88 @@ logged, and nothing is written after it.
 Several processes may write at once. Numba's own cache takes the number of a new code file from the index, so two replicas that compile at
 the same time could write two signatures to one file and later run the wrong code. `DataFiles` gives every file a name of its own.
 
-Only the folder of `compile_cache` is used. Numba's own cache would also try other folders, whose owner and mode are unchecked.
+Only one private folder is used. Numba's own cache would also try other folders, whose owner and mode are unchecked; and cached kernels are
+pickled machine code, so write access to the folder is enough to run code as this user (`host.cache_folder`). Without a private folder,
+kernels are compiled again in every process.
+
+There is one folder per (kernel sources, numba, llvmlite, Python, CPU): Numba itself notices a changed file but not a changed helper in
+another file.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+import platform
+import sys
 import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataCacheFile, UserProvidedCacheLocator
 from numba.core.ccallback import CFunc
-from numba.core.event import trigger_event
+from numba.core.event import Event, Listener, install_listener, trigger_event
 
-from headrace.tensor.host.cache_folder import ENVIRONMENT
-from headrace.tensor.kernels.cpu.jit.progress import COMPILE
+from headrace.tensor.host.cache_folder import ENVIRONMENT, cache_root, open_private
 
 log = logging.getLogger(__name__)
+
+KERNEL_SOURCES = Path(__file__).parents[2]
+"""`tensor/kernels`: a change in any of its files may change the machine code."""
+COMPILE = "numba:compile"
+"""Numba's event around each compilation of a function for a signature, nested ones included. Numba does not trigger it for C functions;
+`KeptCFunc` does."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompileCache:
+    """directory  None: kernels are compiled in memory only
+    reason     one sentence, for people
+    """
+
+    directory: Path | None
+    reason: str
+
+
+def code_key(sources: Path, cpu: str) -> str:
+    """A name for everything that compiled code depends on; sources: the folder of kernel files, searched with its subfolders."""
+    digest = hashlib.sha256(cpu.encode())
+    for path in sorted(sources.rglob("*.py")):
+        digest.update(str(path.relative_to(sources)).encode() + b"\0" + path.read_bytes() + b"\0")
+    for text in (sys.version, platform.machine(), *_versions()):
+        digest.update(text.encode() + b"\0")
+    return f"{cpu.partition(' ')[0]}-{digest.hexdigest()[:16]}"
+
+
+def _versions() -> tuple[str, str]:
+    import llvmlite
+    import numba
+
+    return numba.__version__, llvmlite.__version__
+
+
+def _host_cpu() -> str:
+    import llvmlite.binding
+    from numba import config
+
+    features = config.CPU_FEATURES or llvmlite.binding.get_host_cpu_features().flatten()
+    return f"{config.CPU_NAME or llvmlite.binding.get_host_cpu_name()} {features}"
+
+
+def choose_cache(root: Path, key: str) -> CompileCache:
+    try:
+        directory = open_private(root, ("numba", key))
+    except OSError as error:
+        return CompileCache(None, f"kernels are compiled at every start: {error}; set {ENVIRONMENT} to a private folder")
+    return CompileCache(directory, f"compiled kernels are kept in {directory}")
+
+
+def numba_cache() -> CompileCache:
+    return choose_cache(cache_root(os.environ), code_key(KERNEL_SOURCES, _host_cpu()))
 
 
 class Disk:
@@ -116,3 +180,25 @@ class KeptCFunc(CFunc):
         numba_cfunc: Any = super()
         with trigger_event(COMPILE):
             return numba_cfunc._compile_uncached()
+
+
+class _Count(Listener):
+    def __init__(self, report: Callable[[int], None]) -> None:
+        self._report = report
+        self._num_compiled = 0
+
+    def on_start(self, event: Event) -> None:
+        if self._num_compiled == 0:
+            self._report(0)
+
+    def on_end(self, event: Event) -> None:
+        self._num_compiled += 1
+        self._report(self._num_compiled)
+
+
+@contextmanager
+def report_compiling(report: Callable[[int], None]) -> Iterator[None]:
+    """Inside, `report` is called with the number of functions compiled so far: 0 when the first begins, never if all come from the cache
+    on disk. It is called on the thread that compiles."""
+    with install_listener(COMPILE, _Count(report)):
+        yield

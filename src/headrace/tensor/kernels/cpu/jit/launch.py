@@ -5,7 +5,7 @@ A kernel is a C function `void(arguments, worker, workers)` made by `compile_ker
 the kernel reads it by name (`scalars.read_arguments`). A region calls the kernel once per worker, without the GIL. One region for all
 kernels means one slow `parallel=True` compilation instead of one per kernel and element type.
 
-Numba stores compiled code in the directory of `compile_cache`, unless the disk refuses it (`disk_cache`). Kernels and helpers close over
+Numba stores compiled code in the directory of `disk_cache`, unless the disk refuses it. Kernels and helpers close over
 no other compiled function: Numba keys its cache by the pickled closure, and a function's identity differs in every process. Lists of
 launches that run later: `launch_list`.
 """
@@ -29,8 +29,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from headrace.tensor.host.fresh_memory import POISON, is_poisoned
-from headrace.tensor.kernels.cpu.jit.compile_cache import numba_cache
-from headrace.tensor.kernels.cpu.jit.disk_cache import KeptCFunc, keep
+from headrace.tensor.kernels.cpu.jit.disk_cache import KeptCFunc, keep, numba_cache
 from headrace.tensor.kernels.cpu.jit.scalars import read_arguments
 
 CACHE = numba_cache()

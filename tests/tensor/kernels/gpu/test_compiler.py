@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 import triton
 from ahead_of_time import compiling_for
 
-from headrace.tensor.kernels.gpu import trial
+from headrace.tensor.kernels.gpu import compiler
 from headrace.tensor.kernels.gpu.compiler import TritonCompiler
 
 IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -28,7 +28,7 @@ DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 def test_a_device_that_works_has_no_fault() -> None:
     TritonCompiler()
     before = triton.knobs.cache.dir
-    assert trial.find_fault(DEVICE) == ""
+    assert compiler.find_fault(DEVICE) == ""
     assert triton.knobs.cache.dir == before
     assert list(Path(before).glob("trial-*")) == []
 
@@ -36,14 +36,14 @@ def test_a_device_that_works_has_no_fault() -> None:
 @pytest.mark.process
 def test_it_compiles_for_the_oldest_gpu(tmp_path: Path) -> None:
     with compiling_for(80, tmp_path) as compiled:
-        trial.double(torch.empty(64, device="meta"))
+        compiler.double(torch.empty(64, device="meta"))
     assert [kernel.name for kernel in compiled] == ["_double_kernel"]
     assert list(tmp_path.iterdir()) == [], "nothing of it is kept, so that it is compiled at every start"
 
 
 @pytest.mark.process
 def test_where_no_driver_is_a_fault_is_one_line() -> None:
-    fault = trial.find_fault("cuda")
+    fault = compiler.find_fault("cuda")
     assert fault.startswith("a first kernel cannot be compiled and run (")
     assert "\n" not in fault
 
@@ -64,11 +64,11 @@ def test_what_a_compiler_or_a_library_says_is_kept(monkeypatch: pytest.MonkeyPat
     def fail(x: torch.Tensor) -> torch.Tensor:
         raise error
 
-    monkeypatch.setattr(trial, "double", fail)
-    assert trial.find_fault("cpu").endswith(fault)
+    monkeypatch.setattr(compiler, "double", fail)
+    assert compiler.find_fault("cpu").endswith(fault)
 
 
 @pytest.mark.pure
 def test_a_wrong_result_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "double", lambda x: x)
-    assert trial.find_fault("cpu") == "a first kernel gives a wrong result"
+    monkeypatch.setattr(compiler, "double", lambda x: x)
+    assert compiler.find_fault("cpu") == "a first kernel gives a wrong result"
