@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry
 from headrace.core.ids import RequestId
 from headrace.gateway.generation.event_log import EventLog
 from headrace.gateway.generation.kept_streams import FORM, KeptStream, KeptStreams
-from headrace.gateway.stores.guarded_store import GuardedStore
+from headrace.gateway.stores.guard import GuardedStore
 from headrace.gateway.stores.sqlite import SqliteStore
 from headrace.gateway.stores.sqlite_thread import IN_MEMORY
 from headrace.gateway.stores.store import StoreLimits

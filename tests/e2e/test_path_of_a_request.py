@@ -29,7 +29,7 @@ from headrace.engine.server.process import LoopThread
 from headrace.engine.server.service import EngineService
 from headrace.gateway.app import Gateway
 from headrace.gateway.compose import open_gateway
-from headrace.gateway.text_host.work import TextContext
+from headrace.gateway.text_host import TextContext
 from headrace.gateway.upstream.own import replica_health
 from headrace.gateway.upstream.own.replicas import ReplicaPool
 from headrace.gateway.upstream.own.upstream import TokenUpstream

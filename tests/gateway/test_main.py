@@ -20,7 +20,7 @@ from headrace.gateway import process
 from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.config import config_from
 from headrace.gateway.main import DRAIN_GRACE_S, drain
-from headrace.gateway.text_host.work import TextContext
+from headrace.gateway.text_host import TextContext
 from headrace.wire.leash import Leash
 
 pytestmark = pytest.mark.socket

@@ -39,7 +39,7 @@ from headrace.gateway.control.reload import Reloader
 from headrace.gateway.http.config import ConnectionLimit, HttpTls, ServerConfig
 from headrace.gateway.http.server import Server
 from headrace.gateway.main import follow_connections
-from headrace.gateway.text_host.work import TextContext
+from headrace.gateway.text_host import TextContext
 from headrace.gateway.text_workers.frames import HostConfig
 from headrace.gateway.text_workers.workers import Workers
 from headrace.gateway.upstream.model_config import ModelConfig, ReplicaConfig, text_folders

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Mapping
 
 from headrace.core.errors import CheckpointError
-from headrace.gateway.text_host.work import TextContext
+from headrace.gateway.text_host import TextContext
 from headrace.gateway.text_workers import frames
 from headrace.gateway.text_workers.workers import Owner, Worker
 

@@ -1,4 +1,4 @@
-"""Plays the text host in the process of a test: it sends the messages of `text_host.host` when a script lets it, and forks nothing.
+"""Plays the text host in the process of a test: it sends the messages of `text_workers.host` when a script lets it, and forks nothing.
 
 Its workers do their jobs on the event loop, without bounds. Tests of the kind process cover what real processes add.
 """
@@ -20,9 +20,9 @@ import msgspec
 import pytest
 
 from headrace.core.errors import CheckpointError
-from headrace.gateway.text_host.host import Control
-from headrace.gateway.text_host.work import TextContext
+from headrace.gateway.text_host import TextContext
 from headrace.gateway.text_workers import frames
+from headrace.gateway.text_workers.host import Control
 from headrace.text.folder import load_text
 
 

@@ -19,4 +19,4 @@ def test_tables_of_folders_are_those_of_the_source(page: Path) -> None:
 
 
 def test_a_folder_is_said_by_the_first_sentence_of_its_docstring() -> None:
-    assert summary(SOURCE / "gateway" / "text_host" / "__init__.py").endswith("forks the text workers.")
+    assert summary(SOURCE / "policy" / "__init__.py").endswith("queues, routing, limits.")

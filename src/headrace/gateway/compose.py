@@ -35,14 +35,10 @@ from headrace.gateway.ledger.ledger import Ledger, open_ledger
 from headrace.gateway.limits.limiter import Limiter
 from headrace.gateway.limits.store import open_limits
 from headrace.gateway.sessions.sessions import Sessions, open_session_store
-from headrace.gateway.site.idle_memory import give_back_when_idle
-from headrace.gateway.site.memory import memory_limits
-from headrace.gateway.site.metrics import SiteMetrics
-from headrace.gateway.site.siblings import Siblings
-from headrace.gateway.site.tenant_share import TenantShare
-from headrace.gateway.site.worker import GatewayWorker
-from headrace.gateway.stores.guarded_store import GuardedStore
-from headrace.gateway.stores.open import Stores
+from headrace.gateway.site.memory import TenantShare, give_back_when_idle, memory_limits
+from headrace.gateway.site.worker import GatewayWorker, Siblings, SiteMetrics
+from headrace.gateway.stores.config import Stores
+from headrace.gateway.stores.guard import GuardedStore
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.text_workers.processes import HostProcess
 from headrace.gateway.text_workers.workers import Workers

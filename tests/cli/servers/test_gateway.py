@@ -20,7 +20,7 @@ from headrace.cli.main import main
 from headrace.core.errors import ConfigError
 from headrace.fleet.config import FleetConfig
 from headrace.gateway.config import GatewayConfig
-from headrace.gateway.text_host.work import TextContext
+from headrace.gateway.text_host import TextContext
 from headrace.gateway.upstream.model_config import ReplicaConfig
 from headrace.machine.hangup import on_hangup
 from headrace.machine.stop_signals import StopSignals

@@ -30,8 +30,7 @@ from headrace.gateway.control.reload import check_change
 from headrace.gateway.http.config import HttpTls
 from headrace.gateway.http.tls import load_context
 from headrace.gateway.ledger.clickhouse import ClickHouseSink
-from headrace.gateway.ledger.config import ClickHouseConfig
-from headrace.gateway.ledger.kafka_properties import read_properties
+from headrace.gateway.ledger.config import ClickHouseConfig, read_properties
 from headrace.gateway.upstream.foreign.session import read_key
 from headrace.gateway.upstream.model_config import ForeignConfig
 from headrace.machine.private_files import read_token

@@ -27,8 +27,8 @@ from headrace.gateway.http.config import Limits
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.limits.reservation import LimitReservation
-from headrace.gateway.site import idle_memory, memory
-from headrace.gateway.site.tenant_share import TenantShare
+from headrace.gateway.site import memory
+from headrace.gateway.site.memory import TenantShare
 from headrace.gateway.surfaces.dialect.logprobs import completion_logprobs, echo_logprobs
 from headrace.gateway.upstream.own.upstream import TokenPrompt
 from headrace.text.folder import TextModel
@@ -298,16 +298,16 @@ async def test_cycles_are_collected_once_nothing_runs() -> None:
     """766 MB of a storm's were kept until new work came."""
     budget = RequestMemory(MemoryLimits(ONE_BYTE, ONE_BYTE))
     gc.disable()
-    task = asyncio.create_task(idle_memory.give_back_when_idle(budget))
+    task = asyncio.create_task(memory.give_back_when_idle(budget))
     try:
-        await asyncio.sleep(2 * idle_memory.CHECK_S)
+        await asyncio.sleep(2 * memory.CHECK_S)
         with budget.open("a"):
             left = weakref.ref(Cycle())
             with budget.open("b"):
                 pass
-            await asyncio.sleep(5 * idle_memory.CHECK_S)
+            await asyncio.sleep(5 * memory.CHECK_S)
             assert left() is not None, "not while something runs"
-        await asyncio.sleep(2 * idle_memory.CHECK_S)
+        await asyncio.sleep(2 * memory.CHECK_S)
         assert left() is None
     finally:
         gc.enable()
@@ -318,13 +318,13 @@ async def test_memory_is_given_back_twice_once_nothing_runs(monkeypatch: pytest.
     """What the last requests' connections held was freed just after the only look, and three quarters of a storm's peak were kept."""
     given: list[int] = []
     budget = RequestMemory(MemoryLimits(ONE_BYTE, ONE_BYTE))
-    monkeypatch.setattr(idle_memory, "give_back", lambda: given.append(budget.num_open))
-    task = asyncio.create_task(idle_memory.give_back_when_idle(budget))
+    monkeypatch.setattr(memory, "give_back", lambda: given.append(budget.num_open))
+    task = asyncio.create_task(memory.give_back_when_idle(budget))
     try:
         for num_expected in (2, 4):
             with budget.open("a"), budget.open("b"):
-                await asyncio.sleep(5 * idle_memory.CHECK_S)
-            await asyncio.sleep(10 * idle_memory.CHECK_S)
+                await asyncio.sleep(5 * memory.CHECK_S)
+            await asyncio.sleep(10 * memory.CHECK_S)
             assert given == [0] * num_expected
     finally:
         task.cancel()

@@ -41,7 +41,7 @@ from headrace.gateway.control import reload as control_reload
 from headrace.gateway.control.reload import CHANGEABLE, check_change
 from headrace.gateway.control.site_models import SERIES_KEPT_S
 from headrace.gateway.generation.run import DEADLINE_GRACE_S
-from headrace.gateway.text_host.work import TextContext
+from headrace.gateway.text_host import TextContext
 from headrace.gateway.text_workers.frames import HostConfig
 from headrace.gateway.text_workers.workers import Owner, Worker
 from headrace.gateway.upstream.own.replica_health import ReplicaCircuit

@@ -18,10 +18,8 @@ from headrace.core.request import EngineRequest
 from headrace.core.update import SequenceUpdate
 from headrace.gateway.generation.event_log import HEADER, NO_EVENT
 from headrace.gateway.generation.kept_streams import GIVE_WAY_S, SIBLINGS_S, KeptStream
-from headrace.gateway.site.siblings import Siblings
-from headrace.gateway.site.worker import GatewayWorker
-from headrace.gateway.stores.guard import REQUEST_WAIT_S
-from headrace.gateway.stores.guarded_store import WRITE_S
+from headrace.gateway.site.worker import GatewayWorker, Siblings
+from headrace.gateway.stores.guard import REQUEST_WAIT_S, WRITE_S
 from headrace.gateway.stores.lease import GIVE_BACK_PAUSES_S
 from headrace.gateway.stores.store import Store, StoreFailed, StoreProgress
 from headrace.text.folder import TextModel
@@ -388,7 +386,7 @@ async def test_a_claim_that_is_given_back_leaves_the_claim_of_another_request(te
 
 async def test_what_waits_to_be_written_is_bounded(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.gateway.compose.Stores.open_streams", lambda *_: BadStore(is_slow=True))
-    monkeypatch.setattr("headrace.gateway.stores.guarded_store.MAX_WRITING_BYTES", 1000)
+    monkeypatch.setattr("headrace.gateway.stores.guard.MAX_WRITING_BYTES", 1000)
     async with open_bench(text, timeouts=ON) as bench:
         equal(bench.replica)
         for _ in range(8):

@@ -26,7 +26,7 @@ from headrace.gateway.app import Gateway
 from headrace.gateway.compose import open_gateway
 from headrace.gateway.control.models import Sources
 from headrace.gateway.ledger.record import UsageRecord
-from headrace.gateway.text_host.work import TextContext
+from headrace.gateway.text_host import TextContext
 from headrace.gateway.upstream.model_config import ReplicaConfig
 from headrace.lab.fake_runner import FakeOptions
 from headrace.text.folder import TextModel

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.core.ids import RequestId
-from headrace.gateway.limits.ended import MAX_CHARGES
-from headrace.gateway.limits.limiter import Limiter
+from headrace.gateway.limits.limiter import MAX_CHARGES, Limiter
 from headrace.gateway.limits.reservation import NOTHING
 from headrace.gateway.stores.store import StoreFailed, StoreProgress
 from headrace.policy.limits.book import NO_CHARGES, Charges, Claim, Holder, LimitBook, TakeResult

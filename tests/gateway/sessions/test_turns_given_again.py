@@ -12,7 +12,7 @@ from session_kit import CHAT, history, idle, prompt_of, turn, user
 
 from headrace.core.errors import Unavailable
 from headrace.gateway.cache.replays import LEASE_S
-from headrace.gateway.sessions.names import SessionKey
+from headrace.gateway.sessions.sessions import SessionKey
 from headrace.text.folder import TextModel
 
 pytestmark = pytest.mark.loop

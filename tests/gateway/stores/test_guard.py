@@ -16,8 +16,18 @@ from redis_kit import RedisRelay, RedisServer
 from virtual_time import VirtualTimeLoop
 
 from headrace.gateway.stores import guard
-from headrace.gateway.stores.guard import LOG_EVERY_S, MAX_UNANSWERED, REQUEST_WAIT_S, RETRY_S, TICK_S, StoreGuard, StoreWait
-from headrace.gateway.stores.guarded_store import WRITE_PAUSES_S, WRITE_S, GuardedStore
+from headrace.gateway.stores.guard import (
+    LOG_EVERY_S,
+    MAX_UNANSWERED,
+    REQUEST_WAIT_S,
+    RETRY_S,
+    TICK_S,
+    WRITE_PAUSES_S,
+    WRITE_S,
+    GuardedStore,
+    StoreGuard,
+    StoreWait,
+)
 from headrace.gateway.stores.redis import RedisCalls, RedisStore, open_redis
 from headrace.gateway.stores.sqlite_thread import IN_MEMORY, SqliteForm, SqliteThread, open_sqlite
 from headrace.gateway.stores.store import EntryTooLarge, Store, StoreFailed, StoreLimits, StoreProgress

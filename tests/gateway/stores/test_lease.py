@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis_kit import RedisServer
 
-from headrace.gateway.stores.guarded_store import GuardedStore
+from headrace.gateway.stores.guard import GuardedStore
 from headrace.gateway.stores.lease import EntryLease
 from headrace.gateway.stores.redis import RedisStore, open_redis
 from headrace.gateway.stores.sqlite import SqliteStore

@@ -732,7 +732,7 @@ async def num_kept(bench: TestBench, tenant: str) -> list[int]:
 async def test_a_tenant_of_a_stored_key_may_fill_a_part_of_each_store(
     text: TextModel, tmp_path: Path, admin: Administration, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stores = ("stores.open.MAX_STREAMS", "sessions.sessions.MAX_SESSIONS", "cache.replays.MAX_REPLAYS", "cache.answer_cache.MAX_ANSWERS")
+    stores = ("stores.config.MAX_STREAMS", "sessions.sessions.MAX_SESSIONS", "cache.replays.MAX_REPLAYS", "cache.answer_cache.MAX_ANSWERS")
     for bound in stores:
         monkeypatch.setattr(f"headrace.gateway.{bound}_BYTES", 1 << 20)
     async with open_bench(text, state=str(tmp_path)) as bench:

@@ -23,8 +23,7 @@ from headrace.gateway.access.key_store import RedisKeys
 from headrace.gateway.config import config_from
 from headrace.gateway.limits.redis import RedisLimits
 from headrace.gateway.stores import redis, sqlite
-from headrace.gateway.stores.config import StoreConfig
-from headrace.gateway.stores.open import Stores
+from headrace.gateway.stores.config import StoreConfig, Stores
 from headrace.gateway.stores.redis import RedisStore, open_redis
 from headrace.gateway.stores.sqlite import SqliteStore
 from headrace.gateway.stores.sqlite_thread import IN_MEMORY

@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from headrace.core.finish import FinishReason
 from headrace.core.request import PriorityClass
+from headrace.gateway import text_host
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.generation import parsed_request
 from headrace.gateway.generation.call import Ready
@@ -23,7 +24,6 @@ from headrace.gateway.surfaces.dialect.parse import convert
 from headrace.gateway.surfaces.endpoint import MAX_INLINE_BYTES, BodyParser
 from headrace.gateway.surfaces.generating import GeneratingSurface
 from headrace.gateway.surfaces.routes import ENDPOINTS
-from headrace.gateway.text_host import work
 from headrace.gateway.upstream.generation_request import Conversation
 from headrace.gateway.upstream.seam import OutputEvent, TokenUsage
 from headrace.text.folder import TextModel
@@ -139,7 +139,7 @@ def _row(monkeypatch: pytest.MonkeyPatch) -> None:
     answered = routes.AnsweredPath(PATH, PATH)
     answered.add(MESSAGES.endpoint)
     monkeypatch.setitem(routes._PATHS, PATH, answered)
-    monkeypatch.setitem(work.PARSERS, PATH, MESSAGES.parser)
+    monkeypatch.setitem(text_host.PARSERS, PATH, MESSAGES.parser)
 
 
 def body(**fields: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from gateway_kit import chat_body, open_bench
 from headrace.gateway.http.errors import MethodNotAllowed
 from headrace.gateway.surfaces.endpoint import Endpoint
 from headrace.gateway.surfaces.routes import ENDPOINTS, MAX_LOGGED_PATH, AnsweredPath, Handler, find_path, logged_path, plain_path
-from headrace.gateway.text_host.work import parsers_of
+from headrace.gateway.text_host import parsers_of
 from headrace.text.folder import TextModel
 
 pytestmark = pytest.mark.pure

@@ -1,6 +1,6 @@
 """Tests real text workers: a template's or text's use is bounded, a worker that exceeds it is replaced, and no other worker is hurt.
 
-What the gateway does when a host or a worker is lost, slow or not to be had is shown on virtual time, in tests/gateway/text_host.
+What the gateway does when a host or a worker is lost, slow or not to be had is shown on virtual time, in test_host.py.
 """
 
 from __future__ import annotations
@@ -250,8 +250,8 @@ def test_a_template_that_is_a_bomb_fails_its_model_alone(tmp_path: Path) -> None
 
 BROKEN = """
 import os
-from headrace.gateway.text_host import host
-from headrace.gateway.text_workers import frames
+from headrace.gateway.text_host import TextContext
+from headrace.gateway.text_workers import frames, host
 
 frame, fork = frames.frame, os.fork
 num_forks = 0
@@ -271,7 +271,7 @@ def failing_fork():
 
 frames.frame = broken_frame
 os.fork = failing_fork
-host.main()
+host.main(lambda texts: TextContext(texts).answer)
 """
 """A host whose second and third fork fail, and whose workers fail outside the guarded part at the answers "fault" and "memory"."""
 

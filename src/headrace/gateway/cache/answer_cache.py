@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from headrace.core.clock import Clock
 from headrace.gateway.cache.recorded_answer import WholeAnswer, decode_answer, encode_answer
-from headrace.gateway.stores.guarded_store import GuardedStore
-from headrace.gateway.stores.open import Stores
+from headrace.gateway.stores.config import Stores
+from headrace.gateway.stores.guard import GuardedStore
 from headrace.gateway.stores.store import Store, StoreFailed
 from headrace.observe.store_metrics import AnswerCacheMetrics, KeptAnswer
 

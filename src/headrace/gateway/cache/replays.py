@@ -18,9 +18,9 @@ from headrace.core.errors import InvalidRequest, Unavailable
 from headrace.gateway.cache.recorded_answer import FORM, WholeAnswer
 from headrace.gateway.http.errors import IdempotencyConflict, IdempotencyMismatch
 from headrace.gateway.http.exchange import Exchange
-from headrace.gateway.stores.guarded_store import GuardedStore
+from headrace.gateway.stores.config import Stores
+from headrace.gateway.stores.guard import GuardedStore
 from headrace.gateway.stores.lease import EntryLease
-from headrace.gateway.stores.open import Stores
 from headrace.gateway.stores.store import Store, StoredEntry, StoreFailed, StoreLimits, entry_in
 from headrace.observe.store_metrics import ReplayMetrics, ReplayOutcome
 

@@ -16,8 +16,7 @@ from headrace.gateway.access.administration import Administration
 from headrace.gateway.cache.answer_cache import open_answer_store
 from headrace.gateway.cache.replays import open_replay_store
 from headrace.gateway.sessions.sessions import open_session_store
-from headrace.gateway.stores.config import StoreConfig
-from headrace.gateway.stores.open import Stores
+from headrace.gateway.stores.config import StoreConfig, Stores
 from headrace.gateway.stores.store import Store
 
 

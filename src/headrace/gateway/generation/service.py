@@ -19,8 +19,8 @@ from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.ledger.ledger import Ledger
 from headrace.gateway.limits.limiter import Limiter
 from headrace.gateway.sessions.sessions import Sessions
-from headrace.gateway.site.metrics import SiteMetrics
-from headrace.gateway.site.tenant_share import TenantShare
+from headrace.gateway.site.memory import TenantShare
+from headrace.gateway.site.worker import SiteMetrics
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.upstream.served_models import ModelTable
 from headrace.observe.metrics import Metrics

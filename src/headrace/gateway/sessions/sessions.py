@@ -1,4 +1,4 @@
-"""Reads and writes the sessions of one gateway.
+"""Checks the names of sessions, and reads and writes the sessions of one gateway.
 
 A store that fails or is slow means 503: an answer without the history would answer another question.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import TypeVar
 
 import msgspec
@@ -26,12 +28,17 @@ from headrace.gateway.sessions.history import (
     stored_in,
     unpacked,
 )
-from headrace.gateway.sessions.names import SessionKey
-from headrace.gateway.stores.guarded_store import GuardedStore
+from headrace.gateway.stores.config import Stores
+from headrace.gateway.stores.guard import GuardedStore
 from headrace.gateway.stores.lease import EntryLease
-from headrace.gateway.stores.open import Stores
 from headrace.gateway.stores.store import EntryTooLarge, Store, StoreFailed
 from headrace.observe.store_metrics import SessionMetrics, TurnOutcome
+
+HEADER = "x-session-id"
+RAW_HEADER = HEADER.encode()
+
+METADATA_FIELD = "metadata.session_id"
+SESSION_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 T = TypeVar("T")
 
@@ -53,6 +60,31 @@ MAX_SESSIONS_BYTES = 256 << 20
 
 _DOWN = "The store of sessions does not answer; send the request again."
 _BUSY = "Another request of this session is being answered; send this one again after it."
+
+
+def checked_session_id(field: str, given: object) -> str:
+    """Raises InvalidRequest without the value: the id alone gives access to a session."""
+    if not isinstance(given, str) or SESSION_ID.fullmatch(given) is None:
+        raise InvalidRequest(field, "1..128 of A-Z a-z 0-9 . _ : -", None)
+    return given
+
+
+@dataclass(frozen=True, slots=True)
+class SessionKey:
+    tenant: str
+    session_id: str
+
+    @property
+    def entry(self) -> str:
+        return f"{tenant_digest(self.tenant)}:ctx:{self.session_id}"
+
+    @property
+    def claim(self) -> str:
+        return f"{tenant_digest(self.tenant)}:claim:{self.session_id}"
+
+
+def tenant_digest(tenant: str) -> str:
+    return blake2b(tenant.encode(), digest_size=16, person=b"headrace-session").hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,27 @@
-"""Defines the options that choose a store, and refuses an insecure one on another machine."""
+"""Defines the options that choose a store, refuses an insecure one on another machine, and opens the stores that are chosen."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlsplit
 
+from headrace.core.clock import Clock
 from headrace.core.errors import ConfigError
 from headrace.core.option import option
+from headrace.gateway.stores.redis import RedisStore, open_redis
+from headrace.gateway.stores.sqlite import SqliteStore
+from headrace.gateway.stores.sqlite_thread import IN_MEMORY
+from headrace.gateway.stores.store import Store, StoreLimits
 from headrace.machine.hosts import is_loopback
 from headrace.machine.private_files import read_token
 
 URL_SCHEMES = ("redis://", "rediss://", "unix://")
+
+MAX_STREAMS_BYTES = 256 << 20
+MAX_STREAM_BYTES = 1 << 20
+"""A longer answer (eight bytes per token) cannot be continued."""
 
 
 class InsecureStore(ConfigError):
@@ -54,3 +65,25 @@ class StoreConfig:
             raise InsecureStore("store.url", "TLS (rediss://)")
         if not self.password_file:
             raise InsecureStore("store.url", "password_file")
+
+
+@dataclass(frozen=True, slots=True)
+class Stores:
+    """Each part is a store of its own: none pushes out entries of another."""
+
+    config: StoreConfig
+    state: str
+    tenant_share: Callable[[], float]
+    unix_time: Clock
+
+    def limits(self, *, entry: int, total: int) -> StoreLimits:
+        return StoreLimits(entry=entry, total=total, tenant_share=self.tenant_share)
+
+    def open(self, part: str, limits: StoreLimits) -> Store:
+        """Raises ConfigError."""
+        if self.config.url:
+            return RedisStore(open_redis(self.config.url, password=self.config.password()), limits, part)
+        return SqliteStore(str(Path(self.state) / f"{part or 'entries'}.db") if self.state else IN_MEMORY, limits, self.unix_time)
+
+    def open_streams(self) -> Store:
+        return self.open("", self.limits(entry=MAX_STREAM_BYTES, total=MAX_STREAMS_BYTES))

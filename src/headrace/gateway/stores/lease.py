@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 
-from headrace.gateway.stores.guarded_store import Ended, GuardedStore
+from headrace.gateway.stores.guard import Ended, GuardedStore
 from headrace.gateway.stores.store import Store
 
 GIVE_BACK_PAUSES_S = (0.25, 0.25, 0.5, 1.0, 2.0)

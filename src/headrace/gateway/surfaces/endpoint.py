@@ -20,7 +20,7 @@ from headrace.gateway.generation.service import Service
 from headrace.gateway.http.asgi import OPENAI, Framing
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.json_border import decode_object
-from headrace.gateway.sessions.names import RAW_HEADER
+from headrace.gateway.sessions.sessions import RAW_HEADER
 
 T = TypeVar("T")
 HandlerT = TypeVar("HandlerT", covariant=True)

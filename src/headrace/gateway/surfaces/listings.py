@@ -12,7 +12,7 @@ from headrace.gateway.generation.service import Service
 from headrace.gateway.http.errors import RouteNotFound
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.ledger.usage_query import GROUPS, UsageQuery, groups_of, unix_ms_of
-from headrace.gateway.sessions.names import SessionKey, checked_session_id
+from headrace.gateway.sessions.sessions import SessionKey, checked_session_id
 from headrace.gateway.surfaces.endpoint import QueryParameter, query_of
 from headrace.gateway.upstream.served_models import ServedModel
 

@@ -19,7 +19,7 @@ from headrace.gateway.cache.control import MAX_CACHE_S
 from headrace.gateway.generation.parsed_request import MAX_MESSAGES
 from headrace.gateway.http.errors import TABLE
 from headrace.gateway.sessions.history import ContextFitting
-from headrace.gateway.sessions.names import SESSION_ID
+from headrace.gateway.sessions.sessions import SESSION_ID
 from headrace.gateway.surfaces.completions import MAX_PROMPTS
 from headrace.gateway.surfaces.dialect.conversation import MAX_CALLS, MAX_PARTS
 from headrace.gateway.surfaces.dialect.field_table import (

@@ -37,7 +37,7 @@ class WorkerJob(msgspec.Struct, tag_field="job"):
 
 
 class ParseBody(WorkerJob, tag="parse"):
-    """The tail is a request's body, which is parsed as `work.PARSERS` says for the path."""
+    """The tail is a request's body, which is parsed as `text_host.PARSERS` says for the path."""
 
     path: str
 

@@ -26,7 +26,7 @@ from headrace.gateway.text_workers.workers import HOST_LOST, Owner, Worker
 
 log = logging.getLogger("headrace.gateway")
 
-COMMAND = (sys.executable, "-m", "headrace.gateway.text_host.host")
+COMMAND = (sys.executable, "-m", "headrace.gateway.text_host")
 START_TIMEOUT_S = 120.0
 RESTART_S = 1.0
 MAX_RESTART_S = 60.0

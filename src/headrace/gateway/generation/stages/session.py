@@ -17,9 +17,17 @@ from headrace.gateway.generation.event_log import last_event
 from headrace.gateway.generation.parsed_request import MAX_MESSAGES, ParsedRequest
 from headrace.gateway.generation.stages.kept_answers import IDEMPOTENCY
 from headrace.gateway.sessions.history import FORM, History, Message, StoredSession, messages_json, prompt_messages
-from headrace.gateway.sessions.names import HEADER as SESSION_HEADER
-from headrace.gateway.sessions.names import METADATA_FIELD, RAW_HEADER, SessionKey, checked_session_id
-from headrace.gateway.sessions.sessions import MAX_SESSION_BYTES, RENEW_S, ReadSession, Sessions
+from headrace.gateway.sessions.sessions import HEADER as SESSION_HEADER
+from headrace.gateway.sessions.sessions import (
+    MAX_SESSION_BYTES,
+    METADATA_FIELD,
+    RAW_HEADER,
+    RENEW_S,
+    ReadSession,
+    SessionKey,
+    Sessions,
+    checked_session_id,
+)
 from headrace.gateway.upstream.generation_request import REASONING_PASSED, Conversation
 from headrace.gateway.upstream.seam import OutputEvent, PassedField, ToolCall, joined_values
 

@@ -1,4 +1,4 @@
-"""Loads the models' tokenizers and templates once, and forks text workers from itself: `python -m headrace.gateway.text_host.host`.
+"""Loads the models' tokenizers and templates once, and forks text workers from itself; `gateway.text_host` starts it.
 
 A fork of what is loaded takes milliseconds and shares its memory; it is only safe in a process without threads, which the gateway is not.
 The host's standard input is one end of a socket pair; `processes.HostProcess` has the other. Messages are JSON lines.
@@ -27,14 +27,13 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
 
 import msgspec
 
 from headrace.core.errors import CheckpointError, HeadraceError
-from headrace.gateway.text_host.work import TextContext
 from headrace.gateway.text_workers import frames
 from headrace.gateway.text_workers.limits import MIB, START_MEMORY_BYTES, JobLimits
 from headrace.machine.standard_streams import open_standard_descriptors, prepare_standard_streams
@@ -46,8 +45,11 @@ KEEPS_BYTES = 32 * MIB
 
 PR_SET_PDEATHSIG = 1
 
+Answer = Callable[[bytes, bytes], tuple[frames.AnyAnswer, bytes]]
+"""Head and tail of a job -> reply and tail."""
 
-def work(channel: socket.socket, context: TextContext, parent: int) -> None:
+
+def work(channel: socket.socket, answer_of: Answer, parent: int) -> None:
     """Never returns: the process ends when `channel` is closed, or after it has grown too much."""
     _die_with(parent)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -62,7 +64,7 @@ def work(channel: socket.socket, context: TextContext, parent: int) -> None:
             if head is None or tail is None:
                 break
             signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
-            answer, answer_tail = context.answer(head, tail)
+            answer, answer_tail = answer_of(head, tail)
             signal.setitimer(signal.ITIMER_PROF, 0.0)
             answer.is_last = answer.is_last or memory_bytes()[1] > own_resident + KEEPS_BYTES
             channel.sendall(frames.frame(answer, answer_tail))
@@ -121,17 +123,17 @@ def _die_with(parent: int) -> None:
 MAX_FDS = 64
 
 
-def main() -> None:
+def main(answers: Callable[[Mapping[str, TextModel]], Answer]) -> None:
     prepare_standard_streams()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the library's threads would not survive a fork
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # Ctrl-C signals the whole process group; the gateway decides when this process ends
     control = Control(socket.socket(fileno=os.dup(sys.stdin.fileno())))
     with suppress(GatewayGone):
-        serve(control)
+        serve(control, answers)
 
 
-def serve(control: Control) -> None:
+def serve(control: Control, answers: Callable[[Mapping[str, TextModel]], Answer]) -> None:
     """Returns or raises GatewayGone once the gateway is gone."""
     config = msgspec.convert(control.first()["config"], frames.HostConfig)
     texts: dict[str, TextModel] = {}
@@ -143,7 +145,7 @@ def serve(control: Control) -> None:
     gc.collect()
     gc.freeze()
     control.say({"ready": True})
-    Host(control, TextContext(texts)).run()
+    Host(control, answers(texts)).run()
 
 
 def load(name: str, folder: str, cpu_s: float, control: Control) -> TextModel:
@@ -213,9 +215,9 @@ class Control:
 
 
 class Host:
-    def __init__(self, control: Control, context: TextContext) -> None:
+    def __init__(self, control: Control, answer_of: Answer) -> None:
         self._control = control
-        self._context = context
+        self._answer_of = answer_of
         self._pid_of: dict[int, int] = {}
 
     def run(self) -> None:
@@ -270,7 +272,7 @@ class Host:
             self._control.channel.close()
             os.close(sys.stdin.fileno())
             open_standard_descriptors()
-            work(channel, self._context, parent)
+            work(channel, self._answer_of, parent)
         except BaseException as error:  # the outermost border; messages of exceptions may quote a client's text
             where = "".join(traceback.format_tb(error.__traceback__))
             print(f"headrace text worker: ended by {type(error).__name__}\n{where}", file=sys.stderr, end="", flush=True)
@@ -283,7 +285,3 @@ class Host:
             if done:
                 del self._pid_of[number]
                 self._control.say({"ended": number, "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0})
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Does the work of a text worker: pure functions from a job to its reply.
+"""Does the work of a text worker, as pure functions from a job to its reply: `python -m headrace.gateway.text_host` is the workers' host.
 
 Everything that can take long for a client's input is here: decoding large bodies, templates, tokenizing, decoding many ids.
 """
@@ -18,7 +18,7 @@ from headrace.gateway.http.errors import UnsupportedMediaType
 from headrace.gateway.http.json_border import decode_object
 from headrace.gateway.surfaces.endpoint import BodyParser, Endpoint
 from headrace.gateway.surfaces.routes import ENDPOINTS
-from headrace.gateway.text_workers import frames
+from headrace.gateway.text_workers import frames, host
 from headrace.gateway.text_workers.limits import check_fits
 from headrace.text.folder import TextModel
 
@@ -109,3 +109,7 @@ def _ids(encoded: Sequence[Sequence[int]], unread: Sequence[str] = ()) -> tuple[
     return frames.Ids(counts=[len(ids) for ids in encoded], unread=list(unread)), b"".join(
         [frames.ids_to_bytes("prompt", ids) for ids in encoded]
     )
+
+
+if __name__ == "__main__":
+    host.main(lambda texts: TextContext(texts).answer)

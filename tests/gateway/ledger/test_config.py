@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.core.errors import ConfigError
-from headrace.gateway.ledger.config import KafkaConfig
-from headrace.gateway.ledger.kafka_properties import read_properties
+from headrace.gateway.ledger.config import KafkaConfig, read_properties
 
 pytestmark = pytest.mark.pure
 

@@ -1,1 +1,0 @@
-"""Runs the process that loads the models' tokenizers and templates and forks the text workers."""
