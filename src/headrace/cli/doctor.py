@@ -96,13 +96,13 @@ def check_python(build_flags: str | None) -> Finding:
 
     Without --enable-optimizations (pyenv's default), everything outside kernels takes half as long again.
     """
-    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    state = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     if sys.version_info < MIN_PYTHON:
-        return Finding("python", Health.FAIL, found, f"Use Python {MIN_PYTHON[0]}.{MIN_PYTHON[1]} or newer.")
+        return Finding("python", Health.FAIL, state, f"Use Python {MIN_PYTHON[0]}.{MIN_PYTHON[1]} or newer.")
     if build_flags is not None and "--enable-optimizations" not in build_flags:
         remedy = "Start-up and scheduling take longer. Use a distribution's Python, or configure it with --enable-optimizations."
-        return Finding("python", Health.WARN, f"{found}, built without optimizations", remedy)
-    return Finding("python", Health.OK, found)
+        return Finding("python", Health.WARN, f"{state}, built without optimizations", remedy)
+    return Finding("python", Health.OK, state)
 
 
 def check_cpu(cpuinfo: str) -> Finding:
@@ -115,38 +115,38 @@ def check_cpu(cpuinfo: str) -> Finding:
     model = re.search(r"^model name\s*:\s*(.*)$", cpuinfo, re.MULTILINE)
     there = [name for name in CPU_FEATURES if name in features.flags]
     missing = [f"{name} ({use})" for name, use in CPU_FEATURES.items() if name not in features.flags]
-    found = f"{model.group(1) if model else platform.machine()}: {', '.join(there) or 'none of the features looked for'}"
+    state = f"{model.group(1) if model else platform.machine()}: {', '.join(there) or 'none of the features looked for'}"
     if missing:
-        found += f"; without {', '.join(missing)}"
-    found += f"; kernels choose as for {features.family}"
+        state += f"; without {', '.join(missing)}"
+    state += f"; kernels choose as for {features.family}"
     if features.family != "generic" or "asimd" in features.flags:
-        return Finding("cpu", Health.OK, found)
-    return Finding("cpu", Health.WARN, found, "Kernels will be slow on this machine.")
+        return Finding("cpu", Health.OK, state)
+    return Finding("cpu", Health.WARN, state, "Kernels will be slow on this machine.")
 
 
 def check_threads(quota: float | None, environment: Mapping[str, str]) -> Finding:
     """quota: CPUs that the cgroup allows; None: no limit"""
     cpus = allowed_cpus()
     allowed = "which of them are allowed is not measured here" if cpus is None else f"{len(cpus)} allowed"
-    found = f"{os.cpu_count()} CPUs, {allowed}" + (f", cgroup quota {quota:g}" if quota is not None else "")
+    state = f"{os.cpu_count()} CPUs, {allowed}" + (f", cgroup quota {quota:g}" if quota is not None else "")
     if environment.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE":
         return Finding(
-            "threads", Health.WARN, f"{found}, OMP_WAIT_POLICY=PASSIVE", "Unset it: it makes small operations several times slower."
+            "threads", Health.WARN, f"{state}, OMP_WAIT_POLICY=PASSIVE", "Unset it: it makes small operations several times slower."
         )
     pinned = environment.get("OMP_NUM_THREADS")
-    return Finding("threads", Health.OK, found + (f", OMP_NUM_THREADS={pinned}" if pinned else ""))
+    return Finding("threads", Health.OK, state + (f", OMP_NUM_THREADS={pinned}" if pinned else ""))
 
 
 def check_memory(root: Path) -> Finding:
     from headrace.machine.memory import read_available
 
     available = read_available(root)
-    found = f"{available.num_bytes / 2**30:.1f} GiB to be had (bound by {available.source})"
+    state = f"{available.num_bytes / 2**30:.1f} GiB to be had (bound by {available.source})"
     if not available.is_measured:
-        return Finding("memory", Health.WARN, found, "Give --kv-cache-bytes where other programs need much of it.")
+        return Finding("memory", Health.WARN, state, "Give --kv-cache-bytes where other programs need much of it.")
     if available.num_bytes < LOW_MEMORY_BYTES:
-        return Finding("memory", Health.WARN, found, "Only very small models fit; close something or raise the limit.")
-    return Finding("memory", Health.OK, found)
+        return Finding("memory", Health.WARN, state, "Only very small models fit; close something or raise the limit.")
+    return Finding("memory", Health.OK, state)
 
 
 def check_threading_layer() -> Finding:
@@ -158,10 +158,10 @@ def check_threading_layer() -> Finding:
         except ImportError:
             continue
         layers.append(layer)
-    found = ", ".join(layers) or "none"
+    state = ", ".join(layers) or "none"
     if "omp" in layers:
-        return Finding("threading layer", Health.OK, found)
-    return Finding("threading layer", Health.WARN, found, "Install an OpenMP runtime (libgomp1): kernels start 25 times faster with it.")
+        return Finding("threading layer", Health.OK, state)
+    return Finding("threading layer", Health.WARN, state, "Install an OpenMP runtime (libgomp1): kernels start 25 times faster with it.")
 
 
 def check_files(soft: int, hard: int) -> Finding:

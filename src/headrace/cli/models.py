@@ -55,12 +55,12 @@ def model_folders(folder: Path) -> list[Path]:
     """
     if (folder / "config.json").is_file() or (is_gguf(folder) and folder.is_file()):
         return [folder]
-    found = sorted(path.parent for path in folder.glob("*/config.json")) if folder.is_dir() else []
-    found += sorted(path for path in folder.glob(f"*{SUFFIX}") if is_first(path)) if folder.is_dir() else []
-    if not found:
+    paths = sorted(path.parent for path in folder.glob("*/config.json")) if folder.is_dir() else []
+    paths += sorted(path for path in folder.glob(f"*{SUFFIX}") if is_first(path)) if folder.is_dir() else []
+    if not paths:
         remedy = "A model is a .gguf file, or a folder that holds config.json, tokenizer.json and *.safetensors."
         raise ConfigError(str(folder), "no model folder", remedy)
-    return found
+    return paths
 
 
 def describe_folder(folder: Path) -> ModelRow:
@@ -72,17 +72,17 @@ def describe_folder(folder: Path) -> ModelRow:
     has_weights = is_file or any(folder.glob("*.safetensors"))
     adapters = adapter_names(folder)
     try:
-        found = describe(make_folder(folder) if is_file else folder)
+        described = describe(make_folder(folder) if is_file else folder)
     except (CheckpointError, ConfigError) as error:
         return ModelRow(name=name, folder=str(folder), adapters=adapters, problem=str(error))
     return ModelRow(
         name=name,
         folder=str(folder),
-        architecture=found.architecture,
-        num_parameters=found.num_parameters,
-        max_model_len=found.max_model_len,
-        dtype=found.dtype_name,
-        weight_bytes=found.resident_bytes,
+        architecture=described.architecture,
+        num_parameters=described.num_parameters,
+        max_model_len=described.max_model_len,
+        dtype=described.dtype_name,
+        weight_bytes=described.resident_bytes,
         adapters=adapters,
         problem="" if has_weights else "no safetensors file; --load-format dummy serves random weights",
     )

@@ -42,27 +42,27 @@ def find_deployment(run_dir: Path | None) -> Path:
         run_dir = Path(named)
     if run_dir is not None and is_running(run_dir):
         return run_dir
-    found = running_deployments(run_dir)
-    if not found:
+    folders = running_deployments(run_dir)
+    if not folders:
         place = f"in {run_dir}" if run_dir is not None else "for this user"
         raise ServerFailed(f"no deployment of `headrace serve` runs {place}. Name its run directory: --run-dir DIR.")
-    if len(found) > 1:
-        choices = "".join(f"\n  --run-dir {folder}: {_described(folder)}" for folder in found)
-        raise ConfigError("--run-dir", f"is missing, and {len(found)} deployments run", f"Add one of:{choices}")
-    return found[0]
+    if len(folders) > 1:
+        choices = "".join(f"\n  --run-dir {folder}: {_described(folder)}" for folder in folders)
+        raise ConfigError("--run-dir", f"is missing, and {len(folders)} deployments run", f"Add one of:{choices}")
+    return folders[0]
 
 
 def _described(folder: Path) -> str:
     try:
-        found = AdminClient(folder).status()
+        status = AdminClient(folder).status()
     except ServerFailed as error:
         return str(error)
-    return "; ".join([shown_place(found), *(", ".join([model["name"], *shown_upstreams(model)]) for model in found["models"])])
+    return "; ".join([shown_place(status), *(", ".join([model["name"], *shown_upstreams(model)]) for model in status["models"])])
 
 
-def shown_place(found: Mapping[str, Any]) -> str:
-    """Where a deployment listens, and its configuration file. found: a status; that of an older version has neither"""
-    return f"{found.get('address', 'an older version')}, {found.get('config') or 'without a configuration file'}"
+def shown_place(status: Mapping[str, Any]) -> str:
+    """Where a deployment listens, and its configuration file. status: that of an older version has neither"""
+    return f"{status.get('address', 'an older version')}, {status.get('config') or 'without a configuration file'}"
 
 
 def shown_upstreams(model: Mapping[str, Any]) -> list[str]:
@@ -92,18 +92,18 @@ class AdminClient:
 
     def status(self) -> dict[str, Any]:
         with self._response("GET", "/status", timeout_s=STATUS_TIMEOUT_S) as response:
-            found: dict[str, Any] = self._read(response)
-        return found
+            status: dict[str, Any] = self._read(response)
+        return status
 
     def request(self, method: str, path: Sequence[str], query: Mapping[str, str], body: Mapping[str, object] | None) -> Any:
         """The JSON answer to a request about keys. Raises ServerFailed, too, if the deployment refuses the request."""
         target = "/" + "/".join(quote(part, safe="") for part in path) + (f"?{urlencode(query)}" if query else "")
         sent = None if body is None else json.dumps(body)
         with self._response(method, target, sent, timeout_s=STATUS_TIMEOUT_S, refusals=(400, 503)) as response:
-            found = self._read(response)
+            answer = self._read(response)
             if response.status != 200:
-                raise ServerFailed(f"the deployment {self.place} refuses: {found['error']}")
-            return found
+                raise ServerFailed(f"the deployment {self.place} refuses: {answer['error']}")
+            return answer
 
     def command(self, name: str, body: Mapping[str, object]) -> Iterator[dict[str, Any]]:
         """Each line of the answer as it comes; the last one says how the command ended."""

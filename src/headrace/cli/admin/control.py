@@ -38,8 +38,8 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Show a running deployment: its gateways, models and replicas."""
-    found = _client(run_dir, admin, tls_dir).status()
-    print(json.dumps(found, indent=1) if as_json else "\n".join(_shown(found)))
+    answer = _client(run_dir, admin, tls_dir).status()
+    print(json.dumps(answer, indent=1) if as_json else "\n".join(_shown(answer)))
 
 
 def reload(run_dir: RunDir = None, admin: AdminUrl = None, tls_dir: AdminFiles = None) -> None:
@@ -132,17 +132,17 @@ def _ended(client: AdminClient, within_s: float) -> CommandExitCode:
     return CommandExitCode.OK
 
 
-def _shown(found: Mapping[str, Any]) -> list[str]:
+def _shown(status: Mapping[str, Any]) -> list[str]:
     from headrace.cli.admin.client import shown_place
 
-    gateways = [f"{each['name']} (pid {each['pid']}{'' if each['serving'] else ', not serving'})" for each in found["gateways"]]
-    lines = [f"at {shown_place(found)}", f"gateways: {', '.join(gateways)}"]
-    if found["command"]:
-        lines.append(f"command: {found['command']} is running")
-    for model in found["models"]:
+    gateways = [f"{each['name']} (pid {each['pid']}{'' if each['serving'] else ', not serving'})" for each in status["gateways"]]
+    lines = [f"at {shown_place(status)}", f"gateways: {', '.join(gateways)}"]
+    if status["command"]:
+        lines.append(f"command: {status['command']} is running")
+    for model in status["models"]:
         lines += ["", *_shown_model(model)]
-    if found["leaving"]:
-        lines += ["", "of models that were removed:", *map(_shown_replica, found["leaving"])]
+    if status["leaving"]:
+        lines += ["", "of models that were removed:", *map(_shown_replica, status["leaving"])]
     return lines
 
 

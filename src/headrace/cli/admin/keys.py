@@ -63,8 +63,8 @@ def list_keys(
     as_json: AsJson = False,
 ) -> None:
     """List all keys, revoked and expired ones too."""
-    found = directory.ask("GET", "keys", query={} if tenant is None else {"tenant": tenant})
-    print_rows(found, ("id", "first_chars", "tenant", "user", "tier", "state", "expires_at"), as_json)
+    keys = directory.ask("GET", "keys", query={} if tenant is None else {"tenant": tenant})
+    print_rows(keys, ("id", "first_chars", "tenant", "user", "tier", "state", "expires_at"), as_json)
 
 
 @keys_app.command()
@@ -109,8 +109,7 @@ def audit(
     as_json: AsJson = False,
 ) -> None:
     """Show the changes to keys and tenants, newest first: when, by which user, what."""
-    found = directory.ask("GET", "audit", query={"limit": str(limit)})
-    print_rows(found, ("time", "actor", "action", "subject", "detail"), as_json)
+    print_rows(directory.ask("GET", "audit", query={"limit": str(limit)}), ("time", "actor", "action", "subject", "detail"), as_json)
 
 
 def _print_issued(issued: Mapping[str, str], as_json: bool) -> None:
@@ -158,7 +157,7 @@ def _shown(name: str, value: object) -> str:
 
 
 def _seconds_of(text: str, flag: str) -> float:
-    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)([smhdw])", text)
-    if found is None:
+    parts = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)([smhdw])", text)
+    if parts is None:
         raise UsageRefused(f"{flag}: {text!r} is no time. Write a number and s, m, h, d or w: 30d.")
-    return float(found[1]) * UNITS[found[2]]
+    return float(parts[1]) * UNITS[parts[2]]

@@ -68,8 +68,7 @@ def list_tenants(
     as_json: AsJson = False,
 ) -> None:
     """List all tenants."""
-    found = directory.ask("GET", "tenants")
-    print_rows(found, ("name", "tier", "budget", "options", "created_at"), as_json)
+    print_rows(directory.ask("GET", "tenants"), ("name", "tier", "budget", "options", "created_at"), as_json)
 
 
 @tenants_app.command()

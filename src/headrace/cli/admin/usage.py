@@ -140,8 +140,8 @@ def archive(
 
     loaded = load_settings(config, os.environ)
     set_up_logging(LogFormat(loaded.log_format))
-    found = Archive(loaded.usage)
+    archive_run = Archive(loaded.usage)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: found.stop())
-    found.run(until_end=until_end)
-    print(f"{counted(found.num_archived, 'record')} archived")
+        signal.signal(number, lambda *_: archive_run.stop())
+    archive_run.run(until_end=until_end)
+    print(f"{counted(archive_run.num_archived, 'record')} archived")

@@ -67,7 +67,7 @@ class RunConditions:
             "environment": self.before,
             "load_average_after": environment().load_average,
             "read_bandwidth_bytes_per_s": [self.bandwidth, after.bytes_per_s if after else None],
-            "read_bandwidth_pattern": [found.pattern if found else None for found in (self.measured, after)],
+            "read_bandwidth_pattern": [bandwidth.pattern if bandwidth else None for bandwidth in (self.measured, after)],
             **note,
             **parts,
         }

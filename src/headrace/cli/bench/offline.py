@@ -148,12 +148,12 @@ def steps(
 
     config = _config(model, {**flags.values, "depth": 1, "seed": seed})
     loop = _built(config, lambda updates: None)
-    found = measure_steps(loop, limit_s=limit, seed=seed)
-    latency = fit(found)
-    error = mean_error(latency, found)
-    kept = StepFile(engine=config, latency=latency, num_blocks=loop.info.num_blocks[0], num_steps=len(found), error=error)
+    samples = measure_steps(loop, limit_s=limit, seed=seed)
+    latency = fit(samples)
+    error = mean_error(latency, samples)
+    kept = StepFile(engine=config, latency=latency, num_blocks=loop.info.num_blocks[0], num_steps=len(samples), error=error)
     write_steps(output, kept)
-    print(f"{len(found)} steps measured; the fit is off by {error:.1%} in the mean. Written: {output}")
+    print(f"{len(samples)} steps measured; the fit is off by {error:.1%} in the mean. Written: {output}")
     if kept.warning:
         print(f"Warning: {kept.warning}", file=sys.stderr)
 

@@ -73,10 +73,10 @@ def serve(
         "shape": shape,
     }
     settings |= {"request_rate": request_rate, "burstiness": burstiness}
-    found = list(notes(report, has_shared_prefix=shape.prefix_tokens > 0))
-    result = conditions.result(settings=settings, client_kept_up=report.is_valid, notes=found, report=report)
+    notes_of_run = list(notes(report, has_shared_prefix=shape.prefix_tokens > 0))
+    result = conditions.result(settings=settings, client_kept_up=report.is_valid, notes=notes_of_run, report=report)
     write_result(output_json, result, records)
-    _print(report, found, result if as_json else None)
+    _print(report, notes_of_run, result if as_json else None)
 
 
 def _print(report: LoadReport, notes: Sequence[str], result: Mapping[str, object] | None) -> None:

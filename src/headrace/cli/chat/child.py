@@ -104,8 +104,8 @@ class _LogReader(threading.Thread):
         try:
             for line in self._stream:
                 self._last_lines.append(_message(line))
-                if self._url is None and (found := URL_LINE.search(line)):
-                    self._url = found.group(1)
+                if self._url is None and (serving := URL_LINE.search(line)):
+                    self._url = serving.group(1)
                     self._is_known.set()
         except ValueError:  # closed while reading: the server is being stopped
             pass

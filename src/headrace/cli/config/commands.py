@@ -91,10 +91,10 @@ def load_to_start(file: Path | None, flags: GivenFlags) -> ServeConfig:
 def leave_if_faulty(file: Path) -> None:
     from headrace.cli.config.faults import faults
 
-    if found := faults(file, os.environ):
-        for fault in found:
+    if all_faults := faults(file, os.environ):
+        for fault in all_faults:
             print(fault.message(file), file=sys.stderr)
-        print(f"headrace: {file}: {counted(len(found), 'fault')}", file=sys.stderr)
+        print(f"headrace: {file}: {counted(len(all_faults), 'fault')}", file=sys.stderr)
         raise typer.Exit(CommandExitCode.CONFIG)
 
 

@@ -182,7 +182,7 @@ def faults(file: Path, environment: Mapping[str, str]) -> list[ConfigFault]:
     """All faults, in the order of their lines. Raises ConfigError if the file cannot be read or is not YAML."""
     document = parse_document(read_text(file), str(file))
     raw, lines = mapping_of(document.value, file), document.lines
-    found = [
+    all_faults = [
         ConfigFault(ConfigError(path, f"is given twice, first on line {first_line}", "Leave one of them out."), line)
         for path, line, first_line in document.repeated
     ]
@@ -190,14 +190,14 @@ def faults(file: Path, environment: Mapping[str, str]) -> list[ConfigFault]:
         try:
             apply_variable(raw, name, steps, environment[name])
         except ConfigError as error:
-            found.append(ConfigFault(error, None))
+            all_faults.append(ConfigFault(error, None))
     for fault in each_error(raw):
         origin = origin_of(fault.where, environment)
         if origin is None:
-            found.append(ConfigFault(fault, _line(lines, fault.where)))
-        elif origin not in {other.error.where for other in found}:
-            found.append(ConfigFault(ConfigError(origin, fault.reason, fault.remedy), None))
-    return sorted(found, key=lambda fault: (fault.line is None, fault.line))
+            all_faults.append(ConfigFault(fault, _line(lines, fault.where)))
+        elif origin not in {other.error.where for other in all_faults}:
+            all_faults.append(ConfigFault(ConfigError(origin, fault.reason, fault.remedy), None))
+    return sorted(all_faults, key=lambda fault: (fault.line is None, fault.line))
 
 
 def _line(lines: Mapping[str, int], where: str) -> int:

@@ -282,8 +282,8 @@ class ServeSource:
         return last.fleet(self._resolve).checked()
 
     def differences(self) -> list[str]:
-        found = differences(_with_names(self._held), _with_names(self._last))
-        return [str(difference) for difference in found] or ["the configuration is as it was"]
+        changes = differences(_with_names(self._held), _with_names(self._last))
+        return [str(change) for change in changes] or ["the configuration is as it was"]
 
     def accept(self) -> None:
         self._held = self._last

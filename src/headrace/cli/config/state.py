@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
 
 from headrace.core.errors import ConfigError
 from headrace.gateway.stores.config import StoreConfig
@@ -50,8 +49,6 @@ def make_state_folder(folder: Path) -> None:
         raise ConfigError("state", f"{folder} cannot be written by this user", "Name another folder: --state DIR.")
 
 
-T = TypeVar("T")
-
 ASK_S = 5.0
 
 
@@ -63,7 +60,8 @@ def has_stored_keys(state: str, store: StoreConfig) -> bool:
     if not store.url and not (Path(state) / FILE).exists():
         return False
     try:
-        return _run_apart(_has_keys(state, store))
+        with ThreadPoolExecutor(1) as pool:  # `asyncio.run` also below a running event loop, where a reload reads the configuration
+            return pool.submit(asyncio.run, _has_keys(state, store)).result()
     except (StoreFailed, TimeoutError) as error:
         reason = f"cannot be asked whether there are API keys ({error or 'no answer'})"
         raise ConfigError("gateway.store.url" if store.url else "state", reason) from None
@@ -79,9 +77,3 @@ async def _has_keys(state: str, store: StoreConfig) -> bool:
             return (await opened.state()).has_keys
     finally:
         await opened.close()
-
-
-def _run_apart(work: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` that also works below a running event loop, where a reload reads the configuration."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, work).result()

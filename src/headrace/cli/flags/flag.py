@@ -40,14 +40,14 @@ def whole_number(text: str | int) -> int:
     """In vLLM's notation: 4096, 4k (4,000), 4K (4,096), 1.5m (1,500,000). Raises typer.BadParameter."""
     if isinstance(text, int):
         return text
-    found = _NUMBER.fullmatch(text.strip())
-    if found is None or (found["rest"] and found["unit"] not in DECIMAL):
+    parts = _NUMBER.fullmatch(text.strip())
+    if parts is None or (parts["rest"] and parts["unit"] not in DECIMAL):
         raise typer.BadParameter(f"{text!r} is not a whole number. 4096, 4k (4000) and 4K (4096) are, and 1.5k but not 1.5K.")
-    if not found["unit"]:
+    if not parts["unit"]:
         return int(text)
-    unit = (DECIMAL | BINARY)[found["unit"]]
-    value = float(found["whole"] + found["rest"]) * unit if found["rest"] else int(found["whole"]) * unit
-    return round(value) * (-1 if found["sign"] else 1)
+    unit = (DECIMAL | BINARY)[parts["unit"]]
+    value = float(parts["whole"] + parts["rest"]) * unit if parts["rest"] else int(parts["whole"]) * unit
+    return round(value) * (-1 if parts["sign"] else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +91,8 @@ class CommandFlag:
         if not self.names:
             return str(self.about["metavar"])
         spellings = [spelling for name in self.names for spelling in name.split("/")]
-        found = [name for word in words if (name := dashed(word.partition("=")[0])) in spellings]
-        return found[-1] if found else str(self.about.get("envvar", spellings[0]))
+        given = [name for word in words if (name := dashed(word.partition("=")[0])) in spellings]
+        return given[-1] if given else str(self.about.get("envvar", spellings[0]))
 
     def signature(self) -> inspect.Parameter:
         """None, its default, means "not given"."""

@@ -125,14 +125,14 @@ def _stored_sizes(
     if stored is None or section is None:
         return None, plain, []
     notes: list[str] = []
-    found: Mapping[str, float] | None = tensor_bytes
-    if found is None:
-        found, notes = _file_sizes(Path(config.file).parent, is_gguf=isinstance(stored, GgufFormat))
-    if found is None:
+    tensor_sizes: Mapping[str, float] | None = tensor_bytes
+    if tensor_sizes is None:
+        tensor_sizes, notes = _file_sizes(Path(config.file).parent, is_gguf=isinstance(stored, GgufFormat))
+    if tensor_sizes is None:
         assert not isinstance(stored, GgufFormat), "its file is always there"
-        found = _planned_sizes(section, stored, shape, spec, plain)
-    tables = sum(size for name, size in found.items() if not TABLES.isdisjoint(name.split(".")))
-    sizes = WeightSizes((sum(found.values()) - tables) / shape.num_layer_params, tables / shape.num_table_params)
+        tensor_sizes = _planned_sizes(section, stored, shape, spec, plain)
+    tables = sum(size for name, size in tensor_sizes.items() if not TABLES.isdisjoint(name.split(".")))
+    sizes = WeightSizes((sum(tensor_sizes.values()) - tables) / shape.num_layer_params, tables / shape.num_table_params)
     held = HELD_BYTES[precision := stored.precision.value]
     if spec is not None and held > 1.1 * sizes.layer:
         notes.append(f"Headrace holds most of these weights in {8 * held:g} bits, which are {8 * sizes.layer:.3g} in the files.")

@@ -74,27 +74,27 @@ def plan(
     known = read_catalogue(catalogue, prices)
     _check(dtype, kv_dtype, memory_fraction, layouts, plot)
     waiting = _standby(standby, load_gbps, count)
-    found = find_model(model, known.models, dtype)
+    planned = find_model(model, known.models, dtype)
     asked = AskedTraffic(context, input_len, output_len, users, tokens_per_user, requests_per_second, requests_per_day, peak)
     first, *others = _devices(gpu, known)
     need = Need(
-        model=found.shape,
+        model=planned.shape,
         device=first,
-        dtype=found.dtype,
+        dtype=planned.dtype,
         kv_dtype=kv_dtype,
-        traffic=asked.traffic(found.shape),
-        goals=_goals(slo, found.shape),
+        traffic=asked.traffic(planned.shape),
+        goals=_goals(slo, planned.shape),
         num_devices=count,
         memory_fraction=_fraction(first, memory_fraction),
         compares_all=layouts == "all",
         rounding=dtype if dtype in ROUNDED else "",
     )
     needs = [need, *(replace(need, device=device, memory_fraction=_fraction(device, memory_fraction)) for device in others)]
-    notes = (*found.notes, *asked.notes)
+    notes = (*planned.notes, *asked.notes)
     plans = sorted([make_plan(each, known.prices, [*notes, *_age_notes(each)], waiting) for each in needs], key=_cheapness)
     if plot is not None:
         _draw(plot, plans)
-    _print(plans, model if found.is_here else f"./{found.shape.name}", explain, as_json)
+    _print(plans, model if planned.is_here else f"./{planned.shape.name}", explain, as_json)
     if not plans[0].is_met:
         raise typer.Exit(CommandExitCode.FAILED)
 
@@ -162,16 +162,16 @@ def _goals(slo: str | None, shape: ModelShape) -> Goals:
     for part in (slo or "").split(","):
         if not part.strip():
             continue
-        found = re.fullmatch(r"\s*([a-z0-9_]+)\s*=\s*(\d+(?:\.\d+)?)\s*(ms|s)\s*", part)
-        if found is None or found[1] not in SLO_NAMES or not float(found[2]):
+        goal = re.fullmatch(r"\s*([a-z0-9_]+)\s*=\s*(\d+(?:\.\d+)?)\s*(ms|s)\s*", part)
+        if goal is None or goal[1] not in SLO_NAMES or not float(goal[2]):
             raise UsageRefused(f"--slo: {part.strip()!r} is no goal. Write {', '.join(SLO_NAMES)} as ttft_p95=500ms, with commas between.")
-        if SLO_NAMES[found[1]] in values:
-            raise UsageRefused(f"--slo: {found[1]} is given twice.")
-        seconds = float(found[2]) / (1000 if found[3] == "ms" else 1)
+        if SLO_NAMES[goal[1]] in values:
+            raise UsageRefused(f"--slo: {goal[1]} is given twice.")
+        seconds = float(goal[2]) / (1000 if goal[3] == "ms" else 1)
         low, high = GOAL_LIMITS_S
         if not low <= seconds <= high:
-            raise UsageRefused(f"--slo: {found[1]} must be from {low:g} to {high:g} s, got {seconds:g} s.")
-        values[SLO_NAMES[found[1]]] = seconds
+            raise UsageRefused(f"--slo: {goal[1]} must be from {low:g} to {high:g} s, got {seconds:g} s.")
+        values[SLO_NAMES[goal[1]]] = seconds
     if shape.is_encoder and "tpot_s" in values:
         raise UsageRefused(f"--slo: {shape.name} generates nothing, so it has no tpot. ttft is the time of one input.")
     return Goals(**values)

@@ -163,8 +163,8 @@ def _print(site: _Site, runs: Sequence[_Run], as_json: bool) -> None:
 
     if as_json:
         shown = [{"load": run.load, "report": run.report, "events": run.events} for run in runs]
-        found = {"site": site.described, "price_per_hour": site.price_per_hour, "runs": shown}
-        print(json.dumps(to_plain(found), indent=1, allow_nan=False))
+        shown_site = {"site": site.described, "price_per_hour": site.price_per_hour, "runs": shown}
+        print(json.dumps(to_plain(shown_site), indent=1, allow_nan=False))
         return
     print(f"Simulated: {site.described}")
     for run in runs:
@@ -283,11 +283,10 @@ def _measured_site(asked: _Asked, steps: Path, section: _Section | None) -> _Sit
 def _shape(engine: EngineConfig, models: Mapping[str, Mapping[str, object]]) -> tuple[ModelShape, str]:
     from headrace.cli.planner.model import find_model
 
-    found = find_model(engine.model, models)
-    shape, dtype = found.shape, found.dtype
-    if shape.is_encoder:
-        raise UsageRefused(f"--model: {shape.name} generates nothing; `headrace plan` says how many inputs it reads.")
-    return shape, dtype
+    planned = find_model(engine.model, models)
+    if planned.shape.is_encoder:
+        raise UsageRefused(f"--model: {planned.shape.name} generates nothing; `headrace plan` says how many inputs it reads.")
+    return planned.shape, planned.dtype
 
 
 def _check_lengths(lengths: WorkloadShape, max_model_len: int) -> None:
@@ -422,7 +421,7 @@ def _death(text: str, replicas: int, until: float, load_s: float | None) -> Deat
 
 
 def _three(text: str, flag: str, form: str) -> tuple[float, float, float]:
-    found = re.fullmatch(r"(\d{1,9}(?:\.\d+)?):(\d{1,9}(?:\.\d+)?):(\d{1,9}(?:\.\d+)?)", text)
-    if found is None:
+    parts = re.fullmatch(r"(\d{1,9}(?:\.\d+)?):(\d{1,9}(?:\.\d+)?):(\d{1,9}(?:\.\d+)?)", text)
+    if parts is None:
         raise UsageRefused(f"{flag}: {text!r} is not {form}, three numbers.")
-    return float(found[1]), float(found[2]), float(found[3])
+    return float(parts[1]), float(parts[2]), float(parts[3])
