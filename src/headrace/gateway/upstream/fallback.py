@@ -3,9 +3,9 @@
 A request falls back when all replicas reject it, when no replica is ready, or when its replica was lost before the first token and no other
 is ready. The foreign servers are tried in their configured order, and compute the answer from its beginning.
 
-No request falls back after its first token, since the text of another model cannot follow the text of a replica. A stream that a client
-continues does not fall back for the same reason. A request that is too long for the replicas falls back only when a foreign server has
-a longer context. A request that no foreign server supports (log-probabilities of the prompt, ...) never falls back.
+No request falls back after its first token, nor a stream that a client continues: the text of another model cannot follow. A request that
+is too long for the replicas falls back only when a foreign server has a longer context. A request that no foreign server supports
+(log-probabilities of the prompt, ...) never falls back.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ class FallbackUpstream(Upstream):
 
     @property
     def max_model_len(self) -> int | None:
-        """None: no context is known."""
         return max(self.own.max_model_len or 0, self.foreign.max_model_len or 0) or None
 
     @property
@@ -104,10 +103,7 @@ class FallbackUpstream(Upstream):
 
 
 class FallbackStream(EventStream):
-    """The replica's stream, which a foreign server's stream may replace before the first token."""
-
     def __init__(self, own: EventStream, foreign: Prepared, reasons: tuple[type[HeadraceError], ...], log: LimitedLog) -> None:
-        """reasons: errors of the replica's stream after which the request falls back"""
         self._current = own
         self._reasons = reasons
         self._log = log
@@ -139,7 +135,7 @@ class FallbackStream(EventStream):
         return events
 
     def listen(self, listener: EventListener | None) -> None:
-        """A listener is given only after the first events, when the request can no longer fall back."""
+        """A listener is given only after the first events."""
         self._current.listen(listener)
 
     def usage(self) -> TokenUsage:

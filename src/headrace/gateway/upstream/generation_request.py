@@ -15,7 +15,7 @@ from headrace.policy.limits.price import UNBOUNDED, RequestCeiling
 from headrace.text.template_switch import TemplateSwitch
 
 CALL_PASSED = ("extra_content", "provider_specific_fields")
-"""The signatures of Gemini, of itself and by way of LiteLLM: clients send them back unchanged."""
+"""The signatures of Gemini, of itself and by way of LiteLLM."""
 
 REASONING_PASSED = ("reasoning_details", "thinking_blocks")
 """OpenRouter's and LiteLLM's reasoning with its signatures."""
@@ -38,13 +38,11 @@ PASSED = frozenset((*PASSED_IN_BODY, *PASSED_IN_CHAT, *(f"{place}.{name}" for pl
 """By their names in `x-headrace-ignored`."""
 
 MARKS = frozenset(name for names in PASSED_INSIDE.values() for name in names) | {"reasoning"}
-"""No chat template is shown them."""
 
 _HOLDS_MARKS = ("content", "tool_calls", "function")
 
 
 def without(value: Any, names: Collection[str]) -> Any:
-    """Arguments and schemas stay unchanged."""
     if isinstance(value, list):
         return [without(each, names) for each in value]
     if not isinstance(value, dict):
@@ -62,8 +60,7 @@ def names_inside(value: Any) -> set[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """messages             objects with role, content and perhaps name, tool calls, tool call id (see `headrace.text.messages`), and MARKS
-    separates_reasoning  the model's reasoning is separated from its text
+    """separates_reasoning  the model's reasoning is separated from its text
     reasoning_fields     the client's fields behind `switches`, for a foreign server that reads them itself
     """
 
@@ -79,13 +76,12 @@ class Conversation:
 
     @property
     def shown_tools(self) -> Sequence[FunctionTool]:
-        """Empty if the model must not call any."""
         return () if self.tool_choice.mode is CallMode.NONE else self.tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainPrompts:
-    """Ids are used unchanged. needs_text: the text of every prompt will be shown (echo), so ids are decoded as well"""
+    """needs_text: the prompts' text will be shown (echo)"""
 
     prompts: Sequence[str | Sequence[int]]
     add_special_tokens: bool = True
@@ -108,12 +104,10 @@ class RequestedGrammar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """A generating request, checked as far as that is possible without a model.
-
-    sampling     the parameters the client gave, by the names of `SamplingParams`; the upstream adds its own defaults
+    """sampling     the parameters the client gave, by the names of `SamplingParams`; the upstream adds its own defaults
     deadline_at  time on the service's clock at which the answer ends, finished or not; None: no deadline
-    has_priority the client named a priority class; `PrincipalFacts.priority` is the effective one
-    preferred_replica  name of a replica whose prefix cache has the prompt's beginning; empty: none is known
+
+    preferred_replica  its prefix cache has the prompt's beginning; empty: none is known
     unsent       counts the request until it is sent to a replica; None: it was not counted by admission
     has_fallback  another upstream can answer as long as no output was read, so the request does not wait for a replica
     foreign_fields  fields for a foreign server as the client wrote them, beside or instead of those of `sampling`
@@ -136,7 +130,7 @@ class GenerationRequest:
 class EarlierOutput:
     """The output of a stream that ended before its client had all of it. See docs/failover.md, "A client that comes back".
 
-    answer_id  id of the request that began the answer; ids of tool calls are made from it
+    answer_id  ids of tool calls are made from it
     state      from `EventStream.saved_state`
     """
 
@@ -157,5 +151,4 @@ class PrincipalFacts:
 
 
 def string_bytes(text: str) -> int:
-    """Upper bound: one byte per character, or four if any is not ASCII."""
     return len(text) if text.isascii() else 4 * len(text)

@@ -1,7 +1,6 @@
 """Defines the configuration of served models: their replicas, their foreign servers, and the rules that hold among all models.
 
-Only the operator gives addresses of foreign servers, and even these are checked: no password in an address, no link-local address. The
-second rule is applied to a host name when it is connected to (`foreign.session`), since its address may change.
+Addresses hold no password and are not link-local; a name's address is checked when it is connected to (`foreign.session`).
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class ReplicaConfig:
     tls_dir: str = ""
 
     def target(self) -> GrpcTarget:
-        """With the token read from its file. Raises ConfigError."""
+        """Raises ConfigError."""
         return target_of(self.address, token=self.token, token_file=self.token_file, tls_dir=self.tls_dir)
 
 
@@ -76,7 +75,6 @@ class ForeignConfig:
     )
 
     def checked(self) -> ForeignConfig:
-        """Raises ConfigError."""
         parts = _checked_url(self.url)
         if is_link_local(parts.hostname or ""):
             raise ConfigError("url", "is a link-local address or that of a cloud's metadata service", _LINK_LOCAL)
@@ -90,9 +88,7 @@ class ForeignConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """folder       local folder with tokenizer.json, tokenizer_config.json and the chat template; needed for `replicas`
-    upstreams    foreign servers: they answer all requests, or beside `replicas` those that no replica takes
-    smaller      name of a served model that answers while every replica of this one has a long queue (`admission`); "" for none
+    """upstreams    foreign servers: they answer all requests, or beside `replicas` those that no replica takes
     unavailable  why the model has no replica now, in words that clients may read; only with empty `replicas`
 
     tool_call_parser, reasoning_parser  names of rows in `text.output.formats`; auto: chosen by the chat template
@@ -110,7 +106,6 @@ class ModelConfig:
 
 
 def check_models(models: tuple[ModelConfig, ...]) -> None:
-    """Raises ConfigError."""
     if not models:
         raise ConfigError("models", "is empty", "Declare at least one model.")
     names: set[str] = set()
@@ -137,7 +132,6 @@ def check_models(models: tuple[ModelConfig, ...]) -> None:
 
 
 def _check_smaller(models: tuple[ModelConfig, ...]) -> None:
-    """A smaller model has no smaller one itself: a request that it cannot take waits."""
     by_name = {name: model for model in models for name in (model.name, *model.aliases)}
     for index, model in enumerate(models):
         if not model.smaller:
@@ -154,12 +148,11 @@ def text_folders(models: Iterable[ModelConfig]) -> dict[str, str]:
 
 
 def key_variables(models: Iterable[ModelConfig]) -> frozenset[str]:
-    """Environment variables that hold the keys of foreign servers."""
     return frozenset(upstream.api_key_env for model in models for upstream in model.upstreams if upstream.api_key_env)
 
 
 def check_foreign(where: str, upstreams: Sequence[ForeignConfig], *, taken: Sequence[str] = ()) -> None:
-    """Raises ConfigError. taken: names of the model's replicas"""
+    """taken: names of the model's replicas"""
     if len(upstreams) > MAX_FOREIGN_SERVERS:
         raise ConfigError(where, f"names {len(upstreams)} servers, more than {MAX_FOREIGN_SERVERS}")
     for index, upstream in enumerate(upstreams):
@@ -198,7 +191,7 @@ def _checked_url(url: str) -> SplitResult:
 
 
 def _is_wrong_ipv4(host: str) -> bool:
-    """Whether `host` ends in a number, as no name does, and is no IPv4 address in four parts. Programs read such a host differently."""
+    """Programs read a host differently that ends in a number and is no IPv4 address in four parts."""
     if ":" in host or not host.rstrip(".").rpartition(".")[2].isdecimal():
         return False
     try:

@@ -2,8 +2,7 @@
 
     validated request + facts of its key --Upstream.prepare--> Prepared (counts, to decide on) --stream--> EventStream --> OutputEvents
 
-Requests pass here as conversations and text: each upstream renders templates and tokenizes by itself. `own` answers by
-Headrace's engines, `foreign` by OpenAI-compatible servers. Neither imports the other, and the code above imports neither.
+`own` answers by Headrace's engines, `foreign` by OpenAI-compatible servers. Neither imports the other, and nothing above imports either.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ TOOL_CALL_BYTES = 256
 PASSED_FIELD_BYTES = 128
 
 CALL_ID_CHARS = 24
-"""Characters of a call's id after "call_", where its format demands no length."""
 
 
 def made_call_id(call_key: str, number: int, num_chars: int | None = None) -> str:
@@ -51,7 +49,6 @@ def passed_bytes(fields: Sequence[PassedField]) -> int:
 
 
 def joined_values(fields: Iterable[PassedField]) -> dict[str, Any]:
-    """Values that came in pieces are joined: lists in order, objects member by member."""
     made: dict[str, Any] = {}
     for name, text in fields:
         value, before = json.loads(text), made.get(name)
@@ -65,8 +62,6 @@ def joined_values(fields: Iterable[PassedField]) -> dict[str, Any]:
 
 
 class ToolCall(NamedTuple):
-    """A piece of a tool call, as OpenAI streams it: the first piece has `call_id` and `name`, each piece a part of `arguments`."""
-
     number: int
     call_id: str | None
     name: str | None
@@ -87,18 +82,16 @@ class ToolCall(NamedTuple):
 
 
 class OutputEvent(NamedTuple):
-    """New output of one sequence. A tuple, because one is made per sequence and frame; fields are given by name.
+    """New output of one sequence.
 
     index            number of the sequence in the request: sequence i of prompt p is p * n + i
     offset           output ids of the sequence read so far, plus one once it has ended; only from our engines
-    logprobs         log-probabilities of the event's tokens in order, in non-empty parts; empty if not asked for
     prompt_logprobs  pages of prompt positions 1.. in order, over one or more events; `PreparedPrompt.decoded_logprobs` adds the texts
     finish           set exactly once, on the sequence's last event
     stop_reason      beside FinishReason.STOP: the stop string or stop token id; None for the model's own end token
     error            beside FinishReason.ERROR: message for the operator
-    is_call_cut      beside FinishReason.STOP: the client's stop string or stop token ended the output inside a call's arguments
-    is_filtered      beside FinishReason.STOP: the moderation of a foreign server's provider ended the output
-    reasoning, tool_calls  output that was separated from the text, here (`own.output_stage`) or by a foreign server
+    is_call_cut      the client's stop ended the output inside a call's arguments
+    is_filtered      a foreign provider's moderation ended the output
     """
 
     index: int  # type: ignore[assignment]  # hides a tuple's search, which means nothing here
@@ -144,7 +137,6 @@ class OutputEvent(NamedTuple):
 
     @classmethod
     def joined(cls, events: Sequence[OutputEvent]) -> OutputEvent:
-        """Log-probabilities are not copied, so the cost is linear in the events."""
         last = events[-1]
         if len(events) == 1:
             return last
@@ -188,7 +180,6 @@ class TokenUsage(NamedTuple):
 
     @property
     def charged(self) -> TokenUsage:
-        """The usage without the part that an earlier request was charged for."""
         prompt_tokens = self.prompt_tokens - self.earlier_prompt_tokens
         return TokenUsage(prompt_tokens, self.completion_tokens - self.earlier_tokens, min(self.cached_tokens, prompt_tokens))
 
@@ -201,7 +192,7 @@ def added(*usages: TokenUsage) -> TokenUsage:
 
 
 class ReplicaLost(Unavailable):
-    """No other replica continued the stream in time. why_not_resume: for the log; empty: one may, but did not take it in time"""
+    """No other replica continued the stream in time. why_not_resume: empty: one may, but did not take it in time"""
 
     def __init__(self, message: str, *, why_not_resume: str) -> None:
         self.why_not_resume = why_not_resume
@@ -212,8 +203,7 @@ class EventListener(Protocol):
     """Receives a stream's events while the consumer task waits in `events`, without waking the task."""
 
     @property
-    def has_room(self) -> bool:
-        """Whether `take` would return without waiting."""
+    def has_room(self) -> bool: ...
 
     def take(self, events: Sequence[OutputEvent]) -> None: ...
 
@@ -235,7 +225,6 @@ class EventStream(ABC):
 
     @property
     def num_resumes(self) -> int:
-        """Submissions of a sequence after the loss of its engine."""
         return 0
 
     @abstractmethod
@@ -247,7 +236,7 @@ class EventStream(ABC):
 
     def listen(self, listener: EventListener | None) -> None:
         """Let the stream give plain events (no log-probabilities, no error) to `listener` while the consumer task waits in `events`, in the
-        same order. A stream may ignore this.
+        same order. May be ignored.
         """
         return
 
@@ -278,16 +267,12 @@ class EventStream(ABC):
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """text        the prompt as echo shows it; empty for token ids whose text is not shown
-    num_tokens  tokens of the prompt; None: only the foreign server can count them
-    """
-
     text: str
     num_tokens: int | None = None
 
     def decoded_logprobs(self, logprobs: LogprobColumns) -> Iterator[DecodedLogprobs]:
-        """Pages of the prompt's tokens, each made quickly. A page may be empty, so that long work can pause. The first token, which has no
-        probability (rank 0), is a page by itself. A prompt of a foreign server, or of a kept answer, has no pages.
+        """Pages of the prompt's tokens. A page may be empty, so that long work can pause. The first token, which has no probability (rank
+        0), is a page by itself.
 
         logprobs  of positions 1.. in order, from `OutputEvent.prompt_logprobs`
         """
@@ -296,12 +281,11 @@ class PreparedPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A request that its upstream can run, with the numbers that limits and memory are charged by. Nothing runs yet.
+    """A request that its upstream can run. Nothing runs yet.
 
     stream             opens the stream; the first call of its `events` submits the request
     max_prompt_tokens  upper bound of `prompt_tokens`; equal to it if it is known
     num_prompt_copies  times that each prompt is sent: one request at a time asks a server that ignores `n` for one sequence
-    taken              names of fields that have no effect at our engines, and that reach the server that answers this request
     keeps_events       the stream's events can be made again from `EventStream.saved_state`
     """
 
@@ -319,7 +303,7 @@ class Prepared:
 
 
 class Tokenization(NamedTuple):
-    """JSON, since there may be a million tokens. texts_json: as the vocabulary spells them; null if not asked for"""
+    """JSON. texts_json: as the vocabulary spells them; null if not asked for"""
 
     num_tokens: int
     ids_json: bytes
@@ -328,9 +312,7 @@ class Tokenization(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaHealth:
-    """reason      why the replica is not ready, in words that clients may see; empty: ready
-    is_foreign  a foreign server: its state is shown, and it counts as ready for /ready
-    has_tried   the first attempt to connect has ended, with or without success
+    """is_foreign  a foreign server: its state is shown, and it counts as ready for /ready
     is_failing  the circuit is open: requests failed lately, and new ones are sent only if no other replica is left
     """
 
@@ -360,14 +342,13 @@ class Upstream(ABC):
 
     @property
     def version(self) -> str:
-        """Changes with all that an answer depends on: weights, precision, tokenizer, template. Empty: not known (yet)."""
+        """Changes with all that an answer depends on. Empty: not known (yet)."""
         return ""
 
     @abstractmethod
     def replicas(self) -> list[ReplicaHealth]: ...
 
     def retired_replicas(self) -> list[ReplicaHealth]:
-        """Replicas that get no new request, until their last request has ended and they are closed."""
         return []
 
     @abstractmethod

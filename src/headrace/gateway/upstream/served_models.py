@@ -20,9 +20,7 @@ from headrace.policy.admission import OverloadWatch, UnsentRequests
 class ServedModel:
     """One served model under one configuration.
 
-    smaller  name of the model that answers while this one is busy; "" for none
     users    count of the requests that asked for this model and have not ended
-    unsent   admitted requests that were not sent to a replica yet
     overload  by class, whether more requests come than the model answers
     """
 
@@ -49,7 +47,7 @@ class ServedModel:
 
 
 class ModelTable:
-    """Models by name and alias. A client's name is only looked up here, and never used as a path."""
+    """A client's name is only looked up here, and never used as a path."""
 
     def __init__(self, models: Iterable[ServedModel]) -> None:
         self.models = tuple(models)
@@ -64,7 +62,6 @@ class ModelTable:
         return self if principal.may_use_all else ModelTable(model for model in self.models if principal.may_use(*model.names))
 
     def get(self, name: str) -> ServedModel:
-        """Raises ModelNotFound, listing the served names."""
         model = self._by_name.get(name)
         if model is None:
             raise ModelNotFound(name, self.names)
@@ -80,7 +77,7 @@ class ModelTable:
 
 
 UNREADABLE_RETRY_S = 10.0
-"""Seconds after which a client may try a model again whose text cannot be read: an operator has to mend its files."""
+"""Seconds after which a client may try a model again whose text cannot be read."""
 
 UNREADABLE = "its tokenizer or chat template cannot be used"
 """Without a path: clients may read it."""
@@ -89,7 +86,7 @@ UNREADABLE = "its tokenizer or chat template cannot be used"
 class UnreadableModel(Upstream):
     """A model whose tokenizer or chat template cannot be used. No replica is connected, and every request is refused as Unavailable.
 
-    An operator repairs the files and reloads the configuration (`control.texts`). The log and `headrace status` give the whole reason.
+    An operator repairs the files and reloads the configuration (`control.texts`).
     """
 
     def __init__(self, model: str, replicas: Sequence[str]) -> None:

@@ -32,7 +32,6 @@ from headrace.gateway.upstream.seam import OutputEvent, PassedField, TokenUsage
 from headrace.text.logprobs import DecodedLogprobs
 
 SPARE_CHOICES = 8
-"""Choices that a piece may have beyond two for each sequence."""
 
 MAX_PASSED_BYTES = 1 << 20
 
@@ -41,7 +40,6 @@ class ForeignAnswer:
     """left: valid at the end, sequences for which the server sent nothing, as one that ignores `n` does"""
 
     def __init__(self, indices: Sequence[int], call_key: str) -> None:
-        """indices: sequences that the server was asked for, in its order"""
         self.num_running = len(indices)
         self.left: list[int] = []
         self._outputs = [SequenceOutput(index, f"{call_key}/{index}") for index in indices]
@@ -55,12 +53,10 @@ class ForeignAnswer:
 
     @property
     def usage(self) -> TokenUsage:
-        """Before the server has counted: output tokens as received, and 0 prompt tokens."""
         return self._said.meant(self._num_tokens, len(self._outputs))
 
     @property
     def is_running(self) -> bool:
-        """Sequences that never begin may be ignored, as `n` is by some."""
         if not self.num_running or len(self._outputs) == 1:
             return bool(self.num_running)
         is_sure = [output.is_sure for output in self._outputs if output.has_begun]
@@ -71,7 +67,6 @@ class ForeignAnswer:
         return self._said != SaidUsage()
 
     def read(self, data: bytes, events: list[OutputEvent]) -> None:
-        """One server-sent event nearly always has one piece. Raises BrokenStream."""
         for piece in self._pieces.read(data):
             if piece.is_error:
                 raise broken_by(sent_error(data))
@@ -80,7 +75,6 @@ class ForeignAnswer:
             self._read_piece(piece, events)
 
     def read_late_usage(self, data: bytes) -> None:
-        """Anything else in the event is ignored."""
         with suppress(BrokenStream):
             for piece in self._pieces.read(data):
                 if (counts := piece.counts()) is not None:
@@ -121,7 +115,6 @@ class ForeignAnswer:
                 events.append(output.end(output.ending))
 
     def _index(self, choice: SentChoice) -> int:
-        """A single sequence may have any index, if it is always the same."""
         index = choice.index
         if index is None:
             return 0
@@ -138,7 +131,7 @@ class ForeignAnswer:
         return 0
 
     def _event(self, output: SequenceOutput, choice: SentChoice) -> OutputEvent | None:
-        """None: no output, as in the first choice with only the role. Raises BrokenStream."""
+        """None: no output. Raises BrokenStream."""
         if choice.error is not None and says_something(choice.error):
             raise broken_by(error_in({"error": choice.error}))
         if choice.message is None and choice.logprobs is None and choice.finish_reason is None:
@@ -169,7 +162,6 @@ class ForeignAnswer:
         )
 
     def _passed(self, output: SequenceOutput, sent: SentDelta | SentCall | None, names: Sequence[str]) -> tuple[PassedField, ...]:
-        """What is no JSON, too much, or behind the end is left out and counted."""
         found = []
         for name in names:
             if not (value := getattr(sent, name, None)):
@@ -192,7 +184,6 @@ class ForeignAnswer:
         return OutputEvent(output.index, output.text.push(text), 1)
 
     def _decoded(self, output: SequenceOutput, tokens: Sequence[ChosenToken]) -> tuple[DecodedLogprobs, ...]:
-        """tokens: not empty"""
         if self._names.num_bytes > MAX_NAMES_BYTES:
             self._names = NamedTexts()
         found, known_bytes = DecodedLogprobs(self._names), self._names.num_bytes
@@ -206,7 +197,7 @@ class ForeignAnswer:
         return (replace(found, texts_bytes=self._names.num_bytes - known_bytes),)
 
     def _note_output(self, output: SequenceOutput) -> None:
-        """Raises BrokenStream if the client was given the end already, since the output would be lost."""
+        """Raises BrokenStream if the client was given the end already."""
         if output.is_over:
             raise BrokenStream("it went on after its end")
         output.has_tokens = True

@@ -1,9 +1,7 @@
 """Writes a request in a form that one foreign server takes, and says what its failure means for the request.
 
-A server may refuse a field that says nothing about the answer, or know `max_tokens` by one of its two names only, or give one choice
-whatever `n` says. It is asked again in another form. `ForeignServer` keeps that form for later requests once an answer came in it, if the
-server does not know the field's name (`field_errors`): a value that it refuses is one client's. A field that does say something about the
-answer is never left out: the client gets its name.
+`ForeignServer` keeps a form for later requests once an answer came in it, if the server does not know the field's name (`field_errors`): a
+value that it refuses is one client's. A field that says something about the answer is never left out: the client gets its name.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ MAX_ADAPTATIONS = 3
 
 @dataclass(slots=True, kw_only=True)
 class ForeignRequest:
-    """is_one_by_one  a server refused `n` in this request, or left choices out; its other sequences are asked for one by one"""
+    """is_one_by_one: a server refused `n` in this request, or left choices out"""
 
     request_id: RequestId
     path: str
@@ -53,12 +51,11 @@ class ForeignRequest:
         return self.num_sequences // self.num_prompts
 
     def parts(self) -> list[Sequence[int]]:
-        """What is asked for at once. Beside several prompts `n` would leave open whose answer a server that ignores `n` has given."""
+        """Beside several prompts `n` would leave open whose answer a server that ignores `n` has given."""
         size = self._n if self._n > 1 else self.num_sequences
         return [range(first, first + size) for first in range(0, self.num_sequences, size)]
 
     def fields_of(self, indices: Sequence[int]) -> dict[str, Any]:
-        """indices: of one of `parts`"""
         if len(indices) == self.num_sequences:
             return self.fields
         fields, first = dict(self.fields), indices[0] % self._n
@@ -75,12 +72,10 @@ class ForeignRequest:
         return len({index // self._n for index in indices})
 
     def share(self, indices: Sequence[int], refused: Collection[str], *, takes_one_prompt: bool) -> Sequence[int]:
-        """What a server is asked for at once."""
         return indices[:1] if self.is_one_by_one or (takes_one_prompt if self._n == 1 else "n" in refused) else indices
 
 
 def written(fields: Mapping[str, Any], refused: Collection[str]) -> dict[str, Any]:
-    """The limit of tokens is written by its other name."""
     made = {name: value for name, value in fields.items() if name not in refused or name not in WITHOUT_MEANING}
     if made.get("n") == 1 or "n" in refused:
         made.pop("n", None)
@@ -95,14 +90,13 @@ def written(fields: Mapping[str, Any], refused: Collection[str]) -> dict[str, An
 
 
 def refuse(refused: set[str], name: str) -> None:
-    """A server takes at least one name of the limit."""
     if name in LIMITS:
         refused.difference_update(LIMITS)
     refused.add(name)
 
 
 def is_adaptable(refusal: Refusal, tried: Collection[Refusal]) -> bool:
-    """A limit that is too large stays what it is: a server that ignores the other name would give a longer answer."""
+    """A server that ignores the other name of a limit would give a longer answer."""
     names = {each.field for each in tried}
     if len(tried) == MAX_ADAPTATIONS:
         return False
@@ -114,7 +108,7 @@ def is_adaptable(refusal: Refusal, tried: Collection[Refusal]) -> bool:
 
 
 def names_in(fields: Mapping[str, Any]) -> set[str]:
-    """With the marks inside messages and functions by their place: `messages.cache_control`."""
+    """Marks inside messages and functions by their place: `messages.cache_control`."""
     marks = {f"{place}.{name}" for place in _MARKED for name in LEFT_OUT_INSIDE & names_inside(fields.get(place))}
     return set(fields) - ADDED | marks
 
@@ -124,7 +118,6 @@ BROKE = "The server behind this model broke off its answer; the request can be s
 BUSY = "The server behind this model has too much to do."
 
 ERROR_BODY_S = 5.0
-"""Once the status is there."""
 
 
 class AttemptResult(StrEnum):
@@ -138,13 +131,14 @@ class AttemptResult(StrEnum):
     RATE_LIMITED = "rate_limited"
     """The account's rate limit, or a server with too much to do."""
     CONNECT = "connect"
-    """Or the connection was closed before the status: nothing was answered."""
+    """Or the connection was closed before the status."""
     SERVER_ERROR = "server_error"
     REFUSED = "refused"
-    """About the server's configuration or ours, which another attempt does not change: its key, its model, a redirect."""
+    """About the server's configuration or ours: its key, its model, a redirect."""
     FORBIDDEN = "forbidden"
-    """The server does not take this request, and another one may: its content filter, its account's limit, a feature that it lacks. Or it
-    may be the client's fault: a 403, words about a key or a model that may quote the client."""
+    """Another server may take the request: a content filter, an account's limit, a feature that is lacking. Or it may be the client's
+    fault: a 403, words about a key or a model that may quote the client.
+    """
     LOST = "lost"
     """Silence beyond a timeout, or an answer that broke off or was none."""
     ABANDONED = "abandoned"
@@ -155,10 +149,7 @@ ANSWERS = (AttemptResult.OK, AttemptResult.INVALID, AttemptResult.OVERFLOW, Atte
 
 
 class AttemptFailed(HeadraceError):
-    """One attempt of a request at a foreign server failed. The client gets `error` if no other attempt follows.
-
-    refusal    the field that the server refused; None: it named none
-    """
+    """The client gets `error` if no other attempt follows."""
 
     def __init__(self, result: AttemptResult, error: HeadraceError, *, has_begun: bool = False, refusal: Refusal | None = None) -> None:
         self.result, self.error, self.has_begun, self.refusal = result, error, has_begun, refusal
@@ -166,7 +157,6 @@ class AttemptFailed(HeadraceError):
 
 
 def known_failure(sent: SentError, *, retry_after_s: float, refusal: Refusal | None = None) -> AttemptFailed | None:
-    """None: another failure."""
     match sent.kind:
         case ErrorKind.OVERFLOW:
             return AttemptFailed(AttemptResult.OVERFLOW, foreign_overflow())
@@ -186,7 +176,7 @@ def known_failure(sent: SentError, *, retry_after_s: float, refusal: Refusal | N
 
 
 def _invalid(status: int | None, field: str | None) -> InvalidRequest:
-    """field: None where none was named, or one that the client did not write"""
+    """field: None also for one that the client did not write"""
     limit = f"what the server behind this model accepts (it said {status or 'so in its answer'})"
     if field is None or field == SALT:
         return InvalidRequest("body", limit, None, "Leave out rare fields.")
@@ -201,7 +191,6 @@ def result_of(status: int) -> AttemptResult:
 
 
 async def error_body(response: aiohttp.ClientResponse) -> bytes:
-    """As much as arrives within its bounds of bytes and time."""
     body, num_read = bytearray(), 0
     try:
         decoder = decoder_for(response, MAX_ERROR_BYTES)

@@ -1,11 +1,11 @@
 """Defines the types of one piece of an OpenAI-compatible server's answer, and says what its counts of tokens mean.
 
-`decode_chunk` decodes pieces in their usual form in one go. `loose_chunks` reads a piece of another form into the same types, and one that
-has a value in a field of the type None: it holds in an unusual place what an answer needs. Fields that are not listed are never looked at.
+`loose_chunks` reads pieces of another form into the same types, and those with a value in a field of the type None: it holds in an unusual
+place what an answer needs.
 
-Servers agree on what a count is called far more than on what it includes. Cached tokens are a part of the prompt (OpenAI, DeepSeek) or
-beside it (Anthropic); reasoning is a part of the completion (OpenAI) or beside it (xAI, Gemini). The name tells, and what stands in the
-prompt's details is a part of it. Then the total tells, then that no part exceeds its whole. docs/compatibility.md has the servers.
+Cached tokens are a part of the prompt (OpenAI, DeepSeek) or beside it (Anthropic); reasoning is a part of the completion (OpenAI) or beside
+it (xAI, Gemini). The name tells, and what stands in the prompt's details is a part of it. Then the total tells, then that no part exceeds
+its whole. docs/compatibility.md has the servers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NO_DETAILS = TokenDetails()
 
 
 class UsageCounts(TokenDetails, kw_only=True):
-    """OpenAI's names and those of its newer interface, then those of single servers. Parts stand in the details, or beside the counts."""
+    """OpenAI's names and those of its newer interface, then those of single servers."""
 
     prompt_tokens: Count | None = None
     completion_tokens: Count | None = None
@@ -66,7 +66,6 @@ class UsageCounts(TokenDetails, kw_only=True):
         return self != NO_COUNTS
 
     def said(self) -> SaidUsage:
-        """As far as this object alone tells: by a name, or since its total has parts that its counts lack."""
         prompt_parts = self.prompt_tokens_details or self.input_tokens_details or NO_DETAILS
         output_parts = self.completion_tokens_details or self.output_tokens_details or NO_DETAILS
         prompt, completion = self.prompt_tokens or self.input_tokens or 0, self.completion_tokens or self.output_tokens or 0
@@ -93,7 +92,7 @@ NO_COUNTS = UsageCounts()
 
 
 class LlamaCppTimings(Struct):
-    """Also sent where no usage is. prompt_n: prompt tokens that were not cached"""
+    """prompt_n: prompt tokens that were not cached"""
 
     prompt_n: Count | None = None
     cache_n: Count | None = None
@@ -109,7 +108,6 @@ class LlamaCppTimings(Struct):
 class SaidUsage(NamedTuple):
     """prompt    with the cached and written tokens, unless these are more
     uncached  prompt without the cached and written tokens
-    written   tokens of the prompt that were written to a cache
     is_split  cached tokens that by their name are no part of the prompt came without it
     """
 
@@ -127,12 +125,12 @@ class SaidUsage(NamedTuple):
         return SaidUsage._make(map(max, self, later))
 
     def meant(self, num_tokens: int, num_sequences: int) -> TokenUsage:
-        """The counts as they are shown, recorded and charged: no part exceeds its whole.
+        """No part exceeds its whole.
 
         Cached and written tokens that are more than the prompt stood beside it. What a total adds without a name is output, as Gemini's
         thoughts are.
 
-        num_sequences  of the answer. Servers may count a prompt's cached tokens once for each
+        num_sequences  servers may count a prompt's cached tokens once for each
         """
         prompt, completion, reasoning, parts = self.prompt, self.completion, self.reasoning, self.cached + self.written
         if self.uncached:
@@ -150,7 +148,7 @@ class SaidUsage(NamedTuple):
 
 
 class SideField(StrEnum):
-    """Fields that an answer is complete without. Values are the label `field` of headrace_upstream_fields_left_out_total."""
+    """Values are the label `field` of headrace_upstream_fields_left_out_total."""
 
     CALL_ID = "call_id"
     CONTENT_PART = "content_part"
@@ -164,8 +162,6 @@ class SideField(StrEnum):
 
 
 class SentFunction(Struct):
-    """parameters, input: other names of arguments"""
-
     name: str | None = None
     arguments: str | None = None
     parameters: None = None
@@ -173,8 +169,6 @@ class SentFunction(Struct):
 
 
 class SentCall(SentFunction):
-    """Name and arguments are in `function`, or beside it."""
-
     index: int | None = None
     id: str | None = None
     function: SentFunction | None = None
@@ -197,7 +191,7 @@ class SentLogprobs(Struct):
 
 
 class SentDelta(Struct):
-    """Servers have several names for reasoning, and may send it under two of them."""
+    """Servers have several names for reasoning."""
 
     content: str | None = None
     refusal: str | None = None
@@ -214,7 +208,6 @@ class SentDelta(Struct):
 
     @property
     def is_text_alone(self) -> bool:
-        """True for nearly every piece."""
         return bool(self.content) and not (
             self.tool_calls
             or self.reasoning_content
@@ -230,12 +223,10 @@ class SentDelta(Struct):
 
     @property
     def any_reasoning(self) -> str:
-        """Under any of its names, once."""
         return self.reasoning_content or self.reasoning or self.thinking or text_in(self.reasoning_details) or ""
 
     @property
     def calls(self) -> list[SentCall]:
-        """Also a single call in OpenAI's older form."""
         calls = self.tool_calls or []
         call = self.function_call
         return calls if calls or call is None else [SentCall(name=call.name, arguments=call.arguments)]
@@ -276,7 +267,6 @@ class AnswerPiece(Struct):
         return self.object == "error" or (self.error is not None and says_something(self.error))
 
     def counts(self) -> UsageCounts | None:
-        """In OpenAI's place, Groq's, Moonshot's (in the only choice), Ollama's or llama.cpp's."""
         in_choice = self.choices[0].usage if self.choices and len(self.choices) == 1 else None
         for counts in (self.usage, None if self.x_groq is None else self.x_groq.usage, in_choice):
             if counts is not None and counts.has_any:
@@ -293,9 +283,6 @@ TEXT_FIELDS = ("text", "thinking", "reasoning", "summary", "content", "value")
 
 
 def text_in(value: object, *, max_depth: int = 3) -> str | None:
-    """From a string, an object that holds one, or a list of both, nested to `max_depth`. Objects without text, such as encrypted
-    reasoning, are skipped.
-    """
     if isinstance(value, str) or max_depth == 0:
         return value if isinstance(value, str) else None
     if isinstance(value, dict):

@@ -1,9 +1,8 @@
 """Sorts the errors of foreign servers by what they mean. None of their text reaches a client or the log.
 
-Servers say the same few things with any status, in an event or in a body of status 200, by a code or in a sentence. `_TABLE` has them: a
-code that names the kind is believed first, then words, then the status. A sentence may quote what the client wrote. So a kind that rests on
-words alone (`SentError.is_certain`) has no effect on other clients' requests: no pause of the server, no failure for its circuit. And where
-an error names a field of the client's request, words about the server, its key or its filter are not believed at all.
+Servers say the same few things with any status, in an event or in a body of status 200, by a code or in a sentence; `_TABLE` has them. A
+sentence may quote what the client wrote. So a kind that rests on words alone (`SentError.is_certain`) has no effect on other clients'
+requests. And where an error names a field of the client's request, words about the server, its key or its filter are not believed at all.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ MAX_ERROR_BYTES = 64 << 10
 MAX_WORDS_CHARS = 4096
 
 CLIENT_FAULTS = (400, 413, 422)
-"""Statuses of a request that its server refuses for what it asks."""
 
 _CERTAIN = (401, 402, 404, 429, 503, 529)
 """Statuses with which words are believed: they are about the server, whatever the client wrote."""
@@ -33,7 +31,6 @@ class ErrorKind(Enum):
     """The request alone is more than the account's limit per minute: no wait makes it fit."""
     RATE_LIMIT = auto()
     FILTERED = auto()
-    """The server's content filter refuses the prompt."""
     KEY = auto()
     MODEL = auto()
     INVALID = auto()
@@ -41,9 +38,7 @@ class ErrorKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SentError:
-    """status      the HTTP status of the answer, or the one that an error event names; None: none
-    is_certain  the kind rests on a code or a status, not on words alone
-    """
+    """is_certain: the kind rests on a code or a status, not on words alone"""
 
     kind: ErrorKind | None = None
     status: int | None = None
@@ -60,7 +55,7 @@ class BrokenStream(Exception):
 
 
 _STATUS_TO_KIND = {429: ErrorKind.RATE_LIMIT, 529: ErrorKind.RATE_LIMIT, 401: ErrorKind.KEY, 402: ErrorKind.KEY}
-"""What a status says where neither codes nor words say more. 529 is Anthropic's for overload."""
+"""529 is Anthropic's for overload."""
 
 Words = tuple[tuple[str, ...], tuple[str, ...]]
 """Said by a text that has one of the first words and one of the second."""
@@ -156,7 +151,6 @@ tokens" is a rate limit where it says to wait, and a server that refuses a key m
 
 
 _OF_REQUEST = (ErrorKind.OVERFLOW, ErrorKind.ACCOUNT_LIMIT)
-"""Kinds that may name a field of the request, such as `messages`."""
 
 _FIELD_CODES = (
     *("functionparam", "unsupportedparam", "unsupportedvalue", "unknownparam", "missingrequired", "invalidvalue", "invalidtype"),
@@ -164,14 +158,13 @@ _FIELD_CODES = (
 )
 
 _OURS = ("model", "header", "headers", "path", "query", "authorization", "api", "api_key", "apikey", "key", "x")
-"""First words of places that the gateway writes, such as its header for the key."""
+"""First words of places that the gateway writes."""
 
 _QUOTED_NAME = re.compile(r"""((?<!: )"|['`])[\w.$-]+\1""")
-"""A quoted name such as that of a function's parameter, which the client chose. After a colon it may be JSON of another server."""
+"""After a colon it may be JSON of another server."""
 
 
 def sent_error(body: bytes, status: int | None = None) -> SentError:
-    """The body need not be JSON."""
     try:
         return error_in(read_json(body[:MAX_ERROR_BYTES]), status)
     except ValueError:
@@ -179,7 +172,6 @@ def sent_error(body: bytes, status: int | None = None) -> SentError:
 
 
 def error_in(value: object, status: int | None = None) -> SentError:
-    """OpenAI's object, a text in its place, vLLM's older form without `error`, Google's list, and others."""
     facts = _Facts()
     facts.read(value)
     stated = [code for fact in facts.codes if (code := integer_of(fact)) is not None and 400 <= code <= 599]
@@ -195,7 +187,6 @@ def broken_by(error: SentError) -> BrokenStream:
 
 
 def _kind(codes: str, words: str, status: int | None, is_about_field: bool) -> tuple[ErrorKind | None, bool]:
-    """The kind, and whether it is certain."""
     *named, invalid = _TABLE
     is_about_field = is_about_field and status not in _CERTAIN
     without_names = _QUOTED_NAME.sub(r"\1\1", words) if status in CLIENT_FAULTS else words
@@ -236,7 +227,7 @@ _MAX_DEPTH, _MAX_LISTED = 8, 8
 
 
 class _Facts:
-    """The outer fields first. A validation error quotes the client's request in other fields, which are not read."""
+    """A validation error quotes the client's request in other fields, which are not read."""
 
     def __init__(self) -> None:
         self.codes: list[object] = []
@@ -266,11 +257,10 @@ class _Facts:
 
 
 SUCCESS = ("", "0", "200", "success", "ok", "none", "null", "no error", "no_error")
-"""Texts that say that there is no error."""
 
 
 def says_something(value: object) -> bool:
-    """Some servers send `error` empty, or with a word of success, in every piece."""
+    """Some servers send `error` empty, or with a word of success."""
     return any(map(_is_said, value.values())) if isinstance(value, dict) else _is_said(value)
 
 

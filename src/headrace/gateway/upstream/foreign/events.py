@@ -2,8 +2,7 @@
 refused.
 
 `EventFraming` splits the bytes into the data of events, `loose_chunks` reads values from the data, and `answer` makes output events of the
-values. Event streams are read as their standard has them, and without the space, without blank lines, with any line ends, in upper case. A
-body of bare JSON is read too: a whole answer in one document, or a chunk in each line.
+values. A body of bare JSON is read too: a whole answer in one document, or a chunk in each line.
 """
 
 from __future__ import annotations
@@ -29,13 +28,11 @@ MAX_EVENT_BYTES = 1 << 20
 DONE = b"[DONE]"
 
 NOTHING = (b"ping", b"heartbeat", b"keepalive", b"keep-alive", b"keep_alive")
-"""Some servers send such a word as data."""
 
 _COMMENTS = re.compile(rb"^(?::[^\n]*+\n)++", re.MULTILINE)
 _BLANK_LINES = re.compile(rb"\n{3,}+")
 
 Frame = tuple[bytes, bytes]
-"""(name, data): the name in lower case and empty for most; DONE, or anything."""
 
 
 class EventFraming:
@@ -44,7 +41,7 @@ class EventFraming:
     """
 
     def __init__(self, *, is_event_stream: bool) -> None:
-        """is_event_stream: the Content-Type is an event stream's; otherwise a line that is neither an event's field nor JSON is a fault"""
+        """is_event_stream: otherwise a line that is neither an event's field nor JSON is a fault"""
         self.fault = ""
         self.is_one_document = False
         self._is_event_stream = is_event_stream
@@ -75,7 +72,6 @@ class EventFraming:
         return found
 
     def end(self) -> list[Frame]:
-        """A body may end without a line end."""
         found: list[Frame] = []
         self._read_line(bytes(self._line), found)
         self.is_one_document = self._is_document and not self._has_events
@@ -83,7 +79,6 @@ class EventFraming:
         return found
 
     def _with_line_feeds(self, piece: bytes) -> bytes:
-        """A CR LF pair may be split between two pieces."""
         if self._ends_in_return:
             piece = piece.removeprefix(b"\n")
         self._ends_in_return = piece.endswith(b"\r")
@@ -148,7 +143,7 @@ class EventFraming:
 
 
 def _usual_events(piece: bytes) -> list[Frame] | None:
-    """Nearly all bodies: each event a line of JSON with a blank line behind it. None: it has another form."""
+    """Nearly all bodies: each event a line of JSON with a blank line behind it."""
     if len(piece) > MAX_EVENT_BYTES or piece[:7] != b"data: {" or piece[-3:] != b"}\n\n" or b"\r" in piece:
         return None
     found = []
@@ -160,7 +155,6 @@ def _usual_events(piece: bytes) -> list[Frame] | None:
 
 
 def _without_silence(lines: bytes) -> bytes:
-    """A body may have millions of comments or blank lines."""
     if lines[:1] == b":" or b"\n:" in lines:
         lines = _COMMENTS.sub(b"", lines)
     return _BLANK_LINES.sub(b"\n\n", lines) if b"\n\n\n" in lines else lines
@@ -171,13 +165,13 @@ PIECE_BYTES = 64 << 10
 MAX_ANSWER_BYTES = 64 << 20
 
 MAX_SIGNS_OF_LIFE = 5
-"""Times `silence_s` between two tokens of a server that sends something else meanwhile: comments, pings, empty chunks, halves."""
+"""Times `silence_s` between two tokens of a server that sends comments, pings or empty chunks meanwhile."""
 
 NEXT_CHOICE_S = 30.0
 """After all that began have ended. Then the rest is asked for one by one."""
 
 END_OF_STREAM_S = 5.0
-"""For usage and [DONE] together, after every sequence has ended."""
+"""For usage and [DONE] together."""
 
 END_OF_BODY_S = 0.05
 """After [DONE]. Then the connection can be used again: another one would cost the next request its handshakes."""
@@ -191,14 +185,13 @@ class EventSink(EventListener, Protocol):
 
 
 class SilenceLimit:
-    """Once the answer has begun. Before that the deadline of the first token holds unchanged."""
+    """Holds once the answer has begun."""
 
     def __init__(self, deadline: asyncio.Timeout, silence_s: float) -> None:
         self._deadline, self._silence_s = deadline, silence_s
         self._silent_since: float | None = None
 
     def heard(self, *, is_output: bool) -> None:
-        """is_output: the bytes held output of the answer"""
         now = asyncio.get_running_loop().time()
         if is_output:
             self._silent_since = now
@@ -211,7 +204,7 @@ class SilenceLimit:
 
 
 class EventReader:
-    """is_cut     the server stayed silent where choices were missing, and was waited for no longer"""
+    """is_cut: the server stayed silent where choices were missing, and was waited for no longer"""
 
     def __init__(self, indices: Sequence[int], call_key: str, *, late_usage_s: float = LATE_USAGE_S) -> None:
         self.answer = ForeignAnswer(indices, call_key)
@@ -287,7 +280,6 @@ class EventReader:
         return False
 
     async def _read_counts(self, response: aiohttp.ClientResponse, framing: EventFraming, decoder: BodyDecoder | None) -> None:
-        """A moment long. Whatever else comes, the answer is complete."""
         deadline_at = asyncio.get_running_loop().time() + (END_OF_BODY_S if self.answer.has_usage else self._late_usage_s)
         num_bytes = 0
         with suppress(BrokenStream):
@@ -303,9 +295,7 @@ class EventReader:
             self.answer.read_late_usage(data)
 
     async def _next_piece(self, response: aiohttp.ClientResponse) -> bytes:
-        """Empty at the end. Once every sequence that began has ended, also if no more output came for too long, and once all have, if the
-        server is lost.
-        """
+        """Empty at the end, and after the ends of all sequences that began also on silence or a lost server."""
         if self.answer.is_running:
             self._ended_at = None
             return await response.content.read(PIECE_BYTES)
@@ -320,7 +310,7 @@ class EventReader:
 
 
 def decoder_for(response: aiohttp.ClientResponse, max_bytes: int) -> BodyDecoder | None:
-    """Some servers compress although no coding is accepted; None: not compressed. Raises BrokenStream for an unknown coding."""
+    """Some servers compress although no coding is accepted. Raises BrokenStream for an unknown coding."""
     coding = response.headers.get("content-encoding", "")
     try:
         return decoder_of([coding.encode()], max_bytes) if coding else None
@@ -339,7 +329,7 @@ def unpacked(decoder: BodyDecoder, piece: bytes) -> Iterator[bytes]:
 
 
 async def _read_until(deadline_at: float, response: aiohttp.ClientResponse, *passed_over: type[Exception]) -> bytes:
-    """Empty at the end, at the deadline, and after an error that is passed over, by default also the loss of the server."""
+    """Empty at the end, at the deadline, and after an error that is passed over."""
     if asyncio.get_running_loop().time() >= deadline_at:
         return b""  # bytes that are there already would be read without a look at the clock
     with suppress(*(passed_over or (aiohttp.ClientError, OSError))):  # TimeoutError is an OSError

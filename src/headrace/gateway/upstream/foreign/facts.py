@@ -20,7 +20,6 @@ LOAD_METRICS = (
     ("headrace_requests_running", "headrace_requests_waiting"),
     ("tgi_batch_current_size", "tgi_queue_size"),
 )
-"""(running, waiting)"""
 
 _LINE_BEGINS = tuple(name for pair in LOAD_METRICS for name in pair)
 _MAX_LINE_CHARS = 4096
@@ -32,7 +31,7 @@ MAX_CONTEXT_TOKENS = 2**40
 
 @dataclass(frozen=True, slots=True)
 class ListedModel:
-    """max_model_len  most tokens of prompt and output; None: not in the list. vLLM, SGLang and Headrace name it `max_model_len`, OpenRouter
+    """max_model_len  vLLM, SGLang and Headrace name it `max_model_len`, OpenRouter
     `context_length`, llama.cpp `n_ctx` in `meta`
     """
 
@@ -42,16 +41,12 @@ class ListedModel:
 
 @dataclass(frozen=True, slots=True)
 class ReportedLoad:
-    """Requests, or sequences where the server counts these."""
-
     num_running: int
     num_waiting: int
 
 
 def listed_model(body: bytes, name: str) -> ListedModel | None:
-    """None: no list of models. The list stands in `data` or `models`, or is the body; it is null at a server without models. An entry may
-    be a name alone.
-    """
+    """The list stands in `data` or `models`, or is the body. An entry may be a name alone."""
     try:
         models = read_json(body)
     except ValueError:
@@ -77,7 +72,7 @@ def _context_tokens(model: Mapping[str, object]) -> int | None:
 
 
 def reported_load(page: bytes, name: str) -> ReportedLoad | None:
-    """Summed over samples; None: no known metric. A sample's label `model` or `model_name` must be `name`."""
+    """A sample's label `model` or `model_name` must be `name`."""
     sums: dict[str, float] = {}
     for line in page.decode("utf-8", "replace").splitlines():
         if len(line) > _MAX_LINE_CHARS or not line.startswith(_LINE_BEGINS) or (match := _SAMPLE.fullmatch(line)) is None:
@@ -108,14 +103,13 @@ _SPOKEN_S = {"ms": 0.001, "milli": 0.001, "h": 3600.0, "m": 60.0, "s": 1.0}
 
 
 def stated_wait_s(words: str) -> float | None:
-    """As in "please try again in 1m30.5s" or "retry after 26 seconds", in lower case; None: it states none."""
+    """As in "please try again in 1m30.5s" or "retry after 26 seconds"."""
     if (found := _STATED.search(words)) is None:
         return None
     return _bounded(sum(float(number) * _SPOKEN_S[unit] for number, unit in _SPOKEN.findall(found[1])))
 
 
 def duration_s(value: object, unit_s: float) -> float | None:
-    """A number of units, or a text such as "34s"."""
     number = number_of(value)
     if number is None:
         return _duration_s(value) or None if isinstance(value, str) else None
@@ -123,7 +117,6 @@ def duration_s(value: object, unit_s: float) -> float | None:
 
 
 def retry_after_s(headers: Mapping[str, str], unix_now: float) -> float | None:
-    """By `retry-after-ms`, or `Retry-After` as seconds or a date."""
     if (given := headers.get("retry-after-ms", "")) and (milliseconds := number_in(given)) >= 0:
         return _bounded(milliseconds / 1000)
     given = headers.get("retry-after", "")
@@ -152,7 +145,6 @@ def exhausted_s(headers: Mapping[str, str]) -> float:
 
 
 def _duration_s(text: str) -> float:
-    """ "6m0s", "20ms" or "12.5"; 0 for anything else."""
     text = text.strip()
     parts = _PARTS.findall(text)
     if parts and "".join(number + unit for number, unit in parts) == text:

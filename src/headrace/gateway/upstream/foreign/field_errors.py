@@ -1,11 +1,10 @@
 """Finds the field of a request that an error of a foreign server is about, and whether the server refuses its name or its value.
 
 A refused name is one that the server does not know, or not for this model: it refuses the field of every client. A refused value is the
-fault of one client, and so is what it wrote inside a field. Where the words leave it open, it counts as a value. Texts are only searched,
-never shown. They may quote what the client wrote, so a place (`param`, `loc`, `field`) decides where there is one.
+fault of one client, and so is what it wrote inside a field. Where the words leave it open, it counts as a value. Texts may quote what the
+client wrote, so a place (`param`, `loc`, `field`) decides where there is one.
 
-A mark stands in the body, in messages or in functions, and a server may know it in one place alone: `cache_control` is the body's,
-`messages.cache_control` is one inside messages.
+A server may know a mark in one place alone: `cache_control` is the body's, `messages.cache_control` is one inside messages.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from headrace.gateway.upstream.foreign.values import read_json
 from headrace.gateway.upstream.generation_request import MARKS
 
 LIMITS = ("max_tokens", "max_completion_tokens")
-"""The two names of one limit: OpenAI's reasoning models refuse the first, many servers know it alone."""
+"""The two names of one limit."""
 
 LEFT_OUT_INSIDE = MARKS | {"reasoning_content"}
 """Fields of messages, their parts and calls, and of functions, that a server without them has no use for."""
@@ -28,15 +27,11 @@ MAX_PLACE_CHARS = 256
 
 
 class Refusal(NamedTuple):
-    """is_name: whatever the field's value"""
-
     field: str
     is_name: bool
 
 
 class _Said(NamedTuple):
-    """place: parts of its path in the request; empty: it names none"""
-
     place: list[str]
     codes: str
     texts: list[str]
@@ -48,13 +43,12 @@ _NO_PLACE = ("body", "None", "null")
 _MAX_DEPTH = 8
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _TEXT_PLACE = re.compile(r" - '([\w.\[\]]+)'$|'loc': \(([^)]{0,256})\)")
-"""The place at the end of what Python's `jsonschema` says: `5 is not of type 'string' - 'user'`. Or pydantic's, written as a text."""
 
 _OTHER_FIELDS = re.compile(
     r"\b(?:expected one of|must be one of|did you mean|use ['\"`]|supported (?:fields|parameters|params))", re.IGNORECASE
 )
 _QUOTED = re.compile(r"""(?<!\w)(?!(?<='type': )'\w+', 'loc')(?:'[^']*'|"[^"]*"|`[^`]*`)(?!\w)""")
-"""A quoted text, except the kind of an error of pydantic. This and all patterns take time in proportion to an error's length."""
+"""All patterns take time in proportion to an error's length."""
 
 _PATH = re.compile(r"[\w.\[\]/#]+")
 _CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
@@ -65,7 +59,6 @@ _ONE_CHOICE = re.compile(
 
 
 def refused_field(body: bytes, names: Collection[str]) -> Refusal | None:
-    """names: of the fields that the request had, and of marks inside messages and functions"""
     try:
         said = list(_said(read_json(body)))
     except ValueError:
@@ -98,7 +91,6 @@ def _said(value: object, depth: int = 0) -> Iterator[_Said]:
 
 
 def place_in(error: Mapping[str, object]) -> list[str]:
-    """Empty: no place is named."""
     if isinstance(loc := error.get("loc"), list):
         path = ".".join(map(str, loc))
     else:
@@ -115,7 +107,6 @@ def _named_by_place(place: list[str], names: Collection[str]) -> str | None:
 
 
 def _sent(word: str, names: Collection[str]) -> str | None:
-    """The body's field, or else a mark that the request had in any place."""
     return min((name for name in names if _last(name) == word), default=None)  # the body's is the shortest, and first
 
 
@@ -165,7 +156,6 @@ _REFUSED_NAME = (
 _ALWAYS = (
     r"(?:(?:this|the|your) (?:[\w'-]+ )?)?(?:models?|endpoint|server|api|deployment|provider|request|body|payload|input)\b(?! with| for)"
 )
-"""What a name is refused for in every request."""
 
 _REFUSED_VALUE = (
     r"\b(?:values?|range|when|while|unless|if|above|below|over|under|between|greater|less|larger|smaller|more than|at most|at least"
@@ -175,7 +165,7 @@ _REFUSED_VALUE = (
     rf"\b{_NOT}[ _](?:request |keyword )?{_FIELD}(?![a-z])[^'\"`.;\n]{{0,80}}''",
     r"NAME['\"`)\]]*(?:[.\[/][\d.\[\]/'\"`]*| ?-> ?(?:\d+ -> )*)[a-z_]",
 )
-"""Words about its value, its use beside other fields or in some requests, another name, or a name inside the field."""
+"""Also of its use beside other fields or in some requests, of another name, or of a name inside the field."""
 
 
 def _is_name(name: str, text: str) -> bool:

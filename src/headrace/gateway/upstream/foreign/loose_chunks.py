@@ -1,8 +1,7 @@
 """Reads pieces of an answer in other forms than the usual one into the types of `chunk`.
 
 The reader is strict about what the answer needs: its text, its calls, how it ended. Another form of these is read if it has only one
-meaning; any other form breaks the answer, with an error that names it. All other fields are used where they are well formed, and left out
-and counted where they are not.
+meaning; any other form breaks the answer, with an error that names it. Other malformed fields are left out and counted.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from headrace.gateway.upstream.foreign.values import count_of, integer_of, numbe
 Fields = dict[str, object]
 
 MAX_CHUNKS = 64
-"""Some servers write several into a list, or one after the other."""
+"""Some servers write several into a list."""
 
 TEXT_PARTS = ("text", "output_text", "text_delta", "refusal")
 """A part of another type is text where it has a `text`."""
@@ -47,7 +46,6 @@ TEXT_PARTS = ("text", "output_text", "text_delta", "refusal")
 REASONING_STEMS = ("reason", "think", "thought", "summary_text")
 
 CALL_PARTS = ("tool_use", "tool_call", "function_call")
-"""Types of those that are calls, which `tool_calls` may say too."""
 
 UNTYPED_TEXT = ("text", "refusal", "content", "value")
 
@@ -61,7 +59,7 @@ class PieceReader:
         self.left_out: Counter[SideField] = Counter()
 
     def read(self, data: bytes) -> list[AnswerPiece]:
-        """Nearly always one. Raises BrokenStream for malformed text, calls or choices, and for no JSON object."""
+        """Raises BrokenStream for malformed text, calls or choices, and for no JSON object."""
         try:
             return [decode_chunk(data)]
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -112,7 +110,7 @@ class PieceReader:
         )
 
     def _message(self, value: object, *, is_beside: bool) -> SentDelta | None:
-        """is_beside: the choice has a delta too, so that a malformed message may be ignored"""
+        """is_beside: the choice has a delta too"""
         try:
             return self._delta(value, "message")
         except BrokenStream:
@@ -145,7 +143,6 @@ class PieceReader:
         )
 
     def _side(self, field: SideField, value: object, read: Callable[[object], _Read]) -> _Read | None:
-        """A malformed value is counted, and gives None."""
         if value is None:
             return None
         found = read(value)
@@ -154,7 +151,7 @@ class PieceReader:
         return found
 
     def _content(self, value: object) -> tuple[str | None, str | None]:
-        """(text, reasoning). Unknown parts are ignored. Raises BrokenStream for other forms."""
+        """(text, reasoning). Raises BrokenStream."""
         if value is None or value is False:
             return None, None
         if isinstance(value, str):
@@ -232,7 +229,6 @@ def _objects(value: object, name: str) -> list[Fields]:
 
 
 def _parts(value: object) -> list[Fields]:
-    """Raises BrokenStream."""
     listed = [value] if isinstance(value, dict) else value
     if not isinstance(listed, list):
         raise BrokenStream("a content is no text")
@@ -253,7 +249,7 @@ def _is_reasoning(part: Fields) -> bool:
 
 
 def _needed_text(part: Fields) -> str:
-    """Raises BrokenStream for a part with content and without text."""
+    """Raises BrokenStream."""
     kind = part.get("type")
     if kind == "refusal":
         part = {"refusal": part.get("refusal")}
@@ -265,7 +261,6 @@ def _needed_text(part: Fields) -> str:
 
 
 def _function(value: object) -> SentFunction | None:
-    """Raises BrokenStream for a name that is no text, and for arguments that are neither text nor a JSON value that can be."""
     if not value:
         return None
     if not isinstance(value, dict):
@@ -287,7 +282,6 @@ def _arguments(function: Fields) -> str | None:
 
 
 def _finish_word_in(*places: object) -> str | None:
-    """Some servers write it into what the choice adds."""
     words = [_finish_word(place.get("finish_reason")) for place in places if isinstance(place, dict)]
     return next((word for word in words if word is not None), None)
 
@@ -331,7 +325,7 @@ def _chosen(value: object) -> ChosenToken | None:
 
 
 def _token(value: object) -> SentToken | None:
-    """The log-probability may be minus infinity. Malformed bytes are ignored."""
+    """The log-probability may be minus infinity."""
     if not isinstance(value, dict):
         return None
     token, logprob, raw = value.get("token"), number_of(value.get("logprob")), value.get("bytes")

@@ -1,8 +1,8 @@
 """Keeps the state of one sequence of a foreign server's answer, and reads the words that name its end.
 
 Servers have many words for the same few ends. For a word on none of the lists a stem decides; a word that may mean a failure counts as one
-and breaks the answer, since its text may be cut off. After an unknown word the answer counts as complete where the server shows in another
-way that it ended regularly (`answer`), and the client gets the word as `stop_reason`.
+and breaks the answer, since its text may be cut off. After an unknown word the answer counts as complete where the server shows its end in
+another way (`answer`), and the client gets the word as `stop_reason`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ MAX_WORD_CHARS = 64
 
 
 def _plain(word: str) -> str:
-    """`max_tokens`, `MAX_TOKENS` and `maxTokens` are one word."""
     return "".join(filter(str.isalnum, word)).lower().removeprefix("finishreason")
 
 
@@ -70,8 +69,6 @@ LENGTH_STEMS = _stems("length maxtoken maxoutput maxnew maxpredicted maxcompleti
 
 
 class ForeignFinish(NamedTuple):
-    """is_called: the word is one for complete calls"""
-
     finish: FinishReason
     stop_reason: int | str | None = None
     is_known: bool = True
@@ -102,11 +99,8 @@ _NOTHING_NEW = SentDelta()
 
 
 class SequenceOutput:
-    """num_logprob_chars  characters of the tokens that had log-probabilities
-    said_text, said_reasoning, has_calls  output in deltas so far; a server may also send a whole message, which repeats it
-    is_whole           all output came as one message or text, as in an answer without streaming
+    """said_text, said_reasoning, has_calls  output in deltas so far; a server may also send a whole message, which repeats it
     is_sure            the named end needs no other sign of the end
-    is_revoked         output followed a named end
     """
 
     __slots__ = (
@@ -128,7 +122,6 @@ class SequenceOutput:
         return self.has_tokens or self.ending is not None
 
     def added(self, choice: SentChoice) -> tuple[str, str, Sequence[SentCall]]:
-        """A message's part that no delta has given counts too."""
         delta, message = choice.delta, choice.message
         self.is_whole = delta is None and not self.has_tokens
         delta = delta or _NOTHING_NEW
@@ -160,7 +153,6 @@ class SequenceOutput:
 
 
 def _rest_of_message(said: SaidText, whole: str) -> str:
-    """Empty if the message does not begin with the text of the deltas."""
     rest = said.rest_of(whole) or ""
     if said.num_chars:
         said.add(rest)

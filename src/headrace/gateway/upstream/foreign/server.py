@@ -1,7 +1,7 @@
 """Makes attempts of requests at one foreign server, and keeps what is known of the server's state.
 
-An attempt ends in exactly one `AttemptResult`, which moves the server's circuit breaker and is counted. A failed attempt carries an error
-of ours; what the server sent is never shown as it is. `stream` decides which server is tried, and what follows.
+An attempt ends in exactly one `AttemptResult`, which moves the server's circuit breaker and is counted. What the server sent is never shown
+as it is.
 """
 
 from __future__ import annotations
@@ -50,19 +50,12 @@ log = logging.getLogger("headrace.gateway")
 LOAD_VALID_S = 5.0
 
 RATE_LIMIT_S = 1.0
-"""After a 429 that does not say how long."""
 
 
 class ForeignServer:
-    """is_reachable    False: the last attempt to connect failed
-    is_key_refused  the last request for the list of models was refused for its key
-    sends_usage     an answer had token counts; None: it gave no answer yet
-    takes_one_prompt  it answers one prompt of several
-    refused         names of fields that the server does not take, see `request`
-    """
+    """sends_usage: an answer had token counts; None: it gave no answer yet"""
 
     def __init__(self, model: str, name: str, config: ForeignConfig, session: ForeignSession, *, clock: Clock, unix_time: Clock) -> None:
-        """config.model: its name at the server"""
         self.name = name
         self.config = config
         self.session = session
@@ -98,7 +91,6 @@ class ForeignServer:
 
     @property
     def is_out(self) -> bool:
-        """A request that such a server cannot take is a 503 and not a 429."""
         return self.breaker.state is not CircuitState.CLOSED or (self._is_held_by_outage and self.held_s(self._clock()) > 0)
 
     @property
@@ -113,37 +105,32 @@ class ForeignServer:
         return None if self.listed is None else self.listed.max_model_len
 
     def reason(self) -> str:
-        """In words that clients may see; empty: ready. A rate limit is no such reason."""
+        """A rate limit is no such reason."""
         if self.breaker.state is not CircuitState.CLOSED:
             return "failed several requests in a row"
         return "" if self.is_reachable else "cannot be reached"
 
     def reported(self, now: float) -> ReportedLoad | None:
-        """None: none, or too old."""
         return self._load if now - self._load_at <= LOAD_VALID_S else None
 
     def outstanding(self, now: float) -> int:
-        """The last report plus those sent since; without a report, this gateway's open requests."""
         load = self.reported(now)
         return self.num_open if load is None else load.num_running + load.num_waiting + self.num_sent - self._sent_at_load
 
     def note_load(self, load: ReportedLoad, *, num_sent: int) -> None:
-        """num_sent: when the report was asked for"""
+        """num_sent: requests sent when the report was asked for"""
         self._load, self._load_at, self._sent_at_load = load, self._clock(), num_sent
 
     def log_fact(self, what: str) -> None:
         log.info("model %s: its server %s %s", self._model, self.name, what)
 
     def log_fault(self, what: str) -> None:
-        """Without any text from the server."""
         log.warning("model %s: its server %s %s", self._model, self.name, what)
 
     # ------------------------------------------------------------------------------------------------------------------ one attempt
 
     async def attempt(self, request: ForeignRequest, asked: Sequence[int], reader: EventReader, sink: EventSink, *, counts: bool) -> None:
-        """Raises AttemptFailed. counts: whether a failure counts for the circuit breaker, once per request and server, so that one request
-        that always fails does not open the circuit
-        """
+        """Raises AttemptFailed. counts: whether a failure counts for the circuit breaker, once per request and server"""
         ticket = self.breaker.send(self._clock())
         result = AttemptResult.ABANDONED
         self.num_open += 1
@@ -181,15 +168,13 @@ class ForeignServer:
                 self.breaker.fail(ticket, self._clock())
 
     def _is_tenants(self, result: AttemptResult, tenant: bytes) -> bool:
-        """A connection that cannot be made never is."""
         return result is not AttemptResult.CONNECT and self._tenant_failures.is_tenants(tenant, self._clock())
 
     async def _accepted(
         self, request: ForeignRequest, fields: dict[str, Any], refused: set[str], tried: list[Refusal], deadline: asyncio.Timeout
     ) -> aiohttp.ClientResponse:
-        """refused   names of fields to be left out or written otherwise; more are added
-        tried     receives the refusals for which the request was sent again
-        deadline  set once for all forms, and not in force while the body of an error is read, which has a time of its own
+        """tried     receives the refusals for which the request was sent again
+        deadline  set once for all forms
         """
         first_token_at = asyncio.get_running_loop().time() + self.config.silence_s
         while True:
@@ -209,9 +194,7 @@ class ForeignServer:
             request.is_one_by_one = request.is_one_by_one or refusal.field == "n"
 
     def _learn(self, request: ForeignRequest, sent: dict[str, Any], num_asked: int, last: Sequence[Refusal], reader: EventReader) -> None:
-        """sent: fields of the request, for num_asked sequences. last: the refusal after which the server took the request. Those before it
-        may have been misread: the server refused the request all the same.
-        """
+        """sent: fields of the request, for num_asked sequences. last: the refusal after which the server took the request."""
         names, answer = [refusal.field for refusal in last if refusal.is_name], reader.answer
         if answer.left and reader.is_cut:
             request.is_one_by_one = True  # it may have been slow
@@ -229,7 +212,6 @@ class ForeignServer:
                 refuse(self.refused, name)
 
     async def _respond(self, request: ForeignRequest, fields: dict[str, Any]) -> aiohttp.ClientResponse:
-        """Raises AttemptFailed if none comes."""
         salt = {SALT: request.salt.hex()} if self.config.cache_salt else {}
         body = msgspec.json.encode(fields | {"model": self.far_name} | salt)
         try:
@@ -243,7 +225,6 @@ class ForeignServer:
         return response
 
     def _hold(self, response: aiohttp.ClientResponse) -> None:
-        """Send nothing new for as long as the answer's headers ask."""
         wait_s = exhausted_s(response.headers)
         if response.status in (429, 503, 529):
             wait_s = max(wait_s, retry_after_s(response.headers, self._unix_time()) or 0.0)
@@ -277,7 +258,7 @@ class ForeignServer:
     def _known(
         self, sent: SentError, asked_s: float | None, request_id: RequestId, *, refusal: Refusal | None = None
     ) -> AttemptFailed | None:
-        """None: no known kind. A rate limit holds other requests where the server surely meant one. asked_s: by the header Retry-After"""
+        """A rate limit holds other requests where the server surely meant one. asked_s: by the header Retry-After"""
         wait_s = None
         if sent.kind is ErrorKind.RATE_LIMIT:
             wait_s = sent.wait_s if asked_s is None else asked_s

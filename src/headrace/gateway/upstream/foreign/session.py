@@ -1,8 +1,7 @@
 """Opens the connections to one foreign server, and reads its key.
 
 Connections use no proxy or login of the environment, keep no cookies, follow no redirects, unpack nothing, and go to no link-local address
-unless it is allowed. The operator's file alone says where a server is. Nothing from a client becomes part of a URL or a header; the request
-id in a header is made here.
+unless it is allowed. Nothing from a client becomes part of a URL or a header; the request id in a header is made here.
 """
 
 from __future__ import annotations
@@ -29,10 +28,8 @@ log = logging.getLogger("headrace.gateway")
 MAX_FACTS_BYTES = 2 << 20
 
 NOT_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, UnicodeError)
-"""A server that is down, and a name without an address or that is none."""
 
 CONNECT_S = 5.0
-"""For look-up, connection and handshake."""
 
 FACTS_S = 5.0
 
@@ -55,7 +52,7 @@ class ForeignSession:
         return await self._session.post(f"{self._url}/{path}", data=body, headers=headers, allow_redirects=False)
 
     async def get(self, url: str) -> tuple[int, bytes]:
-        """A body beyond MAX_FACTS_BYTES becomes empty. Raises aiohttp's errors, and TimeoutError."""
+        """A body beyond MAX_FACTS_BYTES becomes empty."""
         async with (
             asyncio.timeout(FACTS_S),
             self._session.get(url, headers=self._headers, allow_redirects=False) as response,
@@ -70,7 +67,6 @@ class ForeignSession:
 
 @asynccontextmanager
 async def open_session(model: str, name: str, config: ForeignConfig) -> AsyncIterator[ForeignSession]:
-    """Open until the block ends. Raises ConfigError if the key cannot be read."""
     api_key = read_key(config)
     session = aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, socket_factory=partial(_guarded_socket, model, name)),
@@ -84,7 +80,7 @@ async def open_session(model: str, name: str, config: ForeignConfig) -> AsyncIte
 
 
 def read_key(config: ForeignConfig) -> str:
-    """Empty: none. A file that others may read is named in the log. Raises ConfigError, never showing what was read."""
+    """Raises ConfigError, never showing what was read."""
     where = "api_key_env" if config.api_key_env else "api_key_file"
     try:
         key = os.environ[config.api_key_env] if config.api_key_env else _text_of(config.api_key_file)
@@ -105,7 +101,7 @@ def _text_of(file: str) -> str:
 
 
 def _guarded_socket(model: str, name: str, address: tuple[Any, ...]) -> socket.socket:
-    """Raises PermissionError for a link-local address, checked here since a name's address may change."""
+    """Raises PermissionError for a link-local address."""
     family, kind, protocol, _, place = address
     if is_link_local(place[0]):
         reason = "has a link-local address and is not connected to"

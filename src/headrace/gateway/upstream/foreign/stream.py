@@ -25,7 +25,6 @@ from headrace.policy.routing.failures import RetryBudget
 log = logging.getLogger("headrace.gateway")
 
 MAX_UNREAD_BYTES = 64 << 10
-"""Beyond them the server's stream is not read."""
 
 EVENT_BYTES = 256
 
@@ -33,17 +32,15 @@ MAX_ATTEMPTS = 3
 """Or as many as the model has servers where these are more."""
 
 BACKOFF_S = 0.1
-"""They double with every attempt, and up to a quarter is added at random."""
+"""Doubled with every attempt, and up to a quarter is added at random."""
 
 MAX_RETRY_WAIT_S = 2.0
-"""Beyond them the client is asked to wait instead, by Retry-After."""
+"""Beyond it the client is asked to wait instead, by Retry-After."""
 
 CAN_PASS = (AttemptResult.CONNECT, AttemptResult.SERVER_ERROR, AttemptResult.RATE_LIMITED)
 
 
 class ForeignRoute:
-    """tried: server -> how its last attempt ended"""
-
     def __init__(
         self, servers: Sequence[ForeignServer], *, max_tokens: int | None, budget: RetryBudget, clock: Clock, random: Random
     ) -> None:
@@ -91,7 +88,6 @@ class ForeignRoute:
         return pause_s * (1.0 + self._random.randrange(256) / 1024)
 
     def _fits(self, server: ForeignServer) -> bool:
-        """With a prompt of at least one token."""
         return server.max_model_len is None or (self._max_tokens or 0) < server.max_model_len
 
     def _refusal(self, now: float) -> HeadraceError:
@@ -137,7 +133,6 @@ class HttpStream(EventStream):
         self._listener = listener
 
     def usage(self) -> TokenUsage:
-        """Within the columns of the records."""
         usage = self._used
         if self._reader is not None:
             counted = self._reader.answer.usage
@@ -149,7 +144,6 @@ class HttpStream(EventStream):
         return SequenceFacts(None if self._server is None else self._server.name)
 
     def cancel(self) -> None:
-        """The server notices by the closed connection."""
         self._is_ended = True
         self._unread.clear()
         _wake(self._wants_more)
@@ -214,7 +208,6 @@ class HttpStream(EventStream):
             _wake(self._wants_more)
 
     def _can_be_taken(self, listener: EventListener) -> bool:
-        """The consumer task waits, and the events are plain."""
         if self._wants_more is None or self._wants_more.done() or not listener.has_room:
             return False
         return not any(event.finish is not None or event.logprobs for event in self._unread)

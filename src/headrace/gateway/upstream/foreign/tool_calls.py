@@ -1,9 +1,7 @@
 """Sorts the pieces of tool calls that a foreign server sends into distinct calls, each with a number, one id and one name.
 
-Servers tell parallel calls apart in their own ways: by index, by id, by both, or by nothing but a further name. Some give all calls the
-index 0, some an id to every piece or to none, some repeat name and id in every piece. Where these do not decide, the arguments do: nothing
-can follow a JSON text that is complete, so a name that follows begins another call. Clients get id and name of a call once, and an object's
-text as its arguments.
+Servers tell parallel calls apart in their own ways: by index, by id, by both, or by nothing but a further name. Where these do not decide,
+the arguments do: nothing can follow a JSON text that is complete, so a name that follows begins another call.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from headrace.gateway.upstream.foreign.values import SaidText, SplitText
 from headrace.gateway.upstream.seam import PassedField, ToolCall, made_call_id
 
 MAX_CALLS = 4096
-"""And most indices that a server may give them."""
 
 MAX_HELD_CHARS = 256
 """For a name that is joined of pieces, and for arguments that are held until it is known whether they are an object."""
@@ -37,8 +34,6 @@ _BLANK_STRING = re.compile(r'"\s*"')
 
 
 class JsonEnd:
-    """By brackets and quotes alone: the text may be invalid JSON."""
-
     __slots__ = ("_depth", "_is_escaped", "_is_in_string", "has_text")
 
     def __init__(self) -> None:
@@ -95,14 +90,12 @@ class ObjectText:
         return "" if is_open else held
 
     def rest(self) -> str:
-        """Without half an escape."""
         if self._is_quoted:
             return ""
         text = self._held.strip()
         return NO_ARGUMENTS if text in NULLS or _BLANK_STRING.fullmatch(text) else self._held
 
     def _unquoted(self, text: str) -> str:
-        """After the string's end, or after an invalid escape, the text stays unchanged."""
         shown, rest = _decoded(text)
         self._is_plain = rest != "" and _CUT_ESCAPE.fullmatch(rest) is None
         self._held = "" if self._is_plain else rest
@@ -110,7 +103,6 @@ class ObjectText:
 
 
 def _decoded(text: str) -> tuple[str, str]:
-    """The rest begins at the string's end, an invalid escape, or half an escape."""
     place = _STRING.match(text).end()  # type: ignore[union-attr]  # it matches nothing too
     return json.loads(f'"{text[:place]}"', strict=False), text[place:]
 
@@ -124,7 +116,6 @@ class _Piece(NamedTuple):
 
     @classmethod
     def of(cls, sent: SentCall, passed: Sequence[PassedField]) -> _Piece:
-        """None for a negative index, and for an empty id or name."""
         index = sent.index if sent.index is not None and sent.index >= 0 else None
         function = sent.function
         if function is None:
@@ -137,8 +128,7 @@ class _Piece(NamedTuple):
 
 
 class _Call:
-    """said, end    checksum, and state of completeness, of the arguments
-    is_held      the arguments are NO_ARGUMENTS so far and held back: some servers send that before the real arguments
+    """is_held      the arguments are NO_ARGUMENTS so far and held back: some servers send that before the real arguments
     is_repeated  after complete arguments the name came again alone: arguments that follow are of another call
     """
 
@@ -158,7 +148,6 @@ class _Call:
         return piece.sent_id is not None and piece.sent_id == self.sent_id
 
     def is_followed_by(self, piece: _Piece, *, is_listed: bool) -> bool:
-        """is_listed: the same list has a named piece of this call already"""
         is_named = piece.name is not None
         if self.end.is_complete and piece.has_arguments:
             if self.is_held and (self.is_same(piece) or not (is_named or self.is_repeated)):
@@ -169,14 +158,12 @@ class _Call:
         return is_listed or (None not in (piece.sent_id, self.sent_id) and piece.sent_id != self.sent_id) or piece.name != self.name
 
     def is_again(self, piece: _Piece, *, is_numbered: bool) -> bool:
-        """is_numbered: the server numbers its calls"""
         if not (self.end.is_complete and piece.has_arguments and self.said.rest_of(piece.arguments) == ""):
             return False
         is_same_number = is_numbered and piece.sent_index is not None and piece.name == self.name
         return self.is_same(piece) or (is_same_number and self.sent_id is None and piece.sent_id is None)
 
     def _is_name_of(self, piece: _Piece) -> bool:
-        """There are no arguments yet, and the piece has no other id."""
         is_open = not self.is_begun and self.sent_id is not None and piece.sent_id in (None, self.sent_id)
         num_chars = len(self.name or "") + len(piece.name or "")
         return is_open and piece.sent_index is not None and not piece.has_arguments and num_chars <= MAX_HELD_CHARS
@@ -211,7 +198,7 @@ class _Call:
         return "" if self.is_held else self.text.push(self.object_text.push(piece.arguments))
 
     def rest(self, *, is_whole: bool) -> str:
-        """is_whole: the output was not cut off, so that missing arguments become NO_ARGUMENTS"""
+        """is_whole: missing arguments become NO_ARGUMENTS"""
         if self.is_held or (is_whole and not self.end.has_text):
             return NO_ARGUMENTS
         return self.text.push(self.object_text.rest(), is_last=True)
@@ -230,7 +217,7 @@ class CallPieces:
         return not all(call.end.is_complete for call in self._calls)
 
     def read(self, sent: Iterable[SentCall], passed: Iterable[Sequence[PassedField]] = repeat(())) -> list[ToolCall] | None:
-        """None: the list has no content. Raises BrokenStream for too many calls."""
+        """Raises BrokenStream for too many calls."""
         listed: set[int] = set()
         found: list[ToolCall | None] = []
         for piece in map(_Piece.of, sent, passed):
@@ -254,9 +241,6 @@ class CallPieces:
         return [given for call in self._calls if (given := call.give(call.rest(is_whole=is_whole))) is not None]
 
     def _call_of(self, piece: _Piece, call: _Call | None, listed: set[int]) -> _Call:
-        """call    known call at the piece's index or id
-        listed  numbers of calls with a named piece in the same list
-        """
         if call is None or call.is_followed_by(piece, is_listed=call.number in listed):
             call = self._begin(piece, piece.name or (call.name if call is not None else None))
         if piece.sent_index is not None:
@@ -268,7 +252,6 @@ class CallPieces:
         return call
 
     def _known_call(self, piece: _Piece) -> _Call | None:
-        """At the piece's index, else of its id, else the last call; None: the piece begins a new call."""
         last = self._calls[-1] if self._calls else None
         by_id = None if piece.sent_id is None else self._id_to_call.get(piece.sent_id)
         if piece.sent_index is None:

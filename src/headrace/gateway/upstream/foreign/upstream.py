@@ -1,8 +1,7 @@
 """Lets OpenAI-compatible servers answer a model's requests (chat and completions over HTTP), behind the interface `seam`.
 
-A model has one server or several. `stream` decides which one gets a request and what follows a failure, `server` is one
-attempt at one server, `watch` asks them for their limits and load. The servers always stream. Until the first token of an answer
-another attempt may follow. After it a failure is a retryable error at the stream's end: nothing is sent a second time.
+The servers always stream. Until the first token of an answer another attempt may follow. After it a failure is a retryable error at the
+stream's end.
 
 A server's chat template and tokenizer are not known here. An upper bound of the prompt's tokens follows from its bytes: a tokenizer that
 reads every text makes at most one token of a byte. The bound does not hold where a normal form makes one character into several (NFKC),
@@ -59,18 +58,16 @@ class HttpUpstream(Upstream):
 
     @property
     def max_model_len(self) -> int | None:
-        """None: no server reports it."""
         return max((server.max_model_len or 0 for server in self.servers), default=0) or None
 
     def queue(self, priority: PriorityClass, unsent: UnsentRequests) -> QueueState | None:
-        """The shortest of the servers that take requests; None unless each of them reports its load."""
+        """The shortest of the servers that take requests."""
         now = self._clock()
         loads = [server.reported(now) for server in self.servers if not server.reason()]
         known = [load.num_waiting for load in loads if load is not None and load.num_waiting is not None]
         return QueueState(min(known), 0.0) if known and len(known) == len(loads) else None
 
     def replicas(self) -> list[ReplicaHealth]:
-        """Connections are made per request, so each server counts as connected."""
         return [
             ReplicaHealth(server.name, is_connected=True, reason=server.reason(), is_foreign=True, num_open=server.num_open)
             for server in self.servers
@@ -133,7 +130,6 @@ class HttpUpstream(Upstream):
 
 
 def _within(request: GenerationRequest, ceiling: RequestCeiling, max_prompt_tokens: int) -> GenerationRequest:
-    """Raises ContextLengthExceeded if the client's own `max_tokens` leaves no token for a prompt."""
     max_tokens, context_tokens = request.sampling.get("max_tokens"), ceiling.context_tokens
     if max_tokens is not None:
         if context_tokens is not None and max_tokens >= context_tokens:
@@ -149,7 +145,6 @@ def _within(request: GenerationRequest, ceiling: RequestCeiling, max_prompt_toke
 
 
 CHAT_PROMPTS = (PreparedPrompt(""),)
-"""The prompts of every conversation: its messages become text at the server."""
 
 
 def _prompts(prompt: Conversation | PlainPrompts) -> Sequence[PreparedPrompt]:
@@ -184,7 +179,7 @@ _NAME_TO_DEFAULT = {field.name: getattr(SamplingParams(max_tokens=None), field.n
 
 
 def foreign_body(request: GenerationRequest, params: SamplingParams) -> dict[str, Any]:
-    """Without `model`. Raises InvalidRequest naming a parameter that a foreign server cannot take."""
+    """Raises InvalidRequest naming a parameter that a foreign server cannot take."""
     _check_logprobs(request, params)
     begin: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     fields = begin | _prompt_fields(request.prompt) | _sampling_fields(request) | _grammar_field(request) | dict(request.foreign_fields)
@@ -199,7 +194,6 @@ def _grammar_field(request: GenerationRequest) -> dict[str, Any]:
 
 
 def _prompt_fields(prompt: Conversation | PlainPrompts) -> dict[str, Any]:
-    """Defaults are left out, since a server may not know these fields."""
     if isinstance(prompt, Conversation):
         fields: dict[str, Any] = {"messages": prompt.messages}
         if not prompt.add_generation_prompt:
@@ -247,7 +241,7 @@ def _sampling_fields(request: GenerationRequest) -> dict[str, Any]:
 
 
 def _check_logprobs(request: GenerationRequest, params: SamplingParams) -> None:
-    """Servers differ in all forms but a chat's output. Raises InvalidRequest."""
+    """Servers differ in all forms but a chat's output."""
     remedy = "The server behind this model gives them for a chat's answer only."
     if params.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs", "absent or null", params.prompt_logprobs, remedy)
@@ -256,19 +250,16 @@ def _check_logprobs(request: GenerationRequest, params: SamplingParams) -> None:
 
 
 TEMPLATE_TOKENS = 64
-"""Beside its messages: a system prompt of the model's own, a date."""
 
 TOOL_TEMPLATE_TOKENS = 512
 
 
 def most_prompt_tokens(prompt: Conversation | PlainPrompts, max_model_len: int | None) -> int:
-    """Upper bound. A known max_model_len bounds it too: the server refuses a longer prompt."""
     bounds = [_of_chat(prompt)] if isinstance(prompt, Conversation) else [_of_plain(given) for given in prompt.prompts]
     return sum(bound if max_model_len is None else min(bound, max_model_len) for bound in bounds)
 
 
 def _of_chat(chat: Conversation) -> int:
-    """A chat's bytes as JSON exceed a template's tokens around each message."""
     num_bytes = len(msgspec.json.encode(chat.messages)) + TEMPLATE_TOKENS
     if not chat.shown_tools:
         return num_bytes
@@ -276,7 +267,6 @@ def _of_chat(chat: Conversation) -> int:
 
 
 def _of_plain(prompt: str | Sequence[int]) -> int:
-    """With one token each for a marked beginning and end."""
     if isinstance(prompt, str):
         return 2 + (len(prompt) if prompt.isascii() else len(prompt.encode("utf-8", "surrogatepass")))
     return len(prompt)
@@ -285,7 +275,6 @@ def _of_plain(prompt: str | Sequence[int]) -> int:
 MODELS_S = 60.0
 
 UNREACHABLE_S = 5.0
-"""The list is read again soon after the server came back."""
 
 LOAD_S = 1.0
 
@@ -293,7 +282,7 @@ NO_ANSWER = (*NOT_CONNECTED, aiohttp.ClientError, OSError, TimeoutError)
 
 
 async def watch(server: ForeignServer, *, reads_load: bool, clock: Clock) -> None:
-    """reads_load: metrics matter only among several servers. A server without known metrics is asked again only with each list of models"""
+    """A server without known metrics is asked again only with each list of models"""
     asked_at, has_load = -math.inf, False
     while True:
         if clock() - asked_at >= (MODELS_S if server.is_reachable else UNREACHABLE_S):

@@ -1,7 +1,7 @@
 """Reads values as foreign servers write them: JSON, numbers, and texts that come in pieces.
 
-A typed decoder decodes most answers. `read_json_texts` reads what that decoder refuses: NaN and Infinity as Python prints them, control
-characters in strings, halves of surrogate pairs, bytes that are not UTF-8.
+`read_json_texts` reads what the typed decoder refuses: NaN and Infinity as Python prints them, control characters in strings, halves of
+surrogate pairs, bytes that are not UTF-8.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from headrace.gateway.upstream.generation_request import string_bytes
 MAX_COUNT = 2**53
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-"""Left out at the beginning, as the event stream's standard says."""
 
 _MAX_DIGITS = 1000
 """Longest integer that is read exactly. Python takes time quadratic in the digits, and refuses more than 4300 of them."""
@@ -26,16 +25,16 @@ _SPACE = re.compile(r"\s*")
 
 
 def read_json(data: bytes) -> object:
-    """The value of a JSON text. Its strings may hold lone surrogates: halves of pairs, and bytes that are not UTF-8 (`surrogateescape`).
+    """Strings may hold lone surrogates: halves of pairs, and bytes that are not UTF-8 (`surrogateescape`).
 
-    Raises ValueError for what is no JSON, or nested too deeply.
+    Raises ValueError, also for too deep nesting.
     """
     (value,) = read_json_texts(data, max_texts=1)
     return value
 
 
 def read_json_texts(data: bytes, *, max_texts: int) -> list[object]:
-    """As `read_json`; raises ValueError for more than max_texts too."""
+    """Raises ValueError for more than max_texts too."""
     text = data.removeprefix(BYTE_ORDER_MARK).decode("utf-8", "surrogateescape").strip()
     values: list[object] = []
     place = 0
@@ -75,7 +74,6 @@ def number_of(value: object) -> float | None:
 
 
 def integer_of(value: object) -> int | None:
-    """Any form: 12, 12.0, "12"."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     number = number_of(value)
@@ -109,8 +107,6 @@ def whole_text(text: str) -> str:
 
 
 class SaidText:
-    """Length and checksum of a text in pieces, which is not kept."""
-
     __slots__ = ("_checksum", "num_chars")
 
     def __init__(self) -> None:
@@ -121,7 +117,6 @@ class SaidText:
         self._checksum = _checksum(piece, self._checksum)
 
     def rest_of(self, text: str) -> str | None:
-        """None: `text` does not begin with it."""
         begin = text[: self.num_chars]
         return text[self.num_chars :] if len(begin) == self.num_chars and _checksum(begin, 0) == self._checksum else None
 
@@ -160,7 +155,7 @@ class SplitText:
 NAME_BYTES = 200
 
 MAX_NAMES_BYTES = 128 << 10
-"""About 600 names; then a new table begins, so that a long stream does not grow it."""
+"""About 600 names; then a new table begins."""
 
 
 class NamedTexts:

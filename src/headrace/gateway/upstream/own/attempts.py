@@ -1,8 +1,8 @@
 """Submits the sequences of one call to a replica, to another one after a rejection, and continues them elsewhere after a loss.
 
 All n sequences of a call are submitted together. When their replica is lost, each sequence that has not ended is submitted by itself to a
-replica of equal numerics, with the token ids that were read of it. Without such a replica the call waits for one. The reader of the updates
-(`stream`) does not notice. docs/failover.md has the rules.
+replica of equal numerics, with the token ids that were read of it. Without such a replica the call waits for one. docs/failover.md has the
+rules.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from headrace.wire.stream import NO_NUMERICS, PlainRowHandler, ReplicaStream
 LOST = "The engine that worked on this request was lost; it can be sent again."
 
 MAX_TRIES = 2
-"""A replica's rejection is re-routed once, then final: under overload more tries only add load."""
+"""Under overload more tries only add load."""
 
 SILENT_WAIT_S = 2.0
-"""A call that no replica takes waits at most this long while one is only silent: a process, its machine or a link may hang for a moment."""
+"""A call that no replica takes waits at most this long while one is only silent."""
 
 MAX_FRUITLESS_LOSSES = 3
 """A call fails at this many losses in a row without a new token in between, so that a request which ends its engine does not end all."""
@@ -43,7 +43,6 @@ MAX_FRUITLESS_LOSSES = 3
 class PromptCall:
     """max_output_tokens  most output tokens of a sequence, by the parameters or by the rest of the context
     answer_id          id of the earlier stream's request, from which ids of tool calls are made; None: `request_id` is used
-    preferred_replica, unsent, has_fallback  as in `GenerationRequest`
     """
 
     request: EngineRequest
@@ -60,7 +59,6 @@ class PromptCall:
 class SequenceGroup:
     """Sequences of a call that are submitted together: at first all of them, after a loss one per group.
 
-    numerics    numerics of the replica that computed the output ids so far; None: there are none, and any replica may be used
     wait_until  after a loss, the time on the pool's clock at which waiting for a replica ends; None: no loss
     num_read    output ids of the whole call that were read before the group was submitted
     num_prompt_logprobs  prompt positions whose log-probabilities this submission has sent
@@ -82,7 +80,7 @@ class SequenceGroup:
 
 
 class CallAttempts:
-    """output_ids   per sequence, every id that was read, also if its text is held back. The reader adds them by `keep`"""
+    """output_ids: per sequence, every id that was read, also if its text is held back. The reader adds them by `keep`"""
 
     def __init__(self, pool: ReplicaPool, call: PromptCall) -> None:
         num_sequences = call.request.params.n
@@ -119,7 +117,6 @@ class CallAttempts:
         return []
 
     def keep(self, index: int, token_ids: Sequence[int]) -> int:
-        """Keep output ids after which another replica could continue. Returns the sequence's number of kept ids."""
         kept = self.output_ids[index]
         room = self._max_output_tokens - len(kept)
         kept.extend(token_ids if len(token_ids) <= room else token_ids[:room])
@@ -127,9 +124,7 @@ class CallAttempts:
         return len(kept)
 
     def continue_earlier(self, numerics: Numerics) -> None:
-        """Continue an earlier stream, before the first `batch` and after `keep` of its output ids. numerics: those the ids were computed
-        with
-        """
+        """Continue an earlier stream, before the first `batch` and after `keep` of its output ids."""
         self._numerics = numerics
         wait_until = self._pool.clock() + self._pool.failover_s
         self._groups = [
@@ -152,7 +147,6 @@ class CallAttempts:
                 group.updates.plain_row_handler = handler
 
     def cancel(self) -> None:
-        """Cancel the call at its engines, and end `batch`. May be called at any time."""
         self._drop_all()
         for wait in self._waits:
             wait.cancel()
@@ -191,7 +185,6 @@ class CallAttempts:
         return self._reads.pop(task), task.result()
 
     async def _read(self, group: SequenceGroup) -> list[SequenceUpdate]:
-        """Empty once the group has ended, was cancelled, or was split after a loss."""
         while group in self._groups:
             if group.updates is None:
                 await self._place(group)
@@ -287,7 +280,6 @@ class CallAttempts:
             return
 
     def _resumed(self, group: SequenceGroup, whole: EngineRequest) -> EngineRequest:
-        """The whole call if nothing was read, else the group's only sequence with its output ids."""
         if whole.params.prompt_logprobs is not None and self._num_prompt_logprobs >= len(whole.prompt_ids) - 1:
             whole = replace(whole, params=whole.params.with_(prompt_logprobs=None))
         if len(group.indices) == len(self.output_ids):
@@ -300,10 +292,7 @@ class CallAttempts:
         return request.resumed(index, self.output_ids[index], numerics_digest(group.numerics or {}))
 
     async def _reroute(self, group: SequenceGroup, error: Exception) -> None:
-        """Send a rejected group to another replica: once, or after a loss until `wait_until`. Otherwise raises the rejection's error.
-
-        A replica rejects when it is full, when it drains (its notice and the request crossed), or when it has too little memory.
-        """
+        """Send a rejected group to another replica: once, or after a loss until `wait_until`. Otherwise raises the rejection's error."""
         group.updates = None
         if group.attempt is not None:
             group.attempt.end()
@@ -357,7 +346,6 @@ class CallAttempts:
         return self._num_fruitless < MAX_FRUITLESS_LOSSES and self._pool.resume_budget.withdraw()
 
     async def _wait(self, group: SequenceGroup, error: Exception) -> None:
-        """Raises ReplicaLost once `wait_until` is over."""
         assert group.wait_until is not None
         remaining_s = group.wait_until - self._pool.clock()
         if remaining_s <= 0 or (self._call.has_fallback and not self._num_read):

@@ -18,15 +18,13 @@ from headrace.text.tokenizer import Tokenizer
 
 
 class ModelText:
-    """tokenizer: for small work in the gateway itself, detokenizing token by token"""
-
     def __init__(self, pool: TextPool, name: str, tokenizer: Tokenizer) -> None:
         self._pool = pool
         self._name = name
         self.tokenizer = tokenizer
 
     async def encode_chat(self, conversation: Conversation, *, max_model_len: int | None, tenant: str) -> tuple[array[int], list[str]]:
-        """A conversation as token ids, and the fields that its template does not read.
+        """Token ids, and the fields that the template does not read.
 
         Raises InvalidRequest for a conversation that the template refuses or that exceeds a worker's bounds, ContextLengthExceeded for one
         that cannot fit, Overloaded and Unavailable when no worker takes the job.
@@ -55,14 +53,12 @@ class ModelText:
         return _tokens(*await self._submit(frames.Tokenize(job, needs_texts), tenant=tenant, field="prompt"))
 
     async def decode(self, token_ids: Sequence[int], *, field: str, skip_special_tokens: bool = True, tenant: str) -> str:
-        """Raises InvalidRequest, naming `field`, for an id outside the vocabulary."""
         job = frames.DecodeIds(self._name, field, skip_special_tokens)
         answer, _ = await self._submit(job, frames.ids_to_bytes(field, token_ids), tenant=tenant, field=field)
         assert isinstance(answer, frames.Text)
         return answer.text
 
     def _submit(self, job: frames.WorkerJob, tail: bytes = b"", *, tenant: str, field: str) -> Awaitable[Done]:
-        """Raises Overloaded when the queue is full; Unavailable without workers or with damaged files."""
         if self._name in self._pool.failures:
             raise Unavailable("The tokenizer or the chat template of this model cannot be read now.", retry_after_s=UNREADABLE_RETRY_S)
         return self._pool.submit(job, tail, tenant=tenant, field=field)

@@ -1,8 +1,8 @@
 """Turns a sequence's text into content, reasoning and tool calls, as its model's output formats say, and gives the grammar that they
 require.
 
-An `OutputStage` belongs to one sequence and works behind the assembler of its stream. Once it can find nothing more it is passed over, at
-one check per event. `EarlierSequence` is what is kept of an answer to go on with it: docs/failover.md, "A client that comes back".
+An `OutputStage` belongs to one sequence and works behind the assembler of its stream. `EarlierSequence` is what is kept of an answer to go
+on with it: docs/failover.md, "A client that comes back".
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from headrace.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputParsing:
-    """is_reasoning_open: the prompt ends inside the reasoning; marker_ids: their text is kept even if special tokens are skipped"""
+    """marker_ids: their text is kept even if special tokens are skipped"""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
@@ -49,7 +49,6 @@ class OutputParsing:
     def of(
         cls, formats: ModelFormats, tokenizer: Tokenizer, prompt: Conversation | PlainPrompts, prompt_ids: Sequence[int]
     ) -> OutputParsing | None:
-        """None: the outputs are plain text."""
         if not isinstance(prompt, Conversation):
             return None
         tools = formats.tools if prompt.shown_tools else None
@@ -127,7 +126,6 @@ def after_reasoning(
     prompt: Conversation | PlainPrompts,
     prompt_ids: Sequence[int],
 ) -> Grammar | None:
-    """The grammar, made to begin after the reasoning that may precede the answer."""
     if grammar is None or not isinstance(prompt, Conversation):
         return grammar
     begun = begun_answer(prompt.messages, continue_final_message=prompt.continue_final_message)
@@ -135,7 +133,6 @@ def after_reasoning(
 
 
 def _document(wanted: Grammar, choice: ToolChoice) -> Mapping[str, object]:
-    """What the output may match in place of calls. Raises InvalidRequest if calls are required, or for another grammar."""
     if choice.mode is CallMode.REQUIRED:
         rule = 'tool_choice "auto" or "none" beside it, because the output is calls alone'
         raise InvalidRequest("grammar", rule, None, "Leave one of the two out.")
@@ -147,12 +144,9 @@ def _document(wanted: Grammar, choice: ToolChoice) -> Mapping[str, object]:
 
 
 ID_TYPE = "i"
-"""Element type of kept token ids: four bytes each."""
 
 
 class EarlierSequence(Struct, array_like=True, frozen=True):
-    """output_ids: every id that was read, as bytes of ID_TYPE"""
-
     output_ids: bytes
     finish: str | None = None
     stop_token_id: int | None = None
@@ -181,7 +175,7 @@ def _cut(sequence: EarlierSequence, offset: int) -> EarlierSequence:
 
 
 calls_of = msgspec.msgpack.Decoder(tuple[EarlierCallOutput, ...]).decode
-"""Raises msgspec.DecodeError for what another version wrote in another form."""
+"""Raises msgspec.DecodeError."""
 
 
 def state_of(*calls: EarlierCallOutput) -> bytes:
@@ -189,7 +183,6 @@ def state_of(*calls: EarlierCallOutput) -> bytes:
 
 
 def joined_states(states: Sequence[bytes | None]) -> bytes | None:
-    """None if one of the calls cannot be continued."""
     if None in states:
         return None
     return state_of(*[call for state in states if state is not None for call in calls_of(state)])

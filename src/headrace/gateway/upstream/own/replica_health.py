@@ -1,8 +1,7 @@
 """Judges the health of one replica as a gateway sees it: whether it is ready, how long it has stalled, and whether its requests fail.
 
-The replica's circuit breaker counts failures; each submitted request reports one outcome to it. A request that the replica lost before the
-first token counts as a failure, once per connection: a process that dies with a hundred requests has failed once. A request with a sequence
-that ended by a fault of the engine counts too. `policy.routing.failures` decides what follows from open circuits.
+A request that the replica lost before the first token counts as a failure, once per connection. A request with a sequence that ended by a
+fault of the engine counts too. `policy.routing.failures` decides what follows from open circuits.
 """
 
 from __future__ import annotations
@@ -25,15 +24,13 @@ from headrace.wire.leash import DRAINING
 from headrace.wire.service import SILENT_AFTER_S
 
 IDLE_STALL_S = 0.8
-"""Seconds without a wake-up after which an idle loop counts as stuck. A healthy one wakes several times in this time."""
+"""Seconds without a wake-up after which an idle loop counts as stuck."""
 
 STEP_GRACE_S = 1.0
 STEP_GRACE_FACTOR = 4.0
-"""A replica is ready while its step takes at most max(STEP_GRACE_S, STEP_GRACE_FACTOR x the predicted duration)."""
 
 
 def verdict(state: ConnectionState, seen: SeenLoad | None, now: float) -> str:
-    """In words that clients may see; empty: ready."""
     if state is ConnectionState.DOWN:
         return "not connected"
     if state is ConnectionState.SILENT:
@@ -54,7 +51,7 @@ def verdict(state: ConnectionState, seen: SeenLoad | None, now: float) -> str:
 
 
 def stalled_s(state: ConnectionState, seen: SeenLoad | None, silent_s: float, now: float) -> float:
-    """Seconds without progress of a connected replica, beyond its predicted step; 0 without a connection or a report.
+    """Seconds without progress beyond the predicted step.
 
     silent_s  seconds without a frame, less the delays of this process
 
@@ -71,13 +68,12 @@ def stalled_s(state: ConnectionState, seen: SeenLoad | None, silent_s: float, no
 
 
 NO_TICKET = Ticket(-1)
-"""Ticket of a request sent although the circuit is open, since no other replica could take it. Its outcome changes nothing."""
+"""Ticket of a request sent although the circuit is open, since no other replica could take it."""
 
 ConnectionKey = tuple[str, float]
-"""Instance id of the engine, and when the connection was made."""
+"""Instance id of the engine."""
 
 EJECTED = "failed several requests in a row"
-"""In words that clients may see."""
 
 
 class ReplicaCircuit:
@@ -91,7 +87,6 @@ class ReplicaCircuit:
         return ReplicaAttempt(self, connection, ticket, clock)
 
     def lose(self, connection: ConnectionKey | None, ticket: Ticket, now: float) -> None:
-        """Losses of one connection count once."""
         if connection is not None and connection == self._failed_connection:
             self.breaker.abandon(ticket, now)
             return
@@ -139,7 +134,7 @@ class ReplicaAttempt:
                 self._circuit.lose(self.connection, self._ticket, self._clock())
 
     def end(self) -> None:
-        """The client left, the replica was full, or a stop string ended the last sequence. An answer that had begun counts as a success."""
+        """The client left, the replica was full, or a stop string ended the last sequence."""
         if self._has_begun:
             self.succeed()
         elif not self._is_over:
@@ -160,7 +155,6 @@ class Replica:
 
     @property
     def instance(self) -> ReplicaInstance:
-        """A restarted replica has another instance id, so it may be tried again."""
         info = self.connection.info
         return self.name, info.instance_id if info is not None else ""
 
@@ -191,6 +185,6 @@ class Replica:
         )
 
     def candidate(self, lowest: PriorityClass = PriorityClass.BATCH) -> Candidate:
-        """lowest: lowest class of the counted requests that were sent since the load snapshot"""
+        """lowest: of the requests that were sent since the load snapshot"""
         seen, sent = self.connection.snapshot, self.connection.sent_since_snapshot(lowest)
         return Candidate(self.name, seen.load if seen else None, SentSince(len(sent), sum(sent)))

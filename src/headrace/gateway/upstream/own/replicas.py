@@ -1,10 +1,8 @@
 """Keeps the replicas of one model as this gateway sees them: holds their connections, and chooses among them.
 
-A retired replica gets no new request; its connection stays until its last request has left, or its engine has ended.
-
 A replica hangs when it makes no progress for `MOVE_AFTER_S` beyond its predicted step. A stream of such a replica is given up only if
-another ready replica may continue it, or may begin it where no output has come yet. Otherwise the stream stays until the wire's lease ends,
-since the replica may recover. Without a `failover_s` nothing moves, and only the calls that wait already are woken. docs/failover.md
+another ready replica may continue it, or may begin it where no output has come yet. Otherwise the stream stays until the wire's lease ends.
+Without a `failover_s` nothing moves, and only the calls that wait already are woken. docs/failover.md
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ RESUME_SHARE = 0.2
 
 
 UNAVAILABLE_RETRY_S = 10.0
-"""Seconds after which a client may try a model again that has no replica at all: its engines cannot be started, or are being replaced."""
+"""Seconds after which a client may try a model again that has no replica at all."""
 
 RETIRED = "retired"
 
@@ -50,7 +48,6 @@ UNKNOWN_PROMPT_TOKENS = 128
 TICK_S = 0.1
 
 MOVE_AFTER_S = 2.0
-"""Seconds without progress, beyond the predicted step, after which streams leave a replica for another one."""
 
 RETRY_S = 0.5
 """A replica that is ready and takes no call may be full."""
@@ -58,7 +55,7 @@ RETRY_S = 0.5
 
 class ReplicaPool:
     """unavailable    why there is no replica, in words that clients may read; empty if there are some
-    failover_s     most seconds that a call waits for another replica after a loss; 0: the call ends
+    failover_s     0: a call ends when its replica is lost
     """
 
     def __init__(
@@ -104,7 +101,6 @@ class ReplicaPool:
             await replica.connection.close()
 
     def follow(self, failover_s: float) -> None:
-        """A wait that has begun keeps its end."""
         self.failover_s = failover_s
         self._start_watch()
 
@@ -113,7 +109,6 @@ class ReplicaPool:
             self._watching = asyncio.get_running_loop().create_task(self._watch(), name="replica watch")
 
     def change(self, *, add: Collection[Replica] = (), retire: Collection[Replica] = ()) -> None:
-        """retire: must be among `replicas`"""
         assert set(retire) <= set(self.replicas), "a replica is retired once"
         self.replicas = (*(replica for replica in self.replicas if replica not in retire), *add)
         self.retired = (*self.retired, *retire)
@@ -140,16 +135,13 @@ class ReplicaPool:
 
     @property
     def info(self) -> ModelInfo | None:
-        """From the replica with the largest `max_model_len`, which depends on a replica's memory; without a connection, the last known
-        facts.
-        """
+        """From the replica with the largest `max_model_len`; without a connection, the last known facts."""
         models = [info.model for replica in self.replicas if (info := replica.connection.info) is not None]
         self._last_info = max(models, key=lambda model: model.max_model_len, default=self._last_info)
         return self._last_info
 
     @property
     def has_silent(self) -> bool:
-        """A silent replica may recover in a moment."""
         silent = (ConnectionState.SILENT, ConnectionState.NOT_READING)
         return any(replica.connection.state in silent for replica in self.replicas)
 
@@ -165,10 +157,8 @@ class ReplicaPool:
         """The replica for a request. Raises Unavailable when no connected replica is left that fits the request and was not tried.
 
         numerics           for a resume, numerics of the replica that computed the output ids; only a replica of equal numerics is chosen
-        preferred          name of a replica whose prefix cache has the prompt's beginning; empty: none is known
 
-        A silent replica is never chosen. A connected replica that is not ready (its step hangs while its heartbeats go on), or that failed
-        several requests in a row, is chosen only when no other is left.
+        A silent replica is never chosen; one that is not ready, or that failed several requests in a row, only when no other is left.
         """
         num_tokens = prompt_tokens + (max_output_tokens or 1)
         size = RequestSize(prompt_tokens, self._expected_output_tokens(max_output_tokens))
@@ -186,8 +176,8 @@ class ReplicaPool:
     def queue(self, priority: PriorityClass, unsent: UnsentRequests) -> QueueState | None:
         """The shortest queue ahead of a request of this class at a ready replica; None: no connected replica has reported its load.
 
-        Where no replica is ready, the queues of the connected ones count: one may be ready again in a moment, and until then requests
-        would join without a bound. With a queue policy without classes all waiting requests are ahead.
+        Where no replica is ready, the queues of the connected ones count: otherwise requests would join without a bound. With a queue
+        policy without classes all waiting requests are ahead.
         """
         info, size = self.info, RequestSize(self._mean_prompt_tokens(), self._expected_output_tokens(None))
         traits = traits_of(info.queue_policy if info else "")
@@ -202,7 +192,6 @@ class ReplicaPool:
         return min(states, key=lambda state: (state.wait_s, state.depth), default=None)
 
     def note_sent(self, replica: Replica) -> ReplicaAttempt:
-        """The caller must report its outcome to the result."""
         info = replica.connection.info
         return replica.circuit.send(None if info is None else (info.instance_id, info.connected_at), self.clock)
 
@@ -235,7 +224,6 @@ class ReplicaPool:
         return next(replica for replica in fit if replica.name == chosen.replica_id)
 
     def _expected_output_tokens(self, max_output_tokens: int | None) -> int:
-        """Mean of the model's finished requests, at most `max_output_tokens`."""
         num_finished, _, num_tokens = self._counted()
         mean = mean_output_tokens(num_finished, num_tokens)
         return mean if max_output_tokens is None else max(1, min(mean, max_output_tokens))
@@ -246,7 +234,6 @@ class ReplicaPool:
         return num_finished, sum(counters.prompt_tokens for counters in counted), sum(counters.generation_tokens for counters in counted)
 
     def _joined(self, num_requests: int, num_replicas: int) -> SentSince:
-        """One replica's equal part of unsent requests, with prompts of mean length."""
         num_each = -(-num_requests // num_replicas)
         return SentSince(num_each, num_each * self._mean_prompt_tokens())
 
@@ -255,7 +242,7 @@ class ReplicaPool:
         return num_tokens // num_finished if num_finished else UNKNOWN_PROMPT_TOKENS
 
     def why_not_resume(self, numerics: Numerics | None) -> str:
-        """Per connected replica; empty: one may. None: nothing was computed yet, and any replica may begin."""
+        """Per connected replica; empty: one may. None: nothing was computed yet."""
         connected = [replica for replica in self.replicas if replica.connection.state is ConnectionState.CONNECTED]
         reasons = {replica.name: "" if numerics is None else why_not_resume(numerics, replica.numerics) for replica in connected}
         if "" in reasons.values():
@@ -296,7 +283,7 @@ class ReplicaPool:
                 log.exception("looking at the replicas failed")
 
     def _look_at(self, replica: Replica) -> None:
-        """Move requests off a replica that hangs (all of them) or does not read (those that it has not counted).
+        """Move requests off a replica that hangs (all), or does not read (those that it has not counted).
 
         Requests without output may move to any ready replica, others only if one has equal numerics.
         """
@@ -325,5 +312,4 @@ class ReplicaPool:
         self._last_ready = ready
 
     def _ready_instances(self) -> frozenset[tuple[str, str, str]]:
-        """With the numerics' digest, which may become known only later."""
         return frozenset((*replica.instance, numerics_digest(replica.numerics)) for replica in self.ready())

@@ -1,7 +1,6 @@
 """Streams the answer to one prompt from a replica: sends token ids over the wire, and turns the returned ids into text.
 
-The `TokenStream` of a `PromptCall` also finds reasoning and tool calls in the text if asked to (`output_stage`). It finishes a
-sequence in the engine when a stop string ended it. `attempts` decides which replica computes the call, and which one after that is lost.
+`attempts` decides which replica computes the call, and which one after that is lost.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ ANOTHER_TOKEN = "This answer cannot be continued from where it stopped; it can b
 
 class TokenStream(EventStream):
     def __init__(self, pool: ReplicaPool, tokenizer: Tokenizer, call: PromptCall, *, first_index: int = 0) -> None:
-        """first_index: index of the call's first sequence within the request"""
         self._first_index = first_index
         self.call = call
         n = call.request.params.n
@@ -101,7 +99,6 @@ class TokenStream(EventStream):
         return OutputEvent(index) if event is None else event
 
     def _end_replay(self, earlier: EarlierUpdates) -> list[OutputEvent]:
-        """End the replay of an earlier stream: the events of ids that were read after its last event."""
         assert self.call.earlier is not None
         events = self._read([earlier.take(index) for index in range(self.call.request.params.n)])
         self._num_earlier_tokens = max(self._num_earlier_tokens, sum(assembler.num_tokens for assembler in self._assemblers))
@@ -112,7 +109,7 @@ class TokenStream(EventStream):
         return events
 
     def _read_pending_again(self) -> None:
-        """Have the engine compute the tokens with held back text again: the client does not have their log-probabilities yet."""
+        """The client does not have the log-probabilities of tokens with held back text yet."""
         for index, assembler in enumerate(self._assemblers):
             if count := 0 if assembler.finish is not None else assembler.num_pending:
                 ids = self.attempts.output_ids[index]
@@ -129,7 +126,7 @@ class TokenStream(EventStream):
         return merged(event for update in updates if (event := self._read_one(update)) is not None)
 
     def _read_one(self, update: SequenceUpdate) -> OutputEvent | None:
-        """None: no visible content. If a stop string ends the sequence here, its engine finishes it too."""
+        """None: no visible content."""
         assembler = self._assemblers[update.index]
         if assembler.finish is None:
             self.attempts.keep(update.index, update.token_ids)
@@ -149,7 +146,7 @@ class TokenStream(EventStream):
         return self._parsed(update.index, event_of(self._first_index + update.index, delta, offset), delta.token_ids)
 
     def _with_logprobs(self, update: SequenceUpdate) -> SequenceUpdate:
-        """Returns the update without the log-probabilities of recomputed tokens. Raises ReplicaLost if a token differs."""
+        """Raises ReplicaLost if a token differs."""
         recomputed = self._recomputed.get(update.index)
         if recomputed is None:
             return update
@@ -200,9 +197,9 @@ def event_of(index: int, delta: OutputDelta, offset: int) -> OutputEvent:
 
 
 class MergedStream(EventStream):
-    """The streams of several prompts as one. An error of one stream is raised, and `close` then cancels the others.
+    """An error of one stream is raised, and `close` then cancels the others.
 
-    A listener is ignored: several streams that write directly would interleave their events.
+    A listener is ignored, since several streams would interleave their events.
     """
 
     def __init__(self, streams: list[EventStream], n: int) -> None:

@@ -1,7 +1,4 @@
-"""Answers requests with our own engines: turns a request into token ids, which no module above handles.
-
-Templates and tokenizing run in the text workers (`text_workers`). One `TokenUpstream` serves one model through its replicas.
-"""
+"""Answers requests with our own engines: turns a request into token ids, which no module above handles."""
 
 from __future__ import annotations
 
@@ -42,10 +39,9 @@ from headrace.text.output.model_formats import ModelFormats
 from headrace.text.tokenizer import Tokenizer
 
 MAX_TOKENS_AT_ONCE = 16_384
-"""Before a prompt with more tokens is checked, the event loop runs other tasks. Checks take about 80 ns per token."""
+"""Checks take about 80 ns per token."""
 
 MAX_NAMED = 8
-"""Up to this many template variables without effect are named one by one in `x-headrace-ignored`; more are named together."""
 
 
 class TokenUpstream(Upstream):
@@ -146,7 +142,6 @@ class TokenUpstream(Upstream):
         return info
 
     def _params(self, request: GenerationRequest, info: ModelInfo, earlier_seed: int | None) -> SamplingParams:
-        """With the model's defaults for those of FROM_MODEL that are missing, and a seed. Raises InvalidRequest."""
         chosen = {name: info.sampling_defaults[name] for name in FROM_MODEL if name in info.sampling_defaults}
         seeds = (request.sampling.get("seed"), earlier_seed)
         seed = next((seed for seed in seeds if seed is not None), None)
@@ -158,14 +153,12 @@ class TokenUpstream(Upstream):
     async def _encode(
         self, prompt: Conversation | PlainPrompts, max_tokens: int | None, info: ModelInfo, tenant: str
     ) -> tuple[list[TokenPrompt], list[str]]:
-        """Raises ContextLengthExceeded for most prompts that do not fit; `_call` raises it for the rest."""
         if isinstance(prompt, Conversation):
             ids, unread = await self._text.encode_chat(prompt, max_model_len=info.max_model_len, tenant=tenant)
             return [self._prompt(tuple(ids), "")], unread if len(unread) <= MAX_NAMED else ["chat_template_kwargs"]
         return await self._encode_plain(prompt, max_tokens, info, tenant), []
 
     async def _encode_plain(self, prompt: PlainPrompts, max_tokens: int | None, info: ModelInfo, tenant: str) -> list[TokenPrompt]:
-        """Tokenize all texts in one job. Ids are used unchanged, and decoded only if their text is shown."""
         texts = [given for given in prompt.prompts if isinstance(given, str)]
         encoded = iter(
             await self._text.encode(texts, add_special_tokens=prompt.add_special_tokens, max_model_len=info.max_model_len, tenant=tenant)
@@ -188,12 +181,7 @@ class TokenUpstream(Upstream):
 
 
 def check_fits_context(num_tokens: int, max_tokens: int | None, info: ModelInfo, *, part: str) -> int:
-    """Number of tokens that the context leaves for output.
-
-    max_tokens  wanted output tokens; None: at least 1
-
-    Raises ContextLengthExceeded when fewer are left.
-    """
+    """Raises ContextLengthExceeded when fewer are left."""
     room = info.max_model_len - num_tokens
     if room < (max_tokens or 1):
         field = "prompt" if room < 1 else "max_tokens"
@@ -202,7 +190,6 @@ def check_fits_context(num_tokens: int, max_tokens: int | None, info: ModelInfo,
 
 
 def _with_max_tokens(params: SamplingParams, prompts: Sequence[TokenPrompt], principal: PrincipalFacts, info: ModelInfo) -> SamplingParams:
-    """The output tokens that the caller's limits allow one sequence, where none are asked for."""
     num_tokens = [len(prompt.token_ids) for prompt in prompts]
     ceiling = principal.ceiling
     room = info.max_model_len - max(num_tokens)
@@ -223,7 +210,7 @@ def _earlier_calls(earlier: EarlierOutput, sampling: Mapping[str, Any]) -> tuple
 
 
 def _continued(call: PromptCall, earlier: Sequence[EarlierCallOutput], number: int, request: GenerationRequest) -> PromptCall:
-    """Raises StreamConflict if its prompt has other tokens now."""
+    """Raises StreamConflict if the prompt has other tokens now."""
     assert request.earlier is not None
     if number >= len(earlier) or earlier[number].prompt_digest != prompt_digest(call.request.prompt_ids):
         raise StreamConflict("The prompt of this request has other tokens than it had: its chat template or tokenizer was changed.")
@@ -286,8 +273,8 @@ class TokenPrompt(PreparedPrompt):
             yield DecodedLogprobs(self.tokenizer, page, offsets[begin:end], bytearray(b"\1" * len(page)))
 
     def _offsets(self) -> Generator[DecodedLogprobs, None, array[int]]:
-        """Number of characters of `text` before each token; yields empty pages to pause. A space that some tokenizers put before the first
-        word is not in the text: offsets shift by it. All zero where the text is not shown.
+        """Number of characters of `text` before each token. A space that some tokenizers put before the first word is not in the text:
+        offsets shift by it. All zero where the text is not shown.
         """
         if not self.text:
             return array("q", bytes(8 * len(self.token_ids)))
