@@ -4,8 +4,8 @@
 reads from the upstream (the wire connection's delivery task, or the reader of a foreign server's stream).
 
 Answers with many log-probabilities are encoded in slices of about SLICE_S: one slice at a time over all requests, and only as clients read.
-The event loop encodes them itself, because Python code in a thread would block it through the GIL all the same. It makes one slice per
-round, however many answers wait, so that other events are handled between any two slices.
+The event loop encodes them itself: a thread would block it through the GIL all the same. It makes one slice per round, however many answers
+wait, so that other events are handled between any two slices.
 """
 
 from __future__ import annotations
@@ -49,13 +49,12 @@ class AnswerEncoder(Protocol):
 
 
 class EventRecorder(Protocol):
-    """Receives every event of an answer once, also when the client has left."""
+    """Receives every event once, also when the client has left."""
 
     def add(self, events: Sequence[OutputEvent]) -> None: ...
 
 
 RecordEvents = Callable[[Sequence[OutputEvent]], None]
-"""Gives events to all recorders of an answer."""
 
 
 class DirectChunkWriter:
@@ -71,7 +70,6 @@ class DirectChunkWriter:
         clock: Clock,
         record: RecordEvents | None,
     ) -> None:
-        """record: None: the answer has no recorder, which saves a call per token"""
         self._encoder, self._progress, self._sse, self._clock, self._record = encoder, progress, sse, clock, record
 
     @property
@@ -88,7 +86,7 @@ class DirectChunkWriter:
 
 
 class EncodingTurns:
-    """Encodes large answers one slice at a time, in turns. num_pending: answers queued or being encoded"""
+    """num_pending: answers queued or being encoded"""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -110,7 +108,6 @@ class EncodingTurns:
             self.num_pending -= 1
 
     def _slice(self, pieces: Iterator[bytes]) -> tuple[bytes, bool]:
-        """The next slice, and whether it is the last one."""
         found: list[bytes] = []
         size, ends_s = 0, self._clock() + SLICE_S
         for piece in pieces:

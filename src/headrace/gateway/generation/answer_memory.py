@@ -1,7 +1,4 @@
-"""Charges a request for the memory of its tokens and log-probabilities: what is known beforehand at once, the rest as it comes.
-
-Log-probabilities have limits of their own: each takes far more memory than the request for it.
-"""
+"""Charges a request for the memory of its tokens and log-probabilities."""
 
 from __future__ import annotations
 
@@ -19,51 +16,51 @@ MAX_PROMPT_LOGPROBS = 1 << 20
 
 PROMPT_TOKEN_LOGPROB_BYTES = 34
 PROMPT_ALTERNATIVE_BYTES = 13
-"""Bytes charged for a prompt token's log-probability (id, value, rank, count, offset in the text, visibility) and for each of its
-alternatives (id, value), until the answer is written. The entries of the columns are 29 and 12 bytes. Measured, with the room that arrays
-leave to grow: 25 bytes and 13, the offset's 8 and the visibility's 1 not included."""
+"""Bytes charged for a prompt token's log-probability (id, value, rank, count) and for each of its alternatives (id, value), until the
+answer is written. Measured, with the room that arrays leave to grow: 25 bytes and 13, beside 9 for offset and visibility.
+"""
 
 ENCODED_PROMPT_LOGPROB_BYTES = 76
-"""Charged beforehand for one prompt log-probability as JSON, where the answer keeps it to show it again. With the bundled model's tokenizer
-the average is 71 to 75 bytes in `prompt_logprobs`, 29 to 61 in an echo. JSON of longer tokens is charged beyond this, as it is encoded."""
+"""Charged beforehand for one prompt log-probability as JSON, where the answer keeps it to show it again. The average of the bundled model
+is 71 to 75. JSON of longer tokens is charged beyond this, as it is encoded.
+"""
 
 OUTPUT_LOGPROB_BYTES = 24
-"""Bytes charged for each log-probability of an output token, its own and an alternative's alike, while an answer is collected: the mean of
-34 and 13, exact with one alternative per token, 10 bytes short per token without alternatives."""
+"""Bytes for each log-probability of an output token while an answer is collected: the mean of 34 for the token's own and 13 for an
+alternative's.
+"""
 
 OUTPUT_TOKEN_BYTES = 8
 FIRST_TEXT_BYTES = 4 << 10
 FIRST_LOGPROB_BYTES = 64 << 10
-"""Charged before an answer that is not streamed begins, for its text and for its log-probabilities. A shorter answer is charged less."""
+"""Charged before an answer that is not streamed begins."""
 
 UNREAD_LOGPROB_BYTES = 24
 MAX_UNREAD_LOGPROB_BYTES = 2 << 20
-"""Bytes of output log-probabilities that may wait for a slow client, in addition to the limit on other unread bytes."""
+"""Bytes of output log-probabilities that may wait for a slow client."""
 
 MAX_OUTPUT_LOGPROBS = 1 << 18
 """Most log-probabilities of output tokens in one answer that is not streamed."""
 
 MAX_INLINE_LOGPROBS = 4096
-"""An answer with at most this many log-probabilities is encoded in one go (a few milliseconds); a larger one in slices
-(`answer_encoder.EncodingTurns`)."""
+"""An answer with more is encoded in slices (`answer_encoder.EncodingTurns`); this many take a few milliseconds."""
 
 
 def prompt_logprob_bytes(num_top: int | None, *, num_tokens: int) -> int:
-    """Bytes of the columns of prompt log-probabilities, held until the answer is written. Choices of one prompt share them.
+    """Choices of one prompt share them.
 
     num_top     alternatives per token; None: no prompt log-probabilities were asked for
-    num_tokens  tokens of all prompts
     """
     return 0 if num_top is None else num_tokens * (PROMPT_TOKEN_LOGPROB_BYTES + num_top * PROMPT_ALTERNATIVE_BYTES)
 
 
 def encoded_prompt_logprob_bytes(num_top: int | None, *, num_tokens: int, num_encodings: int) -> int:
-    """Bytes charged in advance for kept JSON of prompt log-probabilities. num_encodings: `ParsedRequest.num_kept_encodings`"""
+    """num_encodings: `ParsedRequest.num_kept_encodings`"""
     return 0 if num_top is None else num_tokens * num_encodings * (num_top + 1) * ENCODED_PROMPT_LOGPROB_BYTES
 
 
 def check_output_logprobs(num_top: int | None, *, num_tokens: int) -> None:
-    """Raises RequestTooLarge for an answer without streaming that would hold too many log-probabilities in memory until it is whole.
+    """Raises RequestTooLarge for an answer without streaming that would hold too many log-probabilities.
 
     num_tokens  output tokens of all choices
     """
@@ -73,7 +70,7 @@ def check_output_logprobs(num_top: int | None, *, num_tokens: int) -> None:
 
 
 def first_answer_bytes(num_top: int | None, *, num_tokens: int | None) -> int:
-    """Bytes charged before an answer without streaming begins. num_tokens: most output tokens of all sequences; None: not known"""
+    """num_tokens: most output tokens of all sequences; None: not known"""
     first = FIRST_TEXT_BYTES + (0 if num_top is None else FIRST_LOGPROB_BYTES)
     token_bytes = OUTPUT_TOKEN_BYTES + (0 if num_top is None else (num_top + 1) * OUTPUT_LOGPROB_BYTES)
     return first if num_tokens is None else min(first, num_tokens * token_bytes)
@@ -83,13 +80,11 @@ PROMPT_TOKEN_BYTES = 36
 """Memory of one prompt token: a reference in a tuple, and the integer object."""
 
 HOLD_STEP_BYTES = 16 << 10
-"""An answer that is held in memory (not streamed, or stored later) charges its growth in steps of this many bytes."""
+"""An answer that is held in memory charges its growth in these steps."""
 
 
 class AnswerMemory:
-    """The memory charges of one request's tokens and answer.
-
-    num_prompt_logprobs   log-probabilities of the prompt that the answer shows, 0 before `reserve`
+    """num_prompt_logprobs   log-probabilities of the prompt that the answer shows, 0 before `reserve`
     unread_logprob_bytes  bytes of log-probabilities that may wait for a streaming client beyond `sse.MAX_PENDING_BYTES`
     """
 
@@ -103,7 +98,7 @@ class AnswerMemory:
         self._uncharged_bytes = 0  # negative while the advance charge is not used up
 
     def reserve(self, prepared: Prepared) -> None:
-        """Charge the prompt's tokens, and the bytes that the answer needs in any case. Raises RequestTooLarge or Overloaded."""
+        """Raises RequestTooLarge or Overloaded."""
         parsed, params, answers = self._parsed, self._params, self._charges.answers
         num_tokens = prepared.prompt_tokens or 0
         self.num_prompt_logprobs = self._checked_prompt_logprobs(num_tokens)
@@ -124,7 +119,7 @@ class AnswerMemory:
         answers.add(column_bytes + self._precharged_json_bytes + piece_bytes + first_bytes)
 
     def _checked_prompt_logprobs(self, num_tokens: int) -> int:
-        """Number of prompt log-probabilities in the answer. Raises RequestTooLarge beyond MAX_PROMPT_LOGPROBS."""
+        """Raises RequestTooLarge beyond MAX_PROMPT_LOGPROBS."""
         num_top, num_shown, field = self._params.prompt_logprobs, self._parsed.num_shown, self._parsed.logprobs_field
         num_logprobs = 0 if num_top is None else num_tokens * (num_top + 1) * num_shown
         if num_logprobs > MAX_PROMPT_LOGPROBS:
@@ -133,17 +128,14 @@ class AnswerMemory:
         return num_logprobs
 
     def hold_json(self, num_bytes: int) -> None:
-        """Count bytes of kept JSON of prompt log-probabilities, and charge those beyond the advance charge.
-
-        Raises RequestTooLarge or Overloaded.
-        """
+        """Charges the bytes beyond the advance charge. Raises RequestTooLarge or Overloaded."""
         self._precharged_json_bytes -= num_bytes
         if self._precharged_json_bytes < 0:
             self._charges.answers.add(-self._precharged_json_bytes)
             self._precharged_json_bytes = 0
 
     def collect(self, events: Sequence[OutputEvent]) -> None:
-        """Count and charge events of an answer without streaming. Raises RequestTooLarge or Overloaded."""
+        """Raises RequestTooLarge or Overloaded."""
         num_new = sum([event.num_logprob_tokens for event in events])
         self._num_collected += num_new
         check_output_logprobs(self._params.logprobs, num_tokens=self._num_collected)
@@ -154,11 +146,9 @@ class AnswerMemory:
 
     @property
     def is_whole_inline(self) -> bool:
-        """Whether the collected answer is small enough to be encoded in one go."""
         return self._is_inline(self._num_collected)
 
     def is_inline(self, events: Sequence[OutputEvent]) -> bool:
-        """Whether `events` of a stream are few enough to be encoded in one go."""
         return self._is_inline(sum([event.num_logprob_tokens for event in events]))
 
     def _is_inline(self, num_tokens: int) -> bool:

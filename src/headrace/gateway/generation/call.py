@@ -39,18 +39,14 @@ from headrace.policy.limits.price import Price
 
 
 class Ending:
-    """What is known of an answer so far, by which it is accounted for when it ends, however it ends.
-
-    `generation.run` makes an `Answered` of it, whose fields `observe.request_log` and `ledger.record` write.
+    """`generation.run` makes an `Answered` of it, whose fields `observe.request_log` and `ledger.record` write.
 
     ends                closed at the end of the request, also after an error
-    model               the model that answers; at first the one that the client named
+    model               at first the one that the client named
     version             of its weights when it was chosen: its system_fingerprint
-    continued_id        id of the answer that this request continues
-    prepared            None: no upstream has prepared the request
-    side_usage          tokens of other requests that were made for this one, such as a summary; None: no other request
-    stream              None before the answer has begun
-    used                tokens of the answer when it has ended; None: no engine began an answer
+    prepared            None: not yet
+    side_usage          of other requests that were made for this one, such as a summary
+    used                None: no engine began an answer
     is_refused_at_end   a hook of `Ready.before_end` raised
     """
 
@@ -70,7 +66,6 @@ class Ending:
         self.model, self.version = model, model.upstream.fingerprint
 
     def usage(self) -> TokenUsage:
-        """Tokens that the answer has used so far."""
         return NO_USAGE if self.stream is None else self.stream.usage()
 
 
@@ -79,15 +74,11 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
 
     config, models     of the configuration that the request began with
     parsed             the request's body; the session stage puts the session's history before the messages
-    params             sampling parameters of the body; the upstream adds the model's defaults
-    memory             the part of `charges` that the answer uses
     asked, model       the model that the client named, and the model that answers
-    salt               the caller's salt of the KV cache: 16 bytes
     deadline_at        on the clock of `Exchange.arrived_at`; None: no deadline
-    answer_id          id of the answer: the id of the request that began the stream
-    created            Unix seconds at which the answer was begun
-    history            messages of a chat request; empty for a completion
-    earlier            output of the stream that this request continues; None: a new answer
+    answer_id          id of the request that began the stream
+    history            empty for a completion
+    earlier            None: a new answer
     preferred_replica, unsent  see `GenerationRequest`
     """
 
@@ -125,7 +116,7 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
         salt_key: bytes,
         now: int,
     ) -> Self:
-        """A new request. now: Unix seconds. Raises InvalidRequest for sampling parameters or sizes out of their limits."""
+        """now: Unix seconds. Raises InvalidRequest for sampling parameters or sizes out of their limits."""
         ending = Ending(model)
         exchange.asked = Asked(model.name, ending.version, parsed.is_streaming, parsed.sampling.get("n"))
         params = SamplingParams(**parsed.sampling).checked()
@@ -160,7 +151,7 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def shown_model(self) -> str:
-        """Name of the model in the answer: the name or alias that the client sent, unless another model answers."""
+        """The name or alias that the client sent, unless another model answers."""
         asked = self.parsed.model
         return asked if asked is not None and asked in self.model.names else self.model.name
 
@@ -168,12 +159,12 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
         return structs.replace(self, **values)
 
     def answered_by(self, model: ServedModel) -> Self:
-        """The call with another model, which becomes the model of its account as well."""
+        """The model of the call's `Ending` becomes the same."""
         self.ending.answered_by(model)
         return self.changed(model=model)
 
     def remaining_s(self, clock: Clock) -> float | None:
-        """Seconds to the deadline; None: there is none. Raises DeadlineBeforeStart when it has passed."""
+        """Raises DeadlineBeforeStart when it has passed."""
         if self.deadline_at is None:
             return None
         remaining_s = self.deadline_at - clock()
@@ -214,7 +205,6 @@ def _salt(principal: Principal, parsed: ParsedRequest, key: bytes) -> bytes:
 
 
 def never() -> bool:
-    """The default of `Ready.outlives_client`: the answer is cancelled when its client disconnects."""
     return False
 
 
@@ -222,17 +212,14 @@ Replay = Callable[[EventStream, RequestProgress, AnswerEncoder, SseStream, Recor
 
 
 class Ready(Struct, frozen=True, kw_only=True, eq=False):
-    """An answer that may begin, and what the stages want done with it.
-
-    call             the request as its upstream, or the cache, answers it
+    """call             as its upstream, or the cache, answers it
     cache_tier       the cache that answers: "response" or "idempotency"; None: the upstream answers
-    fitted           how the conversation was shortened; None: the conversation is unchanged
-    event_log        numbers the events of a resumable stream; None: the events have no ids
+    fitted           None: the conversation is unchanged
+    event_log        None: the events have no ids
     replay           called before the first new event; sends the events of a continued stream that the client has not received
-    recorders        each is given the events of the answer
     before_end       each is awaited with the replica's name after the last event, before the last bytes are sent; when one raises, the
                      answer ends with that error
-    outlives_client  whether the answer goes on when the client has disconnected, for other requests that wait for the same answer
+    outlives_client  whether the answer goes on when the client has disconnected
     """
 
     call: Call
@@ -253,4 +240,4 @@ class Ready(Struct, frozen=True, kw_only=True, eq=False):
 
 
 CallNext = Callable[[Call], Coroutine[Any, Any, Ready]]
-"""The next stage, as in a Starlette middleware. Returns the answer before its first token."""
+"""Returns the answer before its first token."""

@@ -14,7 +14,7 @@ from headrace.policy.limits.price import FREE, Price
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestConfig:
-    """The parts of the configuration that requests read. prices: model name -> price; metrics: which series a reader of the page sees"""
+    """prices: model name -> price; metrics: which series a reader of the page sees"""
 
     limits: Limits
     timeouts: Timeouts
@@ -24,5 +24,4 @@ class RequestConfig:
     metrics: MetricsAccess
 
     def price_of(self, model: str) -> Price:
-        """Token prices of a model; FREE where the configuration has none."""
         return self.prices.get(model, FREE)

@@ -13,23 +13,21 @@ from headrace.gateway.http.exchange import Exchange
 
 HEADER = "Last-Event-ID"
 LAST_EVENT_ID = HEADER.lower().encode()
-"""The header's name as requests have it."""
 
 NO_EVENT = "0"
-"""The header's value in the first request of a stream that its client may want to continue: it has seen no event. Without the header events
-have no ids, since many clients take every line of a stream for data."""
+"""The header's value in the first request of a stream that its client may want to continue. Without it events have no ids, since many
+clients take every line of a stream for data.
+"""
 _EVENT_ID = re.compile(r"([0-9a-f]{24})/([1-9][0-9]{0,8})")
 
 
 class EventId(NamedTuple):
-    """The id of one event of a stream. answer_id: id of the request that began the answer"""
-
     answer_id: RequestId
     number: int
 
 
 def last_event(exchange: Exchange) -> EventId | None:
-    """The last event that the client has, by its Last-Event-ID. None: the request begins a new stream. Raises InvalidRequest."""
+    """None: the request begins a new stream. Raises InvalidRequest."""
     given = (exchange.header(LAST_EVENT_ID) or b"").decode("latin-1")
     if given in ("", NO_EVENT):
         return None
@@ -40,13 +38,8 @@ def last_event(exchange: Exchange) -> EventId | None:
 
 
 class EventLog:
-    """One entry for every event with output, in order: which sequence the event belongs to, and its `OutputEvent.offset`.
-
-    An entry is offset * num_sequences + index, in four bytes. Event number N has entries[N - 1]. The usage after the last event has the
+    """An entry is offset * num_sequences + index, in four bytes. Event number N has entries[N - 1]. The usage after the last event has the
     next number and no entry.
-
-    num_seen  events that the client has from an earlier stream; 0 for a new stream
-    prefix    bytes of every event's `id` line before the number
     """
 
     __slots__ = ("answer_id", "entries", "num_seen", "num_sequences", "prefix")
@@ -59,22 +52,18 @@ class EventLog:
         self.num_seen = num_seen
 
     def line(self, index: int, offset: int) -> bytes:
-        """Enter the next event. Returns its `id` line."""
         self.entries.append(offset * self.num_sequences + index)
         return b"%b%d\n" % (self.prefix, len(self.entries))
 
     def usage_line(self) -> bytes:
-        """The `id` line of the usage, which comes after all other events and has no entry."""
         return b"%b%d\n" % (self.prefix, len(self.entries) + 1)
 
     @property
     def is_usage_seen(self) -> bool:
-        """Whether the client has the usage. Valid once every event is entered."""
         return self.num_seen > len(self.entries)
 
 
 def offsets_of(entries: Sequence[int], num_sequences: int) -> Iterator[tuple[int, int]]:
-    """The (index, offset) of each entry."""
     for entry in entries:
         offset, index = divmod(entry, num_sequences)
         yield index, offset

@@ -2,8 +2,7 @@
 
     stream ends --keep--> store --find (checks), claim--> ContinuedStream --> `generation.run` replays its events and goes on
 
-docs/failover.md has the rules. The upstream's own state is opaque bytes here. `stores.guard` bounds the time that a request waits for the
-store.
+docs/failover.md has the rules.
 """
 
 from __future__ import annotations
@@ -24,29 +23,28 @@ from headrace.core.ids import RequestId
 from headrace.gateway.generation.event_log import HEADER, EventId, last_event, offsets_of
 from headrace.gateway.http.errors import ClientLeft, SlowReader, StreamConflict, UnknownStream
 from headrace.gateway.http.exchange import Exchange
-from headrace.gateway.stores.guard import Ended, GuardedStore, TooMuchToWrite, Work
+from headrace.gateway.stores.guarded_store import Ended, GuardedStore, TooMuchToWrite, Work
 from headrace.gateway.stores.lease import EntryLease
 from headrace.gateway.stores.store import EntryTooLarge, StoredEntry, StoreFailed, entry_in
 from headrace.gateway.upstream.generation_request import EarlierOutput
 from headrace.observe.store_metrics import ContinueOutcome, KeepOutcome, ResumeMetrics
 
 GIVE_WAY_S = 1.0
-"""Seconds after which a stream that is being sent gives way to a newer connection of its client. Before, the newer one gets 409, so that of
-two resumes at once one wins."""
+"""Seconds after which a stream that is being sent gives way to a newer connection of its client. Before, the newer one gets 409."""
 
 SIBLINGS_S = 0.15
-"""Seconds that the other workers of this port have to end a stream and keep it: a part of `stores.guard.REQUEST_WAIT_S`."""
+"""A part of `stores.guard.REQUEST_WAIT_S`."""
 
 END_STREAM = "end stream"
-"""Question to another worker. Its argument is the stream's id and `_owner`, its answer empty where it does not send that stream."""
+"""The question's argument is the stream's id and `_owner`, its answer empty where it does not send that stream."""
 
 HAS_ENDED, HAS_JUST_BEGUN = b"ended", b"just begun"
 
 CLAIM_BYTES = 8
-"""Bytes that tell one claim from another: one that is given back must not end another one."""
+"""Bytes that tell one claim from another."""
 
 FORM = 1
-"""The form of entries that this version writes. An entry of another form is unknown."""
+"""An entry of another form is unknown."""
 
 UNKNOWN = (
     "This server keeps no stream of yours with this id. Either another gateway still sends the stream over a connection that has broken, "
@@ -56,13 +54,8 @@ BUSY, BUSY_RETRY_S = "Another request continues this stream now.", 1.0
 
 
 class KeptStream(StoredEntry, frozen=True):
-    """One stream in the store.
-
-    body           digest of the path and the body of the stream's request
-    created        Unix seconds of the answer's beginning
-    num_sequences  sequences of the request
+    """body           digest of the path and the body of the stream's request
     entries        bytes of `EventLog.entries`
-    state          the upstream's state for `EarlierOutput`
     is_claimed     a request continues the stream now; entries are empty, and state is random, so that no two claims are equal
     """
 
@@ -80,9 +73,7 @@ _encode, _decoder = msgspec.msgpack.encode, msgspec.msgpack.Decoder(KeptStream)
 
 @dataclass(frozen=True, slots=True)
 class ContinuedStream:
-    """A kept stream that a request may continue.
-
-    num_seen  events that the client has already
+    """num_seen  events that the client has
     value     bytes of the store's entry, which a claim replaces
     """
 
@@ -107,7 +98,7 @@ class ContinuedStream:
 class OpenStream:
     """A stream that is being sent, or has ended and is being written to the store.
 
-    begun_at  start of the sending, in seconds of the event loop's clock
+    begun_at  on the event loop's clock
     closed    set once the stream is neither sent nor written any more
     """
 
@@ -118,29 +109,27 @@ class OpenStream:
 
 
 class OtherWorkers(Protocol):
-    """The part of `gateway.site.worker.Siblings` that is used here."""
-
     def handle(self, question: str, handler: Callable[[str], Awaitable[bytes]]) -> None: ...
     async def ask_others(self, question: str, argument: str) -> list[bytes]: ...
 
 
 def body_digest(path: str, body: bytes, headers: Sequence[bytes] = ()) -> bytes:
-    """A digest that is the same for equal requests. headers: values, without zero bytes, of the headers that change the answer"""
+    """headers: values, without zero bytes, of the headers that change the answer"""
     digest = blake2b(b"\0".join((path.encode(), *headers, b"")), digest_size=16)
     digest.update(body)
     return digest.digest()
 
 
 def is_worth_keeping(error: BaseException | None) -> bool:
-    """Whether the client may want the rest of a stream that ended with `error`. None: sent whole, but perhaps not received whole."""
+    """None: sent whole, but perhaps not received whole."""
     return error is None or isinstance(error, ClientLeft | SlowReader | Unavailable | asyncio.CancelledError)
 
 
 class KeptStreams:
-    """The open streams of one gateway, and the store of kept ones. `close` finishes the writes."""
+    """`close` finishes the writes."""
 
     def __init__(self, store: GuardedStore | None, *, ttl_s: float, metrics: ResumeMetrics) -> None:
-        """store: closed by `close`; None: no stream is kept, and events have no ids. ttl_s: seconds that a stream is kept"""
+        """store: closed by `close`; None: no stream is kept, and events have no ids."""
         self._store = store
         self._ttl_s = ttl_s
         self._metrics = metrics
@@ -148,7 +137,7 @@ class KeptStreams:
         self._siblings: OtherWorkers | None = None
 
     def join(self, siblings: OtherWorkers) -> None:
-        """Connect with the other workers of this port: a stream that continues at one worker is ended at the worker that still sends it."""
+        """A stream that continues at one worker is ended at the worker that still sends it."""
         self._siblings = siblings
         siblings.handle(END_STREAM, self._end_for_sibling)
 
@@ -167,9 +156,8 @@ class KeptStreams:
     # -- continuing ----------------------------------------------------------------------------------------------------------------
 
     async def find(self, exchange: Exchange) -> ContinuedStream | None:
-        """The stream that the request's Last-Event-ID names; None: it names none.
-
-        A stream that this gateway still sends is ended, since its client has lost the connection. Nothing else is changed.
+        """None: the request names none. A stream that this gateway still sends is ended, since its client has lost the connection. Nothing
+        else is changed.
 
         Raises InvalidRequest, UnknownStream, StreamConflict, or Unavailable where the store does not answer.
         """
@@ -190,7 +178,7 @@ class KeptStreams:
             return self._checked(event, value, exchange)
 
     async def claim(self, stream: ContinuedStream) -> None:
-        """Claim the stream right before continuing it. Raises StreamConflict when another request has claimed it, or Unavailable."""
+        """Raises StreamConflict when another request has claimed the stream, or Unavailable."""
         assert self._store is not None
         claimed = _encode(msgspec.structs.replace(stream.kept, entries=b"", state=secrets.token_bytes(CLAIM_BYTES), is_claimed=True))
         lease = EntryLease(self._store, stream.answer_id, claimed, tenant=stream.kept.tenant, lasts_s=self._ttl_s)
@@ -206,7 +194,7 @@ class KeptStreams:
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """Count errors of the block in the metrics, and raise Unavailable for a failure of the store."""
+        """Raises Unavailable for a failure of the store."""
         try:
             yield
         except StoreFailed:
@@ -234,7 +222,7 @@ class KeptStreams:
         return stream
 
     async def _give_way(self, stream: OpenStream) -> None:
-        """End a stream that is being sent here, and wait until it is kept. Raises StreamConflict for one that has just begun."""
+        """Raises StreamConflict for one that has just begun."""
         if not stream.is_ended:
             if not stream.exchange.status or _now() - stream.begun_at < GIVE_WAY_S:
                 raise StreamConflict(BUSY, retry_after_s=BUSY_RETRY_S)
@@ -242,7 +230,7 @@ class KeptStreams:
         await stream.closed.wait()
 
     async def _has_ended_at_sibling(self, answer_id: RequestId, exchange: Exchange) -> bool:
-        """Ask the other workers of this port to end the stream. True: one of them sent it, has ended it and has kept it.
+        """True: one of them sent it, has ended it and has kept it.
 
         Raises StreamConflict when the stream has just begun there.
         """
@@ -258,7 +246,6 @@ class KeptStreams:
         return HAS_ENDED in answers
 
     async def _end_for_sibling(self, argument: str) -> bytes:
-        """Answer END_STREAM of another worker: end the stream that it names, if this worker sends it."""
         answer_id, _, owner = argument.partition(" ")
         stream = self._open.get(RequestId(answer_id))
         if stream is None or _owner(stream.exchange) != owner:
@@ -272,11 +259,10 @@ class KeptStreams:
     # -- keeping -------------------------------------------------------------------------------------------------------------------
 
     def begin(self, answer_id: RequestId, exchange: Exchange) -> None:
-        """A stream is being sent, until `keep` or `forget`."""
         self._open[answer_id] = OpenStream(exchange, _now())
 
     def forget(self, answer_id: RequestId, *, is_claimed: bool) -> None:
-        """End a stream without keeping it. is_claimed: the stream was continued, and its claim in the store is removed"""
+        """is_claimed: the claim in the store is removed"""
         if is_claimed:
             self._write(answer_id, 0, lambda store: store.delete(answer_id), lambda _: None)
         else:

@@ -18,23 +18,15 @@ MAX_SEQUENCES = 128
 """Sequences of one request: prompts times `n`."""
 
 MAX_MESSAGES = 1024
-"""Messages of a chat: a template's loop runs once for each. No conversation of people has as many; long ones are bounded by their bytes."""
+"""Messages of a chat: a template's loop runs once for each."""
 
 
 class ParsedRequest(Struct, frozen=True, kw_only=True):
-    """One generating request, the same for every surface.
-
-    model        name or alias; None: the only served model
+    """model        name or alias; None: the only served model
     sampling     the parameters the client gave, by the names of `SamplingParams`
-    grammar      grammar that the answer must match; None: any text
-    has_priority  the client named a priority class
-    cache_salt   the client's own part of the salt
-    cache        the client's options of the response cache
     logprobs_field  name of the field that asked for prompt log-probabilities, for refusals
     num_shown    choices that show the prompt's log-probabilities
-    num_kept_encodings  JSON forms of the prompt's log-probabilities that stay in memory until the answer is written
-    fitting      how a conversation that does not fit the context is shortened
-    metadata     the client's `metadata` of a conversation
+    num_kept_encodings  JSON forms of the prompt's log-probabilities that stay until the answer is written
     foreign_fields  as in `GenerationRequest`
     """
 
@@ -73,6 +65,6 @@ class ParsedRequest(Struct, frozen=True, kw_only=True):
 
 
 def check_num_messages(field: str, num_messages: int) -> None:
-    """Raises InvalidRequest about `field` for more than MAX_MESSAGES messages."""
+    """Raises InvalidRequest."""
     if num_messages > MAX_MESSAGES:
         raise InvalidRequest(field, f"at most {MAX_MESSAGES} messages", num_messages, "Drop the oldest ones.")

@@ -33,16 +33,13 @@ class _Sequence:
 
 
 class RequestProgress:
-    """Times and token counts of one running request.
-
-    ttft_s   seconds from arrival to the first token of any sequence; None before it
+    """ttft_s   seconds from arrival to the first token of any sequence; None before it
     failure  the engine's message where it ended a sequence without an answer
     """
 
     __slots__ = ("_arrived_at", "_instruments", "_sequences", "_stream", "failure", "num_sequences", "ttft_s")
 
     def __init__(self, stream: EventStream, *, num_sequences: int, arrived_at: float, instruments: Callable[[str], ReplicaMetrics]) -> None:
-        """instruments: replica name -> its metrics"""
         self._stream = stream
         self._sequences = [_Sequence() for _ in range(num_sequences)]
         self.num_sequences = num_sequences
@@ -52,7 +49,7 @@ class RequestProgress:
         self.failure: str | None = None
 
     def record(self, events: Sequence[OutputEvent], now: float) -> None:
-        """Count events that arrived at `now` (the clock of `arrived_at`) and observe their latencies."""
+        """now: on the clock of `arrived_at`"""
         for event in events:
             sequence = self._sequences[event.index]
             if event.num_tokens:
@@ -66,7 +63,7 @@ class RequestProgress:
                 sequence.finish = event.finish
 
     def record_replayed(self, event: OutputEvent) -> None:
-        """Take the finish reason of an event of an earlier stream. Its tokens and latencies were counted there."""
+        """Tokens and latencies were counted by the earlier stream."""
         if event.finish is not None:
             self._sequences[event.index].finish = event.finish
 
@@ -78,7 +75,7 @@ class RequestProgress:
                 metrics.time_to_first_token.observe(self.ttft_s)
 
     def close(self, now: float, *, n: int) -> None:
-        """Observe latency, queue time and TPOT, however the request ended. n: sequences per prompt, which share one queue time"""
+        """n: sequences per prompt, which share one queue time"""
         if (metrics := self._metrics_of(0)) is not None:
             metrics.request_latency.observe(now - self._arrived_at)
         for index in range(0, self.num_sequences, n):
@@ -91,7 +88,7 @@ class RequestProgress:
 
     @property
     def tpot_s(self) -> float | None:
-        """TPOT, the mean over the sequences that have one."""
+        """The mean over the sequences that have one."""
         found = [time_s for sequence in self._sequences if (time_s := sequence.tpot_s) is not None]
         return sum(found) / len(found) if found else None
 
@@ -102,7 +99,6 @@ class RequestProgress:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every sequence has ended with an answer."""
         return all(sequence.finish is not None and sequence.finish.is_answer for sequence in self._sequences)
 
     @property
@@ -110,7 +106,7 @@ class RequestProgress:
         return [FINISH_WORDS[sequence.finish] for sequence in self._sequences if sequence.finish is not None]
 
     def _metrics_of(self, index: int) -> ReplicaMetrics | None:
-        """Metrics of the replica that runs a sequence; each prompt may run on another replica. None before a replica is known."""
+        """Each prompt may run on another replica."""
         name = self._stream.facts(index).replica
         return None if name is None else self._instruments(name)
 
@@ -119,7 +115,7 @@ DEADLINE_PASSED = "The request's deadline passed before it was complete."
 
 
 def raise_if_failed(finish: FinishReason, detail: str | None) -> None:
-    """Raises DeadlineExceeded, Unavailable, InvalidRequest or SequenceFailed for a sequence that ended without an answer.
+    """Raises DeadlineExceeded, Unavailable, InvalidRequest or SequenceFailed.
 
     detail  the engine's message
     """

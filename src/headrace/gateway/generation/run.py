@@ -2,10 +2,8 @@
 
     ParsedRequest -> Call -> stages -> Upstream.prepare -> Ready -> events -> chunks or one answer -> ends
 
-A surface parses the body, makes a `Call` of it, and gives it to `Pipeline.run` with a function that makes the `AnswerEncoder`, which turns
-events into the surface's own JSON. Encoding runs in the request's own task. `DirectChunkWriter` is the exception: the task that reads from
-the upstream calls it while the request's task waits (both in `answer_encoder`). `Exchange.end` ends an answer early: it cancels the event
-stream, and the request's task unwinds. `Ending.ends` runs once, however the request ends.
+Encoding runs in the request's own task, or in that of the upstream (`answer_encoder.DirectChunkWriter`). `Exchange.end` ends an answer
+early: it cancels the event stream, and the request's task unwinds. `Ending.ends` runs once, however the request ends.
 
 A chunk is one server-sent event of an answer. A page is up to 64 tokens whose log-probabilities are encoded together. A piece is what an
 encoder yields at a time, a page's JSON at most. A slice is the pieces of one turn of `answer_encoder.EncodingTurns`.
@@ -30,13 +28,11 @@ from headrace.observe.finished_request import MAX_DETAIL_CHARS, Answered, Times,
 from headrace.observe.metrics import Metrics
 
 DEADLINE_GRACE_S = 0.5
-"""The engine ends a request at its deadline. The gateway ends a request that still runs this many seconds later."""
+"""The gateway ends a request that its engine has not ended this many seconds after its deadline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Answers generating requests. stages: of `generation.stages.chain`"""
-
     stages: CallNext
     watch: StreamWatch
     encoding: EncodingTurns
@@ -44,7 +40,7 @@ class Pipeline:
     clock: Clock
 
     async def run(self, call: Call, encoder_of: Callable[[Ready], AnswerEncoder]) -> None:
-        """Answer a request. Raises the HeadraceError by which a stage or the upstream refuses it, or which ends the answer early."""
+        """Raises the HeadraceError by which a stage or the upstream refuses it, or which ends the answer early."""
         exchange, ending = call.exchange, call.ending
         answer: _Answer | None = None
         ready: Ready | None = None
@@ -58,7 +54,7 @@ class Pipeline:
 
 
 def _answered(call: Call, ready: Ready | None, answer: _Answer | None) -> Answered:
-    """What the request got, as far as it came. ready: None: a stage or the upstream refused it; answer: None: none has begun"""
+    """ready: None: a stage or the upstream refused it; answer: None: none has begun"""
     ending = call.ending
     side, prepared = ending.side_usage, ending.prepared
     answered_with = prepared if ready is None else ready.prepared
@@ -88,8 +84,6 @@ def _answered(call: Call, ready: Ready | None, answer: _Answer | None) -> Answer
 
 
 class _Answer:
-    """Writes the events of an answer."""
-
     def __init__(self, pipeline: Pipeline, ready: Ready, encoder: AnswerEncoder) -> None:
         call = ready.call
         self.pipeline, self.ready, self.call, self.encoder = pipeline, ready, call, encoder
@@ -126,7 +120,7 @@ class _Answer:
                 self._close()
 
     def _start_deadline_timer(self) -> asyncio.TimerHandle | None:
-        """A timer that ends the request when a hanging engine does not. None: the request has no deadline."""
+        """Ends the request when a hanging engine does not."""
         remaining_s = self.call.remaining_s(self.clock)
         if remaining_s is None:
             return None
@@ -144,14 +138,14 @@ class _Answer:
             await self.exchange.reply_in_pieces(self._slices(pieces))
 
     async def _slices(self, pieces: Iterator[bytes]) -> AsyncGenerator[bytes]:
-        """Encodes `pieces` in slices, as they are sent. Raises `end_reason` when the answer has ended early."""
+        """Raises `end_reason` when the answer has ended early."""
         async with aclosing(self.pipeline.encoding.slices(pieces)) as slices:
             async for made in slices:
                 self._raise_if_ended()
                 yield made
 
     async def _stream(self) -> None:
-        """Write a stream. Response headers wait for the first event, for at most PING_S, so that a refusal has its own status."""
+        """Response headers wait for the first event, for at most PING_S, so that a refusal has its own status."""
         stream, encoder, progress, replay = self.stream, self.encoder, self.progress, self.ready.replay
         first: list[OutputEvent] | None = None
         if replay is None:
@@ -181,7 +175,7 @@ class _Answer:
             await sse.write_slices(self._slices(self.encoder.encode_events(events)), num_bytes=sum([event.num_bytes for event in events]))
 
     async def _events(self) -> list[OutputEvent]:
-        """The next events; empty once every sequence has finished. Raises a HeadraceError if the request ended without an answer."""
+        """Empty once every sequence has finished. Raises a HeadraceError if the request ended without an answer."""
         self._raise_if_ended()
         events = await self.stream.events()
         self.progress.record(events, self.clock())
@@ -200,7 +194,6 @@ class _Answer:
             recorder.add(events)
 
     async def _read_to_end(self) -> None:
-        """Record the rest of an answer whose client has left, for the client's retry."""
         with suppress(HeadraceError):
             while events := await self.stream.events():
                 self.progress.record(events, self.clock())
@@ -209,7 +202,6 @@ class _Answer:
                 await self._before_end()
 
     async def _before_end(self) -> None:
-        """Run the `before_end` hooks, once. Raises a hook's error."""
         hooks, self.hooks = self.hooks, ()
         try:
             for hook in hooks:
@@ -223,7 +215,6 @@ class _Answer:
             raise self.exchange.end_reason
 
     def _close(self) -> None:
-        """Observe the metrics, and note whether an engine began the answer."""
         call, progress, stream = self.call, self.progress, self.stream
         has_run = progress.ttft_s is not None or bool(progress.finish_reasons) or self.exchange.end_reason is not None
         if has_run and self.ready.cache_tier is None:

@@ -31,12 +31,9 @@ from headrace.observe.tenant_metrics import ShownTenants
 class Service:
     """The objects that every request may use.
 
-    stored_keys  keys of the store; None: only keys of the configuration exist
-    pipeline     answers generating requests
-    ledger       None: usage is not kept, since there is no state folder
+    ledger       None: usage is not kept
     salt_key     secret that turns tenants into cache salts
-    clock        monotonic seconds: arrivals, deadlines and latencies
-    unix_time    Unix seconds, for the `created` fields of answers
+    clock        monotonic seconds
     """
 
     config: RequestConfig
@@ -62,5 +59,4 @@ class Service:
     unix_time: Clock
 
     def shown_tenants(self, reader: Principal) -> ShownTenants:
-        """The tenants whose series of the metrics page a reader sees."""
         return self.config.metrics.shown_to(reader, has_several=self.tenant_share.has_several)

@@ -1,9 +1,8 @@
 """Holds the concerns of a generating request, one stage each.
 
-A stage is called, as a Starlette middleware is, with the call and with `call_next`, which runs everything behind it. It does its first
-part, awaits `call_next` with the call, perhaps changed, and returns the `Ready` that it gets, perhaps with more hooks. A stage that answers
-by itself does not await `call_next`. A stage bounds its own waits: the deadline's timer starts with the answer. What is to happen at the
-end of the request goes to `Ending.ends`, which run in the reverse order.
+A stage is called, as a Starlette middleware is, with the call and with `call_next`, which runs everything behind it. It awaits `call_next`
+unless it answers by itself, and returns the `Ready` that it gets, perhaps with more hooks. A stage bounds its own waits: the deadline's
+timer starts with the answer. What is to happen at the end of the request goes to `Ending.ends`, which run in the reverse order.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ def chain(
     clock: Clock,
     unix_time: Clock,
 ) -> CallNext:
-    """All stages, with their collaborators, as one: a call passes them in order, and goes to its upstream behind the last."""
     rows = (
         partial(take_turn, sessions=sessions),  # first: the history is a part of the prompt for all others
         log_prompt,  # before the caches, whose answers have a usage record too
@@ -53,7 +51,6 @@ def chain(
 
 
 async def log_prompt(call: Call, call_next: CallNext) -> Ready:
-    """Keep the prompt for the usage record, for a tenant that has chosen it."""
     if call.principal.logs_prompts:
         prompt = call.parsed.prompt
         call.exchange.logged_prompt = prompt_json(prompt.messages if isinstance(prompt, Conversation) else prompt.prompts)

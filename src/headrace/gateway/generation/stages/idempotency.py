@@ -15,9 +15,7 @@ from headrace.observe.store_metrics import AnswerCacheMetrics, CacheResult
 
 
 async def answer_once(call: Call, call_next: CallNext, *, replays: Replays, metrics: AnswerCacheMetrics, unix_time: Clock) -> Ready:
-    """Answer a retry by the stored answer, or keep the first answer.
-
-    Raises InvalidRequest for a malformed key or an answer that cannot be kept, IdempotencyConflict while the first request runs,
+    """Raises InvalidRequest for a malformed key or an answer that cannot be kept, IdempotencyConflict while the first request runs,
     IdempotencyMismatch when it had another body, and Unavailable when the store does not answer.
     """
     exchange = call.exchange
@@ -35,7 +33,6 @@ async def answer_once(call: Call, call_next: CallNext, *, replays: Replays, metr
 
 
 def _check_can_be_kept(call: Call) -> None:
-    """Raises InvalidRequest for a request whose answer cannot be kept: a continued stream, or prompt log-probabilities."""
     continues = call.exchange.header(LAST_EVENT_ID) is not None
     for other, is_given in ((LAST_EVENT, continues), ("prompt_logprobs", call.params.prompt_logprobs is not None)):
         if is_given:
@@ -43,23 +40,20 @@ def _check_can_be_kept(call: Call) -> None:
 
 
 class FirstAnswer:
-    """The first answer under a key, which is kept for retries."""
-
     def __init__(self, call: Call, claim: KeyClaim, replays: Replays, unix_time: Clock) -> None:
         self._call, self._claim, self._replays, self._unix_time = call, claim, replays, unix_time
         self._recorder: AnswerRecorder | None = None
 
     def recording(self, ready: Ready) -> Ready:
-        """The answer, recorded, and made to its end when the client leaves."""
+        """The answer is made to its end when the client leaves."""
         self._recorder, ready = recorder_of(ready, max_bytes=self._replays.max_entry_bytes)
         return ready.changed(outlives_client=self.outlives_client)
 
     def outlives_client(self) -> bool:
-        """Whether the client has left, so that the answer is finished for the retry."""
         return isinstance(self._call.exchange.end_reason, ClientLeft | SlowReader)
 
     def end(self) -> None:
-        """Store a whole answer, in the background. Otherwise free the key, and its next request is the first again."""
+        """Stores a whole answer, in the background; otherwise frees the key."""
         ending, recorder = self._call.ending, self._recorder
         if recorder is None or not recorder.is_whole or ending.is_refused_at_end:
             self._replays.free(self._claim)

@@ -16,13 +16,10 @@ from headrace.observe.store_metrics import AnswerCacheMetrics, CacheResult
 from headrace.policy.admission import AdmissionOutcome
 
 IDEMPOTENCY, RESPONSE = "idempotency", "response"
-"""Cache tiers: the caches that may answer instead of an upstream."""
 
 
 class AnswerRecorder:
-    """Records the events of one running request.
-
-    max_bytes    size of the largest answer that one of the request's stages keeps
+    """max_bytes    size of the largest answer that a stage keeps
     is_given_up  the answer is too large, or the memory budget is full: nothing is recorded any more
     """
 
@@ -48,11 +45,11 @@ class AnswerRecorder:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every sequence has ended with a finish reason that a retry may be given: no error and no abort."""
+        """Whether every sequence has ended, and none by an error or an abort."""
         return self._num_ended == self._prepared.num_sequences
 
     def answer(self, usage: TokenUsage, now: float) -> WholeAnswer | None:
-        """The recorded answer; None if recording was given up. now: Unix seconds"""
+        """None if recording was given up. now: Unix seconds"""
         if self.is_given_up:
             return None
         prepared, recording = self._prepared, self._recording
@@ -70,7 +67,7 @@ class AnswerRecorder:
         )
 
     def _hold(self) -> None:
-        """Charge the recorded bytes. A full memory budget ends the recording, not the request."""
+        """A full memory budget ends the recording, not the request."""
         try:
             if self._num_bytes > self.max_bytes:
                 self.is_given_up = True
@@ -84,7 +81,7 @@ class AnswerRecorder:
 
 
 def recorder_of(ready: Ready, *, max_bytes: int) -> tuple[AnswerRecorder, Ready]:
-    """The recorder of the answer, with room for max_bytes, and the answer with it. Stages that keep the same answer share it."""
+    """Stages that keep the same answer share it."""
     recorder = next((recorder for recorder in ready.recorders if isinstance(recorder, AnswerRecorder)), None)
     if recorder is None:
         recorder = AnswerRecorder(ready.prepared, ready.call.model.name, ready.call.charges.answers)
@@ -94,7 +91,7 @@ def recorder_of(ready: Ready, *, max_bytes: int) -> tuple[AnswerRecorder, Ready]
 
 
 def answered_again(call: Call, answer: WholeAnswer, cache_tier: str) -> Ready:
-    """A stored answer as this request's. The request's model becomes the answer's, which may be the smaller model."""
+    """The request's model becomes the answer's, which may be the smaller model."""
     with suppress(ModelNotFound):
         call = call.answered_by(call.models.only(answer.model))
     call.exchange.ignored += answer.ignored
@@ -103,6 +100,5 @@ def answered_again(call: Call, answer: WholeAnswer, cache_tier: str) -> Ready:
 
 
 def report_cache(call: Call, metrics: AnswerCacheMetrics, result: CacheResult, *headers: tuple[bytes, bytes]) -> None:
-    """Count the cache result, and add x-headrace-cache and `headers` to the answer."""
     metrics.request(result)
     call.exchange.add_headers((b"x-headrace-cache", result.encode()), *headers)

@@ -22,7 +22,7 @@ class ModelBusy(Overloaded):
 
 
 async def choose_model(call: Call, call_next: CallNext, *, clock: Clock, open_requests: OpenRequests) -> Ready:
-    """Choose the model that answers. A continued stream keeps its model. Raises ModelBusy."""
+    """A continued stream keeps its model. Raises ModelBusy."""
     return await call_next(_chosen(call, clock(), open_requests) if call.earlier is None else call)
 
 
@@ -61,7 +61,6 @@ def headers_of(model: ServedModel, outcome: AdmissionOutcome) -> AdmittedHeaders
 
 
 def refused_headers(headers: Sequence[tuple[bytes, bytes]]) -> AdmittedHeaders:
-    """The headers with the reason `refused`, for a request that was admitted and then refused by its engine."""
     return tuple((name, AdmissionOutcome.REFUSED.encode() if name == REASON_HEADER else value) for name, value in headers)
 
 

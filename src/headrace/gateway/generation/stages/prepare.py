@@ -16,9 +16,7 @@ from headrace.gateway.upstream.seam import EventStream, Prepared, added
 
 
 async def prepare(call: Call, *, clock: Clock) -> Ready:
-    """The answer of the call's model, with its usage counted at the end.
-
-    Raises InvalidRequest for a request that the model cannot take (ContextLengthExceeded if it is too long), Unavailable and Overloaded
+    """Raises InvalidRequest for a request that the model cannot take (ContextLengthExceeded if it is too long), Unavailable and Overloaded
     when the upstream cannot prepare it or the store of limits fails, RateLimitExceeded or QuotaExhausted when the caller's limits refuse
     it, RequestTooLarge or Overloaded without memory for it, and DeadlineBeforeStart.
     """
@@ -37,7 +35,6 @@ async def prepare(call: Call, *, clock: Clock) -> Ready:
 
 
 async def _prepared(call: Call) -> tuple[Prepared, Fitted | None]:
-    """To fit a conversation, several prompts may be prepared."""
     fitting = call.parsed.fitting
     if fitting is ContextFitting.REFUSE:
         return await call.model.upstream.prepare(call.request(), call.facts()), None
@@ -59,9 +56,9 @@ async def _prepared(call: Call) -> tuple[Prepared, Fitted | None]:
 
 @asynccontextmanager
 async def _side_stream(call: Call, prepared: Prepared) -> AsyncIterator[EventStream]:
-    """The event stream of a summary, whose tokens are reserved and charged with the answer's.
+    """A summary's tokens are reserved and charged with the answer's.
 
-    Raises RateLimitExceeded or QuotaExhausted where the caller's limits have no room for the summary, Unavailable where the store fails.
+    Raises RateLimitExceeded, QuotaExhausted or Unavailable.
     """
     await call.reservation.reserve(call.price, prepared)
     stream = prepared.stream()
@@ -74,7 +71,7 @@ async def _side_stream(call: Call, prepared: Prepared) -> AsyncIterator[EventStr
 
 
 def _count(call: Call, stream: EventStream) -> None:
-    """Count a summary's usage. A summary that no engine has begun costs nothing."""
+    """A summary that no engine has begun costs nothing."""
     usage, ending = stream.usage(), call.ending
     if not usage.completion_tokens and call.exchange.end_reason is None:
         call.reservation.count(None)

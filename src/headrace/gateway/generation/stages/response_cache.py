@@ -14,7 +14,7 @@ from headrace.observe.store_metrics import CacheResult, KeptAnswer
 
 
 async def use_cache(call: Call, call_next: CallNext, *, cache: AnswerCache, unix_time: Clock) -> Ready:
-    """Answer from the response cache, or record the answer for it. A failing cache raises nothing: the answer is computed."""
+    """A failing cache raises nothing: the answer is computed."""
     question = _question(call)
     if not _may_cache(call, question):
         report_cache(call, cache.metrics, CacheResult.OFF)
@@ -51,7 +51,6 @@ def _may_cache(call: Call, question: Question) -> bool:
 
 
 def _key_of(call: Call, question: Question) -> str:
-    """The store's key: a hash of the question, the model's version, and those limits of the caller that bound the output."""
     ceiling = call.reservation.ceiling(call.price)
     bound = ceiling.deciding(has_max_tokens=question.sampling.get("max_tokens") is not None)
     salt = entry_salt(call.principal.tenant_key, call.parsed.cache_salt)
@@ -59,15 +58,13 @@ def _key_of(call: Call, question: Question) -> str:
 
 
 class CacheEntry:
-    """One request's use of a cache entry: reading it, and writing or ending its computation."""
-
     def __init__(self, call: Call, cache: AnswerCache, key: str, control: CacheControl, unix_time: Clock) -> None:
         self._call, self._cache, self._key, self._control, self._unix_time = call, cache, key, control, unix_time
         self._computation: Computation | None = None
         self._recorder: AnswerRecorder | None = None
 
     async def find(self) -> WholeAnswer | None:
-        """The cached answer, or the answer of an equal running request after waiting for it. None: the answer must be computed."""
+        """Waits for the answer of an equal running request. None: the answer must be computed."""
         control = self._control
         if control.no_cache:
             return None
@@ -80,7 +77,7 @@ class CacheEntry:
         return found
 
     def recording(self, ready: Ready) -> Ready:
-        """The answer, recorded. An answer by another model than the wanted one is not kept; waiting requests compute their own."""
+        """An answer by another model than the wanted one is not kept; waiting requests compute their own."""
         if ready.call.model is not self._call.asked:
             self._end_computation()
         elif not self._control.no_store:
@@ -88,7 +85,7 @@ class CacheEntry:
         return ready
 
     def end(self) -> None:
-        """Store a whole answer, in the background. Otherwise the equal requests that wait compute their own."""
+        """Stores a whole answer, in the background."""
         if self._recorder is not None and self._recorder.is_whole:
             self._keep(self._recorder)
         self._end_computation()

@@ -1,4 +1,4 @@
-"""Lets clients continue streams: finds the stream that a request continues, numbers its events, and keeps it when it ends.
+"""Lets clients continue streams.
 
 Nothing happens where the client did not send `Last-Event-ID`, the server keeps no streams, or the answer is not a stream.
 """
@@ -19,13 +19,11 @@ from headrace.gateway.http.sse import SseStream
 from headrace.gateway.upstream.seam import EventStream
 
 REPLAY_STEP = 64
-"""Events of a replay after which other requests have their turn: each takes about 10 us."""
+"""Other requests have their turn then: each event takes about 10 us."""
 
 
 async def resume(call: Call, call_next: CallNext, *, kept_streams: KeptStreams) -> Ready:
-    """Continue the stream that the request names, and give the events ids.
-
-    Raises InvalidRequest for a malformed Last-Event-ID or another body than the stream's, UnknownStream when the stream is not kept,
+    """Raises InvalidRequest for a malformed Last-Event-ID or another body than the stream's, UnknownStream when the stream is not kept,
     StreamConflict when another request continues it or no server of the model can, and Unavailable when the store does not answer.
     """
     exchange, is_streaming = call.exchange, call.parsed.is_streaming
@@ -54,7 +52,7 @@ async def resume(call: Call, call_next: CallNext, *, kept_streams: KeptStreams) 
 
 
 class ResumableStream:
-    """A stream whose events have ids. continued: the earlier stream that it continues; None: it is a new stream"""
+    """continued: None: a new stream"""
 
     def __init__(self, call: Call, kept_streams: KeptStreams, continued: ContinuedStream | None, event_log: EventLog) -> None:
         self._call, self._kept_streams, self._continued, self._event_log = call, kept_streams, continued, event_log
@@ -63,7 +61,6 @@ class ResumableStream:
     async def replay(
         self, stream: EventStream, progress: RequestProgress, encoder: AnswerEncoder, sse: SseStream, record: RecordEvents
     ) -> None:
-        """Make the events of the earlier stream again, and send those that the client does not have."""
         assert self._continued is not None
         entries, num_seen = self._continued.entries, self._continued.num_seen
         has_logprobs = self._call.params.logprobs is not None
@@ -84,7 +81,7 @@ class ResumableStream:
         self._is_replayed = True
 
     def end(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Keep the stream if the client may want the rest of it. Called at the end of every request."""
+        """Called at the end of every request."""
         kept_streams, answer_id = self._kept_streams, self._call.answer_id
         kept = self._kept() if is_worth_keeping(error) else None
         if kept is None:
@@ -93,7 +90,7 @@ class ResumableStream:
             kept_streams.keep(answer_id, kept)
 
     def _kept(self) -> KeptStream | None:
-        """The stream as the store keeps it. None: it cannot be continued, or has no event yet."""
+        """None: it cannot be continued, or has no event yet."""
         call, log = self._call, self._event_log
         if self._continued is not None and not self._is_replayed:
             return self._continued.kept

@@ -32,13 +32,11 @@ from headrace.gateway.upstream.generation_request import REASONING_PASSED, Conve
 from headrace.gateway.upstream.seam import OutputEvent, PassedField, ToolCall, joined_values
 
 NOT_KEPT = ("reasoning_content", "reasoning", *REASONING_PASSED)
-"""Fields of a message that no history has."""
 
 
 async def take_turn(call: Call, call_next: CallNext, *, sessions: Sessions) -> Ready:
-    """Put the session's history before the request's messages, and add the answer to it.
-
-    Raises: InvalidRequest, RequestTooLarge; SessionConflict while another request has the session; Unavailable without the store's answer.
+    """Raises: InvalidRequest, RequestTooLarge; SessionConflict while another request has the session; Unavailable without the store's
+    answer.
     """
     exchange, parsed = call.exchange, call.parsed
     if not isinstance(parsed.prompt, Conversation):
@@ -62,7 +60,7 @@ async def take_turn(call: Call, call_next: CallNext, *, sessions: Sessions) -> R
 
 
 def _named_session(call: Call, sessions: Sessions) -> str | None:
-    """The id of the request's session; None: it names none. Raises InvalidRequest for two different ids, or a malformed one."""
+    """Raises InvalidRequest for two different ids, or a malformed one."""
     exchange, metadata = call.exchange, call.parsed.metadata
     given = [(SESSION_HEADER, value.decode("latin-1")) for name, value in exchange.headers if name == RAW_HEADER]
     if "session_id" in metadata:
@@ -77,7 +75,7 @@ def _named_session(call: Call, sessions: Sessions) -> str | None:
 
 
 def _check_one_line(parsed: ParsedRequest, prompt: Conversation) -> None:
-    """Raises InvalidRequest for fields that would break the session's single line of messages: n above 1, a continued final message."""
+    """A session has a single line of messages. Raises InvalidRequest."""
     if (n := parsed.sampling.get("n", 1)) != 1:
         raise InvalidRequest("n", "1 in a session", n)
     if prompt.continue_final_message:
@@ -85,14 +83,11 @@ def _check_one_line(parsed: ParsedRequest, prompt: Conversation) -> None:
 
 
 class SessionTurn:
-    """One request's turn of a session.
-
-    history     messages before this turn
+    """history     messages before this turn
     num_new     number of the request's messages
     """
 
     def __init__(self, sessions: Sessions, key: SessionKey, retry_key: str) -> None:
-        """retry_key: `retry_key` of the request's Idempotency-Key; empty: it has none"""
         self._sessions, self._key, self._retry_key = sessions, key, retry_key
         self.lease = sessions.lease(key)
         self._found = ReadSession()
@@ -103,8 +98,6 @@ class SessionTurn:
         """Read the session and claim it until the lease is freed.
 
         The session's last turn is replaced when the request repeats that turn: it continues the turn's answer, or has its Idempotency-Key.
-
-        continued_id  id of the answer that the request continues; empty: none
 
         Raises SessionConflict while another request has the session, or Unavailable.
         """
@@ -118,7 +111,7 @@ class SessionTurn:
         self.history = History(messages, stored.summary)
 
     def conversation(self, new: Sequence[Message]) -> History:
-        """The history followed by the request's messages. Raises InvalidRequest beyond MAX_MESSAGES messages."""
+        """Raises InvalidRequest beyond MAX_MESSAGES messages."""
         self.num_new = len(new)
         made = self.history.with_messages(new)
         if len(made.messages) > MAX_MESSAGES:
@@ -127,25 +120,25 @@ class SessionTurn:
         return made
 
     def check_size(self, history: History) -> int:
-        """Bytes of a history as JSON. Raises RequestTooLarge beyond MAX_SESSION_BYTES."""
+        """Raises RequestTooLarge beyond MAX_SESSION_BYTES."""
         num_bytes = len(messages_json(history.messages))
         if num_bytes > MAX_SESSION_BYTES:
             raise self._sessions.too_large()
         return num_bytes
 
     def preferred_replica(self, model: str) -> str:
-        """Name of the replica of `model` that gave the session's last answer; empty: there is none, or another model gave it."""
+        """Empty: no replica of `model` gave the session's last answer."""
         stored = self._found.stored
         return stored.replica if stored is not None and stored.model == model else ""
 
     def recording(self, ready: Ready) -> Ready:
-        """The answer, recorded, and the turn stored before the answer's last bytes are sent."""
+        """The turn is stored before the answer's last bytes are sent."""
         answer = TurnRecorder()
         keep = partial(self._keep, ready, answer)
         return ready.changed(recorders=(*ready.recorders, answer), before_end=(*ready.before_end, keep))
 
     async def _keep(self, ready: Ready, answer: TurnRecorder, replica: str | None) -> None:
-        """Store the messages that made the prompt, and the answer. Raises SessionConflict, Unavailable or RequestTooLarge."""
+        """Raises SessionConflict, Unavailable or RequestTooLarge."""
         call = ready.call
         history = call.history if ready.fitted is None else ready.fitted.history
         messages = [{name: value for name, value in message.items() if name not in NOT_KEPT} for message in history.messages]
@@ -183,7 +176,6 @@ class TurnRecorder:
                 self._pieces.setdefault(piece.number, []).append(piece)
 
     def message(self) -> Message:
-        """The answer as a message of its conversation."""
         text, calls = "".join(self._texts), [ToolCall.joined(pieces) for pieces in self._pieces.values()]
         made: dict[str, Any] = {"role": "assistant", "content": text} | joined_values(self._passed)
         if calls:
