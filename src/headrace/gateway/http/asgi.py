@@ -1,6 +1,4 @@
-"""Defines the types of ASGI, the keys under which `http.connection` gives an application more, in `scope["extensions"]`, and how an API
-frames keys, errors and streams.
-"""
+"""Defines the types of ASGI, the extensions of `http.connection`, and how an API frames keys, errors and streams."""
 
 from __future__ import annotations
 
@@ -31,7 +29,6 @@ PIECE_BYTES = 64 << 10
 
 
 def joined_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Small pieces are joined to about PIECE_BYTES, large ones stay."""
     found: list[bytes] = []
     size = 0
     for piece in pieces:
@@ -52,10 +49,8 @@ def _openai_event(error: ErrorReply) -> bytes:
 class Framing:
     """How one API writes keys, errors and the ends of streams; most paths have OpenAI's way.
 
-    key_header   lower-case name
     key_scheme   word before the key; empty: none
-    error_event  the last event of a stream that an error ends
-    ping         keeps a quiet stream alive
+    error_event  last event of a broken stream
     end          last bytes of a whole stream; a broken stream does not have them
     """
 
@@ -68,12 +63,10 @@ class Framing:
     end: bytes = b"data: [DONE]\n\n"
 
     def error_headers(self, error: ErrorReply) -> Headers:
-        """With status 401, the scheme of the key in WWW-Authenticate."""
         return [*error.headers, (b"www-authenticate", self.key_scheme)] if error.status == 401 and self.key_scheme else error.headers
 
     @property
     def security_scheme(self) -> dict[str, str]:
-        """For OpenAPI."""
         if self.key_scheme:
             return {"type": "http", "scheme": self.key_scheme.decode().lower()}
         return {"type": "apiKey", "in": "header", "name": self.key_header.decode()}

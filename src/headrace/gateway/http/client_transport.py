@@ -17,8 +17,7 @@ from headrace.gateway.http.errors import ClientLeft, SlowReader
 
 class UntilClose(int):
     """The content length of an answer that ends with its connection. uvicorn subtracts each write from it, refuses a write beyond it, and
-    complains at the end if the rest is not 0. This value stays the same when something is subtracted; it never compares as smaller, or as
-    unequal.
+    complains if the rest is not 0.
     """
 
     def __lt__(self, other: int) -> bool:
@@ -34,10 +33,9 @@ class UntilClose(int):
 
 
 class ClientTransport:
-    """close           called by uvicorn after the last answer, also when the client's body is not complete
+    """close           called by uvicorn after the last answer
     is_half_closed  the rest of the client's bytes is being discarded; uvicorn sees a closed connection
     has_left        the client closed the connection, or its sending half
-    cycle           uvicorn's state of the latest request
     """
 
     cycle: RequestResponseCycle | None = None
@@ -59,12 +57,11 @@ class ClientTransport:
         return self.is_half_closed or self.transport.is_closing()
 
     def has_body(self, scope: Scope) -> bool:
-        """False when a later request of the connection waits."""
         cycle = self.cycle
         return cycle is not None and cycle.scope is scope and not (cycle.more_body or cycle.waiting_for_100_continue)
 
     def watch(self, on_left: Callable[[], None]) -> None:
-        """At once if the connection is lost. Resumes reading, without which a lost client is not noticed."""
+        """Resumes reading, without which a lost client is not noticed."""
         if self.cycle is None:
             on_left()
             return
@@ -81,20 +78,17 @@ class ClientTransport:
             on_left()
 
     def has_room(self, scope: Scope) -> bool:
-        """`RequestResponseCycle.send` would not wait, drop the bytes or send more than one HTTP chunk. False while a later request of the
-        connection waits.
-        """
+        """`RequestResponseCycle.send` would not wait, drop the bytes or send more than one HTTP chunk."""
         cycle = self.cycle
         if cycle is None or cycle.scope is not scope or not cycle.chunked_encoding:
             return False
         return not (cycle.flow.write_paused or cycle.disconnected or cycle.response_complete or self.is_closing())
 
     def join_writes(self) -> None:
-        """Join an answer's head with the write after it: one system call and one packet."""
+        """Join an answer's head with the write after it."""
         self.write = self._keep
 
     def end_join(self) -> None:
-        """A kept head may have no write behind it."""
         if self._kept:
             self._write_kept(b"")
         self.write = self.transport.write
@@ -117,7 +111,6 @@ class ClientTransport:
         self.transport.abort()
 
     def lost(self) -> ClientLeft | SlowReader | None:
-        """None while the client may still read."""
         if self._is_cut:
             return SlowReader("The client did not read its answer.")
         return ClientLeft("The client left.") if self.has_left else None

@@ -17,10 +17,9 @@ from headrace.policy.limits.tier import DeploymentBudget
 _HOST = r"(?:[a-z0-9._-]{1,253}|\[[0-9a-f:.]{2,45}\])"
 HOST_NAME = re.compile(_HOST)
 ORIGIN = re.compile(rf"[a-z][a-z0-9+.-]{{0,31}}://{_HOST}(?::[0-9]{{1,5}})?")
-"""As browsers write it: lower case, no path. Apps and extensions have schemes of their own."""
+"""As browsers write it: lower case, no path."""
 
 DEFAULT_PORTS = {"http": "80", "https": "443"}
-"""Browsers leave them out of an Origin."""
 
 ANY_ORIGIN = "*"
 
@@ -42,7 +41,7 @@ class HttpTls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Inclusive. A request beyond one is refused with field, limit and remedy."""
+    """Inclusive."""
 
     max_body_bytes: int = option(1 << 20, "A request's body.", low=1)
     max_connections: int = option(
@@ -87,8 +86,7 @@ class Limits:
     def max_text_queue(self) -> int:
         """For jobs below 64 KiB, and the same for larger ones. Beyond it the tenant with most of them gets 429.
 
-        Each request has at most one job. The factor 2 is for requests that `max_requests` does not count: those whose body is being parsed,
-        and those that only tokenize.
+        The factor 2 is for requests that `max_requests` does not count: those whose body is being parsed, and those that only tokenize.
         """
         return 2 * self.max_requests
 
@@ -150,7 +148,6 @@ def check_names(hosts: tuple[str, ...], origins: tuple[str, ...]) -> None:
 
 
 def check_networks(where: str, networks: Sequence[str]) -> None:
-    """Raises ConfigError for a text that is no network in CIDR notation."""
     for index, network in enumerate(networks):
         try:
             ip_network(network)
@@ -159,23 +156,21 @@ def check_networks(where: str, networks: Sequence[str]) -> None:
 
 
 OWN = 40
-"""For the event loop, gRPC, the request log, the listener, and files that are open for a moment."""
+"""For the event loop, gRPC, the request log and the listener."""
 
 PER_REPLICA = 4
 
 MAX_FOREIGN_CONNECTIONS = 256
-"""Each request has a connection of its own."""
 
 PER_FOREIGN = 2
 """For models and metrics."""
 
 TEXT_HOST = 2
-"""The socket to the host, and a worker's end of a socket pair until the host has it. Each worker has one more."""
+"""Each worker has one more."""
 
 MIN_CONNECTIONS = 8
 
 ULIMIT_STEP = 4096
-"""The remedy names a multiple of this, with SPARE beyond what is needed."""
 
 SPARE = 1024
 
@@ -185,8 +180,6 @@ MAX_REFUSALS = 64
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimit:
-    """max_refusals: further connections that are being answered 503 at a time"""
-
     max_connections: int
     max_refusals: int
 
@@ -194,10 +187,9 @@ class ConnectionLimit:
 def connection_limit(
     max_connections: int, num_replicas: int, num_foreign: int = 0, *, num_text_workers: int, num_connections: int = 0
 ) -> ConnectionLimit:
-    """For this process, or a child it starts now. Raises the soft limit of open files if necessary.
+    """Raises the soft limit of open files if necessary.
 
-    num_connections: open now. Beside them, open connections to replicas are counted twice, so the result is a little too low. Raises
-    ConfigError when fewer than MIN_CONNECTIONS fit.
+    num_connections: open now. Raises ConfigError when fewer than MIN_CONNECTIONS fit.
     """
     kept = OWN + PER_REPLICA * num_replicas + (MAX_FOREIGN_CONNECTIONS + PER_FOREIGN) * num_foreign + num_text_workers + TEXT_HOST
     taken = num_open() - num_connections + kept
@@ -206,9 +198,7 @@ def connection_limit(
 
 
 def divide(max_connections: int, taken: int, most: int) -> ConnectionLimit:
-    """An eighth is for refusals. taken: descriptors in use or reserved; most: limit of open descriptors. Raises ConfigError when
-    MIN_CONNECTIONS do not fit.
-    """
+    """An eighth is for refusals. taken: descriptors in use or reserved; most: limit of open descriptors. Raises ConfigError."""
     free = most - taken
     refusals = max(2, min(MAX_REFUSALS, free // 8))
     least = min(max_connections, MIN_CONNECTIONS)

@@ -1,6 +1,6 @@
 """Serves one HTTP/1.1 connection: uvicorn's httptools protocol with bounds on size, count and time.
 
-uvicorn parses and frames. This module adds the bounds that a public server needs and uvicorn does not have:
+The bounds that uvicorn does not have:
 
     head      request line and headers: bytes, count, seconds. A TLS handshake is named in the log and closed
     body      framing overhead (floods of tiny chunks, chunk extensions). `Exchange.body` bounds the body's own size and time
@@ -9,9 +9,7 @@ uvicorn parses and frames. This module adds the bounds that a public server need
     refusal   is written behind the answers that are due to earlier requests of the connection; nothing that follows it is read
     answer    a client that does not catch up with 64 KiB of unsent bytes is cut off; an HTTP/1.0 answer has no chunks
 
-The application gets three things in `scope["extensions"]`. "headrace.abort" drops the connection with its unsent bytes. "headrace.lost"
-says why the connection is gone. "headrace.connection" is a `ClientTransport`, which writes a stream's chunks without waking its consumer
-task.
+`http.asgi` has the extensions that the application gets.
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ from headrace.gateway.http.tls import TLS_HANDSHAKE, TlsNotice
 SEND_BUFFER_BYTES = 64 << 10
 
 MAX_HEADER_BYTES = 32 << 10
-"""The request line too."""
 
 MAX_HEADERS = 100
 
@@ -43,18 +40,17 @@ HEADER_S = 10.0
 """From the connection, or from the first byte behind an earlier answer, to the last header byte."""
 
 WRITE_S = 30.0
-"""For the next SEND_BUFFER_BYTES. A client that does not take them is cut off."""
+"""For the next SEND_BUFFER_BYTES."""
 
 LINGER_S = 2.0
-"""The rest of an unwanted body is discarded, so that its sender can read the refusal."""
+"""The rest of an unwanted body is discarded."""
 
 MAX_LINGER_BYTES = 64 << 20
-"""A fast sender costs the event loop time."""
 
 FRAMING_SLACK_BYTES = 64 << 10
 MAX_FRAMING_FACTOR = 2
-"""Wire bytes that each byte of a body may take, beyond the slack. A chunk costs the event loop microseconds whatever its size. A chunk of
-one byte takes 6 wire bytes; chunks of usual clients take hardly more than one per byte; extensions and trailers may take any number.
+"""Wire bytes that each byte of a body may take, beyond the slack. A chunk of one byte takes 6; usual clients hardly more than one per byte;
+extensions and trailers may take any number.
 """
 
 REASONS = {
@@ -71,12 +67,10 @@ NO_TUNNEL = "CONNECT is not served: this is no proxy. Send the request itself, t
 ONLY_CHUNKED = "Transfer-Encoding: only chunked is read. A packed body is named by Content-Encoding."
 
 OnRefused = Callable[[str, int, str], None]
-"""For answers in place of the application's, with x-request-id, status and message."""
+"""Gets x-request-id, status and message."""
 
 
 def protocol_for(config: ServerConfig, on_refused: OnRefused) -> type[BoundedProtocol]:
-    """uvicorn makes protocols from a class."""
-
     class ConfiguredProtocol(BoundedProtocol):
         tls_notice = TlsNotice()
 
@@ -88,7 +82,6 @@ def protocol_for(config: ServerConfig, on_refused: OnRefused) -> type[BoundedPro
 
 
 def refusal_bytes(status: int, request_id: str, error: ErrorObject, headers: Headers) -> bytes:
-    """The connection is closed after it. headers: added to the usual ones"""
     body = msgspec.json.encode(ErrorBody(error))
     own = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), (b"x-request-id", request_id.encode())]
     lines = [b"%b: %b\r\n" % header for header in (*own, *headers, (b"connection", b"close"))]
@@ -96,8 +89,6 @@ def refusal_bytes(status: int, request_id: str, error: ErrorObject, headers: Hea
 
 
 class _Refusal(NamedTuple):
-    """written: the whole answer in bytes"""
-
     request_id: str
     status: int
     message: str
@@ -113,7 +104,6 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @classmethod
     def follow(cls, config: ServerConfig) -> None:
-        """For later answers of all connections of this class."""
         cls.origins = Origins(config.allowed_origins)
 
     def log_refusal(self, request_id: str, status: int, message: str) -> None:
@@ -154,7 +144,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._close()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Unsent bytes get WRITE_S; without that, a client that never reads would hold the socket for ever."""
+        """Without WRITE_S a client that never reads would hold the socket for ever."""
         if not self.transport.is_closing():
             self._close()
 
@@ -201,7 +191,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(400, NO_HTTP2 if self.parser.get_method() == b"PRI" else NO_HTTP)
 
     def _after_offer(self, data: bytes | memoryview) -> memoryview | None:
-        """None: all was parsed; else the bytes after a head that offers another protocol, where the parser stops."""
+        """The bytes after a head that offers another protocol, where the parser stops."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as stop:
@@ -210,8 +200,8 @@ class BoundedProtocol(HttpToolsProtocol):
         return None
 
     def _ignore_offer(self) -> None:
-        """Parse the head again in a new parser, without `Upgrade`. The parser that saw the offer expects no body: it would take the body's
-        bytes for the next request.
+        """A parser that saw an offer would take the body's bytes for the next request, so a new one parses the head again without
+        `Upgrade`.
         """
         wire_bytes, version = self._wire_bytes, self.parser.get_http_version().encode()
         lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade"]
@@ -301,7 +291,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self._time_writing()  # no write follows that would time the bytes that are left
 
     def _refuse(self, status: int, message: str, headers: Headers = ()) -> None:
-        """After the answers to earlier requests; then close."""
         if self._is_ending:
             return
         is_earlier_due = self._is_earlier_due
@@ -333,7 +322,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _withdraw(self) -> bool:
-        """Keep the application from answering a request whose body is refused. False where its answer has begun."""
+        """False where its answer has begun."""
         if self.pipeline:
             self.pipeline.popleft()  # the latest: its turn has not come
         elif self.cycle.response_started:
@@ -357,16 +346,14 @@ class BoundedProtocol(HttpToolsProtocol):
             self._close()
 
     def _hang_up(self) -> None:
-        """Called by uvicorn. A client that is still sending its body gets time to read the answer."""
+        """Called by uvicorn."""
         if self._is_in_body and self._linger_timer is None:
             self._half_close()
         else:
             self._close()
 
     def _half_close(self) -> None:
-        """Close the sending half now, and the connection once the client has closed it or LINGER_S is over. Closing with unread bytes would
-        reset the connection, and the client would lose the answer.
-        """
+        """Closing with unread bytes would reset the connection, and the client would lose the answer."""
         self._client.is_half_closed = True
         self._stop_timers("_head_timer")
         self.transport.write_eof()

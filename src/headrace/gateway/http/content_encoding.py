@@ -1,9 +1,8 @@
 """Undoes the Content-Encoding of a body slice by slice, so that the output of a compression bomb is counted before it is made.
 
-A body may have several codings, named in the order in which they were applied (RFC 9110, 8.4). Each is undone by a `StreamDecoder`. The
-output of every decoder is bounded by the cap of the whole body, also where another decoder follows. The body of one coding may be several
-streams, one after the other, where its format allows that: members of gzip (RFC 1952), frames of zstd (RFC 8878). Zeros behind the last
-member of gzip are padding, as in gunzip.
+A body may have several codings, named in the order in which they were applied (RFC 9110, 8.4). The output of every decoder is bounded by
+the cap of the whole body. The body of one coding may be several streams, one after the other, where its format allows that: members of gzip
+(RFC 1952), frames of zstd (RFC 8878). Zeros behind the last member of gzip are padding, as in gunzip.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ else:
     from backports import zstd
 
 SLICE_BYTES = 64 << 10
-"""A tenth of a millisecond of the event loop's time."""
+"""A tenth of a millisecond."""
 
 INPUT_BYTES = 16 << 10
 """Taken at once: a stream that ends copies the rest of them."""
@@ -35,12 +34,10 @@ MAX_STREAMS = 4096
 """Each costs ten microseconds, whatever it holds, and eight bytes are enough for one."""
 
 MAX_WINDOW_LOG = 23
-"""The 8 MiB that RFC 9659 has every decoder take. A larger window is refused."""
+"""The 8 MiB that RFC 9659 has every decoder take."""
 
 
 class Stream(Protocol):
-    """The common part of the decompressors of zlib and zstd."""
-
     @property
     def eof(self) -> bool: ...
     @property
@@ -50,10 +47,7 @@ class Stream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """begin        makes a decompressor, by the stream's first two bytes; None: no stream of this format begins with them
-    has_several  a body may be several streams, one after the other
-    has_padding  zeros may follow the last stream
-    """
+    """begin: makes a decompressor, by the stream's first two bytes; None: no stream of this format begins with them"""
 
     begin: Callable[[bytes], Stream | None]
     has_several: bool = True
@@ -71,7 +65,7 @@ def _begin_deflate(first: bytes) -> Stream:
 
 
 def _begin_zstd(first: bytes) -> Stream | None:
-    """A frame, or a skippable one. Memory for the window grows with the output, not with the announced size."""
+    """Memory for the window grows with the output, not with the announced size."""
     is_frame = first == b"\x28\xb5" or (first[0] & 0xF0 == 0x50 and first[1:] == b"\x2a")
     return zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: MAX_WINDOW_LOG}) if is_frame else None
 
@@ -86,7 +80,6 @@ CODINGS = {
 
 class StreamDecoder:
     def __init__(self, name: str, max_bytes: int) -> None:
-        """name: key of CODINGS"""
         self._name, self._coding, self._max_bytes = name, CODINGS[name], max_bytes
         self._stream: Stream | None = None
         self._first = b""  # less than a stream's first two bytes
@@ -119,7 +112,6 @@ class StreamDecoder:
             raise InvalidRequest("body", f"a whole {self._name} stream", remedy="The body ends before the stream does.")
 
     def _begin(self, chunk: bytes) -> bytes:
-        """Two bytes tell the stream's form."""
         first = self._first + chunk
         if self._is_padding or (self._num_ended and self._coding.has_padding and first[:1] == b"\0"):
             self._is_padding = True
@@ -140,7 +132,6 @@ class StreamDecoder:
         return first
 
     def _decode(self, stream: Stream, chunk: bytes) -> tuple[bytes, bytes]:
-        """At most SLICE_BYTES of output, and the rest of the chunk."""
         try:
             part = stream.decompress(chunk, SLICE_BYTES)
         except (zlib.error, zstd.ZstdError) as error:
@@ -163,12 +154,12 @@ class StreamDecoder:
 
 class BodyDecoder:
     def __init__(self, decoders: Sequence[StreamDecoder]) -> None:
-        """In the order of decoding, which is the reverse of the header's; empty: no Content-Encoding"""
+        """In the order of decoding, which is the reverse of the header's."""
         self._decoders = decoders
 
     def parts(self, chunk: bytes) -> Iterator[bytes]:
-        """In slices, some perhaps empty. A slice is decoded when the iterator reaches it. Raises InvalidRequest for damaged bytes, and
-        BodyTooLarge in place of a slice that exceeds the cap.
+        """A slice is decoded when the iterator reaches it. Raises InvalidRequest, and BodyTooLarge in place of a slice that exceeds the
+        cap.
         """
         found: Iterator[bytes] = iter((chunk,))
         for decoder in self._decoders:
@@ -176,15 +167,12 @@ class BodyDecoder:
         return found
 
     def end(self) -> None:
-        """Raises InvalidRequest when the body is not complete."""
         for decoder in self._decoders:
             decoder.end()
 
 
 def decoder_of(values: Sequence[bytes], max_bytes: int) -> BodyDecoder:
-    """values: of all Content-Encoding headers; max_bytes: decoded. Raises UnsupportedEncoding for an unknown coding, or more than
-    MAX_CODINGS.
-    """
+    """values: of all Content-Encoding headers; max_bytes: decoded. Raises UnsupportedEncoding."""
     words = [word.strip(" \t") for word in b",".join(values).decode("latin-1").lower().split(",")]
     names = [word for word in words if word not in ("", "identity")]
     if unknown := next((name for name in names if name not in CODINGS), None):

@@ -1,8 +1,7 @@
 """Maps errors to HTTP status and OpenAI error body, in one table for plain and streaming replies alike.
 
-A client may read the messages of `core.errors`, which are written for clients, and those of the classes below. Any other exception is a bug
-of the server and is answered with a fixed sentence. Its type and traceback go to the log; its text, which may quote a prompt, a path or a
-key, goes nowhere.
+Clients read the messages of `core.errors` and of the classes below. Any other exception is a bug of the server: its type and traceback go
+to the log, its text, which may quote a prompt, a path or a key, goes nowhere.
 """
 
 from __future__ import annotations
@@ -54,11 +53,11 @@ class MethodNotAllowed(HeadRefused):
 
 
 class Forbidden(HeadRefused):
-    """DNS rebinding, cross-site requests."""
+    """DNS rebinding or a cross-site request."""
 
 
 class UnsupportedMediaType(HeadraceError):
-    pass
+    """With `retry_after_s` if another request continues it now."""
 
 
 class UnsupportedEncoding(UnsupportedMediaType):
@@ -70,8 +69,6 @@ class UnsupportedEncoding(UnsupportedMediaType):
 
 
 class BodyTooLarge(RequestTooLarge):
-    """The rest is discarded for a moment (`gateway.http.connection`)."""
-
     def __init__(self, size: int, max_bytes: int) -> None:
         super().__init__("body", f"at most {max_bytes} bytes", size, "Send a shorter prompt or fewer messages.")
 
@@ -80,7 +77,6 @@ class ContextLengthExceeded(InvalidRequest):
     """The message and code are OpenAI's, since clients recognize the error by them."""
 
     def of_tier(self, tier: str) -> ContextLengthExceeded:
-        """In the words for a tier's limit below the model's."""
         limit = self.limit.replace(_MODELS_CONTEXT, f"The tier {tier}'s maximum context length (max_context_tokens)", 1)
         return ContextLengthExceeded(self.field, limit, None, self.remedy)
 
@@ -94,7 +90,7 @@ _MODELS_CONTEXT = "This model's maximum context length"
 def context_overflow(
     field: str, max_model_len: int, *, part: str, prompt_tokens: int, max_tokens: int | None, is_least: bool = False
 ) -> ContextLengthExceeded:
-    """part: "messages" or "prompt"; is_least: the counts are lower bounds, because nothing was tokenized"""
+    """part: "messages" or "prompt"; is_least: the counts are lower bounds"""
     completion_tokens = max_tokens or 1
     least = "at least " if is_least else ""
     limit = (
@@ -106,7 +102,6 @@ def context_overflow(
 
 
 def foreign_overflow() -> ContextLengthExceeded:
-    """The server's own message is not shown."""
     limit = f"{_MODELS_CONTEXT} is shorter than what you requested, says the server behind it."
     return ContextLengthExceeded("prompt", limit, None, "Please reduce the length of the prompt or completion.")
 
@@ -119,9 +114,7 @@ class ContentRefused(InvalidRequest):
 
 
 class RateLimitExceeded(Overloaded):
-    """After `retry_after_s` the request fits, if the caller sends no other one meanwhile. limit: the option that sets it; key_OPTION for a
-    limit of the key itself
-    """
+    """limit: the option that sets it; key_OPTION for a limit of the key itself"""
 
     def __init__(self, message: str, *, limit: str, retry_after_s: float) -> None:
         self.limit = limit
@@ -133,8 +126,6 @@ class QuotaExhausted(RateLimitExceeded):
 
 
 class TemporaryRefusal(HeadraceError):
-    """retry_after_s: None if it cannot pass by itself"""
-
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         self.retry_after_s = retry_after_s
         super().__init__(message)
@@ -165,11 +156,11 @@ class IdempotencyMismatch(HeadraceError):
 
 
 class ReadTimeout(HeadraceError):
-    pass
+    """With `retry_after_s` if another request continues it now."""
 
 
 class ClientLeft(HeadraceError):
-    """The status, 499 as nginx has it, is for the log: no answer can reach the client."""
+    """The status, 499 as nginx has it, is for the log."""
 
 
 class SlowReader(HeadraceError):
@@ -217,8 +208,6 @@ INTERNAL_MESSAGE = "The server failed on this request. It has been logged under 
 
 
 class ErrorObject(msgspec.Struct):
-    """OpenAI's error object."""
-
     message: str
     type: str
     param: str | None
@@ -231,7 +220,7 @@ class ErrorBody(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """body: JSON of `ErrorBody`, in OpenAI's form; `http.asgi.Framing` may convert it for another API"""
+    """body: JSON of `ErrorBody`; `http.asgi.Framing` may convert it for another API"""
 
     status: int
     error: ErrorObject
@@ -243,7 +232,6 @@ class ErrorReply:
 
 
 def error_reply(error: BaseException) -> ErrorReply:
-    """INTERNAL_MESSAGE for an error that is not in the table. Never raises."""
     row = row_of(error)
     message = printable(str(error)[:MAX_MESSAGE_CHARS])[:MAX_MESSAGE_CHARS] if row is not INTERNAL else INTERNAL_MESSAGE
     param = printable(error.field)[:MAX_PARAM_CHARS] if isinstance(error, InvalidRequest) else None

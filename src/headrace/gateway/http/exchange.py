@@ -1,7 +1,6 @@
 """Handles one HTTP request and its answer, on bare ASGI: reads the body within its bounds, answers once, and notices that the client left.
 
-No framework object stands between a token and the socket: Starlette's `StreamingResponse` and `BaseHTTPMiddleware` cost more per chunk than
-all other work of the gateway on it.
+No framework object stands between a token and the socket: Starlette's objects cost more per chunk than all other work on it.
 """
 
 from __future__ import annotations
@@ -67,22 +66,18 @@ class Watching:
 class Exchange:
     """One request and its answer.
 
-    framing        framing of the path's API
     principal      the caller; ANONYMOUS until its key is checked
-    caller         the same for the log; empty until the key is checked
-    asked          what the body asked for, set by the handler of a path that uses a model
-    answered       what the request got, set by the handler of a path that generates
-    logged_prompt  the prompt as JSON, for the usage record of a tenant that has its prompts logged; else None
+    caller         empty until the key is checked
+    answered       set by the handler of a path that generates
+    logged_prompt  JSON, for the usage record; None: prompts are not logged
     status         HTTP status of the answer; 0: it has not begun
-    arrived_at     time on the service's clock at which the request's headers were complete
+    arrived_at     when the headers were complete, on the service's clock
     end_reason     error that ends the answer early (client left, deadline passed, shutdown); None: it goes on
-    more_headers   headers from `add_headers`
+    more_headers   from `add_headers`
     late_headers   called when the answer begins, for headers known only then: the rest of the caller's limits
-    ignored        names, never values, of body fields that were accepted and changed nothing, for x-headrace-ignored
-    body_digest    digest of path, session and body, for requests that must equal an earlier one: a continued stream, a retry with an
-                   Idempotency-Key
+    ignored        names, never values, of body fields that changed nothing, for x-headrace-ignored
+    body_digest    digest of path, session and body; a continued stream or a retry must have the same
     pending_bytes  bytes of the running write that the transport has not taken yet
-    connection     None: the ASGI server gives none
     """
 
     __slots__ = (
@@ -150,14 +145,14 @@ class Exchange:
         return name in self._values
 
     async def json_body(self, *, max_bytes: int, timeout_s: float, hold: Callable[[int], None]) -> bytes:
-        """hold: called with the bytes of each part as it arrives; may raise. Raises UnsupportedMediaType, and what `body` raises."""
+        """hold: called with the bytes of each part; may raise. Raises UnsupportedMediaType, and what `body` raises."""
         media_type = (self.header(b"content-type") or b"").split(b";")[0].strip().lower()
         if media_type != b"application/json":
             raise UnsupportedMediaType("The body must be JSON: send 'Content-Type: application/json'.")
         return await self.body(max_bytes=max_bytes, timeout_s=timeout_s, hold=hold)
 
     async def body(self, *, max_bytes: int, timeout_s: float, hold: Callable[[int], None]) -> bytes:
-        """The whole body, decoded by its Content-Encoding. `max_bytes` bounds the received and the decoded bytes.
+        """`max_bytes` bounds the received and the decoded bytes.
 
         Raises UnsupportedEncoding, InvalidRequest for damaged compression, BodyTooLarge (by Content-Length before reading), ReadTimeout or
         ClientLeft, and what `hold` raises.
@@ -196,7 +191,6 @@ class Exchange:
                 return b"".join(chunks)
 
     def add_headers(self, *headers: tuple[bytes, bytes]) -> None:
-        """Add headers to the answer, also if it is an error."""
         self.more_headers = (*self.more_headers, *headers)
 
     # -- an answer that ends early ------------------------------------------------------------------------------------------------------
@@ -208,7 +202,7 @@ class Exchange:
         self.end(self._lost() or ClientLeft("The client left."))
 
     async def wait_left(self) -> None:
-        """Wait until the ASGI server says that the client has left. For a server without `connection`."""
+        """For a server without `connection`."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self.client_left()
@@ -217,14 +211,14 @@ class Exchange:
         self._on_ended.clear()
 
     def on_ended(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once, when the answer ends early; at once if it has already."""
+        """At once if the answer has ended early already."""
         if self.end_reason is not None:
             callback()
         else:
             self._on_ended.append(callback)
 
     async def unless_ended(self, work: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
-        """The result of `work`. If the answer ends or has ended early, `work` is cancelled and `end_reason` raised.
+        """If the answer ends or has ended early, `work` is cancelled and `end_reason` raised.
 
         `work` runs in the caller's task: another task would cost a round of the event loop.
         """
@@ -253,7 +247,7 @@ class Exchange:
                 self._on_ended.remove(cancel)
 
     def end(self, error: HeadraceError) -> None:
-        """End the answer early with `error`, which is sent to the client if it still reads. A later call changes nothing."""
+        """The error is sent to the client if it still reads. A later call changes nothing."""
         if self.end_reason is None:
             self.end_reason = error
             callbacks, self._on_ended = self._on_ended, []
@@ -270,7 +264,7 @@ class Exchange:
     # -- the answer --------------------------------------------------------------------------------------------------------------
 
     async def reply(self, status: int, body: bytes, headers: Headers = (_JSON,)) -> None:
-        """Write a whole answer, its head and the body's first piece in one write. Raises `end_reason`, ClientLeft or SlowReader."""
+        """Writes the head and the body's first piece in one write. Raises `end_reason`, ClientLeft or SlowReader."""
         head = [*headers, (b"content-length", b"%d" % len(body))]
         if self.connection is None or self.scope["method"] == "HEAD":  # HEAD has no body to join the head with
             await self.start(status, head)
@@ -284,7 +278,7 @@ class Exchange:
             self.connection.end_join()
 
     async def reply_parts(self, parts: Sequence[bytes]) -> None:
-        """The whole answer (200) from parts that are never joined, for some are large."""
+        """The parts are never joined, for some are large."""
         await self.start(200, [_JSON, (b"content-length", b"%d" % sum(map(len, parts)))])
         slices = (part[first : first + PIECE_BYTES] for part in parts for first in range(0, len(part), PIECE_BYTES))
         for piece in joined_pieces(slices):
@@ -292,10 +286,7 @@ class Exchange:
         await self.write(b"", is_last=True)
 
     async def reply_in_pieces(self, pieces: AsyncGenerator[bytes]) -> None:
-        """A whole answer (200) of unknown length. Each piece is made after the transport has taken the one before.
-
-        pieces  closed at the end in every case
-        """
+        """Each piece is made after the transport has taken the one before. pieces: closed in every case"""
         async with aclosing(pieces):
             await self.start(200, [_JSON])
             async for piece in pieces:
@@ -303,7 +294,6 @@ class Exchange:
             await self.write(b"", is_last=True)
 
     async def fail(self, error: ErrorReply) -> None:
-        """Answer with the error's status, or by an event if a stream has begun."""
         with suppress(HeadraceError):  # the client has left
             if not self.status:
                 await self.reply(error.status, self.framing.error_body(error), [_JSON, *self.framing.error_headers(error)])
@@ -329,7 +319,7 @@ class Exchange:
         )
 
     async def write(self, body: bytes, *, is_last: bool = False) -> None:
-        """Write bytes in pieces, each when the transport has room: a client that does not read makes this wait.
+        """Writes pieces, each when the transport has room: a client that does not read makes this wait.
 
         Raises, when the connection is lost before all bytes are written, `end_reason` if it is set, else ClientLeft or SlowReader.
         """
@@ -346,7 +336,6 @@ class Exchange:
 
     @property
     def has_room(self) -> bool:
-        """Whether `write` would return at once."""
         if self.connection is None or self.pending_bytes or self._closed or self.end_reason is not None:
             return False
         return self.connection.has_room(self.scope)

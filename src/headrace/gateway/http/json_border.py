@@ -1,8 +1,8 @@
 """Parses the bytes of a body as a JSON object, more strictly than JSON parsers do by default.
 
-Nesting, values and keys have caps, checked before parsing. Object keys are unique: two parsers that disagree on duplicates are a known way
-around validation. NaN and infinities are refused, also as 1e999. Strings hold neither lone surrogates, which cannot be encoded again, nor
-U+0000, on which tokenizers and C code disagree. Every refusal names the place.
+Nesting, values and keys have caps, checked before parsing. Object keys are unique: parsers that disagree on duplicates are a way around
+validation. NaN and infinities are refused, also as 1e999. Strings hold neither lone surrogates nor U+0000, on which tokenizers and C code
+disagree.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ from headrace.gateway.http.errors import UnsupportedMediaType
 _STRING_OR_MARK = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{},:]', re.DOTALL)
 _ESCAPED = b"\\u"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-"""RFC 8259 (8.1) allows to leave it out: .NET and PowerShell write one."""
+"""RFC 8259 (8.1) allows to leave it out."""
 
 MAX_KEY_CHARS = 80
-"""Shown by an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caps:
     """Inclusive.
 
-    values  counted as commas; enough for a prompt of 128 Ki token ids
-    keys    counted as colons; enough for the most messages and parts of a chat
+    values  counted as commas
+    keys    counted as colons
     """
 
     depth: int = 32
@@ -41,12 +40,11 @@ class Caps:
 
 
 CAPS = Caps()
-"""Also for a schema that is text in a body."""
 
 
 def decode_object(body: bytes, caps: Caps = CAPS) -> dict[str, object]:
-    """Raises InvalidRequest, RequestTooLarge or UnsupportedMediaType. Cost: linear, a few times a plain parse. The parser holds the GIL
-    until its end, so a body that would take long is refused by a scan before.
+    """Raises InvalidRequest, RequestTooLarge or UnsupportedMediaType. The parser holds the GIL until its end, so a body that would take
+    long is refused by a scan before.
     """
     body = body.removeprefix(BYTE_ORDER_MARK)
     try:
@@ -63,9 +61,7 @@ def decode_object(body: bytes, caps: Caps = CAPS) -> dict[str, object]:
 
 
 def _check_caps(body: bytes, caps: Caps) -> None:
-    """Marks are first counted everywhere, which passes nearly every body; only if that count is too high, marks inside strings are left
-    out. Raises InvalidRequest or RequestTooLarge.
-    """
+    """Raises InvalidRequest or RequestTooLarge."""
     is_small = body.count(b",") <= caps.values and body.count(b":") <= caps.keys
     if is_small and body.count(b"[") + body.count(b"{") <= caps.depth:
         return
@@ -135,8 +131,8 @@ def _check_strings(value: object) -> None:
 
 
 def _strings(value: object, path: str) -> Iterator[tuple[str, str]]:
-    """Keys included, with the dotted path. The depth must be bounded already. A path has only the first MAX_KEY_CHARS of a key, since a
-    long key would be copied for every value below it.
+    """Keys included, with the dotted path. A path has the first MAX_KEY_CHARS of a key, since a long one would be copied for every value
+    below it.
     """
     if isinstance(value, str):
         yield path or "body", value

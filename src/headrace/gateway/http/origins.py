@@ -1,13 +1,11 @@
 """Checks the Host that a request names, and the Origin of the page that sends it.
 
-The Host header: a page in a visitor's browser must not reach a server on loopback through a rebound DNS name. Bound to loopback, the server
-answers to loopback names and to the names that the operator lists; bound elsewhere, to every name, or to the listed names alone. Probes are
-answered under every name. The Host has no part in routing or in permissions.
+The Host header: a page in a browser must not reach a server on loopback through a rebound DNS name. Bound to loopback, the server answers
+to loopback names and listed ones; bound elsewhere, to every name, or to the listed ones alone. Probes are answered under every name.
 
-Cross-origin requests (the Fetch standard's CORS): which pages may use this server, and which headers their browsers get.
-Off unless the operator lists origins. Then every answer to a listed origin, errors and streams included, says that the page may read it,
-and a preflight is answered without a key, because browsers send none with it. Credentials in the browser's sense are never allowed,
-because no cookies are used; a page sends its key as any client does.
+Cross-origin requests (the Fetch standard's CORS) are off unless the operator lists origins. Then every answer to one, errors and streams
+included, says that the page may read it, and a preflight is answered without a key. Credentials in the browser's sense are never allowed,
+because no cookies are used.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ METHODS = b"GET, HEAD, POST, DELETE, OPTIONS"
 """The same for every path: a preflight has no key, so its answer does not show which paths exist."""
 
 DEFAULT_HEADERS = b"authorization, content-type"
-"""Where the preflight names none, or names that are not well-formed."""
+"""Where the preflight names none that are well-formed."""
 
 EXPOSED = (
     b"x-request-id, x-headrace-ignored, x-headrace-context, x-headrace-cache, age, idempotent-replayed, retry-after,"
@@ -48,7 +46,7 @@ class Origins:
         self._allowed = frozenset(origin.lower() for origin in allowed)
 
     def check(self, exchange: Exchange, host: str) -> None:
-        """host: value of the request's Host header. Raises Forbidden for a page of another origin that is not allowed."""
+        """Raises Forbidden for a page of another origin that is not allowed."""
         exchange.add_headers(*self.answer_headers(exchange.headers))
         if not exchange.has_header(b"origin"):
             return
@@ -58,7 +56,6 @@ class Origins:
             raise Forbidden(_refusal(origins[0].lower()), rule="Requests of pages from this Origin are not answered.")
 
     def answer_headers(self, headers: Headers) -> Headers:
-        """Also of an error."""
         if not self._allowed:
             return ()
         vary = (b"vary", b"Origin")  # of every answer: a cache must not give one page's to another
@@ -122,8 +119,7 @@ class HostCheck:
             self._allowed = LOOPBACK_NAMES | {bound_to.lower()} | (self._allowed or set())
 
     def __call__(self, exchange: Exchange, *, is_probe: bool) -> str:
-        """Empty for an HTTP/1.0 request without a Host. is_probe: every name is allowed, since load balancers send an address of the server
-        or no Host
+        """Empty for an HTTP/1.0 request without a Host. is_probe: every name is allowed, since load balancers send an address or none
 
         Raises InvalidRequest for no, several or malformed Host headers, and Forbidden for a name that is not allowed.
         """
@@ -156,13 +152,11 @@ MAX_HOPS = 32
 
 class TrustedProxies:
     def __init__(self, networks: Sequence[str]) -> None:
-        """Checked by `check_networks`."""
         self._networks = [ip_network(network) for network in networks]
 
     def client_of(self, peer: str, headers: Sequence[tuple[bytes, bytes]]) -> str:
-        """The peer's address, or for a trusted proxy the one that it forwarded. Addresses are read from the end, where the nearest proxy
-        wrote, up to the first that is no trusted proxy's. The client may have invented everything before it. Reading also stops at a word
-        that is no address.
+        """Addresses are read from the end, where the nearest proxy wrote, up to the first that is no trusted proxy's: the client may have
+        invented everything before it.
         """
         if not self._networks:
             return peer
@@ -179,7 +173,7 @@ class TrustedProxies:
 
 
 def _from_the_end(headers: Sequence[tuple[bytes, bytes]]) -> Iterator[str]:
-    """`Forwarded`, or without it `X-Forwarded-For`. Any client can send these headers, so words are read lazily and in linear time."""
+    """`Forwarded`, or without it `X-Forwarded-For`. Any client can send these headers, so words are read lazily."""
     forwarded = [value for name, value in headers if name == b"forwarded"]
     if forwarded:
         yield from map(_named_for, _parts_from_the_end(forwarded))
@@ -197,7 +191,6 @@ def _parts_from_the_end(values: Sequence[bytes]) -> Iterator[str]:
 
 
 def _named_for(part: str) -> str:
-    """Empty: the part has no `for`."""
     for pair in part.split(";"):
         name, equals, value = pair.strip().partition("=")
         if equals and name.lower() == "for":
@@ -206,7 +199,6 @@ def _named_for(part: str) -> str:
 
 
 def _address(word: str) -> Address | None:
-    """Without port and brackets, and with IPv4-mapped IPv6 as IPv4."""
     text = word.strip()
     if text.startswith("["):
         text = text[1:].partition("]")[0]

@@ -1,9 +1,8 @@
 """Runs the HTTP server: uvicorn with `connection.BoundedProtocol` and a listener of its own. `gateway.main` starts and stops it.
 
-A connection beyond the limit is answered 503 with Retry-After instead of being dropped, and of https clients one beyond `max_refusals` is
-closed unanswered. The listener replaces the event loop's own server, which accepts every waiting connection before it can be counted, and
-drops connections unanswered at the limit of open files. Where descriptors run out the listener pauses and goes on; it never raises for
-them.
+A connection beyond the limit is answered 503 with Retry-After; of https clients one beyond `max_refusals` is closed unanswered. The event
+loop's own server would accept every waiting connection before it can be counted, and drop connections at the limit of open files, where
+this listener pauses.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ ACCEPTS_PER_TURN = 32
 """Then open connections are served again."""
 
 PAUSE_S = 0.1
-"""Where there is no descriptor or memory for another socket. The kernel queues new connections meanwhile."""
+"""Where there is no descriptor or memory for another socket."""
 
 LINGER_S = 1.0
 """Closing with unread bytes resets the connection, and the refusal is lost."""
@@ -48,9 +47,7 @@ UNAVAILABLE = ErrorObject(MESSAGE, "service_unavailable_error", None, "unavailab
 
 
 class Listener:
-    """In place of asyncio's server; uvicorn calls `close` and `wait_closed`. limit, certificate: may be replaced; a lower limit closes no
-    connection
-    """
+    """In place of asyncio's server; uvicorn calls `close` and `wait_closed`. limit, certificate: may be replaced"""
 
     def __init__(
         self,
@@ -62,7 +59,7 @@ class Listener:
         on_refused: OnRefused,
         certificate: ServerCertificate | None = None,
     ) -> None:
-        """connections: uvicorn's live collection of the protocols of open connections"""
+        """connections: uvicorn's live collection"""
         self._sockets, self._make_protocol, self.limit = listening, make_protocol, limit
         self._connections, self._on_refused = connections, on_refused
         self.certificate = certificate
@@ -147,7 +144,6 @@ class Listener:
             self._notice(failure)
 
     def _wait(self, error: OSError) -> None:
-        """Without the pause the event loop would report the socket as ready in every round."""
         log.warning("no connection can be accepted for %g s: %s", PAUSE_S, error.strerror)
         for each in self._sockets:
             self._loop.remove_reader(each.fileno())
@@ -199,7 +195,7 @@ class Listener:
 
 
 class _TlsRefusal(asyncio.Protocol):
-    """After the handshake. It is in `refusals` until the connection ends."""
+    """It is in `refusals` until the connection ends."""
 
     def __init__(self, answer: bytes, context: ssl.SSLContext, refusals: set[_TlsRefusal]) -> None:
         self._answer, self._refusals = answer, refusals
@@ -227,14 +223,13 @@ KERNEL_SEND_BYTES = 128 << 10
 """By default it grows to megabytes for a client that does not read."""
 
 DRAIN_GRACE_S = 1
-"""After the drain. A connection with unsent bytes is dropped then."""
 
 
 class Server(uvicorn.Server):
-    """`gateway.main` decides when to stop. addresses: "host:port", as in a URL"""
+    """addresses: "host:port", as in a URL"""
 
     def __init__(self, app: Any, config: ServerConfig, on_refused: OnRefused, limit: ConnectionLimit) -> None:
-        """Raises ConfigError for a certificate that cannot be used."""
+        """Raises ConfigError."""
         self._limit, self._on_refused = limit, on_refused
         self.addresses: list[str] = []
         self._certificate = None if config.tls is None else ServerCertificate(config.tls)
@@ -261,9 +256,7 @@ class Server(uvicorn.Server):
         )
 
     async def start(self, *, shares_port: bool = False) -> int:
-        """Returns the port. Raises OSError when the address cannot be bound (uvicorn would end the process). shares_port: SO_REUSEPORT,
-        other processes of this user get a part of the connections
-        """
+        """Returns the port. Raises OSError (uvicorn would end the process). shares_port: SO_REUSEPORT"""
         self.config.load()
         self.lifespan = self.config.lifespan_class(self.config)
         await self.on_tick(0)

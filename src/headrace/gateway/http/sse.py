@@ -1,12 +1,11 @@
 """Writes server-sent events, keeps quiet streams alive, and gives up on clients that do not read.
 
 A stream is written by its own task. `StreamWatch` checks all streams four times per second, which is cheaper than a timer each. The bytes
-that wait for a client are bounded: the unsent rest of the encoded chunk plus what the engine has produced since. Beyond the bound the
-connection is dropped and the request cancelled. Log-probabilities come faster than many clients read, so some of them are allowed beyond
-the bound (`logprob_bytes`). All streams together are bounded by what the memory budget has left (`access.memory_charges`).
+that wait for a client are bounded, and so are those of all streams together (`access.memory_charges`). Log-probabilities come faster than
+many clients read, so some are allowed beyond the bound (`logprob_bytes`).
 
-Coalescing needs no timer: while a stream waits for the socket or for its turn on a busy event loop, the engine's updates pile up and leave
-as one chunk, so chunks grow with the backlog. Where the socket has room, events are written without waking the stream's task (`write_now`).
+Coalescing needs no timer: while a stream waits for the socket or a busy event loop, updates pile up and leave as one chunk. Where the
+socket has room, events are written without waking the stream's task (`write_now`).
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from headrace.gateway.http.exchange import Exchange
 TICK_S = 0.25
 
 PING_S = 10.0
-"""Seconds without a chunk until a stream gets a comment line: proxies and browsers give up silent connections after 30 s or more."""
+"""Proxies and browsers give up silent connections after 30 s or more."""
 
 MAX_PENDING_BYTES = 256 << 10
-"""That the client has not read. Beyond it the request is cancelled."""
+"""Beyond it the request is cancelled."""
 
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -37,7 +36,7 @@ HEADERS = (
 
 
 class SseStream:
-    """Made by `StreamWatch.open` and closed by `async with`."""
+    """Made by `StreamWatch.open`."""
 
     __slots__ = (
         "_clock",
@@ -53,7 +52,7 @@ class SseStream:
     )
 
     def __init__(self, exchange: Exchange, watch: StreamWatch, unread_bytes: Callable[[], int], logprob_bytes: int, clock: Clock) -> None:
-        """unread_bytes: of events that arrived and are not encoded yet; logprob_bytes: may wait beyond MAX_PENDING_BYTES"""
+        """unread_bytes: of events that are not encoded yet; logprob_bytes: may wait beyond MAX_PENDING_BYTES"""
         self._exchange = exchange
         self._watch = watch
         self._clock = clock
@@ -80,9 +79,7 @@ class SseStream:
         await self._send(payload, is_last=False)
 
     async def write_slices(self, slices: AsyncGenerator[bytes], *, num_bytes: int) -> None:
-        """Each slice is made after the transport has taken the one before. slices: closed at the end in every case; num_bytes: counts as
-        waiting meanwhile
-        """
+        """Each slice is made after the transport has taken the one before. num_bytes: counts as waiting meanwhile"""
         self._unwritten_bytes = num_bytes
         self._is_inside = True
         try:
@@ -116,27 +113,24 @@ class SseStream:
         self.last_write_at = now
 
     def bound(self) -> bool:
-        """Returns whether the stream was cut off."""
         if self.waiting_bytes <= MAX_PENDING_BYTES + self.logprob_bytes:
             return False
         self.cut(f"More than {MAX_PENDING_BYTES} bytes of the answer waited for the client.")
         return True
 
     def ping(self, now: float) -> None:
-        """Not while bytes wait for the client."""
         if not (self._exchange.pending_bytes or self._is_inside):
             self.last_write_at = now
             self._ping = asyncio.create_task(self._send_ping())
 
     @property
     def waiting_bytes(self) -> int:
-        """0 while the client reads everything at once, and after the connection was dropped."""
         if self.is_cut or not self._exchange.pending_bytes:
             return 0
         return self._exchange.pending_bytes + self._unwritten_bytes + self.unread_bytes()
 
     def cut(self, reason: str) -> None:
-        """A stream that has already ended, and whose task still waits for the socket, keeps its first `end_reason`."""
+        """A stream that has already ended keeps its first `end_reason`."""
         self.is_cut = True
         self._exchange.abort(SlowReader(reason))
 
@@ -146,7 +140,7 @@ class SseStream:
 
 
 class StreamWatch:
-    """writing: only these can have bytes that wait for the client; on_lag: called at each check with the event loop's delay in seconds"""
+    """writing: only these can have bytes that wait for the client; on_lag: gets the event loop's delay in seconds"""
 
     def __init__(
         self,
@@ -177,7 +171,6 @@ class StreamWatch:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def enforce(self) -> None:
-        """Separate from the timer for tests."""
         now = self._clock()
         for stream in list(self.writing):
             self.num_cut += stream.bound()
@@ -187,7 +180,7 @@ class StreamWatch:
             stream.ping(now)
 
     def _cut_largest(self, writing: list[SseStream]) -> None:
-        """The most waiting bytes first, until the rest fits the memory budget."""
+        """The most waiting bytes first."""
         waiting = sorted((size, number) for number, stream in enumerate(writing) if (size := stream.waiting_bytes))
         excess = sum(size for size, _ in waiting) - max(0, self._left_bytes())
         while excess > 0 and waiting:

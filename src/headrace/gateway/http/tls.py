@@ -1,9 +1,8 @@
 """Speaks TLS on one connection: a protocol to the socket's transport below, and the transport of the HTTP protocol above.
 
-It keeps what the transport of a plain connection keeps, which asyncio's and uvloop's TLS transports do not. The sending half can be closed
-alone. What arrives is handed on as it comes, so that the protocol above counts every byte that it discards. `pause_reading` stops the
-socket itself. `close` sends TLS's close_notify and waits for none. No data waits here: OpenSSL's two buffers, which never
-shrink, take and give a record at a time.
+asyncio's and uvloop's TLS transports cannot do what this one does: the sending half can be closed alone, what arrives is handed on as it comes,
+`pause_reading` stops the socket itself. `close` sends TLS's close_notify and waits for none. No data waits here: OpenSSL's two buffers,
+which never shrink, take and give a record at a time.
 
 The certificate is loaded again when its files change; open connections keep what they have.
 """
@@ -28,17 +27,16 @@ from headrace.machine.private_files import check_private_file
 from headrace.wire.tls.files import EXPIRED, NOT_YET_VALID, Watched, certificate_fault, shake_hands
 
 RECORD_BYTES = 16 << 10
-"""And so of one read."""
 
 MAX_OWN_BYTES = 64 << 10
-"""What TLS itself may answer after the handshake: each key update asks for some, and no limit of HTTP counts them."""
+"""What TLS itself may answer after the handshake: no limit of HTTP counts it."""
 
 NO_PROTOCOL = asyncio.Protocol()
 """For calls before the handshake is complete and after the connection is lost."""
 
 
 OnHandshake = Callable[["TlsTransport", str | None], None]
-"""With the reason of a failure: None where there was none, "" where the client left."""
+"""The reason of a failure: None where there was none, "" where the client left."""
 
 
 class TlsTransport(asyncio.Transport, asyncio.Protocol):
@@ -81,7 +79,6 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
             self._hand_on(b"".join(pieces), is_over)
 
     def eof_received(self) -> None:
-        """TLS may have ended, or the socket."""
         self._protocol.eof_received()
         self.close()
 
@@ -97,7 +94,6 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         self._protocol.resume_writing()
 
     def _shake_hands(self) -> bool:
-        """True: complete."""
         try:
             self._tls.do_handshake()
         except ssl.SSLWantReadError:
@@ -121,7 +117,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
             self._on_handshake(self, failure)
 
     def _read(self, pieces: list[bytes]) -> bool | None:
-        """Add what is complete to `pieces`. None: more may come; True: the client closed its half; False: it broke TLS."""
+        """None: more may come; True: the client closed its half; False: it broke TLS."""
         is_over: bool | None = True
         try:
             while piece := self._tls.read(RECORD_BYTES):
@@ -148,7 +144,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
             self.eof_received()
 
     def _fail(self, reason: str) -> None:
-        """With the alert that names the fault to the client. What it does not read is dropped."""
+        """Sends the alert that names the fault."""
         self._end_handshake(reason)
         self._flush()
         self._is_shut = True
@@ -190,7 +186,6 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
             self._socket.abort()
 
     def _shut(self) -> None:
-        """close_notify goes behind what is written."""
         if not (self._is_shut or self._in_handshake):
             with suppress(ssl.SSLError):  # it is sent; the client's own has not come
                 self._tls.unwrap()
@@ -228,12 +223,12 @@ ALPN = "http/1.1"
 
 class ServerCertificate(Watched[ssl.SSLContext]):
     def __init__(self, files: HttpTls, clock: Clock = time.monotonic) -> None:
-        """Raises ConfigError with the file that cannot be used and why."""
+        """Raises ConfigError."""
         super().__init__((files.certificate, files.key), partial(load_context, files), clock)
 
 
 def load_context(files: HttpTls) -> ssl.SSLContext:
-    """A certificate that is not valid now is logged and loaded: it may be renewed later.
+    """A certificate that is not valid now is logged and loaded.
 
     Raises ConfigError for a file that cannot be read, and a key that other users can read or that does not match the certificate.
     """
@@ -258,7 +253,7 @@ def load_context(files: HttpTls) -> ssl.SSLContext:
 
 
 def _warn_if_not_valid_now(files: HttpTls, context: ssl.SSLContext) -> None:
-    """Clients refuse it for its dates, as a handshake shows with a client that trusts this certificate itself."""
+    """A handshake with a client that trusts this certificate shows whether its dates hold."""
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -276,7 +271,7 @@ TLS_HANDSHAKE = 0x16
 """HTTP begins with a letter."""
 
 TLS_NOTICE_S = 60.0
-"""A health check over https comes every second."""
+"""Health checks come every second."""
 
 
 SPOKE_HTTPS = "%s spoke https to this http port%s: use http://, let a proxy in front end TLS, or configure gateway.tls"
@@ -284,10 +279,10 @@ HANDSHAKE_FAILED = "a TLS handshake failed (%s)%s: http:// to this https port gi
 
 
 class TlsNotice:
-    """TLS on a plain port, or the reverse. The client only sees its connection close."""
+    """TLS on a plain port, or the reverse."""
 
     def __init__(self, clock: Clock = time.monotonic, *, text: str = SPOKE_HTTPS) -> None:
-        """text: with two places, for a word about the client and for the number of further clients"""
+        """text: has two places, for a word about the client and the number of further clients"""
         self._text = text
         self._clock = clock
         self._due_at = -math.inf

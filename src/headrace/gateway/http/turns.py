@@ -1,7 +1,6 @@
 """Bounds how much of one round of the event loop beginning requests take.
 
-A thousand requests that arrive in one moment are parsed and refused in a second. Without turns that second is one round of the loop: every
-other socket is served once in it, so that running streams stall and what engines report is read late.
+Without turns a thousand requests that arrive at once are refused in one round of a second, in which running streams stall.
 """
 
 from __future__ import annotations
@@ -13,16 +12,14 @@ from headrace.core.clock import Clock
 from headrace.core.errors import Overloaded
 
 BEGINS_PER_ROUND = 8
-"""Each takes about a millisecond until it is refused or waits for its prompt."""
+"""Each takes about a millisecond."""
 
 MAX_WAIT_S = 1.0
-"""When the first in the line has waited longer, more requests arrive than this process can even refuse. Further ones of the tenants that
-fill the line are refused as they come.
-"""
+"""When the first in the line has waited longer, further requests of the tenants that fill the line are refused as they come."""
 
 STORM_WAIT_S = 0.1
 STORM_S = 5.0
-"""For STORM_S after that, the line is held to STORM_WAIT_S: a refusal is to take 100 ms at the median of an overload."""
+"""For STORM_S after that, the line is held to STORM_WAIT_S."""
 
 
 class BeginTurns:
