@@ -57,7 +57,7 @@ class Forbidden(HeadRefused):
 
 
 class UnsupportedMediaType(HeadraceError):
-    """With `retry_after_s` if another request continues it now."""
+    pass
 
 
 class UnsupportedEncoding(UnsupportedMediaType):
@@ -126,6 +126,8 @@ class QuotaExhausted(RateLimitExceeded):
 
 
 class TemporaryRefusal(HeadraceError):
+    """retry_after_s: None if it cannot pass by itself"""
+
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         self.retry_after_s = retry_after_s
         super().__init__(message)
@@ -156,7 +158,7 @@ class IdempotencyMismatch(HeadraceError):
 
 
 class ReadTimeout(HeadraceError):
-    """With `retry_after_s` if another request continues it now."""
+    pass
 
 
 class ClientLeft(HeadraceError):
@@ -208,6 +210,8 @@ INTERNAL_MESSAGE = "The server failed on this request. It has been logged under 
 
 
 class ErrorObject(msgspec.Struct):
+    """OpenAI's error object."""
+
     message: str
     type: str
     param: str | None

@@ -1,8 +1,8 @@
 """Speaks TLS on one connection: a protocol to the socket's transport below, and the transport of the HTTP protocol above.
 
-asyncio's and uvloop's TLS transports cannot do what this one does: the sending half can be closed alone, what arrives is handed on as it comes,
-`pause_reading` stops the socket itself. `close` sends TLS's close_notify and waits for none. No data waits here: OpenSSL's two buffers,
-which never shrink, take and give a record at a time.
+asyncio's and uvloop's TLS transports cannot do what this one does: the sending half can be closed alone, what arrives is handed on as it
+comes, `pause_reading` stops the socket itself. `close` sends TLS's close_notify and waits for none. No data waits here: OpenSSL's two
+buffers, which never shrink, take and give a record at a time.
 
 The certificate is loaded again when its files change; open connections keep what they have.
 """

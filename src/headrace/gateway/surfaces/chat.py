@@ -116,9 +116,6 @@ class ChatChunk(schemas.AnswerBody):
 
 
 def parse_chat(body: dict[str, object]) -> tuple[ParsedChat, list[str]]:
-    """With the names of the fields that change nothing. Raises InvalidRequest for the first field that is unknown, refused or of a wrong
-    type.
-    """
     ignored: dict[str, None] = {}
     kept = parse.honoured_fields(body, CHAT, ignored)
     check_conversation(kept, ignored)
@@ -168,7 +165,7 @@ def _common(parsed: ParsedChat, principal: Principal) -> ParsedRequest:
 
 
 def _fitting(request: ChatRequest, principal: Principal) -> ContextFitting:
-    """The request's, else the tenant's option. An option that this version does not know means to refuse."""
+    """An option that this version does not know means to refuse."""
     wanted = request.context_fitting or principal.options.get("context_fitting")
     return next((fitting for fitting in ContextFitting if fitting == wanted), ContextFitting.REFUSE)
 
@@ -182,7 +179,6 @@ class ChatAnswer(OpenAIAnswer[ChatRequest]):
         self._shows_reasoning = self._request.shows_reasoning
 
     def _shown(self, events: Sequence[OutputEvent]) -> Sequence[OutputEvent]:
-        """Without reasoning if the client does not want it."""
         return events if self._shows_reasoning else [_without_reasoning(event) for event in events]
 
     def encode_events(self, events: Sequence[OutputEvent]) -> Iterator[bytes]:

@@ -41,12 +41,10 @@ class CompletionRequest(schemas.SamplingFields, kw_only=True):
 
     @property
     def is_echo_only(self) -> bool:
-        """One token is generated all the same, and neither shown nor billed."""
         return self.echo and self.max_tokens == 0
 
     @property
     def has_echo_logprobs(self) -> bool:
-        """With as many alternatives as the output."""
         return self.echo and self.logprobs is not None
 
 
@@ -71,7 +69,7 @@ ParsedCompletion = parse.Parsed[CompletionRequest]
 
 
 def parse_completion(body: dict[str, object]) -> tuple[ParsedCompletion, list[str]]:
-    """((request with its prompts as a list, grammar of the answer), names of fields that change nothing). Raises InvalidRequest."""
+    """((request, grammar of the answer), names of fields that change nothing). Raises InvalidRequest."""
     ignored: dict[str, None] = {}
     request = parse.convert(parse.honoured_fields(body, COMPLETIONS, ignored), CompletionRequest)
     if request.best_of is not None and request.best_of != request.n:
@@ -116,7 +114,6 @@ def _common(parsed: ParsedCompletion, principal: Principal) -> ParsedRequest:
 
 
 def _own_params(request: CompletionRequest) -> dict[str, Any]:
-    """Completions define some in their own way."""
     prompt_logprobs = request.prompt_logprobs
     if request.has_echo_logprobs and request.logprobs is not None:
         prompt_logprobs = max(request.logprobs, prompt_logprobs or 0)
@@ -125,7 +122,7 @@ def _own_params(request: CompletionRequest) -> dict[str, Any]:
 
 
 class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
-    """With max_tokens 0 (echo only) the single generated token is not shown."""
+    """With max_tokens 0 (echo only) the generated token is not shown."""
 
     ID_PREFIX, OBJECT, CHUNK_OBJECT = "cmpl-", "text_completion", "text_completion"
     TEXT_CHOICE = b'{"index":%d,"text":%s,"logprobs":null,"finish_reason":null}'
@@ -160,7 +157,7 @@ class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
     def _choice(
         self, index: int, text: str, logprobs: Sequence[DecodedLogprobs] | None, echoed: EchoedLogprobs | None, event: OutputEvent | None
     ) -> Iterator[bytes]:
-        """logprobs: None for null; event: as for `ChoiceOutput.finish_part`"""
+        """event: as for `ChoiceOutput.finish_part`"""
         yield b'{"index":%d,"text":%b' % (index, _encode(text))
         if (num_top := self._request.prompt_logprobs) is not None:
             yield b',"prompt_logprobs":'
@@ -174,7 +171,6 @@ class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
         yield self._outputs[index].finish_part(event)
 
     def _usage(self, usage: TokenUsage) -> bytes:
-        """Without the generated token of an echo-only request."""
         return super()._usage(usage._replace(completion_tokens=0) if self._request.is_echo_only else usage)
 
     def _whole_choice(self, index: int, output: ChoiceOutput) -> Iterator[bytes]:
@@ -205,7 +201,7 @@ class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
         return text, () if self._request.logprobs is None else logprobs
 
     def _echoed(self, index: int) -> Generator[bytes, None, EchoedLogprobs | None]:
-        """None without `logprobs` in the request. Yields empty pieces between pages, so that other work can run."""
+        """Yields empty pieces between pages, so that other work can run."""
         if self._request.logprobs is None:
             return None
         number = index // self._request.n

@@ -26,7 +26,7 @@ T = TypeVar("T")
 HandlerT = TypeVar("HandlerT", covariant=True)
 
 MAX_INLINE_BYTES = 16 << 10
-"""Parsed on the event loop, which takes 4 ms at worst; handing a body to a text worker takes a quarter of a millisecond."""
+"""Parsed on the event loop in 4 ms at worst; handing a body to a text worker takes a quarter of a millisecond."""
 
 MAX_INLINE_GBNF_BYTES = 2 << 10
 """A grammar in GBNF is rewritten as Lark: that takes 2 us per byte at worst."""
@@ -35,7 +35,6 @@ BODY_S = 30.0
 """From the headers to the last byte."""
 
 _GBNF_MARKS = (b"::=", b"\\u003")
-"""GBNF's sign for a rule, or an escape that one of the sign's characters may be written as."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +45,12 @@ class BodyParser(Generic[T]):
     kind: Any
 
     def decode(self, sent: bytes | memoryview) -> tuple[T, list[str]]:
-        """From a text worker's JSON."""
         made: tuple[T, list[str]] = _decoder(self.kind).decode(sent)
         return made
 
 
 @dataclass(frozen=True, slots=True)
 class QueryParameter:
-    """Optional, of the query string."""
-
     name: str
     summary: str
 
@@ -62,15 +58,11 @@ class QueryParameter:
 @dataclass(frozen=True, slots=True)
 class Endpoint(Generic[HandlerT]):
     """method      GET answers HEAD as well
-    path        path for the router, with {name} or {name:path}
-    reply       wire type of the answer; None: the answer has no wire type, see media_type
-    query       parameters of the query string; empty: the query string is ignored
-    parser      parser of the body, which a text worker finds by the path; None: no body is read
-    generates   it generates tokens; headrace_requests_total counts its requests
-    has_limits  it does other work for its caller, and its requests count in the caller's limits on requests
-    is_probe    needs no key, and answers under every Host, or without one over HTTP/1.0: only the probes and the front page
-    is_manual   needs no key, since it is the same on every server: a browser sends none before its page has asked for one
-    is_quiet    a completed answer has no line in the request log, since machines ask every second
+    parser      a text worker finds it by the path; None: no body is read
+    has_limits  its requests count in the caller's limits on requests
+    is_probe    needs no key, and answers under every Host, or without one over HTTP/1.0
+    is_manual   needs no key: a browser sends none before its page has asked for one
+    is_quiet    a completed answer has no line in the request log
     may_be_503  answers 503 with its own reply type instead of an error
     """
 
@@ -98,7 +90,6 @@ class Endpoint(Generic[HandlerT]):
 
     @property
     def shown_path(self) -> str:
-        """As OpenAPI writes it."""
         return re.sub(r":\w+}", "}", self.path)
 
     @property
@@ -116,11 +107,9 @@ def query_of(exchange: Exchange, parameters: Sequence[QueryParameter], rule: str
 
 
 async def parsed_body(service: Service, exchange: Exchange, charges: RequestCharges, parser: BodyParser[T]) -> T:
-    """Names of fields that change nothing go to `exchange.ignored`. charges: for the body's bytes as they arrive; the parsed request is not
-    charged again
+    """Names of fields that change nothing go to `exchange.ignored`. charges: for the body's bytes as they arrive
 
-    Raises UnsupportedMediaType, UnsupportedEncoding, BodyTooLarge, ReadTimeout or ClientLeft for a body that cannot be read, InvalidRequest
-    or RequestTooLarge for one that is no valid request, and Overloaded or Unavailable without memory or a text worker for it.
+    Raises what `Exchange.body` raises, InvalidRequest or RequestTooLarge, and Overloaded or Unavailable without memory or a text worker.
     """
     body = await exchange.json_body(max_bytes=service.config.limits.max_body_bytes, timeout_s=BODY_S, hold=charges.prompts.add)
     if exchange.header(LAST_EVENT_ID) is not None or exchange.header(IDEMPOTENCY_KEY) is not None:

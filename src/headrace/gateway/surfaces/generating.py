@@ -1,7 +1,6 @@
 """Makes the endpoint of a surface that generates, from its path and types, the parser of its bodies, and the encoder of its answers.
 
-tests/gateway/surfaces/test_another_surface.py has a whole surface of another API. An encoder numbers its events only where it uses
-`Ready.event_log`.
+tests/gateway/surfaces/test_another_surface.py has a whole surface of another API.
 """
 
 from __future__ import annotations
@@ -28,15 +27,10 @@ RequestT = TypeVar("RequestT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratingSurface(Generic[RequestT]):
-    """The handler of one path.
-
-    path     path of the surface, by which `dialect.field_table` lists the fields of its body
-    request, reply, chunk  wire types of the body, the answer, and a stream's events
-    parser   parser of the body
+    """path     by it `dialect.field_table` lists the fields of its body
     names    gives the client's names of fields: name in `ParsedRequest` -> name in the body
     common   converts the surface's request to a `ParsedRequest`
     encoder  makes the encoder of the answer
-    framing  framing of the surface's API: place of the key, errors, pings, ends of streams
     """
 
     path: str
@@ -52,7 +46,6 @@ class GeneratingSurface(Generic[RequestT]):
 
     @property
     def endpoint(self) -> Endpoint[GeneratingSurface[RequestT]]:
-        """The surface's endpoint, a row of `surfaces.routes`."""
         return Endpoint(
             "POST",
             self.path,
@@ -80,7 +73,7 @@ class GeneratingSurface(Generic[RequestT]):
 
 
 def _call(service: Service, exchange: Exchange, charges: RequestCharges, parsed: ParsedRequest) -> Call:
-    """Raises ModelNotFound for a model that the key may not use, and InvalidRequest for parameters or sizes out of their limits."""
+    """Raises ModelNotFound or InvalidRequest."""
     model = service.models.usable_by(exchange.principal).only(parsed.model)
     service.open_requests.use(exchange.request_id, exchange.principal.tenant, model.users)
     return Call.opened(

@@ -48,7 +48,7 @@ class UsageList(Struct):
 
 
 async def usage(service: Service, exchange: Exchange) -> None:
-    """404 on a server without a state folder, which keeps no usage."""
+    """404 without a state folder, which would keep usage."""
     if service.ledger is None:
         raise RouteNotFound(exchange.scope["path"])
     query = _query(exchange, service.unix_time())
@@ -58,7 +58,7 @@ async def usage(service: Service, exchange: Exchange) -> None:
 
 
 def _query(exchange: Exchange, now: float) -> UsageQuery:
-    """About the caller's tenant alone. Raises InvalidRequest."""
+    """About the caller's tenant alone."""
     given = query_of(exchange, USAGE_QUERY, "a parameter of /v1/usage: by, since, until")
     return UsageQuery(
         by=groups_of([given.get("by", "day")]),
@@ -155,7 +155,6 @@ async def one_model(service: Service, exchange: Exchange) -> None:
 
 
 def _card(model: ServedModel, name: str, principal: Principal) -> ModelCard:
-    """A model that is still starting has no context length yet."""
     tier = principal.tier
     return ModelCard(
         id=name,
@@ -178,5 +177,4 @@ def _card(model: ServedModel, name: str, principal: Principal) -> ModelCard:
 
 
 def _least(*limits: int | None) -> int | None:
-    """None: no limit."""
     return min((limit for limit in limits if limit is not None), default=None)

@@ -1,8 +1,7 @@
 """Makes the document of /openapi.json (OpenAPI 3.1) from the tables and constants that the handlers use, so that both agree.
 
-A request schema is as strict as the server about each single field. Three kinds of checks are not in the schemas: rules between fields,
-rules that depend on the model (vocabulary, context length, chat template), and the priority class that the API key allows. The
-schema limits `stop` strings, grammars and JSON schemas by characters, while the server counts their UTF-8 bytes.
+A request schema is as strict as the server about each single field. Not in the schemas are rules between fields, rules of the model, and
+the priority class that the API key allows. The schema limits texts by characters, while the server counts UTF-8 bytes.
 """
 
 from __future__ import annotations
@@ -73,11 +72,9 @@ _INSIDE = {
     "StructuredOutputs": Inside.STRUCTURED_OUTPUTS,
     "CacheControl": Inside.CACHE,
 }
-"""msgspec type -> place of the object's rows in the field table."""
 
 
 def document(endpoints: Sequence[Endpoint[object]]) -> bytes:
-    """As JSON."""
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in endpoints:
         paths.setdefault(endpoint.shown_path, {})[endpoint.method.lower()] = _operation(endpoint)
@@ -136,7 +133,6 @@ def _schemas(endpoints: Sequence[Endpoint[object]]) -> dict[str, Any]:
 
 
 def _key(endpoint: Endpoint[object]) -> str:
-    """By the header that carries the API key."""
     return endpoint.framing.key_header.decode()
 
 
@@ -148,7 +144,7 @@ def _ref(kind: type) -> dict[str, str]:
 
 
 def _object_schema(given: Schema, place: str) -> Schema:
-    """Fields are the field table's rows of `place`. given: the schema that msgspec makes, with types and defaults of the honoured fields"""
+    """given: the schema that msgspec makes, with types and defaults of the honoured fields"""
     bounded = {**({} if isinstance(place, Inside) else _bounds()), **_bounds_at().get(place, {})}
     properties = {
         name: _described(_value_schema(rule, given, bounded), rule, is_required=name in given.get("required", ()))
@@ -169,7 +165,6 @@ def _value_schema(rule: FieldRule, given: Schema, bounded: Mapping[str, Schema])
 
 
 def _or_off(schema: Schema, rule: FieldRule) -> Schema:
-    """Accepts the rule's `off` values too."""
     if not rule.off:
         return schema
     return {"enum": [*rule.off, *schema["enum"]]} if "enum" in schema else {"anyOf": [schema, {"enum": list(rule.off)}]}
@@ -199,7 +194,6 @@ def _or_null(schema: Schema) -> Schema:
 
 
 def _bounds() -> dict[str, Schema]:
-    """Honoured fields whose values are limited beyond their type."""
     numbers = {name: _number(bound) for name, bound in BOUNDS.items()}
     return numbers | {
         "max_completion_tokens": numbers["max_tokens"],
@@ -229,7 +223,7 @@ def _bounds() -> dict[str, Schema]:
 
 
 def _bounds_at() -> dict[str, dict[str, Schema]]:
-    """By place: as `_bounds` for the objects inside a body, and for fields that one endpoint limits otherwise than the other endpoints."""
+    """By place: bounds of objects inside a body, and of fields that one endpoint limits otherwise than the others."""
     function = {"name": _FUNCTION_NAME, "parameters": {"type": "object", "properties": {"type": {"enum": ["object"]}}}}
     content = {"anyOf": [{"type": "string"}, _list_of("TextPart", MAX_PARTS)]}
     return {

@@ -1,8 +1,7 @@
 """Answers /health, /live, /ready, /version, /load and /metrics, and serves the pages for browsers, / and /docs.
 
-The front page is JSON for everything but browsers. Load balancers send OPTIONS / by default (HAProxy's `option httpchk`), which is answered
-as /health is. /docs is Swagger UI from files in this package and loads nothing from elsewhere. A name in a URL is looked up in a table made
-at start and never joined to a path. The pages and /openapi.json need no key and show nothing of the site, not even its version.
+Load balancers send OPTIONS / by default (HAProxy's `option httpchk`), which is answered as /health is. /docs is Swagger UI from files in
+this package. The pages and /openapi.json need no key and show nothing of the site, not even its version.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ READY_QUERY = (
     QueryParameter("strict", "Without a value, or `true`: every replica must be ready."),
 )
 FAILING = "failed several requests in a row"
-"""A replica whose circuit is open has it, the same as where it is left out."""
 
 _STRICT = {"": True, "true": True, "1": True, "false": False, "0": False}
 
@@ -63,7 +61,6 @@ class LoadReply(Struct):
 
 
 async def live(service: Service, exchange: Exchange) -> None:
-    """The event loop turns. Nothing else is checked."""
     await exchange.reply(200, _encode(ProbeReply(ok=True, replicas=[])))
 
 
@@ -96,9 +93,8 @@ def _ready_query(exchange: Exchange) -> dict[str, str]:
 
 
 def _why_not_ready(models: Sequence[ServedModel], *, is_strict: bool) -> str:
-    """Empty: ready. A replica that failed several requests in a row, and gets more only because no other is left, is ready, but not
-    strictly. A foreign server always counts as ready: it would fail for every gateway, so that sending clients to another gateway would not
-    help.
+    """Empty: ready. A replica whose circuit is open is ready, but not strictly. A foreign server always counts as ready: it would fail for
+    every gateway.
     """
     replicas = [(model.name, replica) for model in models for replica in model.upstream.replicas()]
     missing = [f"{model}/{replica.name} {replica.reason}" for model, replica in replicas if replica.reason and not replica.is_foreign]

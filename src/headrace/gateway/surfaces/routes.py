@@ -1,8 +1,7 @@
 """Lists every path that this server answers, and finds the row of a path: the gateway's router. /openapi.json and docs/api.md are made of
 the list. A new surface is one file beside this one and its rows here.
 
-A path without a name in it is found by one look-up. Then the paths with names are tried, in the table's order: {name} stands for one part
-of a path, {name:path} for the rest of it. Every path is looked up in its plain form (`plain_path`), and nothing else reads another form.
+{name} stands for one part of a path, {name:path} for the rest of it. Every path is looked up in its plain form (`plain_path`).
 """
 
 from __future__ import annotations
@@ -188,7 +187,6 @@ class AnsweredPath:
         self.is_probe = self.is_probe and endpoint.is_probe
 
     def endpoint(self, method: str) -> Endpoint[Handler]:
-        """Raises MethodNotAllowed."""
         is_get = method == "HEAD" or (method == "OPTIONS" and self.is_probe)  # OPTIONS: how load balancers ask by default
         found = self.methods.get("GET" if is_get else method)
         if found is None:
@@ -221,7 +219,6 @@ def plain_path(path: str) -> str:
 
 
 def find_path(path: str) -> tuple[AnsweredPath | None, Mapping[str, str]]:
-    """path: plain. (None, ...): no path of the table matches."""
     found = _PATHS.get(path)
     if found is not None:
         return found, {}
@@ -232,7 +229,7 @@ def find_path(path: str) -> tuple[AnsweredPath | None, Mapping[str, str]]:
 
 
 def logged_path(path: str) -> str:
-    """Without the name that a client put into it: sessions are named by clients."""
+    """Without the client's own name: sessions are named by clients."""
     if path in _PATHS:
         return path
     return next((shown for beginning, shown in _BEGINNINGS.items() if path.startswith(beginning)), path)[:MAX_LOGGED_PATH]

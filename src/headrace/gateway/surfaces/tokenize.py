@@ -55,7 +55,6 @@ class DetokenizeReply(Struct):
 
 
 def parse_tokenize(body: dict[str, object]) -> tuple[TokenizeRequest, list[str]]:
-    """With the names of fields in messages that change nothing. Raises InvalidRequest."""
     ignored: dict[str, None] = {}
     if body.get("messages") is not None:
         tools = honoured_inside(body.get("tools"), Inside.TOOL, ignored, "tools")
@@ -108,7 +107,7 @@ async def detokenize(service: Service, exchange: Exchange) -> None:
 
 
 def _used_model(service: Service, exchange: Exchange, name: str | None) -> ServedModel:
-    """It stays open until the exchange ends. Raises InvalidRequest."""
+    """The model stays open until the exchange ends."""
     model = service.models.usable_by(exchange.principal).only(name)
     service.open_requests.use(exchange.request_id, exchange.principal.tenant, model.users)
     exchange.asked = Asked(model.name)

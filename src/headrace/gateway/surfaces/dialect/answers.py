@@ -26,9 +26,7 @@ _encode = msgspec.json.encode
 
 @dataclass(slots=True)
 class ChoiceOutput:
-    """logprobs: a part for each vocabulary of token ids; has_tool_calls: also set in a stream, where calls are not collected; last: None
-    before it
-    """
+    """logprobs: a part for each vocabulary of token ids; has_tool_calls: also set in a stream"""
 
     logprobs: list[DecodedLogprobs] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -55,12 +53,11 @@ class ChoiceOutput:
 
     @property
     def tool_calls(self) -> list[ToolCall]:
-        """In the order in which they began."""
         return [ToolCall.joined(pieces) for pieces in self.tool_pieces.values()]
 
     def finish_part(self, event: OutputEvent | None) -> bytes:
-        """event: in a stream the chunk's event, else the sequence's last one. finish_reason is tool_calls for a sequence that stopped after
-        complete tool calls.
+        """event: in a stream the chunk's, else the last one. finish_reason is tool_calls for a sequence that stopped after complete tool
+        calls.
         """
         if event is None or event.finish is None:
             return b',"finish_reason":null}'
@@ -112,9 +109,7 @@ class OpenAIAnswer(ABC, Generic[FieldsT]):
     def encode_events(self, events: Sequence[OutputEvent]) -> Iterator[bytes]: ...
 
     def _count(self, index: int, num_new: int) -> None:
-        """For the choice whose chunks come next. With continuous_usage_stats each chunk has the usage of its choice and prompt alone, as in
-        vLLM.
-        """
+        """With continuous_usage_stats each chunk has the usage of its choice and prompt alone, as in vLLM."""
         if self._counts is None:
             return
         prompt = self._prompts[index // self._request.n].num_tokens or 0
@@ -126,7 +121,6 @@ class OpenAIAnswer(ABC, Generic[FieldsT]):
         self._after_text = self._choice_end + tail
 
     def _text_chunk(self, index: int, offset: int, text: str) -> bytes:
-        """As most chunks are. offset: `OutputEvent.offset`"""
         log = self._log
         if log is None:
             return self._before_texts[index] + _encode(text) + self._after_text
@@ -135,7 +129,6 @@ class OpenAIAnswer(ABC, Generic[FieldsT]):
         return b"%b%d\n%b%b%b" % (log.prefix, len(entries), self._before_texts[index], _encode(text), self._after_text)
 
     def _chunk(self, index: int, offset: int, choice: Iterable[bytes]) -> Iterator[bytes]:
-        """A piece is made when it is asked for."""
         yield b"" if self._log is None else self._log.line(index, offset)
         yield self._head
         yield from choice

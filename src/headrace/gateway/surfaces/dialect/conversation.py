@@ -1,4 +1,4 @@
-"""Reads the fields of a body that make a conversation: messages, functions, the control of reasoning, and the prompt that they ask for.
+"""Reads the fields of a body that make a conversation.
 
 Functions become values of `core.tools`. `text.output` knows the form of a call in the model's text.
 """
@@ -21,7 +21,7 @@ from headrace.gateway.surfaces.dialect.reasoning import ReasoningFields, check_r
 from headrace.gateway.upstream.generation_request import MARKS, Conversation
 
 MAX_TOOLS_BYTES = 128 << 10
-"""As JSON. A grammar that forces calls holds the schemas again, and has 256 KiB."""
+"""A grammar that forces calls holds the schemas again, and has 256 KiB."""
 
 MAX_CALLS = 128
 """In one message of an earlier turn."""
@@ -86,7 +86,6 @@ class EarlierCall(Struct, omit_defaults=True):
 
 
 def check_tools(tools: object) -> None:
-    """Raises InvalidRequest or RequestTooLarge."""
     if not isinstance(tools, list):
         return  # a wrong type is refused later
     if len(tools) > MAX_TOOLS:
@@ -97,7 +96,7 @@ def check_tools(tools: object) -> None:
 
 
 def function_tools(tools: Sequence[ToolDefinition]) -> list[FunctionTool]:
-    """Raises InvalidRequest for parameters that are no object, and for a name that is invalid or given twice."""
+    """Raises InvalidRequest."""
     made: dict[str, FunctionTool] = {}
     for number, tool in enumerate(tools):
         path, given = f"tools[{number}].{FUNCTION}", tool.function
@@ -128,7 +127,6 @@ def tool_choice(given: str | ChosenTools | None, tools: Sequence[FunctionTool], 
 
 
 def _chosen(given: ChosenTools, names: Sequence[str], *, is_parallel: bool) -> ToolChoice:
-    """names: of the request's functions. Raises InvalidRequest."""
     function, allowed = given.function, given.allowed_tools
     if (function is None) is (given.type == FUNCTION) or (allowed is None) is (given.type == ALLOWED):
         raise InvalidRequest(f"tool_choice.{given.type}", f"an object, and nothing else beside the type {given.type}", None)
@@ -150,7 +148,6 @@ def _check_offered(path: str, name: str, names: Sequence[str]) -> None:
 
 
 PLAIN_MESSAGE = {"role", "content"}
-"""They need no look-up in the field table."""
 
 MAX_PARTS = 4096
 """In all messages of a request together: a part costs more memory than its bytes."""
@@ -196,7 +193,6 @@ class ConversationFields(ReasoningFields, kw_only=True):
     cache_control: Any = None
 
     def conversation(self) -> Conversation:
-        """Raises InvalidRequest for functions that cannot be offered, and for a required call that cannot be made."""
         tools = function_tools(self.tools)
         return Conversation(
             messages=template_messages(self.messages),
@@ -212,7 +208,6 @@ class ConversationFields(ReasoningFields, kw_only=True):
 
 
 def check_conversation(kept: dict[str, object], ignored: dict[str, None]) -> None:
-    """Raises InvalidRequest."""
     kept["messages"] = checked_messages(kept.get("messages"), ignored)
     check_reasoning(kept)
     check_tools(kept.get("tools"))
@@ -223,7 +218,7 @@ def check_conversation(kept: dict[str, object], ignored: dict[str, None]) -> Non
 
 
 def checked_messages(messages: object, ignored: dict[str, None]) -> list[dict[str, object]]:
-    """With honoured fields alone. Raises InvalidRequest, which names the message's index."""
+    """Raises InvalidRequest, which names the message's index."""
     if not isinstance(messages, list) or not messages:
         if messages is None:
             raise InvalidRequest("messages", REQUIRED)
@@ -265,8 +260,8 @@ def _check_message(message: Message, prefix: str) -> None:
 
 
 def template_messages(messages: Iterable[Message]) -> list[dict[str, object]]:
-    """As `headrace.text` takes them. `developer` is OpenAI's newer word for `system`, which templates know; `reasoning` is another word for
-    `reasoning_content`. What only foreign servers read stands beside these fields.
+    """As `headrace.text` takes them. `developer` is OpenAI's newer word for `system`, which templates know, `reasoning` another word for
+    `reasoning_content`.
     """
     return [_template_message(message) for message in messages]
 

@@ -22,7 +22,6 @@ from headrace.gateway.upstream.generation_request import PASSED_IN_BODY, PASSED_
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BOTH = (CHAT, COMPLETIONS)
-"""Named by the path of the endpoint."""
 
 
 class Treatment(StrEnum):
@@ -61,7 +60,7 @@ class FieldRule:
     note    for users: the rule of a field that is not refused; of a refused field the reason, and what to do instead
     off     values with no effect, accepted like null. A refused field accepts no other value
     is_any  an inert field whose value is not checked, or a passed one of any value within MAX_PASSED_BYTES
-    kinds   values that the `type` of a tool may have; a tool of another type is refused before its other fields are read
+    kinds   values that the `type` of a tool may have
     """
 
     name: str
@@ -78,13 +77,11 @@ class FieldRule:
 
     @property
     def off_words(self) -> str:
-        """Such as "absent, null or false"."""
         shown = ["absent", "null", *map(json.dumps, self.off)]
         return ", ".join(shown[:-1]) + " or " + shown[-1]
 
 
 MAX_INERT_CHARS = 512
-"""And of each key and value of `metadata`."""
 
 MAX_PASSED_BYTES = 256 << 10
 """As JSON."""
@@ -123,7 +120,6 @@ _unread = partial(_inert, is_any=True)
 
 
 def _passed(name: str, note: str) -> FieldRule:
-    """In a body itself they are short texts."""
     bodies = BOTH if name in PASSED_IN_BODY else (CHAT,) if name in PASSED_IN_CHAT else ()
     inside = [Inside(place) for place, names in PASSED_INSIDE.items() if name in names]
     return _row(Treatment.PASSED, name, (*bodies, *inside), note, is_any=name not in PASSED_IN_BODY)
@@ -446,7 +442,6 @@ GROUPS: Mapping[str, tuple[FieldRule, ...]] = {
     "OpenRouter's": _OPENROUTER,
     "LiteLLM's, and those of servers it speaks to": _LITELLM,
 }
-"""By the API that the fields come from, in the documentation's order."""
 
 TABLE: tuple[FieldRule, ...] = tuple(rule for rules in GROUPS.values() for rule in rules)
 
@@ -463,6 +458,4 @@ def _inner_places(place: str) -> dict[str, str]:
 
 
 INNER_PLACES: Mapping[str, Mapping[str, str]] = {place: _inner_places(place) for place in RULES}
-"""Place -> field -> place of the objects in the field. `messages` is left out: `dialect.conversation` checks messages, most of which have
-no ignored field.
-"""
+"""Place -> field -> place of the objects in the field. `messages` is left out: `dialect.conversation` checks messages."""

@@ -1,8 +1,7 @@
 """Writes log-probabilities in the shapes clients know: OpenAI's of chat and of completions, and vLLM's `prompt_logprobs`.
 
 Columns become JSON page by page, each when it is asked for: an answer may have a million alternatives, and no object is made per
-alternative. All functions give pieces that, joined, are one JSON value; the next piece is less than a millisecond of work. A token is
-encoded once; the table belongs to a model's tokenizer. A full table is emptied.
+alternative. Functions give pieces that, joined, are one JSON value; each is less than a millisecond of work.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ def chat_logprobs(parts: Iterable[DecodedLogprobs], num_top: int) -> Iterator[by
 def completion_logprobs(
     parts: Sequence[DecodedLogprobs], num_top: int, *, offset: int = 0, prompt: EchoedLogprobs | None = None
 ) -> Iterator[bytes]:
-    """Four lists, with an entry per token each. offset: characters of an echoed prompt; its entries precede those of the output"""
+    """offset: characters of an echoed prompt; its entries precede those of the output"""
     for number, (name, column) in enumerate(COMPLETION_COLUMNS.items()):
         yield b'%b"%b":[' % (b"," if number else b"{", name)
         before = prompt[number] if prompt is not None else []
@@ -98,15 +97,11 @@ def completion_logprobs(
 
 
 EchoedLogprobs = tuple[list[bytes], ...]
-"""For each of COMPLETION_COLUMNS pieces that, joined, are a JSON list without its brackets. Encoded once; each choice writes the same
-pieces, uncopied.
-"""
+"""For each of COMPLETION_COLUMNS pieces that, joined, are a JSON list without its brackets. Encoded once."""
 
 
 def echo_logprobs(prompt: PreparedPrompt, logprobs: LogprobColumns, num_top: int) -> Generator[bytes, None, EchoedLogprobs]:
-    """Yields an empty piece after each page. The first token has no log-probability: null, as OpenAI gives it. logprobs: of positions from
-    1 on
-    """
+    """Yields an empty piece after each page. The first token has null, as OpenAI gives it. logprobs: of positions from 1 on"""
     columns: EchoedLogprobs = tuple([] for _ in COMPLETION_COLUMNS)
     for page in prompt.decoded_logprobs(logprobs):
         for encode, column in zip(COMPLETION_COLUMNS.values() if len(page) else (), columns, strict=False):
@@ -137,7 +132,7 @@ def _between_commas(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _numbers(logprobs: array[float]) -> list[bytes]:
-    """All encoded in one call, which is five times as fast as a call for each."""
+    """One call is five times as fast as a call for each."""
     values = logprobs.tolist()
     if not values:
         return []
@@ -164,7 +159,6 @@ def _chat_page(page: DecodedLogprobs, num_top: int) -> bytes:
 
 
 def _ranked_page(page: DecodedLogprobs, num_top: int) -> bytes:
-    """The best alternatives by rank, and the prompt's own token."""
     columns, decoded = page.columns, json_of(page.texts).decoded
     top_numbers = _numbers(columns.top_logprobs)
     entries: list[bytes] = []
@@ -214,4 +208,4 @@ COMPLETION_COLUMNS: dict[bytes, Callable[[DecodedLogprobs, int, int], bytes]] = 
     b"tokens": _tokens,
     b"top_logprobs": _top_logprobs,
 }
-"""(page, number of alternatives to show, characters before the output) -> a page's entries as a JSON list without its brackets."""
+"""(page, number of alternatives to show, characters before the output) -> a JSON list without its brackets."""

@@ -39,7 +39,6 @@ T = TypeVar("T", bound=msgspec.Struct)
 FieldsT = TypeVar("FieldsT", bound=SamplingFields)
 
 Parsed = tuple[FieldsT, RequestedGrammar | None]
-"""With the grammar of its answer."""
 
 MAX_CACHE_SALT_CHARS = 256
 
@@ -76,7 +75,6 @@ _KINDS = {
     "null": "null",
 }
 _ANY_KEY = "[...]"
-"""Without the key."""
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 
@@ -88,9 +86,7 @@ PRIORITIES: Mapping[int | str, PriorityClass] = {member.name.lower(): member for
 
 
 def error_as_written(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest | None:
-    """None if the client used the common name. names: common name (`prompt`, `max_tokens`, `logprobs`, `grammar`, `n` or `priority`) -> the
-    client's
-    """
+    """None if the client used the common name. names: common name -> the client's"""
     name = names.get(error.field)
     if name is None:
         return None
@@ -102,7 +98,6 @@ def error_as_written(error: InvalidRequest, names: Mapping[str, str]) -> Invalid
 
 
 def _priority(given: int | str | None, own: PriorityClass) -> PriorityClass:
-    """The body's, else the key's. Raises InvalidRequest for an unknown class."""
     if given is None:
         return own
     if (wanted := PRIORITIES.get(given)) is None:
@@ -113,11 +108,11 @@ def _priority(given: int | str | None, own: PriorityClass) -> PriorityClass:
 def honoured_fields(given: Mapping[str, object], place: str, ignored: dict[str, None], path: str = "") -> dict[str, object]:
     """Looks into the objects inside it too, except messages. Fields that are null or off are left out.
 
-    place    the object's row in RULES and INNER_PLACES
-    ignored  receives the names of accepted fields that change nothing, at our engines in the case of passed ones
+    place    row in RULES and INNER_PLACES
+    ignored  receives the names of accepted fields that change nothing at our engines
     path     of the object in the body, for errors: "messages[3]."
 
-    Raises InvalidRequest for a field that is unknown or not served.
+    Raises InvalidRequest.
     """
     rules, inner = RULES[place], INNER_PLACES[place]
     inside = "" if place.startswith("/") else f"{place}."
@@ -150,7 +145,6 @@ def honoured_fields(given: Mapping[str, object], place: str, ignored: dict[str, 
 
 
 def honoured_inside(value: object, place: str, ignored: dict[str, None], path: str) -> object:
-    """place: see INNER_PLACES. Raises InvalidRequest for an unknown field."""
     if isinstance(value, dict) and not place.endswith("[]"):
         return honoured_fields(value, place, ignored, f"{path}.")
     if isinstance(value, list) and place.endswith("[]"):
@@ -160,7 +154,6 @@ def honoured_inside(value: object, place: str, ignored: dict[str, None], path: s
 
 
 def unknown_field(name: str, served: Iterable[str], prefix: str = "") -> InvalidRequest:
-    """With a suggestion. served: fields that its object may have"""
     close = get_close_matches(name[:80], list(served), n=1)
     honoured = () if prefix else (rule for rule in TABLE if rule.name == name and rule.treatment is Treatment.HONOURED)
     elsewhere = [place for rule in honoured for place in rule.places if not isinstance(place, Inside)]
@@ -182,7 +175,6 @@ def check_inert(name: str, value: object) -> None:
 
 
 def check_passed(name: str, value: object, *, is_any: bool) -> None:
-    """Raises InvalidRequest beyond the field's bound, or RequestTooLarge."""
     if not is_any:
         check_inert(name, value)
     elif (num_bytes := len(msgspec.json.encode(value))) > MAX_PASSED_BYTES:
@@ -190,7 +182,6 @@ def check_passed(name: str, value: object, *, is_any: bool) -> None:
 
 
 def checked(request: FieldsT, body: Mapping[str, object]) -> Parsed[FieldsT]:
-    """The rules that both surfaces share. Raises InvalidRequest."""
     if request.stream_options is not None:
         if not request.stream:
             raise InvalidRequest("stream_options", "stream = true beside it")
@@ -204,9 +195,7 @@ def checked(request: FieldsT, body: Mapping[str, object]) -> Parsed[FieldsT]:
 
 
 def shared_request(parsed: Parsed[SamplingFields], principal: Principal, prompt: Conversation | PlainPrompts) -> ParsedRequest:
-    """Parameters of FROM_MODEL that the client left out stay out, for the model's defaults. Raises InvalidRequest for an invalid `priority`
-    or `cache`.
-    """
+    """Parameters of FROM_MODEL that the client left out stay out, for the model's defaults. Raises InvalidRequest."""
     request, grammar = parsed
     given: dict[str, Any] = dict(zip(AS_GIVEN, _as_given_of(request), strict=True))
     given |= {name: value for name, value in zip(FROM_MODEL, _from_model_of(request), strict=True) if value is not None}
@@ -227,7 +216,7 @@ def shared_request(parsed: Parsed[SamplingFields], principal: Principal, prompt:
 
 
 def convert(data: object, kind: type[T], prefix: str = "") -> T:
-    """msgspec's strict conversion with our errors. Integers may be written with a point, as 16.0 is."""
+    """Integers may be written with a point, as 16.0 is."""
     try:
         try:
             return msgspec.convert(data, kind, strict=True, str_keys=True)
@@ -246,7 +235,7 @@ _type_info = cache(inspect.type_info)
 
 
 def _with_integers(data: object, kind: inspect.Type) -> object:
-    """Whole numbers become integers where `kind` has integers: JSON knows no difference between 16 and 16.0."""
+    """JSON knows no difference between 16 and 16.0."""
     kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
     if isinstance(data, float):
         is_whole = data.is_integer() and abs(data) <= MAX_WHOLE
@@ -261,7 +250,6 @@ def _with_integers(data: object, kind: inspect.Type) -> object:
 
 
 def _translated(message: str, data: object, kind: type[msgspec.Struct], prefix: str) -> InvalidRequest:
-    """With field, limit and value."""
     match = _PATH.match(message)
     what, path = (match["what"], match["path"] or "") if match else (message, "")
     field = ".".join(part for part in (prefix, path) if part)
@@ -283,7 +271,7 @@ def _odd_key(values: object) -> object:
 
 
 def _limit(what: str) -> str:
-    """msgspec's "Expected `int | str`, got `bool`" as a rule in words; other messages without backquotes."""
+    """msgspec's "Expected `int | str`, got `bool`" as a rule in words."""
     if what.startswith("Invalid enum value"):
         return "one of " + ", ".join(ROLES)
     expected = _EXPECTED.match(what)

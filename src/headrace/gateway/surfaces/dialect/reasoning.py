@@ -1,8 +1,7 @@
 """Brings the fields by which clients control reasoning into one form: those of OpenAI, vLLM, SGLang, Ollama, OpenRouter, llama.cpp and
 LiteLLM.
 
-What a field asks of the prompt becomes a `TemplateSwitch`: only the chat template knows the model's own word for it. What a field asks of
-the answer is whether reasoning is shown, and whether it is separated from the text.
+What a field asks of the prompt becomes a `TemplateSwitch`: only the chat template knows the model's own word for it.
 """
 
 from __future__ import annotations
@@ -52,8 +51,6 @@ class ThinkingOptions(Struct):
 
 
 class ReasoningFields(SamplingFields, kw_only=True):
-    """Fields of a chat that control reasoning, beside those that it has in common with completions."""
-
     reasoning_effort: Effort | None = None
     enable_thinking: bool | None = None
     think: bool | Degree | None = None
@@ -65,7 +62,6 @@ class ReasoningFields(SamplingFields, kw_only=True):
 
     @property
     def shows_reasoning(self) -> bool:
-        """Reasoning that was separated from the text."""
         return self.include_reasoning and not (self.reasoning is not None and self.reasoning.exclude)
 
     @property
@@ -85,7 +81,6 @@ class ReasoningFields(SamplingFields, kw_only=True):
         return [_switch(name, value) for name, value in asked.items() if value is not None]
 
     def given(self) -> dict[str, Any]:
-        """For a server that reads them itself."""
         values = _values_of(self)
         if values == _DEFAULTS:
             return {}
@@ -100,7 +95,6 @@ _DEFAULTS = _values_of(ReasoningFields())
 
 
 def check_reasoning(body: Mapping[str, object]) -> None:
-    """Raises InvalidRequest for an unknown word for the effort."""
     if _FIELD_SET.isdisjoint(body):
         return
     for field, words in WORDS.items():
@@ -114,7 +108,7 @@ def check_reasoning(body: Mapping[str, object]) -> None:
 
 
 def _switch(field: str, given: bool | str) -> TemplateSwitch:
-    """ "none" switches reasoning off for templates without degrees of effort."""
+    """The word none switches reasoning off for templates without degrees of effort."""
     if isinstance(given, bool) or given == "none":
         is_on = given is True
         return TemplateSwitch(field=field, values=dict.fromkeys(_SWITCHES, is_on), given=given, is_off=not is_on)
@@ -132,7 +126,6 @@ def joined_details(pieces: object) -> object:
 
 
 def _joined(run: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Texts one after the other, of other fields the last value."""
     made: dict[str, Any] = {}
     texts: dict[str, list[str]] = {name: [] for name in _DETAIL_TEXTS}
     for piece in run:

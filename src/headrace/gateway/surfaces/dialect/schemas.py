@@ -1,10 +1,10 @@
 """Defines the wire types of the HTTP API: what msgspec decodes and encodes, and the source of /openapi.json's schemas.
 
-Request types have honoured fields alone, since `dialect.parse` takes out all other ones before. They check types; `core.sampling` has the
-bounds. Answers have OpenAI's shapes, with vLLM's additions (`stop_reason`, `prompt_logprobs`).
+Request types have honoured fields alone, since `dialect.parse` takes out all other ones before. `core.sampling` has the bounds. Answers
+have OpenAI's shapes, with vLLM's additions.
 
-A request has at most one field that says what an answer must match, in the words of OpenAI, vLLM, SGLang, llama.cpp or Ollama; it becomes a
-`Grammar`. The engine compiles it and refuses what it cannot enforce; the surface names the client's field then (`parse.error_as_written`).
+A request has at most one field that says what an answer must match, in the words of OpenAI, vLLM, SGLang, llama.cpp or Ollama. The engine
+compiles the `Grammar` and refuses what it cannot enforce.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class StructuredOutputs(Struct):
 
 
 class SamplingFields(Struct, kw_only=True):
-    """Fields that both generating endpoints have. The last ones say what the answer must match; `dialect.structured` takes them out."""
+    """The last fields say what the answer must match."""
 
     model: str | None = None
     stream: bool = False
@@ -99,8 +99,6 @@ class SamplingFields(Struct, kw_only=True):
 
 
 class AnswerBody(Struct):
-    """How an answer, and each chunk of a stream, begins."""
-
     id: str
     object: str
     created: int
@@ -180,9 +178,7 @@ Read = Callable[[Any, str], tuple[Grammar, str] | None]
 
 
 def requested_grammar(request: SamplingFields, body: Mapping[str, object]) -> RequestedGrammar | None:
-    """The request's grammar fields are set to None, so that no schema is sent twice. Raises InvalidRequest for two grammar fields at once,
-    and for a value that is no grammar.
-    """
+    """The request's grammar fields are set to None, so that no schema is sent twice. Raises InvalidRequest."""
     values = _values_of(request)
     if values == _NOTHING:
         return None
@@ -203,7 +199,6 @@ def _json_text(value: object) -> str:
 
 
 def _schema(value: dict[str, Any] | str, field: str) -> tuple[Grammar, str]:
-    """An object, or the text of one."""
     if isinstance(value, str):
         try:
             decode_object(value.encode())
