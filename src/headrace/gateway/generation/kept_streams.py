@@ -23,7 +23,7 @@ from headrace.core.ids import RequestId
 from headrace.gateway.generation.event_log import HEADER, EventId, last_event, offsets_of
 from headrace.gateway.http.errors import ClientLeft, SlowReader, StreamConflict, UnknownStream
 from headrace.gateway.http.exchange import Exchange
-from headrace.gateway.stores.guarded_store import Ended, GuardedStore, TooMuchToWrite, Work
+from headrace.gateway.stores.guard import Ended, GuardedStore, TooMuchToWrite, Work
 from headrace.gateway.stores.lease import EntryLease
 from headrace.gateway.stores.store import EntryTooLarge, StoredEntry, StoreFailed, entry_in
 from headrace.gateway.upstream.generation_request import EarlierOutput
