@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace.cli.chat.client import ApiClient
-from headrace.cli.chat.session import STOPPED, AgentSession
+from headrace.cli.chat.session import STOPPED, ChatSession
 from headrace.cli.exits import CommandExitCode, ServerFailed
 from headrace.cli.main import app
 from headrace.functions import PythonFunction, functions_in
@@ -54,9 +54,9 @@ def call(number: int, name: str, arguments: str) -> dict[str, Any]:
 
 def session_with(
     server: ScriptedServer, functions: dict[str, PythonFunction], max_rounds: int = 3
-) -> tuple[AgentSession, io.StringIO, io.StringIO]:
+) -> tuple[ChatSession, io.StringIO, io.StringIO]:
     out, log = io.StringIO(), io.StringIO()
-    return AgentSession(ApiClient(server.url), "tiny", functions, max_rounds=max_rounds, out=out, log=log), out, log
+    return ChatSession(ApiClient(server.url), "tiny", functions, max_rounds=max_rounds, out=out, log=log), out, log
 
 
 def test_a_call_is_made_and_its_result_is_sent_back(functions: dict[str, PythonFunction]) -> None:

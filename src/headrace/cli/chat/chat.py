@@ -143,7 +143,7 @@ def agent(
     api_key: ClientKey = None,
 ) -> None:
     """Talk to a model that may call your Python functions."""
-    from headrace.cli.chat.session import AgentSession
+    from headrace.cli.chat.session import ChatSession
     from headrace.functions import PythonFunction, functions_in
 
     if not tool:
@@ -156,6 +156,6 @@ def agent(
             functions[name] = function
     with ExitStack() as stack:
         client = client_of(stack, model, url, api_key)
-        session = AgentSession(client, chosen_model(client, served_name), functions, max_rounds=max_rounds, out=sys.stdout, log=sys.stderr)
+        session = ChatSession(client, chosen_model(client, served_name), functions, max_rounds=max_rounds, out=sys.stdout, log=sys.stderr)
         session.system = system
         raise typer.Exit(converse(session, is_terminal=sys.stdin.isatty()))
