@@ -36,6 +36,17 @@ def test_check_says_what_would_be_served(tmp_path: Path, model_folder: Path, cap
     assert "ok. 1 model (some-model), 1 replica, 127.0.0.1:8000" in capsys.readouterr().out
 
 
+def test_check_reads_a_file_that_a_variable_completes_as_serve_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model of a file without `models` is the bundled one, whose replicas a variable may set. It was said to lack an engine."""
+    file = tmp_path / "h.yaml"
+    file.write_text("gateway: {port: 9000}\n")
+    monkeypatch.setattr("headrace.cli.config.commands.os.environ", {"HEADRACE_MODELS__0__REPLICAS": "2"})
+    check(file)
+    assert "ok. 1 model (headrace-tiny), 2 replicas" in capsys.readouterr().out
+
+
 def test_check_reads_kafkas_properties_and_shows_none_of_their_values(tmp_path: Path, model_folder: Path) -> None:
     file, secrets = write(tmp_path, model_folder), tmp_path / "kafka.properties"
     file.write_text(file.read_text() + f"usage: {{kafka: {{brokers: ['kafka-1:9093'], properties_file: {secrets}}}}}\n")

@@ -13,6 +13,7 @@ import typer
 
 from headrace.bundled import DEFAULT_MODEL
 from headrace.cli.exits import CommandExitCode
+from headrace.cli.flags.flag import NO_FLAGS, GivenFlags
 from headrace.core.counted import counted
 from headrace.core.errors import ConfigError
 from headrace.core.strict_decode import joined, key_of
@@ -21,7 +22,6 @@ from headrace.policy.queues import QUEUES
 
 if TYPE_CHECKING:
     from headrace.cli.config.sections import ServeConfig
-    from headrace.cli.flags.flag import GivenFlags
 
 config_app = typer.Typer(help="Check, show or begin a configuration file.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -58,13 +58,7 @@ _EXAMPLE_DIGEST = "<hex digest of the key: printf %s KEY | sha256sum>"
 @config_app.command()
 def check(file: Annotated[Path, typer.Argument(help="YAML file.")]) -> None:
     """Read a file (and the environment) as `serve` would, and print whether it is valid, or every fault with its line."""
-    from headrace.cli.config.faults import unread_variables
-    from headrace.cli.config.load import load
-
-    for line in unread_variables(os.environ):
-        print(f"headrace: {line}", file=sys.stderr)
-    leave_if_faulty(file)
-    config = load(file, os.environ)
+    config = load_to_start(file, NO_FLAGS)
     _check_keys(config)
     replicas = sum(model.num_replicas for model in config.models)
     names = ", ".join(model.served_name for model in config.models)
@@ -75,7 +69,7 @@ def check(file: Annotated[Path, typer.Argument(help="YAML file.")]) -> None:
 def load_to_start(file: Path | None, flags: GivenFlags) -> ServeConfig:
     """As `config.load`. Variables that nothing reads are named on stderr. Raises ConfigError, and typer.Exit where all faults of a file
     were printed."""
-    from headrace.cli.config.faults import unread_variables
+    from headrace.cli.config.faults import faults, unread_variables
     from headrace.cli.config.load import load
 
     for line in unread_variables(os.environ):
@@ -83,19 +77,12 @@ def load_to_start(file: Path | None, flags: GivenFlags) -> ServeConfig:
     try:
         return load(file, os.environ, flags)
     except ConfigError as error:
-        if file is not None and error.where not in flags.names.values():
-            leave_if_faulty(file)
-        raise
-
-
-def leave_if_faulty(file: Path) -> None:
-    from headrace.cli.config.faults import faults
-
-    if all_faults := faults(file, os.environ):
+        if file is None or error.where in flags.names.values() or not (all_faults := faults(file, os.environ)):
+            raise
         for fault in all_faults:
             print(fault.message(file), file=sys.stderr)
         print(f"headrace: {file}: {counted(len(all_faults), 'fault')}", file=sys.stderr)
-        raise typer.Exit(CommandExitCode.CONFIG)
+        raise typer.Exit(CommandExitCode.CONFIG) from None
 
 
 def _check_keys(config: ServeConfig) -> None:
