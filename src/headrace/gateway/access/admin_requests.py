@@ -100,42 +100,42 @@ REQUESTS: Handlers = {
 }
 
 
-def shown(found: object, now: float) -> Any:
+def shown(result: object, now: float) -> Any:
     """now: Unix seconds"""
-    match found:
+    match result:
         case KeyRecord():
             return {
-                "id": found.id,
-                "first_chars": found.first_chars,
-                "tenant": found.tenant,
-                "user": found.user,
-                "tier": found.tier or None,
-                "state": state_of(found, now),
-                "created_at": found.created_at,
-                "expires_at": found.expires_at,
-                "revoked_at": found.revoked_at,
-                "previous_until": found.previous_until if found.previous_until > now else None,
-                "budget": found.limits.monthly_budget,
-                "requests_per_minute": found.limits.requests_per_minute,
-                "models": list(found.limits.models),
+                "id": result.id,
+                "first_chars": result.first_chars,
+                "tenant": result.tenant,
+                "user": result.user,
+                "tier": result.tier or None,
+                "state": state_of(result, now),
+                "created_at": result.created_at,
+                "expires_at": result.expires_at,
+                "revoked_at": result.revoked_at,
+                "previous_until": result.previous_until if result.previous_until > now else None,
+                "budget": result.limits.monthly_budget,
+                "requests_per_minute": result.limits.requests_per_minute,
+                "models": list(result.limits.models),
             }
         case IssuedKey():
-            return {"id": found.record.id, "key": found.key, "tenant": found.record.tenant}
+            return {"id": result.record.id, "key": result.key, "tenant": result.record.tenant}
         case TenantRecord():
             return {
-                "name": found.name,
-                "id": found.id,
-                "tier": found.tier,
-                "budget": found.monthly_budget,
-                "options": dict(found.options),
-                "created_at": found.created_at,
+                "name": result.name,
+                "id": result.id,
+                "tier": result.tier,
+                "budget": result.monthly_budget,
+                "options": dict(result.options),
+                "created_at": result.created_at,
             }
         case AuditRecord():
-            return asdict(found)
+            return asdict(result)
         case dict():
-            return found
+            return result
         case list():
-            return [shown(one, now) for one in found]
+            return [shown(one, now) for one in result]
     return {}
 
 

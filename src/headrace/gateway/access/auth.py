@@ -69,10 +69,10 @@ class Authenticator:
         if configured is not None:
             tenant = None if self._stored is None else await self._stored.tenant(configured.tenant)
             return self._known(configured, tenant) or self._keep(configured, tenant, self._of_configured(configured, tenant))
-        found = None if self._stored is None else await self._stored.find(digest)
-        if found is None:
+        stored = None if self._stored is None else await self._stored.find(digest)
+        if stored is None:
             raise _unauthorized(place)
-        return self._known(found.key, found.tenant) or self._keep(found.key, found.tenant, self._of_stored(found))
+        return self._known(stored.key, stored.tenant) or self._keep(stored.key, stored.tenant, self._of_stored(stored))
 
     def _known(self, key: ApiKey | KeyRecord, tenant: TenantRecord | None) -> Principal | None:
         made = self._made.get(key.sha256)
@@ -89,12 +89,12 @@ class Authenticator:
         principal = Principal(tenant=key.tenant, user=key.user, tier_name=name, tier=self._tier(key_id, name), key_id=key_id)
         return principal if tenant is None else _with_record(principal, tenant)
 
-    def _of_stored(self, found: StoredKey) -> Principal:
-        key, name = found.key, found.key.tier or found.tenant.tier
+    def _of_stored(self, stored: StoredKey) -> Principal:
+        key, name = stored.key, stored.key.tier or stored.tenant.tier
         principal = Principal(
             tenant=key.tenant, user=key.user, tier_name=name, tier=self._tier(key.id, name), key_id=key.id, limits=key.limits
         )
-        return _with_record(principal, found.tenant)
+        return _with_record(principal, stored.tenant)
 
     def _tier(self, key_id: str, name: str) -> Tier:
         """Raises UnusableKey, and logs the reason now and then."""

@@ -163,8 +163,8 @@ class RedisKeys(RedisCalls):
         return DirectoryState(int(version or 0), num_keys > 0)
 
     async def find(self, sha256: str) -> tuple[int, StoredKey | None]:
-        version, *found = await self._call("find", sha256)
-        return int(version), StoredKey(decoded(found[0], KeyRecord), decoded(found[1], TenantRecord)) if found else None
+        version, *records = await self._call("find", sha256)
+        return int(version), StoredKey(decoded(records[0], KeyRecord), decoded(records[1], TenantRecord)) if records else None
 
     async def record(self, kind: type[R], name: str) -> R | None:
         record = await self.answer(self._client.hget(HASHES[kind], name))

@@ -211,12 +211,12 @@ class StoredKeys:
         blinded, sha256 = self._blind(digest), digest.hex()
         known = self._found.get(blinded)
         if known is not None and known.version == self._version and self._is_recent:
-            found: StoredKey | None = known.key
+            stored: StoredKey | None = known.key
         elif self._absent.get(blinded, float("-inf")) > self._clock():
             return None
         else:
-            found = await self._looked_up(blinded, sha256, known)
-        return found if found is not None and found.key.is_valid(sha256, self._now()) else None
+            stored = await self._looked_up(blinded, sha256, known)
+        return stored if stored is not None and stored.key.is_valid(sha256, self._now()) else None
 
     async def tenant(self, name: str) -> TenantRecord | None:
         """A configured key is valid without the store, so only the first request of a tenant waits for the record; later reads run in the
@@ -249,16 +249,16 @@ class StoredKeys:
 
     async def _ask(self, blinded: bytes, sha256: str) -> StoredKey | None:
         """Raises StoreFailed."""
-        version, found = await self._answer(self._store.find(sha256))
+        version, stored = await self._answer(self._store.find(sha256))
         if self._state is not None and version < self._state.version:
-            return found  # read before a change that is known by now: not remembered
-        self._saw(DirectoryState(version, found is not None or self.has_seen_keys))
-        if found is not None:
-            remember(self._found, blinded, _Found(found, version), MAX_FOUND)
+            return stored  # read before a change that is known by now: not remembered
+        self._saw(DirectoryState(version, stored is not None or self.has_seen_keys))
+        if stored is not None:
+            remember(self._found, blinded, _Found(stored, version), MAX_FOUND)
         else:
             self._found.pop(blinded, None)
             remember(self._absent, blinded, self._clock() + ABSENT_S, MAX_ABSENT)
-        return found
+        return stored
 
     async def _poll(self) -> None:
         while not self._is_closing.is_set():

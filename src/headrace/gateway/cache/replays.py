@@ -122,12 +122,12 @@ class Replays:
             return self._of_claim(writing, body)
         claim = KeyClaim(self._store, key, tenant=tenant, body=body)
         try:
-            found = await self._store.asked(lambda store: self._claimed(store, claim))
+            entry = await self._store.asked(lambda store: self._claimed(store, claim))
         except StoreFailed:
             self._metrics.count(ReplayOutcome.FAILED)
             raise Unavailable("The store of answers does not answer; send the request again.", retry_after_s=BUSY_RETRY_S) from None
-        if found is not None:
-            return self._of_entry(found, body)
+        if entry is not None:
+            return self._of_entry(entry, body)
         self._metrics.count(ReplayOutcome.FIRST)
         self._claims[key] = claim
         claim.lease.begin_renewing(RENEW_S)

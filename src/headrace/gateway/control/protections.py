@@ -69,8 +69,8 @@ def check_keeps_protections(before: GatewayConfig, after: GatewayConfig, *, has_
     if gives_up_keys(before, after) and not has_stored_keys:
         reason = f"would be gone, so that no request needs a key any more ({counted(len(before.api_keys), 'key')} now)"
         raise ConfigError("gateway.api_keys", reason, f"Write the keys again, or `access: {OPEN_ACCESS}` below `gateway` if that is meant.")
-    found = chain(_lost_sections(before, after), _lost_of_keys(before, after), _lost_limits(before, after), _lost_tls(before, after))
-    if lost := list(dict.fromkeys(found)):
+    paths = chain(_lost_sections(before, after), _lost_of_keys(before, after), _lost_limits(before, after), _lost_tls(before, after))
+    if lost := list(dict.fromkeys(paths)):
         more = [*lost[1:MAX_SHOWN], *([f"{len(lost) - MAX_SHOWN} more"] if len(lost) > MAX_SHOWN else [])]
         raise ConfigError(lost[0], "protects the running server and would be gone" + f", and {', '.join(more)}" * bool(more), RESTORE)
     for where, source in _taken_over(before, after):
@@ -94,10 +94,10 @@ def _lost_sections(before: GatewayConfig, after: GatewayConfig) -> Iterator[str]
 
 
 def _section(config: GatewayConfig, path: str) -> object:
-    found: object = config
+    section: object = config
     for step in path.removeprefix("gateway").split("."):
-        found = getattr(found, step) if step and found is not None else found
-    return found
+        section = getattr(section, step) if step and section is not None else section
+    return section
 
 
 def _vanished(before: object, after: object, names: tuple[str, ...]) -> Iterator[str]:
@@ -173,29 +173,29 @@ def _taken_over(before: GatewayConfig, after: GatewayConfig) -> Iterator[tuple[s
 
 
 def _entries(config: GatewayConfig) -> Entries:
-    found: Entries = {
+    entries: Entries = {
         _path_of(key): {(name, _said(key, name)) for name in ("tenant", *OF_KEY) if _said(key, name)} for key in config.api_keys
     }
-    found |= {f"tiers.{name}": _values(tier) for name, tier in config.tiers.items()}
-    found |= {f"prices.{name}": _values(price) for name, price in config.prices.items()}
+    entries |= {f"tiers.{name}": _values(tier) for name, tier in config.tiers.items()}
+    entries |= {f"prices.{name}": _values(price) for name, price in config.prices.items()}
     for model in config.models:
-        found |= {f"models[{model.name}].remote.replicas[{each.name}]": _values(each) for each in model.replicas}
+        entries |= {f"models[{model.name}].remote.replicas[{each.name}]": _values(each) for each in model.replicas}
         for each in model.upstreams:  # a key stays at its address, and with its account where several are at one
             for server in {each.url, f"{each.url} {each.model} {each.name}".rstrip()}:
-                entry = found.setdefault(f"models[{model.name}].upstreams[{server}]", set())
+                entry = entries.setdefault(f"models[{model.name}].upstreams[{server}]", set())
                 entry |= _values(each, "api_key_file", "api_key_env")
     lists: Entries = {f"gateway.{name}": {("", each) for each in getattr(config, name)} for name in LISTS}
-    found |= {path: values for path, values in lists.items() if values}
-    return found | {
+    entries |= {path: values for path, values in lists.items() if values}
+    return entries | {
         "gateway.limits": _values(config.limits, "daily_budget", "monthly_budget"),
         "gateway.cache": _values(config.cache, "models"),
     }
 
 
 def _values(entry: Any, *names: str) -> set[tuple[str, object]]:
-    found: set[tuple[str, object]] = set()
+    values: set[tuple[str, object]] = set()
     for item in fields(entry):
         value = getattr(entry, item.name)
         if value != item.default and item.name in (names or (item.name,)):
-            found |= {("", each) for each in value} if isinstance(value, tuple) else {(item.name, value)}
-    return found
+            values |= {("", each) for each in value} if isinstance(value, tuple) else {(item.name, value)}
+    return values

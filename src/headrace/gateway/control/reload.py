@@ -117,9 +117,9 @@ class Reloader:
 
 
 def _log_differences(before: GatewayConfig, after: GatewayConfig) -> None:
-    found = list(differences(before, after))
-    log.info("the configuration was read again: %s", counted(len(found), "difference"))
-    for difference in found:
+    changes = list(differences(before, after))
+    log.info("the configuration was read again: %s", counted(len(changes), "difference"))
+    for difference in changes:
         log.info("%s", difference)
 
 

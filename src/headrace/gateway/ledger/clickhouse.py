@@ -214,8 +214,8 @@ class ClickHouseUsage:
 
 def _quantiles(field: str) -> str:
     """An empty array for a group without values, of which ClickHouse gives zeros or NaN by its version."""
-    found = f"quantilesExact({', '.join(map(str, QUANTILES))})({field})"
-    return f"arraySlice({found}, 1, if(count({field}) = 0, 0, {len(QUANTILES)}))"
+    quantiles = f"quantilesExact({', '.join(map(str, QUANTILES))})({field})"
+    return f"arraySlice({quantiles}, 1, if(count({field}) = 0, 0, {len(QUANTILES)}))"
 
 
 def _literal(value: int | str) -> str:

@@ -44,14 +44,15 @@ class KafkaConfig:
 
     def properties(self, where: str = "usage.kafka") -> dict[str, str]:
         """Raises ConfigError, and InsecureStore if a remote broker would not be secured."""
-        found = read_properties(f"{where}.properties_file", self.properties_file) if self.properties_file else {}
-        protocol, has_certificate = found.get("security.protocol"), {"ssl.certificate.location", "ssl.key.location"} <= found.keys()
+        properties = read_properties(f"{where}.properties_file", self.properties_file) if self.properties_file else {}
+        protocol = properties.get("security.protocol")
+        has_certificate = {"ssl.certificate.location", "ssl.key.location"} <= properties.keys()
         if not (self.allow_insecure or protocol == "SASL_SSL" or (protocol == "SSL" and has_certificate)):
             for index, broker in enumerate(self.brokers):
                 if not is_loopback(urlsplit(f"//{broker}").hostname or ""):
                     lacks = "properties_file with security.protocol=SASL_SSL (or SSL and the client's certificate and key)"
                     raise InsecureStore(f"{where}.brokers[{index}]", lacks)
-        return found
+        return properties
 
 
 PROPERTIES: dict[str, tuple[str, ...]] = {
@@ -79,7 +80,7 @@ def read_properties(where: str, path: str) -> dict[str, str]:
     Only names on a list are allowed, since other properties load code, run a command or turn verification off. An error shows no value
     except the path of a file, since any other may be a secret. Raises ConfigError.
     """
-    found: dict[str, str] = {}
+    properties: dict[str, str] = {}
     for number, line in enumerate(read_private_text(where, path).splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
@@ -92,25 +93,25 @@ def read_properties(where: str, path: str) -> dict[str, str]:
         choices = PROPERTIES[name]
         if not value or (choices and value.upper() not in choices):
             raise ConfigError(where, f"{path}: {name} is {'not one of ' + ', '.join(choices) if choices else 'empty'}")
-        if name in found:
+        if name in properties:
             raise ConfigError(where, f"{path}: line {number}: {name} is given twice")
-        found[name] = value.upper() if choices else value
-    protocol = found.get("security.protocol", "")
+        properties[name] = value.upper() if choices else value
+    protocol = properties.get("security.protocol", "")
     needed = ["sasl.mechanism", "sasl.username", "sasl.password"] if "SASL" in protocol else []
     for name in ("security.protocol", *needed):  # a mechanism that is not named is GSSAPI, for which librdkafka runs a command
-        if name not in found:
+        if name not in properties:
             raise ConfigError(where, f"{path}: {name} is missing")
-    for name, value in found.items():
+    for name, value in properties.items():
         layer = name.partition(".")[0].upper()
         if layer in ("SASL", "SSL") and layer not in protocol:
             raise ConfigError(where, f"{path}: {name} has no effect without {layer} in security.protocol")
-        if NEEDS.get(name, name) not in found:
+        if NEEDS.get(name, name) not in properties:
             raise ConfigError(where, f"{path}: {name} has no effect without {NEEDS[name]}")
         if name.endswith(".location") and not (os.access(value, os.R_OK) and _is_file(name, value)):
             raise ConfigError(where, f"{path}: {name}: {value} cannot be read", "It is a file that the user of Headrace can read.")
-    if "ssl.key.location" in found:
-        check_private_file(where, found["ssl.key.location"])
-    return found
+    if "ssl.key.location" in properties:
+        check_private_file(where, properties["ssl.key.location"])
+    return properties
 
 
 def _is_file(name: str, path: str) -> bool:

@@ -68,7 +68,7 @@ class Figures:
 USE = Figures(
     names=("requests", *SUMMED, COST),
     statement=lambda dialect: {"requests": dialect.requests, **{name: f"sum({name})" for name in SUMMED}},
-    values=lambda found: [*found, found[-1] / NANOS],
+    values=lambda figures: [*figures, figures[-1] / NANOS],
     are_summed=True,
 )
 """Requests, tokens and money; `cost` is in the currency's unit."""
@@ -156,9 +156,9 @@ def _where(text: str, column: str, since: int | None, until: int | None, tenant:
     return f"{text} WHERE {' AND '.join(conditions)}" if conditions else text
 
 
-def rows_of(query: UsageQuery, found: Iterable[Sequence[Any]]) -> list[dict[str, object]]:
+def rows_of(query: UsageQuery, rows: Iterable[Sequence[Any]]) -> list[dict[str, object]]:
     first, values = len(query.columns), query.figures.values
-    return [dict(zip(query.names, [*row[:first], *values(row[first:])], strict=True)) for row in found]
+    return [dict(zip(query.names, [*row[:first], *values(row[first:])], strict=True)) for row in rows]
 
 
 class QuantilesOfGroup:
@@ -178,11 +178,11 @@ class QuantilesOfGroup:
 
 def groups_of(words: Sequence[str]) -> list[str]:
     """Raises InvalidRequest."""
-    found = [word.strip() for words_of_one in words for word in words_of_one.split(",")]
-    for word in found:
+    names = [word.strip() for words_of_one in words for word in words_of_one.split(",")]
+    for word in names:
         if word not in GROUPS:
             raise InvalidRequest("by", f"one or more of {', '.join(GROUPS)}", word)
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(names))
 
 
 def unix_ms_of(field: str, text: str, now: float) -> int:
@@ -238,10 +238,10 @@ def _words(outcomes: Sequence[Outcome]) -> str:
     return ", ".join(f"'{outcome}'" for outcome in outcomes)
 
 
-def _values(found: Sequence[Any]) -> Sequence[object]:
+def _values(figures: Sequence[Any]) -> Sequence[object]:
     first = 2 + len(COUNTED)
-    numbers: list[object] = list(found[:first])
-    for quantiles in found[first:]:
+    numbers: list[object] = list(figures[:first])
+    for quantiles in figures[first:]:
         numbers += _numbers(quantiles)
     return numbers
 

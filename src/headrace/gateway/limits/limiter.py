@@ -88,13 +88,13 @@ class EndedRequests:
         self.has_waiting.set()
 
     def used(self) -> dict[str, Amounts]:
-        found: dict[str, Amounts] = {}
+        amounts: dict[str, Amounts] = {}
         for ended in self._waiting.values():
-            found |= {request_id: one.used for request_id, one in ended.items()}
+            amounts |= {request_id: one.used for request_id, one in ended.items()}
         for calls in self._carried.values():
             for carried in calls:
-                found |= carried.charges.used
-        return found
+                amounts |= carried.charges.used
+        return amounts
 
     def num_waiting(self, tenant: str) -> int:
         """Charges that are in no call."""
@@ -110,20 +110,20 @@ class EndedRequests:
 
     def carry(self, until_number: int, tenant: str | None = None) -> CarriedCharges | None:
         """The caller must call `charged` or `put_back` afterwards. until_number: an earlier `num_ended`"""
-        found: _ByTenant = {}
+        by_tenant: _ByTenant = {}
         left = MAX_CHARGES
         for name in list(self._waiting) if tenant is None else [tenant]:
             waiting = self._waiting.get(name, {})
             ids = list(islice((request_id for request_id, one in waiting.items() if one.number < until_number), left))
             if ids:
-                found[name] = {request_id: waiting.pop(request_id) for request_id in ids}
+                by_tenant[name] = {request_id: waiting.pop(request_id) for request_id in ids}
                 left -= len(ids)
             if not waiting:
                 self._waiting.pop(name, None)
-        if not found:
+        if not by_tenant:
             return None
-        carried = CarriedCharges(self._gateway, found)
-        for name in found:
+        carried = CarriedCharges(self._gateway, by_tenant)
+        for name in by_tenant:
             self._carried.setdefault(name, []).append(carried)
         if not self._waiting:
             self.has_waiting.clear()

@@ -51,8 +51,8 @@ class RedisLimits(RedisCalls):
         held = ("", "", 0, "") if holder is None else (holder.id, holder.gateway, holder.beat, _joined(holder.saved))
         ended = (charges.gateway, len(charges.used), *_pairs(charges.used))
         wanted = [word for claim in claims for word in _words(claim)]
-        found = await self._call("take", *self._times(), KEPT_BUCKETS, IDLE_MINUTE_MS, *held, *ended, *wanted)
-        is_admitted, steady_ms, unix_ms, *counts = map(int, found)
+        answer = await self._call("take", *self._times(), KEPT_BUCKETS, IDLE_MINUTE_MS, *held, *ended, *wanted)
+        is_admitted, steady_ms, unix_ms, *counts = map(int, answer)
         readings = tuple(map(ClaimReading, counts[::2], counts[1::2]))
         return TakeResult(bool(is_admitted), Moment(steady_ms, unix_ms), readings)
 
@@ -61,8 +61,8 @@ class RedisLimits(RedisCalls):
 
     async def renew(self, gateway: str, beat: int, saved: Mapping[str, Amounts]) -> dict[str, int]:
         rules = UNNAMED_BEATS, LATE_MS, MAX_LATE_REMOVED, _joined(Amounts(requests=1))
-        found = await self._call("renew", self._times()[0], gateway, beat, *rules, *_pairs(saved))
-        return {name.decode(): int(value) for name, value in zip(found[::2], found[1::2], strict=True)}
+        answer = await self._call("renew", self._times()[0], gateway, beat, *rules, *_pairs(saved))
+        return {name.decode(): int(value) for name, value in zip(answer[::2], answer[1::2], strict=True)}
 
     async def expire(self, gateway: str, beat: int) -> int:
         return int(await self._call("expire", self._times()[0], gateway, beat))

@@ -77,8 +77,8 @@ class LimitReport:
         for caller in callers:
             for rule in rules_of(caller, self._budget):
                 rows.setdefault(rule.counter, (_owner(caller, rule), rule))
-        found = await limits_now(self._store, [rule for _, rule in rows.values()])
-        return [_row(of, state) for (of, _), state in zip(rows.values(), found, strict=True)]
+        states = await limits_now(self._store, [rule for _, rule in rows.values()])
+        return [_row(of, state) for (of, _), state in zip(rows.values(), states, strict=True)]
 
 
 def _owner(caller: Principal, rule: LimitRule) -> str:

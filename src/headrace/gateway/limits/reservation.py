@@ -176,10 +176,10 @@ class LimitReservation:
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         first, tokens = self._first_taken, self._tokens_taken
-        found = [] if tokens is None else states(*tokens)
+        shown = [] if tokens is None else states(*tokens)
         if first is not None:
-            found += [state for state in states(*first) if tokens is None or state.rule.unit in BEFORE_PARSING]
-        return headers(found)
+            shown += [state for state in states(*first) if tokens is None or state.rule.unit in BEFORE_PARSING]
+        return headers(shown)
 
 
 def _sum(one: Amounts, other: Amounts) -> Amounts:

@@ -210,12 +210,12 @@ class LimitState(NamedTuple):
 
 
 def states(rules: Sequence[LimitRule], claims: Sequence[Claim], result: TakeResult) -> list[LimitState]:
-    found = []
+    limit_states = []
     for rule, claim, reading in zip(rules, claims, result.readings, strict=True):
         used = used_of(rule.window, result.now, *reading) + ((claim.amount or 0) if result.is_admitted else 0)
         is_refused = not result.is_admitted and is_over(claim, reading, result.now)
-        found.append(LimitState(rule, used, result.now, _wait_ms(rule, claim, reading, result.now) if is_refused else 0))
-    return found
+        limit_states.append(LimitState(rule, used, result.now, _wait_ms(rule, claim, reading, result.now) if is_refused else 0))
+    return limit_states
 
 
 async def limits_now(store: LimitStore, rules: Sequence[LimitRule]) -> list[LimitState]:
@@ -234,10 +234,10 @@ def refusal(rules: Sequence[LimitRule], claims: Sequence[Claim], result: TakeRes
     return kind(f"{_sentence(rule, amount, state.used)} {_remedy(rule, amount, state.wait_ms)}", limit=rule.label, retry_after_s=wait_s)
 
 
-def headers(found: Iterable[LimitState]) -> list[tuple[bytes, bytes]]:
+def headers(limit_states: Iterable[LimitState]) -> list[tuple[bytes, bytes]]:
     """For requests and for tokens: the limit that refuses for longest, else that with the smallest part left."""
     tightest: dict[HeaderNames, tuple[tuple[int, float], LimitState]] = {}
-    for state in found:
+    for state in limit_states:
         if (names := SHOWN.get(state.rule.unit)) is not None:
             key = -state.wait_ms, state.remaining / state.rule.number
             if names not in tightest or key < tightest[names][0]:

@@ -79,7 +79,7 @@ class SqliteRows:
 
     def _used_rows(self) -> list[tuple[object, ...]]:
         places = [(name, bucket, self._counters[name]) for name, bucket in self._changed_used]
-        return [(name, bucket, found.window, found.buckets[bucket]) for name, bucket, found in places if bucket in found.buckets]
+        return [(name, bucket, counter.window, counter.buckets[bucket]) for name, bucket, counter in places if bucket in counter.buckets]
 
     def _write(self, statement: str, rows: Sequence[tuple[object, ...]]) -> None:
         for first in range(0, len(rows), MAX_ROWS):
@@ -103,8 +103,8 @@ class SqliteRows:
         return list(self._counter(counter).buckets)
 
     def set_used(self, counter: str, window: Window, bucket: int, used: int) -> None:
-        found = self._counter(counter)
-        found.window, found.buckets[bucket] = window.value, used
+        held = self._counter(counter)
+        held.window, held.buckets[bucket] = window.value, used
         self._changed_used[counter, bucket] = None
 
     def remove_bucket(self, counter: str, bucket: int) -> None:
@@ -127,21 +127,21 @@ class SqliteRows:
         self._counters.clear()
 
     def _counter(self, name: str) -> _Counter:
-        if (found := self._counters.get(name)) is None:
-            found = self._counters[name] = _Counter()
-            for bucket, found.window, used in self._execute("SELECT bucket, window, used FROM used WHERE counter = ?", (name,)):
-                found.buckets[bucket] = used
-        return found
+        if (counter := self._counters.get(name)) is None:
+            counter = self._counters[name] = _Counter()
+            for bucket, counter.window, used in self._execute("SELECT bucket, window, used FROM used WHERE counter = ?", (name,)):
+                counter.buckets[bucket] = used
+        return counter
 
     # -- reservations ----------------------------------------------------------------------------------------------------------------
 
     def reservation(self, reservation_id: str) -> Reservation | None:
-        found = self._reservations.get(reservation_id)
-        if found is None and not self._has_all and reservation_id not in self._changed_reservations:
+        reservation = self._reservations.get(reservation_id)
+        if reservation is None and not self._has_all and reservation_id not in self._changed_reservations:
             row = self._execute("SELECT * FROM reservations WHERE id = ?", (reservation_id,)).fetchone()
             if row is not None:
-                found = self._reservations[reservation_id] = _reservation(row)
-        return found
+                reservation = self._reservations[reservation_id] = _reservation(row)
+        return reservation
 
     def put_reservation(self, reservation: Reservation) -> None:
         self._reservations[reservation.id] = reservation

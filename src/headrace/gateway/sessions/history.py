@@ -56,16 +56,12 @@ class History(Struct, frozen=True):
         return History(self.messages, summary)
 
 
-_encode, _decoder = msgspec.msgpack.encode, msgspec.msgpack.Decoder(StoredSession)
-_encode_messages, _messages_decoder = msgspec.json.encode, msgspec.json.Decoder(list[dict[str, Any]])
+entry_of, _decoder = msgspec.msgpack.encode, msgspec.msgpack.Decoder(StoredSession)
+messages_json, _messages_decoder = msgspec.json.encode, msgspec.json.Decoder(list[dict[str, Any]])
 
 
 def num_head(messages: Sequence[Message]) -> int:
     return next((number for number, message in enumerate(messages) if message["role"] != "system"), len(messages))
-
-
-def messages_json(messages: Sequence[Message]) -> bytes:
-    return _encode_messages(messages)
 
 
 def packed(messages: bytes) -> bytes:
@@ -74,10 +70,6 @@ def packed(messages: bytes) -> bytes:
 
 def unpacked(stored: StoredSession) -> list[Message]:
     return list[Message](_messages_decoder.decode(zlib.decompress(stored.packed)))
-
-
-def entry_of(stored: StoredSession) -> bytes:
-    return _encode(stored)
 
 
 def stored_in(entry: bytes | None) -> StoredSession | None:

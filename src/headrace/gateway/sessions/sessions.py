@@ -130,9 +130,9 @@ class Sessions:
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + CLAIM_WAIT_S
         while True:
-            found = await self._asked(lambda store: self._claimed(store, key, lease))
-            if found is not None:
-                return await self._read(found)
+            session = await self._asked(lambda store: self._claimed(store, key, lease))
+            if session is not None:
+                return await self._read(session)
             if loop.time() >= give_up_at:
                 self.metrics.turns(TurnOutcome.CONFLICT)
                 raise SessionConflict(_BUSY)
@@ -142,11 +142,11 @@ class Sessions:
         """None: another turn has the claim."""
         return ReadSession(await store.get(key.entry)) if await lease.claim(store) else None
 
-    async def keep(self, key: SessionKey, found: ReadSession, stored: StoredSession, messages: Sequence[Message]) -> None:
+    async def keep(self, key: SessionKey, session: ReadSession, stored: StoredSession, messages: Sequence[Message]) -> None:
         """Raises SessionConflict if another request has changed it, Unavailable, or RequestTooLarge."""
         entry = entry_of(await self._packed(stored, messages))
         try:
-            is_kept = await self._asked(lambda store: self._swapped(store, key, entry, found.entry))
+            is_kept = await self._asked(lambda store: self._swapped(store, key, entry, session.entry))
         except EntryTooLarge:
             self.metrics.turns(TurnOutcome.TOO_LARGE)
             raise self.too_large() from None
@@ -169,17 +169,17 @@ class Sessions:
 
     async def shown(self, key: SessionKey) -> tuple[StoredSession, Sequence[Message]]:
         """Raises UnknownSession or Unavailable."""
-        found = await self._read(ReadSession(await self._asked(lambda store: store.get(key.entry))))
-        if found.stored is None:
+        session = await self._read(ReadSession(await self._asked(lambda store: store.get(key.entry))))
+        if session.stored is None:
             raise UnknownSession("There is no such session.")
-        return found.stored, found.messages
+        return session.stored, session.messages
 
     async def delete(self, key: SessionKey) -> None:
         """Raises UnknownSession, SessionConflict while a turn runs, or Unavailable."""
         lease = self.lease(key)
-        found = await self.claimed(key, lease)
+        session = await self.claimed(key, lease)
         try:
-            if found.entry is None:
+            if session.entry is None:
                 raise UnknownSession("There is no such session.")
             await self._asked(lambda store: store.delete(key.entry))
         finally:
@@ -197,13 +197,13 @@ class Sessions:
             self.metrics.turns(TurnOutcome.FAILED)
             raise Unavailable(_DOWN, retry_after_s=1.0) from None
 
-    async def _read(self, found: ReadSession) -> ReadSession:
-        stored = stored_in(found.entry)
+    async def _read(self, session: ReadSession) -> ReadSession:
+        stored = stored_in(session.entry)
         if stored is None:
-            return found
+            return session
         if len(stored.packed) <= INLINE_BYTES // 8:
-            return ReadSession(found.entry, stored, unpacked(stored))
-        return ReadSession(found.entry, stored, await asyncio.to_thread(unpacked, stored))
+            return ReadSession(session.entry, stored, unpacked(stored))
+        return ReadSession(session.entry, stored, await asyncio.to_thread(unpacked, stored))
 
     async def _packed(self, stored: StoredSession, messages: Sequence[Message]) -> StoredSession:
         made = messages_json(messages)

@@ -62,14 +62,14 @@ class RedisCalls:
     async def answer(self, call: Awaitable[T]) -> T:
         task = asyncio.ensure_future(call)
         try:
-            found = await asyncio.shield(task)
+            result = await asyncio.shield(task)
         except asyncio.CancelledError:
             self._give_up(task)
             raise
         except Exception as error:  # beside RedisError and OSError: uvloop's RuntimeError where a connection has just closed
             raise StoreFailed(f"redis: {error}") from None
         self.progress.num_answers += 1
-        return found
+        return result
 
     async def close(self) -> None:
         """A connection that cannot be closed in time is dropped."""
@@ -111,8 +111,8 @@ class RedisStore(RedisCalls):
         await self._put(key, value, tenant, ttl_s)
 
     async def get(self, key: str) -> bytes | None:
-        found: bytes | None = await self.answer(self._client.get(f"{self._prefix}entry:{key}"))
-        return found
+        value: bytes | None = await self.answer(self._client.get(f"{self._prefix}entry:{key}"))
+        return value
 
     async def swap(self, key: str, value: bytes, *, expected: bytes | None, tenant: str, ttl_s: float) -> bool:
         return await self._put(key, value, tenant, ttl_s, ("absent",) if expected is None else ("equal", expected))

@@ -97,8 +97,8 @@ class SqliteStore:
             self._connection.execute(oldest, () if tenant is None else (tenant,))
 
     def _get(self, key: str) -> bytes | None:
-        found = self._connection.execute("SELECT value FROM entries WHERE key = ? AND expires_at > ?", (key, self._unix_time())).fetchone()
-        return None if found is None else bytes(found[0])
+        row = self._connection.execute("SELECT value FROM entries WHERE key = ? AND expires_at > ?", (key, self._unix_time())).fetchone()
+        return None if row is None else bytes(row[0])
 
     def _swap(self, key: str, value: bytes, expected: bytes | None, tenant: str, ttl_s: float) -> bool:
         is_expected = self._get(key) == expected
@@ -114,8 +114,8 @@ class SqliteStore:
         self._remove_some("expires_at <= ? ORDER BY expires_at", self._unix_time())
 
     def _remove_some(self, which: str, value: float | str) -> int:
-        found = f"SELECT rowid FROM entries WHERE {which} LIMIT {MAX_BATCH}"
-        return self._connection.execute(f"DELETE FROM entries WHERE rowid IN ({found})", (value,)).rowcount
+        rows = f"SELECT rowid FROM entries WHERE {which} LIMIT {MAX_BATCH}"
+        return self._connection.execute(f"DELETE FROM entries WHERE rowid IN ({rows})", (value,)).rowcount
 
 
 def _size(key: str, value: bytes) -> int:

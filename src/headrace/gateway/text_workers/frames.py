@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -127,23 +127,13 @@ class Failed(WorkerReply, tag="failed", kw_only=True):
 AnyJob = ParseBody | EncodeChat | EncodeTexts | DecodeIds | Tokenize
 AnyAnswer = Ids | Text | Tokens | Json | JobRefused | NoMemory | Failed
 REFUSALS: dict[str, type[InvalidRequest]] = {kind.__name__: kind for kind in (InvalidRequest, RequestTooLarge, ContextLengthExceeded)}
-_jobs = msgspec.json.Decoder(AnyJob)
-_answers = msgspec.json.Decoder(AnyAnswer)
+read_job: Callable[[bytes], AnyJob] = msgspec.json.Decoder(AnyJob).decode
+read_answer: Callable[[bytes | memoryview], AnyAnswer] = msgspec.json.Decoder(AnyAnswer).decode
 
 
 def frame(head: WorkerJob | WorkerReply, tail: bytes | memoryview = b"") -> bytes:
     data = msgspec.json.encode(head)
     return b"".join((SIZES.pack(len(data), len(tail)), data, tail))
-
-
-def read_job(head: bytes) -> AnyJob:
-    job: AnyJob = _jobs.decode(head)
-    return job
-
-
-def read_answer(head: bytes | memoryview) -> AnyAnswer:
-    answer: AnyAnswer = _answers.decode(head)
-    return answer
 
 
 def ids_to_bytes(field: str, token_ids: Sequence[int]) -> bytes:
