@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from gguf_files import byte_level_keys, entry, gguf_bytes, model_keys
+from tiny_models import TINY
 
 from headrace.bundled import FOLDER
 from headrace.cli.models import adapter_names, describe_folder, model_folders, models
 from headrace.core.errors import ConfigError
-from tests.house.stand_in import TINY
 
 pytestmark = pytest.mark.pure
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from tiny_models import TINY
 
 from headrace.cli.exits import CommandExitCode
 from headrace.cli.replay import replay
@@ -18,7 +19,6 @@ from headrace.engine.build import build_engine
 from headrace.engine.config import EngineConfig
 from headrace.lab.datasets import WorkloadShape, make_requests
 from headrace.lab.offline import Collector, run_offline
-from tests.house.stand_in import TINY
 
 pytestmark = pytest.mark.pure
 

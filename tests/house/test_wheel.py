@@ -18,7 +18,6 @@ import pytest
 from headrace.bundled import DEFAULT_MODEL
 from headrace.cli.chat.child import URL_LINE
 from tests.house.reader import ROOT, SOURCE
-from tests.house.stand_in import stand_in
 
 pytestmark = pytest.mark.process
 
@@ -99,12 +98,10 @@ def installed(wheel: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_server_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
-    made = stand_in(tmp_path)
-    arguments = [] if made is None else [made[0], "--load-format", made[1]]
+def test_server_runs_from_the_wheel(installed: Path) -> None:
     question = {"model": DEFAULT_MODEL, "messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 8}
     # Reference kernels: compiling the others again for the new path would take most of a minute and is tested elsewhere.
-    with serving(installed, "--kernels", "reference", "--num-kv-blocks", "256", "--max-model-len", "256", *arguments) as url:
+    with serving(installed, "--kernels", "reference", "--num-kv-blocks", "256", "--max-model-len", "256") as url:
         request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(question).encode(), {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as response:
             answer = json.load(response)

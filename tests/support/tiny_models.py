@@ -36,6 +36,24 @@ MODELS: dict[str, dict[str, Any]] = {
                    "intermediate_size": 2816, "vocab_size": 16384},
 }  # fmt: skip
 
+TINY: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "dtype": "float32",
+}
+"""A plain Llama, as small as it may be."""
+
 
 def save_tiny_model(name: str, folder: Path, **changes: Any) -> Path:
     """Write the configuration MODELS[name] into a folder, which is made."""

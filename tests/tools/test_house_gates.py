@@ -84,14 +84,9 @@ def test_gate_lets_ordinary_names_pass() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "class Lane: ...",
-        "lane = NOBODY",
-        "self._told_first = 3",
-        "tell_refused()",
         '"""Those that wait."""',
         'BUDGET = 8\n"""So many tokens go first."""',
         'x = 1\n"""Of a step."""',
-        "# freed blocks are in limbo",
         "# the request that nobody reads",
     ],
 )

@@ -18,7 +18,6 @@ from headrace.cli.chat.client import ApiClient
 from headrace.cli.exits import ServerFailed
 from headrace.fleet.config import COMMAND
 from headrace.machine.stop_signals import DUPLICATE_SIGNAL_S
-from tests.house.stand_in import stand_in
 
 pytestmark = pytest.mark.process
 
@@ -83,17 +82,13 @@ def test_server_starts_where_no_process_can_ask_for_its_cpus(tmp_path: Path, mon
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))
     seen = subprocess.run([*COMMAND[:-2], "-c", "import os; print(hasattr(os, 'sched_getaffinity'))"], capture_output=True, text=True)
     assert seen.stdout == "False\n", seen
-    made = stand_in(tmp_path)
-    arguments = ["--max-model-len", "128"] if made is None else ["--max-model-len", "128", "--load-format", made[1]]
-    with started_server(None if made is None else made[0], arguments) as url:
+    with started_server(None, ["--max-model-len", "128"]) as url:
         assert ApiClient(url).models() == ["headrace-tiny"]
 
 
 @pytest.mark.slow
 def test_a_second_ctrl_c_is_announced_and_ends_streams_with_an_error_event(tmp_path: Path) -> None:
-    made = stand_in(tmp_path)
-    arguments = [] if made is None else [made[0], "--load-format", made[1]]
-    command = [*COMMAND, "serve", *arguments, "--port", "0", "--drain-timeout", "600"]
+    command = [*COMMAND, "serve", "--port", "0", "--drain-timeout", "600"]
     log = tmp_path / "log"
     with log.open("w") as stderr:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, process_group=0)
@@ -123,10 +118,8 @@ def test_a_second_ctrl_c_is_announced_and_ends_streams_with_an_error_event(tmp_p
 
 
 @pytest.mark.slow
-def test_server_answers_inside_the_block_and_is_gone_after_it(tmp_path: Path) -> None:
-    made = stand_in(tmp_path)
-    arguments = ["--max-model-len", "128"] if made is None else ["--max-model-len", "128", "--load-format", made[1]]
-    with started_server(None if made is None else made[0], arguments) as url:
+def test_server_answers_inside_the_block_and_is_gone_after_it() -> None:
+    with started_server(None, ["--max-model-len", "128"]) as url:
         client = ApiClient(url)
         assert client.models() == ["headrace-tiny"]
         text = list(client.chat({"model": "headrace-tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}))
