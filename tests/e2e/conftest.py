@@ -35,10 +35,8 @@ def random_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def trained_folder() -> Path:
-    """The bundled model. It may be missing from a checkout only while it has not been added to it."""
     folder = bundled_path(DEFAULT_MODEL)
-    if folder is None:
-        pytest.fail(f"{DEFAULT_MODEL} is missing from the package")
+    assert folder is not None
     return folder
 
 

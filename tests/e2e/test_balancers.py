@@ -21,7 +21,6 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module", autouse=True)
 def installed() -> None:
-    """The project's own script installs what is missing, where it can."""
     if all(map(shutil.which, balancers.BALANCERS)):
         return
     if os.geteuid() != 0 or shutil.which("apt-get") is None:

@@ -60,8 +60,6 @@ function chat(more) {
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves PAGE at / and takes its reports."""
-
     daemon_threads = True
 
     def __init__(self) -> None:

@@ -52,7 +52,6 @@ async def do(site: Server, command: str, **body: Any) -> tuple[str, list[str]]:
 
 
 async def replicas(site: Server) -> list[dict[str, Any]]:
-    """Of the first model."""
     found: list[dict[str, Any]] = (await asyncio.to_thread(AdminClient(site.run_dir).status))["models"][0]["replicas"]
     return found
 

@@ -83,7 +83,6 @@ def _make_client(checkpoint: Checkpoint, draw: random.Random, *, leaves: bool) -
 
 
 async def be(client: Client, server: Server, storm: Storm) -> None:
-    """One client, from its request to its end."""
     if client.leaves:
         storm.num_left += 1
         if client.is_stream:
@@ -126,7 +125,6 @@ async def rage(server: Server, clients: list[Client]) -> Storm:
 
 
 async def settle(server: Server) -> None:
-    """Everybody has left: the engine says so within a step, the gateway closes its sockets."""
     await server.eventually(lambda: server.load().is_idle)
     await server.eventually(lambda: server.get("/load")[1] == {"server_load": 0})
 

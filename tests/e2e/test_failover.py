@@ -33,8 +33,6 @@ Begun = tuple[Answer, AsyncIterator[str]]
 
 
 async def begin_all(server: Server, stack: AsyncExitStack) -> list[Begun]:
-    """NUM_STREAMS streams, of which each has had its first event."""
-
     async def begin(number: int) -> Begun:
         fields = {"model": "pair", "prompt": f"Story {number}:", "max_tokens": COUNT, "ignore_eos": True, "seed": number, "stream": True}
         connection = await stack.enter_async_context(Connection(server.port))
@@ -47,8 +45,6 @@ async def begin_all(server: Server, stack: AsyncExitStack) -> list[Begun]:
 
 
 async def end_all(streams: list[Begun]) -> list[object]:
-    """Text and ends of each."""
-
     async def end(answer: Answer, events: AsyncIterator[str]) -> object:
         async for event in events:
             answer.take(event)
@@ -60,7 +56,6 @@ async def end_all(streams: list[Begun]) -> list[object]:
 
 
 async def busiest(server: Server) -> int:
-    """Number of the engine with most open requests, as the gateway counts them."""
     (model,) = (await asyncio.to_thread(AdminClient(server.run_dir).status))["models"]
     num_open = [replica["open"] for replica in model["replicas"]]
     assert sum(num_open) == NUM_STREAMS, "all of them still run"

@@ -76,7 +76,6 @@ def ask(client: OpenAI, model: str = "far", **more: Any) -> str:
 
 
 def streamed(client: OpenAI, **more: Any) -> tuple[str, int]:
-    """Text, and completion tokens as the last chunk counts them."""
     chunks = client.chat.completions.create(
         model="far", messages=MESSAGES, temperature=0, max_tokens=COUNT, stream=True, stream_options={"include_usage": True}, **more
     )
@@ -120,8 +119,6 @@ def test_a_server_of_ours_answers_as_an_engine_does_and_its_end_is_a_retryable_e
 
 
 class LlamaServer:
-    """A `llama-server` process."""
-
     def __init__(self, folder: Path) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

@@ -71,7 +71,6 @@ class Page:
                 self._samples[sample.name].append(sample)
 
     def total(self, name: str, **labels: str) -> float:
-        """Of the samples with these labels; 0 when there is none."""
         return sum(sample.value for sample in self._samples[name] if labels.items() <= sample.labels.items())
 
     def by_worker(self, name: str, **labels: str) -> list[float]:
@@ -79,7 +78,6 @@ class Page:
 
     @property
     def is_whole(self) -> bool:
-        """Every worker is on it."""
         return self.by_worker("headrace_gateway_worker_up") == [1] * WORKERS
 
 
@@ -192,5 +190,4 @@ async def test_sigterm_lets_the_streams_of_every_worker_finish_refuses_new_work_
 
 
 def drained(server: Server) -> list[tuple[str, str]]:
-    """Workers that have begun to drain, and how many requests they had."""
     return sorted(re.findall(r'"process":"(gateway-\d)"[^\n]*draining (\d+) request', server.log))

@@ -133,7 +133,6 @@ async def _read_all(reader: asyncio.StreamReader) -> bytes:
 
 
 def status_of(said: bytes) -> int:
-    """0 when nothing was said."""
     return int(said.split(b" ", 2)[1]) if said else 0
 
 

@@ -59,8 +59,6 @@ def expected_text(checkpoint: Checkpoint, seed: int, num_tokens: int) -> str:
 
 
 async def run_streams(server: Server, count: int, num_tokens: int, *, ramp_s: float) -> list[Answer | Exception]:
-    """`count` clients, arriving evenly over `ramp_s`."""
-
     async def one(seed: int) -> Answer | Exception:
         await asyncio.sleep(ramp_s * seed / count)
         body = {"model": "fake", "prompt": list(PROMPT), "max_tokens": num_tokens, "seed": seed, "ignore_eos": True}
@@ -73,7 +71,6 @@ async def run_streams(server: Server, count: int, num_tokens: int, *, ramp_s: fl
 
 
 def dropped(checkpoint: Checkpoint, answers: list[Answer | Exception], num_tokens: int) -> list[str]:
-    """Streams that are not exactly what they should be."""
     wrong = []
     for seed, answer in enumerate(answers):
         if isinstance(answer, Exception):
@@ -98,8 +95,6 @@ async def test_100_streams_at_once_are_all_whole(fake_server: Server, random_che
 
 
 class Watch:
-    """Samples the gateway's own memory while streams run."""
-
     def __init__(self, process: psutil.Process) -> None:
         self._process = process
         self.peak_bytes = 0

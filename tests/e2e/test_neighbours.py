@@ -50,7 +50,6 @@ async def asked(bench: TestBench, tenant: str, num_tokens: int, seed: int) -> ht
 
 
 async def victims_answers(bench: TestBench) -> list[tuple[int, str, float]]:
-    """One after the other, a tenant that asks quietly: status, text, and seconds that it took."""
     answers, loop = [], asyncio.get_running_loop()
     for seed in range(NUM_ASKED):
         began_s = loop.time()

@@ -34,7 +34,6 @@ def slow_client(fake_server: Server) -> Iterator[OpenAI]:
 
 @pytest.fixture(scope="module")
 def said(client: OpenAI) -> str:
-    """The greedy answer to MESSAGES."""
     answer = client.chat.completions.create(
         model="random", messages=MESSAGES, temperature=0, max_completion_tokens=COUNT, extra_body=NEVER_STOP
     )

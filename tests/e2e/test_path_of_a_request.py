@@ -102,7 +102,6 @@ class Watch:
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        """In this thread."""
         sys.setprofile(self)
         try:
             yield
@@ -174,7 +173,6 @@ class Deployment:
     steps: threading.Semaphore
 
     def has_read_since(self, sent_s: float) -> bool:
-        """Whether the gateway has read a heartbeat that was sent then or later."""
         (replica,) = pool_of(self.gateway).replicas
         return replica.connection.snapshot is not None and replica.connection.snapshot.received_s >= sent_s
 

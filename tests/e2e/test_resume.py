@@ -33,8 +33,6 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 
 @dataclass
 class TwoGateways:
-    """Over one store and one engine."""
-
     gateways: list[Child]
     engine: Child
 
@@ -51,7 +49,6 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[tuple[Child, dict[str, Any]]]:
-    """A fake engine, and the model of its gateways."""
     text_folder = bundled_path("headrace-tiny")
     assert text_folder is not None
     engine = {"replica": "r0", "address": f"unix:{folder}/e0", "engine": {"model": str(text_folder)}}

@@ -99,7 +99,6 @@ def test_rounded_arithmetic_is_that_of_its_reference_and_not_nearly(trained_chec
 
 
 def _told(loop: PlainLoop, prompts: Iterable[Sequence[int]]) -> Tensor:
-    """What a model makes of each token of the prompts after their first ones."""
     found = [loop.logits(prompt).log_softmax(-1)[range(len(prompt) - 1), prompt[1:]] for prompt in prompts]
     return torch.cat(found)
 

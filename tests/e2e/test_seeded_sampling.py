@@ -40,7 +40,6 @@ def watched(checkpoint: Checkpoint) -> list[EngineRequest]:
 
 
 def neighbours(checkpoint: Checkpoint, draw: random.Random) -> list[EngineRequest]:
-    """31 requests with nothing in common."""
     return [
         greedy_request(
             f"n{number}",

@@ -25,12 +25,10 @@ def completion(prompt: Sequence[int], model: str = "random", **changes: Any) -> 
 
 
 async def told(server: Server, body: dict[str, Any], **how: Any) -> Answer:
-    """A streamed completion with its usage."""
     return await stream(server.port, COMPLETIONS, {**body, "stream_options": {"include_usage": True}}, key=KEY, **how)
 
 
 def check(answer: Answer, checkpoint: Checkpoint, prompt: Sequence[int], count: int = COUNT, n: int = 1) -> None:
-    """The whole answer, and nothing else."""
     expected = checkpoint.plain.text(checkpoint.plain.greedy(prompt, count))
     assert answer.is_done
     assert dict(answer.text) == dict.fromkeys(range(n), expected)

@@ -31,8 +31,6 @@ CLOSED = "The capital of France is Paris."
 
 
 class Process:
-    """One command. `log` is what it printed so far."""
-
     def __init__(self, folder: Path, *command: str) -> None:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_") or name == "HEADRACE_CACHE_DIR"}
         self._path = folder / f"log-{len(list(folder.glob('log-*')))}"
@@ -94,7 +92,6 @@ def ask(port: int, model: str = "headrace-tiny", **body: Any) -> tuple[int, dict
 
 
 def ready(port: int) -> dict[str, str]:
-    """Replica -> why it is not ready."""
     connection = HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     connection.request("GET", "/ready")
     replicas = json.loads(connection.getresponse().read())["replicas"]
@@ -107,7 +104,6 @@ def port_of(process: Process) -> int:
 
 
 def address_of(engine: Process) -> str:
-    """Where an engine with port 0 listens."""
     return engine.log.rpartition(" at ")[2].split('"')[0].split()[0]
 
 

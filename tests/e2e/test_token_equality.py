@@ -50,17 +50,14 @@ OVERLAPPED_ALWAYS = ("batched", "chunks of 7", "no prefix cache", "fair")
 
 
 def overlapped(mode: str) -> Any:
-    """A mode with depth 2, in the quick suite or the slow one."""
     return pytest.param(mode, 2, marks=() if mode in OVERLAPPED_ALWAYS else pytest.mark.slow)
 
 
 def longest_of(checkpoint: Checkpoint) -> int:
-    """Tokens of the longest sequence these tests make, with a little room."""
     return max(len(prompt) for prompt in checkpoint.prompts) + COUNT + 2
 
 
 def requests_of(checkpoint: Checkpoint, **changes: Any) -> list[EngineRequest]:
-    """One greedy request per prompt, of different tenants, tiers and classes."""
     return [
         greedy_request(
             f"r{number}",

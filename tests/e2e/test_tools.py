@@ -54,7 +54,6 @@ def client(pair: Server) -> Iterator[OpenAI]:
 
 
 def check_calls(message: Any, *, at_most: int = 128) -> None:
-    """Every call is of a function that was offered, and its arguments validate."""
     assert message.tool_calls
     assert len(message.tool_calls) <= at_most
     assert len({call.id for call in message.tool_calls}) == len(message.tool_calls)

@@ -24,7 +24,7 @@ from triton.backends.nvidia.driver import ty_to_cpp
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
-"""Shared memory of a block at most, by compute capability: A100, H100."""
+"""By compute capability: A100, H100."""
 _NUMBERS = count(1000)
 
 

@@ -15,7 +15,6 @@ PAGE, USAGE_PAGE = ROOT / "docs" / "api.md", ROOT / "docs" / "usage.md"
 COLUMN_ROWS = "<!-- columns: made from headrace.gateway.ledger.record -->\n", "<!-- end of columns -->"
 PATHS = "<!-- paths: made from headrace.gateway.surfaces.routes -->\n", "<!-- end of paths -->"
 FIELDS = "<!-- fields: made from headrace.gateway.surfaces.dialect.field_table -->\n", "<!-- end of fields -->"
-"""The lines before and after each table."""
 
 
 def paths_table() -> str:
@@ -32,7 +31,6 @@ def fields_tables() -> str:
 
 
 def _rows(rules: Iterable[FieldRule]) -> list[str]:
-    """One line for all fields of the same place, treatment and rule."""
     alike: dict[str, list[str]] = {}
     for rule in rules:
         places = (
@@ -46,7 +44,6 @@ def _rows(rules: Iterable[FieldRule]) -> list[str]:
 
 
 def columns_table() -> str:
-    """Of a usage record: one line for neighbours of one meaning."""
     lines = ["| field | what |", "|---|---|"]
     for meaning, columns in groupby(COLUMNS, key=lambda column: column.meaning):
         lines.append(f"| {', '.join(f'`{column.name}`' for column in columns)} | {meaning} |")
@@ -54,7 +51,6 @@ def columns_table() -> str:
 
 
 def shown(marks: tuple[str, str], page: Path = PAGE) -> str:
-    """What the page has between two marks."""
     begin, end = marks
     return page.read_text(encoding="ascii").split(begin)[1].split(end)[0]
 

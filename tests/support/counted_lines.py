@@ -12,7 +12,6 @@ from typing import Any
 
 
 def num_lines(call: Callable[[], object]) -> int:
-    """Lines and calls of Python that `call()` runs in this thread."""
     count = 0
 
     def trace(_frame: FrameType, _event: str, _arg: object) -> Any:

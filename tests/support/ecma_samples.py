@@ -112,7 +112,6 @@ def _atom(rng: random.Random, depth: int) -> str:
 
 
 def schemas(count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Schemas of objects: listed, matched and free names, strings under several rules, lists of those."""
     rng = random.Random(seed)
     for _ in range(count):
         yield _object(rng, 2)

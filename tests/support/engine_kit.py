@@ -34,8 +34,6 @@ def request(name: str, prompt: list[int], **changes: Any) -> EngineRequest:
 
 
 class ManualClock:
-    """Time that moves when told to."""
-
     def __init__(self) -> None:
         self.now = 100.0
 
@@ -68,12 +66,11 @@ class NotedPreparer:
         """The loop has ended."""
 
     def check_idle(self) -> None:
-        """What was begun has ended, each once."""
         assert self.ended == Counter(self.begun)
 
 
 class DrivenEngine:
-    """A real scheduler and loop over the oracle runner, turned by hand; collects what every sequence was told."""
+    """A real scheduler and loop over the oracle runner, turned by hand."""
 
     def __init__(
         self,
@@ -132,13 +129,11 @@ class DrivenEngine:
                     self.errors[update.request_id] = HeadraceError(update.error)
 
     def submit(self, *requests: EngineRequest, needs: frozenset[str] = frozenset()) -> None:
-        """needs: prerequisites of each of these requests."""
         for item in requests:
             self.preparer.needs[item.request_id] = dict.fromkeys(needs, self.prerequisite_timeout_s)
             self.engine.submit(item)
 
     def satisfied(self, name: str, what: str) -> None:
-        """What the preparer says of a request that the engine has begun to prepare; of any other nothing."""
         if (preparation_id := self.preparer.preparation_ids.get(name)) is not None:
             self.engine.satisfied(preparation_id, what)
 

@@ -42,11 +42,7 @@ class ArmedFailpoint:
 
 @contextmanager
 def armed(name: str, make: Callable[[], BaseException] | None = None, *, skip: int = 0, times: int | None = 1) -> Iterator[ArmedFailpoint]:
-    """Arm one place of this process until the block ends.
-
-    make   builds the exception; default `Injected`
-    skip   calls that pass before the first raise
-    times  raises before the place works again; None = every time
+    """Arm one place of this process until the block ends. times: None: each time.
 
     Raises: ValueError for a name that is in no source file or is armed already: a test that can never fire is a mistake.
     """
@@ -63,7 +59,6 @@ def armed(name: str, make: Callable[[], BaseException] | None = None, *, skip: i
 
 
 def sites() -> tuple[str, ...]:
-    """Every place in the engine's source that calls `failpoint`, sorted."""
     here = Path(failpoints.__file__)
     texts = [path.read_text(encoding="utf-8") for path in here.parent.rglob("*.py") if path != here]
     return tuple(sorted({name for text in texts for name in _CALL.findall(text)}))

@@ -20,8 +20,6 @@ from headrace.wire.leash import Leash, LeashRequest, LeashRequestKind, ReplicaSt
 
 
 class Answers:
-    """What is asked over the leash, answered in its thread."""
-
     def __init__(self, path: Path, leash: Leash) -> None:
         self._path = path
         self._leash = leash

@@ -20,7 +20,6 @@ class FileSource:
         self._held = self._last = json.loads(path.read_text())
 
     def config(self) -> FleetConfig:
-        """As the deployment starts."""
         return self._make(self._held)
 
     def read(self) -> FleetConfig:

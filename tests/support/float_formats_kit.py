@@ -1,7 +1,6 @@
 """Makes weights of random codes and scales, stored as float8, ModelOpt and compressed-tensors files have them.
 
-`quantized_kit.save_pair` makes checkpoints of them. What a weight stands for is computed one value at a time, from the bits of its codes,
-in double precision. A product of stored numbers is exact there, so the only rounding is the one to float32.
+What a weight stands for is computed one value at a time, from the bits of its codes, in double precision: products are exact there.
 """
 
 from __future__ import annotations
@@ -115,7 +114,6 @@ class Fp8:
 
     @property
     def section(self) -> dict[str, Any]:
-        """As transformers and AutoFP8 write it."""
         if self.method == "fbgemm_fp8":
             return {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
         block_size = list(self.blocks) if self.blocks[1] else None
@@ -147,7 +145,6 @@ class ModelOpt:
 
     @property
     def section(self) -> dict[str, Any]:
-        """As ModelOpt writes it, now and in its older files."""
         if self.is_nested:
             fields = {"quant_algo": self.algorithm, "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head"]}
             return {"quant_method": "modelopt", "producer": {"name": "modelopt", "version": "0.23.0"}, "quantization": fields}
@@ -190,7 +187,6 @@ class Compressed:
 
     @property
     def weights(self) -> dict[str, Any]:
-        """The arguments of the weights' rounding, as LLM Compressor writes them."""
         kind = "float" if self.layout.startswith(("float", "nvfp", "mxfp")) else "int"
         strategy = {(0, 0): "tensor", (1, 0): "channel"}.get(self.blocks, "group" if self.blocks[0] == 1 else "block")
         return {
@@ -247,7 +243,6 @@ def _store_nvfp4(shape: tuple[int, int], generator: torch.Generator) -> tuple[Pa
 
 
 def _store_mx(shape: tuple[int, int], generator: torch.Generator, bits: int) -> tuple[Parts, Tensor]:
-    """Float4 or float8 in groups of 32."""
     lowest = 121 if bits == 4 else 114
     scales = torch.randint(lowest, lowest + 4, grid(shape, (1, 32)), generator=generator, dtype=torch.uint8)
     factors = [[e8m0(byte) for byte in row] for row in scales.tolist()]

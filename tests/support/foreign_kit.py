@@ -96,7 +96,6 @@ class ScriptedServer:
 
 @asynccontextmanager
 async def listening(*servers: ScriptedServer) -> AsyncIterator[list[int]]:
-    """The ports of servers that listen until the block ends."""
     opened = [await asyncio.start_server(server, "127.0.0.1", 0) for server in servers]
     try:
         yield [each.sockets[0].getsockname()[1] for each in opened]
@@ -107,7 +106,6 @@ async def listening(*servers: ScriptedServer) -> AsyncIterator[list[int]]:
 
 @asynccontextmanager
 async def scripted(text: TextModel, *servers: ScriptedServer, **fields: Any) -> AsyncIterator[TestBench]:
-    """A gateway over a model with these servers."""
     async with listening(*servers) as ports, open_bench(text, models=far_models(*ports, **fields)) as near:
         yield near
 
@@ -125,5 +123,4 @@ def said(text: str, finish: str | None = None, index: int = 0, **delta: Any) -> 
 
 
 def page(body: bytes, kind: str = "application/json") -> bytes:
-    """A whole answer to a GET."""
     return head("200 OK", kind, f"content-length: {len(body)}") + body

@@ -196,7 +196,6 @@ class FakeReplica(ReplicaClient):
         return num_open
 
     def die(self) -> None:
-        """The process is gone: its streams fail as the wire's do."""
         self.state, self.info, self.snapshot = ConnectionState.DOWN, None, None
         for stream in list(self.streams.values()):
             stream.fail(Unavailable("replica r0 was lost (unavailable: unix:/run/secret.sock)"))
@@ -264,12 +263,10 @@ def gateway_config(**changes: Any) -> GatewayConfig:
 
 
 def server_config(config: GatewayConfig) -> ServerConfig:
-    """The server's part, with https where the fixture `over` says so."""
     return config.server if https is None else replace(config.server, tls=https)
 
 
 def two_replicas() -> list[dict[str, Any]]:
-    """The `models` of a configuration with two replicas."""
     return some_replicas(2)
 
 
@@ -282,11 +279,7 @@ def some_replicas(count: int) -> list[dict[str, Any]]:
 
 @dataclass
 class TestBench:
-    """An open gateway, its replicas, and a client that talks to the application without a socket.
-
-    replicas  the latest connection made under each name
-    label     `replica` of the gateway's metrics for the only replica
-    """
+    """An open gateway, its replicas (the latest connection made under each name), and a client that talks to it without a socket."""
 
     __test__ = False
 
@@ -386,7 +379,6 @@ async def dial(
 async def dial_tcp(
     port: int, *, limit: int = 64 << 10, sock: socket.socket | None = None
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """`dial` without TLS."""
     loop = asyncio.get_running_loop()
     if sock is not None:
         pass
@@ -406,7 +398,6 @@ async def dial_tcp(
 
 
 def post(path: str, body: dict[str, Any], *more: str) -> bytes:
-    """The bytes of a POST, with extra header lines."""
     data = msgspec.json.encode(body)
     lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", f"content-length: {len(data)}", *more, "", ""]
     return "\r\n".join(lines).encode() + data

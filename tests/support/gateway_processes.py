@@ -79,8 +79,6 @@ def child(command: tuple[str, ...], config: Path) -> Iterator[Child]:
 
 @dataclass
 class Site:
-    """A gateway and its engines."""
-
     gateway: Child
     engines: list[Child]
     url: str
@@ -89,7 +87,6 @@ class Site:
         return httpx2.Client(base_url=self.url, timeout=PATIENCE_S, **options)
 
     def wait_until(self, path: str, status: int) -> None:
-        """Until `path` answers with `status`."""
         with self.client() as client:
             until(lambda: client.get(path).status_code == status, said=lambda: f"{path} did not become {status}")
 

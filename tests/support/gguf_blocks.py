@@ -21,7 +21,6 @@ HALVES = {
 
 
 def slow_values(kind: str, content: bytes) -> list[float]:
-    """All values of whole blocks."""
     _, size = BLOCKS[kind]
     values = _VALUES[kind]
     return [value for begin in range(0, len(content), size) for value in values(content[begin : begin + size])]

@@ -161,7 +161,6 @@ def stored_tensors(config: Mapping[str, Any], tensors: Mapping[str, Tensor], arc
 
 
 def model_keys(config: Mapping[str, Any], arch: str) -> dict[str, object]:
-    """The keys that config.json's fields become."""
     names = {
         "hidden_size": "embedding_length",
         "intermediate_size": "feed_forward_length",
@@ -183,7 +182,6 @@ def model_keys(config: Mapping[str, Any], arch: str) -> dict[str, object]:
 
 
 def byte_level_keys(folder: Path, pre: str) -> dict[str, object]:
-    """The keys of a folder with a byte-level tokenizer.json."""
     document = json.loads((folder / "tokenizer.json").read_text())
     config = json.loads((folder / "tokenizer_config.json").read_text())
     added = {token["content"]: token for token in document["added_tokens"]}
@@ -205,7 +203,6 @@ def byte_level_keys(folder: Path, pre: str) -> dict[str, object]:
 
 
 def bundled_gguf(folder: Path, path: Path, kind: str) -> Path:
-    """Write the GGUF file of a bundled model's folder, its matrices in a type."""
     config = json.loads((folder / "config.json").read_text())
     tensors = stored_tensors(config, load_file(folder / "model.safetensors"), "llama")
     keys = {**model_keys(config, "llama"), **byte_level_keys(folder, "headrace")}

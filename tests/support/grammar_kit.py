@@ -61,12 +61,10 @@ def lark(source: str) -> Grammar:
 
 
 def compiled(grammar: Grammar) -> LLMatcher:
-    """Compiled. Raises InvalidRequest."""
     return compile_grammar(trie(), grammar)
 
 
 def matches(grammar: Grammar, text: str) -> bool:
-    """Whether the text is taken token by token, and is complete."""
     matcher, token_ids = compile_grammar(trie(), grammar), encode(text)
     return bool(matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting())
 
@@ -100,7 +98,7 @@ class CompilingSource:
 
 
 class VetterHere:
-    """Vets in this process, where a hostile grammar would have no bounds. Stands for a `GrammarVetter`, which starts a process."""
+    """Vets in this process, where a hostile grammar would have no bounds."""
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._model = folder, vocab_size, eos_token_ids
@@ -127,7 +125,6 @@ def _trie_of(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> T
 
 @contextmanager
 def vetting_here() -> Iterator[None]:
-    """Engines that are made meanwhile vet their grammars in this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("headrace.engine.grammar.preparer.GrammarVetter", VetterHere)
         yield

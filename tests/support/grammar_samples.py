@@ -26,8 +26,6 @@ NAMES = ("name", "id", "tags", "value", "kind", "größe", "with space", "n", "n
 
 @dataclass(frozen=True)
 class Sample:
-    """A grammar and the independent check of a whole output."""
-
     grammar: Grammar
     is_valid: Callable[[str], bool]
 
@@ -47,7 +45,6 @@ def schemas(count: int, seed: int) -> Iterator[Sample]:
 
 
 def is_document(schema: dict[str, Any], text: str) -> bool:
-    """Whether the text is one JSON document that the schema accepts."""
     try:
         value = json.loads(text, object_pairs_hook=_without_duplicates)
     except ValueError:

@@ -154,7 +154,6 @@ _MESSAGES: tuple[tuple[str, str, Any], ...] = (
 
 
 def _raw(model: str) -> list[Hostile]:
-    """Bodies that are broken before any field is looked at."""
     start = b'{"model":' + json.dumps(model).encode() + b',"messages":[{"role":"user","content":'
     end = b"}]}"
     return [
@@ -194,7 +193,6 @@ def _raw(model: str) -> list[Hostile]:
 
 
 def _nested_keys(depth: int, length: int, value: str) -> bytes:
-    """Objects in objects, each under a key of `length` characters."""
     return (('{"' + "k" * length + '":') * depth + value + "}" * depth).encode()
 
 

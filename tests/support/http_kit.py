@@ -82,7 +82,6 @@ class Connection:
         return Reply(status, headers, body)
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """Of a chunked body, until its end."""
         while size := int((await self.reader.readline()).strip() or b"0", 16):
             yield (await self.reader.readexactly(size + 2))[:-2]
         await self.reader.readline()
@@ -99,7 +98,6 @@ class Connection:
 
 
 async def ask(port: int, method: str, path: str, body: object = None, *, key: str | None = None, **more: Any) -> Reply:
-    """One request on a connection of its own."""
     async with asyncio.timeout(PATIENCE_S), Connection(port) as connection:
         await connection.send(request_bytes(method, path, body, key=key, **more))
         return await connection.reply()

@@ -52,7 +52,6 @@ def mock_cluster(topic: str = TOPIC, num_partitions: int = 3) -> Iterator[MockCl
 
 
 def library() -> ctypes.CDLL:
-    """librdkafka as the package brings it."""
     spec = importlib.util.find_spec("confluent_kafka")
     assert spec is not None, NO_PACKAGE
     assert spec.origin is not None

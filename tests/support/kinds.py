@@ -1,14 +1,8 @@
-"""Defines the four kinds of test, and holds each test to what its kind may do.
+"""Defines the four kinds of test (CONTRIBUTING.md), and holds each test to what its kind may do.
 
-pure     no socket, no process, no sleep; files of its own folder alone. A loop that it runs by itself is on virtual time
-loop     asyncio on virtual time (`virtual_time`): nothing of the above either, and time passes only while everything waits
-socket   loopback, grpc and threads inside this process, in real time: waits for events, asserts no seconds
-process  starts another process, or stops one; these run after the others
-
-A test names its kind by a marker, of its own or of its module. The guard hears CPython's audit events, and wraps what raises none: sleeps
-of the main thread, grpc's channels and servers. A forbidden act is refused where it happens; the test fails also where it swallows the
-refusal. Threads are allowed, such as a log's writer that is joined when it is closed; a thread that a loop on virtual time would have to
-wait for fails the test (`virtual_time`). The guard does not see a wait for a lock or a queue with a time limit.
+The guard hears CPython's audit events, and wraps what raises none: sleeps of the main thread, grpc's channels and servers. A forbidden act
+is refused where it happens; the test fails also where it swallows the refusal. A thread that a loop on virtual time would have to wait for
+fails the test (`virtual_time`). The guard does not see a wait for a lock or a queue with a time limit.
 """
 
 from __future__ import annotations
@@ -36,7 +30,6 @@ KINDS = ("pure", "loop", "socket", "process")
 """In the order of what a test may do: each may do what those before it may, in its own kind of time."""
 
 VIRTUAL = ("pure", "loop")
-"""Kinds whose event loops are on virtual time."""
 
 MARK = re.compile(r"\bmark\.(\w+)")
 
@@ -90,7 +83,6 @@ class Guard:
             self.kind = kind
 
     def check(self, act: str, detail: str = "") -> None:
-        """Raises KindBroken where the kind of the running test may not do this."""
         if self.kind and act in _REFUSED[self.kind]:
             calls = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_stack() if frame.filename != __file__]
             message = f"a test of the kind {self.kind} may not do this: {act} {detail}".rstrip() + f", called at {' > '.join(calls[-4:])}"
@@ -102,7 +94,6 @@ class Guard:
             self.check(event, repr(args[-1])[:120])
 
     def _watch_grpc(self) -> None:
-        """Once it is imported: grpc's sockets are made in C."""
         if self._has_grpc or "grpc" not in sys.modules:
             return
         self._has_grpc = True
@@ -196,14 +187,11 @@ def sqlite_without_thread(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
 
 @pytest.fixture(autouse=True)
 def network_of_the_loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a test on virtual time: its servers and connections stay within its loop."""
     if kind_of(request.node) == "loop":
         use_loop_network(monkeypatch)
 
 
 class _Tally:
-    """Number and seconds of each kind, of the process that reports."""
-
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)

@@ -28,7 +28,6 @@ def next_token(context: list[int], vocab_size: int, index: int) -> int:
 
 
 def expected_tokens(prompt: list[int], count: int, vocab_size: int, index: int = 0) -> list[int]:
-    """What the plain loop produces."""
     context = list(prompt)
     for _ in range(count):
         context.append(next_token(context, vocab_size, index))
@@ -70,7 +69,6 @@ class OracleRunner:
         self.tokens: dict[int, list[int]] = {}
         self.started: dict[int, Started] = {}
         self.fail_when: list[int] = []
-        """Token values that make a step raise when computed."""
         self.num_steps = 0
         self._seen: list[Started] = []
         """Everything ever started: the loop repeats state changes after a failed step."""

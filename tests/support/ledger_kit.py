@@ -12,7 +12,6 @@ from headrace.gateway.ledger.record import SinkFailed, UsageRecord, decode_recor
 
 
 def usage(number: int, **changes: Any) -> UsageRecord:
-    """The record of a request with this number."""
     plain: dict[str, Any] = {
         "request_id": f"{number:024x}",
         "time_ms": 1_700_000_000_000 + number,

@@ -1,8 +1,7 @@
 """Provides loopback inside one event loop on virtual time: ports are entries of a table, and a connection is a pair of connected sockets.
 
 The other end of a connection can read at once what one end writes: the kernel guarantees it. So nothing depends on the machine's speed: the
-loop's clock goes on only when no end has anything to read. The code under test sees sockets with addresses, and an asyncio transport at
-each. The gateway's own listener and protocol, aiohttp's sessions, and servers and clients of asyncio's streams run on it unchanged.
+loop's clock goes on only when no end has anything to read.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ Address = tuple[str, int]
 
 
 class ConnectedSocket(socket.socket):
-    """One end of a connection, which knows both addresses."""
-
     def __init__(self, fileno: int, own: Address, peer: Address) -> None:
         super().__init__(fileno=fileno)
         self.setblocking(False)
@@ -50,7 +47,7 @@ class ConnectedSocket(socket.socket):
 
 
 class ListeningSocket:
-    """What the gateway's listener and asyncio's servers use of a listening socket; readable while a connection waits to be accepted."""
+    """Readable while a connection waits to be accepted."""
 
     family, type, proto = socket.AF_UNIX, socket.SOCK_STREAM, 0
 
@@ -109,8 +106,6 @@ class ListeningSocket:
 
 
 class LoopNetwork:
-    """The ports of one event loop."""
-
     def __init__(self) -> None:
         self._listening: dict[int | str, ListeningSocket] = {}
         self._ports = count(40_000)
@@ -138,8 +133,6 @@ class LoopNetwork:
 
 
 class NetworkedLoop(asyncio.SelectorEventLoop):
-    """A loop whose servers and connections, over TCP and Unix sockets, are of its own network."""
-
     def __init__(self, selector: Any = None) -> None:
         self.network = LoopNetwork()
         super().__init__(selector)
@@ -165,7 +158,6 @@ class NetworkedLoop(asyncio.SelectorEventLoop):
         return await super().create_unix_connection(protocol_factory, sock=sock or self.network.connect(str(path)), **options)
 
     async def getaddrinfo(self, host: Any, port: Any, *, family: int = 0, type: int = 0, proto: int = 0, flags: int = 0) -> Any:
-        """Of the names of loopback alone."""
         if host not in ("localhost", HOST):
             raise socket.gaierror(socket.EAI_NONAME, f"{host!r} has no address in a loop's own network")
         return [(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (HOST, port))]
@@ -193,7 +185,6 @@ def _listening_sockets(host: str, port: int, **_options: Any) -> list[ListeningS
 async def _start_connection(
     addr_infos: Sequence[tuple[Any, ...]], *, socket_factory: Callable[[tuple[Any, ...]], socket.socket] | None = None, **_options: Any
 ) -> ConnectedSocket:
-    """As aiohappyeyeballs does: to the first address that takes it."""
     errors: list[OSError] = []
     for info in addr_infos:
         try:

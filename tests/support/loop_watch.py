@@ -1,8 +1,7 @@
 """Measures the longest slice of an event loop's callbacks, in CPU time of the loop's thread or in lines of Python, and what ran in it.
 
-Works with asyncio's own loop, whose handles are Python. A busy machine does not change the CPU time. CPU time leaves out waiting for the
-GIL, of which there is little where no thread computes. The number of lines is the same on every machine, but what C does within a line is
-not seen.
+CPU time leaves out waiting for the GIL, of which there is little where no thread computes. The number of lines is the same on every
+machine, but what C does within a line is not seen.
 """
 
 from __future__ import annotations
@@ -61,7 +60,6 @@ class LoopWatch:
 
 @contextmanager
 def watched_loop() -> Iterator[LoopWatch]:
-    """Watch this thread's event loop while inside."""
     watch = LoopWatch()
     plain = asyncio.Handle._run
     loop_thread = threading.get_ident()

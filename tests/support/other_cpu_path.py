@@ -1,7 +1,7 @@
 """Runs tests once more in a process of their own, whose kernels take the paths of another CPU.
 
-Compiling those paths takes most of the time, so the compiled code stays on disk between runs, in a folder apart from this CPU's own. As in
-the user's kernel cache, code is found by source and CPU. The folder's name also depends on the source of the plugins that switch the paths.
+Compiling those paths takes most of the time, so the compiled code stays on disk between runs, in a folder whose name depends on the source
+of the plugins that switch the paths.
 """
 
 from __future__ import annotations

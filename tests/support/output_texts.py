@@ -21,7 +21,6 @@ PARAMETERS = {
     "$defs": {"list": {"type": "array"}},
 }
 FUNCTIONS = [FunctionTool(name=name, parameters=PARAMETERS) for name in ("f", "g", "find")]
-"""Functions that the requests of these tests offer."""
 
 PARTS = (
     *(marker for row in TOOL_FORMATS.values() for marker in row.markers),
@@ -49,8 +48,6 @@ PARTS = (
 
 @dataclass
 class Parsed:
-    """An output put together again from its deltas."""
-
     text: str = ""
     reasoning: str = ""
     calls: list[tuple[str, str]] = field(default_factory=list)
@@ -74,8 +71,6 @@ def parsed(parser: OutputParser, pieces: Iterable[str]) -> Parsed:
 
 @dataclass(frozen=True)
 class Case:
-    """A text and how it is parsed."""
-
     tools: str | None
     reasoning: str | None
     text: str
@@ -90,8 +85,6 @@ class Case:
         return parsed(self.parser(), [self.text])
 
     def split(self, draw_length: Callable[[], int]) -> Parsed:
-        """Parsed in pieces of the lengths that `draw_length` gives."""
-
         def pieces() -> Iterable[str]:
             at = 0
             while at < len(self.text):

@@ -96,7 +96,6 @@ class PlainLoop:
         return answer
 
     def clear_one(self, prompts: Sequence[Sequence[int]], count: int) -> Sequence[int]:
-        """The first prompt to which `count` tokens can be judged."""
         for prompt in prompts:
             try:
                 self.greedy(prompt, count)
@@ -124,14 +123,13 @@ class PlainLoop:
         return spelled
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, with what the tokenizer puts before it."""
         ids: list[int] = self.tokenizer.encode(text).ids
         return ids
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model folder, its oracle, and prompts worth asking it: token ids, some with common beginnings, none with a doubtful answer."""
+    """None of the prompts has a doubtful answer; some have common beginnings."""
 
     name: str
     folder: Path

@@ -29,7 +29,6 @@ TOKENS = [5, 17, 90, 3, 44, 71, 8, 8, 60, 12, 33]
 ARCHITECTURES = ("Llama", "Qwen2", "Phi3")
 """Qwen2 has biases at q, k and v; Phi3 stores q/k/v and gate/up fused."""
 LINEAR = "model.layers.0.mlp.down_proj"
-"""Of all three."""
 _CONFIG: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 1, "num_attention_heads": HEADS,
     "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
@@ -97,12 +96,8 @@ Parts = dict[str, Tensor]
 
 
 class Stored(Protocol):
-    """How a model is stored in a format."""
-
     @property
-    def section(self) -> dict[str, Any]:
-        """`quantization_config`"""
-        ...
+    def section(self) -> dict[str, Any]: ...
 
     def store(self, shape: tuple[int, int], generator: torch.Generator) -> tuple[Parts, Tensor]:
         """Random parts of a weight [N, K], by their names below the linear's; and the weight, float32."""
@@ -124,7 +119,6 @@ class Gptq:
 
     @property
     def section(self) -> dict[str, Any]:
-        """As AutoGPTQ and GPTQModel write it."""
         return {
             "quant_method": "gptq", "bits": self.bits, "group_size": self.group, "sym": self.symmetric, "desc_act": self.desc_act,
             "checkpoint_format": "gptq" if self.version == 1 else "gptq_v2", "true_sequential": True, "damp_percent": 0.01,
@@ -145,8 +139,6 @@ class Gptq:
 
 @dataclass
 class Awq:
-    """How a model is stored as AWQ."""
-
     group: int = 32
     symmetric: bool = False
 
@@ -189,7 +181,6 @@ class Pair:
     dense: Parts
 
     def write(self) -> None:
-        """The folder of parts, again, as `config` and `tensors` are now."""
         _write(self.folder, self.config, self.tensors)
 
     def copied(self, folder: Path) -> Pair:
@@ -246,7 +237,6 @@ def _write(folder: Path, config: dict[str, Any], tensors: Parts) -> None:
 
 
 def load(folder: Path, *, backend: Backend | None = None, **options: Any) -> LoadedModel:
-    """The model in float32, as the reference kernels compute it."""
     given: dict[str, Any] = {"dtype": torch.float32, "device": CPU, "load_format": "auto", "seed": 0, "max_model_len": None, **options}
     return load_model(folder, backend=backend or load_backend("reference"), **given)
 

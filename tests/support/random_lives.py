@@ -144,8 +144,6 @@ class RandomFaults:
 
 
 class _Prepared:
-    """A `Preparer` of grammars that need no compiling."""
-
     def begin(self, request: EngineRequest, preparation_id: PreparationId) -> dict[str, float]:
         return {}
 
@@ -157,8 +155,6 @@ class _Prepared:
 
 
 class LifeEngine:
-    """An engine over a runner, turned by hand, and what it said to each sequence."""
-
     def __init__(self, decoder: DecoderModel, runner: Runner, *, num_blocks: int, depth: int = 1) -> None:
         config = EngineConfig(model="tiny", depth=depth, block_size=4, max_num_seqs=8, max_num_batched_tokens=24)
         info = ModelInfo(
@@ -192,7 +188,6 @@ class LifeEngine:
         raise AssertionError("the engine did not come to rest")
 
     def _look_after(self, life: Life) -> bool:
-        """Whether the request is still open; acts on it once it is time."""
         if all(key in self.finish for key in life.keys):
             return False
         if life.cancel_at is not None and sum(len(self.tokens[key]) for key in life.keys) >= life.cancel_at:
@@ -225,7 +220,6 @@ class LifeEngine:
         assert (load.num_running, load.num_waiting, load.kv_blocks_used) == (0, 0, len(self.engine.info.kv_groups))
 
     def differences(self, lives: Sequence[Life], plain: LifeEngine) -> list[str]:
-        """Of each sequence that was not answered as by `plain`, in words."""
         return [f"{key}: {problem}" for life in lives for key in life.keys if (problem := self._difference(life, key, plain))]
 
     def _difference(self, life: Life, key: Key, plain: LifeEngine) -> str | None:

@@ -86,7 +86,6 @@ def draw(seed: int) -> Draw:
 
 
 def _rope(rng: random.Random, family: str, head_dim: int) -> tuple[str, dict[str, Any]]:
-    """(kind, rope_parameters without layers' types)."""
     kind = rng.choice(ROPES if family != "Phi3" else ("default", "longrope"))
     params: dict[str, Any] = {"rope_type": kind, "rope_theta": rng.choice([100.0, 1e4, 5e5])}
     rotated = head_dim
@@ -116,7 +115,7 @@ def _rope(rng: random.Random, family: str, head_dim: int) -> tuple[str, dict[str
 
 
 def _family_fields(rng: random.Random, family: str, params: dict[str, Any]) -> dict[str, Any]:
-    """What only this family has. Gemma 3's local layers rotate without scaling."""
+    """Gemma 3's local layers rotate without scaling."""
     window, types = rng.choice([1, 5, 9, 33]), rng.choices(["sliding_attention", "full_attention"], k=2)
     experts = {"num_experts_per_tok": rng.choice([1, 2, 3])}
     match family:
@@ -145,7 +144,6 @@ def _family_fields(rng: random.Random, family: str, params: dict[str, Any]) -> d
 
 
 def spell_as_model_cards_do(folder: Path) -> None:
-    """Write rope_theta and rope_scaling for rope_parameters."""
     config = json.loads((folder / "config.json").read_text())
     params = config.pop("rope_parameters")
     if config["model_type"] == "gemma3_text":

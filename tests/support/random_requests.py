@@ -50,7 +50,6 @@ class Trial:
     is_resumed: bool
 
     def features(self) -> list[str]:
-        """What it is counted as."""
         params = self.request.params
         has = {
             self.kind: True,
@@ -90,7 +89,6 @@ def _trial(rng: random.Random, name: str, grammars: dict[str, list[Grammar]], co
 
 
 def _params(rng: random.Random, *, is_free: bool) -> SamplingParams:
-    """Usual parameters, and each rarer one now and then."""
     given: dict[str, Any] = {"temperature": rng.choice((0.0, 0.7, 1.0, 1.0, 1.6)), "seed": rng.getrandbits(62)}
     given["max_tokens"] = rng.randint(1, LONGEST_OUTPUT)
     rare: dict[str, Any] = {
@@ -126,7 +124,6 @@ def _grammars(rng: random.Random) -> dict[str, list[Grammar]]:
 
 
 def _calls(rng: random.Random, arguments: Sequence[dict[str, object]]) -> Grammar:
-    """The grammar of calls that must be made: any of one to three functions, a named one, or text with calls of strict functions."""
     names = ("find", "get_weather", "send-mail")[: rng.randint(1, 3)]
     tools = [FunctionTool(name=name, parameters=rng.choice(arguments), is_strict=True) for name in names]
     required = ToolChoice(mode=CallMode.REQUIRED, is_parallel=rng.random() < 0.5)
@@ -152,7 +149,6 @@ class Crowd:
     _open: dict[str, Trial] = field(default_factory=dict)
 
     def run(self, trials: Sequence[Trial]) -> None:
-        """To the end of the last one."""
         waiting = list(reversed(trials))
         while waiting or self.engine.engine.scheduler.sequences.has_work:
             while waiting and len(self._open) < MOST_OPEN and self.rng.random() < 0.8:
@@ -170,7 +166,6 @@ class Crowd:
         self.engine.submit(request)
 
     def _look_after(self, trial: Trial) -> None:
-        """Cut a request off once it is time; forget it when all its sequences have ended."""
         request = trial.request
         keys = _keys(request)
         if all(key in self.engine.finish for key in keys):
@@ -196,7 +191,7 @@ class Crowd:
         self.expected[name, key[1]] = whole.after(num_tokens)
 
     def differences(self) -> list[str]:
-        """Of every sequence whose answer is not the expected one, in words; empty: the engine kept its promise."""
+        """In words; empty: the engine kept its promise."""
         found = []
         for key, expected in self.expected.items():
             given = self.engine.so_far(key)

@@ -31,7 +31,6 @@ ROOMY: dict[str, Any] = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 64,
 }
-"""Everything fits; tests change what they are about."""
 
 
 def greedy_request(name: str, prompt: Sequence[int], **changes: Any) -> EngineRequest:
@@ -53,11 +52,9 @@ class Answer(NamedTuple):
     finish: FinishReason | None
 
     def until(self, num_tokens: int, num_prompt_logprobs: int) -> Answer:
-        """What had been emitted when the sequence was cut off after this many tokens and entries of the prompt."""
         return Answer(self.token_ids[:num_tokens], self.logprobs[:num_tokens], self.prompt_logprobs[:num_prompt_logprobs], None)
 
     def after(self, num_tokens: int) -> Answer:
-        """What a resume after this many tokens emits."""
         return Answer(self.token_ids[num_tokens:], self.logprobs[num_tokens:], [], self.finish)
 
 
@@ -83,11 +80,8 @@ def resumed_anywhere(
 
 
 class RealEngine:
-    """What an engine over a model folder said to each sequence. Leaving the block checks that nothing is left over.
+    """An engine over a model folder, and what it said to each sequence. Leaving the block checks that nothing is left over.
 
-    tokens   output ids per (request, index)
-    logprobs beside them, where they were asked for; prompt_logprobs likewise
-    finish   how each sequence ended
     cached   prompt tokens each request took from the prefix cache
     refused  errors of rejected requests
     errors   what was said of sequences that failed
@@ -126,7 +120,7 @@ class RealEngine:
             self.engine.submit(request)
 
     def run(self, *requests: EngineRequest, each_turn: Callable[[int], None] = lambda turn: None) -> Self:
-        """Hand the requests in and turn until nothing is left. each_turn(number) is called before every turn."""
+        """each_turn(number) is called before every turn."""
         self.submit(*requests)
         for number in range(MAX_TURNS):
             each_turn(number)
@@ -148,7 +142,6 @@ class RealEngine:
         return self.tokens[name, index]
 
     def so_far(self, key: Key) -> Answer:
-        """What was emitted for a sequence until now."""
         return Answer(self.tokens[key], self.logprobs[key], self.prompt_logprobs[key], self.finish.get(key))
 
     def answers(self) -> Answers:

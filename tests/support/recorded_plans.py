@@ -67,7 +67,6 @@ def record(
 
 
 def give_costs(scheduler: Scheduler, costs: StepCosts) -> None:
-    """Every plan is given these costs."""
     plan, given = scheduler.plan, costs
 
     def plan_with_costs(now: float, costs: StepCosts = UNKNOWN_COSTS) -> Plan | None:
@@ -114,8 +113,6 @@ def _recorded_params(params: SamplingParams) -> dict[str, Any]:
 
 
 class Life:
-    """An engine over the oracle runner, and chance that submits, cancels, finishes, waits and lets steps fail."""
-
     def __init__(
         self, seed: int, queue_policy: str | None = None, priority: PriorityClass | None = None, tenant: str | None = None
     ) -> None:
@@ -165,7 +162,6 @@ class Life:
             self.digest.update(recorded.encode())
 
     def act(self) -> None:
-        """One of the things that happen, most often a few turns."""
         draw, engine = self.random, self.driven.engine
         name = RequestId(f"r{draw.randrange(self.num_requests + 1)}")
         chance = draw.random()

@@ -18,7 +18,6 @@ RECORD = "HEADRACE_TEST_RECORD"
 
 
 def save_result(name: str, values: Mapping[str, object]) -> None:
-    """Write <name>.json: the values, and where they were measured (commit, machine, load)."""
     folder = COMMITTED if os.environ.get(RECORD) == "1" else SCRATCH
     folder.mkdir(parents=True, exist_ok=True)
     content = {**values, "environment": asdict(environment())}

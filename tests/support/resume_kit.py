@@ -39,15 +39,12 @@ class Event:
 
 @dataclass
 class Received:
-    """What a client got: a status, and the events or another body."""
-
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes = b""
 
     @property
     def events(self) -> list[Event]:
-        """Whole events; comments are left out."""
         found = []
         for block in self.body.decode().split("\n\n")[:-1]:
             lines = dict(line.split(": ", 1) for line in block.split("\n") if not line.startswith(":"))
@@ -169,5 +166,4 @@ def equal(replica: FakeReplica) -> None:
 
 
 async def kept(bench: TestBench) -> None:
-    """Until all entries are written."""
     await eventually(lambda: bench.gateway.service.kept_streams.num_writing == 0)

@@ -21,8 +21,6 @@ GROUP = 64
 
 
 class RoundedProduct(nn.Module):
-    """A linear as int8 or int4, its inputs rounded row by row."""
-
     def __init__(self, linear: nn.Linear, quantization: str) -> None:
         super().__init__()
         self.weight = {"int8": _rounded_outputs, "int4": _rounded_groups}[quantization](linear.weight.detach().float())
@@ -81,7 +79,6 @@ class RoundedLoop(PlainLoop):
             return super().logits(ids)
 
     def certain(self, prompt: Sequence[int], count: int) -> list[int]:
-        """Up to `count` tokens after the prompt, ending before the first that the model is not sure of."""
         answer: list[int] = []
         while len(answer) < count:
             values, best = self.logits([*prompt, *answer])[-1].topk(2)
@@ -92,7 +89,6 @@ class RoundedLoop(PlainLoop):
 
     @contextmanager
     def _storing(self) -> Iterator[None]:
-        """transformers' attention sees keys and values as the cache gives them back."""
         from transformers.models.llama import modeling_llama
 
         plain: Callable[..., Any] = modeling_llama.eager_attention_forward

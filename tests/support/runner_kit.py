@@ -98,7 +98,6 @@ class DenseLlama:
         return F.linear(self._norm(hidden, w["model.norm.weight"]), w["lm_head.weight"])
 
     def greedy(self, prompt: Sequence[int], count: int, language: Language = lambda outputs: range(VOCAB)) -> list[int]:
-        """The plain loop: `count` tokens after the prompt, each the best of what `language` allows after those before."""
         ids = list(prompt)
         for _ in range(count):
             logits = self.logits(ids)[-1]
@@ -124,8 +123,6 @@ def load_decoder(folder: Path) -> DecoderModel:
 
 
 class MakeRunner(Protocol):
-    """`make_runner`, or another runner's function like it."""
-
     def __call__(
         self, decoder: DecoderModel, *, model: Any = None, num_blocks: int = 64, slots: int = 8, masks: MaskSource | None = None
     ) -> Any: ...
@@ -140,7 +137,6 @@ def make_runner(
     slots: int = 8,
     masks: MaskSource | None = None,
 ) -> ModelRunner:
-    """A runner over the decoder's KV shapes; `model` may stand in front of it."""
     kv = allocate_kv(decoder.kv_shapes, decoder.group_of, (num_blocks,), block_size, torch.float32, CPU)
     return ModelRunner(
         model or decoder, kv, max_num_seqs=slots, max_model_len=CONTEXT, draw=draw, eos_token_ids=(2,), masks=masks
@@ -230,7 +226,6 @@ class Planner:
 
 
 def row_tokens(result: Result) -> list[list[int]]:
-    """Tokens of each row."""
     tokens, position = [], 0
     for count in result.token_counts:
         tokens.append(list(result.token_ids[position : position + count]))

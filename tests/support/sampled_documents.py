@@ -10,7 +10,6 @@ from headrace.core.grammar import Grammar
 from headrace.engine.grammar.compiling import GrammarVocabulary, TokenTrie, compile_grammar
 
 LONG = 60
-"""Bytes after which a document is brought to its end."""
 
 MAX_BYTES = 4_000
 END = 256
@@ -18,7 +17,6 @@ END = 256
 
 @cache
 def byte_trie() -> TokenTrie:
-    """A vocabulary of the 256 bytes and an end token."""
     return TokenTrie(GrammarVocabulary([*(bytes([byte]) for byte in range(256)), b"<end>"], frozenset({END}), (END,)))
 
 
@@ -43,7 +41,6 @@ def documents(grammar: Grammar, count: int, *, seed: int = 0) -> Iterator[str]:
 
 
 def is_taken(grammar: Grammar, text: str) -> bool:
-    """Whether the text is a whole document of the grammar."""
     matcher, given = compile_grammar(byte_trie(), grammar), list(text.encode())
     return bool(matcher.try_consume_tokens(given) == len(given) and matcher.is_accepting())
 

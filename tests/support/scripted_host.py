@@ -53,7 +53,6 @@ class HostScript:
         return self.processes[-1]
 
     def go_on(self) -> None:
-        """Hosts read what they were sent while they were stopped."""
         self.is_stopped = False
         self.current.read()
 
@@ -93,7 +92,6 @@ class ScriptedHost:
         return len(self._workers)
 
     def kill_workers(self) -> None:
-        """As a signal from outside does."""
         for number in [*self._workers]:
             self._end_worker(number, signal.SIGKILL)
 
@@ -199,7 +197,6 @@ class _Forked(asyncio.Protocol):
 
 @contextmanager
 def scripted_hosts() -> Iterator[HostScript]:
-    """While inside, each `HostProcess` starts a host of the script."""
     script = HostScript()
 
     def popen(command: Sequence[str], *, stdin: int, env: Mapping[str, str], **_: Any) -> ScriptedHost:

@@ -32,7 +32,6 @@ from headrace.fleet.supervisor import FleetExit, FleetReady, Supervisor
 from headrace.wire.leash import LeashRequests
 
 PORT = 8123
-"""What a deployment without sockets takes for a free port."""
 
 
 @dataclass
@@ -68,10 +67,8 @@ class Script:
 class ScriptedProcess(Child):
     """A gateway or an engine.
 
-    command      what it was started with, without the leash; withheld: the variables that it does not inherit
-    config       what its file said when it was last read
-    asked_at     times at which it was asked to leave
-    launched_at  when it was started, ended_at: when it ended
+    command  without the leash; withheld: variables that it does not inherit
+    config   what its file said when it was last read
     """
 
     def __init__(self, label: str, pid: int, command: Sequence[str], withheld: Collection[str], script: Script) -> None:
@@ -181,8 +178,6 @@ class ScriptedProcess(Child):
 
 
 class ScriptedLauncher:
-    """launched: every process ever started, in that order"""
-
     def __init__(self, script: Script) -> None:
         self._script = script
         self.launched: list[ScriptedProcess] = []
@@ -282,14 +277,12 @@ class ScriptedSite:
         return None if self._has_failed else await self.running
 
     async def failure(self) -> HeadraceError:
-        """Why it ended."""
         with pytest.raises(HeadraceError) as caught:
             await self.running
         self._has_failed = True
         return caught.value
 
     def has_begun(self) -> bool:
-        """Commands are taken."""
         return any(self._parent.glob("headrace-*/admin.sock")) if self._operator is None else self._operator.is_open
 
     @property
@@ -298,11 +291,9 @@ class ScriptedSite:
         return found
 
     def folders(self) -> list[Path]:
-        """What the deployment has made; nothing once it has ended."""
         return [*self._parent.glob("headrace-*")]
 
     def scale_file(self, **replicas: int) -> None:
-        """The file that is read at the next reload: its models, and the replicas of each."""
         self.write_file(models=models_of(replicas))
 
     def write_file(self, **changes: Any) -> None:
@@ -310,7 +301,6 @@ class ScriptedSite:
         self.source.config = replace(self.source.config, **changes)
 
     async def do(self, command: str, **body: Any) -> list[dict[str, Any]]:
-        """A command to its end."""
         if self._operator is not None:
             async with asyncio.timeout(3600):
                 return await self._operator.do(command, body)
@@ -323,7 +313,6 @@ class ScriptedSite:
 
     @property
     def written(self) -> dict[str, Any]:
-        """The gateways' file."""
         found: dict[str, Any] = json.loads((self.run_dir / "gateway.json").read_text())
         return found
 
@@ -334,7 +323,6 @@ class ScriptedSite:
                 await asyncio.sleep(0.02)
 
     async def all_serving(self, model: str = "tiny") -> None:
-        """Until every replica of the model has been ready at every gateway."""
         async with asyncio.timeout(PATIENCE_S):
             while set((await self.phases(model)).values()) != {"serving"}:
                 await asyncio.sleep(0.02)
@@ -349,14 +337,12 @@ class ScriptedSite:
         return [replica["name"] for replica in found["replicas"]]
 
     def pids(self, label: str) -> list[int]:
-        """Of every process that ran under this label."""
         return [process.pid for process in self.launcher.launched if process.label == label]
 
     def is_launched(self, label: str) -> bool:
         return bool(self.pids(label))
 
     def process(self, label: str) -> ScriptedProcess:
-        """The latest of this label."""
         return [process for process in self.launcher.launched if process.label == label][-1]
 
 

@@ -35,7 +35,6 @@ class ScriptedStore:
         self._goes.clear()
 
     def go_on(self) -> None:
-        """It works again, also after a failure."""
         self._goes.set()
         self.failure = self.write_failure = ""
 
@@ -64,7 +63,6 @@ def script_limits(bench: TestBench) -> ScriptedStore:
 
 
 def script_answers(bench: TestBench) -> ScriptedStore:
-    """Of the response cache."""
     return _script_entries(bench.gateway.service.answer_cache._store)
 
 

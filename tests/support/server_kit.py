@@ -45,7 +45,6 @@ STEP_S = 0.02
 """What such an engine takes for a step: a stream of 150 tokens has a middle in which something can happen, also where a test is late."""
 REPORT = signal.SIGRTMIN + 3
 MEASURE = signal.SIGRTMIN + 4
-"""The probe's signals."""
 KEY = "sk-end-to-end-0123456789"
 
 
@@ -101,7 +100,6 @@ class Server:
 
     @property
     def log(self) -> str:
-        """Everything the deployment printed."""
         return "".join((self.folder / name).read_text(errors="replace") for name in ("out", "err"))
 
     def wait_ready(self) -> None:
@@ -119,11 +117,9 @@ class Server:
         self.until(lambda: self.get("/ready?strict")[0] == 200)
 
     def until(self, condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
-        """Wait for something another process does. Raises AssertionError with the log's end."""
         until(condition, timeout_s, said=lambda: self.log[-4000:])
 
     async def eventually(self, condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
-        """`until`, while this process's own event loop goes on."""
         await asyncio.to_thread(self.until, condition, timeout_s)
 
     def get(self, path: str, *, key: str | None = KEY) -> tuple[int, Any]:
@@ -183,7 +179,6 @@ class Server:
         )
 
     def probe(self, pid: int) -> dict[str, Any]:
-        """What `probe/sitecustomize.py` says of one process."""
         path = self.folder / "probe" / f"{pid}.json"
         path.unlink(missing_ok=True)
         os.kill(pid, REPORT)
@@ -192,7 +187,6 @@ class Server:
         return said
 
     def footprint(self) -> dict[str, Footprint]:
-        """Of the gateway and every engine."""
         made = {}
         for name, pid in self.pids().items():
             process, said = psutil.Process(pid), self.probe(pid)
@@ -221,7 +215,6 @@ class Server:
         assert not list(self.folder.glob("headrace-*"))
 
     def kill(self) -> None:
-        """Whatever is left, without a word."""
         if self.process.poll() is None:
             children = psutil.Process(self.process.pid).children(recursive=True)
             self.process.kill()
@@ -232,7 +225,6 @@ class Server:
 
 
 def is_alive(pid: int) -> bool:
-    """A zombie of somebody else's is as good as gone."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -269,7 +261,6 @@ def serving(config: Mapping[str, object], *arguments: str) -> Iterator[Server]:
 
 @contextmanager
 def serving_fake(folder: Path, **config: Any) -> Iterator[Server]:
-    """`serve_fake.py` over a text model's folder."""
     given = {"folder": str(folder), "run_dir": "{folder}", **config}
     with started([*FAKE_COMMAND, "{folder}/serve.json"], {"serve.json": given}) as server:
         yield server

@@ -23,7 +23,6 @@ async def benches(text: TextModel, store: Mapping[str, Any], **changes: Any) -> 
 
 
 async def turn(bench: TestBench, session: str, *said: str, key: str | None = None, **fields: Any) -> httpx2.Response:
-    """A turn with these messages of the user."""
     headers = {"x-session-id": session} | ({} if key is None else {"authorization": f"Bearer {key}"})
     body = {"model": MODEL, "messages": [user(text) for text in said], **fields}
     return await bench.client.post(CHAT, json=body, headers=headers)
@@ -45,7 +44,6 @@ async def history(bench: TestBench, session: str) -> list[dict[str, Any]]:
 
 
 def text_of(response: httpx2.Response) -> str:
-    """The answer's text, streamed or not."""
     assert response.status_code == 200, response.text
     if response.headers["content-type"].startswith("text/event-stream"):
         deltas = [choice["delta"].get("content", "") for event in events_of(response.text) for choice in event["choices"]]
@@ -55,7 +53,6 @@ def text_of(response: httpx2.Response) -> str:
 
 
 def prompt_of(bench: TestBench, replica: FakeReplica | None = None) -> str:
-    """What the engine was asked last."""
     request: EngineRequest = (replica or bench.replica).requests[-1]
     return bench.replica.text.tokenizer.decode(request.prompt_ids, skip_special_tokens=False)
 

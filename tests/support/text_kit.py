@@ -83,7 +83,6 @@ def _save(folder: Path, inner: Any, chat_template: str | None, **special: str) -
 
 
 def eos_token_id(tokenizer: headrace.text.tokenizer.Tokenizer) -> int:
-    """The end token that the folder's tokenizer_config.json names."""
     token_id = tokenizer.token_to_id(tokenizer.special_tokens["eos_token"])
     assert token_id is not None
     return token_id

@@ -24,8 +24,6 @@ OPTIONS = FakeOptions(vocab_size=50, max_model_len=48, block_size=4, num_blocks=
 
 
 class Failure(Enum):
-    """When a step raises: with nothing applied, or with its state changes applied and its moves begun."""
-
     BEFORE = "before"
     APPLIED = "applied"
 
@@ -94,7 +92,6 @@ class TieredEngine:
         return is_busy
 
     def run(self, max_turns: int = 3000) -> None:
-        """Turn until nothing is left to do; time passes while only moves are."""
         for _ in range(max_turns):
             if self.turn():
                 continue

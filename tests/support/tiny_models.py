@@ -56,7 +56,6 @@ TINY: dict[str, Any] = {
 
 
 def save_tiny_model(name: str, folder: Path, **changes: Any) -> Path:
-    """Write the configuration MODELS[name] into a folder, which is made."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**_SHAPE, **MODELS[name], **changes}))
     return folder

@@ -123,7 +123,6 @@ class TlsClient:
         self._flush()
 
     def write_record(self, record: bytes) -> None:
-        """Bytes that are not encrypted."""
         self._writer.write(record)
 
     async def drain(self) -> None:

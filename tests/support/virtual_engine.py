@@ -49,7 +49,6 @@ class VirtualEngine:
         return self._replica.now
 
     def rest(self, seconds: float) -> None:
-        """Let time pass in which nothing arrives."""
         self._replica.now += seconds
 
     def _take(self, updates: list[Update]) -> None:
@@ -82,25 +81,20 @@ class VirtualEngine:
         self.engine.scheduler.check()
 
     def submit(self, request: EngineRequest) -> None:
-        """Hand in a request that has just arrived."""
         self._replica.submit(request, self.now)
 
     def ttft_s(self, prefix: str) -> list[float]:
-        """Times to the first token of the requests whose names begin so, which must all have one."""
         return [self.token_times[name][0] - at for name, at in self.arrived.items() if name.startswith(prefix)]
 
     def tpot_s(self, prefix: str) -> list[float]:
-        """Mean time per further token of each such request."""
         times = [self.token_times[name] for name in self.arrived if name.startswith(prefix)]
         return [(each[-1] - each[0]) / (len(each) - 1) for each in times]
 
     def num_tokens(self, tenant: str) -> int:
-        """Tokens generated for a tenant."""
         return sum(len(ids) for name, ids in self.token_ids.items() if self.requests[name].tenant == tenant)
 
 
 def quantile(values: list[float], part: float) -> float:
-    """The value that this part of the values does not exceed."""
     return sorted(values)[min(len(values) - 1, int(part * len(values)))]
 
 

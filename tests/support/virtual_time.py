@@ -25,7 +25,6 @@ T = TypeVar("T")
 
 START_S = 1_000.0
 START_UNIX_S = 1_800_000_000.0
-"""What the two clocks show when a loop is made."""
 
 
 MAX_JUMPS = 500_000
@@ -87,7 +86,6 @@ class VirtualTimeLoop(NetworkedLoop):
 
 
 def virtual_loop() -> VirtualTimeLoop:
-    """The loop of the running test, which is of the kind `loop`."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualTimeLoop)
     return loop

@@ -46,7 +46,6 @@ class Pipe:
         await self._frames.put(frame)
 
     def end(self) -> None:
-        """For the reader, of a link that is not cut."""
         while not self._frames.empty():
             self._frames.get_nowait()
         self._frames.put_nowait(grpc.aio.EOF)
@@ -66,7 +65,6 @@ class MemoryCall:
         await self._to_client.write(grpc.aio.EOF)
 
     def break_off(self) -> None:
-        """At both ends at once; what is under way is lost."""
         self.serving.cancel()
         self.context.status = (grpc.StatusCode.INTERNAL, "the connection was reset")
         self._to_client.end()
@@ -167,7 +165,6 @@ class VirtualServed:
             self.engine.turn()
 
     async def run(self) -> None:
-        """Steps and heartbeats, until it is cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._step())
             tasks.create_task(self.service._beat())

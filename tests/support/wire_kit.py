@@ -53,7 +53,6 @@ def socket_dir() -> Iterator[Path]:
 
 
 async def signal_until_gone(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """As somebody does who has no patience. Raises TimeoutError."""
     async with asyncio.timeout(PATIENCE_S):
         while process.poll() is None:
             process.send_signal(number)
@@ -75,8 +74,6 @@ async def read_updates(stream: ReplicaStream) -> list[SequenceUpdate]:
 
 
 class Served:
-    """A running engine and its service. `check` holds every owner to its books."""
-
     def __init__(self, options: FakeOptions, config: EngineConfig, address: str, **service: Any) -> None:
         bridge = AsyncioOutbox(asyncio.get_running_loop())
         token, tls = service.pop("token", None), service.pop("tls", None)
@@ -115,7 +112,6 @@ class Served:
 
 @asynccontextmanager
 async def served(options: FakeOptions | None = None, config: EngineConfig | None = None, **service: Any) -> AsyncIterator[Served]:
-    """A fake engine on a Unix socket; its books are checked at the end."""
     with socket_dir() as folder:
         engine = Served(options or FakeOptions(), config or EngineConfig(model="fake"), f"unix:{folder}/e.sock", **service)
         await engine.start()
