@@ -19,11 +19,10 @@ QUALITY = RESULTS / "quality.json"
 PAGE = RESULTS.parents[1] / "docs" / "benchmarks.md"
 HEADER = """# Benchmarks
 
-Written by `make bench` from the JSON in `bench/results/`; every round is there, bad ones included. Each table compares two configurations
-that differ by one switch, run in turn in one process on one machine. A cell is the median over the rounds, with the smallest and largest
-in brackets; the last row is the geometric mean of the rounds' ratios with its 95 % interval, in bold where the interval excludes 1.
-Arrows say which way is better: ^ higher, v lower. The table of lengths and costs is simulated. Prompts are random token ids, answers greedy
-with end tokens ignored; tokenizing, text and HTTP are not part of these figures.
+Written by `make bench` from the JSON in `bench/results/`, which has every round, its load and its read bandwidth. Each table compares two
+configurations that differ by one switch, run in turn in one process. A cell is the median over the rounds, with the smallest and largest in
+brackets; the last row is the geometric mean of the rounds' ratios with its 95 % interval, in bold where the interval excludes 1. Arrows say
+which way is better. Prompts are random token ids, answers greedy with end tokens ignored; tokenizing, text and HTTP are not part of it.
 """
 
 
@@ -96,13 +95,8 @@ def _machine(data: dict[str, Any]) -> str:
 
 def _circumstances(data: dict[str, Any], file: Path) -> Iterator[str]:
     environments = [entry["environment"] for entry in data["rounds"]]
-    loads = [environment["load_average"][0] for environment in environments]
-    bandwidths = [entry["read_bandwidth_bytes_per_s"] for entry in data["rounds"] if entry["read_bandwidth_bytes_per_s"]]
-    line = f"load average {min(loads):.2f} to {max(loads):.2f}"
-    if bandwidths:
-        line += f", read bandwidth {min(bandwidths) / 1e9:.1f} to {max(bandwidths) / 1e9:.1f} GB/s"
     model = f"`{Path(next(iter(data['variants'].values()))['model']).name}`" + (f" ({data['model_note']})" if "model_note" in data else "")
-    yield f"[{len(environments)} rounds](../bench/results/{file.name}) from {environments[0]['time']}, {model}, {line}.\n"
+    yield f"[{len(environments)} rounds](../bench/results/{file.name}) from {environments[0]['time']}, {model}.\n"
 
 
 def _wish(better: str) -> str:

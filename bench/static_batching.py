@@ -135,10 +135,10 @@ def section(data: dict[str, Any]) -> Iterator[str]:
     """The part of docs/benchmarks.md."""
     yield "## Continuous to static batching, by lengths and by what a step costs\n"
     yield (
-        f"{NUM_REQUESTS} requests, {BATCH} in a batch, prompts and outputs of {SHAPE.input_tokens} tokens in the mean. The first number is "
-        "the ratio of tokens per second when all are there at once; the second that of the highest request rates at which the median "
-        "answer takes no longer than twice a mean answer in a full batch. The tables above have 64 requests: while the last of them run, "
-        "no batch is full, and a part of the gain is lost.\n"
+        f"Simulated: {NUM_REQUESTS} requests, {BATCH} in a batch, prompts and outputs of {SHAPE.input_tokens} tokens in the mean. The "
+        "first number is the ratio of tokens per second when all are there at once; the second that of the highest request rates at which "
+        "the median answer takes no longer than twice a mean answer in a full batch. The tables above have 64 requests: while the last of "
+        "them run, no batch is full, and a part of the gain is lost.\n"
     )
     spreads = list(dict.fromkeys(row["spread"] for row in data["rows"]))
     yield "| a step costs | one sequence's step, of a full batch's | " + " | ".join(f"{name} lengths" for name in spreads) + " |"

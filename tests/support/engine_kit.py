@@ -29,7 +29,7 @@ VOCAB = 97
 def request(name: str, prompt: list[int], **changes: Any) -> EngineRequest:
     """A greedy request; SamplingParams fields and EngineRequest fields may both be given."""
     ours = {f: changes.pop(f) for f in list(changes) if f in EngineRequest.__dataclass_fields__ and f != "params"}
-    params = SamplingParams(temperature=0.0, seed=0, **{"max_tokens": 8, "ignore_eos": True, **changes})
+    params = SamplingParams(**{"temperature": 0.0, "seed": 0, "max_tokens": 8, "ignore_eos": True, **changes})
     return EngineRequest(request_id=RequestId(name), prompt_ids=tuple(prompt), params=params, **ours)
 
 

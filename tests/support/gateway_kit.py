@@ -36,13 +36,16 @@ from headrace.gateway.compose import open_gateway
 from headrace.gateway.config import GatewayConfig, config_from
 from headrace.gateway.control.models import Sources
 from headrace.gateway.control.reload import Reloader
+from headrace.gateway.http.asgi import OPENAI
 from headrace.gateway.http.config import ConnectionLimit, HttpTls, ServerConfig
 from headrace.gateway.http.server import Server
+from headrace.gateway.limits.rules import rules_of
 from headrace.gateway.main import follow_connections
 from headrace.gateway.text_host import TextContext
 from headrace.gateway.text_workers.frames import HostConfig
 from headrace.gateway.text_workers.workers import Workers
 from headrace.gateway.upstream.model_config import ModelConfig, ReplicaConfig, text_folders
+from headrace.policy.limits.book import Claim
 from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState, ReplicaClient, ReplicaInfo, SeenLoad
 from headrace.wire.service import Handle
@@ -423,3 +426,13 @@ def metric(gateway: Gateway, name: str, **labels: str) -> float:
 
 def headers(values: Mapping[str, str] | None = None) -> dict[str, str]:
     return {"content-type": "application/json", **(values or {})}
+
+
+async def used(bench: TestBench, limit: str, key: str) -> int:
+    """What counts of a limit of that key's tenant, once everything is charged."""
+    limiter = bench.gateway.service.limiter
+    await eventually(lambda: not limiter.num_uncharged)
+    principal = await bench.gateway.active.authenticator.principal([(b"authorization", f"Bearer {key}".encode())], OPENAI)
+    claims: list[Claim] = [rule.claim(None) for rule in rules_of(principal) if rule.name == limit]
+    (reading,) = (await limiter._store.take(None, claims)).readings
+    return reading.current

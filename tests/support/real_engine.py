@@ -10,11 +10,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+import engine_kit
+
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.plan import TokenLogprobs
 from headrace.core.request import EngineRequest
-from headrace.core.sampling import SamplingParams
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.build import build_engine
 from headrace.engine.config import EngineConfig
@@ -34,10 +35,7 @@ ROOMY: dict[str, Any] = {
 
 
 def greedy_request(name: str, prompt: Sequence[int], **changes: Any) -> EngineRequest:
-    """Greedy unless told otherwise. SamplingParams fields and EngineRequest fields may both be given."""
-    ours = {f: changes.pop(f) for f in list(changes) if f in EngineRequest.__dataclass_fields__ and f != "params"}
-    params = SamplingParams(**{"temperature": 0.0, "seed": 0, "max_tokens": 16, "ignore_eos": True, **changes})
-    return EngineRequest(request_id=RequestId(name), prompt_ids=tuple(prompt), params=params, **ours)
+    return engine_kit.request(name, list(prompt), **{"max_tokens": 16, **changes})
 
 
 class Answer(NamedTuple):

@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,10 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.server.dispatcher import AsyncioOutbox
 from headrace.engine.server.service import EngineService
 from headrace.lab.fake_runner import FakeOptions, FakeRunner, fake_info
+from headrace.wire import headrace_pb2 as pb
 from headrace.wire.client import ReplicaClient
+from headrace.wire.codec.update import RowExtras, UpdateRows, update_of
+from headrace.wire.service import Attempt, Handle
 from headrace.wire.stream import ReplicaStream
 from headrace.wire.target import parse_target
 
@@ -127,3 +130,12 @@ async def connected(engine: Served, **client: Any) -> AsyncIterator[ReplicaClien
     async with ReplicaClient(engine.address, **client) as replica:
         await replica.wait_connected(PATIENCE_S)
         yield replica
+
+
+def decode_updates(message: pb.Updates, attempt_of: Callable[[Handle], Attempt | None]) -> list[tuple[Handle, SequenceUpdate]]:
+    """The rows of a frame whose handle is known. Raises: as `UpdateRows` does."""
+    updates: list[tuple[Handle, SequenceUpdate]] = []
+    for handle, index, token_ids, extras in UpdateRows(message):
+        if (attempt := attempt_of(handle)) is not None:
+            updates.append((handle, update_of(attempt, index, token_ids, RowExtras() if extras is None else extras)))
+    return updates

@@ -9,7 +9,7 @@ import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from update_rows import decode_updates
+from wire_kit import decode_updates
 
 from headrace.core.errors import (
     HeadraceError,

@@ -14,7 +14,7 @@ import pytest
 from figures import Figure
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from update_rows import decode_updates
+from wire_kit import decode_updates
 
 from headrace.core.errors import ModelNotFound, Overloaded
 from headrace.core.finish import FinishReason

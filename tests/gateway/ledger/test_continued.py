@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_kit import MODEL, TestBench, chat_body, eventually, metric, open_bench, snapshot, two_replicas
-from limits_kit import used
+from gateway_kit import MODEL, TestBench, chat_body, eventually, metric, open_bench, snapshot, two_replicas, used
 from resume_kit import CHAT, COMPLETIONS, answer_of, equal, kept, send, streaming_body, two_gateways
 
 from headrace.gateway.ledger.record import UsageRecord

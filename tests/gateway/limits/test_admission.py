@@ -15,8 +15,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from gateway_kit import SAID, TestBench, chat_body, eventually, gateway_config, open_bench
-from limits_kit import used
+from gateway_kit import SAID, TestBench, chat_body, eventually, gateway_config, open_bench, used
 from redis_kit import RedisServer
 from scripted_store import script_limits
 
