@@ -9,5 +9,4 @@ from tests.house.reader import SOURCE, Module, read_package
 
 @pytest.fixture(scope="session")
 def house() -> dict[str, Module]:
-    """Every module of headrace by dotted name."""
     return read_package(SOURCE, "headrace")

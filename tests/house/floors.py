@@ -50,7 +50,6 @@ RUNNER_SIDE = (
     "engine.failpoints",
     "engine.kv_sizing",
     "engine.loop",
-    "engine.runner",
 )
 
 FLOORS: dict[str, Floor] = {
@@ -144,7 +143,6 @@ FLOORS: dict[str, Floor] = {
         _ours(
             "core",
             *ABOVE_THE_SEAM,
-            "gateway.sessions",
             "gateway.stores",
             "observe.store_metrics",
         ),

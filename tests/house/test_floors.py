@@ -109,7 +109,6 @@ def test_the_gateway_has_few_files_at_its_top(house: dict[str, Module]) -> None:
 
 
 def _part(name: str, package: str) -> str | None:
-    """The sub-folder or top module of `package` that holds the module of this name; None outside of them."""
     parts = name.split(".")
     return parts[2] if parts[:2] == ["headrace", package] and len(parts) > 2 else None
 

@@ -43,7 +43,6 @@ FOREIGN = frozenset(
 
 
 def mentions(house: dict[str, Module]) -> Iterator[tuple[str, str]]:
-    """(place, name) of everything between backticks."""
     for page in PAGES:
         shown = str(page.relative_to(ROOT))
         yield from ((shown, name) for name in TICKED.findall(FENCE.sub("", page.read_text(encoding="utf-8"))))

@@ -91,7 +91,6 @@ def serving(site: Path, *arguments: str) -> Iterator[str]:
 
 @pytest.fixture
 def installed(wheel: Path, tmp_path: Path) -> Path:
-    """As pip installs it."""
     options = ("--quiet", "--no-deps", "--no-index", "--target", "site", str(wheel))
     run(sys.executable, "-m", "pip", "install", *options, folder=tmp_path)
     return tmp_path / "site"

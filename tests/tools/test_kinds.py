@@ -51,7 +51,6 @@ async def test_waits_for_what_does_not_come_while_timers_tick():
 
 
 def run(folder: Path, text: str, *options: str, quarantine: str = "") -> str:
-    """What pytest prints for a test file under this project's conftest."""
     (folder / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
     (folder / "test_it.py").write_text(HEAD + text)
     support = folder / "support"

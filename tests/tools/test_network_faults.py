@@ -74,7 +74,6 @@ async def dial(link: FaultyLink, far: Far) -> tuple[Reader, Writer]:
 
 
 async def greet(link: FaultyLink, far: Far) -> tuple[Reader, Writer]:
-    """A connection that is known at both ends."""
     reader, writer = await dial(link, far)
     num_before = len(far.data)
     writer.write(b"hello ")

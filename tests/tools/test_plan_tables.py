@@ -73,7 +73,6 @@ def test_the_first_device_of_a_design_load_is_the_cheapest_of_all() -> None:
 
 
 def shares_of_collectives(tp: int) -> list[float]:
-    """Of decode steps of 7B and 8B over cards without NVLink."""
     catalogue = read_catalogue()
     steps = [
         (Roofline(shape(catalogue, model), catalogue.device(device), Layout(tp), "bf16", "bf16"), batch)
