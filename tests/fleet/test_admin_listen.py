@@ -30,8 +30,7 @@ from headrace.core.errors import ConfigError
 from headrace.fleet.admin import TOKEN_NAME, AdminRequests
 from headrace.fleet.admin_listen import AdminListen
 from headrace.fleet.authority import SiteAuthority
-from headrace.fleet.config import FleetConfig, ModelSpec
-from headrace.fleet.desired import check_can_become
+from headrace.fleet.config import FleetConfig, ModelSpec, check_can_become
 from headrace.gateway.access.admin_requests import KeyRequests
 from headrace.gateway.access.administration import Administration
 from headrace.gateway.access.key_store import SqliteKeys

@@ -12,7 +12,7 @@ from patience import eventually
 from scripted_site import FleetExit, Script, scripted_site
 from virtual_time import VirtualTimeLoop
 
-from headrace.fleet import control, gateways, hang_watch, supervisor
+from headrace.fleet import control, gateways, supervisor
 from headrace.fleet.commands import CommandSlot, ControlBusy
 from headrace.fleet.control import reloading_when_asked
 
@@ -199,8 +199,8 @@ async def test_a_gateway_that_hangs_is_started_again_after_ten_seconds() -> None
         hung_at = asyncio.get_running_loop().time()
         await eventually(lambda: len(site.pids("gateway-1")) == 2, 60)
         killed = next(process for process in site.launcher.launched if process.label == "gateway-1")
-        looks_s = hang_watch.GATEWAY_LOOKS * (hang_watch.LOOK_S + gateways.STATUS_TIMEOUT_S)
-        assert killed.ended_at - hung_at == pytest.approx(looks_s, abs=hang_watch.LOOK_S)
+        looks_s = supervisor.GATEWAY_LOOKS * (supervisor.LOOK_S + gateways.STATUS_TIMEOUT_S)
+        assert killed.ended_at - hung_at == pytest.approx(looks_s, abs=supervisor.LOOK_S)
         script.silent.clear()
         await eventually(lambda: site.process("gateway-1").ready.done())
         assert (len(site.pids("gateway-0")), len(site.pids("tiny-0"))) == (1, 1)
@@ -216,7 +216,7 @@ async def test_an_engine_that_no_gateway_can_use_is_started_again_unless_it_drai
         script.not_ready["tiny-0"] = "not connected"
         lost_at, lost = asyncio.get_running_loop().time(), site.process("tiny-0")
         await eventually(lambda: len(site.pids("tiny-0")) == 2, 60)
-        assert lost.ended_at - lost_at == pytest.approx(20.0, abs=hang_watch.LOOK_S)
+        assert lost.ended_at - lost_at == pytest.approx(20.0, abs=supervisor.LOOK_S)
         assert len(site.pids("tiny-1")) == 1
 
 

@@ -79,7 +79,6 @@ FLOORS: dict[str, Floor] = {
     "headrace.engine": Floor(_ours("core", "machine", "policy", "tensor", "wire", "observe")),
     "headrace.engine.config": Floor(_ours("core", "machine", "policy.queues", "tensor.backends", "tensor.checkpoint.formats.names")),
     "headrace.engine.failpoints": Floor(_ours("core")),
-    "headrace.engine.failures": Floor(_ours("core")),
     "headrace.engine.grammar": Floor(_ours("core", "machine", "text.tokenizer"), (), ("llguidance",)),
     "headrace.engine.grammar.slots": Floor(
         _ours("core", "tensor.sampling", "engine.failpoints", "engine.grammar", "engine.runner.masks"), ("numpy",), ("llguidance",)
@@ -87,10 +86,10 @@ FLOORS: dict[str, Floor] = {
     "headrace.engine.inbox": Floor(_ours("core")),
     "headrace.engine.load_board": Floor(_ours("core", "policy", "engine.inbox", "engine.steps")),
     "headrace.engine.loop": Floor(
-        _ours("core", "policy", *(f"engine.{name}" for name in ("failures", "inbox", "load_board", "preparation", "recovery", "steps")))
+        _ours("core", "policy", *(f"engine.{name}" for name in ("inbox", "load_board", "preparation", "recovery", "steps")))
     ),
-    "headrace.engine.preparation": Floor(_ours("core", "policy", "engine.failures")),
-    "headrace.engine.recovery": Floor(_ours("core", "policy", "engine.failures")),
+    "headrace.engine.preparation": Floor(_ours("core", "policy", "engine.recovery")),
+    "headrace.engine.recovery": Floor(_ours("core", "policy")),
     "headrace.engine.steps": Floor(_ours("core", "policy")),
     "headrace.engine.runner": Floor(_ours("core", "machine", "tensor", *RUNNER_SIDE), ("torch", "numpy")),
     "headrace.engine.kv_sizing": Floor(_ours("core", "engine.config")),

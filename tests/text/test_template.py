@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.core.errors import CheckpointError, InvalidRequest, RequestTooLarge
-from headrace.text.control import MAX_DEPTH, Marks
 from headrace.text.folder import TextModel, load_text
+from headrace.text.messages import MAX_DEPTH, Marks
 from headrace.text.template import MAX_CHAT_CHARS
 from headrace.text.template_switch import TemplateSwitch
 

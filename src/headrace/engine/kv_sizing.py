@@ -100,7 +100,7 @@ class _Pools:
         return sum(count * group.block_bytes(size) for count, group in zip(self.counts(full_blocks), self.groups, strict=True))
 
     def within(self, max_bytes: int) -> int:
-        """-1: not even the pad blocks fit."""
+        """The most `full_blocks` within the bytes; -1: not even the pad blocks fit."""
         low, high = -1, MAX_BLOCKS
         while low < high:
             middle = (low + high + 1) // 2
@@ -108,7 +108,7 @@ class _Pools:
         return low
 
     def longest(self, full_blocks: int) -> int:
-        """Below 1 when none fits."""
+        """The longest sequence that fits; below 1 when none does."""
         for group, count in zip(self.groups, self.counts(full_blocks), strict=True):
             if group.window is None or self.blocks_for(self.resident(group.window)) + 1 > count - 1:
                 return min(self.max_model_len, full_blocks * self.config.block_size)

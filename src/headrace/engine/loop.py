@@ -22,11 +22,10 @@ from headrace.core.plan import Plan, Result
 from headrace.core.plan_codec import dump_plans
 from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
-from headrace.engine.failures import Failures
 from headrace.engine.inbox import Cancel, Finish, Inbox, Message, PrerequisiteFailed, Refuse, Satisfied, Submit, Wake
 from headrace.engine.load_board import LoadBoard
 from headrace.engine.preparation import NothingToPrepare, Preparations, Preparer
-from headrace.engine.recovery import Recovery
+from headrace.engine.recovery import Failures, Recovery
 from headrace.engine.steps import Runner, StepQueue, UncommittedStep
 from headrace.policy.admission import full_queue_retry_s
 from headrace.policy.schedule.arrival import check_prerequisite

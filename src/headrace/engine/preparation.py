@@ -12,7 +12,7 @@ from headrace.core.errors import EngineFatal, InvalidRequest
 from headrace.core.ids import PreparationId
 from headrace.core.load import FailureKind
 from headrace.core.request import EngineRequest
-from headrace.engine.failures import Failures
+from headrace.engine.recovery import Failures
 from headrace.policy.schedule.arrival import check_prerequisite
 
 

@@ -33,7 +33,7 @@ CERTIFICATE_DAYS = 825
 """The most that strict TLS libraries accept for a server."""
 
 CLOCK_SKEW = timedelta(hours=1)
-"""For machines whose clocks are late."""
+"""How long before its creation a certificate is valid, for machines whose clocks are late."""
 
 TOKEN_BYTES = 32
 HOST_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*")
@@ -89,7 +89,7 @@ def make_authority(now: datetime) -> SiteAuthority:
 
 
 def make_certificate(
-    authority: SiteAuthority, role: TlsRole, names: Sequence[str], now: datetime, *, days: int = CERTIFICATE_DAYS
+    authority: SiteAuthority, role: TlsRole, names: Sequence[str], now: datetime
 ) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
     """The certificate ends no later than the authority's."""
     from cryptography import x509
@@ -109,7 +109,7 @@ def make_certificate(
         .add_extension(x509.SubjectAlternativeName([_general_name(name) for name in names]), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key()), critical=False)
     )
-    until = min(now + timedelta(days=days), authority.certificate.not_valid_after_utc)
+    until = min(now + timedelta(days=CERTIFICATE_DAYS), authority.certificate.not_valid_after_utc)
     return key, _sign(builder, key.public_key(), authority.key, now, until)
 
 

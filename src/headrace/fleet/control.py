@@ -14,8 +14,7 @@ from typing import Protocol
 
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.fleet.commands import CommandAudit, CommandSlot, ControlBusy, Hear, ModelProgress, no_operator
-from headrace.fleet.config import MAX_REPLICAS, FleetConfig, ModelSpec
-from headrace.fleet.desired import check_can_become, with_choices_of_start
+from headrace.fleet.config import MAX_REPLICAS, FleetConfig, ModelSpec, check_can_become, with_choices_of_start
 from headrace.fleet.reconciler import Reconciler
 from headrace.policy.deployment import Deployment, RolloutOptions
 from headrace.wire.listening import shown_host

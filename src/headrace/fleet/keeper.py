@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 2.0
-"""Running streams wait for the process."""
+"""Bound of the pause: running streams wait for the process."""
 
 STABLE_S = 5.0
 """After this much service the next pause is FIRST_PAUSE_S again."""
@@ -59,7 +59,7 @@ class ProcessKeeper:
 
     @property
     def status(self) -> int | None:
-        """Negative: the signal. None while it runs."""
+        """The last process's exit status; negative: the signal. None while it runs."""
         return self._child.exited.result() if self._child is not None and self._child.exited.done() else None
 
     @property

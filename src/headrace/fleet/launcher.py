@@ -133,9 +133,9 @@ class Launcher(Protocol):
 
 
 class ProcessLauncher:
-    def __init__(self, *, environment: Mapping[str, str] | None = None, log_format: LogFormat = LogFormat.AUTO) -> None:
+    def __init__(self, *, log_format: LogFormat = LogFormat.AUTO) -> None:
         # Otherwise gRPC's C core prints a line to stderr for each failed connection, beside its exceptions.
-        self._environment = {"GRPC_VERBOSITY": "NONE", "PYTHONUNBUFFERED": "1", **without_secrets(os.environ), **(environment or {})}
+        self._environment = {"GRPC_VERBOSITY": "NONE", "PYTHONUNBUFFERED": "1", **without_secrets(os.environ)}
         self._log_format = log_format
 
     async def launch(self, label: str, command: Sequence[str], *, forward: bool, withheld: Collection[str] = ()) -> Child:

@@ -15,8 +15,7 @@ from pathlib import Path
 from headrace.core.counted import counted
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.fleet.commands import ModelProgress, Progress
-from headrace.fleet.config import FleetConfig
-from headrace.fleet.desired import DesiredState
+from headrace.fleet.config import DesiredState, FleetConfig
 from headrace.fleet.files import gateway_content
 from headrace.fleet.gateways import GatewayFile, GatewayGroup, GatewaysView, TextRefused, why_unavailable
 from headrace.fleet.launcher import Launcher

@@ -46,7 +46,7 @@ def make_requests(num_requests: int, shape: WorkloadShape, *, seed: int = 0) -> 
 
 
 def draw_requests(shape: WorkloadShape, *, seed: int = 0) -> Iterator[LoadRequest]:
-    """Endless."""
+    """Draws requests without end."""
     shape.checked()
     draw = random.Random(seed)
 

@@ -85,7 +85,7 @@ async def run_load(
     on_end: Callable[[LoadRecord], None] = lambda record: None,
     clock: Clock = time.monotonic,
 ) -> list[LoadRecord]:
-    """In the order of `requests`; failures are records too."""
+    """Sends each request at its time. Returns records in the order of `requests`; failures are records too."""
     if len(requests) != len(send_times_s):
         raise ValueError(f"{len(requests)} requests for {len(send_times_s)} send times")
     limit = ConcurrencyLimit(target.max_concurrency, clock=clock)

@@ -57,12 +57,12 @@ class LoadRecord:
 
     @property
     def client_lag_s(self) -> float | None:
-        """From `due_s` to `sent_s`."""
+        """The client's own delay, from `due_s` to `sent_s`."""
         return None if self.sent_s is None else self.sent_s - _first_known(self.due_s, self.sendable_s, self.intended_s)
 
     @property
     def send_delay_s(self) -> float | None:
-        """`client_lag_s` and the wait in a burst."""
+        """`client_lag_s` plus the wait for its turn in a burst, which the latencies include."""
         return None if self.sent_s is None else self.sent_s - _first_known(self.sendable_s, self.intended_s)
 
     @property

@@ -56,7 +56,7 @@ class Collector:
             trace.error = update.error or update.finish.value
 
     def begin(self, count: int) -> None:
-        """The next requests are named "0" and on."""
+        """Forgets the last run. The next requests are named "0" and on."""
         self._traces = {str(number): _Trace() for number in range(count)}
         self.num_ended = 0
 

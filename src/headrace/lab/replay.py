@@ -10,7 +10,6 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from headrace.core.clock import Clock
 from headrace.core.plan import Plan, Result
 from headrace.engine.steps import Runner
 
@@ -93,7 +92,7 @@ class Replayed:
     skipped_rows: int
 
 
-def replay(plans: Iterable[Plan], runner: Runner, *, clock: Clock = time.perf_counter) -> Iterator[Replayed]:
+def replay(plans: Iterable[Plan], runner: Runner) -> Iterator[Replayed]:
     """Runs plans one after another (depth 1); a plan left without rows still ends its slots."""
     pending_end = array("i")
     for plan, skipped in known_rows(plans):
@@ -102,6 +101,6 @@ def replay(plans: Iterable[Plan], runner: Runner, *, clock: Clock = time.perf_co
             pending_end = plan.ended
             continue
         pending_end = array("i")
-        began = clock()
+        began = time.perf_counter()
         result = runner.submit(plan).result()
-        yield Replayed(plan, result, clock() - began, skipped)
+        yield Replayed(plan, result, time.perf_counter() - began, skipped)

@@ -76,7 +76,7 @@ def lines(report: LoadReport) -> Iterator[str]:
 
 
 def notes(report: LoadReport, *, has_shared_prefix: bool) -> Iterator[str]:
-    """Why the figures say less than they seem to."""
+    """Says why the figures mean less than they seem to."""
     ttft_s = report.ttft_s.quantiles["p50"]
     if report.finished and report.burst_send_s > MAX_BURST_SHARE * ttft_s:
         yield (

@@ -31,7 +31,7 @@ from headrace.machine.forks import FORKS, ForkedProcess
 from headrace.machine.standard_streams import open_standard_descriptors
 from headrace.text.folder import TextModel, load_text
 from headrace.text.messages import Message, begun_answer
-from headrace.text.output.model_formats import ModelFormats
+from headrace.text.output.formats import ModelFormats
 from headrace.text.tokenizer import Tokenizer
 
 Build = Callable[[EngineConfig, Outbox], Engine]

@@ -114,7 +114,7 @@ class End(NamedTuple):
 
 
 class FinishedRequest(NamedTuple):
-    """worker: where there are several"""
+    """worker: the gateway worker that answered, where there are several"""
 
     arrival: RequestArrival
     end: End

@@ -118,16 +118,14 @@ class LogHandler(logging.StreamHandler[TextIO | LineWriter]):
             print(f"a line of {printable(record.name)} could not be logged: {failure and failure.__name__}", file=sys.__stderr__)
 
 
-def set_up_logging(
-    log_format: LogFormat | None = None, stream: TextIO | None = None, level: int = logging.INFO, *, process: str = ""
-) -> None:
+def set_up_logging(log_format: LogFormat | None = None, stream: TextIO | None = None, *, process: str = "") -> None:
     """stream      None: stderr, written by a thread of its own"""
     stream = stream or sys.stderr
     chosen = (log_format or environment_format()).on(stream.isatty())
     is_own = stream is sys.__stderr__
     handler = LogHandler(LineWriter(FileIO(2, "w", closefd=False), name="log", max_queued=MAX_QUEUED) if is_own else stream)
     handler.setFormatter(JsonLine(process) if chosen is LogFormat.JSON else TextLine(process, is_short=stream.isatty()))
-    logging.basicConfig(handlers=[handler], level=level, force=True)
+    logging.basicConfig(handlers=[handler], level=logging.INFO, force=True)
 
 
 def environment_format() -> LogFormat:
@@ -138,7 +136,7 @@ def environment_format() -> LogFormat:
 
 
 def printable(text: str) -> str:
-    """Newlines of tracebacks become escapes, too."""
+    """Every control character becomes an escape, newlines of tracebacks too."""
     return text if text.isprintable() else "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 

@@ -7,6 +7,7 @@ Labels' values are configured names and fixed words, never a client's.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -27,7 +28,9 @@ from headrace.observe.reading_metrics import (
 from headrace.observe.tally import CountCollector, ReadCollector, TallyCollector, add_histogram
 from headrace.observe.tenant_metrics import EVERY_TENANT, ShownTenants, TenantMetrics
 from headrace.observe.vllm_metrics import vllm_families
-from headrace.observe.worker_families import encode_families, merge_workers
+
+WORKER = "worker"
+
 
 LABELS = ("model", "replica")
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
@@ -274,3 +277,40 @@ class _Page:
 
     def collect(self) -> list[Metric]:
         return self.families
+
+
+def encode_families(families: Iterable[Metric]) -> bytes:
+    """What all workers read alike from engines is not included. JSON: per family name, text, type, unit and samples."""
+    found = [
+        [family.name, family.documentation, family.type, family.unit, [[name, labels, value] for name, labels, value, *_ in family.samples]]
+        for family in families
+    ]
+    return json.dumps(found, separators=(",", ":")).encode()
+
+
+def merge_workers(by_worker: Mapping[int, bytes]) -> list[Metric]:
+    """Bytes that `encode_families` did not make count as no answer."""
+    is_up = GaugeMetricFamily("headrace_gateway_worker_up", "1 for each gateway worker whose series are on this page.", labels=(WORKER,))
+    merged: dict[str, Metric] = {is_up.name: is_up}
+    for worker, data in sorted(by_worker.items()):
+        families = _decoded(data)
+        is_up.add_metric((str(worker),), float(families is not None))
+        for family in families or ():
+            one = merged.setdefault(family.name, _family(family.name, family.documentation, family.type, family.unit, ()))
+            for sample in family.samples:
+                one.add_sample(sample.name, {**sample.labels, WORKER: str(worker)}, sample.value)
+    return list(merged.values())
+
+
+def _decoded(data: bytes) -> list[Metric] | None:
+    try:
+        return [_family(*family) for family in json.loads(data)]
+    except (ValueError, TypeError, RecursionError):
+        return None
+
+
+def _family(name: str, documentation: str, kind: str, unit: str, samples: Iterable[tuple[str, dict[str, str], float]]) -> Metric:
+    family = Metric(name, documentation, kind, unit)
+    for sample_name, labels, value in samples:
+        family.add_sample(sample_name, labels, float(value))
+    return family

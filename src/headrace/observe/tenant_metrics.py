@@ -75,7 +75,7 @@ class LargestTenants:
         self._num_until_fade = FADE_REQUESTS
 
     def note(self, tenant: str) -> str | None:
-        """The tenant whose series this one takes over."""
+        """Counts a request. Returns the tenant whose series this one takes over."""
         self._fade()
         if tenant not in self._recent and len(self._recent) >= MAX_WATCHED:
             self._forget_smallest()

@@ -70,9 +70,6 @@ class TenantTurn(NamedTuple):
     num_tenants: int
 
 
-ALONE = TenantTurn(1, 1, 1)
-
-
 @dataclass(frozen=True, slots=True)
 class AdmissionVerdict:
     """retry_after_s: for a refusal, seconds until the queue is short enough if nothing more joins it"""

@@ -79,7 +79,7 @@ class OutputAssembler:
         self.finish: FinishReason | None = None
 
     def feed_whole(self, token_ids: Sequence[int]) -> str | None:
-        """None: nothing was read, use `feed`."""
+        """The fast path of `feed`; None: nothing was read, use `feed`."""
         if self._pending or self.finish is not None or not self._params.detokenize:
             return None
         text = self._detokenizer.push_whole(token_ids)

@@ -134,7 +134,7 @@ class Detokenizer:
         self.num_released = 0
 
     def push_whole(self, token_ids: Sequence[int]) -> str | None:
-        """None: nothing was read, use `push`."""
+        """The fast path of `push`; None: nothing was read, use `push`."""
         if self.has_partial or self._held or self._stop_match is not None:
             return None
         whole_texts, skipped = self._whole_texts, self._skipped

@@ -9,9 +9,8 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 from headrace.core.errors import CheckpointError, InvalidRequest, RequestTooLarge
-from headrace.text.control import Marks, marked_objects, strings_in
 from headrace.text.files import read_optional_object, read_text
-from headrace.text.messages import Message, normal_messages, with_written_arguments
+from headrace.text.messages import Marks, Message, marked_objects, normal_messages, strings_in, with_written_arguments
 from headrace.text.template_switch import TemplateSwitch, switched
 from headrace.text.tokenizer import Tokenizer, any_of
 from headrace.text.tokenizer_config import SPECIAL_TOKEN_NAMES
@@ -248,7 +247,7 @@ class _Chat:
 
     @property
     def max_rendered_chars(self) -> int:
-        """Call `strings` before."""
+        """A template that writes more is broken or hostile. Call `strings` before."""
         own_chars = OWN_CHARS + OWN_CHARS_PER_MESSAGE * len(self.messages)
         return min(MAX_CHAT_CHARS, MAX_GROWTH * self._num_chars + own_chars)
 
@@ -333,7 +332,7 @@ def _refused(message: str) -> InvalidRequest:
 
 
 def _sources(folder: Path) -> dict[str, str]:
-    """Named templates of earlier files win, as in transformers."""
+    """Template sources by name; "default" is the main one. Named templates of earlier files win, as in transformers."""
     found: dict[str, str] = {}
     for sources in _layers(folder):
         if "default" not in found:

@@ -205,7 +205,7 @@ class Tokenizer:
 
     @cached_property
     def _control_ids(self) -> frozenset[int]:
-        """Without the unknown token: any odd letter gives it."""
+        """Ids of control tokens without the unknown token: any odd letter gives it."""
         unknown = self.special_tokens.get("unk_token")
         names = set(self.control_tokens) - {unknown}
         return frozenset(i for i, token in self._added.items() if token.content in names)

@@ -43,7 +43,7 @@ class ConnectionState(StrEnum):
     CONNECTED = "connected"
     DRAINING = "draining"
     SILENT = "silent"
-    """Connected, but heartbeats are missing."""
+    """Connected, but heartbeats are missing: it is sent nothing new."""
     NOT_READING = "not reading"
     """Connected and heard, but it does not read what is sent."""
 

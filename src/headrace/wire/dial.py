@@ -45,7 +45,7 @@ class Dialer:
         return grpc.aio.secure_channel(self.target.address, credentials, options=TLS_CHANNEL_OPTIONS)
 
     async def find_tls_fault(self) -> str:
-        """Empty when the failure has another cause."""
+        """Says what is wrong with TLS; empty when the failure has another cause."""
         if self.target.path is not None:
             return ""
         try:

@@ -25,13 +25,13 @@ SILENT_AFTER_S = 0.75
 """Silence for three heartbeats: open requests wait on."""
 
 NOT_READING_AFTER_S = 1.5
-"""Six of the gateway's own heartbeats unread."""
+"""Six of the gateway's own heartbeats are unread: the engine gets no new work."""
 
 READ_TOKENS_PER_S = 200_000
 """Heartbeats may wait behind a large Submit for as long as that one needs."""
 
 LEASE_S = 10.0
-"""Silence, or an end not reading, for this long ends the stream."""
+"""Silence of the engine, or an end that does not read, for this long ends the stream."""
 
 MAX_MESSAGE_BYTES = 16 * 2**20
 

@@ -79,7 +79,7 @@ class ReplicaStream:
         self.attempt = Attempt(request.request_id, request.epoch)
         self.handle = handle
         self.is_unbegun = not request.output_ids
-        """No update has come, and it resumes nothing."""
+        """Whether any replica may compute the request: no update has come, and it resumes nothing."""
         self.numerics = numerics
         self._open_indices = set(request.indices)
         self.first_index = min(self._open_indices)
@@ -247,7 +247,7 @@ def update_bytes(update: SequenceUpdate | Rejected) -> int:
 
 
 SLICE_S = 0.0015
-"""Then heartbeats, new requests and sockets have their turn."""
+"""Longest slice of the event loop: then heartbeats, new requests and sockets have their turn."""
 
 SLICE_UNITS = 128
 """Writing to the sockets comes after the slice, and costs more."""

@@ -21,7 +21,7 @@ from headrace.cli.config.yaml_files import Raw, dump_yaml, parse_yaml
 from headrace.cli.flags.flag import GivenFlags
 from headrace.core.errors import ConfigError
 from headrace.core.option import Reload, leaves, options
-from headrace.fleet.desired import FIXED, FIXED_GATEWAY
+from headrace.fleet.config import FIXED, FIXED_GATEWAY
 from headrace.fleet.files import ReplicaFiles, gateway_content
 from headrace.fleet.launcher import SECRET_VARIABLES, without_secrets
 from headrace.gateway.config import GatewayConfig, config_from

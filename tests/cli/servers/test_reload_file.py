@@ -21,8 +21,7 @@ from headrace.cli.config.load import ServeSource, load
 from headrace.cli.config.sections import ServeConfig
 from headrace.cli.config.yaml_files import dump_yaml, parse_yaml
 from headrace.core.errors import CheckpointError, ConfigError
-from headrace.fleet.config import FleetConfig
-from headrace.fleet.desired import check_can_become, with_choices_of_start
+from headrace.fleet.config import FleetConfig, check_can_become, with_choices_of_start
 from headrace.fleet.files import ReplicaFiles, gateway_content
 from headrace.gateway.config import GatewayConfig, config_from, load_config
 from headrace.gateway.control.protections import check_keeps_protections

@@ -15,7 +15,7 @@ from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.load import EngineCounters, FailureKind
 from headrace.core.plan import Plan, Result
-from headrace.engine.failures import MAX_LOGGED, WINDOW_S, Failures
+from headrace.engine.recovery import MAX_LOGGED, WINDOW_S, Failures
 from headrace.policy.schedule.scheduler import Scheduler
 from headrace.policy.schedule.sequence_table import SequenceTable
 
@@ -43,7 +43,7 @@ def failures_of(driven: DrivenEngine) -> dict[str, int]:
 
 
 def tracebacks(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    return [record for record in caplog.records if record.name == "headrace.engine.failures" and record.exc_info]
+    return [record for record in caplog.records if record.name == "headrace.engine.recovery" and record.exc_info]
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -44,7 +44,7 @@ UNSUPPORTED = frozenset({"not", "if", "then", "else", "contains", "minContains",
 ENFORCED_FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 
 NO_BOUND = (1 << 31) - 1
-"""Generators write larger sizes for "no bound"."""
+"""A size from here on binds no answer: generators write it for "no bound"."""
 
 
 def simplified(schema: Any, place: Place) -> Keywords | bool:

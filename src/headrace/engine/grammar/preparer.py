@@ -163,7 +163,7 @@ class GrammarPreparer:
 
 
 class TenantJobs:
-    """Two threads use the queue."""
+    """Tenants take turns, first come, first served within a tenant. Two threads use the queue."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[PreparationId]] = OrderedDict()

@@ -13,7 +13,7 @@ from urllib.parse import unquote, urljoin
 from headrace.engine.grammar.places import ROOT, Place, refused, unsupported
 
 DATA_KEYWORDS = frozenset({"const", "enum", "default", "examples", "example"})
-"""Their values are data, not schemas."""
+"""Keywords whose values are data, not schemas."""
 
 NAMES_TO_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"})
 

@@ -146,7 +146,7 @@ def build_batch(rows: Rows, state: SlotState, upload: Upload, selected: Selectio
 
 
 def token_places(rows: Rows) -> tuple[Ints, Ints]:
-    """Slot and absolute position [T] of every token."""
+    """The slot and the absolute position [T] of every token."""
     num_tokens = int(rows.row_starts[-1])
     if num_tokens == len(rows.slots):
         return rows.slots, rows.starts.copy()

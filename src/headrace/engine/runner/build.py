@@ -205,7 +205,7 @@ def _longrope(loaded: LoadedModel) -> dict[str, str]:
 
 
 def _linear_scaling(spec: DecoderSpec) -> list[str]:
-    """config.json does not say whether max_position_embeddings includes the factor."""
+    """Notes that config.json does not say whether max_position_embeddings includes the factor."""
     scalings = [layer.attention.rope.scaling for layer in spec.layers]
     longer = [scaling for scaling in scalings if isinstance(scaling, LinearScaling) and scaling.original_positions < spec.max_positions]
     if not longer:

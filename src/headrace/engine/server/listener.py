@@ -64,11 +64,11 @@ class CannotListen(HeadraceError):
 
 
 class TcpListener:
-    def __init__(self, target: GrpcTarget, *, clock: Clock = time.monotonic) -> None:
+    def __init__(self, target: GrpcTarget) -> None:
         """Raises ConfigError if the certificates or the directory cannot be used."""
         self._target = target
         self._certificates = None if target.tls is None else Certificates(target.tls, TlsRole.ENGINE)
-        self._log_refusal = RefusalLog(clock)
+        self._log_refusal = RefusalLog(time.monotonic)
         self._folder = _make_folder()
         self.inner = self._folder.path / INNER_NAME
         self._sockets: list[socket.socket] = []

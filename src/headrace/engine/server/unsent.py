@@ -16,7 +16,7 @@ from headrace.wire.codec import encode_load, encode_rejected, encode_updates
 from headrace.wire.service import Handle
 
 MAX_UNITS = (32 << 20) // UNIT_BYTES
-"""32 MiB."""
+"""32 MiB that may be unsent to one gateway."""
 
 REFUSAL_UNITS, REFUSAL_BYTES_PER_UNIT = 16, 16
 

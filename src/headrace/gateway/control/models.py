@@ -25,7 +25,7 @@ from headrace.gateway.upstream.seam import Upstream
 from headrace.gateway.upstream.served_models import ServedModel, UnreadableModel
 from headrace.policy.routing.choice import SLOW_START_S, Random, ReplicaId
 from headrace.text.folder import TextModel
-from headrace.text.output.model_formats import ModelFormats
+from headrace.text.output.formats import ModelFormats
 from headrace.wire.client import ReplicaClient
 from headrace.wire.service import Expectation
 

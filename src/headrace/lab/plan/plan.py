@@ -61,7 +61,7 @@ class Figure:
 
 
 EGRESS_BYTES_PER_TOKEN = 250
-"""One event of a chat completion."""
+"""Size of one event of a chat completion."""
 
 CONTEXTS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
 

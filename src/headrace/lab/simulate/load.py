@@ -99,7 +99,7 @@ def _count(entry: dict[str, object], name: str, where: str) -> int:
 
 
 def _prompt(num_tokens: int, hashes: list[int], number: int) -> tuple[int, ...]:
-    """Equal hashes give equal tokens."""
+    """Token ids of a prompt: equal hashes give equal tokens."""
     ids: list[int] = []
     for each in hashes:
         ids += [1 + (each * 1_000_003 + place) % 2_000_000_011 for place in (0, 1)] * (TRACE_BLOCK_TOKENS // 2)

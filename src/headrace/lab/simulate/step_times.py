@@ -96,7 +96,7 @@ def fit(steps: Sequence[MeasuredStep]) -> FittedLatency:
     return FittedLatency(step_s=values[0], row_s=values[1], context_s=values[2], prompt_s=values[3], attention_s=values[4])
 
 
-def _non_negative(rows: Sequence[Sequence[float]], rounds: int = 2000) -> list[float]:
+def _non_negative(rows: Sequence[Sequence[float]]) -> list[float]:
     """The x >= 0 that minimizes the sum of (row x - 1)^2, by coordinate descent on the normal equations."""
     size = len(rows[0])
     scales = [max(abs(row[place]) for row in rows) or 1.0 for place in range(size)]
@@ -104,7 +104,7 @@ def _non_negative(rows: Sequence[Sequence[float]], rounds: int = 2000) -> list[f
     products = [[sum(row[one] * row[other] for row in scaled) for other in range(size)] for one in range(size)]
     goals = [sum(row[place] for row in scaled) for place in range(size)]
     values = [0.0] * size
-    for _ in range(rounds):
+    for _ in range(2000):
         for place in range(size):
             if products[place][place] > 0:
                 rest = sum(products[place][other] * values[other] for other in range(size) if other != place)

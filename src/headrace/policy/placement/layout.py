@@ -21,7 +21,7 @@ MAX_DEVICES = 64
 LEAST_RUNNING = 1e-3
 
 FULLEST_STEPS = 16
-"""Halvings of the logarithm of the load."""
+"""Steps of the search: halvings of the logarithm of the load."""
 
 TIE = 0.05
 

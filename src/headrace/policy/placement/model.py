@@ -75,7 +75,7 @@ class ModelShape:
 
     @property
     def num_params(self) -> int:
-        """Without biases: less than a thousandth."""
+        """Biases are left out: less than a thousandth."""
         return self.num_table_params + self.num_layer_params
 
     @property
@@ -89,7 +89,7 @@ class ModelShape:
 
     @property
     def num_active_params(self) -> int:
-        """A token's own experts, and not the embedding table."""
+        """Weights that one token is multiplied with: its own experts', and not the embedding table."""
         return self._num_head_params + self._num_read_layer_params(self.experts_per_token)
 
     def sizes(self, dtype: str) -> WeightSizes:

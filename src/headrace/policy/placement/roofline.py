@@ -136,10 +136,10 @@ def _longer(read_s: float, compute_s: float) -> dict[str, float]:
 
 
 LOAD_BYTES_PER_S = 2e9
-"""Assumed: a network volume."""
+"""Rate at which a replica reads its weights, assumed: a network volume."""
 
 START_S = 20.0
-"""Assumed."""
+"""Seconds that a start takes beside reading weights, assumed."""
 
 
 def load_seconds(weights_bytes: float, bytes_per_s: float = LOAD_BYTES_PER_S) -> float:

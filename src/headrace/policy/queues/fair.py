@@ -35,7 +35,7 @@ class TenantOrder:
         self._size = 0
         self._heap: list[_Entry] = []
         self._current: dict[str, _Entry] = {}
-        """Its service may lack a charge, never a refund."""
+        """The entries of `_heap` that count. Their service may lack a charge, never a refund."""
         self._num_arrivals = 0
 
     def push(self, seq: Sequence) -> None:

@@ -40,7 +40,7 @@ EMPTY = LoadSnapshot(
     kv_blocks_total=0,
     counters=EngineCounters(),
 )
-"""Assumed before the first snapshot."""
+"""The load that is assumed before the first snapshot."""
 
 
 class Random(Protocol):

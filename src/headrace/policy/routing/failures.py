@@ -84,7 +84,7 @@ class CircuitBreaker:
             self._open(now)
 
     def abandon(self, ticket: Ticket, now: float) -> None:
-        """The outcome is not known."""
+        """The outcome is not known: a probe leaves the circuit open without a further cooldown."""
         if ticket == self._ticket and self.state is CircuitState.HALF_OPEN:
             self._change(CircuitState.OPEN)
             self._open_until = now
@@ -141,7 +141,7 @@ class TenantFailures:
         self._tenant_to_answered_at = dict([*kept[-1:], (tenant, now)])
 
     def is_tenants(self, tenant: bytes, now: float) -> bool:
-        """Also notes a failure."""
+        """Notes a failure, and returns whether it is the tenant's."""
         self._is_failing_several = self._is_failing_several or self._failing not in (None, tenant)
         self._failing = tenant
         others = [at for other, at in self._tenant_to_answered_at.items() if other != tenant]

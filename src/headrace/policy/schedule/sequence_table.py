@@ -242,7 +242,7 @@ class SequenceTable:
                     self.fail(seq, late, now)
 
     def take_refused(self) -> list[tuple[EngineRequest, HeadraceError]]:
-        """There is no update about these."""
+        """Requests that were let in and refused since the last call; there is no update about them."""
         refused, self._refused = self._refused, []
         return refused
 

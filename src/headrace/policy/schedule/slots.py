@@ -26,7 +26,7 @@ class Slots:
 
     @property
     def running(self) -> list[Sequence]:
-        """In the order in which they started."""
+        """The running sequences, in the order in which they started; the list is the caller's own."""
         return list(self._running.values())
 
     @property

@@ -54,5 +54,5 @@ class ChunkPrice:
         return max(1, budget * self.costly_context // (self.costly_context + start))
 
     def surcharge(self, start: int, count: int) -> int:
-        """Beyond one each; a single token has none."""
+        """Tokens charged beyond one each; a single token has none."""
         return count * start // self.costly_context if self.costly_context and count > 1 else 0

@@ -1,12 +1,19 @@
-"""Lists the output formats: how each family of models marks reasoning and writes tool calls."""
+"""Lists the output formats (how each family of models marks reasoning and writes tool calls), and chooses those of one model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from headrace.core.errors import ConfigError
+from headrace.core.grammar import ReasoningSpan
 from headrace.text.output.format_types import ARGUMENTS_MARKER, CallSyntax, CallTags, ReasoningFormat, ToolFormat
+
+if TYPE_CHECKING:
+    from headrace.text.template import ChatTemplate
+    from headrace.text.tokenizer import Tokenizer
 
 AUTO, OFF = "auto", "none"
 
@@ -210,3 +217,48 @@ def _known(name: str, rows: Mapping[str, ReasoningFormat] | Mapping[str, ToolFor
         known = [AUTO, OFF, *rows, *(alias for alias, target in ALIASES.items() if target in rows and alias not in rows)]
         raise ConfigError(where, f"{name[:80]!r} is not a known parser", f"Known: {', '.join(known)}.")
     return found
+
+
+TAIL_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFormats:
+    tools: ToolFormat | None = None
+    reasoning: ReasoningFormat | None = None
+    token_ids: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, tokenizer: Tokenizer, template: ChatTemplate, *, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO
+    ) -> ModelFormats:
+        """Raises ConfigError."""
+        tools = tool_format(tool_call_parser, template.sources)
+        reasoning = reasoning_format(reasoning_parser, template.sources)
+        markers = [marker for row in (tools, reasoning) if row is not None for marker in row.markers]
+        ids = {marker: tokenizer.token_to_id(marker) for marker in markers}
+        return cls(tools, reasoning, {marker: token_id for marker, token_id in ids.items() if token_id is not None})
+
+    def marker_ids(self, *rows: ToolFormat | ReasoningFormat | None) -> frozenset[int]:
+        return frozenset([self.token_ids[marker] for row in rows if row is not None for marker in row.markers if marker in self.token_ids])
+
+    def is_reasoning_open(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], begun: str = "") -> bool:
+        """begun: part of the answer in the prompt"""
+        if self.reasoning is None:
+            return False
+        if begun:
+            return begun.rfind(self.reasoning.start) > begun.rfind(self.reasoning.end)
+        return self.reasoning.is_opened_by(_tail(tokenizer, prompt_ids))
+
+    def reasoning_span(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], begun: str = "") -> ReasoningSpan | None:
+        """None if the prompt has the end of the reasoning already."""
+        if self.reasoning is None:
+            return None
+        is_open = self.is_reasoning_open(tokenizer, prompt_ids, begun)
+        if not is_open and (begun.strip() or _tail(tokenizer, prompt_ids).rstrip().endswith(self.reasoning.end)):
+            return None
+        return self.reasoning.span(is_open=is_open)
+
+
+def _tail(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str:
+    return tokenizer.join(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False).decode("utf-8", "replace")

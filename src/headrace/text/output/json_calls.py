@@ -14,7 +14,7 @@ from headrace.text.output.literals import JsonSpan, json_of_literal
 from headrace.text.output.reading import CallLog, Reading, TagChoice, first_non_space
 
 MAX_KEY_CHARS = 256
-"""Text with a longer one is no call."""
+"""Text with a longer name or key is no call."""
 
 _ARGUMENTS = ("arguments", "parameters")
 _FUNCTION = "function"

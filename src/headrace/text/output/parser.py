@@ -53,7 +53,7 @@ class CallParser:
         return "".join(content), self._log.take_pieces()
 
     def finish(self) -> str:
-        """The text held back; call it once."""
+        """Returns the text held back. Call it once, at the end."""
         held = self._log.take_held()
         is_end = self._log.num_calls > 0 and self._row.end.startswith(held.strip())
         if self._log.is_open or is_end:

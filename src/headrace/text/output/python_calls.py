@@ -11,7 +11,7 @@ from headrace.text.output.literals import LiteralSpan, json_of_literal
 from headrace.text.output.reading import CallLog, Reading, TagChoice, first_non_space
 
 MAX_NAME_CHARS = 128
-"""Longer names are no call's."""
+"""Text with a longer name is no call."""
 
 MAX_ARGUMENTS = 128
 

@@ -38,7 +38,7 @@ def _parameter_types(root: Mapping[str, object]) -> Mapping[str, frozenset[str]]
 
 
 class SchemaTypes:
-    """Linear: the target of a reference is visited once."""
+    """Takes time linear in the schema: the target of a reference is visited once."""
 
     def __init__(self, root: Mapping[str, object]) -> None:
         self._root = root

@@ -170,7 +170,7 @@ def _encode_logprobs(positions: Sequence[TokenLogprobs]) -> pb.Logprobs:
 
 
 def _decode_logprobs(message: pb.Logprobs) -> LogprobColumns:
-    """Columns: an answer may have a million alternatives."""
+    """Gives columns: an answer may have a million alternatives."""
     count = len(message.token_ids)
     if not len(message.logprobs) == len(message.ranks) == len(message.top_counts) == count:
         raise MalformedFrame("logprobs: columns differ in length")

@@ -53,7 +53,7 @@ class DeviceModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HostInputs:
-    """In pinned memory. fields: [NUM_FIELDS, N]"""
+    """Inputs of one step in pinned memory. fields: [NUM_FIELDS, N]"""
 
     buffer: Tensor
     fields: NDArray[np.int32]

@@ -28,7 +28,7 @@ from headrace.gateway.upstream.seam import OutputEvent, ToolCall, made_call_id
 from headrace.text.messages import begun_answer
 from headrace.text.output.forced import forced_grammar
 from headrace.text.output.format_types import ReasoningFormat, ToolFormat
-from headrace.text.output.model_formats import ModelFormats
+from headrace.text.output.formats import ModelFormats
 from headrace.text.output.parser import OutputParser
 from headrace.text.output.reading import CallPiece, ParsedDelta
 from headrace.text.output.reasoning import ReasoningCount

@@ -35,7 +35,7 @@ from headrace.policy.admission import QueueState, UnsentRequests
 from headrace.policy.queues import traits_of
 from headrace.text.detokenize import Detokenizer
 from headrace.text.logprobs import DecodedLogprobs
-from headrace.text.output.model_formats import ModelFormats
+from headrace.text.output.formats import ModelFormats
 from headrace.text.tokenizer import Tokenizer
 
 MAX_TOKENS_AT_ONCE = 16_384
