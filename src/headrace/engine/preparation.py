@@ -20,7 +20,7 @@ class Preparer(Protocol):
     """All methods are called on the loop's thread and must not block: the work is done on another thread."""
 
     def begin(self, request: EngineRequest, preparation_id: PreparationId) -> Mapping[str, float]:
-        """If it raises a HeadraceError, the request is refused with it, and `end` is not called."""
+        """Returns each prerequisite with its seconds. A HeadraceError refuses the request, and `end` is not called."""
         ...
 
     def end(self, preparation_id: PreparationId) -> None: ...

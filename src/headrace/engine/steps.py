@@ -85,6 +85,8 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class UncommittedStep:
+    """submitted: when the runner got the plan, on the engine's clock"""
+
     plan: Plan
     ticket: Ticket
     submitted: float
@@ -92,6 +94,8 @@ class UncommittedStep:
 
 @dataclass(frozen=True, slots=True)
 class RunningStep:
+    """started: when the oldest uncommitted step began; predicted_s: of the newest"""
+
     started: float
     predicted_s: float
 

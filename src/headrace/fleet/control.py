@@ -54,7 +54,7 @@ class FleetControl:
         drain_all: Callable[[float], Awaitable[None]],
         audit: CommandAudit | None = None,
     ) -> None:
-        """audit: written by callers, which know the actor"""
+        """drain_all: takes the seconds for running requests; audit: written by callers, which know the actor"""
         self.audit = audit or CommandAudit()
         self._reconciler = reconciler
         self._source = source

@@ -111,6 +111,7 @@ class ProcessKeeper:
             await self._pause(pause_s)
 
     async def _run_once(self) -> float:
+        """Returns the seconds that the process served."""
         loop = asyncio.get_running_loop()
         self.num_starts += 1
         try:

@@ -163,6 +163,7 @@ class Reconciler:
         self._is_frozen = True
 
     async def _try_round(self) -> float:
+        """Returns the seconds until the next round must follow."""
         if self._is_frozen:
             return POLL_S
         try:

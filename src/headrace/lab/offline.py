@@ -169,7 +169,7 @@ class DecodeSpeed:
 
 
 def decode_speed(info: ModelInfo, run: OfflineRun, bandwidth: float | None) -> DecodeSpeed | None:
-    """None when the sequences never decode together for two steps."""
+    """bandwidth: bytes per second. None when the sequences never decode together for two steps."""
     streams = [record for record in run.records if record.is_finished]
     begin_s = max((record.chunk_s[0] for record in streams if record.chunk_s), default=0.0)
     end_s = min((record.chunk_s[-1] for record in streams if record.chunk_s), default=0.0)

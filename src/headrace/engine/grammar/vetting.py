@@ -45,7 +45,7 @@ class GrammarVetter:
             return GrammarVocabulary.unpacked(self._vocabulary)
 
     def vet(self, grammar: Grammar) -> int:
-        """Raises InvalidRequest, CheckpointError, and SequenceFailed when the process cannot be kept running."""
+        """Returns the bytes held when compiled. Raises InvalidRequest, CheckpointError and SequenceFailed."""
         with self._lock:
             for _ in range(NUM_ATTEMPTS):
                 try:

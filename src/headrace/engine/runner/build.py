@@ -323,6 +323,7 @@ def _make_runner(
 
 
 def _warm_up(runner: AnyRunner, config: EngineConfig, sizing: KvSizing, loaded: LoadedModel) -> float:
+    """Returns the seconds that it took."""
     began = time.perf_counter()
     most_tokens = 0
     if isinstance(runner, DeviceRunner):

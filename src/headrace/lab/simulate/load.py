@@ -21,6 +21,8 @@ MAX_TOKENS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
+    """at: seconds after the start"""
+
     at: float
     prompt_ids: tuple[int, ...]
     output_tokens: int
