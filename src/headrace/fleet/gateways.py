@@ -77,8 +77,8 @@ class GatewayGroup:
 
     async def view(self) -> GatewaysView:
         serving = [keeper for keeper in self.keepers if keeper.is_serving]
-        found = dict(zip(serving, await asyncio.gather(*map(_status, serving)), strict=True))
-        answered = {keeper: answer for keeper, answer in found.items() if answer is not None}
+        answers = dict(zip(serving, await asyncio.gather(*map(_status, serving)), strict=True))
+        answered = {keeper: answer for keeper, answer in answers.items() if answer is not None}
         # One that has ended meanwhile has no requests, and sees nothing.
         silent = [keeper.label for keeper in serving if keeper not in answered and keeper.is_serving]
         return GatewaysView([answer for keeper, answer in answered.items() if keeper.is_serving], silent)
@@ -178,12 +178,12 @@ class GatewayFile:
 
 def why_unavailable(failures: Iterable[HeadraceError]) -> str:
     """In words that clients may read: no paths."""
-    found = [*failures]
-    if any(isinstance(failure, TextRefused) for failure in found):
+    errors = [*failures]
+    if any(isinstance(failure, TextRefused) for failure in errors):
         return UNREADABLE
-    if any(isinstance(failure, ConfigError) for failure in found):
+    if any(isinstance(failure, ConfigError) for failure in errors):
         return REFUSED
-    return DIED if found else NO_REPLICA
+    return DIED if errors else NO_REPLICA
 
 
 def check_can_listen(host: str, port: int) -> None:
@@ -200,8 +200,8 @@ def reserved_port(host: str, port: int) -> Iterator[int]:
         for each in reserved:
             # Otherwise a server that reuses the address could take the port while no gateway listens.
             each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-        found: int = reserved[0].getsockname()[1]
-        yield found
+        taken: int = reserved[0].getsockname()[1]
+        yield taken
     finally:
         close_all(reserved)
 

@@ -26,8 +26,8 @@ def resolve_model(name_or_path: str, *, experimental: bool = False, bundled: Pat
     """
     if not name_or_path or "\0" in name_or_path:
         raise ConfigError("model", f"{name_or_path!r} is not a name or a path")
-    if (found := bundled_path(name_or_path, bundled)) is not None:
-        return found
+    if (folder := bundled_path(name_or_path, bundled)) is not None:
+        return folder
     path = expanded(name_or_path)
     if path.is_dir():
         return path.resolve()

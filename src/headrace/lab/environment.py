@@ -89,8 +89,8 @@ class ReadBandwidth:
     pattern: str
 
 
-def bandwidth_facts(found: ReadBandwidth | None) -> dict[str, object]:
-    return {"read_bandwidth_bytes_per_s": found and found.bytes_per_s, "read_bandwidth_pattern": found and found.pattern}
+def bandwidth_facts(bandwidth: ReadBandwidth | None) -> dict[str, object]:
+    return {"read_bandwidth_bytes_per_s": bandwidth and bandwidth.bytes_per_s, "read_bandwidth_pattern": bandwidth and bandwidth.pattern}
 
 
 def read_bandwidth(script: Path | None) -> ReadBandwidth:
@@ -122,10 +122,10 @@ def measure_bandwidth(script: Path | None) -> ReadBandwidth | None:
 
 def _cpu_model() -> str:
     try:
-        found = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+        match = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
-        found = None
-    return found.group(1) if found else platform.processor() or platform.machine()
+        match = None
+    return match.group(1) if match else platform.processor() or platform.machine()
 
 
 def _version(name: str) -> str | None:

@@ -172,7 +172,7 @@ class JsonLine(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         process = getattr(record, "child", self._process)
-        found: dict[str, object] = {
+        entry: dict[str, object] = {
             "time": timestamp(record.created),
             "level": record.levelname.lower(),
             **({"process": process} if process else {}),
@@ -182,8 +182,8 @@ class JsonLine(logging.Formatter):
         }
         text = self.formatException(record.exc_info) if record.exc_info else record.exc_text
         if text:
-            found["exception"] = text
-        return json.dumps(found, ensure_ascii=True, separators=(",", ":"), default=str)
+            entry["exception"] = text
+        return json.dumps(entry, ensure_ascii=True, separators=(",", ":"), default=str)
 
 
 def relay(line: str, child: str) -> None:

@@ -281,11 +281,11 @@ class _Page:
 
 def encode_families(families: Iterable[Metric]) -> bytes:
     """What all workers read alike from engines is not included. JSON: per family name, text, type, unit and samples."""
-    found = [
+    encoded = [
         [family.name, family.documentation, family.type, family.unit, [[name, labels, value] for name, labels, value, *_ in family.samples]]
         for family in families
     ]
-    return json.dumps(found, separators=(",", ":")).encode()
+    return json.dumps(encoded, separators=(",", ":")).encode()
 
 
 def merge_workers(by_worker: Mapping[int, bytes]) -> list[Metric]:

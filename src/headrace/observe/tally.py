@@ -71,10 +71,10 @@ class _Labelled(Collector, Generic[T]):
             self.labels()  # the page shows it before the first request, at zero
 
     def labels(self, *values: str) -> T:
-        found = self._by_labels.get(values)
-        if found is None:
-            found = self._by_labels[values] = self._make()
-        return found
+        series = self._by_labels.get(values)
+        if series is None:
+            series = self._by_labels[values] = self._make()
+        return series
 
     def remove(self, *leading: str) -> None:
         for labels in [labels for labels in self._by_labels if labels[: len(leading)] == leading]:

@@ -153,10 +153,10 @@ class TenantMetrics(Collector):
 
 
 def _of(counts: dict[str, UseCounts], label: str) -> UseCounts:
-    found = counts.get(label)
-    if found is None:
-        found = counts[label] = UseCounts()
-    return found
+    known = counts.get(label)
+    if known is None:
+        known = counts[label] = UseCounts()
+    return known
 
 
 def _families(prefix: str, of: str, counts: Mapping[str, UseCounts]) -> Iterator[Metric]:

@@ -199,10 +199,10 @@ _NO_TEXT = Delta()
 
 def decoded_prompt_logprobs(tokenizer: Tokenizer, prompt_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> DecodedLogprobs:
     """Log-probabilities of positions from 1 on: the first token has none."""
-    offsets, found = Detokenizer(tokenizer, skip_special_tokens=False), DecodedLogprobs(tokenizer)
+    offsets, decoded = Detokenizer(tokenizer, skip_special_tokens=False), DecodedLogprobs(tokenizer)
     for token_id, at in zip(prompt_ids, logprobs, strict=False):
         offsets.push((token_id,))
-        found.columns.append(at)
-        found.text_offsets.append(offsets.num_chars)
-        found.visible.append(True)
-    return found
+        decoded.columns.append(at)
+        decoded.text_offsets.append(offsets.num_chars)
+        decoded.visible.append(True)
+    return decoded

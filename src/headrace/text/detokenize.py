@@ -42,13 +42,13 @@ class StopMatcher:
         if self.ignores(text):
             return None
         for position, char in enumerate(text):
-            found = self._step(char)
-            if found is not None and is_armed:
-                return StopMatch(found, position + 1)
+            completed = self._step(char)
+            if completed is not None and is_armed:
+                return StopMatch(completed, position + 1)
         return None
 
     def _step(self, char: str) -> str | None:
-        found = None
+        completed = None
         for number, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):
             state = self._states[number]
             while state and stop[state] != char:
@@ -56,10 +56,10 @@ class StopMatcher:
             if stop[state] == char:
                 state += 1
             if state == len(stop):
-                found = found or stop
+                completed = completed or stop
                 state = borders[state - 1]
             self._states[number] = state
-        return found
+        return completed
 
 
 @lru_cache(maxsize=8)

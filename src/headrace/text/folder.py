@@ -35,8 +35,8 @@ def _check_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:
     limit = read_optional_object(folder / "config.json").get("vocab_size")
     if isinstance(limit, bool) or not isinstance(limit, int):
         return
-    if (found := tokenizer.first_id_beyond(limit)) is not None:
-        token, token_id = found
+    if (beyond := tokenizer.first_id_beyond(limit)) is not None:
+        token, token_id = beyond
         raise CheckpointError(
             "tokenizer.json",
             f"token {shorten(token)} has id {token_id}, and config.json's vocab_size = {limit} ends at {limit - 1}",

@@ -92,12 +92,12 @@ class DecodedLogprobs:
     def shown(self) -> DecodedLogprobs:
         if 0 not in self.visible:
             return self
-        found, end = DecodedLogprobs(self.texts), 0
+        shown, end = DecodedLogprobs(self.texts), 0
         for is_visible, run in groupby(self.visible):
             begin, end = end, end + len(list(run))
             if is_visible:
-                found.extend(self.part(begin, end))
-        return found
+                shown.extend(self.part(begin, end))
+        return shown
 
     @property
     def num_bytes(self) -> int:

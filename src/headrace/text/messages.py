@@ -107,10 +107,10 @@ def _tool_call(call: object, path: str) -> dict[str, object]:
 
 def _object(arguments: str) -> object:
     try:
-        found: object = json.loads(arguments) if arguments.strip() else {}
+        value: object = json.loads(arguments) if arguments.strip() else {}
     except (ValueError, RecursionError):
         return arguments
-    return found if isinstance(found, dict) else arguments
+    return value if isinstance(value, dict) else arguments
 
 
 MAX_DEPTH = 64

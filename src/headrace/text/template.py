@@ -149,12 +149,12 @@ class ChatTemplate:
 
     def _control_tokens(self, tokenizer: Tokenizer) -> tuple[str, ...]:
         """Includes added tokens that this template itself writes as tags (`<tool_call>`, `[INST]`)."""
-        found = self._tokens.get(tokenizer.digest)
-        if found is None:
+        tokens = self._tokens.get(tokenizer.digest)
+        if tokens is None:
             text = "\0".join(self._sources.values())
             tags = {token for token in tokenizer.added_tokens if _TAG.match(token) and token in text}
-            found = self._tokens[tokenizer.digest] = tuple(sorted(tags | set(tokenizer.control_tokens)))
-        return found
+            tokens = self._tokens[tokenizer.digest] = tuple(sorted(tags | set(tokenizer.control_tokens)))
+        return tokens
 
     def _source(self, has_tools: bool) -> str:
         if not self._sources:
@@ -252,14 +252,14 @@ class _Chat:
         return min(MAX_CHAT_CHARS, MAX_GROWTH * self._num_chars + own_chars)
 
     def strings(self) -> list[str]:
-        found = list(strings_in(self.messages, "messages"))
-        found += strings_in(self.tools, "tools")
-        found += strings_in(self.documents, "documents")
-        found += strings_in(self.kwargs, "chat_template_kwargs")
-        total = self._num_chars = sum(map(len, found))
+        strings = list(strings_in(self.messages, "messages"))
+        strings += strings_in(self.tools, "tools")
+        strings += strings_in(self.documents, "documents")
+        strings += strings_in(self.kwargs, "chat_template_kwargs")
+        total = self._num_chars = sum(map(len, strings))
         if total > MAX_CHAT_CHARS:
             raise RequestTooLarge("messages", f"at most {MAX_CHAT_CHARS} characters in all", total, "Send a shorter conversation.")
-        return found
+        return strings
 
     def marked(self, marks: Marks, everything: re.Pattern[str], control: re.Pattern[str]) -> _Chat:
         """Tags (`<think>`) in an assistant's turn, the model's own output, are not marked: the next prompt then hits the prefix cache."""
@@ -333,11 +333,11 @@ def _refused(message: str) -> InvalidRequest:
 
 def _sources(folder: Path) -> dict[str, str]:
     """Template sources by name; "default" is the main one. Named templates of earlier files win, as in transformers."""
-    found: dict[str, str] = {}
+    named: dict[str, str] = {}
     for sources in _layers(folder):
-        if "default" not in found:
-            found = {**{name: source for name, source in sources.items() if source.strip()}, **found}
-    return found
+        if "default" not in named:
+            named = {**{name: source for name, source in sources.items() if source.strip()}, **named}
+    return named
 
 
 def _layers(folder: Path) -> Iterator[dict[str, str]]:
@@ -359,10 +359,10 @@ def _sources_in(file: str, given: object) -> dict[str, str]:
         return {"default": given}
     if isinstance(given, Mapping):
         given = [{"name": name, "template": source} for name, source in given.items()]
-    found: dict[str, str] = {}
+    named: dict[str, str] = {}
     for entry in given if isinstance(given, list) else [None]:
         name, source = (entry.get("name"), entry.get("template")) if isinstance(entry, Mapping) else (None, None)
         if not isinstance(name, str) or not isinstance(source, str):
             raise CheckpointError(file, "chat_template must be a string, an object of them, or a list of {name, template}")
-        found[name] = source
-    return found
+        named[name] = source
+    return named

@@ -68,8 +68,8 @@ class Tokenizer:
             return None
         vocab = self._inner.get_vocab(with_added_tokens=True)
         asked = ((token_id, token) for token, token_id in vocab.items() if token_id >= limit and self._is_asked(token_id))
-        found = min(asked, default=None)
-        return None if found is None else (found[1], found[0])
+        least = min(asked, default=None)
+        return None if least is None else (least[1], least[0])
 
     def _is_asked(self, token_id: int) -> bool:
         return token_id not in self.special_ids or token_id == self.bos_token_id
@@ -143,8 +143,8 @@ class Tokenizer:
         return token
 
     def token_to_id(self, token: str) -> int | None:
-        found: int | None = self._inner.token_to_id(token) if token else None
-        return found
+        token_id: int | None = self._inner.token_to_id(token) if token else None
+        return token_id
 
     # -- control tokens ----------------------------------------------------------------------------------------------------------
 

@@ -44,8 +44,8 @@ class TokenizerConfig:
         new = [(text, token_id) for token_id, text in texts.items() if inner.token_to_id(text) is None]
         inner.add_tokens([AddedToken(texts[token_id], **self._flags(entry)) for token_id, entry in self.described.items()])
         for text, token_id in new:
-            if (found := inner.token_to_id(text)) != token_id:
-                reason = f"token {shorten(text)} has id {token_id}, and tokenizer.json leaves it {found}"
+            if (known_id := inner.token_to_id(text)) != token_id:
+                reason = f"token {shorten(text)} has id {token_id}, and tokenizer.json leaves it {known_id}"
                 raise CheckpointError(FILE, reason, "Fetch both files from one place.")
         known = {token.content for token in inner.get_added_tokens_decoder().values()}
         own = [text for text in self.special_texts if text not in known and inner.token_to_id(text) is not None]
@@ -89,19 +89,19 @@ def _unnamed(merged: _Object) -> list[str]:
 
 
 def _in_decoder(given: object) -> dict[int, _Object]:
-    found: dict[int, _Object] = {}
+    described: dict[int, _Object] = {}
     for key, entry in given.items() if isinstance(given, Mapping) else [("", None)]:
         if _ID.fullmatch(key) is None or not isinstance(entry, Mapping) or token_content(entry) is None:
             raise CheckpointError(FILE, "added_tokens_decoder must be an object of ids and tokens with a content")
-        found[int(key)] = entry
-    return dict(sorted(found.items()))
+        described[int(key)] = entry
+    return dict(sorted(described.items()))
 
 
 def _in_added_tokens(folder: Path, special_texts: list[str]) -> dict[int, _Object]:
-    found = {}
+    described = {}
     for text, token_id in read_optional_object(folder / "added_tokens.json").items():
         if not text or isinstance(token_id, bool) or not isinstance(token_id, int):
             raise CheckpointError("added_tokens.json", "must be an object of tokens and ids")
         is_special = text in special_texts
-        found[token_id] = {"content": text, "special": is_special, "normalized": not is_special}
-    return dict(sorted(found.items()))
+        described[token_id] = {"content": text, "special": is_special, "normalized": not is_special}
+    return dict(sorted(described.items()))

@@ -197,8 +197,8 @@ class ReplicaClient:
         """Requests that no load snapshot has counted: the engine may never read them."""
         if self._session is None:
             return 0
-        found = [stream for handle in self._session.unseen_handles if (stream := self._session.streams.get(handle)) is not None]
-        return self._abandon_all(found, reason)
+        unseen = [stream for handle in self._session.unseen_handles if (stream := self._session.streams.get(handle)) is not None]
+        return self._abandon_all(unseen, reason)
 
     def abandon_unbegun(self, reason: str) -> int:
         """Requests without any update so far that resume no earlier output."""

@@ -43,10 +43,10 @@ def bound_sockets(host: str, port: int, *, shares_port: bool = False) -> tuple[l
 
     Raises OSError, for a name without an address socket.gaierror.
     """
-    found = _addresses(host, port)
+    addresses = _addresses(host, port)
     for left in reversed(range(NUM_TRIES)):
         try:
-            return _bind_all(found, port, shares_port)
+            return _bind_all(addresses, port, shares_port)
         except OSError as error:
             if port or not left or error.errno != errno.EADDRINUSE:
                 raise
@@ -76,14 +76,14 @@ def _addresses(host: str, port: int) -> list[tuple[int, Any]]:
         names = ["127.0.0.1", "::1"]
     elif _is_any_ipv6(bare):
         names = ["::", "0.0.0.0"]
-    found = []
+    addresses = []
     for name in names:
         try:
             given = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         except (UnicodeError, ValueError):  # a name that cannot be written in DNS
             raise socket.gaierror(socket.EAI_NONAME, "it is not a host's name") from None
-        found += [(int(family), address) for family, *_, address in given]
-    return list(dict.fromkeys(found))
+        addresses += [(int(family), address) for family, *_, address in given]
+    return list(dict.fromkeys(addresses))
 
 
 def _is_any_ipv6(host: str) -> bool:
@@ -93,11 +93,11 @@ def _is_any_ipv6(host: str) -> bool:
         return False
 
 
-def _bind_all(found: Sequence[tuple[int, Any]], port: int, shares_port: bool) -> tuple[list[socket.socket], list[str]]:
+def _bind_all(addresses: Sequence[tuple[int, Any]], port: int, shares_port: bool) -> tuple[list[socket.socket], list[str]]:
     sockets: list[socket.socket] = []
     missing: dict[str, OSError] = {}
     with ExitStack() as on_error:
-        for family, address in found:
+        for family, address in addresses:
             try:
                 bound = _bind(family, (address[0], port, *address[2:]), shares_port)
             except OSError as error:

@@ -126,8 +126,8 @@ async def nothing_listens(target: GrpcTarget) -> bool:
         return await _is_refused(asyncio.open_unix_connection(target.path))
     try:
         async with asyncio.timeout(LISTENS_S):
-            found = await asyncio.get_running_loop().getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
-            return bool(found) and all([await _is_refused(asyncio.open_connection(*address[:2])) for *_, address in found])
+            addresses = await asyncio.get_running_loop().getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+            return bool(addresses) and all([await _is_refused(asyncio.open_connection(*address[:2])) for *_, address in addresses])
     except (OSError, UnicodeError):  # TimeoutError is an OSError; the other is a name that is none
         return False
 

@@ -44,8 +44,8 @@ class CharSet:
     @classmethod
     def of(cls, ranges: Iterable[Range], properties: Iterable[str] = (), *, is_excluding: bool = False) -> CharSet:
         """Without properties the set is never an excluding one."""
-        found, named = _merged(ranges), tuple(dict.fromkeys(properties))
-        return cls(_others(found) if is_excluding and not named else found, named, is_excluding and bool(named))
+        merged, named = _merged(ranges), tuple(dict.fromkeys(properties))
+        return cls(_others(merged) if is_excluding and not named else merged, named, is_excluding and bool(named))
 
     def has(self, char: str) -> bool:
         is_listed = any(first <= ord(char) <= last for first, last in self.ranges)
@@ -80,9 +80,9 @@ def property_set(name: str, *, is_excluding: bool) -> CharSet | None:
 
 
 def joined(sets: Iterable[CharSet], *, is_excluding: bool = False) -> CharSet:
-    found = list(sets)
-    ranges = [each for chars in found for each in chars.ranges]
-    return CharSet.of(ranges, [name for chars in found for name in chars.properties], is_excluding=is_excluding)
+    parts = list(sets)
+    ranges = [each for chars in parts for each in chars.ranges]
+    return CharSet.of(ranges, [name for chars in parts for name in chars.properties], is_excluding=is_excluding)
 
 
 def with_case(chars: CharSet) -> CharSet | None:
@@ -152,22 +152,22 @@ def _is_surrogate(point: int) -> bool:
 
 
 def _merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    found: list[Range] = []
+    merged: list[Range] = []
     for first, last in sorted(ranges):
-        if found and first <= found[-1][1] + 1:
-            found[-1] = found[-1][0], max(last, found[-1][1])
+        if merged and first <= merged[-1][1] + 1:
+            merged[-1] = merged[-1][0], max(last, merged[-1][1])
         else:
-            found.append((first, last))
-    return tuple(found)
+            merged.append((first, last))
+    return tuple(merged)
 
 
 def _others(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    found, begin = [], 0
+    gaps, begin = [], 0
     for first, last in ranges:
         if begin < first:
-            found.append((begin, first - 1))
+            gaps.append((begin, first - 1))
         begin = last + 1
-    return (*found, (begin, LAST)) if begin <= LAST else tuple(found)
+    return (*gaps, (begin, LAST)) if begin <= LAST else tuple(gaps)
 
 
 def _without(ranges: Iterable[Range], excluded: Iterable[Range]) -> tuple[Range, ...]:

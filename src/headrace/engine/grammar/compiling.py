@@ -130,8 +130,8 @@ def refusal(grammar: Grammar, reason: str) -> InvalidRequest:
 
 
 def _regex_reason(reason: str) -> str:
-    if found := re.search(r"^error: (.+)$", reason, re.MULTILINE):
-        return f"{found[1][:1].upper()}{found[1][1:]}."
+    if match := re.search(r"^error: (.+)$", reason, re.MULTILINE):
+        return f"{match[1][:1].upper()}{match[1][1:]}."
     _, _, rest = reason.rpartition("(in regex): ")
     return rest.splitlines()[0] if rest else reason
 

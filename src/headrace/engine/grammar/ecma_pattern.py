@@ -72,10 +72,10 @@ Node = Chars | Concatenation | Choice | Repeat | Anchor | LookAhead
 
 def parsed(expression: str) -> Node:
     parser = _Parser(expression)
-    found = parser.choice(0)
+    tree = parser.choice(0)
     if parser.at < len(expression):
         raise PatternRefused("a regular expression of ECMAScript whose parentheses are balanced")
-    return found
+    return tree
 
 
 class _Parser:
@@ -143,16 +143,16 @@ class _Parser:
     def _group(self, depth: int) -> Node:
         if self._text[self.at : self.at + 1] != "?":
             return self._closed(depth)
-        found = _GROUP.match(self._text, self.at)
-        if found is None:
+        match = _GROUP.match(self._text, self.at)
+        if match is None:
             self._refuse("whose groups are (...), (?:...), (?<name>...), (?i:...) or look-around", "Write another group.")
-        self.at = found.end()
-        if found["look"] in ("<=", "<!"):
+        self.at = match.end()
+        if match["look"] in ("<=", "<!"):
             raise PatternRefused("a pattern without look-behind", "Write what may stand there, or leave it out.")
-        if found["look"]:
-            return LookAhead(self._closed(depth), found["look"] == "!")
+        if match["look"]:
+            return LookAhead(self._closed(depth), match["look"] == "!")
         flags = self._flags
-        self._flags = flags.union(found["on"] or "").difference(found["off"] or "")
+        self._flags = flags.union(match["on"] or "").difference(match["off"] or "")
         part = self._closed(depth)
         self._flags = flags
         return part
@@ -165,15 +165,15 @@ class _Parser:
 
     def _class(self) -> CharSet:
         is_excluding = self._takes("^")
-        found: list[CharSet] = []
+        members: list[CharSet] = []
         while not self._takes("]"):
             first = self._class_atom()
             if self._text[self.at : self.at + 1] == "-" and self._text[self.at + 1 : self.at + 2] not in ("]", ""):
                 self.at += 1
-                found += self._range(first, self._class_atom())
+                members += self._range(first, self._class_atom())
             else:
-                found.append(first)
-        return self._cased(found, is_excluding=is_excluding)
+                members.append(first)
+        return self._cased(members, is_excluding=is_excluding)
 
     def _range(self, first: CharSet, last: CharSet) -> list[CharSet]:
         begin, end = _point(first), _point(last)
@@ -202,8 +202,8 @@ class _Parser:
             return chars if char.islower() else ANY.minus(chars)
         if char in "pP":
             return self._property(char)
-        found = _single(self._escaped_point(char))
-        return found if is_in_class else self._cased([found])
+        single = _single(self._escaped_point(char))
+        return single if is_in_class else self._cased([single])
 
     def _escaped_point(self, char: str) -> int:
         if char in _CONTROLS:
@@ -226,34 +226,34 @@ class _Parser:
         return ord(char)
 
     def _hex(self, char: str) -> int:
-        found = _HEX[char].match(self._text, self.at)
-        point = int(found[1] or found[2], 16) if found else 0
-        if found is None or point > 0x10FFFF:
+        match = _HEX[char].match(self._text, self.at)
+        point = int(match[1] or match[2], 16) if match else 0
+        if match is None or point > 0x10FFFF:
             self._refuse("whose \\x has two and whose \\u four hexadecimal digits, or up to 10FFFF in braces")
-        self.at = found.end()
-        low = _LOW_SURROGATE.match(self._text, self.at) if char == "u" and found[1] and 0xD800 <= point <= 0xDBFF else None
+        self.at = match.end()
+        low = _LOW_SURROGATE.match(self._text, self.at) if char == "u" and match[1] and 0xD800 <= point <= 0xDBFF else None
         if low:
             self.at = low.end()
             return 0x10000 + ((point - 0xD800) << 10) + int(low[1], 16) - 0xDC00
         return point
 
     def _property(self, char: str) -> CharSet:
-        found = _PROPERTY.match(self._text, self.at)
-        chars = property_set(found[1], is_excluding=char == "P") if found else None
-        if found is None or chars is None:
+        match = _PROPERTY.match(self._text, self.at)
+        chars = property_set(match[1], is_excluding=char == "P") if match else None
+        if match is None or chars is None:
             raise PatternRefused(
                 "a pattern whose \\p{...} are general categories, scripts (Script=...), Any, ASCII, Alphabetic, Lowercase, Uppercase, "
                 "White_Space, ID_Start and ID_Continue",
                 "Write the characters out.",
             )
-        self.at = found.end()
+        self.at = match.end()
         return chars
 
     def _cased(self, sets: list[CharSet], *, is_excluding: bool = False) -> CharSet:
-        found = [with_case(each) if "i" in self._flags else each for each in sets]
-        if None in found:
+        cased = [with_case(each) if "i" in self._flags else each for each in sets]
+        if None in cased:
             raise PatternRefused("a pattern whose groups of the flag i hold characters of ASCII", "Write both cases out.")
-        return joined((each for each in found if each is not None), is_excluding=is_excluding)
+        return joined((each for each in cased if each is not None), is_excluding=is_excluding)
 
     def _next(self) -> str:
         if self.at >= len(self._text):

@@ -31,8 +31,8 @@ class Exclusion:
 
     def is_exclusive(self, branches: Sequence[Any], context: Conjuncts) -> bool:
         """context: further conjuncts that the value satisfies"""
-        found = [[*conjuncts, *context] for conjuncts in map(self._conjuncts_of, branches) if conjuncts is not None]
-        return self._are_told_apart(found) or all(self._disjoint(one, other, 0) for one, other in combinations(found, 2))
+        possible = [[*conjuncts, *context] for conjuncts in map(self._conjuncts_of, branches) if conjuncts is not None]
+        return self._are_told_apart(possible) or all(self._disjoint(one, other, 0) for one, other in combinations(possible, 2))
 
     def _are_told_apart(self, branches: Sequence[Conjuncts]) -> bool:
         if _are_distinct([_listed(branch) for branch in branches]):
@@ -52,14 +52,14 @@ class Exclusion:
         return _are_distinct(listed)
 
     def _of_property(self, name: str, branch: Conjuncts) -> Conjuncts | None:
-        found: list[dict[str, Any]] = []
+        nodes: list[dict[str, Any]] = []
         for node in branch:
             schema = _property(name, node)
             conjuncts = () if schema is True else self._conjuncts_of(schema)
             if conjuncts is None:
                 return None
-            found += conjuncts
-        return found
+            nodes += conjuncts
+        return nodes
 
     def _disjoint(self, one: Conjuncts, other: Conjuncts, depth: int) -> bool:
         self._num_left -= 1
@@ -96,13 +96,13 @@ class Exclusion:
         return first is None or second is None or (bool(first and second) and self._disjoint(first, second, depth + 1))
 
     def _of_pair(self, one: Sequence[Any], other: Sequence[Any], depth: int) -> bool:
-        found: list[list[dict[str, Any]]] = []
+        sides: list[list[dict[str, Any]]] = []
         for schemas in (one, other):
             conjuncts = [self._conjuncts_of(schema) for schema in schemas]
             if None in conjuncts:
                 return True
-            found.append([node for nodes in conjuncts if nodes for node in nodes])
-        return bool(found[0] and found[1]) and self._disjoint(found[0], found[1], depth + 1)
+            sides.append([node for nodes in conjuncts if nodes for node in nodes])
+        return bool(sides[0] and sides[1]) and self._disjoint(sides[0], sides[1], depth + 1)
 
     def _no_branch_meets(self, one: Conjuncts, other: Conjuncts, depth: int) -> bool:
         for node in one:
@@ -110,8 +110,8 @@ class Exclusion:
                 if keyword not in node:
                     continue
                 rest = [each for each in one if each is not node]
-                found = [self._conjuncts_of(branch) for branch in node[keyword]]
-                if all(branch is None or self._disjoint([*branch, *rest], other, depth + 1) for branch in found):
+                inner = [self._conjuncts_of(branch) for branch in node[keyword]]
+                if all(branch is None or self._disjoint([*branch, *rest], other, depth + 1) for branch in inner):
                     return True
         return False
 
@@ -137,13 +137,13 @@ def _are_distinct(listed: Sequence[Sequence[Any] | None]) -> bool:
 
 
 def _types(conjuncts: Conjuncts) -> set[str]:
-    found = set(TYPES)
+    allowed = set(TYPES)
     for node in conjuncts:
         given = node.get("type")
         if given is not None:
             names = {given} if isinstance(given, str) else set(given)
-            found &= names | ({"integer"} if "number" in names else set())
-    return found
+            allowed &= names | ({"integer"} if "number" in names else set())
+    return allowed
 
 
 def _property(name: str, node: dict[str, Any]) -> Any:
@@ -161,11 +161,11 @@ def _items(one: Conjuncts, other: Conjuncts) -> Iterator[tuple[list[Any], list[A
 
 
 def _item(index: int, conjuncts: Conjuncts) -> list[Any]:
-    found = []
+    schemas = []
     for node in conjuncts:
         prefix = node.get("prefixItems", ())
-        found.append(prefix[index] if index < len(prefix) else node.get("items", True))
-    return found
+        schemas.append(prefix[index] if index < len(prefix) else node.get("items", True))
+    return schemas
 
 
 def _exceeds(conjuncts: Conjuncts, least: str, most: str) -> bool:

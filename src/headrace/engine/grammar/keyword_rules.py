@@ -70,8 +70,8 @@ def simplified(schema: Any, place: Place) -> Keywords | bool:
         _read_format(node, place)
     if not LOGIC.isdisjoint(node):
         _logic_rules(node, place)
-    if found := [keyword for keyword in node if keyword in UNSUPPORTED]:
-        raise unsupported(place, found)
+    if unenforced := [keyword for keyword in node if keyword in UNSUPPORTED]:
+        raise unsupported(place, unenforced)
     return node or True
 
 
@@ -104,11 +104,11 @@ def _types(node: Keywords, place: Place) -> Types | None:
 
 
 def _set_types(node: Keywords, names: list[str]) -> None:
-    found = list(dict.fromkeys(names))
-    if {*found, "integer"} == set(TYPES) and "number" in found:
+    types = list(dict.fromkeys(names))
+    if {*types, "integer"} == set(TYPES) and "number" in types:
         node.pop("type", None)
     else:
-        node["type"] = found[0] if len(found) == 1 else found
+        node["type"] = types[0] if len(types) == 1 else types
 
 
 def _names(node: Keywords) -> Types | None:
@@ -125,15 +125,15 @@ def _not_excluded(node: Keywords, types: Types | None, place: Place) -> Types | 
         del node["not"]
         node["allOf"] = [*node.get("allOf", ()), excluded["not"]]
         return types
-    found = simplified(excluded, below)
-    if found is False:
+    inner = simplified(excluded, below)
+    if inner is False:
         del node["not"]
         return types
-    if found is True:
+    if inner is True:
         return frozenset()
-    if found.keys() != {"type"}:
+    if inner.keys() != {"type"}:
         return types
-    names = _names(found) or frozenset()
+    names = _names(inner) or frozenset()
     if "integer" in names and "number" not in names and (types is None or "number" in types):
         return types  # fractions alone would be left
     gone = names | ({"integer"} if "number" in names else set())
@@ -305,16 +305,16 @@ def _check_objects(node: Keywords, place: Place) -> None:
 
 
 def _translate_names(node: Keywords, place: Place) -> None:
-    found: Keywords = {}
+    translated: Keywords = {}
     for expression, rule in node.pop("patternProperties", {}).items():
         translation, *others = _translated(expression, (place, expression))
         if others:
             raise refused(place, "expressions without look-around", expression, "Write the names that it lets pass, as in ^[b-z].")
-        if translation in found:
+        if translation in translated:
             raise refused(place, "expressions that no name matches two of", expression, "Leave one out.")
-        found[translation] = rule
-    if found:
-        node["patternProperties"] = found
+        translated[translation] = rule
+    if translated:
+        node["patternProperties"] = translated
 
 
 def _is_idle(rule: object, place: Place) -> bool:

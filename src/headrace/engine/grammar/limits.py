@@ -94,13 +94,13 @@ def check_regex_counts(expression: str) -> None:
 
 
 def check_lark_counts(source: str) -> None:
-    for found in _LARK_EXPRESSION.finditer(source):
-        check_regex_counts(found[1] or "")
+    for match in _LARK_EXPRESSION.finditer(source):
+        check_regex_counts(match[1] or "")
 
 
 def _counts(expression: str) -> Iterator[str]:
-    for found in _COUNT.finditer(expression):
-        for number in found.groups():
+    for match in _COUNT.finditer(expression):
+        for number in match.groups():
             if number:
                 yield number.lstrip("0")[: _NUM_DIGITS + 1] or "0"
 

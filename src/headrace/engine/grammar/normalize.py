@@ -59,8 +59,8 @@ class _Document:
         self._references.check_ends(self._root)
         root = self._followed(self._root)
         self._pointers[id(root)] = "#"
-        found = self._written(root, self._references.place(root))
-        if found is False:
+        rewritten = self._written(root, self._references.place(root))
+        if rewritten is False:
             given = ", ".join(filter(is_keyword, root)) if isinstance(root, dict) else root
             raise refused(
                 self._references.place(root), "a JSON schema that a value can satisfy", given, "Together they exclude every value."
@@ -71,7 +71,7 @@ class _Document:
         if self._num_multiples > 1:
             for schema, place in self._combining:
                 check_multiples(self._conjuncts(schema) or (), place)
-        written = {} if isinstance(found, bool) else found
+        written = {} if isinstance(rewritten, bool) else rewritten
         return {**written, "$defs": self._definitions} if self._definitions else written
 
     # reading
@@ -80,24 +80,24 @@ class _Document:
         """The result is cached: callers must not change it."""
         if id(schema) in self._read:
             return self._read[id(schema)][1]
-        found = simplified(schema, place)
-        node = self._with_targets(found, schema, place) if isinstance(found, dict) else found
+        keywords = simplified(schema, place)
+        node = self._with_targets(keywords, schema, place) if isinstance(keywords, dict) else keywords
         if isinstance(node, dict):
             self._read[id(schema)] = schema, node  # an id belongs to one object as long as it lives
         return node
 
     def _with_targets(self, node: Keywords, schema: dict[str, Any], place: Place) -> Keywords | bool:
-        found: Keywords = {}
+        linked: Keywords = {}
         for keyword, value in node.items():
             if keyword not in REFERENCES:
-                found[keyword] = value
+                linked[keyword] = value
                 continue
             target = self._references.target(schema, keyword, place)
             if target is False:
                 return False
             if target is not True:
-                found.setdefault("$ref", []).append(Target(target, value.rpartition("/")[2]))
-        return found or True
+                linked.setdefault("$ref", []).append(Target(target, value.rpartition("/")[2]))
+        return linked or True
 
     def _followed(self, schema: Any) -> Any:
         while True:
@@ -109,33 +109,33 @@ class _Document:
     def _conjuncts(self, schema: Any) -> list[Keywords] | None:
         """The schema's own keywords first. None: no value satisfies all."""
         if id(schema) not in self._conjunct_lists:
-            found = [self._simplified(each, self._references.place(each)) for each in self._combined(schema)]
+            parts = [self._simplified(each, self._references.place(each)) for each in self._combined(schema)]
             nodes = [
-                {key: value for key, value in node.items() if key not in ("allOf", "$ref")} for node in found if isinstance(node, dict)
+                {key: value for key, value in node.items() if key not in ("allOf", "$ref")} for node in parts if isinstance(node, dict)
             ]
-            self._conjunct_lists[id(schema)] = schema, None if False in found else nodes
+            self._conjunct_lists[id(schema)] = schema, None if False in parts else nodes
         return self._conjunct_lists[id(schema)][1]
 
     def _combined(self, schema: Any) -> list[Any]:
-        found: dict[int, Any] = {}
+        schemas: dict[int, Any] = {}
         unseen = [schema]
         while unseen:
             schema = unseen.pop()
-            if id(schema) in found:
+            if id(schema) in schemas:
                 continue
-            found[id(schema)] = schema
+            schemas[id(schema)] = schema
             node = self._simplified(schema, self._references.place(schema))
             if isinstance(node, dict):
                 unseen += [*node.get("allOf", ()), *(target.schema for target in node.get("$ref", ()))][::-1]
-        return list(found.values())
+        return list(schemas.values())
 
     # rewriting
 
     def _rewritten(self, schema: Any, place: Place) -> Keywords | bool:
-        found = self._simplified(schema, place)
-        if isinstance(found, bool):
-            return found
-        node = dict(found)
+        simple = self._simplified(schema, place)
+        if isinstance(simple, bool):
+            return simple
+        node = dict(simple)
         if "unevaluatedProperties" in node or "unevaluatedItems" in node:
             close_unevaluated(node, self._combined(schema), self._conjuncts(schema) or [node], place)
         if "propertyNames" in node:
@@ -180,18 +180,18 @@ class _Document:
             written["allOf"] = [*written.get("allOf", ()), {"required": [tag]}]
             is_combined = True
         if keyword == "$ref":
-            found = [self._referred(target, around, is_combined) for target in value]
+            branches = [self._referred(target, around, is_combined) for target in value]
         else:
-            found = [self._written(branch, (place, index), around=around, is_combined=is_combined) for index, branch in enumerate(value)]
+            branches = [self._written(branch, (place, index), around=around, is_combined=is_combined) for index, branch in enumerate(value)]
         if keyword in ("allOf", "$ref"):
-            if not is_combined and isinstance(found[0], dict) and found[0].keys() == {"$ref"}:
-                written |= found[0]
-            elif kept := [branch for branch in found if branch is not True]:
+            if not is_combined and isinstance(branches[0], dict) and branches[0].keys() == {"$ref"}:
+                written |= branches[0]
+            elif kept := [branch for branch in branches if branch is not True]:
                 written["allOf"] = [*written.get("allOf", ()), *kept]
-            return False not in found
-        if True in found:
+            return False not in branches
+        if True in branches:
             return True
-        possible = [branch for branch in found if branch is not False]
+        possible = [branch for branch in branches if branch is not False]
         if "anyOf" in written:
             written["allOf"] = [*written.get("allOf", ()), {"anyOf": possible}]
         else:
@@ -210,12 +210,12 @@ class _Document:
         raise refused(place, "a oneOf whose branches visibly exclude each other", remedy="Use anyOf.")
 
     def _context(self, around: Enclosing) -> list[Keywords]:
-        found: dict[int, Keywords] = {}
+        nodes: dict[int, Keywords] = {}
         while around is not None:
             around, schema = around
             for node in self._conjuncts(schema) or ():
-                found[id(node)] = {keyword: value for keyword, value in node.items() if keyword not in BRANCHES}
-        return [node for node in found.values() if node]
+                nodes[id(node)] = {keyword: value for keyword, value in node.items() if keyword not in BRANCHES}
+        return [node for node in nodes.values() if node]
 
     def _child(self, schema: Any, place: Place) -> Schema:
         self._references.check_ends(schema)
@@ -236,9 +236,9 @@ class _Document:
         if not (is_combined and is_room and self._references.is_recursive()):
             return {"$ref": self._pointer(schema, target.name)}
         self._num_open += 1
-        found = self._written(schema, place, around=around, is_combined=True)
+        made = self._written(schema, place, around=around, is_combined=True)
         self._num_open -= 1
-        return found
+        return made
 
     def _pointer(self, schema: Any, name: str) -> str:
         if id(schema) not in self._pointers:

@@ -79,13 +79,13 @@ def check_multiple(node: dict[str, Any], place: Place) -> None:
 
 def multiple_parts(given: float) -> tuple[int, int] | None:
     """(coefficient, decimals) as in llguidance; None where the result would not be exact."""
-    found = as_read(given)
+    scaled = as_read(given)
     num_decimals = 0
-    while found <= MAX_MULTIPLE and found != int(found):
-        found *= 10.0
+    while scaled <= MAX_MULTIPLE and scaled != int(scaled):
+        scaled *= 10.0
         num_decimals += 1
-    is_exact = found <= MAX_MULTIPLE and Decimal(int(found)).scaleb(-num_decimals) == Decimal(repr(given))
-    return (int(found), num_decimals) if is_exact else None
+    is_exact = scaled <= MAX_MULTIPLE and Decimal(int(scaled)).scaleb(-num_decimals) == Decimal(repr(given))
+    return (int(scaled), num_decimals) if is_exact else None
 
 
 def is_number(value: object) -> bool:

@@ -32,34 +32,34 @@ def without_look_around(node: Node) -> list[Node]:
         raise PatternRefused(AFTER_START, "Write ^ before it.")
     if not num_conditions:
         return [node]
-    found: list[Node] = []
+    trees: list[Node] = []
     for condition in parts[1 : num_conditions + 1]:
         assert isinstance(condition, LookAhead)
-        found += _excluded(condition.part) if condition.is_negative else [Concatenation((_START, condition.part))]
-    return [*found, Concatenation((_START, *parts[num_conditions + 1 :]))]
+        trees += _excluded(condition.part) if condition.is_negative else [Concatenation((_START, condition.part))]
+    return [*trees, Concatenation((_START, *parts[num_conditions + 1 :]))]
 
 
 def _excluded(node: Node) -> list[Node]:
     if isinstance(node, Choice):
-        return [found for part in node.parts for found in _excluded(part)]
+        return [tree for part in node.parts for tree in _excluded(part)]
     parts = node.parts if isinstance(node, Concatenation) else (node,)
     parts = parts[1:] if parts and parts[0] == _START else parts
-    found: Node | None = None
+    tree: Node | None = None
     match parts:
         case (Repeat(Chars(passed), 0, None), Chars(chars)) if _are_listed(passed, chars):
-            found = _without_any(passed, chars)
+            tree = _without_any(passed, chars)
         case (Repeat(Chars(passed), 0, None), Chars(chars), Chars(again)) if chars == again and _are_listed(passed, chars):
-            found = _without_two(passed, chars)
+            tree = _without_two(passed, chars)
         case (Repeat(Chars(passed), 0, None), Chars(chars), end) if end == _END and _are_listed(passed, chars):
-            found = _without_last(passed, chars)
+            tree = _without_last(passed, chars)
         case (Repeat(Chars(chars), 0, None), end) if end == _END and _are_listed(chars):
             return [Chars(ANY.minus(chars))]
         case _:
-            found = _other_beginning(parts)
-    if found is None:
+            tree = _other_beginning(parts)
+    if tree is None:
         limit = "a pattern whose negative look-around names characters that a text does not begin with, end with, contain or consist of"
         raise PatternRefused(limit, "Leave it out, or write what may follow.")
-    return [Concatenation((_START, found, _END))]
+    return [Concatenation((_START, tree, _END))]
 
 
 def _are_listed(*sets: CharSet) -> bool:
@@ -93,13 +93,13 @@ def _other_beginning(parts: tuple[Node, ...]) -> Node | None:
     is_whole = parts[-1:] == (_END,)
     if len(parts) > MAX_EXCLUDED_CHARS:
         return None
-    found: Node = Concatenation((Chars(ANY), _REST)) if is_whole else Chars(CharSet())
+    tree: Node = Concatenation((Chars(ANY), _REST)) if is_whole else Chars(CharSet())
     for part in reversed(parts[: len(parts) - is_whole]):
         if not isinstance(part, Chars) or part.chars.properties:
             return None
-        found = Choice((Concatenation((Chars(ANY.minus(part.chars)), _REST)), Concatenation((part, found))))
-        found = Repeat(found, 0, 1)
-    return found
+        tree = Choice((Concatenation((Chars(ANY.minus(part.chars)), _REST)), Concatenation((part, tree))))
+        tree = Repeat(tree, 0, 1)
+    return tree
 
 
 def _common(one: CharSet, other: CharSet) -> CharSet:
@@ -168,16 +168,16 @@ def pieces_of(node: Node) -> Pieces:
 
 
 def _sequence(parts: list[Pieces]) -> Pieces:
-    found: Pieces = {_ANYWHERE: _EMPTY}
+    pieces: Pieces = {_ANYWHERE: _EMPTY}
     begin = 0
     for index, part in enumerate([*parts, None]):
         if part is not None and part.keys() == {_ANYWHERE}:
             continue
         plain = [each[_ANYWHERE] for each in parts[begin:index]]
-        found = _joined(found, {_ANYWHERE: _concatenated(plain)})
-        found = found if part is None else _joined(found, part)
+        pieces = _joined(pieces, {_ANYWHERE: _concatenated(plain)})
+        pieces = pieces if part is None else _joined(pieces, part)
         begin = index + 1
-    return found
+    return pieces
 
 
 def _concatenated(texts: list[Piece]) -> Piece:
@@ -188,14 +188,14 @@ def _concatenated(texts: list[Piece]) -> Piece:
 
 
 def _joined(first: Pieces, second: Pieces) -> Pieces:
-    found: list[Pieces] = []
+    results: list[Pieces] = []
     for (is_start, is_end), before in first.items():
         for (is_next_start, is_next_end), after in second.items():
             if (is_next_start and not before.is_nullable) or (is_end and not after.is_nullable):
                 continue
             texts = [*([] if is_next_start else [before]), *([] if is_end else [after])]
-            found.append({(is_start or is_next_start, is_end or is_next_end): _concatenated(texts)})
-    return _choice(found)
+            results.append({(is_start or is_next_start, is_end or is_next_end): _concatenated(texts)})
+    return _choice(results)
 
 
 def _choice(branches: list[Pieces]) -> Pieces:
@@ -203,10 +203,10 @@ def _choice(branches: list[Pieces]) -> Pieces:
     for branch in branches:
         for key, piece in branch.items():
             texts.setdefault(key, {})[piece.text] = piece
-    found = {key: _either(list(pieces.values())) for key, pieces in texts.items()}
-    if sum([len(piece.text) for piece in found.values()]) > MAX_CHARS:
+    made = {key: _either(list(pieces.values())) for key, pieces in texts.items()}
+    if sum([len(piece.text) for piece in made.values()]) > MAX_CHARS:
         raise PatternRefused(f"a pattern of at most {MAX_CHARS} characters once ^ and $ are moved to its ends", "Use fewer of them.")
-    return found
+    return made
 
 
 def _either(texts: list[Piece]) -> Piece:

@@ -65,12 +65,12 @@ class References:
         text = node[keyword]
         if not isinstance(text, str):
             raise refused((place, keyword), f"a text in {keyword}", text)
-        found = self._found(text, self._resource_of.get(id(node), self._document))
+        schema = self._found(text, self._resource_of.get(id(node), self._document))
         if keyword != "$ref":
-            self._check_dynamic(found, text, keyword, place)
-        if not isinstance(found, dict | bool):
+            self._check_dynamic(schema, text, keyword, place)
+        if not isinstance(schema, dict | bool):
             raise refused((place, keyword), f"a {keyword} to a part of the same schema", text, "Put what it refers to under $defs.")
-        return found
+        return schema
 
     def place(self, schema: Any) -> Place:
         return self._places.get(id(schema), ROOT)
@@ -78,10 +78,10 @@ class References:
     def check_ends(self, schema: Any) -> None:
         """Raises InvalidRequest if a schema leads back to itself for the same value."""
         if isinstance(schema, dict) and not _LEADING_ON.isdisjoint(schema):
-            found = _circle(schema, self._in_place, self._ended)
-            if found is not None:
+            step = _circle(schema, self._in_place, self._ended)
+            if step is not None:
                 limit = "references that end at a schema with other keywords"
-                raise refused(self.place(schema), limit, found, "They lead in a circle, so that no value is described.")
+                raise refused(self.place(schema), limit, step, "They lead in a circle, so that no value is described.")
 
     def is_recursive(self) -> bool:
         if self._is_recursive is None:
@@ -109,10 +109,10 @@ class References:
             if isinstance(text := node.get(keyword), str):
                 yield text, self._links.get(id(node)) or self._found(text, self._resource_of.get(id(node), self._document))
 
-    def _check_dynamic(self, found: Any, text: str, keyword: str, place: Place) -> None:
+    def _check_dynamic(self, target: Any, text: str, keyword: str, place: Place) -> None:
         """Raises InvalidRequest if several schemas have the name."""
         named = self._recursive if keyword == "$recursiveRef" else self._dynamic.get(text.rpartition("#")[2], [])
-        if len(named) > 1 and any(found is each for each in named):
+        if len(named) > 1 and any(target is each for each in named):
             raise refused((place, keyword), f"a {keyword} that means one schema alone", text, "Use $ref.")
 
     def _found(self, text: str, resource: Resource) -> Any:
@@ -124,8 +124,8 @@ class References:
             return None
         if begun is None:
             return None
-        found = _part(begun, fragment)
-        return _part(self._document, fragment) if found is None and not uri else found
+        part = _part(begun, fragment)
+        return _part(self._document, fragment) if part is None and not uri else part
 
     def _index(self, document: Any) -> None:
         unseen: list[tuple[Any, Resource, Place]] = [(document, self._document, ROOT)]
@@ -202,9 +202,9 @@ def _part(resource: Resource, fragment: str) -> Any:
     if not fragment:
         return resource.root
     for text in (unquote(fragment), fragment):
-        found = _at(resource.root, text) if text.startswith("/") else resource.anchors.get(text)
-        if found is not None:
-            return found
+        target = _at(resource.root, text) if text.startswith("/") else resource.anchors.get(text)
+        if target is not None:
+            return target
     return None
 
 

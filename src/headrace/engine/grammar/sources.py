@@ -103,10 +103,10 @@ def _tells_names_apart(node: dict[str, Any]) -> bool:
 def _values(value: Any) -> Iterator[Any]:
     unseen = [value]
     while unseen:
-        found = unseen.pop()
-        yield found
-        if isinstance(found, dict | list):
-            unseen += found.values() if isinstance(found, dict) else found
+        inner = unseen.pop()
+        yield inner
+        if isinstance(inner, dict | list):
+            unseen += inner.values() if isinstance(inner, dict) else inner
 
 
 _BEGIN = '%llguidance {"no_forcing": true}\n'
@@ -147,17 +147,17 @@ def _schema(source: str) -> str:
 
 
 def _with_options(schema: Any, options: Mapping[str, object]) -> str:
-    found = normalized(schema)
-    options = {**options, **escape_options(found)}
-    return json.dumps({**found, **({_OPTIONS: options} if options else {})})
+    normal = normalized(schema)
+    options = {**options, **escape_options(normal)}
+    return json.dumps({**normal, **({_OPTIONS: options} if options else {})})
 
 
 def _with_normalized_schemas(source: str) -> str:
     written: list[str] = []
     end = begin = 0
-    while (found := _EMBEDDED.search(source, begin)) is not None:
-        begin = found.end()
-        read = read_embedded(source, begin) if found[1] else None
+    while (match := _EMBEDDED.search(source, begin)) is not None:
+        begin = match.end()
+        read = read_embedded(source, begin) if match[1] else None
         if read is not None:
             schema: dict[str, Any] = read[0]
             options = schema.get(_OPTIONS, {})
@@ -173,8 +173,8 @@ def _regex_literal(expression: str) -> str:
     return f"/{escaped}/"
 
 
-def _escape(found: re.Match[str]) -> str:
-    text = found[0]
+def _escape(match: re.Match[str]) -> str:
+    text = match[0]
     return {"/": "\\/", "\n": "\\n", "\r": "\\r", "\\\n": "\\n", "\\\r": "\\r"}.get(text, text)
 
 

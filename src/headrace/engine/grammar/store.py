@@ -77,14 +77,14 @@ class GrammarStore:
     def template(self, grammar: Grammar) -> LLMatcher:
         """A grammar that no request has prepared, as in a replay, is compiled."""
         with self._lock:
-            found = self._pinned(grammar)
-        return self._compiler.compile(grammar) if found is None else found.template
+            compiled = self._pinned(grammar)
+        return self._compiler.compile(grammar) if compiled is None else compiled.template
 
     def renewed(self, grammar: Grammar) -> LLMatcher:
         template = self._compiler.compile(grammar)
         with self._lock:
-            if (found := self._pinned(grammar)) is not None:
-                found.template = template
+            if (compiled := self._pinned(grammar)) is not None:
+                compiled.template = template
         return template
 
     def unshared(self, grammar: Grammar) -> LLMatcher:

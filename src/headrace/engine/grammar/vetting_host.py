@@ -121,8 +121,8 @@ def vet_in_fork(trie: TokenTrie, grammar: Grammar) -> Mapping[str, object]:
     _, status = os.waitpid(pid, 0)
     if os.WIFSIGNALED(status) or not answer:
         return {"signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0}
-    found: Mapping[str, object] = json.loads(answer)
-    return found
+    verdict: Mapping[str, object] = json.loads(answer)
+    return verdict
 
 
 def _vet_and_leave(trie: TokenTrie, grammar: Grammar, writer: int) -> NoReturn:

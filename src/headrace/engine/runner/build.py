@@ -73,11 +73,11 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
     device = DEVICES[config.device]
     device.check()
     try_kernels(config.kernels, config.device)
-    found = describe(Path(config.model), max_model_len=config.max_model_len, quantization=config.quantization, has_fp8=device.has_fp8)
-    choices = _choose(config, found, packed, features or read_cpu_features())
+    described = describe(Path(config.model), max_model_len=config.max_model_len, quantization=config.quantization, has_fp8=device.has_fp8)
+    choices = _choose(config, described, packed, features or read_cpu_features())
     with log_compiling(choices.backend.compiler):
         loaded = _load(config, choices, packed)
-        kv_dtype, why_kv = _kv_dtype(config, choices.dtype, found.dtype_name, choices.features)
+        kv_dtype, why_kv = _kv_dtype(config, choices.dtype, described.dtype_name, choices.features)
         groups = tuple(stored_as(group, kv_dtype) for group in loaded.model.kv_groups)
         sizing = _size(config, loaded, groups)
         compiler = GrammarCompiler(Path(config.model), loaded.vocab_size, loaded.eos_token_ids)
@@ -131,14 +131,14 @@ class _Choices:
         return "plain NumPy, slow for large vocabularies" if self.backend.draw is plain_draw else "compiled"
 
 
-def _choose(config: EngineConfig, found: ModelDescription, packed: PackedFolder | None, features: CpuFeatures) -> _Choices:
+def _choose(config: EngineConfig, described: ModelDescription, packed: PackedFolder | None, features: CpuFeatures) -> _Choices:
     """Sets the threads. Raises ConfigError, also if the weights do not fit the free memory."""
-    device, is_rounded = DEVICES[config.device], found.held in (Precision.INT8, Precision.INT4)
-    for name, wanted in (("quantization", found.precision.value), ("kv_cache_dtype", config.kv_cache_dtype)):
+    device, is_rounded = DEVICES[config.device], described.held in (Precision.INT8, Precision.INT4)
+    for name, wanted in (("quantization", described.precision.value), ("kv_cache_dtype", config.kv_cache_dtype)):
         if wanted == "fp8" and not device.has_fp8:
             raise ConfigError(name, f"{device.title} does not compute fp8", "Use int8.")
-    dtype, why_dtype = device.resolve_dtype(config.dtype, found.dtype_name, features, is_rounded=is_rounded)
-    _check_weights_fit(found, device.free_memory(), 0 if packed is None else packed.num_bytes_ahead)
+    dtype, why_dtype = device.resolve_dtype(config.dtype, described.dtype_name, features, is_rounded=is_rounded)
+    _check_weights_fit(described, device.free_memory(), 0 if packed is None else packed.num_bytes_ahead)
     kernels, why_kernels = choose_backend(config.kernels, config.device)
     backend = load_backend(kernels, deterministic=config.deterministic, features=features)
     threads = plan_threads(config.num_threads)
@@ -246,12 +246,12 @@ def _rounded(loaded: LoadedModel) -> str:
     return stored if loaded.precision is Precision.NONE else f"{stored}, linears rounded to {loaded.precision.value}"
 
 
-def _check_weights_fit(found: ModelDescription, available: Available, num_bytes_ahead: int) -> None:
+def _check_weights_fit(described: ModelDescription, available: Available, num_bytes_ahead: int) -> None:
     """Raises ConfigError before loading: the system would kill the process halfway."""
-    if found.resident_bytes > available.num_bytes + num_bytes_ahead:
+    if described.resident_bytes > available.num_bytes + num_bytes_ahead:
         raise ConfigError(
             "model",
-            f"{describe_bytes(found.resident_bytes)} of {found.dtype_name} weights do not fit the "
+            f"{describe_bytes(described.resident_bytes)} of {described.dtype_name} weights do not fit the "
             f"{describe_bytes(available.num_bytes + num_bytes_ahead)} that {available.source} leaves",
             "Free memory or use a smaller model.",
         )
@@ -277,8 +277,8 @@ def _memory_errors_named(config: EngineConfig, groups: tuple[KvGroup, ...], sizi
     except RuntimeError as error:  # torch's, the device's own, and Triton's: each says so in words
         if "out of memory" not in str(error):
             raise
-        found = re.search(r"Tried to allocate ([\d.]+) ([KMG])iB", str(error))
-        wanted = int(float(found.group(1)) * {"K": 2**10, "M": 2**20, "G": 2**30}[found.group(2)]) if found else 0
+        match = re.search(r"Tried to allocate ([\d.]+) ([KMG])iB", str(error))
+        wanted = int(float(match.group(1)) * {"K": 2**10, "M": 2**20, "G": 2**30}[match.group(2)]) if match else 0
         raise out_of_memory(config, groups, sizing, wanted) from error
 
 

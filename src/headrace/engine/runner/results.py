@@ -42,13 +42,13 @@ class PromptLogprobs:
         collected = PromptLogprobColumns()
         asked = np.flatnonzero(logprob_counts)
         for row, first in zip(asked.tolist(), selected.places(rows.row_starts[asked]).tolist(), strict=True):
-            found = self._of_row(int(rows.slots[row]), int(rows.starts[row]), hidden[first : first + logprob_counts[row]])
-            if found is None:
+            logprobs = self._of_row(int(rows.slots[row]), int(rows.starts[row]), hidden[first : first + logprob_counts[row]])
+            if logprobs is None:
                 collected.failed.add(row)
             else:
                 collected.rows.append(row)
-                collected.counts.append(len(found))
-                collected.logprobs.extend(found)
+                collected.counts.append(len(logprobs))
+                collected.logprobs.extend(logprobs)
         return collected
 
     def _of_row(self, slot: int, start: int, hidden: Tensor) -> LogprobColumns | None:
@@ -60,10 +60,10 @@ class PromptLogprobs:
             failpoint("runner.prompt_logprobs")
             logits = self._head(hidden[begin:end]).float().cpu().numpy()
             next_ids = slots.token_ids[slot, start + begin + 1 : start + end + 1].astype(np.int64)
-            found = prompt_logprobs(logits, next_ids, int(slots.prompt_logprobs[slot]))
-            if found is None:
+            logprobs = prompt_logprobs(logits, next_ids, int(slots.prompt_logprobs[slot]))
+            if logprobs is None:
                 return None
-            collected.extend(found)
+            collected.extend(logprobs)
         return collected
 
 

@@ -86,10 +86,10 @@ class Catalogue:
 
     def device(self, name: str) -> Device:
         """Raises ConfigError listing the known devices."""
-        found = self.devices.get(name) or self.devices.get(name.lower().replace("_", "-"))
-        if found is None:
+        entry = self.devices.get(name) or self.devices.get(name.lower().replace("_", "-"))
+        if entry is None:
             raise ConfigError("--gpu", f"{name!r} is not in the catalogue", f"Known: {', '.join(sorted(self.devices))}.")
-        return found
+        return entry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,12 +133,12 @@ def _entries(path: Path) -> tuple[dict[str, LinkEntry], dict[str, DeviceEntry], 
     models = data.pop("models", {})
     if not isinstance(models, dict) or not all(isinstance(model, dict) for model in models.values()):
         raise ConfigError(f"{path}: models", "must hold tables, one per model", "Write [models.NAME] and the fields of its config.json.")
-    found = _decoded(_DeviceFile, data, path)
-    for name, link in found.links.items():
+    decoded = _decoded(_DeviceFile, data, path)
+    for name, link in decoded.links.items():
         _check_limits(f"{path}: links.{name}.", link)
     for name, model in models.items():
         check_entry(f"{path}: models.{name}", name, model)
-    return found.links, found.devices, models
+    return decoded.links, decoded.devices, models
 
 
 def _device(name: str, entry: DeviceEntry, links: Mapping[str, LinkEntry], where: str) -> Device:
@@ -193,11 +193,11 @@ def _link(name: str, links: Mapping[str, LinkEntry], where: str) -> Link:
 
 
 def _prices(path: Path) -> Prices:
-    found = _decoded(Prices, _read_toml(path), path)
-    for name, price in found.gpu.items():
+    prices = _decoded(Prices, _read_toml(path), path)
+    for name, price in prices.gpu.items():
         _check_limit(f"{path}: gpu.{name}", price, LIMITS["price_per_hour"])
-    _check_limits(f"{path}: ", found)
-    return found
+    _check_limits(f"{path}: ", prices)
+    return prices
 
 
 def _decoded(kind: type[File], data: dict[str, Any], path: Path) -> File:

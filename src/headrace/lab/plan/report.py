@@ -121,11 +121,11 @@ def comparison(plans: Sequence[CapacityPlan]) -> Iterator[str]:
 
 
 def price_sources(devices: Iterable[Device]) -> dict[str, str]:
-    found: dict[str, list[str]] = {}
+    sources: dict[str, list[str]] = {}
     for device in devices:
         if device.price_per_hour is not None:
-            found.setdefault(device.price_source, []).append(device.name)
-    return {source: ", ".join(names) for source, names in found.items()}
+            sources.setdefault(device.price_source, []).append(device.name)
+    return {source: ", ".join(names) for source, names in sources.items()}
 
 
 def _word(plan: CapacityPlan) -> str:

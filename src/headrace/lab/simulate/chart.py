@@ -58,8 +58,8 @@ def timeline(records: Sequence[LoadRecord]) -> Timeline:
 
 
 def _quantiles(bins: Iterable[list[float]]) -> dict[str, list[float]]:
-    found = [distribution(samples) for samples in bins]
-    return {name: [_drawn(each, name) for each in found] for name in QUANTILES[:2]}
+    distributions = [distribution(samples) for samples in bins]
+    return {name: [_drawn(each, name) for each in distributions] for name in QUANTILES[:2]}
 
 
 def _drawn(samples: Distribution, name: str) -> float:

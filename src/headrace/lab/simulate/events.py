@@ -88,12 +88,12 @@ def _cell(samples: Distribution, name: str) -> str:
 
 def with_standby(deaths: Sequence[Death], num_standby: int) -> list[Death]:
     """A dead replica is the next standby, once it is back."""
-    free_at, found = [0.0] * num_standby, []
+    free_at, outages = [0.0] * num_standby, []
     for death in sorted(deaths, key=lambda each: each.at):
         back_at = death.at + death.back_s
         if free_at and free_at[0] < back_at:
             taken_at = max(death.at, heapq.heapreplace(free_at, back_at))
-            found.append(replace(death, back_s=taken_at - death.at, has_standby=True))
+            outages.append(replace(death, back_s=taken_at - death.at, has_standby=True))
         else:
-            found.append(death)
-    return found
+            outages.append(death)
+    return outages

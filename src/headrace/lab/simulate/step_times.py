@@ -143,29 +143,29 @@ def _fitted(latency: StepLatency, step: MeasuredStep) -> float:
     return _step_s(latency, step.num_decoding, step.context, step.prompt_tokens, max(0, round(start)))
 
 
-def write_steps(file: Path, found: StepFile) -> None:
-    file.write_text(json.dumps(plain(found), indent=1) + "\n", encoding="utf-8")
+def write_steps(file: Path, steps: StepFile) -> None:
+    file.write_text(json.dumps(plain(steps), indent=1) + "\n", encoding="utf-8")
 
 
 def read_steps(file: Path) -> StepFile:
     """Raises ConfigError."""
     data = read_json_object(file)
     try:
-        found = decode(StepFile, data)
-        found = replace(found, engine=found.engine.checked())
+        steps = decode(StepFile, data)
+        steps = replace(steps, engine=steps.engine.checked())
     except ConfigError as error:
         raise error.at(f"{file}: {error.where}") from None
-    for item in fields(found.latency):
-        value = getattr(found.latency, item.name)
+    for item in fields(steps.latency):
+        value = getattr(steps.latency, item.name)
         if not 0 <= value < math.inf:
             raise ConfigError(f"{file}: latency.{item.name}", f"must be a number of seconds, 0 or more, got {value}")
-    if found.latency.step_s + found.latency.row_s <= 0:
+    if steps.latency.step_s + steps.latency.row_s <= 0:
         raise ConfigError(f"{file}: latency", "says that a step takes no time")
-    if not 0 <= found.error < math.inf:
-        raise ConfigError(f"{file}: error", f"must be a share, 0 or more, got {found.error}")
-    if found.num_blocks < 2:
-        raise ConfigError(f"{file}: num_blocks", f"must be 2 or more, got {found.num_blocks}")
-    return found
+    if not 0 <= steps.error < math.inf:
+        raise ConfigError(f"{file}: error", f"must be a share, 0 or more, got {steps.error}")
+    if steps.num_blocks < 2:
+        raise ConfigError(f"{file}: num_blocks", f"must be 2 or more, got {steps.num_blocks}")
+    return steps
 
 
 NUM_OUTPUTS = 12
@@ -182,14 +182,14 @@ def measure_steps(engine: Engine, *, limit_s: float, seed: int = 0, clock: Clock
 
     engine  of depth 1: one turn is one step
     """
-    found: list[MeasuredStep] = []
+    measured: list[MeasuredStep] = []
     until = clock() + limit_s
     for number, (shape, size) in enumerate(_batches(engine)):
         if clock() >= until:
             break
         _run(engine, shape, size, seed + 2 * number, clock)  # what is compiled or touched for the first time is not measured
-        found += _typical(_run(engine, shape, size, seed + 2 * number + 1, clock))
-    return found
+        measured += _typical(_run(engine, shape, size, seed + 2 * number + 1, clock))
+    return measured
 
 
 def _typical(steps: Sequence[MeasuredStep]) -> Iterator[MeasuredStep]:

@@ -101,13 +101,13 @@ class HostTier:
     def _stored_after_hits(self, seq: Sequence) -> list[BlockHash]:
         if not self._slots.stored:
             return []
-        found: list[BlockHash] = []
+        stored: list[BlockHash] = []
         for identity in self.kv.hashes_after_hits(seq):
             if self._pool.find(identity) is None:
                 if identity not in self._slots.stored:
                     break
-                found.append(identity)
-        return found
+                stored.append(identity)
+        return stored
 
     # what moves
 

@@ -165,8 +165,8 @@ class BlockPool:
         return block
 
     def _victim(self) -> int:
-        found = None if self._shares is None else self._shares.victim()
-        return next(iter(self._cached)) if found is None else found
+        victim = None if self._shares is None else self._shares.victim()
+        return next(iter(self._cached)) if victim is None else victim
 
     def _uncache(self, block: int) -> None:
         del self._cached[block]

@@ -311,8 +311,8 @@ class Planner:
 
 
 def _tokens_left(sequences: Iterable[Sequence]) -> list[int]:
-    found = [0] * len(PriorityClass)
+    by_class = [0] * len(PriorityClass)
     for seq in sequences:
         if seq.state is RUNNING and (left := seq.num_uncomputed) > 1:
-            found[seq.request.priority] += left
-    return found
+            by_class[seq.request.priority] += left
+    return by_class

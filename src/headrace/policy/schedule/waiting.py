@@ -177,10 +177,10 @@ def _share(part: QueuePart, config: SchedulerConfig) -> float:
 
 
 def _by_part(families: Iterable[Family]) -> dict[QueuePartKey, list[Family]]:
-    found: dict[QueuePartKey, list[Family]] = {}
+    by_part: dict[QueuePartKey, list[Family]] = {}
     for family in _that_may_leave(families):
-        found.setdefault(QueuePartKey.of(family[0].request), []).append(family)
-    return found
+        by_part.setdefault(QueuePartKey.of(family[0].request), []).append(family)
+    return by_part
 
 
 def _that_may_leave(families: Iterable[Family]) -> Iterator[Family]:

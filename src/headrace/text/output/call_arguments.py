@@ -89,8 +89,8 @@ class ArgumentsSpan:
                 at += 1
                 self._end_string(pieces)
             else:
-                found = IN_STRING['"'].search(text, at, end)
-                at = self._pass_text(text, at, found.start() if found else end, pieces)
+                match = IN_STRING['"'].search(text, at, end)
+                at = self._pass_text(text, at, match.start() if match else end, pieces)
         return at, "".join(pieces)
 
     def _pass_escape(self, text: str, at: int, pieces: list[str]) -> int:

@@ -93,8 +93,8 @@ class TaggedArguments:
 
     def body(self) -> str:
         """The text between a function's name and the end of its call. Raises InvalidRequest."""
-        if found := next((name for name, rule in self.schema.items() if name in _OF_OBJECTS and not _is_idle(name, rule)), None):
-            raise self._refused(found, self.schema[found])
+        if refused := next((name for name, rule in self.schema.items() if name in _OF_OBJECTS and not _is_idle(name, rule)), None):
+            raise self._refused(refused, self.schema[refused])
         given, needed = self.schema.get("properties"), self.schema.get("required")
         required = [name for name in needed if isinstance(name, str)] if isinstance(needed, list) else []
         properties: dict[str, object] = dict(given) if isinstance(given, Mapping) else {}
@@ -172,16 +172,16 @@ class TaggedArguments:
                 return self._texts(values if "enum" in rules and isinstance(values, list) else [values], path)
             case {"anyOf": list(branches), **rest} | {"oneOf": list(branches), **rest} if not rest:
                 return self._joined(branches, path)
-        if found := next((name for name in rules if name != "type"), None):
-            raise self._refused(f"{path}.{found}", rules[found])
+        if refused := next((name for name in rules if name != "type"), None):
+            raise self._refused(f"{path}.{refused}", rules[refused])
         return None
 
     def _joined(self, branches: list[object], path: str) -> list[str] | None:
         null = {"type": "null"}
         if other := next((branch for branch in branches if branch != null and self._types.of(branch) != TEXT), None):
             raise self._refused(path, other)
-        found = [["null"] if branch == null else self._choices(branch, path) for branch in branches]
-        return None if None in found else [text for texts in found if texts for text in texts]
+        choices = [["null"] if branch == null else self._choices(branch, path) for branch in branches]
+        return None if None in choices else [text for texts in choices if texts for text in texts]
 
     def _texts(self, values: list[object], path: str) -> list[str]:
         for value in values:

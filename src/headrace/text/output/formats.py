@@ -212,11 +212,11 @@ def _is_asked_for(row: ToolFormat, template: str) -> bool:
 
 
 def _known(name: str, rows: Mapping[str, ReasoningFormat] | Mapping[str, ToolFormat], where: str) -> str:
-    found = name if name in rows else ALIASES.get(name, name)
-    if found not in rows:
+    row = name if name in rows else ALIASES.get(name, name)
+    if row not in rows:
         known = [AUTO, OFF, *rows, *(alias for alias, target in ALIASES.items() if target in rows and alias not in rows)]
         raise ConfigError(where, f"{name[:80]!r} is not a known parser", f"Known: {', '.join(known)}.")
-    return found
+    return row
 
 
 TAIL_TOKENS = 64

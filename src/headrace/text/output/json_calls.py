@@ -254,10 +254,10 @@ class JsonCalls:
                 self._take_name(text)
 
     def _read_python(self, raw: str) -> None:
-        found = CallLog(self._log.names)
-        JsonCalls(self._row, found, is_bare=self._is_bare).feed(json_of_literal(raw) or "", 0)
-        arguments = "".join([piece.arguments for piece in found.pieces])
-        if found.pieces and self._log.begin(found.pieces[0].name or "", arguments, is_whole=True):
+        calls = CallLog(self._log.names)
+        JsonCalls(self._row, calls, is_bare=self._is_bare).feed(json_of_literal(raw) or "", 0)
+        arguments = "".join([piece.arguments for piece in calls.pieces])
+        if calls.pieces and self._log.begin(calls.pieces[0].name or "", arguments, is_whole=True):
             self._is_begun, self._state = True, _State.AFTER_OBJECT
         else:
             self.reading = Reading.FAILED

@@ -54,13 +54,13 @@ def _json_string(body: str) -> str | None:
     return json.dumps(text, ensure_ascii=False) if _is_unicode(text) else json.dumps(text)
 
 
-def _unescaped(found: re.Match[str]) -> str:
-    code = found[1]
+def _unescaped(match: re.Match[str]) -> str:
+    code = match[1]
     if code[0] in "xuU" and len(code) > 1:
         return chr(int(code[1:], 16))
     if code[0] in "01234567":
         return chr(int(code, 8))
-    return _LETTERS.get(code, found[0])
+    return _LETTERS.get(code, match[0])
 
 
 def _is_unicode(text: str) -> bool:
@@ -111,15 +111,15 @@ class _Span:
         if self._is_escaped:
             self._is_escaped = False
             return at + 1
-        found = IN_STRING[self._quote].search(text, at, end)
-        if found is None:
+        match = IN_STRING[self._quote].search(text, at, end)
+        if match is None:
             return end
-        if found[0] == "\\":
+        if match[0] == "\\":
             self._is_escaped = True
         else:
             self._quote = ""
             self.is_over = self._may_be_string and self._depth == 0
-        return found.end()
+        return match.end()
 
     def _pass_structure(self, text: str, at: int, end: int) -> int:
         raise NotImplementedError
@@ -143,32 +143,32 @@ class JsonSpan(_Span):
     def feed(self, text: str, at: int, end: int) -> int:
         if not self._is_scalar:
             return super().feed(text, at, end)
-        found = _SCALAR_END.search(text, at, end)
-        self.is_over = found is not None
-        return found.start() if found else end
+        match = _SCALAR_END.search(text, at, end)
+        self.is_over = match is not None
+        return match.start() if match else end
 
     def _pass_structure(self, text: str, at: int, end: int) -> int:
-        found = self._structure.search(text, at, end)
-        if found is None:
+        match = self._structure.search(text, at, end)
+        if match is None:
             return end
-        mark = found[0]
+        mark = match[0]
         if mark == "<":
             self.is_broken = True
-            return found.start()
+            return match.start()
         if mark in "\"'":
             self._quote = mark
         else:
             self._depth += 1 if mark in "{[" else -1
             self.is_over = self._depth == 0
-        return found.end()
+        return match.end()
 
 
 class LiteralSpan(_Span):
     def _pass_structure(self, text: str, at: int, end: int) -> int:
-        found = _ARGUMENT_STRUCTURE.search(text, at, end)
-        if found is None:
+        match = _ARGUMENT_STRUCTURE.search(text, at, end)
+        if match is None:
             return end
-        mark = found[0]
+        mark = match[0]
         if mark in "'\"":
             self._quote = mark
         elif mark in "([{":
@@ -176,7 +176,7 @@ class LiteralSpan(_Span):
             self.is_broken = self._depth > MAX_LITERAL_DEPTH
         elif self._depth == 0:
             self.is_over, self.is_broken = mark in ",)", mark in "]}"
-            return found.start()
+            return match.start()
         elif mark != ",":
             self._depth -= 1
-        return found.end()
+        return match.end()

@@ -68,12 +68,12 @@ class CallParser:
         if not start or self._log.num_calls >= MAX_CALLS:
             content.append(text[at:])
             return len(text)
-        found = text.find(start, at)
-        if found >= 0:
-            content.append(text[at:found])
+        begin = text.find(start, at)
+        if begin >= 0:
+            content.append(text[at:begin])
             self._log.hold(start)
             self._is_in_section, self._is_bare = True, False
-            return found + len(start)
+            return begin + len(start)
         shown = len(text) - num_held(text, start, at)
         content.append(text[at:shown])
         self._held = text[shown:]

@@ -76,13 +76,13 @@ class PythonCalls:
         return at + 1
 
     def _read_word(self, text: str, at: int, end: int) -> int:
-        found = _NO_WORD.search(text, at, min(end, at + MAX_NAME_CHARS - len(self._word)))
-        after = found.start() if found else min(end, at + MAX_NAME_CHARS - len(self._word))
+        match = _NO_WORD.search(text, at, min(end, at + MAX_NAME_CHARS - len(self._word)))
+        after = match.start() if match else min(end, at + MAX_NAME_CHARS - len(self._word))
         self._log.hold(text[at:after])
         self._word += text[at:after]
-        if found is None and after == at:
+        if match is None and after == at:
             self.reading = Reading.FAILED
-        elif found is not None:
+        elif match is not None:
             self._end_word()
         return after
 

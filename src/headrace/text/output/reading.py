@@ -24,8 +24,8 @@ def num_held(text: str, marker: str, begin: int = 0) -> int:
 
 def first_non_space(text: str, at: int = 0, end: int | None = None) -> int:
     end = len(text) if end is None else end
-    found = _NO_SPACE.search(text, at, end)
-    return found.start() if found else end
+    match = _NO_SPACE.search(text, at, end)
+    return match.start() if match else end
 
 
 class CallPiece(NamedTuple):
@@ -145,13 +145,13 @@ class TextUntil:
     def feed(self, log: CallLog, text: str, at: int, end: int) -> tuple[int, Reading]:
         """FAILED after `max_chars` characters without the marker."""
         end = min(end, at + self._room)
-        found = self._end_of_marker(text, at, end)
-        after = end if found is None else found
+        marker_end = self._end_of_marker(text, at, end)
+        after = end if marker_end is None else marker_end
         piece = text[at:after]
         log.hold(piece)
         self._pieces.append(piece)
         self._room -= len(piece)
-        if found is not None:
+        if marker_end is not None:
             self.text = "".join(self._pieces)[: -len(self._marker)]
             return after, Reading.DONE
         self._tail = (self._tail + piece)[1 - len(self._marker) :] if len(self._marker) > 1 else ""
@@ -159,11 +159,11 @@ class TextUntil:
 
     def _end_of_marker(self, text: str, at: int, end: int) -> int | None:
         head = self._tail + text[at : min(end, at + len(self._marker) - 1)]
-        found = head.find(self._marker)
-        if found >= 0:
-            return at + found + len(self._marker) - len(self._tail)
-        found = text.find(self._marker, at, end)
-        return found + len(self._marker) if found >= 0 else None
+        place = head.find(self._marker)
+        if place >= 0:
+            return at + place + len(self._marker) - len(self._tail)
+        place = text.find(self._marker, at, end)
+        return place + len(self._marker) if place >= 0 else None
 
 
 class CallReader(Protocol):

@@ -136,13 +136,13 @@ class TaggedCalls:
         begin = at
         while at < end and not self._word and text[at].isspace():
             at += 1
-        found = _NO_NAME.search(text, at, end)
-        after = found.start() if found else end
+        match = _NO_NAME.search(text, at, end)
+        after = match.start() if match else end
         self._log.hold(text[begin:after])
         self._word += text[at:after]
-        if len(self._word) > MAX_TAG_CHARS or (found and not self._word):
+        if len(self._word) > MAX_TAG_CHARS or (match and not self._word):
             self.reading = Reading.FAILED
-        elif found:
+        elif match:
             self._name, self._word = self._log.meant(self._word), ""
             self._types = self._function_types.of(self._name)
             self._enter(_State.NAME_END)

@@ -49,22 +49,22 @@ class SchemaTypes:
         """Any type for a schema with an `$id` of its own."""
         if not isinstance(schema, Mapping) or (schema is not self._root and "$id" in schema):
             return TYPES
-        found = TYPES
+        types = TYPES
         if isinstance(reference := schema.get("$ref"), str):
-            found &= self._of_reference(reference)
+            types &= self._of_reference(reference)
         given = schema.get("type")
         if given is not None:
-            found &= frozenset([given] if isinstance(given, str) else map(str, given) if isinstance(given, list) else TYPES)
+            types &= frozenset([given] if isinstance(given, str) else map(str, given) if isinstance(given, list) else TYPES)
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if isinstance(values, list):
-            found &= _union(map(_types_of_value, values))
+            types &= _union(map(_types_of_value, values))
         for name in ("anyOf", "oneOf"):
             if isinstance(branches := schema.get(name), list) and branches:
-                found &= _union(map(self.of, branches))
+                types &= _union(map(self.of, branches))
         if isinstance(branches := schema.get("allOf"), list):
             for branch in branches:
-                found &= self.of(branch)
-        return found
+                types &= self.of(branch)
+        return types
 
     def _of_reference(self, reference: str) -> frozenset[str]:
         if reference not in self._referenced:
@@ -77,8 +77,8 @@ class SchemaTypes:
         return self._referenced[reference]
 
 
-def _union(found: Iterable[frozenset[str]]) -> frozenset[str]:
-    return frozenset(chain.from_iterable(found))
+def _union(types: Iterable[frozenset[str]]) -> frozenset[str]:
+    return frozenset(chain.from_iterable(types))
 
 
 def referenced(reference: str, root: Mapping[str, object]) -> object:

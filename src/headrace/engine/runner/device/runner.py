@@ -256,10 +256,10 @@ class DeviceRunner:
             last = selected.places(own.row_starts[sampling + 1] - 1)
             wanted = hidden if len(last) == len(hidden) else hidden[self._steps.upload([last])[0]]
             self._steps.put_hidden(wanted, place)
-        found = self._prompts.compute(own, counts, selected, hidden)
-        found.rows = array("i", left[found.rows].astype(np.int32).tobytes())
-        found.failed = {int(left[row]) for row in found.failed}
-        return found
+        logprobs = self._prompts.compute(own, counts, selected, hidden)
+        logprobs.rows = array("i", left[logprobs.rows].astype(np.int32).tobytes())
+        logprobs.failed = {int(left[row]) for row in logprobs.failed}
+        return logprobs
 
     def _launched(
         self, plan: Plan, rows: Rows, layout: RowLayout, kind: ChoiceKind, prompts: PromptLogprobColumns, mask_failures: Mapping[int, str]
