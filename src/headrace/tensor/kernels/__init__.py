@@ -1,18 +1,8 @@
 """The interface between a model and the code that computes for it.
 
-Kernels         the operations of a transformer block; a new backend has to write these and nothing else
-WeightPacking   prepares weights for products, once; `reference` does it with torch alone
-PackedFormat    keeps prepared weights on disk between starts; optional
-KernelCompiler  compiles kernels, and runs them on threads of its own; optional
-StepExecutor    runs a step's kernels later than they are called; optional
-draw            draws random tokens on the host; optional, `filters.draw` is the plain one
-GroupExperts    runs a mixture's experts without the host; optional
-DeviceChoice    chooses tokens without the host; optional, see `choice`
-mask            applies grammar masks on the host; optional, `filters.apply_masks` is the plain one
-
 `reference` is plain torch and defines every result; `cpu` is Numba and a library GEMM. A model is given a `Backend` and never asks which
-one. Shape letters: see `tensor.batch`; E hidden size, F feed-forward size, V vocabulary. Implementations are compared with `reference`
-in tests/tensor/kernels.
+one. A new backend has to write `Kernels` and nothing else. Shape letters: see `tensor.batch`; E hidden size, F feed-forward size, V
+vocabulary. Implementations are compared with `reference` in tests/tensor/kernels.
 """
 
 from __future__ import annotations
@@ -31,7 +21,7 @@ from headrace.tensor.kernels.rounding import Precision, RoundedWeight
 
 
 class Linear(Protocol):
-    """A weight prepared for multiplication: called with x [T, in], returns a new [T, out] of x's dtype."""
+    """Called with x [T, in], returns a new [T, out] of x's dtype."""
 
     in_features: int
     out_features: int
@@ -42,9 +32,7 @@ class Linear(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLinear:
-    """The parts of a packed linear, as they are stored on disk.
-
-    kind   names the implementation's format
+    """kind   names the implementation's format
     group  inputs that share a scale; 0: all inputs share one, or there are no scales
     block  strips that a worker takes at a time, where their order in memory depends on it; else 0
     """
@@ -58,17 +46,16 @@ class PackedLinear:
 
 
 class Kernels(Protocol):
-    """Every operation of a transformer block that is worth writing by hand. No argument is kept; outputs are fresh unless said."""
+    """No argument is kept; outputs are fresh unless said."""
 
     def select(self, x: Tensor, rows: Tensor) -> Tensor:
-        """x [T, ...] -> [W, ...], a new tensor: the rows [W] int64."""
+        """x [T, ...] -> [W, ...]: the rows [W] int64."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> Tensor:
-        """Root-mean-square norm over the last dim, computed in float32, times weight, in x's dtype.
+        """Computed in float32, times weight, in x's dtype. x may be [T, E] or [T, heads, D].
 
-        With `residual` [T, E]: residual += x in place first, and the sum is what is normed. x may be [T, E] or [T, heads, D].
-        Models whose checkpoints store (weight - 1) add the 1 at load.
+        With `residual` [T, E]: residual += x in place first, and the sum is what is normed.
         """
         ...
 
@@ -82,9 +69,8 @@ class Kernels(Protocol):
     def scatter_kv(self, key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor, *, kv_scales: Tensor | None = None) -> None:
         """Write key, value [T, K, D] into cache [B, 2, S, K, D] at slot_mapping [T] int64, rounded to the cache's dtype.
 
-        A float8_e4m3fn cache holds the values themselves, those beyond +-448 as +-448. An int8 cache comes with kv_scales
-        [B, 2, S, K] float32: a vector is stored as round(x * (127 / max |x|)), ties to even, its
-        scale is max |x| / 127.
+        A float8_e4m3fn cache holds the values themselves, those beyond +-448 as +-448. An int8 cache comes with kv_scales [B, 2, S, K]
+        float32: a vector is stored as round(x * (127 / max |x|)), ties to even, its scale is max |x| / 127.
         """
         ...
 
@@ -92,7 +78,7 @@ class Kernels(Protocol):
         self, query: Tensor, key: Tensor, value: Tensor, cos_sin: Tensor, positions: Tensor, cache: Tensor, slot_mapping: Tensor,
         *, kv_scales: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """`rotary` and `scatter_kv` in one pass. The cache holds the rotated key; `key` itself may be rotated or not afterwards."""
+        """`rotary` and `scatter_kv` in one pass. `key` itself may be rotated or not afterwards."""
         ...
 
     def attention(
@@ -110,12 +96,10 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Causal attention of a ragged batch over the paged cache, which already holds this step's keys and values.
 
-        The cache may have another dtype than the query; an int8 one comes with kv_scales, see `scatter_kv`.
+        query [T, H, D]; block_table [R, M] int32; row_starts [R + 1] int32; context_lens [R] int32. The query token i of row r stands at
+        position context_lens[r] - (row_starts[r + 1] - row_starts[r]) + i and sees positions (p - window, p]. Returns [T, H, D].
 
-        query [T, H, D]; block_table [R, M] int32; row_starts [R + 1] int32; context_lens [R] int32. The query token i of row r stands
-        at position context_lens[r] - (row_starts[r + 1] - row_starts[r]) + i and sees positions (p - window, p]. Returns [T, H, D].
-
-        num_decodes: that many leading rows have one token each. A hint that an implementation may use or not, and that changes no result.
+        num_decodes: that many leading rows have one token each. A hint that changes no result.
         """
         ...
 
@@ -125,43 +109,33 @@ class Kernels(Protocol):
 
 
 class WeightPacking(Protocol):
-    """Prepares weights for products. Its results are `Linear`s.
-
-    keeps_stored  whether the weights of a quantized checkpoint are multiplied in few bits; else they are made dense
-    """
+    """keeps_stored: whether the weights of a quantized checkpoint are multiplied in few bits; else they are made dense."""
 
     keeps_stored: bool
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Linear:
-        """Prepare weight [out, in] (and bias [out]) once. The caller may drop its own reference afterwards.
+        """weight [out, in], bias [out]; the caller may drop its own reference afterwards.
 
-        dtype: the dtype of the products, where that is not the weight's; every value of the weight is exact in it. Rows and bias are in
+        dtype: of the products, where that is not the weight's; every value of the weight is exact in it. Rows and bias are in
         `activation_dtype(dtype)`.
         """
         ...
 
     def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of rows, and so of a model's activations, for products in `dtype`; a wider one where packing a panel rounds rows."""
+        """The dtype of a model's activations for products in `dtype`; a wider one where packing a panel rounds rows."""
         ...
 
     def round_weight(self, weight: Tensor, precision: Precision) -> RoundedWeight:
-        """Equal to `rounding.round_weight`, with the backend's choice of groups, to the bit for finite weights.
-
-        Where a weight is not finite, its scale is not finite either.
-        """
+        """Equal to `rounding.round_weight`, with the backend's choice of groups, to the bit for finite weights."""
         ...
 
-    def can_pack(self, weight: RoundedWeight) -> bool:
-        """Whether `pack_rounded` takes the weight as it is."""
-        ...
+    def can_pack(self, weight: RoundedWeight) -> bool: ...
 
-    def pack_rounded(self, weight: RoundedWeight, bias: Tensor | None) -> Linear:
-        """`pack_linear` for a rounded weight; inputs are rounded row by row, see `rounding`."""
-        ...
+    def pack_rounded(self, weight: RoundedWeight, bias: Tensor | None) -> Linear: ...
 
 
 class Experts(Protocol):
-    """The experts of one layer of a mixture, run together on the device: the host does not read which of them were chosen."""
+    """The host does not read which experts were chosen."""
 
     def __call__(self, x: Tensor, experts: Tensor) -> Tensor:
         """x [T, E], the chosen experts of each token [T, top_k] int64 -> each one's output [T * top_k, E], by (token, choice)."""
@@ -169,16 +143,12 @@ class Experts(Protocol):
 
 
 class GroupExperts(Protocol):
-    """Makes `Experts` of a layer's linears, one of each kind per expert."""
-
     def __call__(self, gate_up: Sequence[Linear], down: Sequence[Linear], activation: str) -> Experts | None:
         """None for linears that cannot be run together. The linears stay valid."""
         ...
 
 
 class RowReader(Protocol):
-    """Reads rows of a table that stays in its file."""
-
     def __call__(self, descriptor: int, start: int, num_rows: int, columns: int, dtype: torch.dtype, ids: Tensor) -> Tensor:
         """Rows `ids` [T] int64 of a table [num_rows, columns] at byte `start` of an open file -> [T, columns].
 
@@ -188,18 +158,14 @@ class RowReader(Protocol):
 
 
 class PackedFormat(Protocol):
-    """How a backend's prepared weights are kept on disk between starts."""
-
-    def packed_layout(self, precision: Precision) -> str:
-        """Names the format that `packed` returns in this process."""
-        ...
+    def packed_layout(self, precision: Precision) -> str: ...
 
     def packed(self, linear: Linear) -> PackedLinear | None:
-        """The parts from which `load_packed` makes this linear again; None for a linear that cannot be stored."""
+        """None for a linear that cannot be stored."""
         ...
 
     def load_packed(self, packed: PackedLinear) -> Linear:
-        """The linear whose parts these are. Raises ValueError for tensors that cannot be one."""
+        """Raises ValueError for tensors that cannot be a linear."""
         ...
 
     def row_reader(self) -> RowReader:
@@ -208,11 +174,7 @@ class PackedFormat(Protocol):
 
 
 class Recording(Protocol):
-    """Operations that were run once and can be replayed.
-
-    is_whole    False: some operation was not recorded, so the recording must not be replayed
-    kept_bytes  memory that its results take
-    """
+    """is_whole  False: some operation was not recorded, so the recording must not be replayed"""
 
     is_whole: bool
     kept_bytes: int
@@ -223,44 +185,31 @@ class Recording(Protocol):
 
 
 class StepExecutor(Protocol):
-    """Runs operations later than they are called, many at once, and replays recorded steps without calling the operations again.
-
-    Only for layers that run nothing but the backend's kernels, and declare it (`layers.can_be_deferred`): other code inside would read
-    results that have not been computed yet. Without an executor every operation runs when it is called.
-
-    max_recorded_bytes  limit of the memory that one recording's results take
-    """
+    """Only for layers that run nothing but the backend's kernels, and declare it (`layers.can_be_deferred`): other code inside would read
+    results that have not been computed yet."""
 
     max_recorded_bytes: int
 
     def deferred(self, num_tokens: int) -> AbstractContextManager[None]:
-        """Operations called inside may run as late as at its end: their results must not be read before.
-
-        Passing a result to another linear or operation of the same backend is allowed, and so is taking a view of it. The implementation
-        decides for which numbers of tokens operations are put off at all.
-        """
+        """Operations called inside may run as late as at its end: their results must not be read before, but may be passed to another
+        linear or operation of the same backend, or be viewed."""
         ...
 
     def recording(self, num_tokens: int) -> AbstractContextManager[Recording] | None:
         """As `deferred`, for steps that come again with other values in the same tensors; None for steps that are not recorded.
 
-        Arguments are kept, unlike elsewhere, and `replay` writes the results again. An operation that torch computes cannot be replayed:
-        the recording is then not whole.
+        Arguments are kept, and `replay` writes the results again. An operation that torch computes makes the recording not whole.
         """
         ...
 
     def next_layer(self) -> None:
-        """Layer n begins. Inside `deferred` and `recording` its results may overwrite those of layer n - 2.
-
-        A tensor that must last longer is made before the first layer, or copied.
-        """
+        """Layer n begins. Inside `deferred` and `recording` its results may overwrite those of layer n - 2: a tensor that must last longer
+        is made before the first layer, or copied."""
         ...
 
 
 class KernelCompiler(Protocol):
-    """What compiles a backend's kernels in this process, and runs them on threads of its own.
-
-    packages  names of those whose versions may change a bit of a result
+    """packages  names of those whose versions may change a bit of a result
     expected  about how many functions a start compiles, whatever model it serves; None: that depends on the model
     """
 
@@ -268,7 +217,7 @@ class KernelCompiler(Protocol):
     expected: int | None
 
     def limit_threads(self, num_threads: int) -> str:
-        """Set the number of threads of the kernels, process-wide. Returns the name of the layer that starts them."""
+        """Process-wide. Returns the name of the layer that starts the threads."""
         ...
 
     def kept(self) -> tuple[bool, str]:
@@ -282,15 +231,15 @@ class KernelCompiler(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """What one engine computes with. A new backend brings `kernels`; `reference.PACKING` and the defaults serve for the rest.
+    """A new backend brings `kernels`; `reference.PACKING` and the defaults serve for the rest.
 
     compiler       None: torch and NumPy run all of it
     packed_format  None: nothing that `packing` prepares is kept on disk
-    draw           one random token per row, on the host and at once; the plain one sorts, which is slow where vocabularies are large
-    mask           grammar masks on rows of logits, on the host and at once; its results equal the plain one's to the bit
-    choice         chooses tokens on the device; None: the host does, and a step is computed where it is called
-    group_experts  runs a mixture's experts together; None: one after another, each over the tokens that chose it
-    numerics       what the bits of its results depend on beside source, versions and thread count, in words; "": nothing
+    draw           on the host and at once; the plain one sorts, which is slow where vocabularies are large
+    mask           equals the plain one's results to the bit
+    choice         None: the host chooses, and a step is computed where it is called
+    group_experts  None: one after another, each over the tokens that chose it
+    numerics       what the bits of its results depend on beside source, versions and thread count, in words
     """
 
     name: str
@@ -306,10 +255,8 @@ class Backend:
     numerics: str = ""
 
     def limit_threads(self, num_threads: int) -> str:
-        """Set the number of threads of torch, and of the kernels' own, process-wide. Call it before the first step.
-
-        Each has a pool of threads. Returns the name of the kernels' threading layer, "none" if they have no threads of their own.
-        """
+        """Process-wide, before the first step. Returns the name of the kernels' threading layer, "none" if they have no threads of their
+        own."""
         layer = "none" if self.compiler is None else self.compiler.limit_threads(num_threads)
         torch.set_num_threads(num_threads)
         return layer

@@ -1,11 +1,10 @@
 """Protocol of sampling on the device (`DeviceChoice`), and the tensors that pass between host and device for it.
 
-The host sends one matrix that describes a step's rows (`Field`), and reads one matrix with the chosen tokens (`Chosen`). The state that
-sampling needs of a sequence (newest token, block table, token counts) stays on the device, by sequence slot (`SlotTensors`). The next step
-can therefore be launched while a step is in flight, before the host knows the chosen tokens.
+The host sends one matrix that describes a step's rows (`Field`), and reads one with the chosen tokens (`Chosen`). What sampling needs of a
+sequence stays on the device (`SlotTensors`), so the next step can be launched before the host knows the chosen tokens.
 
-`plain_choice` implements the protocol in torch, `gpu.choice` in Triton. Both choose as `tensor.sampling.sampler` does, in the same order
-and with the same random numbers. Shape letters: N slots, B rows of the step, V vocabulary, G KV groups, M block-table width, S block size.
+`plain_choice` is in torch, `gpu.choice` in Triton; both choose as `tensor.sampling.sampler` does, with the same random numbers. Shape
+letters: N slots, B rows of the step, V vocabulary, G KV groups, M block-table width, S block size.
 """
 
 from __future__ import annotations
@@ -22,14 +21,13 @@ from headrace.core.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from headrace.tensor.kernels.filters import num_words
 
 MAX_TABLE_CHANGES = 1024
-"""Block-table entries that one step's inputs hold."""
 
 IN_PROMPT = 1 << 30
 """Added to `SlotTensors.seen` where the prompt has the token. Below it: how often the token was generated."""
 
 
 class Field(IntEnum):
-    """A row of the matrix [NUM_FIELDS, B] int32 that describes a step's rows. Floats are float32 in their 32 bits.
+    """A row of the matrix [NUM_FIELDS, B] int32. Floats are float32 in their 32 bits.
 
     The first four are of the forward pass over rows of one token, the rest of the choice: padding rows and rows that sample nothing have
     slot N there, temperature 0 and nothing else.
@@ -48,17 +46,16 @@ class Field(IntEnum):
     TOP_P = 7
     MIN_P = 8
     UNIFORM = 9
-    """Float: the random number in [0, 1)."""
+    """Float in [0, 1)."""
     REPETITION = 10
     FREQUENCY = 11
     PRESENCE = 12
     NUM_BIAS = 13
     NUM_ENDS = 14
-    """Number of end tokens that are masked now."""
     MASK = 15
     """Place of the row's grammar mask; -1: any token."""
     NUM_TOP = 16
-    """Most likely tokens to list; -1: no log-probabilities."""
+    """-1: no log-probabilities."""
 
 
 NUM_FIELDS = len(Field)
@@ -73,7 +70,6 @@ PADDING = {field: 0.0 if field in FLOATS else 0 for field in Field} | {
     Field.MASK: -1,
     Field.NUM_TOP: -1,
 }
-"""Values of a padding row, apart from its slots: a context of one token in the pad block."""
 
 
 class Chosen(IntEnum):
@@ -92,13 +88,7 @@ NUM_CHOSEN = 3 + 2 * MAX_LOGPROBS
 
 
 class ChoiceKind(NamedTuple):
-    """What some row of a step asks for.
-
-    sampled   a random token
-    filtered  a random token with top_k or top_p
-    edited    bias, penalties, a mask, or end tokens masked
-    reported  log-probabilities
-    """
+    """What some row of a step asks for."""
 
     sampled: bool = False
     filtered: bool = False
@@ -111,7 +101,7 @@ CHOICE_KINDS = [ChoiceKind(*flags) for flags in product((False, True), repeat=4)
 
 @dataclass(frozen=True, slots=True)
 class SlotTensors:
-    """What the device holds of every slot. Slot N is that of padding rows.
+    """Slot N is that of padding rows.
 
     tables    [G, N + 1, M] int32 block ids
     newest    [N + 1] int32 token chosen last
@@ -129,7 +119,7 @@ class SlotTensors:
 
     @classmethod
     def zeros(cls, num_slots: int, tables_shape: tuple[int, int], vocab_size: int, max_ends: int, device: str) -> SlotTensors:
-        """Tensors of `num_slots` slots and the padding rows'. tables_shape: (G, M)."""
+        """tables_shape: (G, M)."""
         count, (groups, width) = num_slots + 1, tables_shape
 
         def ints(*shape: int) -> Tensor:
@@ -163,8 +153,7 @@ class RowTensors:
 
 
 class DecodeRows(NamedTuple):
-    """Inputs of a forward pass over B rows of one token: ids [B] int64, positions [B] int64, slot mappings [G, B] int64, block tables
-    [G, B, M] int32, valid up to the row's context."""
+    """ids [B] int64, positions [B] int64, slot mappings [G, B] int64, block tables [G, B, M] int32, valid up to the row's context."""
 
     ids: Tensor
     positions: Tensor
@@ -173,7 +162,7 @@ class DecodeRows(NamedTuple):
 
 
 class DeviceChoice(Protocol):
-    """Chooses tokens on the device, and keeps there what the next step needs. Nothing waits for the device: all of it can be captured."""
+    """Nothing waits for the device: all of it can be captured."""
 
     def write_tables(self, tables: Tensor, changes: Tensor) -> None:
         """Write block ids into tables [G, N + 1, M].
@@ -182,9 +171,7 @@ class DeviceChoice(Protocol):
         """
         ...
 
-    def decode_rows(self, fields: Tensor, slots: SlotTensors, block_size: int) -> DecodeRows:
-        """fields [NUM_FIELDS, B] -> new tensors."""
-        ...
+    def decode_rows(self, fields: Tensor, slots: SlotTensors, block_size: int) -> DecodeRows: ...
 
     def choose(self, logits: Tensor, fields: Tensor, slots: SlotTensors, rows: RowTensors, kind: ChoiceKind) -> None:
         """Choose a token for each of the rows in fields [NUM_FIELDS, B], from logits [B, V] of any float dtype, into `rows.chosen`.

@@ -4,12 +4,10 @@ The filters keep these tokens (ordered by falling weight, equal weights by risin
   top_k  the first k tokens
   top_p  the shortest prefix of the tokens kept by top_k whose mass is at least top_p of their whole mass
   min_p  the tokens of that prefix whose weight is at least min_p times the largest weight
-The drawn token is the first one, in id order, at which the running sum of kept weights exceeds u times the sum of all kept weights. The
-result is a function of the row and of the random number u alone.
+The drawn token is the first one, in id order, at which the running sum of kept weights exceeds u times the sum of all kept weights.
 
-The whole vocabulary is never sorted. A floor below which no token can be kept is cheap to find, and few tokens are above the floor. Their
-weights are sorted without ids (ties are resolved afterwards), which NumPy does with vector instructions.
-Shape letters: N rows, V vocabulary, M tokens above the floor (or rows with a mask).
+Few tokens are above a floor below which none can be kept. Their weights are sorted without ids (ties are resolved afterwards), which NumPy
+does with vector instructions. Shape letters: N rows, V vocabulary, M tokens above the floor (or rows with a mask).
 """
 
 from __future__ import annotations
@@ -27,12 +25,12 @@ Words = NDArray[np.uint32]
 """Grammar masks: bit i of word w allows token 32 w + i. Bits beyond the vocabulary are ignored."""
 
 _BLOCK = 256
-"""Tokens summed at once before the fine search: [N, V / 256] running sums are cheap enough to keep in double precision."""
+"""Tokens summed at once: [N, V / 256] running sums are cheap enough to keep in double precision."""
 
 
 @dataclass(frozen=True, slots=True)
 class FilterLimits:
-    """The sampling parameters of N rows: temperature [N] > 0, top_k [N] in 1..V, top_p [N] in (0, 1], min_p [N] in [0, 1]."""
+    """temperature [N] > 0, top_k [N] in 1..V, top_p [N] in (0, 1], min_p [N] in [0, 1]."""
 
     temperature: Floats
     top_k: Ints
@@ -60,10 +58,7 @@ def draw(logits: Floats, peak: Floats, u: Doubles, limits: FilterLimits) -> Ints
 
 
 def _to_weights(logits: Floats, peak: Floats, temperature: Floats) -> Floats:
-    """exp((logits - peak) / temperature), a new [N, V]: proportional to probability, 1 at the best token, never above.
-
-    peak [N] is each row's largest logit; temperature [N] > 0. Subtracting first keeps tiny temperatures from overflowing.
-    """
+    """A new [N, V]: 1 at the best token, never above. Subtracting the peak first keeps tiny temperatures from overflowing."""
     weights = logits - peak[:, None]
     if (temperature != 1.0).any():
         weights /= temperature[:, None]
@@ -92,8 +87,8 @@ def _pick_filtered(weights: Floats, u: Doubles, limits: FilterLimits) -> Ints:
 def _floors(weights: Floats, mass: Doubles, top_k: Ints, top_p: Doubles, min_p: Floats) -> Floats:
     """A weight [N] below which no token of the row is kept.
 
-    With top_k the k-th best. Else min_p, or what the nucleus cannot need: tokens lighter than (1 - top_p) * mass / V weigh less than
-    (1 - top_p) of the mass together, so the heavier ones hold top_p of it. The floor is one per cent lower, for rounding.
+    With top_k the k-th best. Else min_p, or what the nucleus cannot need: tokens lighter than (1 - top_p) * mass / V weigh less than (1 -
+    top_p) of the mass together. The floor is one per cent lower, for rounding.
     """
     vocab = weights.shape[1]
     floors: Floats = np.maximum(min_p, 0.99 * (1.0 - top_p) * mass / vocab).astype(np.float32)
@@ -105,10 +100,8 @@ def _floors(weights: Floats, mass: Doubles, top_k: Ints, top_p: Doubles, min_p: 
 
 
 def _compact(weights: Floats, floors: Floats) -> tuple[Floats, Ints]:
-    """Weights and ids [N, M] of the tokens at or above their row's floor, in id order, filled up with weight 0.
-
-    M is a multiple of the block, so that a row's block sums do not depend on how many its neighbours kept.
-    """
+    """Weights and ids [N, M] are in id order, filled up with weight 0. M is a multiple of the block, so that a row's block sums do not
+    depend on how many its neighbours kept."""
     num_rows, vocab = weights.shape
     mask = weights >= floors[:, None]
     counts = np.count_nonzero(mask, axis=1)
@@ -125,7 +118,7 @@ def _compact(weights: Floats, floors: Floats) -> tuple[Floats, Ints]:
 
 
 def _nucleus_size(falling: Floats, top_p: Doubles, mass: Doubles) -> Ints:
-    """Length [N] of the shortest prefix with at least top_p of the mass; where that is infinite, of the mass of `falling` [N, M]."""
+    """Where the mass is infinite, that of `falling` [N, M] counts."""
     running = _running(_block_sums(falling))
     wanted = top_p * np.where(np.isinf(mass), running[:, -1], mass)
     size: Ints = _descend(falling, running, np.nextafter(wanted, 0.0)) + 1
@@ -143,7 +136,7 @@ def _drop_beyond(above: Floats, threshold: Floats, size: Ints) -> None:
 
 
 def _running(weights: Floats) -> Doubles:
-    """Cumulative sums along the last dim in double precision. Widened first: summing while converting is four times slower."""
+    """Sums are in double precision. Weights are widened first: summing while converting is four times slower."""
     sums: Doubles = np.cumsum(weights.astype(np.float64), axis=-1)
     return sums
 
@@ -158,7 +151,6 @@ def _pick(weights: Floats, u: Doubles) -> Ints:
 
 
 def _block_sums(weights: Floats) -> Floats:
-    """[N, ceil(V / 256)] sums of consecutive runs of 256; the last run may be shorter."""
     num_rows, vocab = weights.shape
     whole = vocab // _BLOCK * _BLOCK
     body = weights[:, :whole].reshape(num_rows, -1, _BLOCK).sum(axis=2)
@@ -166,7 +158,6 @@ def _block_sums(weights: Floats) -> Floats:
 
 
 def _descend(weights: Floats, running: Doubles, target: Doubles) -> Ints:
-    """First place [N] where the running sum of weights [N, V] exceeds target [N]: the block by `running` [N, blocks], then in it."""
     block = _locate(running, target)
     before = np.where(block > 0, np.take_along_axis(running, np.maximum(block - 1, 0)[:, None], axis=1)[:, 0], 0.0)
     columns = block[:, None] * _BLOCK + np.arange(_BLOCK)
@@ -189,12 +180,7 @@ def num_words(vocab_size: int) -> int:
 
 
 def apply_masks(logits: Floats, rows: Ints, masks: Words) -> tuple[Ints, Floats]:
-    """Mask some rows in place. Returns `best_tokens` of these rows.
-
-    logits  [N, V]; the masked rows hold no NaN
-    rows    [M] ascending
-    masks   [M, num_words(V)]
-    """
+    """logits [N, V], masked in place; rows [M] ascending, without NaN; masks [M, num_words(V)]. Returns `best_tokens` of these rows."""
     vocab = logits.shape[1]
     is_allowed = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little", count=vocab).view(np.bool_)
     masked = np.where(is_allowed, logits[rows], np.float32(-np.inf))

@@ -1,7 +1,6 @@
 """The reference implementation of `DeviceChoice`, on host tensors: plain torch, with the host's filters (`kernels.filters`).
 
-Tests compare the GPU's implementation with this one, and run the code for asynchronous devices on a machine without a GPU. Rows are edited
-one at a time, for the sake of the reader.
+Tests compare the GPU's implementation with this one, and run the code for asynchronous devices on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class PlainChoice:
-    """Implements `DeviceChoice`; holds no state."""
-
     def write_tables(self, tables: Tensor, changes: Tensor) -> None:
         count = int(changes[0])
         first = 1 + MAX_TABLE_CHANGES
@@ -62,7 +59,6 @@ def _is_penalised(fields: Tensor) -> Tensor:
 
 
 def _edit(logits: Tensor, fields: Tensor, slots: SlotTensors, masks: Tensor) -> None:
-    """Bias, penalise and mask one row [V] in place. fields [NUM_FIELDS]."""
     slot, num_bias, num_ends, mask = (int(fields[field]) for field in (Field.SLOT, Field.NUM_BIAS, Field.NUM_ENDS, Field.MASK))
     biased = slots.bias_ids[slot, :num_bias].long()
     logits[biased] += slots.biases[slot, :num_bias]
@@ -105,7 +101,6 @@ def _tokens(logits: Tensor, good: Tensor, fields: Tensor) -> Tensor:
 
 
 def _report(raw: Tensor, token: int, num_top: int, chosen: Tensor) -> None:
-    """Log-probabilities of one row of logits [V] into chosen [NUM_CHOSEN]."""
     floats = chosen.view(torch.float32)
     log_sum = raw.logsumexp(dim=0)
     floats[Chosen.LOGPROB] = raw[token] - log_sum

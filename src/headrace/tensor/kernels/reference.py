@@ -1,12 +1,8 @@
 """The kernels in plain torch: the reference (test oracle) for every other implementation.
 
-Written for the reader, not for speed: attention takes one row at a time, gathers its blocks, and is an explicit masked softmax in
-float32. Runs wherever torch runs (cpu, cuda) in float32, bfloat16 and float16. Only the slots that a row may see are read: unused slots
-of a block, the pad block and stale block-table entries before a window never enter a sum, so NaN there cannot leak.
-
-The linears of `PACKING` serve every backend without packing of its own. `kernels.rounding` defines the arithmetic of `RoundedLinear`.
-
-Shape letters: see `tensor.batch`. The fast implementation is `tensor.kernels.cpu.backend`.
+Written for the reader, not for speed. Runs wherever torch runs (cpu, cuda) in float32, bfloat16 and float16. Only the slots that a row may
+see are read, so NaN elsewhere cannot leak. The linears of `PACKING` serve every backend without packing of its own; `kernels.rounding`
+defines the arithmetic of `RoundedLinear`. Shape letters: see `tensor.batch`.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from headrace.tensor.kernels.rounding import Precision, RoundedWeight, round_inp
 
 
 class PlainLinear:
-    """y = x @ weight.T + bias. The weight keeps its dtype; x is rounded to that dtype; sums, bias and result have the dtype of x."""
+    """x is rounded to the weight's dtype; sums, bias and result have the dtype of x."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
@@ -36,7 +32,7 @@ class PlainLinear:
 
 
 class RoundedLinear:
-    """A linear with a rounded weight (INT4, INT8, FP8), multiplied as `kernels.rounding` defines. Sums are exact, in float64."""
+    """A rounded weight (INT4, INT8, FP8), multiplied as `kernels.rounding` defines. Sums are exact, in float64."""
 
     def __init__(self, weight: RoundedWeight, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
@@ -59,7 +55,7 @@ class RoundedLinear:
 
 
 class PlainPacking:
-    """Makes the linears of this module; implements `WeightPacking`. Stateless."""
+    """Implements `WeightPacking`."""
 
     keeps_stored = False
 
@@ -89,7 +85,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class ReferenceKernels:
-    """Implements `Kernels`; holds no state."""
+    """Implements `Kernels`."""
 
     def select(self, x: Tensor, rows: Tensor) -> Tensor:
         return x.index_select(0, rows)
@@ -157,7 +153,7 @@ class ReferenceKernels:
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate heads [T, N, D] in place by cos, sin [T, 1, rotary_dim / 2]: the pair is (first half, second half)."""
+    """Rotates in place by cos, sin [T, 1, rotary_dim / 2]: the pair is (first half, second half)."""
     half = cos.shape[-1]
     first, second = heads[..., :half].float(), heads[..., half : 2 * half].float()
     rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
@@ -167,8 +163,7 @@ def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
 def gather_context(cache: Tensor, blocks: Tensor, first: int, last: int, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Keys and values of positions [first, last) of one row, each [last - first, K, D], copied out of cache [B, 2, S, K, D].
 
-    With scales [B, 2, S, K] they are float32: each stored vector times its scale. blocks [M] is the row's part of the block table. Only
-    blocks that hold a wanted position are read.
+    With scales [B, 2, S, K] they are float32: each stored vector times its scale. Only blocks that hold a wanted position are read.
     """
     block_size = cache.shape[2]
     positions = torch.arange(first, last, device=cache.device)
@@ -191,10 +186,7 @@ def causal_mask(first_position: int, first_seen: int, context: int, window: int 
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """softmax(query key^T * scale) value in float32; query [n, H, D], key and value [seen, K, D], mask [n, seen] -> [n, H, D].
-
-    Query head h reads key/value head h // (H / K).
-    """
+    """softmax(query key^T * scale) value in float32; query [n, H, D], key and value [seen, K, D], mask [n, seen] -> [n, H, D]."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, dim=1).float(), value.repeat_interleave(group, dim=1).float()
     scores = torch.einsum("nhd,shd->hns", query.float(), key) * scale

@@ -3,7 +3,6 @@
 int8  one scale per output (float32): w = q * scale, |q| <= 127
 int4  one scale per output and group of 32, 64 or 128 inputs (bfloat16): w = q * scale, -8 <= q <= 7
       of a quantized checkpoint, the scale as stored (float16), and where it has them a zero point per scale: w = (q - zero) * scale
-
 fp8   one scale per output (float32): w = q * scale, q in float8_e4m3fn, |q| <= 448
 
 Every row of inputs is rounded as well, by one scale per row from its largest magnitude: to integers within +-127, in fp8 to float8_e4m3fn
@@ -23,7 +22,7 @@ INPUT_LIMIT = 127.0
 FP8_LIMIT = 448.0
 GROUPS = (128, 64, 32)
 SLAB_ELEMENTS = 1 << 23
-"""Weights that are rounded at a time, which bounds the size of temporary copies."""
+"""Bounds the size of temporary copies."""
 
 
 class Precision(Enum):
@@ -38,9 +37,7 @@ DEFAULT_GROUP = 64
 
 @dataclass(frozen=True, slots=True)
 class RoundedWeight:
-    """A weight [out, in] in few bits.
-
-    values  int8 or float8_e4m3fn [out, in]
+    """values  int8 or float8_e4m3fn [out, in]
     scales  float32 [out]; with a group, bfloat16 or float16 [out, in / group]
     group   inputs that share a scale; 0: all
     zeros   float16 [out, in / group]; None: all zero. Without a group always None
@@ -53,11 +50,9 @@ class RoundedWeight:
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes that a multiplication reads: values, packed, scales and zero points."""
         return self.values.numel() // (2 if self.group else 1) + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
 
     def dense(self) -> Tensor:
-        """The weight that the values stand for, float32 [out, in]."""
         wide = self.values.float()
         if not self.group:
             return wide * self.scales[:, None]
@@ -75,7 +70,7 @@ class RoundedWeight:
 
 
 def join_rounded(parts: Sequence[RoundedWeight]) -> RoundedWeight | None:
-    """The weights, stacked by outputs; None for weights that are stored in different ways."""
+    """None for weights that are stored in different ways; else they are stacked by outputs."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -130,7 +125,7 @@ def _to_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def to_fp8(x: Tensor) -> Tensor:
-    """x in float8_e4m3fn. What is beyond its range becomes its largest number; torch alone would make it NaN."""
+    """What is beyond the range becomes its largest number; torch alone would make it NaN."""
     return x.clamp(-FP8_LIMIT, FP8_LIMIT).to(torch.float8_e4m3fn)
 
 

@@ -1,13 +1,10 @@
 """The CPU backend: Numba kernels for every operation, and linear layers by `linear_path`.
 
 Arguments that a kernel does not support (float16, a head size that is no multiple of a register, a strided last dimension, a tensor on a
-device) go to `reference`, operation by operation, with the same result up to rounding.
+device) go to `reference`, operation by operation.
 
-Batch invariance: every operation computed by these kernels gives a token the same bits whatever else is in the step. Products by oneDNN,
-and linears and attention that torch computes instead, are exempt, since a library's rounding may depend on the number of rows. A
-deterministic backend does not use oneDNN, and refuses whatever these kernels do not support. (A mixture of experts is routed and summed by
-torch on every backend, in an order of its own: `layers.moe`.)
-Where to read next: `attention`, `elementwise`, `linear`; below them `launch` (threads, compilation) and `simd` (vector code).
+These kernels give a token the same bits whatever else is in the step; oneDNN and torch do not. A deterministic backend does not use oneDNN,
+and refuses whatever these kernels do not support. Experts are routed and summed by torch on every backend (`layers.moe`).
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ from headrace.tensor.kernels.reference import PACKING as PLAIN_PACKING
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight
 
 FEW_TOKENS = 64
-"""Tokens in a step up to which its kernels are deferred: they are then so short that waking threads, and Python between them, count."""
+"""Tokens in a step up to which waking threads, and Python between kernels, count, so that these are deferred."""
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -55,7 +52,7 @@ def _fits(*tensors: Tensor) -> bool:
 
 
 def _fits_cache(x: Tensor, cache: Tensor, kv_scales: Tensor | None) -> bool:
-    """Whether kernels for x's dtype read and write this cache. A cache of another dtype needs heads of whole registers."""
+    """A cache of another dtype than x's needs heads of whole registers."""
     if (cache.dtype == torch.int8) != (kv_scales is not None) or cache.stride(-1) != 1 or cache.device.type != "cpu":
         return False
     if kv_scales is not None and (kv_scales.dtype != torch.float32 or kv_scales.stride(-1) != 1):
@@ -69,8 +66,6 @@ def _not_invariant(what: str) -> ConfigError:
 
 
 class OutsideLinear:
-    """A linear that torch computes, after all pending launches."""
-
     runs_only_kernels = True
 
     def __init__(self, linear: Linear) -> None:
@@ -83,11 +78,7 @@ class OutsideLinear:
 
 
 class NumbaPacking:
-    """Implements `WeightPacking` and `PackedFormat`.
-
-    deterministic  no product by a library: a linear that strips cannot hold is refused
-    features       the CPU whose linear paths are taken
-    """
+    """Implements `WeightPacking` and `PackedFormat`. deterministic: a linear that strips cannot hold is refused."""
 
     keeps_stored = True
 
@@ -150,7 +141,7 @@ class NumbaPacking:
 
 
 class NumbaExecutor:
-    """Implements `StepExecutor`, see `launch_list`. Kernels of a step of more than FEW_TOKENS tokens run when they are called."""
+    """Implements `StepExecutor`, see `launch_list`."""
 
     max_recorded_bytes = MAX_RESULT_BYTES
 
@@ -188,10 +179,7 @@ class NumbaKernels:
         self.deterministic = deterministic
 
     def _reference(self, what: str) -> Kernels:
-        """The reference, for one operation, named for a refusal. It reads tensors, so pending launches are run first.
-
-        Raises ConfigError where this backend is deterministic.
-        """
+        """The reference, for one operation; pending launches are run first. Raises ConfigError where this backend is deterministic."""
         if self.deterministic:
             raise _not_invariant(what)
         run_pending()
@@ -260,14 +248,13 @@ class NumbaKernels:
 
 
 def draw_tokens(logits: Floats, peak: Floats, u: Doubles, limits: FilterLimits) -> Ints:
-    """See `Backend.draw`. Pending launches, this draw included, have run when it returns."""
+    """Pending launches, this draw included, have run when it returns."""
     tokens = draw.draw(logits, peak, u, limits)
     run_pending()
     return tokens
 
 
 def mask_logits(logits: Floats, rows: Ints, masks: Words) -> tuple[Ints, Floats]:
-    """See `Backend.mask`. Pending launches, this one included, have run when it returns."""
     best = mask.apply_masks(logits, rows, masks)
     run_pending()
     return best
@@ -280,10 +267,7 @@ COMPILER = NumbaCompiler()
 
 
 def compiled_numerics() -> str:
-    """What the compiled kernels take from LLVM's view of this CPU that changes a bit: register width, and the kind of bfloat16 products.
-
-    Integer sums are exact, so their instructions do not count.
-    """
+    """What changes a bit in LLVM's view of this CPU: register width, and the kind of bfloat16 products. Integer sums are exact."""
     return f"{vector_ir.LANES} lanes, bfloat16 products by {'dot instructions' if vector_ir.HAS_BF16_DOTS else 'multiply-adds'}"
 
 

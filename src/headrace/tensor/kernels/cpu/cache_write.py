@@ -1,7 +1,6 @@
 """Rotary embedding and the writing of keys and values into the paged cache, on the CPU.
 
-One pass over the step's tokens; a worker takes a contiguous share of them, and a token's result depends on that token alone. The cache
-stores keys after rotation: in the cache's float type, or as int8 with one scale per vector (`Kernels.scatter_kv`).
+A token's result depends on that token alone. The cache stores keys after rotation (`Kernels.scatter_kv`).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Pointer = Any
 
 
 class RotaryArguments(NamedTuple):
-    """The rotation. query, key, cos_sin and positions are addresses; strides in elements. `half` is half of the rotated dims."""
+    """Strides in elements. `half` is half of the rotated dims."""
 
     query: int
     query_token: int
@@ -40,10 +39,7 @@ class RotaryArguments(NamedTuple):
 
 
 class ScatterArguments(NamedTuple):
-    """The cache write. key, value, slots, cache and scales (0: none) are addresses; strides in elements.
-
-    Strides of the cache and of its scales are by block, by key or value, by slot and by head; scales of a slot's heads are contiguous.
-    """
+    """Strides in elements, by block, by key or value, by slot and by head; scales of a slot's heads are contiguous. scales  0: none."""
 
     key: int
     key_token: int
@@ -115,7 +111,7 @@ def convert(source: Pointer, target: Pointer, dim: int) -> None:
 
 @helper
 def write_token(s: ScatterArguments, key: Pointer, value: Pointer, cache_: Pointer, token: int) -> None:
-    """Write one token's keys and values into its slot, in the cache's float type. A token without a slot (< 0) is padding."""
+    """A token without a slot (< 0) is padding."""
     number = load(as_i64(s.slots), token)
     if number < 0:
         return
@@ -128,7 +124,6 @@ def write_token(s: ScatterArguments, key: Pointer, value: Pointer, cache_: Point
 
 @helper
 def round_token(s: ScatterArguments, key: Pointer, value: Pointer, cache_: Pointer, token: int) -> None:
-    """`write_token` for an int8 cache: each vector is rounded by its own scale."""
     number = load(as_i64(s.slots), token)
     if number < 0:
         return

@@ -1,13 +1,10 @@
 """Draws one token for each random row of logits, on all threads. `filters` defines which tokens are kept, and is the test oracle.
 
-A worker takes a share of the rows; one row alone runs on one thread. Per row, one pass computes weights and their sums in blocks of 256.
-Without filters the token's block is found by these sums. With filters, all tokens above a floor, below which none can be kept, are
-gathered in the order of their ids; the rest of the vocabulary is not read again. Then the lightest kept weight is found by bisecting the
-range of its bits, without a sort. Sums of sums are in double precision and in the order of ids, so a token depends on its row, its limits
-and u alone.
+With filters, all tokens above a floor are gathered in the order of their ids; then the lightest kept weight is found by bisecting the range
+of its bits, without a sort. A token depends on its row, its limits and u alone.
 
-Weights may differ from the oracle's in the last place of exp, and sums in the order of additions: where u is that close to a border
-between two tokens, the other one is drawn.
+Weights may differ from the oracle's in the last place of exp, and sums in the order of additions: where u is that close to a border between
+two tokens, the other one is drawn.
 """
 
 from __future__ import annotations
@@ -39,14 +36,13 @@ LEAST_BITS, ONE_BITS = 0x00800000, 0x3F800000
 SPARE = 64
 """Tokens beyond 2k that may be gathered for top_k: the exact k-th weight is searched among the gathered ones only."""
 UNDERFLOW = np.float32(-87.0)
-"""Exponent at or below which a weight is 0."""
 ZERO, ONE = np.float32(0.0), np.float32(1.0)
 ELEMENTS_PER_THREAD = 1 << 14
 
 
 @helper
 def weigh(logits: Pointer, weights: Pointer, sums: Pointer, vocab: int, peak: float, temperature: float) -> float:
-    """Write weights and their sums by block; returns the whole sum. Below e**-87 a weight is 0 (the oracle keeps denormal numbers)."""
+    """Returns the whole sum. Below e**-87 a weight is 0 (the oracle keeps denormal numbers)."""
     mass = 0.0
     for first in range(0, vocab, BLOCK):
         length = min(BLOCK, vocab - first)
@@ -76,7 +72,6 @@ def first_beyond(weights: Pointer, count: int, running: float, target: float) ->
 
 @helper
 def pick_any(weights: Pointer, sums: Pointer, vocab: int, target: float) -> int:
-    """The token at which the running sum exceeds target: its block by the sums, then in it."""
     block, before, running = 0, 0.0, 0.0
     for i in range((vocab + BLOCK - 1) // BLOCK):
         total = load(sums, i)
@@ -99,10 +94,7 @@ def num_at_least(weights: Pointer, count: int, floor: float) -> int:
 
 @helper
 def floor_of_best(weights: Pointer, vocab: int, k: int) -> float:
-    """A weight that at least k tokens reach and few more than 2k, unless many are equal.
-
-    It is the smallest weight where at most 2k + SPARE tokens are above zero.
-    """
+    """A weight that at least k tokens reach and few more than 2k, unless many are equal."""
     low, high = LEAST_BITS, ONE_BITS + 1
     if num_at_least(weights, vocab, float_from_bits(low)) <= 2 * k + SPARE:
         high = low
@@ -121,7 +113,7 @@ def floor_of_best(weights: Pointer, vocab: int, k: int) -> float:
 
 @helper
 def gather(weights: Pointer, vocab: int, floor: float, values: Pointer, ids: Pointer) -> int:
-    """Write the weights at or above the floor and their ids, in the order of ids; returns their number."""
+    """Ids are written in their order; returns the number of weights at or above the floor."""
     found = 0
     for first in range(0, vocab, BLOCK):
         length = min(BLOCK, vocab - first)
@@ -151,10 +143,7 @@ def keep(values: Pointer, ids: Pointer, count: int, least: float, ties: int) -> 
 
 @helper
 def cut(values: Pointer, spare: Pointer, ids: Pointer, count: int, floor: float, wanted: float, is_mass: bool) -> int:
-    """Keep the fewest heaviest weights that reach `wanted`, in mass or in number.
-
-    None is below the floor. spare: memory for `count` weights, overwritten.
-    """
+    """Keep the fewest heaviest weights that reach `wanted`, in mass or in number. spare: memory for `count` weights."""
     for i in range(count):
         store(load(values, i), spare, i)
     low, high, above, left = bits_of_float(floor), ONE_BITS, 0.0, count
@@ -194,11 +183,8 @@ def mass_of(values: Pointer, count: int) -> float:
 
 @helper
 def pick_kept(scratch: Pointer, ids: Pointer, vocab: int, mass: float, u: float, top_k: int, top_p: float, min_p: float) -> int:
-    """The token of a row with filters. scratch: a worker's, see `DrawArguments`.
-
-    The floor for top_p is (1 - top_p) of the mean weight: lighter tokens together weigh less than (1 - top_p) of the whole. It is one per
-    cent lower, for rounding.
-    """
+    """The floor for top_p is (1 - top_p) of the mean weight: lighter tokens together weigh less than (1 - top_p) of the whole. It is one
+    per cent lower, for rounding. scratch: see `DrawArguments`."""
     weights, values, spare = scratch, at(scratch, vocab), at(scratch, 2 * vocab)
     if top_k < vocab:
         floor = floor_of_best(weights, vocab, top_k)
@@ -218,7 +204,7 @@ def pick_kept(scratch: Pointer, ids: Pointer, vocab: int, mass: float, u: float,
 
 
 class DrawArguments(NamedTuple):
-    """Arguments of the kernel: all but logits_row (a stride in elements), rows and vocab are addresses.
+    """All but logits_row (a stride in elements), rows and vocab are addresses.
 
     peak, temperature, min_p float32 [rows]; u, top_p float64 [rows]; top_k, tokens int64 [rows]
     scratch  float32 [workers, 4, vocab]: a worker's weights, values, spare and block sums
@@ -266,7 +252,7 @@ def _kernel() -> int:
 
 
 def draw(logits: Floats, peak: Floats, u: Doubles, limits: FilterLimits) -> Ints:
-    """See `filters.draw`; rows of logits may be strided, the logits of a row are contiguous. Raises ValueError otherwise."""
+    """See `filters.draw`; rows of logits may be strided. Raises ValueError where the logits of a row are not contiguous."""
     rows, vocab = logits.shape
     if logits.dtype != np.float32 or logits.strides[1] != logits.itemsize:
         raise ValueError(f"logits of {logits.dtype} with strides {logits.strides}: float32 is needed, a row's numbers one behind the other")

@@ -1,7 +1,6 @@
 """The small fused operations of a transformer block on the CPU: RMSNorm (with or without a residual) and gated activation.
 
-Each is one pass over memory, token by token; a worker takes a contiguous share of the tokens. A token's result depends on that token
-alone. Arithmetic is float32, in the order of `reference`; only the norm's sum and exp differ from it in rounding.
+A token's result depends on that token alone. Arithmetic is float32; only the norm's sum and exp differ from `reference` in rounding.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ ELEMENTS_PER_THREAD = 1 << 15
 SILU, GELU_TANH = 0, 1
 ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
 EXP_COST = 8
-"""Plain elements that take as long as one exp."""
 
 ONE = np.float32(1.0)
 GELU_SLOPE, GELU_CUBE = np.float32(2.0 * 0.7978845608028654), np.float32(0.044715)
@@ -52,7 +50,7 @@ def share(count: int, worker: int, workers: int) -> tuple[int, int]:
 
 
 class NormArguments(NamedTuple):
-    """Arguments of the norm kernels. x, weight, out and residual (0: none) are addresses; strides in elements; out is contiguous."""
+    """Strides in elements; out is contiguous. residual  0: none."""
 
     x: int
     weight: int
@@ -110,7 +108,7 @@ def _norm_bf16_f32(arguments: int, worker: int, workers: int) -> None:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> Tensor:
-    """See `Kernels.rms_norm`; x [T, E] or [T, heads, D], last dims contiguous; weight in x's dtype or float32."""
+    """x [T, E] or [T, heads, D], last dims contiguous; weight in x's dtype or float32."""
     out = allocate_result(x.shape, x.dtype)
     has_heads = x.dim() == 3
     arguments = NormArguments(
@@ -135,7 +133,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> 
 
 
 class GateArguments(NamedTuple):
-    """Arguments of the gated activations. gate_up and out are addresses; gate_up_token is a stride in elements; out is contiguous."""
+    """gate_up_token is a stride in elements; out is contiguous."""
 
     gate_up: int
     out: int

@@ -1,8 +1,7 @@
 """Capture and replay of kernel launches, as CUDA graphs do it: many kernels run in one parallel region.
 
-`deferred_launches` collects launches in a list and runs the list at its end: no thread is woken per kernel. `recording` keeps the list
-with all memory that it names, so that a later step of the same shape is one call: its inputs are written to the same memory, and no
-Python runs per kernel. Single launches: `jit.launch`. Users: `backend.NumbaExecutor`.
+`deferred_launches` collects launches in a list and runs the list at its end. `recording` keeps the list with all memory that it names, so
+that a later step of the same shape is one call.
 """
 
 from __future__ import annotations
@@ -27,31 +26,27 @@ _Made = TypeVar("_Made")
 _Update = TypeVar("_Update", bound="Callable[[RecordedLaunches], bool]")
 
 BASE_SPINS = 1 << 16
-"""Spins, of 50 ns or more each, that a worker waits for the other workers to start, before the spins per kernel are added."""
+"""Spins, of 50 ns or more each, that a worker waits for the others to start, before the spins per kernel are added."""
 SPINS_PER_KERNEL = 1 << 11
-"""Additional spins per kernel on the list. The worker that gives up runs all kernels by itself, so it waits about as long as that takes."""
+"""The worker that gives up runs all kernels by itself, so it waits about as long as that takes."""
 MAX_SPINS = 1 << 18
-"""Limit of these spins, however long the list is."""
 SPINS_BEFORE_YIELD = 1 << 12
-"""Spins after which a waiting worker yields its processor once, at the start and at barriers."""
 MAX_WAIT_S = 60.0
-"""Seconds that a worker waits at a barrier between two kernels; after that running the list ends in EngineFatal."""
+"""Longest wait at a barrier between two kernels; after that running the list ends in EngineFatal."""
 MAX_CLOCK_GAP_NS = 1_000_000_000
-"""The most that one gap between two clock readings adds to a waiting time. A longer gap means that the process was suspended."""
+"""The most that one gap between two clock readings adds to a waiting time: a longer gap means that the process was suspended."""
 MAX_RESULT_BYTES = 32 << 20
-"""A list is run early once its results take more bytes than this; a recording whose list was run early cannot be replayed."""
+"""A list is run early once its results take more bytes; a recording whose list was run early cannot be replayed."""
 _yield = types.ExternalFunction("sched_yield", types.int32())
 _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.intp))
 _CLOCK = time.CLOCK_MONOTONIC
 STARTED_WORKERS, TEAM_CHOICE, BARRIER_ARRIVALS, TIMED_OUT, CLOCKS = 0, 1, 2, 3, 4
 """Words of a list's state, all 0 at first: the number of workers that started; 1 once the team is all workers, 2 + worker once this worker
-runs the list by itself; arrivals at all barriers so far; 1 once a worker waited too long. From CLOCKS on there are two words per worker,
-into which it reads the clock."""
+runs the list by itself; arrivals at all barriers so far; 1 once a worker waited too long. From CLOCKS on there are two words per worker."""
 
 
 @helper
 def read_ns(place: int) -> int:
-    """The monotonic clock in nanoseconds. place: address of two words that are overwritten."""
     _clock_gettime(_CLOCK, place)
     clock = as_i64(place)
     return int(load(clock, 0) * 1_000_000_000 + load(clock, 1))
@@ -59,13 +54,12 @@ def read_ns(place: int) -> int:
 
 @helper
 def waited_more(waited_ns: int, last_ns: int, now_ns: int) -> int:
-    """Nanoseconds waited by now. last_ns: when the worker last read the clock; 0: this is its first reading."""
     return waited_ns if last_ns == 0 else waited_ns + min(now_ns - last_ns, MAX_CLOCK_GAP_NS)
 
 
 @helper
 def wait_at_barrier(state: Any, value: int, clock: int, limit_ns: int) -> bool:
-    """True once `value` arrivals are counted; False once any worker has waited limit_ns. clock: see `read_ns`.
+    """True once `value` arrivals are counted; False once any worker has waited limit_ns.
 
     The worker yields its processor now and then, since it may hold up the worker that it waits for.
     """
@@ -101,7 +95,7 @@ def gather_workers(state: Any, worker: int, workers: int, max_spins: int) -> int
 
 
 class ListArguments(NamedTuple):
-    """Arguments of the kernel that runs a list. entries (`LaunchEntry`, one behind the other) and state are addresses."""
+    """entries: `LaunchEntry`, one behind the other."""
 
     entries: int
     num_entries: int
@@ -120,7 +114,6 @@ WORKERS = LaunchEntry._fields.index("workers")
 
 
 def _run_list(arguments: int, worker: int, workers: int) -> None:
-    """Run the kernels in order, with a barrier between two unless both run on one worker."""
     a: ListArguments = read_arguments(ListArguments, arguments)
     state, clock = as_i64(a.state), a.state + 8 * (CLOCKS + 2 * worker)
     max_spins = min(BASE_SPINS + SPINS_PER_KERNEL * a.num_entries, MAX_SPINS)
@@ -142,15 +135,13 @@ def _run_list(arguments: int, worker: int, workers: int) -> None:
 
 
 class LaunchList:
-    """Kernels that were launched and have not run yet, with all memory that they touch."""
-
     def __init__(self) -> None:
         self._made: tuple[list[Tensor], list[Tensor]] | None = None
         self._layer = self._place = 0
         self._clear()
 
     def _clear(self) -> None:
-        """Empty the list. The layers' results stay: callers may still hold these tensors, and the next layers write into them."""
+        """The layers' results stay: callers may still hold these tensors, and the next layers write into them."""
         self.entries: list[int] = []
         self.workers = 1
         self.kept: list[object] = []
@@ -173,10 +164,8 @@ class LaunchList:
         self._layer, self._place = 1 - self._layer, 0
 
     def allocate_result(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """In layer n, the result allocated at the same place in layer n - 2, if its shape and dtype are these; else a new tensor.
-
-        Kernels that use the old values were launched earlier, so they run before the kernels that write the new ones.
-        """
+        """In layer n, the result allocated at the same place in layer n - 2, if its shape and dtype are these; else a new tensor. Kernels
+        that use the old values were launched earlier, so they run before the kernels that write the new ones."""
         if self._made is None:
             return self._new(shape, dtype)
         made, place = self._made[self._layer], self._place
@@ -198,7 +187,7 @@ class LaunchList:
 
 
 class RecordedLaunches(LaunchList):
-    """A list that can be replayed, unless `is_whole` is False: a result was read while recording, or results exceeded MAX_RESULT_BYTES."""
+    """`is_whole` is False where a result was read while recording, or results exceeded MAX_RESULT_BYTES."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,12 +218,10 @@ class RecordedLaunches(LaunchList):
         self.workers = max(self.workers, workers)
 
     def seal_and_run(self) -> None:
-        """Run the list for the first time, once nothing more is recorded."""
         self._list = words(self.entries)
         run_list(self._list, self.workers)
 
     def replay(self) -> bool:
-        """Update the arguments and run the list over what its inputs hold now. False, with nothing run: the step needs another list."""
         if not all(update(self) for update in self._updates.values()):
             return False
         self.replay_as_is()
@@ -245,23 +232,19 @@ class RecordedLaunches(LaunchList):
         run_list(self._list, self.workers)
 
     def reset_counters(self) -> None:
-        """Set the kernels' work counters to zero, as each kernel expects them."""
         for memory in self._counters:
             memory[-1] = 0
 
     def entries_of(self, kernel: int) -> array[int]:
-        """The entries of one kernel, for benchmarks: running them corrupts the step's results."""
+        """For benchmarks: running them corrupts the step's results."""
         entries = self._list
         firsts = (first for first in range(0, len(entries), ENTRY_WORDS) if entries[first] == kernel)
         return words(word for first in firsts for word in entries[first : first + ENTRY_WORDS])
 
 
 def run_list(entries: array[int], workers: int) -> None:
-    """Run a list's entries on `workers` threads.
-
-    Raises EngineFatal if a worker waited MAX_WAIT_S at a barrier: results are then incomplete. A worker that never returns from its kernel
-    blocks this call; only monitoring from outside can detect that.
-    """
+    """Raises EngineFatal if a worker waited MAX_WAIT_S at a barrier: results are then incomplete. A worker that never returns from its
+    kernel blocks this call; only monitoring from outside can detect that."""
     state = words([0] * (CLOCKS + 2 * workers))
     arguments = ListArguments(
         entries=address_of(entries), num_entries=len(entries) // ENTRY_WORDS, state=address_of(state), limit_ns=int(MAX_WAIT_S * 1e9)
@@ -281,8 +264,7 @@ def _list_kernel() -> int:
 def deferred_launches() -> Iterator[None]:
     """Kernels launched inside run at its end, in order, in one parallel region. An inner block joins the outer one.
 
-    No thread is woken per kernel, and Python runs before the weights evict its code and data from the CPU caches. Call `run_pending` before
-    a result is read inside. After an exception the launches still pending are dropped.
+    Call `run_pending` before a result is read inside. After an exception the launches still pending are dropped.
     """
     if CALLER.pending is not None:
         yield
@@ -297,7 +279,7 @@ def deferred_launches() -> Iterator[None]:
 
 @contextmanager
 def recording() -> Iterator[RecordedLaunches]:
-    """As `deferred_launches`; yields the list. It can be replayed if it `is_whole` at the end. Raises RuntimeError when nested."""
+    """The list can be replayed if it `is_whole` at the end. Raises RuntimeError when nested."""
     if CALLER.pending is not None:
         raise RuntimeError("kernels are being recorded or put together already")
     CALLER.pending = recorded = RecordedLaunches()
@@ -309,11 +291,8 @@ def recording() -> Iterator[RecordedLaunches]:
 
 
 def next_layer() -> None:
-    """Layer n begins. From here on results reuse the buffers of layer n - 2; outside `deferred_launches` this does nothing.
-
-    That is safe: layer n reads only its own results and those of layer n - 1 (double buffering). A step then needs buffers for two layers,
-    which fit the caches, instead of all.
-    """
+    """From here on results reuse the buffers of layer n - 2: layer n reads only its own results and those of layer n - 1, and buffers for
+    two layers fit the caches. Outside `deferred_launches` this does nothing."""
     if isinstance(CALLER.pending, LaunchList):
         CALLER.pending.next_layer()
 
@@ -323,10 +302,8 @@ def current_recording() -> RecordedLaunches | None:
 
 
 def cached_in_step(key: Hashable, make: Callable[[], _Made]) -> _Made:
-    """Call `make`; inside `deferred_launches` and `recording`, at most once per key until the list is run.
-
-    Its inputs must not change meanwhile; the key holds their addresses.
-    """
+    """Call `make`; inside `deferred_launches` and `recording`, at most once per key until the list is run. Its inputs must not change
+    meanwhile; the key holds their addresses."""
     pending = CALLER.pending
     if not isinstance(pending, LaunchList):
         return make()
@@ -336,6 +313,5 @@ def cached_in_step(key: Hashable, make: Callable[[], _Made]) -> _Made:
 
 
 def run_pending() -> None:
-    """Run the kernels launched so far inside `deferred_launches` or `recording`; elsewhere none is pending."""
     if isinstance(CALLER.pending, LaunchList):
         CALLER.pending.run_pending()

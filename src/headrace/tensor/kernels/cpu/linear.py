@@ -1,16 +1,10 @@
 """Linear layers with floating-point weights on the CPU: Headrace's own kernel (`StripLinear`), and oneDNN's (`OneDnnLinear`).
 
-`StripLinear` packs its weight once, into strips of STRIP_COLUMNS outputs that are stored input by input. A product reads the weight as one
-stream, whatever the number of rows of x. The rows of x are interleaved into panels. Every output is the same sequence of fused
-multiply-adds for any number of rows, so the result of a row does not depend on its batch, to the bit.
+`StripLinear` packs its weight once, into strips of STRIP_COLUMNS outputs that are stored input by input, and reads it as one stream. Every
+output is the same sequence of fused multiply-adds for any number of rows, so a row's result does not depend on its batch. oneDNN's does.
 
-Weights and products may have different types. A float32 weight whose values are all exact in bfloat16 (a converted bfloat16 checkpoint) is
-stored as bfloat16: no value changes, arithmetic stays float32, and a decode step reads half the bytes. With bfloat16 products the rows of x
-are rounded to bfloat16 too, and two inputs are multiplied by one instruction; sums stay float32.
-
-`OneDnnLinear` has a weight that oneDNN reordered once. The rounding of its results depends on the number of rows.
-
-`host.cpu_features.linear_path` chooses between the two. Reference in tests: `reference.PlainLinear`.
+A float32 weight whose values are all exact in bfloat16 is stored as bfloat16, and arithmetic stays float32. With bfloat16 products the rows
+of x are rounded to bfloat16 too, and two inputs are multiplied by one instruction; sums stay float32.
 """
 
 from __future__ import annotations
@@ -35,19 +29,14 @@ Pointer = Any
 
 MOST_ROWS = PANEL_ROWS[0]
 BLOCK_STRIPS = 16
-"""Most strips in a block, the part of a weight that a worker takes at a time. A block's piece of DEPTH inputs stays in the L2 cache for all
-rows."""
+"""Most strips that a worker takes at a time. A block's piece of DEPTH inputs stays in the L2 cache for all rows."""
 CHUNK_ROWS = 120
-"""Rows that are multiplied with one piece of a block before the next piece, so that their outputs stay in the L2 cache too. A panel never
-extends over two chunks."""
+"""Rows that are multiplied with one piece of a block before the next, so that their outputs stay in the L2 cache too."""
 WORK_PER_THREAD = 1 << 18
 
 
 class LinearArguments(NamedTuple):
-    """Arguments of a linear's two kernels, rows to panels and product. x, panels, strips, bias, out and counter are addresses.
-
-    block: strips in each of the blocks that `pack_strips` made.
-    """
+    """block: strips in each of the blocks that `pack_strips` made."""
 
     x: int
     panels: int
@@ -91,7 +80,7 @@ def panel_rows(left: int) -> int:
 
 @helper
 def pack_panels(x: Pointer, panels: Pointer, rows: int, inputs: int, ratio: int, worker: int, workers: int) -> None:
-    """Write the panels of x in the order in which `multiply_block` reads them. ratio: inputs per element of a panel."""
+    """ratio: inputs per element of a panel."""
     row, number, items = 0, 0, inputs // ratio
     while row < rows:
         count = panel_rows(min(rows, (row // CHUNK_ROWS + 1) * CHUNK_ROWS) - row)
@@ -113,7 +102,6 @@ def _pack_pairs(arguments: int, worker: int, workers: int) -> None:
 
 @helper
 def multiply_panel(p: FloatProduct, weights: Pointer, row: int, count: int, column: int, strips: int, depth: int, length: int) -> None:
-    """One panel of `count` rows times one piece of `strips` strips; a single row is multiplied with several strips at once."""
     out, x = at(p.out, row * p.columns + column), at(p.panels, (row * p.inputs + depth * count) // p.x_ratio)
     start, start_stride = (at(p.bias, column), 0) if depth == 0 else (out, p.columns)
     size, strip = length * STRIP_COLUMNS // p.word_ratio, 0
@@ -167,8 +155,6 @@ def _multiply_pairs(arguments: int, worker: int, workers: int) -> None:
 
 
 class Arithmetic(enum.Enum):
-    """The element type of the strips, and of the rows of x that are multiplied with them."""
-
     FLOAT32 = enum.auto()  # strips float32, rows float32
     WIDENED = enum.auto()  # strips bfloat16, rows float32: products of float32
     BFLOAT16 = enum.auto()  # strips bfloat16, rows rounded to bfloat16: products of bfloat16, sums float32
@@ -176,27 +162,20 @@ class Arithmetic(enum.Enum):
 
 @cache
 def _kernels(arithmetic: Arithmetic) -> tuple[int, int]:
-    """(rows to panels, product)."""
     if arithmetic is Arithmetic.BFLOAT16:
         return compile_kernel(_pack_pairs), compile_kernel(_multiply_pairs)
     return compile_kernel(_pack_floats), compile_kernel(_multiply_f32 if arithmetic is Arithmetic.FLOAT32 else _multiply_bf16)
 
 
 class StripLinear:
-    """A linear layer with a weight in strips, see the module. x is float32 or bfloat16. Sums are float32, rounded once to x's dtype."""
+    """x is float32 or bfloat16. Sums are float32, rounded once to x's dtype."""
 
     KINDS: ClassVar = {torch.float32: "strips", torch.bfloat16: "strips, bfloat16 products"}
-    """`PackedLinear.kind`, by the dtype of the products."""
     runs_only_kernels = True
 
     def __init__(
         self, strips: Tensor, bias: Tensor, *, out_features: int, in_features: int, block: int, products: torch.dtype
     ) -> None:  # fmt: skip
-        """
-        strips, bias  packed as `pack` does
-        block         strips per block
-        products      dtype of the products
-        """
         self.out_features, self.in_features, self.block, self.products = out_features, in_features, block, products
         self.columns = padded(out_features)
         self.strips, self.bias = strips, bias
@@ -206,10 +185,8 @@ class StripLinear:
 
     @classmethod
     def pack(cls, weight: Tensor, bias: Tensor | None, products: torch.dtype = torch.float32) -> StripLinear:
-        """A linear made of weight [out, in] float32 or bfloat16, for which `can_strip` is true. The packed weight is a copy.
-
-        products  float32; or bfloat16, to which the weight and the rows of x are rounded
-        """
+        """weight [out, in] float32 or bfloat16, for which `can_strip` is true; it is copied. products: float32; or bfloat16, to which the
+        weight and the rows of x are rounded."""
         out_features, in_features = weight.shape
         columns = padded(out_features)
         # At least four blocks per thread, where there are as many strips, so that one slow thread does not delay the product.
@@ -230,7 +207,7 @@ class StripLinear:
 
     @classmethod
     def of(cls, packed: PackedLinear) -> StripLinear:
-        """The linear of which `packed` was made. Raises ValueError when sizes or dtypes do not match, since the kernels check nothing."""
+        """Raises ValueError when sizes or dtypes do not match, since the kernels check nothing."""
         strips, bias = packed.tensors["strips"], packed.tensors["bias"]
         products = next((dtype for dtype, kind in cls.KINDS.items() if kind == packed.kind), None)
         columns = padded(packed.out_features)
@@ -278,7 +255,7 @@ class StripLinear:
 
 
 def as_float32(x: Tensor) -> Tensor:
-    """x as a contiguous float32 tensor: x itself where it is one, else a copy."""
+    """Returns x itself where it is contiguous float32, else a copy."""
     if x.dtype == torch.float32 and x.is_contiguous():
         return x
     run_pending()
@@ -293,17 +270,14 @@ def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def onednn_takes(dtype: torch.dtype) -> bool:
-    """Whether torch has oneDNN, and oneDNN reorders weights of this dtype on this CPU. CPUs with no more than AVX2 cannot have bfloat16."""
+    """CPUs with no more than AVX2 cannot have bfloat16."""
     if not torch._C._has_mkldnn:
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))
 
 
 class OneDnnLinear:
-    """A linear layer that oneDNN computes, with a weight that is reordered once for this CPU.
-
-    weight  of a dtype for which `onednn_takes` is true; x is rounded to the same dtype
-    """
+    """The weight is reordered once for this CPU. x is rounded to its dtype, for which `onednn_takes` is true."""
 
     runs_only_kernels = True
     ROW_HINT = 32

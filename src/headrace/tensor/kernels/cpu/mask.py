@@ -1,7 +1,6 @@
 """Applies grammar masks to rows of logits on all threads, and finds the best token of each row in the same pass.
 
-A worker takes a share of the rows. The logits of a block of 256 tokens that are all forbidden are written without being read; a narrow mask
-has mostly such blocks. `kernels.filters` is the reference in tests.
+The logits of a block of 256 tokens that are all forbidden are written without being read. `kernels.filters` is the reference in tests.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def mask_word(logits: Pointer, word: int, count: int) -> None:
 
 @helper
 def mask_block(logits: Pointer, words: Pointer, count: int) -> bool:
-    """Mask up to BLOCK tokens. Returns whether any is allowed."""
+    """Returns whether any token is allowed."""
     num_words = (count + 31) // 32
     seen = 0
     for w in range(num_words):
@@ -48,7 +47,7 @@ def mask_block(logits: Pointer, words: Pointer, count: int) -> bool:
 
 @helper
 def largest(logits: Pointer, count: int) -> float:
-    """The largest of `count` numbers; four at a time, since each comparison waits for the one before."""
+    """Numbers are compared four at a time, since each comparison waits for the one before."""
     a: Any = FORBIDDEN
     b, c, d = a, a, a
     whole = count // 4 * 4
@@ -65,7 +64,7 @@ def largest(logits: Pointer, count: int) -> float:
 
 @helper
 def mask_row(logits: Pointer, words: Pointer, vocab: int) -> int:
-    """Mask one row. Returns its best token, of equal ones the first; 0 where none is allowed."""
+    """Returns the best token, of equal ones the first; 0 where none is allowed."""
     best: Any = FORBIDDEN
     block = 0
     for first in range(0, vocab, BLOCK):
@@ -81,10 +80,7 @@ def mask_row(logits: Pointer, words: Pointer, vocab: int) -> int:
 
 
 class MaskArguments(NamedTuple):
-    """Arguments of the kernel: all but logits_row and masks_row (strides in elements), num_rows and vocab are addresses.
-
-    rows int64 [num_rows], which rows of logits; masks uint32 [num_rows, masks_row]; best int64, peak float32 [num_rows]
-    """
+    """rows int64 [num_rows], which rows of logits; masks uint32 [num_rows, masks_row]; best int64, peak float32 [num_rows]"""
 
     logits: int
     logits_row: int
@@ -113,7 +109,7 @@ def _kernel() -> int:
 
 
 def apply_masks(logits: Floats, rows: Ints, masks: Words) -> tuple[Ints, Floats]:
-    """See `filters.apply_masks`. Rows of logits may be strided. Raises ValueError when the logits of one row are not contiguous."""
+    """Rows of logits may be strided. Raises ValueError when the logits of one row are not contiguous."""
     vocab = logits.shape[1]
     if logits.dtype != np.float32 or logits.strides[1] != logits.itemsize:
         raise ValueError(f"logits of {logits.dtype} with strides {logits.strides}: float32 is needed, a row's numbers one behind the other")

@@ -1,8 +1,7 @@
 """Packs weights into strips, the order in which `linear` reads them.
 
 Packing transposes items of four bytes: two bfloat16 that are neighbours in a row, or one float32. float32 weights are first packed as if
-all were exact in bfloat16; where one is not, they are packed again as float32. Test oracle, equal to the bit: `plain_strips` in
-tests/tensor/kernels/cpu/test_packing.py. Integer weights: `integer.packing`.
+all were exact in bfloat16; where one is not, they are packed again as float32.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ Pointer = Any
 _WORDS = ir.VectorType(I32, LANES)
 
 DEPTH = 256
-"""Inputs whose products are summed before they are added to the output. A piece of a panel and a piece of a strip of this depth fit the
-first-level cache together. The depth is part of the arithmetic: another one rounds differently."""
+"""Inputs whose products are summed before they are added to the output: pieces of a panel and a strip of this depth fit the first-level
+cache together. Another depth rounds differently."""
 WORK_PER_THREAD = 1 << 17
 
 
 def can_strip(weight: Tensor) -> bool:
-    """Whether strips can hold a weight of this shape; outputs are padded with zeros to whole strips."""
+    """Outputs are padded with zeros to whole strips."""
     out_features, in_features = weight.shape
     return in_features % 2 == 0 and out_features > 0 and in_features > 0
 
@@ -56,18 +55,15 @@ def pack_strips(weight: Tensor, block: int) -> Tensor:
 
 
 def narrowed(weight: Tensor, block: int) -> Tensor | None:
-    """`pack_strips` of a contiguous float32 weight all of whose values are bfloat16; None for any other."""
+    """None for a weight with a value that is no bfloat16."""
     packed, is_exact = _packed(weight, block, torch.int32)
     return packed if is_exact else None
 
 
 class StripArguments(NamedTuple):
-    """Arguments of the packing kernels. source, target, is_exact and counter are addresses.
+    """items: of four bytes in a row of the result; depth: items per piece.
 
-    items     of four bytes in a row of the result
-    block     strips per block
-    depth     items per piece
-    is_exact  an int64 that is 1; it becomes 0 where a float32 is found that is no bfloat16
+    is_exact: an int64 that is 1; it becomes 0 where a float32 is found that is no bfloat16.
     """
 
     source: int
@@ -81,7 +77,6 @@ class StripArguments(NamedTuple):
 
 
 def _packed(weight: Tensor, block: int, dtype: torch.dtype) -> tuple[Tensor, bool]:
-    """The strips as items of `dtype`, and whether they hold the weight exactly."""
     rows, inputs = weight.shape
     per_item = 2 if dtype == torch.int32 else 1
     target = pages.empty(padded(rows) * inputs // per_item, dtype)
@@ -105,33 +100,27 @@ def _packed(weight: Tensor, block: int, dtype: torch.dtype) -> tuple[Tensor, boo
 
 @helper
 def piece_start(strip: int, strips: int, block: int, items: int, first: int, length: int) -> int:
-    """The place in the result of the piece of `length` items that begins at item `first` of a strip's rows."""
     leader = strip // block * block
     return STRIP_COLUMNS * (leader * items + min(block, strips - leader) * first + (strip - leader) * length)
 
 
 def store_square(builder: ir.IRBuilder, rows: list[ir.Value], target: ir.Value, columns: int) -> None:
-    """Store LANES vectors as columns of a strip that is `columns` wide."""
     for number, row in enumerate(transpose(builder, rows)):
         where = gep(builder, target, number * columns)
         builder.store(row, builder.bitcast(where, row.type.as_pointer()), align=4)
 
 
 def shuffled(builder: ir.IRBuilder, first: ir.Value, second: ir.Value, places: Sequence[int]) -> ir.Value:
-    """Lanes of two vectors, counted through both."""
     return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, len(places)), list(places)))
 
 
 def item_row(builder: ir.IRBuilder, source: ir.Value, stride: ir.Value, row: int, first: int) -> ir.Value:
-    """LANES items of a row, from item `first` of it."""
     where = gep(builder, gep(builder, source, builder.mul(stride, I64(row))), first)
     return builder.load(builder.bitcast(where, _WORDS.as_pointer()), align=1)
 
 
 @intrinsic
 def copy_square(_: Any, source: Any, stride: Any, target: Any) -> tuple[Any, Emit]:
-    """LANES x LANES items, a row every `stride`, as LANES columns of a strip."""
-
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         store_square(builder, [item_row(builder, arguments[0], arguments[1], row, 0) for row in range(LANES)], arguments[2], STRIP_COLUMNS)
         return context.get_dummy_value()
@@ -171,7 +160,6 @@ def copy_piece(source: Pointer, stride: int, count: int, target: Pointer, length
 
 @helper
 def narrow_piece(source: Pointer, stride: int, count: int, target: Pointer, length: int) -> int:
-    """`copy_piece` for pairs of float32, see `narrow_square`."""
     lost = 0
     for left in range(0, STRIP_COLUMNS, LANES):
         whole = length // LANES * LANES if left + LANES <= count else 0
@@ -200,7 +188,7 @@ def _copy(arguments: int, worker: int, workers: int) -> None:
 
 
 def _narrow(arguments: int, worker: int, workers: int) -> None:
-    """float32 as bfloat16, until a value is found that is none: then `is_exact` becomes 0 and the result must not be used."""
+    """Where a value is found that is no bfloat16, the result must not be used."""
     a: StripArguments = read_arguments(StripArguments, arguments)
     strips, counter, is_exact = -(-a.rows // STRIP_COLUMNS), as_i64(a.counter), as_i64(a.is_exact)
     strip = take_ticket(counter)

@@ -1,7 +1,7 @@
 """Reads rows of an embedding table that stays in its file, with `pread`: a microsecond for a row that is in the page cache.
 
-Mapping the file (mmap) was rejected: the kernel maps sixteen pages around each row that is read and counts them as memory of this process,
-and a disk error would end the process (SIGBUS).
+Mapping the file was rejected: the kernel counts sixteen pages around each row that is read as memory of this process, and a disk error
+would end the process (SIGBUS).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from headrace.tensor.kernels.cpu.jit.scalars import as_i64, load, read_arguments
 from headrace.tensor.kernels.cpu.launch_list import run_pending
 
 TRIES = 8
-"""Calls of `pread` for a piece of a row before the file counts as unreadable. A signal may interrupt a call before it has read a byte."""
+"""Calls of `pread` before the file counts as unreadable. A signal may interrupt a call before it has read a byte."""
 _pread = types.ExternalFunction("pread", types.intp(types.int32, types.intp, types.intp, types.int64))
 
 
 class RowArguments(NamedTuple):
-    """ids, out and is_complete are addresses; `start` is the table's first byte in the file; is_complete: an int64 that becomes 1."""
+    """is_complete: address of an int64 that becomes 1."""
 
     descriptor: int
     start: int
@@ -55,12 +55,10 @@ def _kernel() -> int:
 
 
 def prepare() -> None:
-    """Compile the kernel that reads rows, so that the first step does not wait for the compiler."""
     _kernel()
 
 
 def read_rows(descriptor: int, start: int, num_rows: int, columns: int, dtype: torch.dtype, ids: Tensor) -> Tensor:
-    """Implements `RowReader`."""
     ids = ids.contiguous()
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < num_rows:
         raise IndexError(f"an id in {int(ids.min())}..{int(ids.max())} is outside 0..{num_rows - 1}")

@@ -1,19 +1,9 @@
 """The backend for NVIDIA GPUs: kernels in Triton, dense products of many rows by torch's libraries.
 
-| file | what |
-|---|---|
-| `elementwise` | norms, gates, lookups of rows |
-| `rotary` | rotary embedding, the write to the cache |
-| `decode_attention`, `prefill_attention` | rows of one token; rows of several |
-| `product`, `linears` | products of every stored format |
-| `experts` | the experts of a mixture |
-| `choice` and `choice_*` | tokens from logits |
-| `formats` | stored formats, and back to floats |
-| `tuning`, `h100.json` | block sizes, as measured |
-| `compiler` | where compiled kernels are kept; a first kernel, before all others |
-
 No operation waits for the device or reads one of its values, so a step can be captured as a graph. Results depend on the batch in their
-last bits: splits and the libraries' kernels are chosen by the number of rows. Equivalence with `reference`: tests/tensor/kernels/gpu.
+last bits: splits and the libraries' kernels are chosen by the number of rows. Block sizes are in `tuning` and `h100.json`; products of
+every stored format in `product` and `linears`; `compiler` runs a first kernel before all others. Equivalence with `reference`:
+tests/tensor/kernels/gpu.
 """
 
 from __future__ import annotations
@@ -95,7 +85,6 @@ class TritonKernels:
 
 
 def make_backend(*, deterministic: bool, features: CpuFeatures) -> Backend:
-    """The backend for the current GPU. features, of the CPU, change nothing."""
     if deterministic:
         raise ConfigError(
             "deterministic",

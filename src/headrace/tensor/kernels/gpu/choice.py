@@ -1,11 +1,10 @@
 """Sampling on the GPU: implements `DeviceChoice` with the Triton kernels of this module, `choice_edits` and `choice_filters`.
 
-The reference implementation is `kernels.plain_choice`; tests/tensor/kernels/gpu/test_choice.py compares the two. Sums over the vocabulary
-are made in another order than on the host, and in single precision. A random number that falls on the border between two tokens may
-therefore choose the other token.
+Reference: `kernels.plain_choice`. Sums over the vocabulary are made in another order than on the host, and in single precision, so a random
+number on the border between two tokens may choose the other one.
 
-The inputs of a decode step (`DecodeRows`) are made on the GPU from the block tables and the newest tokens of its sequence slots. A step
-can therefore be launched before the host has read the tokens of the step before.
+The inputs of a decode step (`DecodeRows`) are made on the GPU, so a step can be launched before the host has read the tokens of the step
+before.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def _decode_rows_kernel(
 
 @triton.jit
 def _take_best(x, token, is_left):
-    """The best of what is left, of equal ones the lowest id: (its logit, its id, what is left without it)."""
+    """(best logit, of equal ones the lowest id, what is left without it)."""
     best = tl.max(tl.where(is_left, x, float("-inf")), axis=0)
     at = tl.min(tl.where(is_left & (x == best), token, 2147483647), axis=0)
     return best, at, is_left & (token != at)
@@ -132,7 +131,6 @@ def _report_kernel(
 
 
 def _report(logits: Tensor, fields: Tensor, chosen: Tensor) -> None:
-    """Write the log-probabilities of the rows in fields [NUM_FIELDS, B] that ask for them into chosen [NUM_CHOSEN, B]."""
     count, sizes, device = fields.shape[1], parts_of(logits.shape[1]), fields.device
     parts = sizes["PARTS"]
     tops, ids = empty((count, parts, MAX_LOGPROBS), torch.float32, device), empty((count, parts, MAX_LOGPROBS), torch.int32, device)
@@ -143,14 +141,12 @@ def _report(logits: Tensor, fields: Tensor, chosen: Tensor) -> None:
 
 
 class TritonChoice:
-    """Implements `DeviceChoice`; holds no state."""
+    """Implements `DeviceChoice`."""
 
     def write_tables(self, tables: Tensor, changes: Tensor) -> None:
-        """Write block ids into tables [G, N + 1, M] int32, in place. changes: see `DeviceChoice.write_tables`."""
         _write_tables_kernel[(MAX_TABLE_CHANGES // _BLOCK,)](tables, changes, MOST=MAX_TABLE_CHANGES, BLOCK=_BLOCK, num_warps=2)
 
     def decode_rows(self, fields: Tensor, slots: SlotTensors, block_size: int) -> DecodeRows:
-        """New tensors. fields: [NUM_FIELDS, B] int32, see `DeviceChoice.decode_rows`."""
         (groups, _, width), count, device = slots.tables.shape, fields.shape[1], fields.device
         ids, positions = empty((count,), torch.int64, device), empty((count,), torch.int64, device)
         mappings, tables = empty((groups, count), torch.int64, device), empty((groups, count, width), torch.int32, device)

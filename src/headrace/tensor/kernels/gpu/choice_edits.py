@@ -1,8 +1,4 @@
-"""Triton kernels that apply penalties, grammar masks, logit bias and masked end tokens to rows of logits, in float32.
-
-The first kernel edits all tokens without a bias. The second one computes the few tokens with a bias again. The third one masks end tokens
-where another token is allowed.
-"""
+"""Triton kernels that apply penalties, grammar masks, logit bias and masked end tokens to rows of logits, in float32."""
 
 from __future__ import annotations
 
@@ -43,7 +39,6 @@ def _penalised(x, seen, fields_ptr, stride, row):
 
 @triton.jit
 def _edited(x, token, is_used, fields_ptr, stride, row, seen_ptr, masks_ptr, V: tl.constexpr):
-    """x [C], which has its bias, of these tokens, penalised and masked."""
     if is_penalised(fields_ptr, stride, row):
         slot = field(fields_ptr, stride, row, SLOT).to(tl.int64)
         x = _penalised(x, tl.load(seen_ptr + slot * V + token, mask=is_used, other=0), fields_ptr, stride, row)
@@ -105,8 +100,7 @@ def _ends_kernel(
 
 
 def edit(logits: Tensor, fields: Tensor, slots: SlotTensors, rows: RowTensors) -> Tensor:
-    """logits [B, V] float32 of the rows in fields [NUM_FIELDS, B] after their edits: the first rows of `rows.edited`. A row that was no
-    distribution holds NaN."""
+    """logits [B, V] float32 after their edits: the first rows of `rows.edited`. A row that was no distribution holds NaN."""
     count, vocab = logits.shape
     sizes, stride = parts_of(vocab), fields.stride(0)
     left = empty((count, sizes["PARTS"]), torch.int32, fields.device)

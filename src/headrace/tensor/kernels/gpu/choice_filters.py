@@ -1,10 +1,10 @@
 """Triton kernels that choose one token per row of logits: the best token, or a random one among those that top_k, top_p and min_p keep.
 
 The logits are not sorted. A radix search finds the smallest kept logit, three bits per pass, among integers with the same order as the
-floats (`choice_rows.order`). A pass divides a row into parts. For each part, and for each of seven levels, the pass sums the number of
-tokens (top_k) or the probability mass (top_p) at or above the level. The next pass adds the sums of the parts, and so knows the three bits.
+floats (`choice_rows.order`). For each part of a row, and for each of seven levels, a pass sums the number of tokens (top_k) or the
+probability mass (top_p) at or above the level. The next pass adds the sums of the parts, and so knows the three bits.
 
-When several tokens have the smallest kept logit, those with the lowest ids are kept. The rules are those of `kernels.filters`.
+The rules are those of `kernels.filters`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from headrace.tensor.kernels.gpu.choice_rows import (
 )
 
 _SUMS = tl.constexpr(8)
-"""Sums of a part in one pass."""
 _ABOVE, _NUM_ABOVE, _NUM_TIED, _KEPT = (tl.constexpr(i) for i in range(4))
 """Sums of `_level_kernel`: mass and number above the level, number at it, mass above it that min_p keeps."""
 _ALL = tl.constexpr(2147483520.0)
@@ -70,7 +69,6 @@ def _row_peak(peaks_ptr, row, PARTS: tl.constexpr):
 
 @triton.jit
 def _part_sum(sums_ptr, row, NAME: tl.constexpr, PARTS: tl.constexpr):
-    """[PARTS] one of a row's sums."""
     return tl.load(sums_ptr + (row * PARTS + tl.arange(0, PARTS)) * _SUMS + NAME)
 
 
@@ -81,7 +79,6 @@ def _lowest(BITS: tl.constexpr):
 
 @triton.jit
 def _next_level(levels_ptr, sums_ptr, row, wanted, shift, PARTS: tl.constexpr, BITS: tl.constexpr):
-    """The level after a pass: the highest of its levels at or above which there is at least `wanted`."""
     level = tl.load(levels_ptr + row).to(tl.int64)
     j = tl.arange(0, _SUMS)
     part = tl.arange(0, PARTS)
@@ -110,7 +107,7 @@ def _digit_kernel(
     V: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr,
     IS_FIRST: tl.constexpr, OF_MASS: tl.constexpr,
 ):  # fmt: skip
-    """One digit, of the level of top_k (by number) or of top_p (by mass). levels, sums: of all passes, this one's second."""
+    """The level of top_k (by number) or of top_p (by mass). levels, sums: of all passes, this one's second."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = real_field(fields_ptr, stride, row, TEMPERATURE)
     if OF_MASS:
@@ -208,7 +205,6 @@ def _pick(
     row_ptr, fields_ptr, stride, row, peak, peaks_ptr, k_level_ptr, k_sums_ptr, level_ptr, sums_ptr,
     V: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, IS_FILTERED: tl.constexpr,
 ):  # fmt: skip
-    """The first token, by id, at which the running kept mass exceeds the random number times the whole."""
     temperature, min_p = real_field(fields_ptr, stride, row, TEMPERATURE), real_field(fields_ptr, stride, row, MIN_P)
     level, p = tl.load(level_ptr + row), tl.arange(0, PARTS)
     each = tl.exp((value_of(level, BITS) - peak) / temperature)
@@ -240,7 +236,7 @@ def _pick_kernel(
     x_stride, stride, chosen_stride, V: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr,
     IS_SAMPLED: tl.constexpr, IS_FILTERED: tl.constexpr, IS_EDITED: tl.constexpr,
 ):  # fmt: skip
-    """The row's token, which becomes the slot's newest and is counted there; -1 where the logits are no distribution."""
+    """The row's token becomes the slot's newest and is counted there; -1 where the logits are no distribution."""
     row, p = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
     peaks = tl.load(peaks_ptr + row * PARTS + p)
     peak = tl.max(peaks, axis=0)
@@ -267,15 +263,11 @@ _STEP = 3
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """A level of each row, and the sums of `_level_kernel` at it."""
-
     key: Tensor
     sums: Tensor
 
 
 class _Rows:
-    """B rows of logits while their tokens are chosen."""
-
     def __init__(self, logits: Tensor, fields: Tensor) -> None:
         self.logits, self.fields, self.device = logits, fields, fields.device
         self.count, self.sizes = fields.shape[1], parts_of(logits.shape[1])
@@ -291,7 +283,6 @@ class _Rows:
         return self.count, self.parts
 
     def at_level(self, of: int, digits: _Level | None = None, best: _Level | None = None) -> _Level:
-        """Sums at the level that the last of `digits` found; best: of top_k. of: as `_level_kernel`'s."""
         found = _Level(
             empty((self.count,), torch.int32, self.device), empty((self.count, self.parts, _SUMS.value), torch.float32, self.device)
         )
@@ -303,7 +294,7 @@ class _Rows:
         return found
 
     def find_digits(self, best: _Level | None = None) -> _Level:
-        """All digits of top_k's level, or given that one, of top_p's. Returns the last pass."""
+        """Finds top_k's level, or given that one, top_p's. Returns the last pass."""
         shifts = list(range(0, self.bits, _STEP))[::-1]
         keys = empty((len(shifts), self.count), torch.int32, self.device)
         sums = empty((len(shifts), self.count, self.parts, _SUMS.value), torch.float32, self.device)
@@ -328,11 +319,7 @@ class _Rows:
 
 
 def choose(logits: Tensor, fields: Tensor, slots: SlotTensors, chosen: Tensor, kind: ChoiceKind) -> None:
-    """Choose a token for each row of logits [B, V].
-
-    fields  [NUM_FIELDS, B], what the rows ask for
-    chosen  [NUM_CHOSEN, B], written; so are the newest tokens and counts of `slots`
-    """
+    """logits [B, V]; fields [NUM_FIELDS, B]; chosen [NUM_CHOSEN, B], written; so are the newest tokens and counts of `slots`."""
     rows = _Rows(logits, fields)
     best = level = None
     if kind.filtered:

@@ -1,7 +1,7 @@
 """Helpers that the sampling kernels share: reading a row's fields, dividing a row of logits into parts, and ordering floats as integers.
 
-A row of logits is divided into PARTS parts of SIZE tokens, one program for each, which reads C tokens at a time. A program writes the sums
-of its part to memory, and a later kernel that needs the sum of the row adds the parts up. No program waits for another.
+A row has PARTS parts of SIZE tokens, one program for each, which reads C tokens at a time. A later kernel adds the parts up: no program
+waits for another.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ REPETITION, FREQUENCY, PRESENCE, NUM_BIAS, NUM_ENDS, MASK, NUM_TOP = (tl.constex
 TOKEN, LOGPROB, RANK, TOP_ID, TOP_LOGPROB = (tl.constexpr(int(row)) for row in Chosen)
 TOPS = tl.constexpr(MAX_LOGPROBS)
 GENERATED = tl.constexpr(IN_PROMPT - 1)
-"""Bits of `SlotTensors.seen` that count."""
 
 MAX_PARTS, MIN_SIZE, MAX_CHUNK = 16, 1024, 1024
 
 
 def parts_of(vocab: int) -> dict[str, int]:
-    """PARTS, SIZE and C for rows of a vocabulary."""
     size = max(MIN_SIZE, triton.next_power_of_2(-(-vocab // MAX_PARTS)))
     return {"V": vocab, "PARTS": max(2, triton.next_power_of_2(-(-vocab // size))), "SIZE": size, "C": min(MAX_CHUNK, size)}
 
@@ -56,7 +54,6 @@ def order(x, BITS: tl.constexpr):
 
 @triton.jit
 def value_of(key, BITS: tl.constexpr):
-    """The float whose `order` is `key`."""
     bits = key
     if BITS == 16:
         bits = key << 16

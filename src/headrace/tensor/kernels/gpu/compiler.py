@@ -1,7 +1,6 @@
 """Where Triton keeps compiled kernels, how its progress is reported, and a first kernel that finds a broken GPU setup.
 
-Write access to the folder is enough to run code as this user (`host.cache_folder`). Triton names a kernel by its source, those of the
-functions that it calls, the compiler's version and the device.
+Write access to the folder is enough to run code as this user (`host.cache_folder`).
 
 The first kernel, and the C launcher that Triton makes for it, are compiled at every start: a cached one would hide a compiler that no
 longer works.
@@ -29,13 +28,12 @@ from headrace.tensor.host.cache_folder import ENVIRONMENT, cache_root, open_priv
 
 MAX_REASON = 300
 MAX_AGE_S = 3600.0
-"""Seconds after which the folder of a trial belongs to a trial that was killed."""
 _SIZE, _PREFIX = 64, "trial-"
 
 
 @cache
 def _choose_folder() -> tuple[bool, str]:
-    """Point Triton at this user's private folder, or at one that ends with the process; once for the process."""
+    """Point Triton at this user's private folder, or at one that ends with the process."""
     try:
         folder = str(open_private(cache_root(os.environ), ("triton",)))
     except OSError as error:
@@ -51,7 +49,7 @@ _TEMPORARY: list[tempfile.TemporaryDirectory[str]] = []
 
 
 class TritonCompiler:
-    """Implements `KernelCompiler`. Kernels run on the device, and no thread of the host is theirs."""
+    """Implements `KernelCompiler`."""
 
     packages: tuple[str, ...] = ("triton",)
     expected: int | None = None
@@ -67,7 +65,6 @@ class TritonCompiler:
 
     @contextmanager
     def reporting(self, report: Callable[[int], None]) -> Iterator[None]:
-        """Triton tells of a kernel when it is compiled, so 0 is reported with the first one."""
         num_compiled = 0
 
         def listen(*, cache_hit: bool, **_: object) -> None:
@@ -113,7 +110,6 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def double(x: Tensor) -> Tensor:
-    """2 * x, as a new tensor, computed by a kernel that is compiled in an empty folder inside Triton's private cache folder."""
     out = torch.empty_like(x)
     TritonCompiler()
     knobs = triton.knobs.cache

@@ -1,9 +1,7 @@
 """Counters in GPU memory by which the programs of a split sum (split-K) find out which of them is the last, which then adds up all parts.
 
-The last program sets its counter back to zero, so that counters are zero between two kernels of a stream. Kernels of different streams may
-run at the same time, so each stream has its own counters. A captured graph uses the counters of the stream on which it was captured; two
-graphs that may run at the same time must be captured on two streams. All counters are allocated before the first capture, since a capture
-would not write their zeros.
+Each stream has its own counters, so two graphs that may run at the same time must be captured on two streams. All are allocated before the
+first capture, since a capture would not write their zeros; the last program sets its counter back to zero.
 """
 
 from __future__ import annotations

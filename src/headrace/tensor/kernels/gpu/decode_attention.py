@@ -1,9 +1,8 @@
 """Triton kernel of decode attention over the paged KV cache, for rows of one token: split-KV ("flash decoding").
 
 A program computes one row, one KV head with all its query heads, and one part of the row's context. The number of parts depends on the
-number of rows alone, and context lengths are read on the device, so that a captured graph stays valid while contexts grow. Programs whose
-part is beyond a short context end at once. The program that finishes last adds up the parts, always in the same order, so that no
-second launch is needed.
+number of rows alone, and context lengths are read on the device, so that a captured graph stays valid while contexts grow. The program that
+finishes last adds up the parts, always in the same order.
 
 Shape letters: see `tensor.batch`; G query heads per key/value head.
 """
@@ -22,7 +21,6 @@ from headrace.tensor.kernels.gpu.tuning import DecodeVariant, Tuning
 
 LOG2_E = 1.4426950408889634
 MIN_SHARE = 64
-"""Positions below which a context is not split further."""
 MAX_SPLITS = 64
 MIN_DIM = 16
 
@@ -43,7 +41,7 @@ def _attend(
     q, base, scale_base, table, low, high, factor, c_sb, c_sp, c_ss, s_sb,
     G_P: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr, S: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """q [G_P, D_P] over positions low .. high: (largest score, sum of weights, weighted values), scores in powers of two."""
+    """(largest score, sum of weights, weighted values) of q [G_P, D_P] over positions low .. high, scores in powers of two."""
     d = tl.arange(0, D_P)
     top = tl.full([G_P], float("-inf"), tl.float32)
     total = tl.zeros([G_P], tl.float32)
@@ -128,12 +126,12 @@ def _decode_kernel(
 
 
 def padded_dim(dim: int) -> int:
-    """Dims of a head's tile: a power of two, and as many as the matrix units take at least."""
+    """A power of two, and as many as the matrix units take at least."""
     return max(MIN_DIM, int(triton.next_power_of_2(dim)))
 
 
 def num_splits(rows: int, kv_heads: int, variant: DecodeVariant) -> int:
-    """Shares of a context: a power of two, so that there are about as many programs as the device runs at once."""
+    """A power of two, so that there are about as many programs as the device runs at once."""
     wanted = triton.cdiv(variant.programs, max(1, rows * kv_heads))
     return int(min(MAX_SPLITS, triton.next_power_of_2(wanted)))
 

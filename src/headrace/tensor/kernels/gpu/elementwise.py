@@ -35,7 +35,7 @@ def _rms_norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> Tensor:
-    """See `Kernels.rms_norm`. x may be a part of a wider tensor; its last dim, and the residual, are contiguous."""
+    """x may be a part of a wider tensor; its last dim, and the residual, are contiguous."""
     assert x.stride(-1) == 1
     assert residual is None or residual.is_contiguous()
     n, heads = x.shape[-1], 1 if x.dim() == 2 else x.shape[1]
@@ -87,7 +87,6 @@ def _select_kernel(x_ptr, row_ptr, out_ptr, stride, N: tl.constexpr, BLOCK: tl.c
 
 
 def select(x: Tensor, rows: Tensor) -> Tensor:
-    """See `Kernels.select`. A row of x is contiguous."""
     assert x[:1].is_contiguous()
     n = x[:1].numel()
     out = empty((rows.shape[0], *x.shape[1:]), x.dtype, x.device)

@@ -1,8 +1,7 @@
 """Mixture-of-experts layers on the GPU: sorts the (token, choice) pairs of a step by expert, and runs one grouped product for all experts.
 
-The host takes no part, so the layer can be captured in a CUDA graph. Each program of the grouped product computes one tile of the outputs
-of one expert, for all pairs of that expert, and ends at once when no token chose the expert. The weights of a layer's experts are one
-tensor.
+The host takes no part, so the layer can be captured in a CUDA graph. Each program computes one tile of the outputs of one expert, for all
+pairs of that expert, and ends at once when no token chose the expert.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from headrace.tensor.kernels.gpu.tuning import Tuning
 
 MAX_SPLITS = 4
 MAX_SMALL = 1024
-"""Pairs that one program puts in order. It compares each with each: more are sorted by the library."""
+"""Pairs that one program puts in order, comparing each with each; more are sorted by the library."""
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -90,7 +89,7 @@ def _grouped_kernel(
 
 
 def stacked(weights: Sequence[StoredWeight]) -> StoredWeight:
-    """The experts' weights in one tensor, values [X, ..] and scales [X, ..]. They have one format and one shape."""
+    """Values [X, ..] and scales [X, ..] in one tensor each. The weights have one format and one shape."""
     scales = [weight.scales for weight in weights if weight.scales is not None]
     values = torch.stack([weight.values for weight in weights])
     return replace(weights[0], values=values, scales=torch.stack(scales) if scales else None)

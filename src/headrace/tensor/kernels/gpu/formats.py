@@ -1,14 +1,12 @@
 """Storage formats of weights and KV caches on the GPU (FP8, INT8, INT4), and their conversion to bfloat16 inside a kernel.
 
-A weight of small integers is stored as *planar* words: in a layout block of P inputs, word i holds in its field j the input
-j * (P / J) + i, where J is the number of fields (4 bytes or 8 nibbles). Each field of a tile of words is then a tile of consecutive
-inputs for a product of its own, and nothing is shuffled.
+A weight of small integers is stored as *planar* words: in a layout block of P inputs, word i holds in its field j the input j * (P / J) +
+i, where J is the number of fields (4 bytes or 8 nibbles). Each field of a tile of words is then a tile of consecutive inputs for a product
+of its own, and nothing is shuffled.
 
-A conversion takes a few integer instructions for two values, by a known trick: an integer n in the low mantissa bits of the bfloat16
-number 128 gives 128 + n, from which 128 is subtracted exactly. tests/tensor/kernels/gpu/test_formats.py runs the instructions one by one.
-Triton's interpreter has no assembly and computes the same values by arithmetic.
-
-Shape letters: see `tensor.batch`.
+An integer n in the low mantissa bits of the bfloat16 number 128 gives 128 + n, from which 128 is subtracted exactly.
+tests/tensor/kernels/gpu/test_formats.py runs the instructions one by one. Triton's interpreter has no assembly and computes the same values
+by arithmetic.
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ from torch import Tensor
 IS_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
 MAX_FP8 = tl.constexpr(448.0)
 PLAIN, FP8, INT8, INT4 = (tl.constexpr(number) for number in range(4))
-"""Stored formats. Weights: as computed with, FP8 (e4m3) and its scale per output, planar bytes and a scale per output, planar nibbles and
-a scale per group. Caches: as computed with or another float, FP8 without scales, bytes and a scale per vector."""
+"""Weights: as computed with, FP8 (e4m3) and its scale per output, planar bytes and a scale per output, planar nibbles and a scale per
+group. Caches: as computed with or another float, FP8 without scales, bytes and a scale per vector."""
 
 _ONE_AND_136 = "mov.b32 one, 0x3f803f80;\nmov.b32 c, 0xc308c308;\n"  # 1 and -136, twice each
 _SIGNED_BYTES = (  # of t, each byte twice, to {out}: 128 + the low bits, less 128 or, for a negative byte, 256
@@ -54,7 +52,6 @@ INT8_WORDS = _assembly(
 
 
 def _bytes_to_bfloat16(setup: str, convert: str) -> tl.constexpr:
-    """Four bytes in one word to two outputs of two values."""
     pick = (f"prmt.b32 t, $2, $2, 0x{2 * h + 1}{2 * h + 1}{2 * h}{2 * h};\n" + convert.format(out=f"${h}") for h in range(2))
     return _assembly(setup, *pick)
 
@@ -104,7 +101,7 @@ def expand_int8(words):
 
 @triton.jit
 def widen(x, FORMAT: tl.constexpr):
-    """Elements of a cache or a weight as floats. FP8: x holds the bytes, uint8; INT8: int8, without their scales; PLAIN: x as it is."""
+    """FP8: x holds the bytes, uint8; INT8: int8, without their scales; PLAIN: x as it is."""
     if FORMAT == PLAIN:
         return x
     elif not IS_COMPILED:
@@ -119,14 +116,13 @@ def widen(x, FORMAT: tl.constexpr):
 
 
 def cache_format(cache: Tensor, kv_scales: Tensor | None) -> tuple[int, Tensor]:
-    """(format, scales or any tensor in their place) of a layer's cache."""
+    """(format, scales or any tensor in their place)."""
     if cache.dtype == torch.float8_e4m3fn:
         return FP8.value, cache
     return (PLAIN.value, cache) if kv_scales is None else (INT8.value, kv_scales)
 
 
 def readable(stored: Tensor) -> Tensor:
-    """A cache or a weight as kernels read it: FP8 as bytes, which `widen` converts."""
     return stored.view(torch.uint8) if stored.dtype == torch.float8_e4m3fn else stored
 
 

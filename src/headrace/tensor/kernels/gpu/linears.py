@@ -35,8 +35,6 @@ MAX_ROWS = 32
 
 
 class StoredLinear:
-    """y = x @ weight.T + bias for a weight in any of the formats. x has the dtype that the model computes with."""
-
     def __init__(self, weight: StoredWeight, bias: Tensor | None, tuning: Tuning) -> None:
         self.weight, self.bias, self.tuning = weight, bias, tuning
         self.out_features, self.in_features, self.weight_bytes = weight.out_features, weight.in_features, weight.num_bytes
@@ -91,7 +89,7 @@ class TritonPacking:
         return dtype
 
     def round_weight(self, weight: Tensor, precision: Precision) -> RoundedWeight:
-        """As `rounding.round_weight`, with groups of 128 where they divide the width."""
+        """Groups are of 128 where that divides the width."""
         return round_weight(weight, precision, group=max(GROUPS))
 
     def can_pack(self, weight: RoundedWeight) -> bool:
@@ -109,7 +107,7 @@ class TritonPacking:
         return PaddedLinear(StoredLinear(stored, None if bias is None else F.pad(bias, (0, -rows % 16)), self.tuning), rows, inputs)
 
     def group_experts(self, gate_up: Sequence[Linear], down: Sequence[Linear], activation: str) -> GroupedExperts:
-        """See `Backend.group_experts`. The linears' weights become views of one tensor.
+        """The linears' weights become views of one tensor.
 
         Raises ConfigError for experts that the grouped product does not take: one after another they cannot be captured.
         """
@@ -156,7 +154,7 @@ def _round_rows_kernel(x_ptr, out_ptr, scale_ptr, x_st, N: tl.constexpr, BLOCK: 
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, N] rounded to FP8: (values float8_e4m3fn [T, N], scales float32 [T, 1]). The last dimension of x is contiguous."""
+    """x [T, N], last dimension contiguous -> (values float8_e4m3fn [T, N], scales float32 [T, 1])."""
     tokens, n = x.shape
     assert x.stride(1) == 1
     rounded = empty((tokens, n), torch.float8_e4m3fn, x.device)
@@ -167,7 +165,7 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def multiply_in_fp8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """x [T, K] @ weight [N, K]^T, plus bias [N], in the dtype of x. The product is computed in FP8, with x rounded by `round_rows`.
+    """x [T, K] @ weight [N, K]^T, plus bias [N], in the dtype of x, with x rounded by `round_rows`.
 
     weight  float8_e4m3fn; N and K are multiples of 16
     scales  float32 [N], of the weight's outputs
@@ -188,7 +186,7 @@ def _dequantize_kernel(
     w_ptr, scale_ptr, out_ptr, first, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, LAYOUT: tl.constexpr,
     GROUP: tl.constexpr, ZEROS: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """out [.., K] in the inputs' order, for outputs from `first` on. N: outputs of the whole weight."""
+    """out [.., K], for outputs from `first` on. N: outputs of the whole weight."""
     J: tl.constexpr = 8 if FORMAT == INT4 else 4
     FIELD: tl.constexpr = LAYOUT // J
     local = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -211,7 +209,7 @@ def _dequantize_kernel(
 
 
 def dequantize(weight: StoredWeight, outputs: range, dtype: torch.dtype) -> Tensor:
-    """Rows `outputs` of a planar weight, dense [len(outputs), K] in `dtype`. Its ends are multiples of what `power_in` allows."""
+    """Dense [len(outputs), K] in `dtype`. The ends of `outputs` are multiples of what `power_in` allows."""
     out = empty((len(outputs), weight.in_features), dtype, weight.values.device)
     block_n = power_in(len(outputs), MAX_ROWS)
     _dequantize_kernel[(len(outputs) // block_n, weight.in_features // weight.layout)](

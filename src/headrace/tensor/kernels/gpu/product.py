@@ -1,11 +1,8 @@
 """Triton kernel for linear layers in decode: few rows times a stored weight (plain, FP8, INT8 or INT4), out [M, N] = x [M, K] @ w [N, K]^T.
 
-The weight is read once. A program computes BLOCK_N outputs of all rows over a part of the inputs (split-K). The programs of one tile write
-their sums to a workspace, and the program that finishes last adds the sums up, always in the same order. A result therefore does not depend
-on which program finished last, and no second launch is needed.
-
-The experts of a mixture are the same product with one weight per expert. Block sizes divide the weight's shape (`fit`), so that only rows
-need a mask.
+A program computes BLOCK_N outputs of all rows over a part of the inputs (split-K). The program of a tile that finishes last adds up the
+sums, always in the same order, so a result does not depend on which one that was. Block sizes divide the weight's shape (`fit`), so that
+only rows need a mask.
 """
 
 from __future__ import annotations
@@ -26,7 +23,6 @@ from headrace.tensor.kernels.rounding import RoundedWeight
 MIN_BLOCK = 16
 """Fewest outputs of a tile, and fewest inputs of a step of the sum, that tensor cores multiply."""
 MIN_ROWS = 8
-"""Fewest rows of a tile that tensor cores multiply."""
 MAX_SPLITS = 16
 MAX_PLANAR_ROWS = 4096
 _NAMES = {PLAIN.value: "plain", FP8.value: "fp8", INT8.value: "int8", INT4.value: "int4"}
@@ -67,11 +63,8 @@ class StoredWeight:
 
 
 def store_planar(weight: RoundedWeight) -> StoredWeight:
-    """A rounded weight of INT8 or INT4 in the layout of the kernel (planar words), as new tensors.
-
-    The number of inputs is a multiple of 64, in INT4 of 128. The words of INT4 hold value + 8. INT4 scales and zero points become bfloat16:
-    zero points that are integers stay exact, others keep eight bits.
-    """
+    """The number of inputs is a multiple of 64, in INT4 of 128. The words of INT4 hold value + 8. INT4 scales and zero points become
+    bfloat16: zero points that are integers stay exact, others keep eight bits."""
     rows, inputs = weight.values.shape
     bits, offset = (4, 8) if weight.group else (8, 0)
     sizes = (512, 256, 128) if weight.group else (256, 128, 64)
@@ -98,7 +91,6 @@ def _dot(w, x, acc):
 
 @triton.jit
 def _x_tile(x_ptr, row_at, has_row, at):
-    """Inputs [K', M_P] of rows at offsets row_at [M_P]."""
     return tl.load(x_ptr + row_at[None, :] + at[:, None], mask=has_row[None, :], other=0.0)
 
 
@@ -132,10 +124,7 @@ def accumulate(
     N: tl.constexpr, BLOCK_K: tl.constexpr, LAYOUT: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, FORMAT: tl.constexpr,
     SCALES_WEIGHTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """acc [BLOCK_N, M_P] plus the products of input blocks first .. last. w_row [BLOCK_N, 1]: where the weight's rows begin.
-
-    ZEROS: `StoredWeight.zeros_after`.
-    """
+    """acc [BLOCK_N, M_P] plus the products of input blocks first .. last. w_row [BLOCK_N, 1]: where the weight's rows begin."""
     if FORMAT == PLAIN or FORMAT == FP8:
         column = tl.arange(0, BLOCK_K)
         for b in tl.range(first, last, num_stages=STAGES):
@@ -207,11 +196,7 @@ def _product_kernel(
 
 @dataclass(frozen=True, slots=True)
 class TileFit:
-    """Block sizes of a variant for one weight.
-
-    num_tiles  tiles of outputs
-    m_p        rows of a tile, padding included
-    """
+    """Block sizes of a variant for one weight. m_p: rows of a tile, padding included."""
 
     block_n: int
     block_k: int
@@ -219,7 +204,7 @@ class TileFit:
     m_p: int
 
     def num_splits(self, weight: StoredWeight, num_weights: int, wanted: int, most: int) -> int:
-        """Number of parts into which the inputs are split: the largest power of two with at most `wanted` programs, and at most `most`."""
+        """The largest power of two with at most `wanted` programs, and at most `most`."""
         splits = 1
         while 2 * splits <= min(most, weight.in_features // self.block_k) and num_weights * self.num_tiles * 2 * splits <= wanted:
             splits *= 2
@@ -227,7 +212,7 @@ class TileFit:
 
 
 def fit(weight: StoredWeight, variant: ProductVariant, rows: int) -> TileFit | None:
-    """Block sizes for this weight and number of rows; None where no tile size divides the weight."""
+    """None where no tile size divides the weight."""
     block_n = power_in(weight.out_features, variant.block_n)
     block_k = power_in(weight.layout or weight.in_features, variant.block_k)
     if block_n < MIN_BLOCK or block_k // _FIELDS.get(weight.format, 1) < MIN_BLOCK:

@@ -1,10 +1,8 @@
 """Triton kernel that applies the rotary embedding and writes keys and values to the paged KV cache, in one pass over a step.
 
-A program handles one token and up to eight heads of queries, keys or values. Queries are rotated in place, keys while they are written to
-the cache. A head is processed as three pieces (the two halves of the rotated part, and the rest), so that a thread reads only the values
-that it writes. Products are rounded before they are added, so that every variant, and the reference implementation, gives the same bits.
-
-Shape letters: see `tensor.batch`.
+A program handles one token and up to eight heads of queries, keys or values. A head is processed as three pieces (the two halves of the
+rotated part, and the rest), so that a thread reads only the values that it writes. Products are rounded before they are added, so that
+every variant, and the reference implementation, gives the same bits.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ MAX_HEADS = 8
 
 @triton.jit
 def _to_fp8(x):
-    """x within FP8's range. NaN stays NaN, which minimum and maximum alone would make a number."""
+    """NaN stays NaN, which minimum and maximum alone would make a number."""
     x = x.to(tl.float32)
     return tl.where(x != x, x, tl.minimum(tl.maximum(x, -MAX_FP8), MAX_FP8))
 
@@ -37,7 +35,6 @@ def _store_head(
     target, scale_at, first, second, third, rotated, rest, has_head, i, j,
     HALF: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Write heads to the cache at `target` [HB, 1], rounded as the cache's format says. DTYPE: the cache's."""
     if FORMAT == INT8:
         a, b, c = first.to(tl.float32), second.to(tl.float32), third.to(tl.float32)
         largest = tl.maximum(tl.maximum(tl.max(tl.abs(a), axis=1), tl.max(tl.abs(b), axis=1)), tl.max(tl.abs(c), axis=1))
@@ -107,7 +104,7 @@ def rotary_scatter(
     query: Tensor, key: Tensor, value: Tensor, cos_sin: Tensor, positions: Tensor, cache: Tensor, slot_mapping: Tensor,
     kv_scales: Tensor | None,
 ) -> None:  # fmt: skip
-    """See `Kernels.rotary_scatter`. `key` is left as it is."""
+    """`key` is left as it is."""
     _launch(query, key, value, cos_sin, positions, cache, slot_mapping, kv_scales, cos_sin.shape[1] // 2, rotates=True, stores=True)
 
 
@@ -124,7 +121,7 @@ def _launch(
     query: Tensor, key: Tensor, value: Tensor, cos_sin: Tensor, positions: Tensor, cache: Tensor, slot_mapping: Tensor,
     kv_scales: Tensor | None, half: int, *, rotates: bool, stores: bool,
 ) -> None:  # fmt: skip
-    """half: of the dims that are rotated. Tensors that the chosen parts do not use may be any."""
+    """Tensors that the chosen parts do not use may be any."""
     tokens, heads, dim = query.shape
     kv_heads = key.shape[1]
     assert all(tensor.stride(-1) == 1 for tensor in (query, key, value))

@@ -1,8 +1,7 @@
-"""Block sizes and numbers of warps of the GPU kernels, by weight format and shape, as measured on one device.
+"""Block sizes and numbers of warps of the GPU kernels, by weight format and shape, as measured on one device (`h100.json`).
 
-The table is `h100.json`. Values for cases that the table does not have (float32, head dims above 128, rows of a few tokens) are derived
-from the table by the limits of shared memory and registers; compiling all kernels ahead of time checks them. Other devices use the same
-table, which is logged at start.
+Values for cases that the table does not have (float32, head dims above 128, rows of a few tokens) are derived by the limits of shared
+memory and registers; compiling all kernels ahead of time checks them. Other devices use the same table, which is logged at start.
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ MAX_FLOAT32_ROWS = 64
 class ProductVariant:
     """Block sizes for products of up to `rows` rows.
 
-    block_n         most outputs of a program
-    block_k         most inputs of an iteration
     programs        number of programs to aim at: the outputs are divided first, then the inputs
-    min_outputs     fewest outputs of a product for which this variant is used
     max_outputs     the variant is used for products of fewer outputs than this
     scales_weights  INT4: whether each weight is scaled, and not the sum of each group
     """
@@ -44,12 +40,6 @@ class ProductVariant:
 
 @dataclass(frozen=True, slots=True)
 class DecodeVariant:
-    """Block sizes of decode attention.
-
-    block_n   positions of an iteration
-    programs  number of programs to aim at for a step's attention
-    """
-
     block_n: int
     warps: int
     stages: int
@@ -58,11 +48,7 @@ class DecodeVariant:
 
 @dataclass(frozen=True, slots=True)
 class PrefillVariant:
-    """Block sizes of prefill attention.
-
-    block_m  query tokens times query heads of a program
-    block_n  positions of an iteration
-    """
+    """block_m: query tokens times query heads of a program."""
 
     block_m: int
     block_n: int
@@ -72,13 +58,7 @@ class PrefillVariant:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """The table of one device.
-
-    device      name of the device on which the table was measured
-    products    weight format -> variants, in the order in which they are tried
-    experts     the same for the experts of a mixture
-    narrow      decode attention with a KV cache of one byte per value
-    """
+    """products: weight format -> variants, in the order in which they are tried. narrow_decode: with a KV cache of one byte per value."""
 
     device: str
     products: dict[str, tuple[ProductVariant, ...]]
@@ -88,31 +68,27 @@ class Tuning:
     prefill_tile: PrefillVariant
 
     def product(self, name: str, rows: int, outputs: int, input_bytes: int) -> ProductVariant | None:
-        """The variant for a product of this format; None where torch's product is used instead. input_bytes: bytes of an input element"""
+        """None where torch's product is used instead."""
         if input_bytes == 4 and (name == "plain" or rows > MAX_FLOAT32_ROWS):
             return None
         return _first(self.products[name], rows, outputs)
 
     def grouped(self, name: str, rows: int, input_bytes: int) -> ProductVariant:
-        """The variant for experts of this format. More rows than the last variant has are computed in several launches."""
+        """More rows than the last variant has are computed in several launches."""
         variants = self.experts if name == "plain" else self.products[name]
         if input_bytes == 4:
             variants = tuple(each for each in variants if each.rows <= MAX_FLOAT32_ROWS)
         return _first(variants, rows, 0) or variants[-1]
 
     def decode(self, value_bytes: int, query_bytes: int, dim: int) -> DecodeVariant:
-        """The variant for decode attention. Wide heads and float32 get smaller tiles. value_bytes, query_bytes: bytes of an element"""
+        """Wide heads and float32 get smaller tiles."""
         measured = self.narrow_decode if value_bytes == 1 else self.wide_decode
         if query_bytes == 4:
             return replace(measured, block_n=32, warps=8, stages=1)
         return measured if dim <= 128 else replace(measured, block_n=32, stages=3)
 
     def prefill(self, query_bytes: int, dim: int, group: int, *, is_short: bool) -> PrefillVariant:
-        """The variant for prefill attention.
-
-        group     query heads per KV head, all in one tile
-        is_short  whether the rows have few tokens
-        """
+        """group: query heads per KV head, all in one tile."""
         tile = self.prefill_tile
         if query_bytes == 4:
             tile = PrefillVariant(32, 32, 8, 1)

@@ -1,9 +1,7 @@
 """One item of paged attention: a few query vectors of one key/value head against a range of the context (`plan.Item`).
 
-Keys are processed in tiles. A tile's keys are transposed into strips (inputs by keys), its values copied into strips (keys by outputs),
-both widened to float32; scores and weighted values are then products of panels of query vectors with strips, as in `linear`. Reading and
-transposing costs once per tile for all query vectors of the item; a single vector takes the same steps. Only compiled code is here.
-`attention.paged` launches it and says what it guarantees.
+A tile's keys are transposed into strips (inputs by keys), its values copied into strips (keys by outputs), once for all query vectors of
+the item; scores and weighted values are then products of panels with strips, as in `linear`.
 """
 
 from __future__ import annotations
@@ -23,20 +21,14 @@ from headrace.tensor.kernels.cpu.linear import panel_rows
 TILE = 64
 """Keys in a tile; a multiple of STRIP_COLUMNS."""
 AHEAD = 16
-"""Keys between a prefetch and its use."""
 ALIGNMENT = 64
-"""Bytes of a cache line, to which a worker's memory is aligned."""
 NOTHING, ZERO, ONE = np.float32(-3.0e38), np.float32(0.0), np.float32(1.0)
 
 Pointer = Any
-"""A typed pointer of `jit.scalars`, inside compiled code."""
 
 
 class Geometry(NamedTuple):
-    """Addresses, strides and sizes of a launch. Strides in elements; last dimensions are contiguous; out is [T, H, D] contiguous.
-
-    scales: float32 scales of an int8 cache, contiguous by head; is_scaled: whether there are any.
-    """
+    """Strides in elements; last dimensions are contiguous; out is [T, H, D] contiguous; scales: contiguous by head."""
 
     query: Pointer
     query_token: int
@@ -85,9 +77,8 @@ class Scratch(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """A running softmax of each query vector, float32: sums [vectors, P] of weighted values and masses [vectors] of weights, both
-    relative to peaks [vectors]: a weight is exp(score - peak), where no score is above peak + SLACK.
-    """
+    """A running softmax of each query vector, float32: sums [vectors, P] of weighted values and masses [vectors] of weights, both relative
+    to peaks [vectors]: a weight is exp(score - peak), where no score is above peak + SLACK."""
 
     sums: Pointer
     peaks: Pointer
@@ -100,12 +91,7 @@ def padded_dim(head_dim: int) -> int:
 
 
 class ScratchLayout(NamedTuple):
-    """Where each part of a worker's memory begins, in float32 from its first cache line: the fields of `Scratch`, and two `Sums`.
-
-    total, part  sums of the item, and of its latest split
-    keys         an even number, since keys are of 8 bytes
-    end          float32 in all
-    """
+    """Offsets in float32 from a worker's first cache line. total, part: sums of the item, and of its latest split."""
 
     value_strips: int
     zeros: int
@@ -121,7 +107,6 @@ class ScratchLayout(NamedTuple):
 
 @helper
 def scratch_layout(vectors: int, head_dim: int) -> ScratchLayout:
-    """The layout for items of at most `vectors` query vectors. Key strips come first."""
     wide = padded_dim(head_dim)
     value_strips = TILE * head_dim
     zeros = value_strips + TILE * wide
@@ -137,13 +122,12 @@ def scratch_layout(vectors: int, head_dim: int) -> ScratchLayout:
 
 @helper
 def scratch_floats(vectors: int, head_dim: int) -> int:
-    """float32 to allocate for a worker: the layout, and what its start is moved by to the next cache line."""
+    """float32 of a worker: the layout, and what its start is moved by to the next cache line."""
     return scratch_layout(vectors, head_dim).end + ALIGNMENT // 4
 
 
 @helper
 def place_scratch(address: int, vectors: int, head_dim: int) -> tuple[Scratch, Sums, Sums]:
-    """Lay out a worker's memory of `scratch_floats` float32: its scratch, the sums of an item and those of the item's latest split."""
     wide, layout = padded_dim(head_dim), scratch_layout(vectors, head_dim)
     first = (address + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
     base = as_f32(first)
@@ -167,14 +151,12 @@ def place_scratch(address: int, vectors: int, head_dim: int) -> tuple[Scratch, S
 
 @helper
 def place_sums(start: Pointer, vectors: int, wide: int) -> Sums:
-    """float32 [vectors, wide + 2]."""
     peaks = at(start, vectors * wide)
     return Sums(start, peaks, at(peaks, vectors))
 
 
 @helper
 def clear(running: Sums, vectors: int, wide: int) -> None:
-    """Begin a running softmax, with no score seen."""
     for index in range(vectors * wide):
         store(ZERO, running.sums, index)
     for vector in range(vectors):
@@ -184,7 +166,6 @@ def clear(running: Sums, vectors: int, wide: int) -> None:
 
 @helper
 def fold(total: Sums, part: Sums, vectors: int, wide: int) -> None:
-    """Add a later part of the context to `total`, for `vectors` query vectors."""
     for vector in range(vectors):
         old, new = load(total.peaks, vector), load(part.peaks, vector)
         peak = max(old, new)
@@ -197,7 +178,7 @@ def fold(total: Sums, part: Sums, vectors: int, wide: int) -> None:
 
 @helper
 def read_queries(g: Geometry, item: Item, queries: Pointer, offsets: Pointer, used: int) -> None:
-    """Write the item's query vectors, scaled, token by token and head by head, as panels. offsets: LANES int64, overwritten."""
+    """offsets: LANES int64, overwritten."""
     row, place, head = 0, item.token * g.query_token + item.kv_head * g.group * g.query_head, 0
     while row < used:
         count = panel_rows(used - row)
@@ -212,7 +193,7 @@ def read_queries(g: Geometry, item: Item, queries: Pointer, offsets: Pointer, us
 
 @helper
 def next_vector(g: Geometry, place: int, head: int) -> tuple[int, int]:
-    """The next head of the group, or the first head of the next token. Counted, since a division takes as long as forty products."""
+    """Heads are counted, since a division takes as long as forty products."""
     return (place, head + 1) if head + 1 < g.group else (place + g.query_token, 0)
 
 
@@ -230,8 +211,7 @@ def write_out(g: Geometry, item: Item, running: Sums) -> None:
 
 @helper
 def locate(g: Geometry, scratch: Scratch, item: Item, start: int, low: int, high: int) -> None:
-    """Look up the cache offsets of the item's keys at positions start + [low, high), and the scales of an int8 cache. A value is
-    g.cache_value elements behind its key.
+    """The cache offsets of the item's keys at positions start + [low, high), and the scales of an int8 cache.
 
     Whole blocks of LANES are filled: places outside the range repeat the nearest key inside it, so that no other slot is ever read.
     """
@@ -268,7 +248,7 @@ def add_values(sums: Pointer, wide: int, weights: Pointer, strip: Pointer, lengt
 
 @helper
 def transpose_keys(g: Geometry, scratch: Scratch, tile: int, low: int, high: int, ahead: int) -> None:
-    """Transpose the tile's keys into strips. Their values are prefetched meanwhile, and the keys that follow, up to `ahead`."""
+    """Values are prefetched meanwhile, and the keys that follow, up to `ahead`."""
     keys, values, dim = at(scratch.keys, tile), at(g.cache, g.cache_value), g.head_dim
     for block in range(low // LANES * LANES, high, LANES):
         for k in range(block, block + LANES):
@@ -282,7 +262,7 @@ def transpose_keys(g: Geometry, scratch: Scratch, tile: int, low: int, high: int
 
 @helper
 def weigh(g: Geometry, scores: Pointer, running: Sums, position: int, used: int, low: int, high: int) -> None:
-    """Turn a tile's scores into weights: one step of each query vector's online softmax. Where a peak grew, earlier sums are rescaled."""
+    """One step of an online softmax, in place. Where a peak grew, earlier sums are rescaled."""
     vector, here = 0, position
     while vector < used:
         begin, end = max(low, here - g.window + 1), min(high, here + 1)
@@ -310,11 +290,8 @@ def shrink(running: Sums, vector: int, wide: int, factor: float) -> None:
 
 @helper
 def attend_tile(g: Geometry, scratch: Scratch, running: Sums, tile: int, position: int, used: int, low: int, high: int, ahead: int) -> None:
-    """Scores, softmax step and weighted values of the tile that begins at key `tile` of the split.
-
-    Keys [low, high) of the tile are visible; offsets are known up to `ahead`, for prefetching. position: the position of the item's first
-    query, counted from the tile's first key.
-    """
+    """Keys [low, high) of the tile that begins at key `tile` of the split are visible; offsets are known up to `ahead`, for prefetching.
+    position: of the item's first query, counted from the tile's first key."""
     dim, wide, values = g.head_dim, padded_dim(g.head_dim), at(g.cache, g.cache_value)
     transpose_keys(g, scratch, tile, low, high, ahead)
     row = 0

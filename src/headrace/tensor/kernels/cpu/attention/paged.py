@@ -1,20 +1,11 @@
-"""Paged attention over a ragged batch for the CPU: online softmax in float32, GQA, window.
+"""Paged attention over a ragged batch for the CPU: online softmax in float32, GQA, window. Two promises, both tested to the bit:
 
-Work is cut into items: one row, one key/value head, a chunk of queries (all query heads of the group together, so that each key is read
-once) and a range of context splits. Workers take items from a shared counter, so a long prefill beside short decodes leaves no thread
-idle.
-
-Two promises, both tested to the bit:
-
-- A query's result depends on its own row alone. Tiles (TILE keys) and splits (SPLIT keys) begin at absolute positions, `simd` fixes the
-  order of each tile's additions, and splits are added left to right whether one worker computes them or several.
-  So neighbours, the chunking of a prefill, prefix hits and the number of threads change nothing.
+- A query's result depends on its own row alone. Tiles and splits begin at absolute positions, `simd` fixes the order of each tile's
+  additions, and splits are added left to right whether one worker computes them or several.
 - Slots that the row may not see are never read: they may hold anything, NaN included.
 
-Head size, group count, block size and window are run-time numbers: the inner loops of `simd` run over whole registers, and fixing these
-numbers at compile time gained 0 to 4 % (docs/experiments.md). Only element types are compiled in. `attention.plan` cuts the items,
-`attention.item` computes one.
-Reference: `reference.ReferenceKernels.attention`. Idea of the splits: flash-decoding, Dao et al. 2023.
+Only element types are compiled in: fixing head size, group count, block size and window gained 0 to 4 % (docs/experiments.md). Reference:
+`reference.ReferenceKernels.attention`. Idea of the splits: flash-decoding, Dao et al. 2023.
 """
 
 from __future__ import annotations
@@ -57,15 +48,11 @@ from headrace.tensor.kernels.cpu.jit.vector_ir import LANES
 from headrace.tensor.kernels.cpu.launch_list import RecordedLaunches, cached_in_step, current_recording, run_pending
 
 Pointer = Any
-"""A typed pointer of `jit.scalars`, inside compiled code."""
 
 
 @helper
 def attend_items(g: Geometry, items: int, num_items: int, counter: Pointer, parts: Pointer, vectors: int) -> None:
-    """Take items until none is left. `parts` receives, per item of a shared context, float32 [vectors, P + 2]: sums, peaks, masses.
-
-    vectors: query vectors of the largest item. P: see `Scratch`.
-    """
+    """`parts` receives, per item of a shared context, float32 [vectors, P + 2]: sums, peaks, masses. P: see `Scratch`."""
     wide = padded_dim(g.head_dim)
     memory = np.empty(scratch_floats(vectors, g.head_dim), np.float32)
     scratch, own, part = place_scratch(memory.ctypes.data, vectors, g.head_dim)
@@ -92,7 +79,6 @@ def part_sums(parts: Pointer, index: int, vectors: int, wide: int) -> Sums:
 
 @helper
 def join_parts(g: Geometry, items: int, num_items: int, parts: Pointer, vectors: int) -> None:
-    """Add the parts of each shared context, first to last, into the place of the first, and write the result."""
     wide = padded_dim(g.head_dim)
     for index in range(num_items):
         item = read_item(items, index)
@@ -106,11 +92,9 @@ def join_parts(g: Geometry, items: int, num_items: int, parts: Pointer, vectors:
 
 
 class AttentionArguments(NamedTuple):
-    """Arguments of the attention kernels. query, cache, out, table, items, parts, scales and counter are addresses; strides in elements.
+    """Strides in elements, by block, by key or value, slot and head.
 
-    cache_block, ..., cache_head and scale_block, ... are the strides of the cache and its scales by block, by key or value, slot and head
-    joins    0: walk the items; 1: join the parts of shared contexts, see `join_parts`
-    vectors  query vectors of the largest item
+    joins: 0 walks the items, 1 joins the parts of shared contexts.
     """
 
     query: int
@@ -180,7 +164,7 @@ def attend(a: AttentionArguments, query: Pointer, cache_: Pointer, out: Pointer)
 
 
 class Planned(NamedTuple):
-    """A step's items for one geometry of heads. items_at, parts_at: addresses of the arrays; tokens: the rows' tokens, without padding."""
+    """items_at, parts_at: addresses. tokens: their number without padding."""
 
     items: np.ndarray
     items_at: int
@@ -200,7 +184,6 @@ class Planned(NamedTuple):
 def plan_batch(
     row_starts: int, context_lens: int, num_rows: int, kv_heads: int, group: int, head_dim: int, window: int, threads: int
 ) -> tuple[np.ndarray, int, int, np.ndarray, int, int, int, int]:
-    """The fields of `Planned`."""
     items, vectors, num_parts, workers = plan_items(row_starts, context_lens, num_rows, kv_heads, group, head_dim, window, threads)
     parts = np.empty(num_parts * vectors * (padded_dim(head_dim) + 2), np.float32)
     tokens = load(as_i32(row_starts), num_rows)
@@ -211,7 +194,6 @@ Kind = tuple[int, ...]
 ITEMS, NUM_ITEMS, PARTS, VECTORS, JOINS = (
     AttentionArguments._fields.index(name) for name in ("items", "num_items", "parts", "vectors", "joins")
 )
-"""Places of the arguments that a plan decides, and of the one that names the task."""
 
 
 def make_plan(kind: Kind) -> Planned:
@@ -219,8 +201,6 @@ def make_plan(kind: Kind) -> Planned:
 
 
 class Replan:
-    """Plans a recorded step's attention again for the rows' new lengths, in every layer with this geometry of heads."""
-
     def __init__(self, kind: Kind, plan: Planned) -> None:
         self.kind, self.plan = kind, plan
         self.places: list[tuple[array[int], int]] = []

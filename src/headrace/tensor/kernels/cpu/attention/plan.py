@@ -1,7 +1,6 @@
-"""Divides the attention of one step into work items for the worker threads; `attention.item` computes one item.
+"""Divides the attention of one step into work items for the worker threads.
 
-An item is one row (sequence), one KV head, a chunk of query tokens, and a range of splits of the context. A split is SPLIT consecutive
-keys. The division depends on the number of threads, but the result does not: every output is bit for bit the same.
+The division depends on the number of threads, but the result does not: every output is bit for bit the same.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from headrace.tensor.kernels.cpu.jit.scalars import as_i32, load, read_arguments
 SPLIT = 512
 """Keys in a split, counted from position 0 of the row; a multiple of `item.TILE`."""
 VECTORS = 192
-"""Query vectors (tokens x heads of a group) per item, unless one token has more. They share the cost of transposing each tile's keys."""
+"""Query vectors per item, unless one token has more. They share the cost of transposing each tile's keys."""
 WORK_PER_THREAD = 1 << 17
-"""Multiply-adds for which one more worker thread is woken. Waking a thread costs microseconds, or tens of them on a busy machine."""
+"""Multiply-adds for which one more worker thread is woken: that costs microseconds, or tens of them on a busy machine."""
 
 NO_WINDOW = 1 << 40
 
@@ -26,13 +25,9 @@ Pointer = Any
 
 
 class Item(NamedTuple):
-    """One work item.
-
-    row, kv_head             sequence of the step, and KV head
-    token, num_tokens        first query token and number of query tokens; token counts over the step
-    position                 position of the first query token in its sequence
-    split_first, split_last  range of splits, the last one excluded
-    part_of                  index of the item with the first splits where several items share one context; else -1
+    """token     first query token, counted over the step
+    position  of the first query token in its sequence
+    part_of   index of the item with the first splits where several items share one context; else -1
     """
 
     row: int
@@ -57,13 +52,10 @@ def chunk_tokens(group: int) -> int:
 def plan_items(
     row_starts_at: int, context_lens_at: int, num_rows: int, kv_heads: int, group: int, head_dim: int, window: int, threads: int
 ) -> tuple[np.ndarray, int, int, int]:
-    """(items, query vectors of the largest item, number of items that are parts of shared contexts, workers to use).
+    """(items int64 [num_items, fields of Item], query vectors of the largest item, number of items that are parts of shared contexts,
+    workers).
 
-    items           int64 [num_items, fields of Item]
-    row_starts_at   address of int32 [num_rows + 1]: first query token of each row
-    context_lens_at  address of int32 [num_rows]: tokens of each row's context, this step's included
-    group           query heads per KV head
-    window          number of most recent tokens that a query token attends to, itself included; NO_WINDOW: all
+    row_starts_at, context_lens_at: addresses of int32 [num_rows + 1] and [num_rows]. group: query heads per KV head.
 
     A context is divided among several items only when there would be fewer than two items per thread.
     """

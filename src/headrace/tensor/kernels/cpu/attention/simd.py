@@ -1,7 +1,6 @@
 """Attention's own vector code as Numba intrinsics: packing keys, queries and values for `jit.simd.panel_block`, and the softmax of a tile.
 
-Orders of additions are written down, as in `jit.simd`; pointers are those of `jit.scalars`, and no bounds are checked. The exponential is
-Cephes' expf, within 2 units in the last place.
+No bounds are checked. The exponential is Cephes' expf, within 2 units in the last place.
 """
 
 from __future__ import annotations
@@ -35,15 +34,14 @@ from headrace.tensor.kernels.cpu.jit.vector_ir import (
 )
 
 SLACK = 8.0
-"""Most that a score may exceed the reference of its softmax before sums are rescaled. e**8 costs a float32 no precision, and rescaling is
-rare."""
+"""Most that a score may exceed the reference of its softmax before sums are rescaled: e**8 costs a float32 no precision."""
 
 
 def _transpose_rows(
     builder: ir.IRBuilder, out: ir.Value, out_stride: ir.Value | int, source: ir.Value, element: types.Type, offsets: ir.Value,
     length: ir.Value, factor: ir.Value | None,
 ) -> None:  # fmt: skip
-    """out[d * out_stride + c] = source[offsets[c] + d] times lane c of `factor`, for d < length, c < LANES; written in the order of d."""
+    """out[d * out_stride + c] = source[offsets[c] + d] times lane c of `factor`, for d < length, c < LANES."""
     rows = [gep(builder, source, builder.load(gep(builder, offsets, c), align=8)) for c in range(LANES)]
     with cgutils.for_range(builder, builder.lshr(length, I64(LANES.bit_length() - 1))) as loop:
         first = builder.mul(loop.index, I64(LANES))
@@ -104,11 +102,11 @@ def pack_value(_: Any, out: Any, strip_stride: Any, value: Any, scale: Any, leng
 
 @intrinsic(prefer_literal=True)
 def softmax_tile(_: Any, scores: Any, first: Any, last: Any, reference: Any, tile: Any, is_whole: Any) -> tuple[Any, Emit]:
-    """One step of an online softmax, in place over scores[:tile]: entries in [first, last) become exp(score - m), all others 0.
+    """In place over scores[:tile]: entries in [first, last) become exp(score - m), all others 0. m is `reference`, unless one of these
+    scores exceeds it by more than SLACK: then it is the largest score. Returns (m, sum of the new entries); where [first, last) is empty,
+    (reference, 0).
 
-    m is `reference`, unless one of these scores exceeds it by more than SLACK: then it is the largest score. tile: a literal
-    multiple of LANES. is_whole: a literal, 1 where [first, last) is known to be [0, tile).
-    Returns (m, sum of the new entries); where [first, last) is empty, (reference, 0).
+    tile: a literal multiple of LANES. is_whole: a literal, 1 where [first, last) is known to be [0, tile).
     """
     num_chunks, all_seen = tile.literal_value // LANES, bool(is_whole.literal_value)
     result = types.UniTuple(types.float32, 2)
@@ -139,7 +137,6 @@ def softmax_tile(_: Any, scores: Any, first: Any, last: Any, reference: Any, til
 
 
 def _visible(builder: ir.IRBuilder, low: ir.Value, high: ir.Value, num_chunks: int) -> list[ir.Value]:
-    """Per chunk a mask of the lanes whose index in the tile lies in [low, high)."""
     lows, highs = (splat(builder, builder.trunc(bound, I32), I32) for bound in (low, high))
     masks = []
     for chunk in range(num_chunks):

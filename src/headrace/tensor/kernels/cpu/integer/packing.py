@@ -1,7 +1,7 @@
-"""Rounds weights to small integers and packs them into the strips that `quantized` multiplies: two passes over memory.
+"""Rounds weights to small integers, equal to `rounding.round_weight` to the bit, and packs them into the strips that `quantized`
+multiplies.
 
-Rounding equals `rounding.round_weight` to the bit. Packing transposes words, as `packing` does, and adds the offset on the way. Weights
-whose width is no multiple of a register, or that are not in this machine's memory, are rounded by `rounding.round_weight` itself.
+Weights whose width is no multiple of a register, or that are not in this machine's memory, are rounded by `rounding.round_weight` itself.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Pointer = Any
 
 WORK_PER_THREAD = 1 << 17
 BYTE_OFFSETS, NIBBLE_OFFSETS, NIBBLES = BYTE_OFFSET * 0x01010101, NIBBLE_OFFSET * 0x01010101, 0x0F0F0F0F
-"""Masks for the four bytes of a word: a signed number with its sign bit flipped is that number plus the offset."""
+"""A signed number with its sign bit flipped is that number plus the offset."""
 ZERO, ONE = np.float32(0.0), np.float32(1.0)
 MOST_BYTE, LEAST_NIBBLE, MOST_NIBBLE = np.float32(127.0), np.float32(-8.0), np.float32(7.0)
 
@@ -55,7 +55,7 @@ MOST_BYTE, LEAST_NIBBLE, MOST_NIBBLE = np.float32(127.0), np.float32(-8.0), np.f
 
 
 class RoundingArguments(NamedTuple):
-    """Arguments of the rounding kernels. weight, values and scales are addresses, all contiguous; group: 0 for int8."""
+    """All are contiguous; group  0 for int8."""
 
     weight: int
     values: int
@@ -145,7 +145,6 @@ def round_bytes(weight: Pointer, values: Pointer, scales: Pointer, rows: int, in
 
 @helper
 def farthest(source: Pointer, length: int) -> float:
-    """The value of largest magnitude, the first of several."""
     low, high, poison = extremes(source, length)
     value: float = high if high > -low else low
     if high == -low:
@@ -203,7 +202,7 @@ def _rounding_kernel(precision: Precision, dtype: torch.dtype) -> int:
 
 
 class PackingArguments(NamedTuple):
-    """Arguments of the packing kernels. source, target and counter are addresses; items: words in a row of the result."""
+    """items: words in a row of the result."""
 
     source: int
     target: int
@@ -223,7 +222,6 @@ def pack_nibbles(values: Tensor) -> Tensor:
 
 
 def _packed(values: Tensor, per_word: int) -> Tensor:
-    """Rows of zero weights are added at the end."""
     rows, inputs = values.shape
     values = values.contiguous()
     strips, items = -(-rows // STRIP_COLUMNS), inputs // per_word
@@ -236,8 +234,6 @@ def _packed(values: Tensor, per_word: int) -> Tensor:
 
 @intrinsic
 def byte_square(_: Any, source: Any, stride: Any, target: Any) -> tuple[Any, Emit]:
-    """LANES x LANES words, a row every `stride`, as LANES columns of a strip, plus the offset."""
-
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         rows = [item_row(builder, arguments[0], arguments[1], row, 0) for row in range(LANES)]
         store_square(builder, [builder.xor(row, constant(WORDS, BYTE_OFFSETS)) for row in rows], arguments[2], STRIP_COLUMNS)
@@ -248,7 +244,7 @@ def byte_square(_: Any, source: Any, stride: Any, target: Any) -> tuple[Any, Emi
 
 @intrinsic
 def nibble_square(_: Any, source: Any, stride: Any, target: Any) -> tuple[Any, Emit]:
-    """LANES x 2 LANES words, a row every `stride`, as LANES columns of a strip: two neighbours become the nibbles of one word."""
+    """Two neighbours become the nibbles of one word."""
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         rows = []
@@ -268,7 +264,6 @@ def nibble_square(_: Any, source: Any, stride: Any, target: Any) -> tuple[Any, E
 
 @helper
 def byte_strip(source: Pointer, count: int, target: Pointer, items: int) -> None:
-    """Words [count, items] -> [items, STRIP_COLUMNS]."""
     for left in range(0, STRIP_COLUMNS, LANES):
         whole = items // LANES * LANES if left + LANES <= count else 0
         for item in range(0, whole, LANES):
@@ -281,7 +276,6 @@ def byte_strip(source: Pointer, count: int, target: Pointer, items: int) -> None
 
 @helper
 def nibble_strip(source: Pointer, count: int, target: Pointer, items: int) -> None:
-    """Words [count, 2 items] -> [items, STRIP_COLUMNS]."""
     for left in range(0, STRIP_COLUMNS, LANES):
         whole = items // LANES * LANES if left + LANES <= count else 0
         for item in range(0, whole, LANES):

@@ -1,8 +1,7 @@
 """Linear layers whose weights are small integers (`rounding`): how they are packed and multiplied.
 
 Packed form: strips of STRIP_COLUMNS outputs, each one stream that is read forward (`integer.simd`). Products are summed exactly in
-integers, so a row's result does not depend on its batch, nor on the CPU. Test oracle: `reference.RoundedLinear`. Floating-point
-weights: `linear`.
+integers, so a row's result does not depend on its batch, nor on the CPU. Test oracle: `reference.RoundedLinear`.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ from headrace.tensor.kernels.rounding import INPUT_LIMIT, RoundedWeight
 Pointer = Any
 
 BYTE_INPUT = torch.int8 if HAS_DOTS else torch.int16
-"""What the inputs of int8 linears become; those of int4 linears are int8 everywhere."""
 as_byte_input = as_i8 if HAS_DOTS else as_i16
 MAX_INPUTS = 1 << 16
 """Widest linear: up to here sums of products stay below 2**31."""
@@ -68,12 +66,7 @@ def pack_scales(scales: Tensor) -> Tensor:
 
 
 class IntegerArguments(NamedTuple):
-    """Arguments of a linear's two kernels, rows to integers and product. The first nine and counter are addresses.
-
-    zeros  0 where there are none
-    group  inputs that share a scale: all of them in int8
-    span   strips that a worker takes at a time
-    """
+    """span: strips that a worker takes at a time."""
 
     source: int
     x: int
@@ -95,8 +88,7 @@ class IntegerArguments(NamedTuple):
 class IntegerProduct(NamedTuple):
     """out [rows, columns] = x [rows, inputs] times the weight, plus bias [columns]. x, row_scales, sums: see `quantize_row`.
 
-    group     inputs that share a scale: all of them in int8
-    per_word  weights in a word: 4 bytes or 8 nibbles
+    per_word: weights in a word, 4 bytes or 8 nibbles.
     """
 
     x: Pointer
@@ -116,7 +108,6 @@ class IntegerProduct(NamedTuple):
 
 @helper
 def multiply_block(p: IntegerProduct, row: int, rows: int, strip: int, strips: int) -> None:
-    """`rows` rows from `row` times `strips` strips from `strip`: one of `simd.BLOCKS`."""
     column, groups = strip * STRIP_COLUMNS, p.inputs // p.group
     integer_block(
         at(p.out, row * p.columns + column),
@@ -139,11 +130,8 @@ def multiply_block(p: IntegerProduct, row: int, rows: int, strip: int, strips: i
 
 @helper
 def multiply(p: IntegerProduct, span: int, counter: Pointer) -> None:
-    """Take spans of strips until none is left.
-
-    First blocks of ROWS rows, strip by strip: a strip stays in the second-level cache meanwhile. Then the rows left over, a pair and one,
-    with several strips at once: one stream of weights does not fill the memory's bandwidth.
-    """
+    """First blocks of ROWS rows, strip by strip: a strip stays in the second-level cache meanwhile. Then the rows left over, with several
+    strips at once: one stream of weights does not fill the memory's bandwidth."""
     num_strips, fours, first = p.columns // STRIP_COLUMNS, p.rows // ROWS * ROWS, take_ticket(counter) * span
     while first < num_strips:
         last = min(first + span, num_strips)
@@ -169,7 +157,7 @@ def rounding_factor(largest: float) -> np.float32:
 
 @helper
 def quantize_row(source: Pointer, target: Pointer, inputs: int, group: int, sums: Pointer) -> float:
-    """Write a row's integers to target and the sum of each group to sums; returns the row's scale."""
+    """Returns the row's scale."""
     largest = largest_magnitude(source, inputs)
     factor = rounding_factor(largest)
     for number in range(inputs // group):
@@ -250,14 +238,13 @@ def _product_kernel(scales: torch.dtype, has_zeros: bool) -> int:
 
 
 class IntegerLinear:
-    """See the module. x float32 or bfloat16; results are rounded to x's dtype once."""
+    """x float32 or bfloat16; results are rounded to x's dtype once."""
 
     runs_only_kernels = True
 
     def __init__(
         self, words: Tensor, scales: Tensor, bias: Tensor | None, zeros: Tensor | None, *, out_features: int, in_features: int, group: int
     ) -> None:
-        """words, scales, zeros: packed, see `pack`. group: 0 for int8."""
         self.out_features, self.in_features, self.group = out_features, in_features, group
         self.input_dtype = torch.int8 if group else BYTE_INPUT
         self.words, self.scales, self.zeros = words, scales, zeros
@@ -287,7 +274,7 @@ class IntegerLinear:
 
     @classmethod
     def of(cls, packed: PackedLinear) -> IntegerLinear:
-        """The linear whose parts `packed` returned. Raises ValueError where sizes or dtypes do not fit; products check nothing."""
+        """Raises ValueError where sizes or dtypes do not fit; products check nothing."""
         words, scales, bias = (packed.tensors[name] for name in ("words", "scales", "bias"))
         zeros = packed.tensors.get("zeros")
         columns = -(-packed.out_features // STRIP_COLUMNS) * STRIP_COLUMNS

@@ -1,13 +1,11 @@
 """Vector code for products of small integers, as Numba intrinsics: the inner loops of `quantized`.
 
-A register holds LANES words of 32 bits, one per output column; a word holds four bytes (or eight nibbles) of consecutive inputs, so that
-sums need no folding at the end and a group's scales are one vector. Integer sums are exact: their order does not matter, and every CPU
-computes the same. Weights are stored as unsigned numbers (value + OFFSET), which adds OFFSET times the sum of the inputs to a dot product;
-that is subtracted at the end. A zero point per group and column is subtracted with it.
+A register holds LANES words of 32 bits, one per output column; a word holds four bytes (or eight nibbles) of consecutive inputs. Weights
+are stored as unsigned numbers (value + OFFSET); OFFSET times the sum of the inputs is subtracted at the end, and a zero point per group
+with it.
 
 The CPU decides the instructions: `vpdpbusd` where it has VNNI (HAS_DOTS), else `vpmaddwd` (bytes, inputs widened to 16 bits) and
-`vpmaddubsw` (nibbles, whose pair sums fit 16 bits), else LLVM's translation of the same arithmetic in plain words. The packed weights are
-the same for all. Read `jit.simd` first.
+`vpmaddubsw` (nibbles, whose pair sums fit 16 bits), else LLVM's translation of the same arithmetic. Sums are exact in all.
 """
 
 from __future__ import annotations
@@ -48,17 +46,14 @@ WORDS = ir.VectorType(I32, LANES)
 SHORTS = ir.VectorType(I16, 2 * LANES)
 BYTES = ir.VectorType(I8, 4 * LANES)
 STRIP = 4 if LANES == 16 else 2
-"""Width of a strip in registers of LANES columns. The sums of four rows then fill half of the CPU's registers."""
+"""Registers of LANES columns. The sums of four rows then fill half of the CPU's registers."""
 STRIP_COLUMNS = STRIP * LANES
 AHEAD = 12
-"""Iterations for which weights are fetched ahead, see `simd.AHEAD`."""
 GROUPS_AHEAD, LINE_SCALES = 6, 32
-"""Groups for which scales are fetched ahead, and the scales in a cache line."""
 ROWS, PAIR, STRIPS = 4, 2, 4
 BLOCKS = ((ROWS, 1), (PAIR, PAIR), (1, STRIPS), (1, 1))
-"""Sizes of a block, as rows and strips that are multiplied at once. The sums of all but the last fill the same number of registers."""
+"""(rows, strips) of a block. The sums of all but the last fill the same number of registers."""
 KEY = max(strips for _, strips in BLOCKS) + 1
-"""rows * KEY + strips is another number for each block."""
 BYTE_OFFSET, NIBBLE_OFFSET = 128, 8
 HALF = types.int16
 """The element of pointers to float16, for which Numba has no type on CPUs."""
@@ -67,7 +62,6 @@ PAIR_ORDER = (0, 2, 1, 3)
 NIBBLE_RUN = 32
 """Inputs whose nibble products can be summed in 16 bits: 8 pair sums of at most 2 * 15 * 127."""
 HAS_DOTS = ("avx512vnni" if LANES == 16 else "avxvnni") in native_features() and LANES >= 8
-"""Whether one instruction adds four products of bytes to a word."""
 
 
 def _vector(builder: ir.IRBuilder, pointer: ir.Value, like: ir.Type) -> ir.Value:
@@ -75,7 +69,6 @@ def _vector(builder: ir.IRBuilder, pointer: ir.Value, like: ir.Type) -> ir.Value
 
 
 def _broadcast(builder: ir.IRBuilder, pointer: ir.Value) -> ir.Value:
-    """The 32 bits at `pointer` in every lane."""
     return splat(builder, builder.load(builder.bitcast(pointer, I32.as_pointer()), align=1), I32)
 
 
@@ -188,7 +181,6 @@ def _registers(builder: ir.IRBuilder, starts: list[ir.Value]) -> list[ir.Value]:
 
 
 def _weights(builder: ir.IRBuilder, places: list[ir.Value]) -> list[ir.Value]:
-    """The registers at `places`; those of AHEAD iterations later are prefetched."""
     words = [_vector(builder, place, WORDS) for place in places]
     for place in places:
         prefetch_line(builder, gep(builder, place, AHEAD * STRIP * LANES), STREAM_LEVEL)
@@ -196,7 +188,6 @@ def _weights(builder: ir.IRBuilder, places: list[ir.Value]) -> list[ir.Value]:
 
 
 def _finish(builder: ir.IRBuilder, sums: list[ir.Value], o: BlockOperands, rows: int) -> None:
-    """out[r, c] = sums[r, c] * scale of row r + bias[c]."""
     registers = len(sums) // rows
     for r in range(rows):
         scale = splat(builder, builder.load(gep(builder, o.row_scales, r)))
@@ -208,8 +199,6 @@ def _finish(builder: ir.IRBuilder, sums: list[ir.Value], o: BlockOperands, rows:
 
 
 class BlockOperands(NamedTuple):
-    """The values of `integer_block`'s arguments, in its order up to `group`."""
-
     out: ir.Value
     out_stride: ir.Value
     x: ir.Value
@@ -230,12 +219,12 @@ def integer_block(
     _: Any, out: Any, out_stride: Any, x: Any, x_stride: Any, weights: Any, strip_stride: Any, scales: Any, bias: Any, row_scales: Any,
     sums: Any, groups: Any, group: Any, zeros: Any, rows: Any, strips: Any,
 ) -> tuple[Any, Emit]:  # fmt: skip
-    """out[r, c] = row_scales[r] * sum over groups g of scales[g, c] * dot[g, r, c] + bias[c], where
-    dot[g, r, c] = sum over i in g of x[r, i] * (weights[i, c] - OFFSET - zeros[g, c]).
+    """out[r, c] = row_scales[r] * sum over groups g of scales[g, c] * dot[g, r, c] + bias[c], where dot[g, r, c] = sum over i in g of x[r,
+    i] * (weights[i, c] - OFFSET - zeros[g, c]).
 
-    The type of `scales` says which weights these are. float32: bytes, one group, see `_multiply_bytes`; bfloat16 or HALF: nibbles, groups
-    of `group` inputs, see `_multiply_nibbles`. zeros: HALF; of any other type, there are none. x holds values within +-127; sums int32
-    [rows, groups]: of x's groups. weights: strips strip_stride words apart. rows, strips: one of BLOCKS.
+    The type of `scales` says which weights these are. float32: bytes, one group, see `_multiply_bytes`; bfloat16 or HALF: nibbles, see
+    `_multiply_nibbles`. zeros: HALF; of any other type, there are none. sums int32 [rows, groups]: of x's groups. weights: strips
+    strip_stride words apart. rows, strips: one of BLOCKS.
     """
     if scales.dtype == types.float32:
         multiply: Callable[..., None] = _multiply_bytes
@@ -273,7 +262,6 @@ def _multiply_bytes(builder: ir.IRBuilder, o: BlockOperands, num_rows: int, num_
 
 
 def _add_quads(builder: ir.IRBuilder, totals: list[ir.Value], words: list[ir.Value], quads: list[ir.Value]) -> None:
-    """totals[r, c] += the products of the four inputs at quads[r] and the bytes of words[c]."""
     even = constant(WORDS, 0x00FF00FF)
     at_once = _at_once(len(quads), len(words))
     for first in range(0, len(words), at_once):
@@ -293,13 +281,11 @@ def _add_quads(builder: ir.IRBuilder, totals: list[ir.Value], words: list[ir.Val
 
 
 def _at_once(rows: int, words: int) -> int:
-    """Registers of words that are unpacked before they are multiplied with the rows. With one or two rows, inputs stay in registers and
-    words are loaded one by one; with more rows, the words stay."""
+    """With one or two rows, inputs stay in registers; with more, the words stay."""
     return 1 if rows <= 2 else words
 
 
 def _high_bytes(builder: ir.IRBuilder, words: ir.Value) -> ir.Value:
-    """The odd bytes of each word, as unsigned 16-bit numbers."""
     shorts = builder.bitcast(words, SHORTS)
     return builder.lshr(shorts, constant(SHORTS, 8))
 
@@ -307,11 +293,8 @@ def _high_bytes(builder: ir.IRBuilder, words: ir.Value) -> ir.Value:
 def _multiply_nibbles(
     builder: ir.IRBuilder, o: BlockOperands, num_rows: int, num_strips: int, *, element: types.Type, has_zeros: bool
 ) -> None:
-    """x int8; weights: per eight inputs STRIP registers; the low nibbles of a word's bytes are inputs 0..3, the high ones 4..7.
-
-    scales bfloat16 or HALF, and zero points HALF, strip by strip [groups, STRIP_COLUMNS]. Groups are added in order, by fused
-    multiply-adds. With whole zero points the sum of a group stays exact.
-    """
+    """x int8; weights: per eight inputs STRIP registers; the low nibbles of a word's bytes are inputs 0..3, the high ones 4..7. scales
+    bfloat16 or HALF, and zero points HALF, strip by strip [groups, STRIP_COLUMNS]. Groups are added in order, by fused multiply-adds."""
     registers, num_runs = num_strips * STRIP, builder.udiv(o.group, I64(NIBBLE_RUN))
     starts, bases = _pointers(builder, o.x, o.x_stride, num_rows), _pointers(builder, o.weights, o.strip_stride, num_strips)
     strip_scales = builder.mul(o.groups, I64(STRIP_COLUMNS))
@@ -349,7 +332,6 @@ def _multiply_nibbles(
 
 
 def _load_scales(builder: ir.IRBuilder, place: ir.Value, element: types.Type) -> ir.Value:
-    """One register of scales or zero points, as float32; element: HALF or bfloat16."""
     if element != HALF:
         return load_floats(builder, place, element, VECTOR)
     bits = _vector(builder, place, ir.VectorType(I16, LANES))
@@ -363,7 +345,6 @@ def _load_scales(builder: ir.IRBuilder, place: ir.Value, element: types.Type) ->
 
 
 def _nibble_run(builder: ir.IRBuilder, wholes: list[ir.Value], quads: list[ir.Value], chunks: list[ir.Value]) -> None:
-    """wholes[r, c] += the products of NIBBLE_RUN inputs; without HAS_DOTS, 16-bit sums in between."""
     low = constant(WORDS, 0x0F0F0F0F)
     like = WORDS if HAS_DOTS else SHORTS
     sums: list[ir.Value] = [constant(like, 0)] * len(wholes)

@@ -1,18 +1,14 @@
 """A cache of compiled kernels on disk: Numba's cache with three changes.
 
-Disk errors are not fatal. Numba's own cache raises OSError when the disk is full or read-only, which would end the process at its first
-kernel. Here a kernel that cannot be read is compiled again. A kernel that cannot be written is used from memory; the first such error is
-logged, and nothing is written after it.
+Disk errors are not fatal: a kernel that cannot be read is compiled again, one that cannot be written is used from memory. Numba's own cache
+would end the process.
 
-Several processes may write at once. Numba's own cache takes the number of a new code file from the index, so two replicas that compile at
-the same time could write two signatures to one file and later run the wrong code. `DataFiles` gives every file a name of its own.
+Numba takes the number of a new code file from the index, so two replicas could write two signatures to one file and later run the wrong
+code.
 
-Only one private folder is used. Numba's own cache would also try other folders, whose owner and mode are unchecked; and cached kernels are
-pickled machine code, so write access to the folder is enough to run code as this user (`host.cache_folder`). Without a private folder,
-kernels are compiled again in every process.
-
-There is one folder per (kernel sources, numba, llvmlite, Python, CPU): Numba itself notices a changed file but not a changed helper in
-another file.
+Only one private folder is used: cached kernels are pickled machine code, so write access to it is enough to run code as this user
+(`host.cache_folder`). There is one folder per (kernel sources, numba, llvmlite, Python, CPU): Numba itself notices a changed file but not a
+changed helper in another file.
 """
 
 from __future__ import annotations
@@ -38,24 +34,19 @@ from headrace.tensor.host.cache_folder import ENVIRONMENT, cache_root, open_priv
 log = logging.getLogger(__name__)
 
 KERNEL_SOURCES = Path(__file__).parents[2]
-"""`tensor/kernels`: a change in any of its files may change the machine code."""
 COMPILE = "numba:compile"
-"""Numba's event around each compilation of a function for a signature, nested ones included. Numba does not trigger it for C functions;
-`KeptCFunc` does."""
+"""Numba's event around each compilation, nested ones included. Numba does not trigger it for C functions; `KeptCFunc` does."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompileCache:
-    """directory  None: kernels are compiled in memory only
-    reason     one sentence, for people
-    """
+    """directory: None: kernels are compiled in memory only."""
 
     directory: Path | None
     reason: str
 
 
 def code_key(sources: Path, cpu: str) -> str:
-    """A name for everything that compiled code depends on; sources: the folder of kernel files, searched with its subfolders."""
     digest = hashlib.sha256(cpu.encode())
     for path in sorted(sources.rglob("*.py")):
         digest.update(str(path.relative_to(sources)).encode() + b"\0" + path.read_bytes() + b"\0")
@@ -92,13 +83,12 @@ def numba_cache() -> CompileCache:
 
 
 class Disk:
-    """Whether this process still writes to the cache. refusal: why the process stopped writing; None while writing works."""
+    """refusal: why this process stopped writing to the cache; None while writing works."""
 
     def __init__(self) -> None:
         self.refusal: str | None = None
 
     def refuse(self, error: OSError, folder: str) -> None:
-        """Log the first error, and write nothing more: every further kernel would be serialized only to fail in the same way."""
         if self.refusal is None:
             self.refusal = f"compiled kernels cannot be kept in {folder} ({error.strerror or error})"
             log.warning("%s; every start compiles them again. Free space there, or set %s to another folder.", self.refusal, ENVIRONMENT)
@@ -108,8 +98,6 @@ DISK = Disk()
 
 
 class _Locator(UserProvidedCacheLocator):
-    """Uses the configured folder alone. A read-only folder is accepted."""
-
     def ensure_cache_path(self) -> None:
         os.makedirs(self.get_cache_path(), exist_ok=True)
 
@@ -123,9 +111,9 @@ class _Files(CompileResultCacheImpl):
 
 
 class DataFiles(IndexDataCacheFile):
-    """The files of one function: an index, and one code file per signature under a random name (UUID), which no other process takes.
+    """An index, and one code file per signature under a random name, which no other process takes.
 
-    When two processes write the index at once, one of the new entries is lost. Its signature is compiled again at the next start.
+    When two processes write the index at once, one of the new entries is lost and compiled again at the next start.
     """
 
     def save(self, key: Any, data: Any) -> None:
@@ -135,7 +123,7 @@ class DataFiles(IndexDataCacheFile):
 
 
 class KernelCache(FunctionCache):
-    """The cache of one function. Loading and saving raise no OSError."""
+    """Loading and saving raise no OSError."""
 
     cache_path: str
 
@@ -147,7 +135,6 @@ class KernelCache(FunctionCache):
         self._cache_file = DataFiles(self._cache_path, self._impl.filename_base, self._impl.locator.get_source_stamp())
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """The compiled function of a signature; None when the cache has none, or when its file cannot be read (logged)."""
         try:
             return super().load_overload(sig, target_context)
         except (OSError, EOFError) as error:
@@ -164,13 +151,10 @@ class KernelCache(FunctionCache):
 
 
 def keep(dispatcher: Any) -> None:
-    """Give a function decorated with `njit` this cache in place of Numba's own (`cache=True`)."""
     dispatcher._cache = KernelCache(dispatcher.py_func)
 
 
 class KeptCFunc(CFunc):
-    """A C callback as `cfunc(cache=True)` makes it, but with this cache."""
-
     address: int
 
     def enable_caching(self) -> None:
@@ -198,7 +182,7 @@ class _Count(Listener):
 
 @contextmanager
 def report_compiling(report: Callable[[int], None]) -> Iterator[None]:
-    """Inside, `report` is called with the number of functions compiled so far: 0 when the first begins, never if all come from the cache
-    on disk. It is called on the thread that compiles."""
+    """Inside, `report` is called with the number of functions compiled so far, on the thread that compiles: 0 when the first begins, never
+    if all come from the cache on disk."""
     with install_listener(COMPILE, _Count(report)):
         yield

@@ -1,13 +1,11 @@
 """Compiles kernels and runs them on several threads, in the only parallel region of the package.
 
-A kernel is a C function `void(arguments, worker, workers)` made by `compile_kernel`. `arguments` is the address of int64 words
-(addresses, strides, counts; floats by `float_bits`). Each kernel declares them once, as a NamedTuple: the launch builds it by name, and
-the kernel reads it by name (`scalars.read_arguments`). A region calls the kernel once per worker, without the GIL. One region for all
-kernels means one slow `parallel=True` compilation instead of one per kernel and element type.
+A kernel is a C function `void(arguments, worker, workers)`. `arguments` is the address of int64 words (addresses, strides, counts; floats
+by `float_bits`), declared once per kernel, as a NamedTuple (`scalars.read_arguments`). A region calls the kernel once per worker, without
+the GIL. One region for all kernels means one slow `parallel=True` compilation instead of one per kernel.
 
-Numba stores compiled code in the directory of `disk_cache`, unless the disk refuses it. Kernels and helpers close over
-no other compiled function: Numba keys its cache by the pickled closure, and a function's identity differs in every process. Lists of
-launches that run later: `launch_list`.
+Kernels and helpers close over no other compiled function: Numba keys its cache by the pickled closure, and a function's identity differs in
+every process.
 """
 
 from __future__ import annotations
@@ -38,7 +36,6 @@ numba.config.CACHE_DIR = str(CACHE.directory or "")  # read by every decorator b
 numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
 
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-"""Compile options of every function: no GIL, no checks for division by zero."""
 
 _memset = types.ExternalFunction("memset", types.intp(types.intp, types.int32, types.intp))
 
@@ -53,7 +50,7 @@ def _compiled(function: _Function, **options: bool) -> _Function:
 
 
 def helper(function: _Function) -> _Function:
-    """Compile a function that only compiled code calls. It gets no entry from Python, half of a small one's compile time."""
+    """A function that only compiled code calls gets no entry from Python, half of a small one's compile time."""
     return _compiled(function, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
@@ -74,8 +71,6 @@ def call(_: Any, function: Any, arguments: Any, worker: Any, workers: Any) -> tu
 
 @intrinsic
 def float_from_bits(_: Any, bits: Any) -> tuple[Any, Any]:
-    """The float32 whose bits stand in the low half of an int64 argument."""
-
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, given: Any) -> ir.Value:
         return builder.bitcast(builder.trunc(given[0], ir.IntType(32)), ir.FloatType())
 
@@ -84,7 +79,7 @@ def float_from_bits(_: Any, bits: Any) -> tuple[Any, Any]:
 
 @intrinsic
 def bits_of_float(_: Any, value: Any) -> tuple[Any, Any]:
-    """The bits of a float32 that is not negative, as an int64: in the same order as the values."""
+    """The bits of a float32 that is not negative: in the same order as the values."""
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, given: Any) -> ir.Value:
         return builder.zext(builder.bitcast(given[0], ir.IntType(32)), ir.IntType(64))
@@ -94,8 +89,6 @@ def bits_of_float(_: Any, value: Any) -> tuple[Any, Any]:
 
 @intrinsic
 def double_from_bits(_: Any, bits: Any) -> tuple[Any, Any]:
-    """The float64 whose bits an int64 is."""
-
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, given: Any) -> ir.Value:
         return builder.bitcast(given[0], ir.DoubleType())
 
@@ -118,7 +111,7 @@ def _in_parallel(function: int, arguments: int, workers: int) -> None:
 
 @helper
 def run_workers(function: int, arguments: int, workers: int) -> None:
-    """Call the kernel at address `function` once per worker and wait. One worker runs on the calling thread, without a region."""
+    """One worker runs on the calling thread, without a region."""
     if workers > 1:
         _in_parallel(function, arguments, workers)
     else:
@@ -131,14 +124,12 @@ def run_now(function: int, arguments: int, workers: int) -> None:
 
 
 class _Threads:
-    """The limit of a region's workers, for the whole process, as torch's own setting is."""
-
     def __init__(self) -> None:
         self.limit = int(numba.config.NUMBA_NUM_THREADS)
         self.applied = threading.local()
 
     def apply_limit(self) -> None:
-        """Set the size of Numba's regions, which it stores per calling thread, once per thread and limit."""
+        """Numba stores the size of its regions per calling thread."""
         if getattr(self.applied, "limit", None) != self.limit:
             numba.set_num_threads(self.limit)
             self.applied.limit = self.limit
@@ -154,7 +145,7 @@ def thread_limit() -> int:
 
 
 def set_thread_limit(limit: int) -> int:
-    """Set the workers per region, at most the threads with which Numba was started. Returns the limit that was set."""
+    """The limit is at most the threads with which Numba was started; returns what was set."""
     _THREADS.limit = max(1, min(limit, int(numba.config.NUMBA_NUM_THREADS)))
     return _THREADS.limit
 
@@ -171,7 +162,7 @@ def threading_layer() -> str:
 
 
 def compile_kernel(function: Callable[[int, int, int], None]) -> int:
-    """Address of the compiled kernel. Compiles now, or loads it from the cache on disk. The code lives as long as the process."""
+    """The code lives as long as the process."""
     threading_layer()
     compiled = KeptCFunc(function, normalize_signature(types.void(types.intp, types.intp, types.intp)), locals={}, options=OPTIONS)
     if CACHE.directory is not None:
@@ -183,7 +174,7 @@ def compile_kernel(function: Callable[[int, int, int], None]) -> int:
 
 
 def guarded(function: Callable[..., None], *arguments: Any) -> None:
-    """Call compiled code that contains a region. The workqueue layer ends the process on concurrent entry, so there callers take turns."""
+    """The workqueue layer ends the process on concurrent entry into a region, so there callers take turns."""
     _THREADS.apply_limit()
     if threading_layer() == "workqueue":
         with _REGION:
@@ -193,14 +184,11 @@ def guarded(function: Callable[..., None], *arguments: Any) -> None:
 
 
 def kernel_names() -> dict[int, str]:
-    """Address -> "module.function" of every kernel of this process, for measurements."""
     functions = ((compiled.address, compiled.__wrapped__) for compiled in _COMPILED)
     return {address: f"{function.__module__.rpartition('.')[2]}.{function.__name__}" for address, function in functions}
 
 
 class Pending(Protocol):
-    """Receives launches that are to run later, see `launch_list`."""
-
     def allocate_result(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
 
     def add(self, kernel: int, memory: array[int], workers: int, touched: tuple[Tensor | np.ndarray, ...]) -> None: ...
@@ -233,7 +221,7 @@ def with_counter(arguments: Sequence[int]) -> array[int]:
 
 
 def allocate_result(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Memory for a result, not written yet. In a launch list it may be a buffer of two layers before, see `launch_list.next_layer`."""
+    """Memory not written yet. In a launch list it may be a buffer of two layers before, see `launch_list.next_layer`."""
     pending = CALLER.pending
     made = torch.empty(shape, dtype=dtype) if pending is None else pending.allocate_result(shape, dtype)
     if is_poisoned() and made.nbytes:  # by a kernel: pending kernels may still read and write this memory
@@ -261,7 +249,7 @@ def address_of(memory: array[int]) -> int:
 
 
 def launch(kernel: int, arguments: Sequence[int] | array[int], workers: int, *touched: Tensor | np.ndarray) -> None:
-    """Run `kernel` on `workers` threads and wait; inside `deferred_launches` and `recording`, append it to the list instead.
+    """Run `kernel` and wait; inside `deferred_launches` and `recording`, append it to the list instead.
 
     touched: all tensors and arrays whose addresses are among the arguments, kept alive until the kernel has run; a new result comes first.
     """

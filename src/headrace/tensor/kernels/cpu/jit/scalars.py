@@ -1,8 +1,7 @@
 """Pointers and scalars as Numba intrinsics: what a kernel is written in beside the vector code of `jit.simd`.
 
-Memory is accessed through typed pointers made from a tensor's address (`as_f32`, ...). The type says how an element is stored, so one
-kernel source compiles for float32 and for bfloat16 (uint16 bits: the upper half of a float32). The caller keeps the tensor alive and has
-checked its shape: no bounds are checked here. Loads and stores are scalars; LLVM vectorises them where they stand in a plain loop.
+A typed pointer made from a tensor's address (`as_f32`, ...) says how an element is stored, so one kernel source compiles for float32 and
+for bfloat16 (uint16 bits). The caller keeps the tensor alive and has checked its shape: no bounds are checked here.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ as_f16 = as_i16
 
 @intrinsic
 def read_arguments(_: Any, layout: Any, address: Any) -> tuple[Any, Emit]:
-    """A kernel's arguments, by name: `layout` is a NamedTuple class, whose fields are the int64 words at `address`, in order."""
+    """`layout` is a NamedTuple class, whose fields are the int64 words at `address`, in order."""
     words = types.NamedUniTuple(types.intp, len(layout.instance_class._fields), layout.instance_class)
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
@@ -64,8 +63,6 @@ def read_arguments(_: Any, layout: Any, address: Any) -> tuple[Any, Emit]:
 
 @intrinsic
 def at(_: Any, pointer: Any, index: Any) -> tuple[Any, Emit]:
-    """pointer + index elements."""
-
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         return gep(builder, arguments[0], arguments[1])
 
@@ -102,8 +99,6 @@ def store(_: Any, value: Any, pointer: Any, index: Any) -> tuple[Any, Emit]:
 
 @intrinsic(prefer_literal=True)
 def prefetch(_: Any, pointer: Any, index: Any, length: Any) -> tuple[Any, Emit]:
-    """Prefetch the cache lines of pointer[index : index + length]. The address may be anything: a hint cannot fail."""
-
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         byte_pointer = ir.IntType(8).as_pointer()
         start = builder.bitcast(gep(builder, arguments[0], arguments[1]), byte_pointer)
@@ -125,7 +120,7 @@ def exp(_: Any, x: Any) -> tuple[Any, Emit]:
 
 @intrinsic
 def take_ticket(_: Any, counter: Any) -> tuple[Any, Emit]:
-    """Atomically counter[0] += 1; returns the old value. Workers share a list of unequal items by it."""
+    """Atomically counter[0] += 1; returns the old value."""
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         return builder.atomic_rmw("add", arguments[0], I64(1), "monotonic")
@@ -146,8 +141,6 @@ def increment(_: Any, counter: Any) -> tuple[Any, Emit]:
 
 @intrinsic
 def load_acquire(_: Any, counter: Any) -> tuple[Any, Emit]:
-    """counter[0], read atomically; see `increment`."""
-
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         return builder.load_atomic(arguments[0], "acquire", 8)
 
@@ -167,8 +160,6 @@ def compare_and_set(_: Any, place: Any, value: Any) -> tuple[Any, Emit]:
 
 @intrinsic
 def pause(_: Any) -> tuple[Any, Emit]:
-    """Hint to the processor that this is a waiting loop."""
-
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         if "sse2" in native_features():
             function_type = ir.FunctionType(ir.VoidType(), [])

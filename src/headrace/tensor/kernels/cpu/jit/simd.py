@@ -1,13 +1,7 @@
 """Vector code as Numba intrinsics: the inner loops whose arithmetic must be fast *and* fixed.
 
-Numba's auto-vectoriser picks a reduction order per loop and per CPU. Here every order is written down, so a dot product has the same
-bits for one row as for one of 32 rows. Vectors have LANES float32, one register of this CPU.
-
-Memory is accessed through the typed pointers of `jit.scalars`: no bounds are checked. `vector_ir` holds the functions that emit the
-instructions.
-
-Sums of products add their inputs one by one, with fused multiply-adds, a lane per output (`panel_block`). Attention's own loops are in
-`attention.simd`, those of small integers in `integer.simd`.
+Numba's auto-vectoriser picks a reduction order per loop and per CPU. Here every order is written down, so a dot product has the same bits
+for one row as for one of 32 rows. No bounds are checked. `vector_ir` emits the instructions.
 """
 
 from __future__ import annotations
@@ -56,7 +50,7 @@ AHEAD = 24 if STREAM_LEVEL == FIRST_LEVEL else 64
 """Iterations by which weights are prefetched: the processor's own prefetching stops at every page (docs/experiments.md)."""
 
 ROW_STRIPS = 4
-"""Strips that a single row is multiplied with at once: several streams of weights keep more cache lines in flight than one."""
+"""A single row takes several strips at once: several streams of weights keep more cache lines in flight than one."""
 
 SEVERAL_STRIPS = 0
 """Stands for one row and ROW_STRIPS strips where `panel_block` chooses by the number of rows."""
@@ -67,7 +61,6 @@ _WORDS = ir.VectorType(I32, LANES)
 
 
 def _row_items(builder: ir.IRBuilder, source: ir.Value, index: ir.Value, like: ir.Type, element: types.Type) -> ir.Value:
-    """The items of a row of float32 from `index` on, as many as `like` has: float32, or words of two inputs rounded to bfloat16."""
     if element == types.float32:
         return load_floats(builder, gep(builder, source, index), types.float32, shaped(like, F32))
     first = gep(builder, source, builder.mul(index, I64(2)))
@@ -121,15 +114,13 @@ def _pack_panel(
 
 
 def _skipped(builder: ir.IRBuilder, index: ir.Value, count: ir.Value, strip_step: ir.Value, num_strips: int) -> ir.Value:
-    """Elements to add to a prefetch address beyond the end of its piece. Pieces follow each other: where `num_strips` are read at the same
-    time, the next piece is already being read, and the first unread one begins num_strips - 1 pieces later."""
+    """Elements to add to a prefetch address beyond the end of its piece: where `num_strips` are read at the same time, the first unread
+    piece begins num_strips - 1 pieces later."""
     near_end = builder.icmp_signed(">=", builder.add(index, I64(AHEAD)), count)
     return builder.select(near_end, builder.mul(strip_step, I64(num_strips - 1)), I64(0))
 
 
 class PanelOperands(NamedTuple):
-    """The values of `panel_block`'s arguments, in its order up to start_stride."""
-
     out: ir.Value
     out_stride: ir.Value
     x: ir.Value
@@ -148,10 +139,10 @@ def panel_block(
     """out[r, c] = start[r, c] + sum over k of x[k, r] * weights[k, c], for r < rows and the STRIP_COLUMNS columns c of each strip.
 
     The sum starts at zero and adds k = 0, 1, ... in order, by fused multiply-adds, whatever `rows` and `strips` are. out, start float32,
-    rows out_stride and start_stride apart; x float32 [length, rows] or, with spread > 0, [rows, length] with rows that far apart.
-    weights: strips strip_stride elements apart, each float32 [length, STRIP_COLUMNS], or bfloat16 seen as int32
-    [length / 2, STRIP_COLUMNS], a word holding element k in its low and k + 1 in its high half. To such weights x may come in the same
-    words, [length / 2, rows]: then a word is added by `dot_pairs`.
+    rows out_stride and start_stride apart; x float32 [length, rows] or, with spread > 0, [rows, length] with rows that far apart. weights:
+    strips strip_stride elements apart, each float32 [length, STRIP_COLUMNS], or bfloat16 seen as int32 [length / 2, STRIP_COLUMNS], a word
+    holding element k in its low and k + 1 in its high half. To such weights x may come in the same words, [length / 2, rows]: then a word
+    is added by `dot_pairs`.
 
     rows    one of PANEL_ROWS, known at run time
     strips  the literal 1; or a number known at run time, 1 or, for one row, ROW_STRIPS
@@ -181,7 +172,7 @@ def panel_block(
 def _multiply_panel(
     builder: ir.IRBuilder, o: PanelOperands, x: types.Type, weights: types.Type, num_rows: int, num_strips: int, spread: int
 ) -> None:  # fmt: skip
-    """`panel_block` of one size; 2 * num_rows * num_strips registers hold sums. x, weights: element types."""
+    """2 * num_rows * num_strips registers hold sums."""
     halves, are_pairs = (2 if weights == types.int32 else 1), x == types.int32
     steps, add = (1, dot_pairs) if are_pairs else (halves, lambda builder, total, left, right: fma(builder, left, right, total))
     by_depth, by_row = (1, spread) if spread else (num_rows, 1)
@@ -214,7 +205,6 @@ def _multiply_panel(
 
 
 def _columns(builder: ir.IRBuilder, where: ir.Value, halves: int, are_pairs: bool) -> list[ir.Value]:
-    """One register of columns of the weights at `where`, for each step of an iteration."""
     if halves == 1:
         return [load_floats(builder, where, types.float32, VECTOR)]
     word = builder.load(builder.bitcast(where, _WORDS.as_pointer()), align=4)
@@ -223,13 +213,11 @@ def _columns(builder: ir.IRBuilder, where: ir.Value, halves: int, are_pairs: boo
 
 @intrinsic
 def sum_squares(_: Any, pointer: Any, length: Any) -> tuple[Any, Emit]:
-    """Sum of pointer[:length] squared in float32: four registers of partial sums, then the rest one by one."""
     return types.float32(pointer, types.intp), _emit_sum(pointer, lambda builder, value, total: fma(builder, value, value, total))
 
 
 @intrinsic
 def sum_floats(_: Any, pointer: Any, length: Any) -> tuple[Any, Emit]:
-    """Sum of pointer[:length] in float32, in the order of `sum_squares`."""
     return types.float32(pointer, types.intp), _emit_sum(pointer, lambda builder, value, total: builder.fadd(value, total))
 
 

@@ -1,7 +1,6 @@
 """Functions that emit LLVM instructions, for the intrinsics of `simd`; and what kernels know of the CPU they are compiled for.
 
-Values are float32, scalars or vectors of LANES, one register of this CPU. Stored elements are float32, bfloat16 (seen as uint16: the
-upper half of a float32) or int8.
+Values are float32, scalars or vectors of LANES, one register of this CPU. Stored elements are float32, bfloat16 (seen as uint16) or int8.
 """
 
 from __future__ import annotations
@@ -22,14 +21,13 @@ Emit = Callable[[Any, ir.IRBuilder, Any, Any], Any]
 
 @functools.cache
 def native_features() -> frozenset[str]:
-    """Instruction sets of the CPU for which Numba compiles, by LLVM's names."""
     if named := config.CPU_FEATURES:
         return frozenset(name[1:] for name in named.split(",") if name.startswith("+"))
     return frozenset(name for name, has in llvmlite.binding.get_host_cpu_features().items() if has)
 
 
 def native_lanes() -> int:
-    """float32 lanes of the widest vector register of the CPU for which Numba compiles: 16, 8 or 4."""
+    """float32 lanes of the widest vector register: 16, 8 or 4."""
     features = native_features()
     if "avx512f" in features:
         return 16
@@ -39,20 +37,17 @@ def native_lanes() -> int:
 LANES = native_lanes()
 STRIP_VECTORS = 2
 STRIP_COLUMNS = STRIP_VECTORS * LANES
-"""Outputs of a linear that are side by side in memory, see `linear`."""
 
 PANEL_ROWS = {16: (12, 8, 4, 2, 1), 8: (6, 4, 2, 1)}.get(LANES, (4, 2, 1))
-"""Sizes of a panel, in rows of x that are multiplied at once, largest first. The sums of the largest panel and one strip fill 24 of
-AVX-512's 32 registers, or 12 of AVX2's 16. No size exceeds LANES, as `simd.pack_queries` requires."""
+"""Rows of x that are multiplied at once, largest first. The sums of the largest panel and one strip fill 24 of AVX-512's 32 registers, or
+12 of AVX2's 16. No size exceeds LANES, as `simd.pack_queries` requires."""
 
 HAS_BF16_DOTS = LANES == 16 and "avx512bf16" in native_features()
-"""Whether one instruction adds two products of bfloat16 to a float32."""
 
 FIRST_LEVEL, SECOND_LEVEL = 3, 2
 """LLVM's numbers of the caches into which memory can be prefetched."""
 STREAM_LEVEL = SECOND_LEVEL if HAS_BF16_DOTS else FIRST_LEVEL
-"""The cache into which streamed weights are prefetched. CPUs with AVX512-BF16 take the second level, which keeps more lines in flight than
-the first: measured on Zen 4 alone (docs/experiments.md)."""
+"""CPUs with AVX512-BF16 take the second level, which keeps more lines in flight: measured on Zen 4 alone (docs/experiments.md)."""
 
 VECTOR = ir.VectorType(F32, LANES)
 ITEM_BYTES = {types.float32: 4, types.uint16: 2, types.int8: 1, types.int16: 2, types.int32: 4, types.int64: 8}
@@ -99,13 +94,13 @@ class _BFloat(ir.Type):
 
 
 def widened(builder: ir.IRBuilder, word: ir.Value) -> list[ir.Value]:
-    """The two bfloat16 of each 32-bit word as float32, those of the low halves first."""
+    """The two bfloat16 of each word as float32, those of the low halves first."""
     low, high = builder.shl(word, constant(word.type, 16)), builder.and_(word, constant(word.type, -65536))
     return [builder.bitcast(half, shaped(word.type, F32)) for half in (low, high)]
 
 
 def dot_pairs(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
-    """total + the products of the two bfloat16 of each word of a and b: by one instruction where HAS_BF16_DOTS, else by multiply-adds.
+    """total + the products of the two bfloat16 of each word of a and b.
 
     The instruction rounds in another order than fused multiply-adds, and takes numbers below 2**-126 for zero.
     """
@@ -117,7 +112,6 @@ def dot_pairs(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value) 
 
 
 def emit_dot(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
-    """`dot_pairs` for 16 words, by the instruction of AVX512-BF16."""
     pairs = ir.VectorType(_BFloat(), 32)
     function_type = ir.FunctionType(total.type, [total.type, pairs, pairs])
     function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.avx512bf16.dpbf16ps.512")
@@ -129,7 +123,7 @@ def gep(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value | int) -> ir.V
 
 
 def prefetch_line(builder: ir.IRBuilder, pointer: ir.Value, level: int = FIRST_LEVEL) -> None:
-    """Prefetch the cache line at `pointer`. The address may be anything: a hint cannot fail."""
+    """The address may be anything: a hint cannot fail."""
     byte_pointer = ir.IntType(8).as_pointer()
     function_type = ir.FunctionType(ir.VoidType(), [byte_pointer, I32, I32, I32])
     function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
@@ -137,7 +131,6 @@ def prefetch_line(builder: ir.IRBuilder, pointer: ir.Value, level: int = FIRST_L
 
 
 def load_floats(builder: ir.IRBuilder, pointer: ir.Value, element: types.Type, like: ir.Type) -> ir.Value:
-    """float32 values of `like`'s shape at `pointer`."""
     stored = shaped(like, STORED[element])
     value = builder.load(builder.bitcast(pointer, stored.as_pointer()), align=ITEM_BYTES[element])
     if element == types.float32:
@@ -149,7 +142,7 @@ def load_floats(builder: ir.IRBuilder, pointer: ir.Value, element: types.Type, l
 
 
 def rounded_bits(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """float32 as bfloat16, in the low halves of words: rounded to nearest, ties to even, NaN stays NaN."""
+    """bfloat16 stands in the low halves of words: rounded to nearest, ties to even, NaN stays NaN."""
     bits = builder.bitcast(value, shaped(value.type, I32))
     one, sixteen = constant(bits.type, 1), constant(bits.type, 16)
     odd = builder.and_(builder.lshr(bits, sixteen), one)
@@ -158,14 +151,13 @@ def rounded_bits(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
 
 
 def store_floats(builder: ir.IRBuilder, value: ir.Value, pointer: ir.Value, element: types.Type) -> None:
-    """Store float32 values; to bfloat16 by rounding to nearest, ties to even, NaN stays NaN."""
     if element == types.uint16:
         value = builder.trunc(rounded_bits(builder, value), shaped(value.type, I16))
     builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=ITEM_BYTES[element])
 
 
 def for_case(builder: ir.IRBuilder, value: ir.Value, cases: Mapping[int, Callable[[], None]]) -> None:
-    """Emit one branch per case and jump to the one whose key is `value`, at run time; the last case serves every other value."""
+    """Jump to the case whose key is `value`, at run time; the last case serves every other value."""
     *keys, last = cases
     blocks, end = {key: builder.append_basic_block() for key in cases}, builder.append_basic_block()
     switch = builder.switch(value, blocks[last])
@@ -185,10 +177,7 @@ def part_of(builder: ir.IRBuilder, value: ir.Value, first: int, count: int) -> i
 
 
 def transpose(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
-    """LANES vectors as columns: lane c of the d-th result is lane d of rows[c].
-
-    log2(LANES) rounds, each of which interleaves the lanes of every vector with those of the vector LANES / 2 further on.
-    """
+    """LANES vectors as columns: lane c of the d-th result is lane d of rows[c]."""
     pairs, half = [(i, LANES + i) for i in range(LANES)], LANES // 2
     order = [lane for pair in pairs for lane in pair]
     low, high = (ir.Constant(ir.VectorType(I32, LANES), part) for part in (order[:LANES], order[LANES:]))
@@ -198,7 +187,6 @@ def transpose(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
 
 
 def fold_lanes(builder: ir.IRBuilder, value: ir.Value, join: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
-    """All lanes joined in halves: lane i with lane i + LANES / 2, and so on down to one."""
     lanes = LANES
     while lanes > 1:
         lanes //= 2
@@ -207,7 +195,7 @@ def fold_lanes(builder: ir.IRBuilder, value: ir.Value, join: Callable[[ir.Value,
 
 
 def larger(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
-    """The larger of a and b; b where either is NaN. One instruction on x86, where "llvm.maxnum" takes three."""
+    """Returns b where either is NaN. One instruction on x86, where "llvm.maxnum" takes three."""
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
