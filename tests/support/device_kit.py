@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from plain_choice import PlainChoice
 from runner_kit import CONTEXT
 
 from headrace.engine.runner.device.runner import DeviceRunner
@@ -12,7 +13,6 @@ from headrace.engine.runner.device.steps import DeviceModel
 from headrace.engine.runner.masks import MaskSource
 from headrace.tensor.batch import allocate_kv
 from headrace.tensor.device import CPU
-from headrace.tensor.kernels.plain_choice import PlainChoice
 from headrace.tensor.models.decoder import DecoderModel
 
 

@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from plain_choice import PlainChoice
 
 from headrace.core.ids import SlotId
 from headrace.core.plan import Started
@@ -23,7 +24,6 @@ from headrace.tensor.backends import load_backend
 from headrace.tensor.kernels import Backend
 from headrace.tensor.kernels.choice import NUM_FIELDS, RowTensors, SlotTensors
 from headrace.tensor.kernels.filters import Words, num_words
-from headrace.tensor.kernels.plain_choice import PlainChoice
 from headrace.tensor.sampling import Purpose, RowMasks, Sampled, Sampler, uniform
 
 EOS = (2, 5)

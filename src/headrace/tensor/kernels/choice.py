@@ -3,8 +3,8 @@
 The host sends one matrix that describes a step's rows (`Field`), and reads one with the chosen tokens (`Chosen`). What sampling needs of a
 sequence stays on the device (`SlotTensors`), so the next step can be launched before the host knows the chosen tokens.
 
-`plain_choice` is in torch, `gpu.choice` in Triton; both choose as `tensor.sampling.sampler` does, with the same random numbers. Shape
-letters: N slots, B rows of the step, V vocabulary, G KV groups, M block-table width, S block size.
+`gpu.choice` implements it in Triton, tests/support/plain_choice.py in torch; both choose as `tensor.sampling.sampler` does, with the same
+random numbers. Shape letters: N slots, B rows of the step, V vocabulary, G KV groups, M block-table width, S block size.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from device_kit import HostLaunches
 from grammar_kit import vetting_here
+from plain_choice import PlainChoice
 from real_engine import RealEngine, greedy_request
 from tiny_models import save_tiny_model
 
@@ -20,7 +21,6 @@ from headrace.engine.runner.model_runner import ModelRunner
 from headrace.engine.runner.warmup import prompt_lengths
 from headrace.tensor.device import Cpu
 from headrace.tensor.kernels import reference
-from headrace.tensor.kernels.plain_choice import PlainChoice
 
 pytestmark = pytest.mark.socket
 

@@ -17,6 +17,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import triton
+from plain_choice import PlainChoice
 
 from headrace.core.sampling import MAX_LOGPROBS
 from headrace.tensor.kernels.choice import (
@@ -33,7 +34,6 @@ from headrace.tensor.kernels.choice import (
     SlotTensors,
 )
 from headrace.tensor.kernels.gpu.choice import TritonChoice
-from headrace.tensor.kernels.plain_choice import PlainChoice
 
 IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"

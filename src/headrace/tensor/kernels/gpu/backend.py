@@ -18,12 +18,11 @@ from headrace.tensor.host.cpu_features import CpuFeatures
 from headrace.tensor.host.fresh_memory import empty
 from headrace.tensor.kernels import Backend
 from headrace.tensor.kernels.gpu import elementwise, rotary
+from headrace.tensor.kernels.gpu.attention import decode_attention, prefill_attention
 from headrace.tensor.kernels.gpu.choice import TritonChoice
 from headrace.tensor.kernels.gpu.compiler import TritonCompiler
 from headrace.tensor.kernels.gpu.counters import arrival_counters
-from headrace.tensor.kernels.gpu.decode_attention import decode_attention
 from headrace.tensor.kernels.gpu.linears import TritonPacking
-from headrace.tensor.kernels.gpu.prefill_attention import prefill_attention
 from headrace.tensor.kernels.gpu.tuning import Tuning, read_tuning
 
 log = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Sampling on the GPU: implements `DeviceChoice` with the Triton kernels of this module, `choice_edits` and `choice_filters`.
 
-Reference: `kernels.plain_choice`. Sums over the vocabulary are made in another order than on the host, and in single precision, so a random
-number on the border between two tokens may choose the other one.
+Reference: tests/support/plain_choice.py. Sums over the vocabulary are made in another order than on the host, and in single precision, so a
+random number on the border between two tokens may choose the other one.
 
 The inputs of a decode step (`DecodeRows`) are made on the GPU, so a step can be launched before the host has read the tokens of the step
 before.
