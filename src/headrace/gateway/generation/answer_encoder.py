@@ -108,11 +108,11 @@ class EncodingTurns:
             self.num_pending -= 1
 
     def _slice(self, pieces: Iterator[bytes]) -> tuple[bytes, bool]:
-        found: list[bytes] = []
+        made: list[bytes] = []
         size, ends_s = 0, self._clock() + SLICE_S
         for piece in pieces:
-            found.append(piece)
+            made.append(piece)
             size += len(piece)
             if size >= PIECE_BYTES or self._clock() > ends_s:
-                return b"".join(found), False
-        return b"".join(found), True
+                return b"".join(made), False
+        return b"".join(made), True

@@ -31,10 +31,10 @@ def last_event(exchange: Exchange) -> EventId | None:
     given = (exchange.header(LAST_EVENT_ID) or b"").decode("latin-1")
     if given in ("", NO_EVENT):
         return None
-    found = _EVENT_ID.fullmatch(given)
-    if found is None:
+    match = _EVENT_ID.fullmatch(given)
+    if match is None:
         raise InvalidRequest(HEADER, "the id of an event of this server (REQUEST/NUMBER)", given, "Send it as it was received.")
-    return EventId(RequestId(found[1]), int(found[2]))
+    return EventId(RequestId(match[1]), int(match[2]))
 
 
 class EventLog:

@@ -89,8 +89,8 @@ class RequestProgress:
     @property
     def tpot_s(self) -> float | None:
         """The mean over the sequences that have one."""
-        found = [time_s for sequence in self._sequences if (time_s := sequence.tpot_s) is not None]
-        return sum(found) / len(found) if found else None
+        times_s = [time_s for sequence in self._sequences if (time_s := sequence.tpot_s) is not None]
+        return sum(times_s) / len(times_s) if times_s else None
 
     def times(self) -> Times:
         facts = self._stream.facts(0)

@@ -29,16 +29,16 @@ PIECE_BYTES = 64 << 10
 
 
 def joined_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    found: list[bytes] = []
+    joined: list[bytes] = []
     size = 0
     for piece in pieces:
-        found.append(piece)
+        joined.append(piece)
         size += len(piece)
         if size >= PIECE_BYTES:
-            yield b"".join(found)
-            found, size = [], 0
-    if found:
-        yield b"".join(found)
+            yield b"".join(joined)
+            joined, size = [], 0
+    if joined:
+        yield b"".join(joined)
 
 
 def _openai_event(error: ErrorReply) -> bytes:

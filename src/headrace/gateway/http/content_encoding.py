@@ -161,10 +161,10 @@ class BodyDecoder:
         """A slice is decoded when the iterator reaches it. Raises InvalidRequest, and BodyTooLarge in place of a slice that exceeds the
         cap.
         """
-        found: Iterator[bytes] = iter((chunk,))
+        parts: Iterator[bytes] = iter((chunk,))
         for decoder in self._decoders:
-            found = chain.from_iterable(map(decoder.parts, found))
-        return found
+            parts = chain.from_iterable(map(decoder.parts, parts))
+        return parts
 
     def end(self) -> None:
         for decoder in self._decoders:

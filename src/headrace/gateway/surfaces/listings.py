@@ -53,8 +53,8 @@ async def usage(service: Service, exchange: Exchange) -> None:
         raise RouteNotFound(exchange.scope["path"])
     query = _query(exchange, service.unix_time())
     rows = await service.ledger.rows(query)
-    found = [msgspec.convert(row, UsageRow) for row in rows[:MAX_ROWS]]
-    await exchange.reply(200, msgspec.json.encode(UsageList(object="list", data=found, has_more=len(rows) > MAX_ROWS)))
+    shown = [msgspec.convert(row, UsageRow) for row in rows[:MAX_ROWS]]
+    await exchange.reply(200, msgspec.json.encode(UsageList(object="list", data=shown, has_more=len(rows) > MAX_ROWS)))
 
 
 def _query(exchange: Exchange, now: float) -> UsageQuery:

@@ -178,12 +178,12 @@ async def docs_asset(service: Service, exchange: Exchange) -> None:
 
 @cache
 def _assets() -> dict[str, tuple[bytes, bytes]]:
-    found: dict[str, tuple[bytes, bytes]] = {}
+    pages: dict[str, tuple[bytes, bytes]] = {}
     for entry in files("headrace.gateway").joinpath("static").iterdir():
         suffix = "." + entry.name.rpartition(".")[2]
         if suffix in _TYPES:
-            found[entry.name] = (_TYPES[suffix], entry.read_bytes())
-    return found
+            pages[entry.name] = (_TYPES[suffix], entry.read_bytes())
+    return pages
 
 
 async def _serve(exchange: Exchange, name: str) -> None:

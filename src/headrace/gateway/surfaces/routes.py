@@ -188,10 +188,10 @@ class AnsweredPath:
 
     def endpoint(self, method: str) -> Endpoint[Handler]:
         is_get = method == "HEAD" or (method == "OPTIONS" and self.is_probe)  # OPTIONS: how load balancers ask by default
-        found = self.methods.get("GET" if is_get else method)
-        if found is None:
+        endpoint = self.methods.get("GET" if is_get else method)
+        if endpoint is None:
             raise MethodNotAllowed(method, tuple(sorted({*self.methods, "HEAD"} if "GET" in self.methods else self.methods)))
-        return found
+        return endpoint
 
     @property
     def pattern(self) -> re.Pattern[str]:
@@ -219,9 +219,9 @@ def plain_path(path: str) -> str:
 
 
 def find_path(path: str) -> tuple[AnsweredPath | None, Mapping[str, str]]:
-    found = _PATHS.get(path)
-    if found is not None:
-        return found, {}
+    answered = _PATHS.get(path)
+    if answered is not None:
+        return answered, {}
     for pattern, answered in _PATTERNS:
         if (match := pattern.fullmatch(path)) is not None:
             return answered, match.groupdict()

@@ -23,11 +23,11 @@ async def answer_once(call: Call, call_next: CallNext, *, replays: Replays, metr
     if not key:
         return await call_next(call)
     _check_can_be_kept(call)
-    found = await replays.find(key, tenant=call.principal.tenant_key, body=exchange.body_digest)
-    if isinstance(found, WholeAnswer):
+    answer_or_claim = await replays.find(key, tenant=call.principal.tenant_key, body=exchange.body_digest)
+    if isinstance(answer_or_claim, WholeAnswer):
         report_cache(call, metrics, CacheResult.OFF, (b"idempotent-replayed", b"true"))
-        return answered_again(call, found, IDEMPOTENCY)
-    first = FirstAnswer(call, found, replays, unix_time)
+        return answered_again(call, answer_or_claim, IDEMPOTENCY)
+    first = FirstAnswer(call, answer_or_claim, replays, unix_time)
     call.ending.ends.callback(first.end)
     return first.recording(await call_next(call))
 

@@ -21,9 +21,9 @@ async def use_cache(call: Call, call_next: CallNext, *, cache: AnswerCache, unix
         return await call_next(call)
     entry = CacheEntry(call, cache, _key_of(call, question), question.control, unix_time)
     call.ending.ends.callback(entry.end)
-    if (found := await entry.find()) is not None:
-        report_cache(call, cache.metrics, CacheResult.HIT, (b"age", b"%d" % cache.age_s(found)))
-        return answered_again(call, found, RESPONSE)
+    if (answer := await entry.find()) is not None:
+        report_cache(call, cache.metrics, CacheResult.HIT, (b"age", b"%d" % cache.age_s(answer)))
+        return answered_again(call, answer, RESPONSE)
     report_cache(call, cache.metrics, CacheResult.MISS)
     return entry.recording(await call_next(call))
 
@@ -68,13 +68,13 @@ class CacheEntry:
         control = self._control
         if control.no_cache:
             return None
-        found = await self._cache.find(self._key, max_age_s=control.s_maxage)
-        if found is None and not control.no_store:
+        answer = await self._cache.find(self._key, max_age_s=control.s_maxage)
+        if answer is None and not control.no_store:
             waited = await self._cache.wait(self._key)
             if isinstance(waited, WholeAnswer):
                 return waited
             self._computation = waited
-        return found
+        return answer
 
     def recording(self, ready: Ready) -> Ready:
         """An answer by another model than the wanted one is not kept; waiting requests compute their own."""

@@ -453,8 +453,8 @@ RULES: Mapping[str, Mapping[str, FieldRule]] = {
 
 def _inner_places(place: str) -> dict[str, str]:
     prefix = "" if place.startswith("/") else f"{place}."
-    found = {name: (f"{prefix}{name}", f"{prefix}{name}[]") for name in RULES[place]}
-    return {name: inner for name, places in found.items() for inner in places if inner in RULES and inner != Inside.MESSAGE}
+    name_to_places = {name: (f"{prefix}{name}", f"{prefix}{name}[]") for name in RULES[place]}
+    return {name: inner for name, places in name_to_places.items() for inner in places if inner in RULES and inner != Inside.MESSAGE}
 
 
 INNER_PLACES: Mapping[str, Mapping[str, str]] = {place: _inner_places(place) for place in RULES}

@@ -56,10 +56,10 @@ _made: WeakKeyDictionary[TokenTexts, TokenJson] = WeakKeyDictionary()
 
 
 def json_of(texts: TokenTexts) -> TokenJson:
-    found = _made.get(texts)
-    if found is None:
-        found = _made[texts] = TokenJson(texts)
-    return found
+    table = _made.get(texts)
+    if table is None:
+        table = _made[texts] = TokenJson(texts)
+    return table
 
 
 def token_name(text: str, raw: bytes) -> str:

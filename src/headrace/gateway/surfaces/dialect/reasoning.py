@@ -134,4 +134,4 @@ def _joined(run: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                 texts[name].append(value)
             elif value is not None or name not in made:
                 made[name] = value
-    return made | {name: "".join(found) for name, found in texts.items() if found}
+    return made | {name: "".join(pieces) for name, pieces in texts.items() if pieces}

@@ -186,10 +186,10 @@ def requested_grammar(request: SamplingFields, body: Mapping[str, object]) -> Re
     if len(given) > 1:
         raise InvalidRequest(given[1], f"absent beside {given[0]}", remedy="One field says what the answer must match.")
     for name in given:
-        found = READERS[name](getattr(request, name), name)
+        stated = READERS[name](getattr(request, name), name)
         setattr(request, name, None)
-        if found is not None:
-            grammar, field = found
+        if stated is not None:
+            grammar, field = stated
             return RequestedGrammar(grammar=grammar.checked(field=field), field=field, name=name, value_json=_json_text(body[name]))
     return None
 
@@ -247,9 +247,9 @@ def _structured_outputs(value: StructuredOutputs, field: str) -> tuple[Grammar, 
     name = given_kind(value, field=field)
     if name == "json_object":
         return Grammar.json_object(), f"{field}.json_object"
-    found = VLLM_KINDS[name](getattr(value, name), f"{field}.{name}")
-    assert found is not None, "every kind says something"
-    return found
+    stated = VLLM_KINDS[name](getattr(value, name), f"{field}.{name}")
+    assert stated is not None, "every kind says something"
+    return stated
 
 
 VLLM_KINDS: Mapping[str, Read] = {"json": _schema, "regex": _regex, "choice": _choice, "grammar": _ebnf}

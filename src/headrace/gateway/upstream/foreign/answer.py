@@ -162,7 +162,7 @@ class ForeignAnswer:
         )
 
     def _passed(self, output: SequenceOutput, sent: SentDelta | SentCall | None, names: Sequence[str]) -> tuple[PassedField, ...]:
-        found = []
+        fields = []
         for name in names:
             if not (value := getattr(sent, name, None)):
                 continue
@@ -174,8 +174,8 @@ class ForeignAnswer:
             if field is None or output.num_passed_bytes > MAX_PASSED_BYTES or output.is_over:
                 self.left_out[SideField.SIGNATURE] += 1
             else:
-                found.append(field)
-        return tuple(found)
+                fields.append(field)
+        return tuple(fields)
 
     def _text_event(self, output: SequenceOutput, text: str) -> OutputEvent:
         self._note_output(output)
@@ -186,15 +186,15 @@ class ForeignAnswer:
     def _decoded(self, output: SequenceOutput, tokens: Sequence[ChosenToken]) -> tuple[DecodedLogprobs, ...]:
         if self._names.num_bytes > MAX_NAMES_BYTES:
             self._names = NamedTexts()
-        found, known_bytes = DecodedLogprobs(self._names), self._names.num_bytes
+        decoded, known_bytes = DecodedLogprobs(self._names), self._names.num_bytes
         for token in tokens:
             top = token.top_logprobs or ()
             token_id, *top_ids = [self._names.number(each.token, _raw(each)) for each in (token, *top)]
-            found.columns.append(TokenLogprobs(token_id, token.logprob, 0, tuple(top_ids), tuple([each.logprob for each in top])))
-            found.text_offsets.append(output.num_logprob_chars)
-            found.visible.append(True)
+            decoded.columns.append(TokenLogprobs(token_id, token.logprob, 0, tuple(top_ids), tuple([each.logprob for each in top])))
+            decoded.text_offsets.append(output.num_logprob_chars)
+            decoded.visible.append(True)
             output.num_logprob_chars += len(token.token)
-        return (replace(found, texts_bytes=self._names.num_bytes - known_bytes),)
+        return (replace(decoded, texts_bytes=self._names.num_bytes - known_bytes),)
 
     def _note_output(self, output: SequenceOutput) -> None:
         """Raises BrokenStream if the client was given the end already."""

@@ -56,7 +56,7 @@ class EventFraming:
             if usual is not None:
                 self._has_begun = self._has_events = True
                 return usual
-        found: list[Frame] = []
+        frames: list[Frame] = []
         if b"\r" in piece or self._ends_in_return:
             piece = self._with_line_feeds(piece)
         complete, mark, rest = piece.rpartition(b"\n")
@@ -65,18 +65,18 @@ class EventFraming:
                 complete = bytes(self._line) + complete
                 self._line.clear()
             for line in _without_silence(complete).split(b"\n"):
-                self._read_line(line, found)
+                self._read_line(line, frames)
         self._line += rest
         if len(self._line) + len(self._data) > MAX_EVENT_BYTES:
             self.fault = self.fault or f"an event is longer than {MAX_EVENT_BYTES} bytes"
-        return found
+        return frames
 
     def end(self) -> list[Frame]:
-        found: list[Frame] = []
-        self._read_line(bytes(self._line), found)
+        frames: list[Frame] = []
+        self._read_line(bytes(self._line), frames)
         self.is_one_document = self._is_document and not self._has_events
-        self._end_event(found)
-        return found
+        self._end_event(frames)
+        return frames
 
     def _with_line_feeds(self, piece: bytes) -> bytes:
         if self._ends_in_return:
@@ -84,74 +84,74 @@ class EventFraming:
         self._ends_in_return = piece.endswith(b"\r")
         return piece.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
 
-    def _read_line(self, line: bytes, found: list[Frame]) -> None:
+    def _read_line(self, line: bytes, frames: list[Frame]) -> None:
         if self.fault:
             return
         if not self._has_begun:
             self._has_begun, line = True, line.removeprefix(BYTE_ORDER_MARK)
         if line.startswith(b"data:"):
-            self._read_data(line[5:], found)
+            self._read_data(line[5:], frames)
         elif not line or line.isspace():
             if not self._is_document:
-                self._end_event(found)
+                self._end_event(frames)
         elif line[:1] != b":":  # a comment
-            self._read_field(line, found)
+            self._read_field(line, frames)
 
-    def _read_field(self, line: bytes, found: list[Frame]) -> None:
+    def _read_field(self, line: bytes, frames: list[Frame]) -> None:
         field, _, value = line.partition(b":")
         field = field.strip().lower()
         if field == b"data":
-            self._read_data(value, found)
+            self._read_data(value, frames)
         elif self._is_document or (not self._data and line.lstrip()[:1] in (b"{", b"[")):
-            self._add(line, found, is_document=True)
+            self._add(line, frames, is_document=True)
         elif field == b"event":
             self._name = value.strip().lower()
         elif field not in (b"", b"id", b"retry") and not self._is_event_stream:
             self.fault = "it is no event stream"
 
-    def _read_data(self, value: bytes, found: list[Frame]) -> None:
+    def _read_data(self, value: bytes, frames: list[Frame]) -> None:
         value = value.removeprefix(b" ")
         if value.startswith(b"data:"):  # wrapped twice
             value = value[5:].lstrip()
         if self._is_document:
-            self._end_event(found)
-        self._add(value, found, is_document=False)
+            self._end_event(frames)
+        self._add(value, frames, is_document=False)
 
-    def _add(self, value: bytes, found: list[Frame], *, is_document: bool) -> None:
+    def _add(self, value: bytes, frames: list[Frame], *, is_document: bool) -> None:
         """A line that begins with `{`, after one that ends with `}`, begins another event."""
         if value[:1] != b"{" and value.strip(b" \t\"'").upper() == DONE:
-            self._end_event(found)
+            self._end_event(frames)
             self._has_events = True
-            found.append((b"", DONE))
+            frames.append((b"", DONE))
             return
         if self._data:
             if self._ends_in_brace and value.lstrip()[:1] == b"{":
-                self._end_event(found)
+                self._end_event(frames)
             self._data += b"\n"
         self._is_document, self._ends_in_brace = is_document, value.rstrip()[-1:] == b"}"
         self._data += value
         if len(self._data) > MAX_EVENT_BYTES:
             self.fault = f"an event is longer than {MAX_EVENT_BYTES} bytes"
 
-    def _end_event(self, found: list[Frame]) -> None:
+    def _end_event(self, frames: list[Frame]) -> None:
         data, name = bytes(self._data).strip(), self._name
         self._data.clear()
         self._name, self._is_document = b"", False
         if data and name not in NOTHING and (data[:1] == b"{" or data.strip(b" \t\"':").lower() not in (b"", *NOTHING)):
             self._has_events = True
-            found.append((name, data))
+            frames.append((name, data))
 
 
 def _usual_events(piece: bytes) -> list[Frame] | None:
     """Nearly all bodies: each event a line of JSON with a blank line behind it."""
     if len(piece) > MAX_EVENT_BYTES or piece[:7] != b"data: {" or piece[-3:] != b"}\n\n" or b"\r" in piece:
         return None
-    found = []
+    frames = []
     for event in piece[:-2].split(b"\n\n"):
         if event[:7] != b"data: {" or event[-1:] != b"}" or b"\n" in event:
             return None
-        found.append((b"", event[6:]))
-    return found
+        frames.append((b"", event[6:]))
+    return frames
 
 
 def _without_silence(lines: bytes) -> bytes:

@@ -104,9 +104,9 @@ _SPOKEN_S = {"ms": 0.001, "milli": 0.001, "h": 3600.0, "m": 60.0, "s": 1.0}
 
 def stated_wait_s(words: str) -> float | None:
     """As in "please try again in 1m30.5s" or "retry after 26 seconds"."""
-    if (found := _STATED.search(words)) is None:
+    if (stated := _STATED.search(words)) is None:
         return None
-    return _bounded(sum(float(number) * _SPOKEN_S[unit] for number, unit in _SPOKEN.findall(found[1])))
+    return _bounded(sum(float(number) * _SPOKEN_S[unit] for number, unit in _SPOKEN.findall(stated[1])))
 
 
 def duration_s(value: object, unit_s: float) -> float | None:

@@ -97,7 +97,7 @@ def place_in(error: Mapping[str, object]) -> list[str]:
         path = next((place for name in ("param", "field") if isinstance(place := error.get(name), str) and place), "")
     if not path:
         texts = [text for name in _TEXTS if isinstance(text := error.get(name), str)]
-        path = next((found[1] or found[2] for text in texts if (found := _TEXT_PLACE.search(text)) is not None), "")
+        path = next((match[1] or match[2] for text in texts if (match := _TEXT_PLACE.search(text)) is not None), "")
     return [part for part in _NAME.findall(path[:MAX_PLACE_CHARS]) if part not in _NO_PLACE]
 
 
@@ -121,14 +121,14 @@ def _named_by_text(text: str, names: Collection[str]) -> str | None:
     if (other := _OTHER_FIELDS.search(text)) is not None:
         text = text[: other.start()]
     text = _plain(_QUOTED.sub(lambda quoted: "''" if re.search(r"\s", quoted[0]) else quoted[0], text))
-    found = {}
+    at_to_name = {}
     for name in {_last(name) for name in names}:
         before = "" if "_" in name else r"(?:[\"'`.(]|: |\b(?:parameter|param|field|argument|property|option)s? )"
         pattern = rf"{before}(?<![a-z0-9_]){name}(?![a-z0-9_])"
         at_begin = rf"\b{name}[.\[/]\d" if name in _IN_MESSAGES else rf"\A{name}:"
         if (match := re.search(f"{pattern}|{at_begin}", text)) is not None:
-            found[match.start()] = name
-    words = [found[at] for at in sorted(found)]
+            at_to_name[match.start()] = name
+    words = [at_to_name[at] for at in sorted(at_to_name)]
     if words and words[0] in _IN_MESSAGES:
         words = [*(f"{words[0]}.{word}" for word in words[1:]), words[0]]
         return next((word for word in words if word in names), None)
@@ -174,8 +174,8 @@ def _is_name(name: str, text: str) -> bool:
 
     def unquoted(quoted: re.Match[str]) -> str:
         path = _plain(quoted[0][1:-1])
-        found = own.search(path) if _PATH.fullmatch(path) else None
-        return "''" if found is None else f"'{path[found.start() :]}'"
+        match = own.search(path) if _PATH.fullmatch(path) else None
+        return "''" if match is None else f"'{path[match.start() :]}'"
 
     text = _plain(_QUOTED.sub(unquoted, text))
 

@@ -126,7 +126,7 @@ class PieceReader:
             raise BrokenStream(f"a {name} is no object")
         text, thought = self._content(value.get("content"))
         names = ("reasoning_content", "reasoning", "thinking", "reasoning_details")
-        reasoning = next((found for name in names if (found := self._side(SideField.REASONING, value.get(name) or None, text_in))), None)
+        reasoning = next((sent for name in names if (sent := self._side(SideField.REASONING, value.get(name) or None, text_in))), None)
         calls = [self._call(each) for each in _objects(value.get("tool_calls"), "call") or _call_parts(value.get("content"))]
         function = _function(value.get("function_call"))
         refusal = value.get("refusal") or None  # some servers have false where there is none
@@ -145,10 +145,10 @@ class PieceReader:
     def _side(self, field: SideField, value: object, read: Callable[[object], _Read]) -> _Read | None:
         if value is None:
             return None
-        found = read(value)
-        if found is None:
+        usable = read(value)
+        if usable is None:
             self.left_out[field] += 1
-        return found
+        return usable
 
     def _content(self, value: object) -> tuple[str | None, str | None]:
         """(text, reasoning). Raises BrokenStream."""
@@ -160,8 +160,8 @@ class PieceReader:
         for part in _parts(value):
             kind = part.get("type")
             if _is_reasoning(part):
-                found = self._side(SideField.REASONING, part, text_in)
-                reasoning += found or ""
+                thought = self._side(SideField.REASONING, part, text_in)
+                reasoning += thought or ""
             elif kind in CALL_PARTS:
                 continue  # `_delta` reads it
             elif isinstance(kind, str) and kind not in TEXT_PARTS and not isinstance(part.get("text"), str):
@@ -177,10 +177,10 @@ class PieceReader:
         if isinstance(function, dict):  # some servers send its fields beside `function`
             beside = {name: value.get(name) for name in ("name", *ARGUMENTS)}
             function = beside | {name: each for name, each in function.items() if each is not None}
-        found = _function(function) or SentFunction()
+        sent = _function(function) or SentFunction()
         return SentCall(
-            name=found.name,
-            arguments=found.arguments,
+            name=sent.name,
+            arguments=sent.arguments,
             index=self._side(SideField.INDEX, value.get("index"), integer_of),
             id=self._side(SideField.CALL_ID, value.get("id"), lambda sent: whole_text(sent) if isinstance(sent, str) else None),
             extra_content=value.get("extra_content"),
@@ -222,10 +222,10 @@ def _objects(value: object, name: str) -> list[Fields]:
     if not isinstance(listed, list):
         raise BrokenStream(f"the {name}s are no list")
     given = [each for each in listed if each is not None]
-    found = [each for each in given if isinstance(each, dict)]
-    if len(found) < len(given):
+    objects = [each for each in given if isinstance(each, dict)]
+    if len(objects) < len(given):
         raise BrokenStream(f"a {name} is no object")
-    return found
+    return objects
 
 
 def _parts(value: object) -> list[Fields]:
@@ -254,10 +254,10 @@ def _needed_text(part: Fields) -> str:
     if kind == "refusal":
         part = {"refusal": part.get("refusal")}
     given = [part[name] for name in UNTYPED_TEXT if part.get(name) is not None]
-    found = text_in(given[0]) if given else None
-    if found is None and (given or (kind not in TEXT_PARTS and any(part.values()))):
+    text = text_in(given[0]) if given else None
+    if text is None and (given or (kind not in TEXT_PARTS and any(part.values()))):
         raise BrokenStream("a content is no text")
-    return found or ""
+    return text or ""
 
 
 def _function(value: object) -> SentFunction | None:
@@ -311,8 +311,8 @@ def _logprobs(value: object) -> SentLogprobs | None:
     if not isinstance(content, list):
         return None
     entries = [_chosen(each) for each in content]
-    found = [each for each in entries if each is not None]
-    return SentLogprobs(found) if len(found) == len(entries) else None
+    tokens = [each for each in entries if each is not None]
+    return SentLogprobs(tokens) if len(tokens) == len(entries) else None
 
 
 def _chosen(value: object) -> ChosenToken | None:

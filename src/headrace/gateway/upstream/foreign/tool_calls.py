@@ -219,7 +219,7 @@ class CallPieces:
     def read(self, sent: Iterable[SentCall], passed: Iterable[Sequence[PassedField]] = repeat(())) -> list[ToolCall] | None:
         """Raises BrokenStream for too many calls."""
         listed: set[int] = set()
-        found: list[ToolCall | None] = []
+        pieces: list[ToolCall | None] = []
         for piece in map(_Piece.of, sent, passed):
             if not (piece.sent_id or piece.name or piece.arguments or piece.passed):
                 continue  # some servers end with an empty piece
@@ -230,9 +230,9 @@ class CallPieces:
             if piece.name:
                 listed.add(call.number)
             if last is not None and call.number > last.number:
-                found.append(last.give(""))  # another call follows, so the last one's name is complete
-            found.append(call.add(piece))
-        return [each for each in found if each is not None] if found else None
+                pieces.append(last.give(""))  # another call follows, so the last one's name is complete
+            pieces.append(call.add(piece))
+        return [each for each in pieces if each is not None] if pieces else None
 
     def finish(self, *, is_whole: bool) -> list[ToolCall]:
         """Raises BrokenStream for a call without a name."""

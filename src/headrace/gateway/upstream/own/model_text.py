@@ -79,12 +79,12 @@ class ModelText:
 def _split(answer: frames.AnyAnswer, tail: memoryview) -> list[array[int]]:
     assert isinstance(answer, frames.Ids)
     ids = frames.ids_from_bytes(tail)
-    found: list[array[int]] = []
+    prompts: list[array[int]] = []
     first = 0
     for count in answer.counts:
-        found.append(ids[first : first + count])
+        prompts.append(ids[first : first + count])
         first += count
-    return found
+    return prompts
 
 
 def _tokens(answer: frames.AnyAnswer, tail: memoryview) -> Tokenization:

@@ -224,18 +224,18 @@ class RecomputedLogprobs:
     """
 
     ids: Sequence[int]
-    found: list[TokenLogprobs]
+    columns: list[TokenLogprobs]
 
     @property
     def is_complete(self) -> bool:
-        return len(self.found) == len(self.ids)
+        return len(self.columns) == len(self.ids)
 
     def take(self, update: SequenceUpdate) -> SequenceUpdate | None:
         """None: the update's tokens differ from `ids`, or are too few."""
-        count = min(len(self.ids) - len(self.found), len(update.token_ids))
-        begin = len(self.found)
+        count = min(len(self.ids) - len(self.columns), len(update.token_ids))
+        begin = len(self.columns)
         is_equal = tuple(self.ids[begin : begin + count]) == update.token_ids[:count]
-        self.found.extend(update.logprobs[:count])
+        self.columns.extend(update.logprobs[:count])
         if not is_equal or (update.finish is not None and not self.is_complete):
             return None
         return update._replace(token_ids=update.token_ids[count:], logprobs=update.logprobs[count:])

@@ -154,7 +154,7 @@ class TokenStream(EventStream):
         if rest is None:
             raise ReplicaLost(ANOTHER_TOKEN, why_not_resume="a token whose text the client has in part came out differently")
         if recomputed.is_complete:
-            self._assemblers[update.index].supply_logprobs(recomputed.found)
+            self._assemblers[update.index].supply_logprobs(recomputed.columns)
             del self._recomputed[update.index]
         return rest
 
@@ -217,17 +217,17 @@ class MergedStream(EventStream):
         return sum(stream.num_resumes for stream in self._streams)
 
     async def events(self) -> list[OutputEvent]:
-        found: list[OutputEvent] = []
-        while not found and (self._to_ask or self._waiting):
+        ready: list[OutputEvent] = []
+        while not ready and (self._to_ask or self._waiting):
             self._waiting |= {asyncio.create_task(self._streams[number].events()): number for number in self._to_ask}
             self._to_ask.clear()
             done, _ = await asyncio.wait(self._waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 number = self._waiting.pop(task)
                 if events := task.result():
-                    found += events
+                    ready += events
                     self._to_ask.append(number)
-        return found
+        return ready
 
     def usage(self) -> TokenUsage:
         return added(*[stream.usage() for stream in self._streams])
