@@ -339,7 +339,7 @@ async def open_bench(
         async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
             yield TestBench(gateway, replicas, client, opened.reloader)
         assert gateway.service.open_requests.num_open == 0
-        assert not gateway.service.watch.streams
+        assert not gateway.service.pipeline.watch.streams
         gateway.service.text_pool.check()
         opened.reloader.check()
         assert not any(replica.num_open for replica in replicas.values())

@@ -19,7 +19,7 @@ from headrace.core.errors import DeadlineExceeded, HeadraceError, InvalidRequest
 from headrace.core.ids import RequestId
 from headrace.gateway.access.auth import Authenticator
 from headrace.gateway.access.open_requests import Draining, KeyRevoked, UseCount
-from headrace.gateway.access.principal import OpenMetrics
+from headrace.gateway.access.principal import ANONYMOUS, OpenMetrics, Principal
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.generation.service import Service
 from headrace.gateway.generation.stages.model_choice import refused_headers
@@ -60,7 +60,7 @@ UNFINISHED = End(Outcome.FAILED)
 class ActiveConfig:
     """One configuration with the objects made from it: the service, and the checks before it. A request keeps the one it began with.
 
-    choosing  counts the requests that have not asked for a model yet: each may still take any model of this configuration
+    requests_without_model  counts the requests that have not asked for a model yet: each may still take any model of this configuration
     """
 
     def __init__(self, config: GatewayConfig, service: Service) -> None:
@@ -71,7 +71,7 @@ class ActiveConfig:
         self.origins = Origins(config.allowed_origins)
         self.proxies = TrustedProxies(config.trusted_proxies)
         self.public = frozenset({"/metrics"} if config.open_metrics != OpenMetrics.NONE else ())
-        self.choosing = UseCount()
+        self.requests_without_model = UseCount()
 
 
 class Gateway:
@@ -111,7 +111,7 @@ class Gateway:
         end = UNFINISHED
         with StoreWait(service.clock) as store_wait:
             try:
-                service.open_requests.use(exchange.request_id, exchange.principal.tenant, active.choosing)
+                service.open_requests.use(exchange.request_id, exchange.principal.tenant, active.requests_without_model)
                 host = active.host_check(exchange, is_probe=path is not None and path.is_probe)
                 active.origins.check(exchange, host)
                 if is_preflight(exchange):
@@ -135,14 +135,13 @@ class Gateway:
                 service.open_requests.leave_used(exchange.request_id)
                 if end.latency_s is None:
                     end = end._replace(status=exchange.status or end.status, latency_s=service.clock() - exchange.arrived_at)
-                finished = FinishedRequest(arrival, end, exchange.caller, exchange.asked, exchange.answered)
+                finished = FinishedRequest(arrival, end, _caller(exchange.principal), exchange.asked, exchange.answered)
                 self._close(finished, exchange, reached, service, store_wait)
 
     async def dispatch(self, path: AnsweredPath | None, exchange: Exchange, active: ActiveConfig) -> None:
         """Check the key, then call the handler. An unknown path needs a key too, so that strangers cannot learn which paths exist."""
         if path is None or not (path.is_public or path.path in active.public):
-            principal = exchange.principal = await active.authenticator.principal(exchange.headers, exchange.framing)
-            exchange.caller = Caller(principal.tenant, principal.user or None, principal.key_id or None, principal.tier_name)
+            exchange.principal = await active.authenticator.principal(exchange.headers, exchange.framing)
         if path is None:
             raise RouteNotFound(exchange.scope["path"])
         endpoint, service = path.endpoint(exchange.scope["method"]), active.service
@@ -196,6 +195,12 @@ def _arrival(exchange: Exchange, active: ActiveConfig) -> RequestArrival:
         client=active.proxies.client_of(peer[0], exchange.headers) if peer else None,
         client_request_id=sane_request_id(exchange.header(b"x-request-id")),
     )
+
+
+def _caller(principal: Principal) -> Caller:
+    if principal is ANONYMOUS:  # the key was not checked
+        return Caller()
+    return Caller(principal.tenant, principal.user or None, principal.key_id or None, principal.tier_name)
 
 
 def _ended_by(error: Exception) -> tuple[ErrorReply, End]:

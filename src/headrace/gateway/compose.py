@@ -149,9 +149,7 @@ async def _open_service(
         models=ModelTable(models.served),
         stored_keys=stored_keys,
         open_requests=open_requests,
-        watch=watch,
         text_pool=text_pool,
-        encoding=encoding,
         pipeline=Pipeline(stages, watch, encoding, metrics, sources.clock),
         memory=memory,
         tenant_share=share,
@@ -259,8 +257,8 @@ def _connect_metrics(app: Gateway, models: SiteModels) -> None:
         lambda: MemoryReading(
             held={budget.name: budget.held for budget in budgets},
             refused={budget.name: budget.num_refused for budget in budgets},
-            num_streams_cut=service.watch.num_cut,
-            num_answers_pending=service.encoding.num_pending,
+            num_streams_cut=service.pipeline.watch.num_cut,
+            num_answers_pending=service.pipeline.encoding.num_pending,
         )
     )
 

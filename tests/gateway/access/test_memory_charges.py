@@ -78,12 +78,12 @@ async def test_unread_echoes_are_held_once_however_many_choices_show_them(text: 
             tracemalloc.start()
             try:
                 writer.write(post("/v1/completions", ECHO))
-                await eventually(lambda: bool(bench.gateway.service.watch.writing))
+                await eventually(lambda: bool(bench.gateway.service.pipeline.watch.writing))
                 await asyncio.sleep(0.3)
                 taken = tracemalloc.get_traced_memory()[0]
             finally:
                 tracemalloc.stop()
-            assert bench.gateway.service.watch.writing, "the client reads nothing, so the answer is not out"
+            assert bench.gateway.service.pipeline.watch.writing, "the client reads nothing, so the answer is not out"
             assert taken < 2_500_000, "a copy of the log-probabilities for each choice takes 4.5 MB"
             budget.check()
         await eventually(lambda: bench.gateway.service.open_requests.num_open == 0)

@@ -42,7 +42,7 @@ def counted_bytes(bench: TestBench) -> int:
     """Of answers: what requests hold, and what waits for their clients."""
     service = bench.gateway.service
     service.memory.check()
-    return service.memory.answers.held + sum(stream.waiting_bytes for stream in service.watch.writing)
+    return service.memory.answers.held + sum(stream.waiting_bytes for stream in service.pipeline.watch.writing)
 
 
 @pytest.mark.loop

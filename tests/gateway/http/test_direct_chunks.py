@@ -185,7 +185,7 @@ async def test_a_client_that_leaves_between_direct_chunks_is_cancelled(bench: Te
         await eventually(lambda: direct.count > 3)
         writer.transport.abort()
         await eventually(lambda: len(bench.replica.cancelled) == 1)
-        await eventually(lambda: not bench.gateway.service.watch.streams)
+        await eventually(lambda: not bench.gateway.service.pipeline.watch.streams)
 
 
 async def test_a_client_that_does_not_read_plain_tokens_is_cut_off(
@@ -244,7 +244,7 @@ async def test_a_fault_of_ours_on_the_short_way_ends_one_request(bench: TestBenc
 
 async def test_pings_keep_their_place_between_direct_chunks(text: TextModel, direct: DirectWrites) -> None:
     async with open_bench(text) as bench, serving(bench.gateway) as port:
-        bench.gateway.service.watch.ping_s = 0.3
+        bench.gateway.service.pipeline.watch.ping_s = 0.3
         bench.replica.token_delay_s = 0.7
         said = await answer(port, COMPLETIONS, {"prompt": "x", "max_tokens": 3, "ignore_eos": True})
     assert said.count(": ping\n\n") == 2, "one before the second token and one before the third"

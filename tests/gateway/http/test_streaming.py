@@ -78,7 +78,7 @@ async def test_client_that_leaves_mid_stream_is_cancelled(either: TestBench, eit
         await reader.readuntil(b"content")
         writer.transport.abort()
         await eventually(lambda: len(either.replica.cancelled) == 1)
-        await eventually(lambda: not either.gateway.service.watch.streams)
+        await eventually(lambda: not either.gateway.service.pipeline.watch.streams)
 
 
 async def test_half_closed_client_counts_as_left(either: TestBench, either_port: int) -> None:

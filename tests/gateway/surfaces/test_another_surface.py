@@ -182,7 +182,7 @@ async def test_keys_and_errors_have_the_form_of_the_api(text: TextModel) -> None
 
 async def test_a_quiet_stream_is_kept_alive_and_ends_in_an_error_of_the_api(text: TextModel) -> None:
     async with open_bench(text, timeouts={"request_s": 5.0}) as bench:
-        bench.gateway.service.watch.ping_s = 1.0
+        bench.gateway.service.pipeline.watch.ping_s = 1.0
         bench.replica.go.clear()
         streamed = events_of((await bench.client.post(PATH, json=body(stream=True))).text)
         assert {name for name, _ in streamed[:-1]} == {"ping"}  # and no message_stop behind the error

@@ -61,7 +61,7 @@ async def test_a_prompts_logprobs_are_encoded_once_whatever_n_is(
 async def test_many_logprobs_are_written_in_slices_with_turns_for_others(bench: TestBench, is_streaming: bool) -> None:
     """No time passes here: the slices are those of their size."""
     made: list[int] = []
-    encoding = bench.gateway.service.encoding
+    encoding = bench.gateway.service.pipeline.encoding
     one_slice = encoding._slice
 
     def noted(pieces: Iterator[bytes]) -> tuple[bytes, bool]:
@@ -132,7 +132,7 @@ async def test_what_waits_is_not_encoded_for_a_client_that_has_left() -> None:
 
 async def test_slices_are_closed_when_their_writer_fails(bench: TestBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer that was given up is not pending until its generator is collected."""
-    turns = bench.gateway.service.encoding
+    turns = bench.gateway.service.pipeline.encoding
     held: list[object] = []
 
     async def fail(exchange: Exchange, body: bytes, *, is_last: bool = False) -> None:
@@ -147,7 +147,7 @@ async def test_slices_are_closed_when_their_writer_fails(bench: TestBench, monke
         await exchange.reply_in_pieces(kept[0])
     assert (held, turns.num_pending) == ([1], 0)
     kept = [turns.slices(iter([b"x", b"y"]))]
-    stream = bench.gateway.service.watch.open(exchange, lambda: 0)
+    stream = bench.gateway.service.pipeline.watch.open(exchange, lambda: 0)
     with pytest.raises(ClientLeft):
         await stream.write_slices(kept[0], num_bytes=2)
     assert (held, turns.num_pending) == ([1, 1], 0)

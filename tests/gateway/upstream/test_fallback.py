@@ -220,7 +220,7 @@ async def test_a_foreign_server_that_takes_its_time_gets_it(text: TextModel) -> 
     """Meanwhile the client gets comment lines, and the stream is asked for events again and again."""
     server = ScriptedServer(head(), said("the"), said("irs", "stop"), DONE, pause_s=0.1)
     async with both(text, server, num_replicas=1) as bench:
-        bench.gateway.service.watch.ping_s = 0.02
+        bench.gateway.service.pipeline.watch.ping_s = 0.02
         bench.replica.on_submit = full
         events = events_of((await bench.chat(stream=True)).text)
         assert "".join(each["choices"][0]["delta"].get("content") or "" for each in events if each["choices"]) == "theirs"

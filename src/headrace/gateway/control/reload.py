@@ -91,7 +91,7 @@ class Reloader:
             apply_models = await self._models.prepare(config.models, config.timeouts.failover_s, texts.texts)
             undo.pop_all()
         former_log, self._app.request_log = self._app.request_log, request_log
-        apply_models(self._app.active.choosing)
+        apply_models(self._app.active.requests_without_model)
         self._texts.apply(texts)
         served = replace(self._app.service, config=config.requests, models=ModelTable(self._models.served))
         self._app.active = ActiveConfig(config, served)

@@ -11,11 +11,9 @@ from headrace.gateway.access.principal import Principal
 from headrace.gateway.access.stored_keys import StoredKeys
 from headrace.gateway.cache.answer_cache import AnswerCache
 from headrace.gateway.cache.replays import Replays
-from headrace.gateway.generation.answer_encoder import EncodingTurns
 from headrace.gateway.generation.config import RequestConfig
 from headrace.gateway.generation.kept_streams import KeptStreams
 from headrace.gateway.generation.run import Pipeline
-from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.ledger.ledger import Ledger
 from headrace.gateway.limits.limiter import Limiter
 from headrace.gateway.sessions.sessions import Sessions
@@ -40,9 +38,7 @@ class Service:
     models: ModelTable
     stored_keys: StoredKeys | None
     open_requests: OpenRequests
-    watch: StreamWatch
     text_pool: TextPool
-    encoding: EncodingTurns
     pipeline: Pipeline
     memory: RequestMemory
     tenant_share: TenantShare

@@ -29,7 +29,7 @@ from headrace.gateway.http.asgi import (
 )
 from headrace.gateway.http.content_encoding import decoder_of
 from headrace.gateway.http.errors import BodyTooLarge, ClientLeft, ErrorReply, ReadTimeout, SlowReader, UnsupportedMediaType
-from headrace.observe.finished_request import Answered, Asked, Caller
+from headrace.observe.finished_request import Answered, Asked
 
 if TYPE_CHECKING:
     from headrace.gateway.http.client_transport import ClientTransport
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _JSON = (b"content-type", b"application/json")
-_NO_CALLER, _NOT_ASKED, _NOT_ANSWERED = Caller(), Asked(), Answered()
+_NOT_ASKED, _NOT_ANSWERED = Asked(), Answered()
 
 
 class Watching:
@@ -67,7 +67,6 @@ class Exchange:
     """One request and its answer.
 
     principal      the caller; ANONYMOUS until its key is checked
-    caller         empty until the key is checked
     answered       set by the handler of a path that generates
     logged_prompt  JSON, for the usage record; None: prompts are not logged
     status         HTTP status of the answer; 0: it has not begun
@@ -93,7 +92,6 @@ class Exchange:
         "arrived_at",
         "asked",
         "body_digest",
-        "caller",
         "connection",
         "end_reason",
         "framing",
@@ -120,7 +118,7 @@ class Exchange:
         self._repeated = _repeated(self.headers) if len(self._values) < len(self.headers) else frozenset()
         self.framing: Framing = OPENAI
         self.principal: Principal = ANONYMOUS
-        self.caller, self.asked, self.answered = _NO_CALLER, _NOT_ASKED, _NOT_ANSWERED
+        self.asked, self.answered = _NOT_ASKED, _NOT_ANSWERED
         self.logged_prompt: str | None = None
         self.status = 0
         self.ignored: list[str] = []
