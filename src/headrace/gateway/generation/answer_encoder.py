@@ -1,11 +1,11 @@
 """Turns the events of an answer into bytes: the protocols of encoders and recorders, and a writer that needs no task of its own.
 
 `generation.run` calls an encoder in the request's own task. `DirectChunkWriter` calls it while the request's task waits, from the task that
-reads from the upstream (the wire connection's delivery task, or the reader of a foreign server's stream).
+reads from the upstream.
 
 Answers with many log-probabilities are encoded in slices of about SLICE_S: one slice at a time over all requests, and only as clients read.
 The event loop encodes them itself: a thread would block it through the GIL all the same. It makes one slice per round, however many answers
-wait, so that other events are handled between any two slices.
+wait.
 """
 
 from __future__ import annotations
@@ -25,26 +25,22 @@ SLICE_S = 0.001
 
 
 class AnswerEncoder(Protocol):
-    """Turns one request's events into response bytes.
-
-    Streamed: `encode_events`, then `encode_end`. Otherwise: `add` for all events, then `encode_body`.
-    """
+    """Streamed: `encode_events`, then `encode_end`. Otherwise: `add` for all events, then `encode_body`."""
 
     def encode_events(self, events: Sequence[OutputEvent]) -> Iterator[bytes]:
-        """`events` as server-sent events, in pieces. Yields nothing if the events have no visible content.
-
-        Each piece is encoded on demand, in less than a millisecond; a piece may be empty, so that long work can pause. Content shared by
-        several choices is yielded as the same object, so do not join large answers."""
+        """Pieces of server-sent events, each encoded on demand in less than a millisecond; a piece may be empty, so that long work can
+        pause. Content shared by several choices is yielded as the same object, so do not join large answers.
+        """
         ...
 
     def encode_end(self, usage: TokenUsage) -> bytes:
-        """The last server-sent events: usage, if the request asked for it, else empty. The caller writes the framing's `end` after them."""
+        """The caller writes the framing's `end`."""
         ...
 
     def add(self, events: Sequence[OutputEvent]) -> None: ...
 
     def encode_body(self, usage: TokenUsage) -> Iterator[bytes]:
-        """The whole answer, in pieces as in `encode_events`."""
+        """Pieces as in `encode_events`."""
         ...
 
 
@@ -58,7 +54,7 @@ RecordEvents = Callable[[Sequence[OutputEvent]], None]
 
 
 class DirectChunkWriter:
-    """An `EventListener` that writes chunks at once, while the consumer task (`generation.run`) waits and the socket has room."""
+    """An `EventListener` that writes chunks at once, while the consumer task waits and the socket has room."""
 
     __slots__ = ("_clock", "_encoder", "_progress", "_record", "_sse")
 
@@ -94,7 +90,7 @@ class EncodingTurns:
         self.num_pending = 0
 
     async def slices(self, pieces: Iterator[bytes]) -> AsyncGenerator[bytes]:
-        """`pieces` joined into slices of at most about PIECE_BYTES. A slice is encoded when the iterator reaches it."""
+        """Slices have at most about PIECE_BYTES. A slice is encoded when the iterator reaches it."""
         self.num_pending += 1
         try:
             is_over = False

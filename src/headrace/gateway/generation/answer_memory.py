@@ -21,8 +21,8 @@ answer is written. Measured, with the room that arrays leave to grow: 25 bytes a
 """
 
 ENCODED_PROMPT_LOGPROB_BYTES = 76
-"""Charged beforehand for one prompt log-probability as JSON, where the answer keeps it to show it again. The average of the bundled model
-is 71 to 75. JSON of longer tokens is charged beyond this, as it is encoded.
+"""Charged beforehand for one prompt log-probability as JSON. The average of the bundled model is 71 to 75. JSON of longer tokens is charged
+beyond this, as it is encoded.
 """
 
 OUTPUT_LOGPROB_BYTES = 24
@@ -33,11 +33,10 @@ alternative's.
 OUTPUT_TOKEN_BYTES = 8
 FIRST_TEXT_BYTES = 4 << 10
 FIRST_LOGPROB_BYTES = 64 << 10
-"""Charged before an answer that is not streamed begins."""
 
 UNREAD_LOGPROB_BYTES = 24
 MAX_UNREAD_LOGPROB_BYTES = 2 << 20
-"""Bytes of output log-probabilities that may wait for a slow client."""
+"""They may wait for a slow client."""
 
 MAX_OUTPUT_LOGPROBS = 1 << 18
 """Most log-probabilities of output tokens in one answer that is not streamed."""
@@ -47,7 +46,7 @@ MAX_INLINE_LOGPROBS = 4096
 
 
 def prompt_logprob_bytes(num_top: int | None, *, num_tokens: int) -> int:
-    """Choices of one prompt share them.
+    """Choices of one prompt share the columns.
 
     num_top     alternatives per token; None: no prompt log-probabilities were asked for
     """
@@ -77,7 +76,7 @@ def first_answer_bytes(num_top: int | None, *, num_tokens: int | None) -> int:
 
 
 PROMPT_TOKEN_BYTES = 36
-"""Memory of one prompt token: a reference in a tuple, and the integer object."""
+"""A reference in a tuple, and the integer object."""
 
 HOLD_STEP_BYTES = 16 << 10
 """An answer that is held in memory charges its growth in these steps."""

@@ -1,7 +1,6 @@
 """The values of a generating request: `Call` is what its client wants, `Ready` is the answer that may begin, `Ending` is its account.
 
-`surfaces.generating` makes a `Call`. Each stage (`generation.stages`) gives the call, perhaps changed, to the next one, which returns a
-`Ready`. `generation.run` writes the answer.
+`surfaces.generating` makes a `Call`, each stage (`generation.stages`) gives it to the next one, and `generation.run` writes the answer.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from headrace.policy.limits.price import Price
 
 
 class Ending:
-    """`generation.run` makes an `Answered` of it, whose fields `observe.request_log` and `ledger.record` write.
+    """`generation.run` makes an `Answered` of it.
 
     ends                closed at the end of the request, also after an error
     model               at first the one that the client named
@@ -116,7 +115,7 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
         salt_key: bytes,
         now: int,
     ) -> Self:
-        """now: Unix seconds. Raises InvalidRequest for sampling parameters or sizes out of their limits."""
+        """now: Unix seconds. Raises InvalidRequest."""
         ending = Ending(model)
         exchange.asked = Asked(model.name, ending.version, parsed.is_streaming, parsed.sampling.get("n"))
         params = SamplingParams(**parsed.sampling).checked()
@@ -164,7 +163,6 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
         return self.changed(model=model)
 
     def remaining_s(self, clock: Clock) -> float | None:
-        """Raises DeadlineBeforeStart when it has passed."""
         if self.deadline_at is None:
             return None
         remaining_s = self.deadline_at - clock()
@@ -216,9 +214,8 @@ class Ready(Struct, frozen=True, kw_only=True, eq=False):
     cache_tier       the cache that answers: "response" or "idempotency"; None: the upstream answers
     fitted           None: the conversation is unchanged
     event_log        None: the events have no ids
-    replay           called before the first new event; sends the events of a continued stream that the client has not received
-    before_end       each is awaited with the replica's name after the last event, before the last bytes are sent; when one raises, the
-                     answer ends with that error
+    replay           called before the first new event; sends what the client of a continued stream lacks
+    before_end       each is awaited with the replica's name before the last bytes are sent; when one raises, the answer ends with it
     outlives_client  whether the answer goes on when the client has disconnected
     """
 

@@ -1,4 +1,4 @@
-"""Numbers the events of one stream, and keeps each event's output offset. Clients send the number back as `Last-Event-ID`."""
+"""Numbers the events of one stream. Clients send the number back as `Last-Event-ID`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ HEADER = "Last-Event-ID"
 LAST_EVENT_ID = HEADER.lower().encode()
 
 NO_EVENT = "0"
-"""The header's value in the first request of a stream that its client may want to continue. Without it events have no ids, since many
-clients take every line of a stream for data.
+"""The header's value in the first request of a stream. Without the header events have no ids, since many clients take every line of a
+stream for data.
 """
 _EVENT_ID = re.compile(r"([0-9a-f]{24})/([1-9][0-9]{0,8})")
 

@@ -96,9 +96,7 @@ class ContinuedStream:
 
 @dataclass(slots=True, eq=False)
 class OpenStream:
-    """A stream that is being sent, or has ended and is being written to the store.
-
-    begun_at  on the event loop's clock
+    """begun_at  on the event loop's clock
     closed    set once the stream is neither sent nor written any more
     """
 
@@ -222,7 +220,7 @@ class KeptStreams:
         return stream
 
     async def _give_way(self, stream: OpenStream) -> None:
-        """Raises StreamConflict for one that has just begun."""
+        """Raises StreamConflict for a stream that has just begun."""
         if not stream.is_ended:
             if not stream.exchange.status or _now() - stream.begun_at < GIVE_WAY_S:
                 raise StreamConflict(BUSY, retry_after_s=BUSY_RETRY_S)
@@ -230,7 +228,7 @@ class KeptStreams:
         await stream.closed.wait()
 
     async def _has_ended_at_sibling(self, answer_id: RequestId, exchange: Exchange) -> bool:
-        """True: one of them sent it, has ended it and has kept it.
+        """True: another worker of this port sent the stream, has ended it and has kept it.
 
         Raises StreamConflict when the stream has just begun there.
         """

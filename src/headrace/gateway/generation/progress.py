@@ -1,8 +1,7 @@
 """Records the times, token counts and finish reasons of one generating request, for metrics, usage and the request log.
 
 The definitions are vLLM's. TTFT = arrival at the gateway to the first token. TPOT = (last token - first token) / (tokens - 1), once per
-sequence. ITL = every gap, where a chunk of k tokens counts as k gaps of a k-th each. `raise_if_failed` raises the error of a sequence that
-ended without an answer.
+sequence. ITL = every gap, where a chunk of k tokens counts as k gaps of a k-th each.
 """
 
 from __future__ import annotations
@@ -106,7 +105,6 @@ class RequestProgress:
         return [FINISH_WORDS[sequence.finish] for sequence in self._sequences if sequence.finish is not None]
 
     def _metrics_of(self, index: int) -> ReplicaMetrics | None:
-        """Each prompt may run on another replica."""
         name = self._stream.facts(index).replica
         return None if name is None else self._instruments(name)
 
@@ -115,10 +113,7 @@ DEADLINE_PASSED = "The request's deadline passed before it was complete."
 
 
 def raise_if_failed(finish: FinishReason, detail: str | None) -> None:
-    """Raises DeadlineExceeded, Unavailable, InvalidRequest or SequenceFailed.
-
-    detail  the engine's message
-    """
+    """Raises DeadlineExceeded, Unavailable, InvalidRequest or SequenceFailed."""
     if finish.is_answer:
         return
     if finish is FinishReason.DEADLINE:

@@ -3,7 +3,7 @@
     ParsedRequest -> Call -> stages -> Upstream.prepare -> Ready -> events -> chunks or one answer -> ends
 
 Encoding runs in the request's own task, or in that of the upstream (`answer_encoder.DirectChunkWriter`). `Exchange.end` ends an answer
-early: it cancels the event stream, and the request's task unwinds. `Ending.ends` runs once, however the request ends.
+early: it cancels the event stream. `Ending.ends` runs once, however the request ends.
 
 A chunk is one server-sent event of an answer. A page is up to 64 tokens whose log-probabilities are encoded together. A piece is what an
 encoder yields at a time, a page's JSON at most. A slice is the pieces of one turn of `answer_encoder.EncodingTurns`.

@@ -27,9 +27,7 @@ from headrace.observe.tenant_metrics import ShownTenants
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """The objects that every request may use.
-
-    ledger       None: usage is not kept
+    """ledger       None: usage is not kept
     salt_key     secret that turns tenants into cache salts
     clock        monotonic seconds
     """

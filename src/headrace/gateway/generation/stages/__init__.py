@@ -1,8 +1,8 @@
 """Holds the concerns of a generating request, one stage each.
 
-A stage is called, as a Starlette middleware is, with the call and with `call_next`, which runs everything behind it. It awaits `call_next`
-unless it answers by itself, and returns the `Ready` that it gets, perhaps with more hooks. A stage bounds its own waits: the deadline's
-timer starts with the answer. What is to happen at the end of the request goes to `Ending.ends`, which run in the reverse order.
+A stage is called, as a Starlette middleware is, with the call and with `call_next`. It awaits `call_next` unless it answers by itself, and
+returns a `Ready`. A stage bounds its own waits: the deadline's timer starts with the answer. What is to happen at the end of the request
+goes to `Ending.ends`, which run in the reverse order.
 """
 
 from __future__ import annotations

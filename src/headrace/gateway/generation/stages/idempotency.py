@@ -15,8 +15,8 @@ from headrace.observe.store_metrics import AnswerCacheMetrics, CacheResult
 
 
 async def answer_once(call: Call, call_next: CallNext, *, replays: Replays, metrics: AnswerCacheMetrics, unix_time: Clock) -> Ready:
-    """Raises InvalidRequest for a malformed key or an answer that cannot be kept, IdempotencyConflict while the first request runs,
-    IdempotencyMismatch when it had another body, and Unavailable when the store does not answer.
+    """Raises InvalidRequest, IdempotencyConflict while the first request runs, IdempotencyMismatch when it had another body, and
+    Unavailable.
     """
     exchange = call.exchange
     key = retry_key(exchange)

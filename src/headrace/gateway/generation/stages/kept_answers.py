@@ -20,7 +20,7 @@ IDEMPOTENCY, RESPONSE = "idempotency", "response"
 
 class AnswerRecorder:
     """max_bytes    size of the largest answer that a stage keeps
-    is_given_up  the answer is too large, or the memory budget is full: nothing is recorded any more
+    is_given_up  the answer is too large, or the memory budget is full
     """
 
     def __init__(self, prepared: Prepared, model: str, charge: MemoryCharge) -> None:
@@ -45,7 +45,6 @@ class AnswerRecorder:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every sequence has ended, and none by an error or an abort."""
         return self._num_ended == self._prepared.num_sequences
 
     def answer(self, usage: TokenUsage, now: float) -> WholeAnswer | None:
@@ -81,7 +80,7 @@ class AnswerRecorder:
 
 
 def recorder_of(ready: Ready, *, max_bytes: int) -> tuple[AnswerRecorder, Ready]:
-    """Stages that keep the same answer share it."""
+    """Stages that keep the same answer share its recorder."""
     recorder = next((recorder for recorder in ready.recorders if isinstance(recorder, AnswerRecorder)), None)
     if recorder is None:
         recorder = AnswerRecorder(ready.prepared, ready.call.model.name, ready.call.charges.answers)

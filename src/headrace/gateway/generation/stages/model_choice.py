@@ -12,7 +12,7 @@ from headrace.gateway.upstream.served_models import ModelTable, ServedModel
 from headrace.policy.admission import AdmissionOutcome, decide
 
 MODEL_HEADER, REASON_HEADER = b"x-headrace-model", b"x-headrace-reason"
-"""Headers of every generating answer but a continued stream, a refusal too: the model that answers, and the `AdmissionOutcome`."""
+"""Headers of every generating answer but a continued stream, a refusal too."""
 
 AdmittedHeaders = tuple[tuple[bytes, bytes], ...]
 

@@ -1,4 +1,4 @@
-"""Prepares a request at its upstream, behind all stages, and reserves what the answer may use of the caller's limits and of memory.
+"""Prepares a request at its upstream and reserves what the answer may use.
 
 A conversation that does not fit the context is shortened, or the model that answers summarises it, where the request asks for that.
 """
@@ -16,10 +16,7 @@ from headrace.gateway.upstream.seam import EventStream, Prepared, added
 
 
 async def prepare(call: Call, *, clock: Clock) -> Ready:
-    """Raises InvalidRequest for a request that the model cannot take (ContextLengthExceeded if it is too long), Unavailable and Overloaded
-    when the upstream cannot prepare it or the store of limits fails, RateLimitExceeded or QuotaExhausted when the caller's limits refuse
-    it, RequestTooLarge or Overloaded without memory for it, and DeadlineBeforeStart.
-    """
+    """Raises what `Upstream.prepare`, `LimitReservation` and `AnswerMemory` raise, and DeadlineBeforeStart."""
     if (grammar := call.parsed.grammar) is not None:
         call.charges.prompts.add(grammar.num_bytes)
     call.remaining_s(clock)

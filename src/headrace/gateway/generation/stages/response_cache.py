@@ -85,7 +85,6 @@ class CacheEntry:
         return ready
 
     def end(self) -> None:
-        """Stores a whole answer, in the background."""
         if self._recorder is not None and self._recorder.is_whole:
             self._keep(self._recorder)
         self._end_computation()

@@ -23,8 +23,8 @@ REPLAY_STEP = 64
 
 
 async def resume(call: Call, call_next: CallNext, *, kept_streams: KeptStreams) -> Ready:
-    """Raises InvalidRequest for a malformed Last-Event-ID or another body than the stream's, UnknownStream when the stream is not kept,
-    StreamConflict when another request continues it or no server of the model can, and Unavailable when the store does not answer.
+    """Raises InvalidRequest, UnknownStream when the stream is not kept, StreamConflict when another request continues it or no server of
+    the model can, and Unavailable.
     """
     exchange, is_streaming = call.exchange, call.parsed.is_streaming
     if (last_event := exchange.header(LAST_EVENT_ID)) is None:
@@ -81,7 +81,6 @@ class ResumableStream:
         self._is_replayed = True
 
     def end(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Called at the end of every request."""
         kept_streams, answer_id = self._kept_streams, self._call.answer_id
         kept = self._kept() if is_worth_keeping(error) else None
         if kept is None:

@@ -60,7 +60,6 @@ async def take_turn(call: Call, call_next: CallNext, *, sessions: Sessions) -> R
 
 
 def _named_session(call: Call, sessions: Sessions) -> str | None:
-    """Raises InvalidRequest for two different ids, or a malformed one."""
     exchange, metadata = call.exchange, call.parsed.metadata
     given = [(SESSION_HEADER, value.decode("latin-1")) for name, value in exchange.headers if name == RAW_HEADER]
     if "session_id" in metadata:
@@ -83,9 +82,7 @@ def _check_one_line(parsed: ParsedRequest, prompt: Conversation) -> None:
 
 
 class SessionTurn:
-    """history     messages before this turn
-    num_new     number of the request's messages
-    """
+    """history: messages before this turn; num_new: number of the request's messages"""
 
     def __init__(self, sessions: Sessions, key: SessionKey, retry_key: str) -> None:
         self._sessions, self._key, self._retry_key = sessions, key, retry_key
@@ -95,9 +92,8 @@ class SessionTurn:
         self.num_new = 0
 
     async def claim(self, continued_id: str) -> None:
-        """Read the session and claim it until the lease is freed.
-
-        The session's last turn is replaced when the request repeats that turn: it continues the turn's answer, or has its Idempotency-Key.
+        """The session's last turn is replaced when the request repeats that turn: it continues the turn's answer, or has its
+        Idempotency-Key.
 
         Raises SessionConflict while another request has the session, or Unavailable.
         """
@@ -160,7 +156,7 @@ class SessionTurn:
 
 
 class TurnRecorder:
-    """A `generation.answer_encoder.EventRecorder` that keeps the text and the tool calls of an answer's only sequence."""
+    """An `EventRecorder` that keeps the text and the tool calls of an answer's only sequence."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
