@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bench.harness import write_portable
 from bench.machine import results_file
-from headrace.core.kvgroup import KvGroup
+from headrace.core.model_info import KvGroup
 from headrace.lab.environment import bandwidth_facts, bandwidth_script, environment, measure_bandwidth
 from headrace.tensor.batch import KvCache, allocate_kv, stored_as
 from headrace.tensor.device import CPU

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from bench.harness import write_portable
 from bench.machine import results_file
 from headrace.core.ids import RequestId
-from headrace.core.kvgroup import KvGroup
+from headrace.core.model_info import KvGroup
 from headrace.core.plan import Plan, Result
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams

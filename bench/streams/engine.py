@@ -17,13 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
-from headrace.core.kvgroup import KvGroup
 from headrace.core.load import EngineCounters, LoadSnapshot
-from headrace.core.model_info import ModelInfo
+from headrace.core.model_info import KvGroup, ModelInfo
 from headrace.core.request import EngineRequest
-from headrace.core.update import SequenceUpdate
+from headrace.core.update import FinishReason, SequenceUpdate
 from headrace.engine.server.config import ProcessConfig
 from headrace.engine.server.dispatcher import Updates
 from headrace.engine.server.process import leave, run_process

@@ -13,7 +13,7 @@ import pytest
 from headrace.cli import doctor
 from headrace.cli.doctor import Health
 from headrace.machine.gpus import Gpus, unusable
-from headrace.machine.memory import Available
+from headrace.machine.resources import Available
 from headrace.tensor.device import Cuda
 from headrace.tensor.host.cpu_features import CpuFeatures, parse_cpu_flags
 from tests.cli.conftest import Headrace

@@ -20,12 +20,11 @@ from wire_kit import PATIENCE_S, socket_dir, until
 pytest.importorskip("numba")
 
 from headrace.bundled import bundled_path
-from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
-from headrace.core.numerics import may_resume
+from headrace.core.model_info import may_resume
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
-from headrace.core.update import SequenceUpdate
+from headrace.core.update import FinishReason, SequenceUpdate
 from headrace.engine.build import build_served_engine
 from headrace.engine.config import EngineConfig
 from headrace.engine.server.dispatcher import AsyncioOutbox

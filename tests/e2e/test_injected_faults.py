@@ -17,11 +17,11 @@ from plain_loop import Checkpoint
 from real_engine import RealEngine, greedy_request
 
 from headrace.core.errors import SequenceFailed
-from headrace.core.finish import FinishReason
 from headrace.core.grammar import Grammar, GrammarKind
 from headrace.core.ids import RequestId
 from headrace.core.plan import Plan, Result
 from headrace.core.request import EngineRequest
+from headrace.core.update import FinishReason
 from headrace.engine.runner.model_runner import ModelRunner, OverlappedRunner
 
 pytestmark = pytest.mark.pure

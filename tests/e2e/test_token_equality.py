@@ -14,8 +14,8 @@ from plain_loop import Checkpoint
 from real_engine import ROOMY, Key, RealEngine, greedy_request
 
 from headrace import LLM, SamplingParams
-from headrace.core.finish import FinishReason
 from headrace.core.request import EngineRequest, PriorityClass, TierTerms
+from headrace.core.update import FinishReason
 
 pytestmark = pytest.mark.pure
 

@@ -24,10 +24,10 @@ pytest.importorskip("numba")
 from failpoint_kit import armed
 
 from headrace.bundled import bundled_path
-from headrace.core.finish import FinishReason
 from headrace.core.grammar import Grammar, GrammarKind
 from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
+from headrace.core.update import FinishReason
 from headrace.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.socket

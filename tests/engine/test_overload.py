@@ -11,8 +11,7 @@ import pytest
 from virtual_engine import VirtualEngine, asked, quantile
 
 from headrace.core.errors import Overloaded
-from headrace.core.request import EngineRequest, PriorityClass, TierTerms
-from headrace.core.waiting_bytes import submitted_bytes
+from headrace.core.request import EngineRequest, PriorityClass, TierTerms, submitted_bytes
 from headrace.engine import build
 from headrace.engine.config import EngineConfig
 from headrace.lab.fake_runner import FakeOptions

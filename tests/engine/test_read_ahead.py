@@ -17,7 +17,7 @@ from headrace.engine import build as module
 from headrace.engine.build import WRITER, build_engine, build_served_engine, read_ahead
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine, Outbox
-from headrace.machine.memory import Available
+from headrace.machine.resources import Available
 from headrace.tensor.host.unfinished import UNFINISHED
 from headrace.tensor.packed import store as packed_store
 from headrace.tensor.packed.file import NOTE_SUFFIX, PackedFile

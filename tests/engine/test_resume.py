@@ -18,12 +18,11 @@ from real_engine import RealEngine
 
 from headrace.bundled import bundled_path
 from headrace.core.errors import InvalidRequest
-from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.plan import TokenLogprobs
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import MAX_N, SamplingParams
-from headrace.core.update import Rejected, SequenceUpdate
+from headrace.core.update import FinishReason, Rejected, SequenceUpdate
 from headrace.engine.config import EngineConfig
 from headrace.lab.fake_runner import FakeOptions, fake_answer, fake_engine
 

@@ -17,10 +17,10 @@ from real_engine import RealEngine
 from results import save_result
 
 from headrace.bundled import bundled_path
-from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
+from headrace.core.update import FinishReason
 from headrace.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.socket

@@ -22,7 +22,7 @@ from headrace.core.errors import ConfigError
 from headrace.fleet.config import ModelSpec
 from headrace.fleet.keeper import FIRST_PAUSE_S, FleetFailed
 from headrace.fleet.supervisor import CUT_GRACE_S, GATEWAY_GRACE_S
-from headrace.machine.stop_signals import DUPLICATE_SIGNAL_S
+from headrace.machine.signals import DUPLICATE_SIGNAL_S
 
 pytestmark = pytest.mark.loop
 
@@ -213,7 +213,7 @@ async def test_a_hangup_that_is_ignored_as_under_nohup_does_nothing() -> None:
 
 async def test_a_terminal_that_is_closed_drains_although_there_is_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = [True]
-    monkeypatch.setattr("headrace.machine.hangup._has_terminal", lambda: terminal[0])
+    monkeypatch.setattr("headrace.machine.signals._has_terminal", lambda: terminal[0])
     async with scripted_site() as site:
         terminal[0] = False
         ask(signal.SIGHUP)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
-from headrace.core.update import Rejected, SequenceUpdate
+from headrace.core.update import FinishReason, Rejected, SequenceUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine
 from headrace.lab.fake_runner import FakeOptions, fake_answer, fake_engine

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId, SlotId
 from headrace.core.plan import Plan, Result, Started, int_column
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
-from headrace.core.update import Rejected, SequenceUpdate
+from headrace.core.update import FinishReason, Rejected, SequenceUpdate
 from headrace.engine.config import EngineConfig
 from headrace.lab.fake_runner import FakeOptions, FakeRunner, fake_answer, fake_engine
 

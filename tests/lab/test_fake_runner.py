@@ -8,12 +8,11 @@ from dataclasses import replace
 import pytest
 
 from headrace.core.errors import CheckpointError, EngineFatal
-from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId, SlotId
 from headrace.core.plan import Plan, Started, int_column
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
-from headrace.core.update import Rejected, SequenceUpdate
+from headrace.core.update import FinishReason, Rejected, SequenceUpdate
 from headrace.engine.config import EngineConfig
 from headrace.lab.fake_runner import FakeOptions, FakeRunner, fake_answer, fake_engine, fake_token
 from tests.lab.test_fake_clock import VirtualClock

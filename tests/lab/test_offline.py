@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.core.kvgroup import KvGroup
-from headrace.core.model_info import ModelInfo
+from headrace.core.model_info import KvGroup, ModelInfo
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine
 from headrace.lab.datasets import LoadRequest, WorkloadShape, make_requests

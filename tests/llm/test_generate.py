@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from headrace.core.errors import EngineFatal, InvalidRequest, Unavailable
-from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
+from headrace.core.update import FinishReason
 from headrace.engine.config import EngineConfig
 from headrace.lab.fake_runner import FakeOptions, fake_answer, fake_engine
 from headrace.llm.api import LLM

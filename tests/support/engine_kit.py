@@ -9,13 +9,11 @@ from typing import Any
 from kv_oracle import OracleRunner
 
 from headrace.core.errors import HeadraceError
-from headrace.core.finish import FinishReason
 from headrace.core.ids import PreparationId, RequestId
-from headrace.core.kvgroup import KvGroup
-from headrace.core.model_info import ModelInfo
+from headrace.core.model_info import KvGroup, ModelInfo
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
-from headrace.core.update import Rejected, SequenceUpdate
+from headrace.core.update import FinishReason, Rejected, SequenceUpdate
 from headrace.engine.loop import Engine
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.manager import KvManager

@@ -15,7 +15,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from headrace.machine.stop_signals import StopSignals
+from headrace.machine.signals import StopSignals
 from headrace.wire.leash import Leash, LeashRequest, LeashRequestKind, ReplicaStatus
 
 

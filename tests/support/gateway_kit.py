@@ -23,14 +23,12 @@ from virtual_time import VirtualTimeLoop
 
 from headrace.core.clock import Clock
 from headrace.core.errors import Unavailable
-from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
-from headrace.core.kvgroup import KvGroup
 from headrace.core.load import EngineCounters, LoadSnapshot
-from headrace.core.model_info import ModelInfo
+from headrace.core.model_info import KvGroup, ModelInfo
 from headrace.core.plan import TokenLogprobs
 from headrace.core.request import EngineRequest, PriorityClass
-from headrace.core.update import SequenceUpdate, StageSeconds
+from headrace.core.update import FinishReason, SequenceUpdate, StageSeconds
 from headrace.gateway.app import Gateway
 from headrace.gateway.compose import open_gateway
 from headrace.gateway.config import GatewayConfig, config_from

@@ -11,7 +11,7 @@ from array import array
 from collections import deque
 from hashlib import blake2b
 
-from headrace.core.kvgroup import KvGroup
+from headrace.core.model_info import KvGroup
 from headrace.core.plan import LogprobColumns, MoveKind, Plan, Result, Started, TokenLogprobs, int_column
 
 EMPTY = -1

@@ -15,14 +15,13 @@ from typing import Any
 from failpoint_kit import Injected
 from runner_kit import CONTEXT, VOCAB
 
-from headrace.core.finish import FinishReason
 from headrace.core.grammar import Grammar
 from headrace.core.ids import PreparationId, RequestId
 from headrace.core.model_info import ModelInfo
 from headrace.core.plan import Plan, TokenLogprobs
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
-from headrace.core.update import Rejected, SequenceUpdate
+from headrace.core.update import FinishReason, Rejected, SequenceUpdate
 from headrace.engine.build import assemble
 from headrace.engine.config import EngineConfig
 from headrace.engine.failpoints import armed_places

@@ -16,12 +16,12 @@ from typing import Any
 from grammar_samples import larks, regexes, schemas
 from real_engine import Answer, Key, RealEngine
 
-from headrace.core.finish import FinishReason
 from headrace.core.grammar import Grammar
 from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest, PriorityClass
 from headrace.core.sampling import SamplingParams
 from headrace.core.tools import CallMode, FunctionTool, ToolChoice
+from headrace.core.update import FinishReason
 from headrace.text.output.forced import forced_grammar
 from headrace.text.output.formats import TOOL_FORMATS
 

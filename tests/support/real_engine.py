@@ -12,11 +12,10 @@ from typing import Any, NamedTuple, Self
 
 import engine_kit
 
-from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.plan import TokenLogprobs
 from headrace.core.request import EngineRequest
-from headrace.core.update import Rejected, SequenceUpdate
+from headrace.core.update import FinishReason, Rejected, SequenceUpdate
 from headrace.engine.build import build_engine
 from headrace.engine.config import EngineConfig
 

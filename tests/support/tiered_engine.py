@@ -9,10 +9,9 @@ from typing import Any
 
 from engine_kit import ManualClock
 
-from headrace.core.finish import FinishReason
 from headrace.core.plan import Plan, Result
 from headrace.core.request import EngineRequest
-from headrace.core.update import Rejected, SequenceUpdate
+from headrace.core.update import FinishReason, Rejected, SequenceUpdate
 from headrace.engine.loop import Engine
 from headrace.lab.fake_runner import FakeOptions, FakeRunner, fake_answer, fake_info
 from headrace.policy.config import SchedulerConfig

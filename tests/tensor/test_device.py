@@ -12,7 +12,7 @@ import torch
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.machine.gpus import unusable
-from headrace.machine.memory import Available
+from headrace.machine.resources import Available
 from headrace.tensor import device
 from headrace.tensor.device import CPU, CUDA, DEVICES, META, driver_version
 from headrace.tensor.host.cpu_features import CpuFeatures

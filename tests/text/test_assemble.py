@@ -10,11 +10,10 @@ import text_kit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.plan import TokenLogprobs, columns_of
 from headrace.core.sampling import SamplingParams
-from headrace.core.update import SequenceUpdate
+from headrace.core.update import FinishReason, SequenceUpdate
 from headrace.text.assemble import EngineFinish, OutputAssembler, OutputDelta, decoded_prompt_logprobs
 from headrace.text.detokenize import Detokenizer
 from headrace.text.logprobs import DecodedLogprobs, TokenEntry, TopToken

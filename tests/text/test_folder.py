@@ -10,8 +10,8 @@ import pytest
 import text_kit
 
 from headrace.bundled import DEFAULT_MODEL, bundled_path
-from headrace.core.digests import text_digests
 from headrace.core.errors import CheckpointError
+from headrace.core.model_info import text_digests
 from headrace.text.folder import load_text
 
 pytestmark = pytest.mark.pure

@@ -21,17 +21,15 @@ from headrace.core.errors import (
     Unavailable,
     shorten,
 )
-from headrace.core.finish import FinishReason
 from headrace.core.grammar import Grammar, GrammarKind, ReasoningSpan
 from headrace.core.ids import RequestId
-from headrace.core.kvgroup import KvGroup
 from headrace.core.load import STEP_BOUNDS_S, ClassLoad, EngineCounters, FailureKind, LoadSnapshot
-from headrace.core.model_info import ModelInfo
+from headrace.core.model_info import KvGroup, ModelInfo
 from headrace.core.plan import LogprobColumns, TokenLogprobs
 from headrace.core.request import NO_TIER, EngineRequest, PriorityClass, TierTerms
 from headrace.core.sampling import SamplingParams
 from headrace.core.structured import StructuredOutputsParams
-from headrace.core.update import SequenceUpdate, StageSeconds
+from headrace.core.update import FinishReason, SequenceUpdate, StageSeconds
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import (
     decode_finish,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from wire_kit import request
 
 from headrace.core.errors import InvalidRequest, RequestTooLarge
-from headrace.core.finish import FinishReason
+from headrace.core.update import FinishReason
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.service import Handle
 from headrace.wire.session import MAX_FRAME_BYTES, MAX_SUBMIT_BYTES, UnwrittenCommands

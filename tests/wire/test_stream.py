@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from wire_kit import request
 
 from headrace.core.errors import Unavailable
-from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.plan import TokenLogprobs
-from headrace.core.update import Rejected, SequenceUpdate
+from headrace.core.update import FinishReason, Rejected, SequenceUpdate
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import encode_updates
 from headrace.wire.codec.update import UpdateRows, update_of

@@ -24,8 +24,7 @@ import typer
 
 from headrace.bundled import DEFAULT_MODEL, bundled_names
 from headrace.cli.exits import CommandExitCode
-from headrace.machine.cgroups import cpu_quota
-from headrace.machine.cpus import allowed_cpus
+from headrace.machine.resources import allowed_cpus, cpu_quota
 
 if TYPE_CHECKING:
     from headrace.machine.gpus import Gpus
@@ -138,7 +137,7 @@ def check_threads(quota: float | None, environment: Mapping[str, str]) -> Findin
 
 
 def check_memory(root: Path) -> Finding:
-    from headrace.machine.memory import read_available
+    from headrace.machine.resources import read_available
 
     available = read_available(root)
     state = f"{available.num_bytes / 2**30:.1f} GiB to be had (bound by {available.source})"

@@ -208,3 +208,7 @@ def shorten(value: object, limit: int = 80) -> str:
     except (TypeError, ValueError):  # keys or numbers that JSON does not have
         text = ascii(few)
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -1,15 +1,45 @@
-"""Facts of a loaded model that need no tensor: shapes, limits, digests."""
+"""Facts of a loaded model that need no tensor (shapes, limits, digests), and whether two replicas compute the same results.
+
+A replica's numerics are named facts (weights, dtype, kernels, ...), sent in its first frame; a stream of one replica may be resumed at
+another with equal numerics. "weights", a digest of all weight bytes and of config.json, takes seconds per gigabyte: until it is known the
+fact is empty, and no stream is resumed at that replica.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from typing import Any
 
-from headrace.core.kvgroup import KvGroup
-from headrace.core.numerics import WEIGHTS, numerics_digest
+WEIGHTS = "weights"
+
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
+
+
+@dataclass(frozen=True, slots=True)
+class KvGroup:
+    """Layers whose keys and values live in blocks of one shape and one lifetime.
+
+    kv_heads     held by this rank
+    scale_bytes  beside each key and each value of a head; 0 where the cache is not rounded
+    window       tokens a query sees, itself included; None = everything before it
+    """
+
+    layers: tuple[int, ...]
+    kv_heads: int
+    head_dim: int
+    dtype_bytes: int
+    window: int | None = None
+    scale_bytes: int = 0
+
+    def block_bytes(self, block_size: int) -> int:
+        return len(self.layers) * 2 * block_size * self.kv_heads * (self.head_dim * self.dtype_bytes + self.scale_bytes)
+
+    def tokens_needed(self, num_tokens: int) -> int:
+        """The most tokens of the sequence that must be in the cache at once."""
+        return num_tokens if self.window is None else min(num_tokens, self.window)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +55,7 @@ class ModelInfo:
     sampling_defaults from generation_config.json
     digests           hex content digests: model (a sample of the weights), tokenizer, template; and kv_dtype, the name of the KV cache's
                       element type (not a digest)
-    numerics          facts that equal results depend on (`core.numerics`); "weights" is empty until all weight bytes are hashed
+    numerics          facts that equal results depend on
     decided           the choices made at start with their reasons, one line each, for people
     queue_policy      tells a gateway whether a request's priority has an effect; "": not known
     """
@@ -60,3 +90,53 @@ class ModelInfo:
 
     def with_weights_digest(self, digest: str) -> ModelInfo:
         return replace(self, numerics={**self.numerics, WEIGHTS: digest})
+
+
+TEXT_FILES: Mapping[str, tuple[str, ...]] = {
+    "tokenizer": ("tokenizer.json",),
+    "template": ("chat_template.jinja", "tokenizer_config.json", "chat_template.json"),
+}
+
+
+def text_digests(files: Mapping[str, bytes]) -> dict[str, str]:
+    """For each kind of text file, hex SHA-256 over the names and contents of its files; "" where the folder has none."""
+    digests: dict[str, str] = {}
+    for kind, names in TEXT_FILES.items():
+        state = sha256()
+        present = [name for name in names if name in files]
+        for name in present:
+            state.update(f"{name}\0{len(files[name])}\0".encode())
+            state.update(files[name])
+        digests[kind] = state.hexdigest() if present else ""
+    return digests
+
+
+Numerics = Mapping[str, str]
+
+
+def numerics_digest(facts: Numerics) -> str:
+    if not facts.get(WEIGHTS):
+        return ""
+    state = blake2b(digest_size=16, person=b"headrace-numeric")
+    for name, value in sorted(facts.items()):
+        for part in (name.encode(), value.encode()):
+            state.update(len(part).to_bytes(8, "little") + part)
+    return state.hexdigest()
+
+
+def why_not_resume(first: Numerics, second: Numerics) -> str:
+    """Why a stream of a replica with the facts `first` may not be resumed at one with `second`; "" where it may be."""
+    for name, facts in (("first", first), ("second", second)):
+        if not facts.get(WEIGHTS):
+            return f"the weights of the {name} replica are not hashed yet"
+    differing = sorted(name for name in first.keys() | second.keys() if first.get(name) != second.get(name))
+    return "; ".join(f"{name}: {first.get(name, 'not said')} and {second.get(name, 'not said')}" for name in differing)
+
+
+def may_resume(first: str, second: str) -> bool:
+    """Whether both digests are known and equal.
+
+    The resumed stream has the same tokens for certain only where both replicas run with `deterministic`, which is one of the facts: without
+    it the logits depend on the other sequences of a batch.
+    """
+    return bool(first) and first == second

@@ -1,14 +1,34 @@
-"""The engine's output after a commit, alike for the wire and the offline API."""
+"""The engine's output after a commit, alike for the wire and the offline API; and why a sequence ended."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple
 
-from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.plan import TokenLogprobs
+
+
+class FinishReason(StrEnum):
+    """OpenAI's values where OpenAI has one."""
+
+    STOP = "stop"
+    """An end token, a stop token id or (decided in the gateway) a stop string."""
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+    @property
+    def is_answer(self) -> bool:
+        """Only these values may be sent as OpenAI's `finish_reason`."""
+        return self in (FinishReason.STOP, FinishReason.LENGTH)
+
+
+FINISH_WORDS = {reason: reason.value for reason in FinishReason}
+"""A look-up costs less than an enum's `value`, which is a function call."""
 
 
 class StageSeconds(NamedTuple):

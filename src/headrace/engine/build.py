@@ -16,9 +16,8 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine, Outbox
 from headrace.engine.preparation import Preparer
 from headrace.engine.steps import Runner
-from headrace.machine.cpus import allowed_cpus
 from headrace.machine.forks import FORKS
-from headrace.machine.memory import read_available
+from headrace.machine.resources import allowed_cpus, read_available
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.schedule.scheduler import Scheduler

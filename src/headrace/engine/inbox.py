@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headrace.core.errors import HeadraceError
-from headrace.core.finish import FinishReason
 from headrace.core.ids import PreparationId, RequestId
 from headrace.core.load import NO_CLASS_LOADS, ClassLoad, ClassLoads, minus, plus
-from headrace.core.request import EngineRequest, PriorityClass
-from headrace.core.waiting_bytes import check_bytes, submitted_bytes
+from headrace.core.request import EngineRequest, PriorityClass, check_bytes, submitted_bytes
+from headrace.core.update import FinishReason
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.core.errors import ConfigError
-from headrace.core.kvgroup import KvGroup
+from headrace.core.model_info import KvGroup
 from headrace.engine.config import EngineConfig
 
 GIB = 1 << 30

@@ -14,14 +14,13 @@ from contextlib import ExitStack
 
 from headrace.core.clock import Clock
 from headrace.core.errors import EngineFatal, HeadraceError, InvalidRequest, Overloaded, QueueFull, SequenceFailed
-from headrace.core.finish import FinishReason
 from headrace.core.ids import PreparationId, RequestId
 from headrace.core.load import FailureKind, LoadSnapshot
 from headrace.core.model_info import ModelInfo
 from headrace.core.plan import Plan, Result
 from headrace.core.plan_codec import dump_plans
 from headrace.core.request import EngineRequest
-from headrace.core.update import Rejected, SequenceUpdate
+from headrace.core.update import FinishReason, Rejected, SequenceUpdate
 from headrace.engine.inbox import Cancel, Finish, Inbox, Message, PrerequisiteFailed, Refuse, Satisfied, Submit, Wake
 from headrace.engine.load_board import LoadBoard
 from headrace.engine.preparation import NothingToPrepare, Preparations, Preparer

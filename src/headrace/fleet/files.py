@@ -17,9 +17,9 @@ from pathlib import Path
 from headrace.core.errors import ConfigError
 from headrace.core.hashing import BLOCKS, SALTS, site_secret
 from headrace.fleet.config import FleetConfig, ModelSpec
-from headrace.machine.cpus import allowed_cpus
 from headrace.machine.gpus import find_gpus
 from headrace.machine.locked_folders import LockedFolder, is_locked, remove_unlocked
+from headrace.machine.resources import allowed_cpus
 
 PREFIX = "headrace-"
 LOCK = "lock"

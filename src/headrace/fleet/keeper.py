@@ -14,7 +14,7 @@ from signal import Signals
 from headrace.core.backoff import Backoff
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.fleet.launcher import Child, Launcher
-from headrace.machine.stop_signals import first_of
+from headrace.machine.signals import first_of
 from headrace.wire.leash import LeashRequests
 
 log = logging.getLogger(__name__)

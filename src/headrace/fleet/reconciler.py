@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from headrace.core.counted import counted
-from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.errors import ConfigError, HeadraceError, counted
 from headrace.fleet.commands import ModelProgress, Progress
 from headrace.fleet.config import DesiredState, FleetConfig
 from headrace.fleet.files import gateway_content

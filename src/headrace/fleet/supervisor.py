@@ -16,7 +16,7 @@ from enum import IntEnum
 from functools import partial
 from pathlib import Path
 
-from headrace.core.counted import counted
+from headrace.core.errors import counted
 from headrace.fleet.admin import AdminRequests, admin_socket
 from headrace.fleet.admin_listen import AdminAddress
 from headrace.fleet.commands import CommandAudit, WriteAudit, not_kept
@@ -27,8 +27,7 @@ from headrace.fleet.gateways import GatewayGroup, reserved_port
 from headrace.fleet.keeper import ProcessKeeper
 from headrace.fleet.launcher import Launcher, ProcessLauncher
 from headrace.fleet.reconciler import Reconciler
-from headrace.machine.hangup import on_hangup
-from headrace.machine.stop_signals import StopSignals, first_of
+from headrace.machine.signals import StopSignals, first_of, on_hangup
 from headrace.policy.deployment import ReplicaPhase
 
 log = logging.getLogger(__name__)

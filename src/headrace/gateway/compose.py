@@ -43,7 +43,7 @@ from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.text_workers.processes import HostProcess
 from headrace.gateway.text_workers.workers import Workers
 from headrace.gateway.upstream.served_models import ModelTable
-from headrace.machine.memory import machine_bytes
+from headrace.machine.resources import machine_bytes
 from headrace.observe.logs import environment_format
 from headrace.observe.metrics import MemoryReading, Metrics
 from headrace.observe.request_log import RequestLog

@@ -13,8 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from headrace.core.counted import counted
-from headrace.core.errors import CheckpointError, HeadraceError, Unavailable
+from headrace.core.errors import CheckpointError, HeadraceError, Unavailable, counted
 from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.compose import OpenGateway, open_gateway
 from headrace.gateway.config import GatewayConfig
@@ -25,7 +24,7 @@ from headrace.gateway.http.tls import ServerCertificate
 from headrace.gateway.site.worker import GatewayWorker
 from headrace.gateway.text_workers.workers import Workers
 from headrace.gateway.upstream.served_models import ModelTable
-from headrace.machine.stop_signals import DUPLICATE_SIGNAL_S, StopSignals, first_of
+from headrace.machine.signals import DUPLICATE_SIGNAL_S, StopSignals, first_of
 from headrace.text.folder import TextModel
 from headrace.wire.leash import Leash
 from headrace.wire.listening import shown_host

@@ -24,7 +24,7 @@ from headrace.gateway.text_workers.frames import HostConfig
 from headrace.gateway.text_workers.processes import HostProcess
 from headrace.gateway.text_workers.workers import Workers
 from headrace.gateway.upstream.model_config import key_variables, text_folders
-from headrace.machine.memory import machine_bytes
+from headrace.machine.resources import machine_bytes
 from headrace.observe.logs import set_up_logging
 from headrace.wire.leash import Leash
 

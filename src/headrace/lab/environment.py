@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 from headrace.core.errors import HeadraceError
-from headrace.machine.cpus import num_allowed_cpus
+from headrace.machine.resources import num_allowed_cpus
 
 PACKAGES = ("headrace", "torch", "numpy", "numba", "aiohttp")
 BANDWIDTH_TIMEOUT_S = 120.0

@@ -15,8 +15,7 @@ from itertools import islice
 
 from headrace.core.clock import Clock
 from headrace.core.errors import CheckpointError, EngineFatal
-from headrace.core.kvgroup import KvGroup
-from headrace.core.model_info import ModelInfo
+from headrace.core.model_info import KvGroup, ModelInfo
 from headrace.core.plan import NO_LOGPROBS, LogprobColumns, Plan, Result, Started, TokenLogprobs, int_column
 from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate

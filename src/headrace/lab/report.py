@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
-from headrace.core.counted import counted
+from headrace.core.errors import counted
 from headrace.lab.metrics import NEEDED_SAMPLES, Distribution, LoadReport
 
 WIDTH = 58

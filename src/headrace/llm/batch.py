@@ -7,8 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from headrace.core.counted import counted
-from headrace.core.errors import EngineFatal, InvalidRequest, Overloaded
+from headrace.core.errors import EngineFatal, InvalidRequest, Overloaded, counted
 from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate

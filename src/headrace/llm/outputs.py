@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace.core.errors import SequenceFailed
-from headrace.core.finish import FinishReason
 from headrace.core.plan import TokenLogprobs
-from headrace.core.update import SequenceUpdate
+from headrace.core.update import FinishReason, SequenceUpdate
 from headrace.text.assemble import OutputAssembler, decoded_prompt_logprobs
 from headrace.text.logprobs import TokenEntry
 from headrace.text.tokenizer import Tokenizer

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import NamedTuple
 
-from headrace.core.finish import FinishReason
 from headrace.core.hashing import BlockHash
 from headrace.core.ids import PreparationId, RequestId, SeqId
 from headrace.core.request import EngineRequest
+from headrace.core.update import FinishReason
 
 NO_SLOT = -1
 NO_PREPARATION = PreparationId(0)

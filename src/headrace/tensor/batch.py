@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headrace.core.kvgroup import KvGroup
+from headrace.core.model_info import KvGroup
 from headrace.tensor.device import TensorDevice
 
 

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from headrace.core.errors import ConfigError
-from headrace.machine.cgroups import read_text
 from headrace.machine.gpus import find_gpus
-from headrace.machine.memory import Available, read_available
+from headrace.machine.resources import Available, read_available, read_text
 from headrace.tensor.host import pages
 from headrace.tensor.host.cpu_features import CpuFeatures
 from headrace.tensor.launches import CudaLaunches, Launches

@@ -11,10 +11,9 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from headrace.core.finish import FinishReason
 from headrace.core.plan import TokenLogprobs, columns_of
 from headrace.core.sampling import SamplingParams
-from headrace.core.update import SequenceUpdate, StageSeconds
+from headrace.core.update import FinishReason, SequenceUpdate, StageSeconds
 from headrace.text.detokenize import Delta, Detokenizer
 from headrace.text.logprobs import DecodedLogprobs
 from headrace.text.tokenizer import Tokenizer

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headrace.core.digests import TEXT_FILES, text_digests
 from headrace.core.errors import CheckpointError, shorten
+from headrace.core.model_info import TEXT_FILES, text_digests
 from headrace.text.files import read_bytes, read_optional_object
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer

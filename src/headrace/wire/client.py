@@ -17,12 +17,11 @@ from enum import StrEnum
 
 from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError, InvalidRequest, Unavailable
-from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.load import LoadSnapshot
-from headrace.core.model_info import ModelInfo
-from headrace.core.numerics import Numerics
+from headrace.core.model_info import ModelInfo, Numerics
 from headrace.core.request import EngineRequest, PriorityClass
+from headrace.core.update import FinishReason
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import decode_model_info
 from headrace.wire.dial import Dialer

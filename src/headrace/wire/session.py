@@ -17,9 +17,9 @@ from google.protobuf.message import DecodeError
 
 from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError, RequestTooLarge
-from headrace.core.finish import FinishReason
 from headrace.core.load import LoadSnapshot
 from headrace.core.request import EngineRequest, PriorityClass
+from headrace.core.update import FinishReason
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import decode_load, decode_rejected, encode_cancel, encode_finish, encode_submit
 from headrace.wire.codec.fields import PRIORITY_CLASS

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from headrace.core.clock import Clock
 from headrace.core.errors import Unavailable
 from headrace.core.ids import RequestId
-from headrace.core.numerics import Numerics
+from headrace.core.model_info import Numerics
 from headrace.core.plan import columns_of
 from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
@@ -42,7 +42,7 @@ class ReplicaStream:
     handler. The gateway cancels a request whose `unread_bytes` grow too large.
 
     first_index  index of the request's first sequence. Prompt log-probabilities are the same for all sequences; only this one's are kept
-    numerics     the replica's `core.numerics`: another replica may continue the stream only if its own are equal
+    numerics     the replica's: another replica may continue the stream only if its own are equal
     """
 
     __slots__ = (

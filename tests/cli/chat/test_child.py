@@ -17,7 +17,7 @@ from headrace.cli.chat.child import started_server
 from headrace.cli.chat.client import ApiClient
 from headrace.cli.exits import ServerFailed
 from headrace.fleet.config import COMMAND
-from headrace.machine.stop_signals import DUPLICATE_SIGNAL_S
+from headrace.machine.signals import DUPLICATE_SIGNAL_S
 
 pytestmark = pytest.mark.process
 

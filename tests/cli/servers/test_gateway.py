@@ -22,8 +22,7 @@ from headrace.fleet.config import FleetConfig
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.text_host import TextContext
 from headrace.gateway.upstream.model_config import ReplicaConfig
-from headrace.machine.hangup import on_hangup
-from headrace.machine.stop_signals import StopSignals
+from headrace.machine.signals import StopSignals, on_hangup
 from headrace.observe.logs import ENVIRONMENT
 from tests.cli.conftest import Headrace
 

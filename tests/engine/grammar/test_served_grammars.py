@@ -15,9 +15,9 @@ from patience import PATIENCE_S
 from real_engine import RealEngine, greedy_request
 
 from headrace.core.errors import InvalidRequest
-from headrace.core.finish import FinishReason
 from headrace.core.grammar import Grammar
 from headrace.core.request import EngineRequest
+from headrace.core.update import FinishReason
 
 pytestmark = pytest.mark.socket
 

@@ -11,10 +11,10 @@ from failing_plans import SITES, fail_next_plan
 from kv_oracle import expected_tokens
 
 from headrace.core.errors import EngineFatal
-from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.load import EngineCounters, FailureKind
 from headrace.core.plan import Plan, Result
+from headrace.core.update import FinishReason
 from headrace.engine.recovery import MAX_LOGGED, WINDOW_S, Failures
 from headrace.policy.schedule.scheduler import Scheduler
 from headrace.policy.schedule.sequence_table import SequenceTable

@@ -13,12 +13,12 @@ from engine_kit import FULL, VOCAB, WINDOW, DrivenEngine, NotedPreparer, request
 from kv_oracle import OracleRunner, expected_tokens
 
 from headrace.core.errors import EngineFatal
-from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
-from headrace.core.kvgroup import KvGroup
 from headrace.core.load import summed
+from headrace.core.model_info import KvGroup
 from headrace.core.plan import Plan, Result
 from headrace.core.plan_codec import load_plans
+from headrace.core.update import FinishReason
 from headrace.engine import loop
 from headrace.engine.loop import Engine
 from headrace.engine.steps import UNKNOWN_STEP_S, StepTimer

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from kv_oracle import expected_tokens
 
 from headrace.core.errors import EngineFatal, HeadraceError, InvalidRequest, Overloaded, RequestTooLarge, Unavailable
-from headrace.core.finish import FinishReason
 from headrace.core.grammar import Grammar, GrammarKind
 from headrace.core.ids import PreparationId, RequestId
 from headrace.core.request import EngineRequest
+from headrace.core.update import FinishReason
 from headrace.engine.preparation import NothingToPrepare
 from headrace.policy.schedule.sequence_table import SequenceTable
 

@@ -20,7 +20,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.runner import build as runner_build
 from headrace.engine.runner.build import AnyRunner, build_runner
 from headrace.engine.runner.model_runner import ModelRunner, OverlappedRunner
-from headrace.machine.memory import Available
+from headrace.machine.resources import Available
 from headrace.tensor.batch import KvCache
 from headrace.tensor.device import CPU
 from headrace.tensor.host.cpu_features import CpuFeatures

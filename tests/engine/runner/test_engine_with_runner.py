@@ -10,12 +10,11 @@ import pytest
 from failpoint_kit import armed, sites
 from runner_kit import CONTEXT, VOCAB, DenseLlama, MakeRunner
 
-from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.model_info import ModelInfo
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
-from headrace.core.update import Rejected, SequenceUpdate
+from headrace.core.update import FinishReason, Rejected, SequenceUpdate
 from headrace.engine.build import assemble
 from headrace.engine.config import EngineConfig
 from headrace.engine.runner.model_runner import ModelRunner, OverlappedRunner

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.errors import ConfigError
-from headrace.core.kvgroup import KvGroup
+from headrace.core.model_info import KvGroup
 from headrace.engine.config import EngineConfig
 from headrace.engine.kv_sizing import GIB, MIB, KvMemoryBudget, KvSizing, size_kv
 from headrace.policy.kvcache.manager import KvManager

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("numba")
 
 from headrace.bundled import bundled_path
-from headrace.core.numerics import may_resume, numerics_digest, why_not_resume
+from headrace.core.model_info import may_resume, numerics_digest, why_not_resume
 from headrace.engine.build import build_served_engine
 from headrace.engine.config import EngineConfig
 from headrace.tensor.backends import load_backend

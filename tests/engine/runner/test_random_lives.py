@@ -13,7 +13,7 @@ from random_lives import Life, LifeEngine, RandomFaults, draw_lives, language
 from runner_kit import VOCAB, make_runner
 from torch import Tensor
 
-from headrace.core.finish import FinishReason
+from headrace.core.update import FinishReason
 from headrace.engine.runner.device.runner import DeviceRunner
 from headrace.tensor.batch import ForwardBatch, KvCache
 from headrace.tensor.models.decoder import DecoderModel

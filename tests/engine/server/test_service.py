@@ -14,12 +14,11 @@ from virtual_wire import linked_virtually
 from wire_kit import Served, connected, read_all, read_updates, request, served
 
 from headrace.core.errors import InvalidRequest, Overloaded, RequestTooLarge, Unavailable
-from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.load import ClassLoad, summed
-from headrace.core.numerics import may_resume, numerics_digest
+from headrace.core.model_info import may_resume, numerics_digest
 from headrace.core.request import PriorityClass
-from headrace.core.update import SequenceUpdate
+from headrace.core.update import FinishReason, SequenceUpdate
 from headrace.engine import build
 from headrace.engine.config import EngineConfig
 from headrace.lab.fake_runner import FakeOptions, fake_answer

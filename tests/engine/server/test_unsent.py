@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from wire_kit import decode_updates
 
 from headrace.core.errors import ModelNotFound, Overloaded
-from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.load import EngineCounters, LoadSnapshot
 from headrace.core.plan import LogprobColumns, TokenLogprobs
-from headrace.core.update import SequenceUpdate, StageSeconds
+from headrace.core.update import FinishReason, SequenceUpdate, StageSeconds
 from headrace.engine.server.unread import MAX_MERGED_ENTRIES, PAGE_POSITIONS, UNIT_BYTES, put, take
 from headrace.engine.server.unsent import (
     FRAME_ENTRIES,

@@ -45,7 +45,7 @@ from headrace.gateway.text_host import TextContext
 from headrace.gateway.text_workers.frames import HostConfig
 from headrace.gateway.text_workers.workers import Owner, Worker
 from headrace.gateway.upstream.own.replica_health import ReplicaCircuit
-from headrace.machine.stop_signals import StopSignals
+from headrace.machine.signals import StopSignals
 from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState
 from headrace.wire.leash import Leash, LeashRequest, LeashRequestKind, ReplicaStatus

@@ -13,9 +13,8 @@ from gateway_kit import TestBench, eventually, metric, open_bench
 from loop_network import NetworkedLoop
 from resume_kit import CHAT, COMPLETIONS, Event, answer_of, equal, kept, send, streaming_body, two_gateways
 
-from headrace.core.finish import FinishReason
 from headrace.core.request import EngineRequest
-from headrace.core.update import SequenceUpdate
+from headrace.core.update import FinishReason, SequenceUpdate
 from headrace.gateway.generation.event_log import HEADER, NO_EVENT
 from headrace.gateway.generation.kept_streams import GIVE_WAY_S, SIBLINGS_S, KeptStream
 from headrace.gateway.site.worker import GatewayWorker, Siblings

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headrace.core.errors import ConfigError
 from headrace.gateway.http.config import MAX_REFUSALS, MIN_CONNECTIONS, ConnectionLimit, connection_limit, divide
-from headrace.machine.descriptors import num_open, raise_limit
+from headrace.machine.resources import num_open_files, raise_open_files_limit
 
 pytestmark = pytest.mark.pure
 
@@ -49,26 +49,26 @@ def test_the_soft_limit_is_raised_as_far_as_it_may_and_never_lowered() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-        assert raise_limit(128) == 256
-        assert raise_limit(512) == 512
+        assert raise_open_files_limit(128) == 256
+        assert raise_open_files_limit(512) == 512
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (512, hard)
-        assert raise_limit(hard + 1) == hard
+        assert raise_open_files_limit(hard + 1) == hard
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_text_workers_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each holds a socket for as long as the gateway runs."""
-    monkeypatch.setattr("headrace.gateway.http.config.raise_limit", lambda _: 4096)
+    monkeypatch.setattr("headrace.gateway.http.config.raise_open_files_limit", lambda _: 4096)
     none, many = (connection_limit(16_384, 0, num_text_workers=number).max_connections for number in (0, 80))
     assert none - many == 80
 
 
 def test_open_descriptors_are_counted() -> None:
-    before = num_open()
+    before = num_open_files()
     ends = os.pipe()
     try:
-        assert num_open() == before + 2
+        assert num_open_files() == before + 2
     finally:
         for end in ends:
             os.close(end)

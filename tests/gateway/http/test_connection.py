@@ -25,7 +25,7 @@ from headrace.gateway.http.config import ConnectionLimit, HttpTls
 from headrace.gateway.http.server import PAUSE_S, Server
 from headrace.gateway.http.tls import TlsTransport, load_context
 from headrace.gateway.surfaces import endpoint
-from headrace.machine.descriptors import num_open
+from headrace.machine.resources import num_open_files
 from headrace.text.folder import TextModel
 
 pytestmark = [pytest.mark.loop, pytest.mark.usefixtures("over")]
@@ -463,13 +463,13 @@ async def test_a_burst_beyond_the_cap_is_answered_to_the_last(text: TextModel, o
             return None
 
     async with open_bench(text, limits={"max_connections": 20}) as bench, serving(bench.gateway) as port:
-        before = num_open()
+        before = num_open_files()
         counts = Counter(await asyncio.gather(*(ask(port) for _ in range(150))))
         assert counts.keys() <= {200, 503, None}
         assert counts[200] >= 20
         assert counts[503] >= 8
         assert not counts[None] or over == "tls"
-        await eventually(lambda: num_open() <= before + 1)
+        await eventually(lambda: num_open_files() <= before + 1)
 
 
 async def test_without_descriptors_accepting_waits_and_goes_on(bench: TestBench, caplog: pytest.LogCaptureFixture) -> None:

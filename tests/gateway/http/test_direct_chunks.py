@@ -12,9 +12,8 @@ from foreign_kit import DONE, FAR, ScriptedServer, head, said, scripted
 from foreign_kit import event as sent_event
 from gateway_kit import MODEL, TestBench, chat_body, dial, events_of, eventually, metric, open_bench, post, say, serving
 
-from headrace.core.finish import FinishReason
 from headrace.core.request import EngineRequest
-from headrace.core.update import SequenceUpdate
+from headrace.core.update import FinishReason, SequenceUpdate
 from headrace.gateway.http import sse
 from headrace.gateway.http.exchange import Exchange
 from headrace.text.folder import TextModel

@@ -13,9 +13,8 @@ from gateway_kit import MODEL, SAID, TestBench, chat_body, dial, events_of, even
 from uvicorn.protocols.http import httptools_impl
 
 from headrace.core.errors import Overloaded, Unavailable
-from headrace.core.finish import FinishReason
 from headrace.core.request import EngineRequest
-from headrace.core.update import SequenceUpdate
+from headrace.core.update import FinishReason, SequenceUpdate
 from headrace.gateway.http import connection, sse
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.server import DRAIN_GRACE_S

@@ -13,7 +13,7 @@ from gateway_kit import MAX_MODEL_LEN, eventually, metric, open_bench
 from scripted_store import script_sessions
 from session_kit import CHAT, assistant, benches, history, idle, prompt_of, text_of, turn, user
 
-from headrace.core.finish import FinishReason
+from headrace.core.update import FinishReason
 from headrace.gateway.generation.stages import session as stage
 from headrace.gateway.sessions import sessions
 from headrace.gateway.sessions.sessions import CLAIM_CHECK_S, CLAIM_WAIT_S, LEASE_S

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from headrace.core.clock import SteadyUnixTime
 from headrace.core.errors import ConfigError, InvalidRequest
-from headrace.core.steady_time import SteadyUnixTime
 from headrace.gateway.access.admin_requests import shown
 from headrace.gateway.access.administration import Administration, IssuedKey, NewKey, NewTenant, TenantChange, digest
 from headrace.gateway.access.key_store import KeyRecord, KeyStore, RedisKeys, TenantRecord, open_keys

@@ -10,8 +10,8 @@ import pytest
 from gateway_kit import MODEL, SAID, open_bench
 from msgspec import Struct
 
-from headrace.core.finish import FinishReason
 from headrace.core.request import PriorityClass
+from headrace.core.update import FinishReason
 from headrace.gateway import text_host
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.generation import parsed_request

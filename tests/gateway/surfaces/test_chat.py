@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from gateway_kit import MODEL, SAID, TestBench, events_of, metric
 
-from headrace.core.finish import FinishReason
+from headrace.core.update import FinishReason
 
 pytestmark = pytest.mark.loop
 

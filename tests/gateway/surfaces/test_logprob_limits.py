@@ -11,8 +11,8 @@ from random import Random
 
 import pytest
 
-from headrace.core.finish import FinishReason
 from headrace.core.plan import LogprobColumns, TokenLogprobs, wide_columns
+from headrace.core.update import FinishReason
 from headrace.gateway.generation.answer_memory import encoded_prompt_logprob_bytes, prompt_logprob_bytes
 from headrace.gateway.surfaces.dialect.logprobs import echo_logprobs, prompt_logprobs
 from headrace.gateway.upstream.own.upstream import TokenPrompt

@@ -14,10 +14,9 @@ import pytest
 from gateway_kit import MODEL, TestBench, events_of, eventually, open_bench, serving
 
 from headrace.core.errors import InvalidRequest
-from headrace.core.finish import FinishReason
 from headrace.core.grammar import CANNOT_CONTINUE, MAX_GRAMMAR_BYTES, Grammar, GrammarKind, ReasoningSpan
 from headrace.core.request import EngineRequest
-from headrace.core.update import SequenceUpdate
+from headrace.core.update import FinishReason, SequenceUpdate
 from headrace.gateway.surfaces.endpoint import MAX_INLINE_BYTES
 from headrace.text.folder import TextModel
 from headrace.wire.stream import ReplicaStream

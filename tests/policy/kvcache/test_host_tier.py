@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tiered_engine import OPTIONS, Failure, TieredEngine
 
-from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.plan import MoveKind, Plan, int_column
+from headrace.core.update import FinishReason
 from headrace.lab.fake_runner import FakeRunner
 from headrace.policy.kvcache.host_tier import HostTier, HostTierConfig
 from headrace.policy.kvcache.leases import LeaseError

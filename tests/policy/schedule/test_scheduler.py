@@ -10,13 +10,13 @@ from engine_kit import FULL, VOCAB, WINDOW, DrivenEngine, request
 from kv_oracle import expected_tokens
 
 from headrace.core.errors import InvalidRequest, Overloaded, RequestTooLarge, Unavailable
-from headrace.core.finish import FinishReason
 from headrace.core.grammar import Grammar, GrammarKind
 from headrace.core.ids import RequestId
-from headrace.core.kvgroup import KvGroup
+from headrace.core.model_info import KvGroup
 from headrace.core.plan import Plan
 from headrace.core.plan_codec import load_plans
 from headrace.core.request import PriorityClass, TierTerms
+from headrace.core.update import FinishReason
 from headrace.policy.queues import fair
 from headrace.policy.queues.keyed import FcfsQueue
 from headrace.policy.queues.queue import StepShares

@@ -13,9 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kv_oracle import expected_tokens
 
 from headrace.core.errors import Overloaded
-from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.request import PriorityClass
+from headrace.core.update import FinishReason
 
 pytestmark = pytest.mark.pure
 

@@ -9,13 +9,12 @@ from types import ModuleType
 import pytest
 from engine_kit import DrivenEngine, request
 
-from headrace.core import waiting_bytes
+from headrace.core import request as core_request
 from headrace.core.errors import Overloaded, RequestTooLarge
-from headrace.core.finish import FinishReason
 from headrace.core.grammar import Grammar, GrammarKind
 from headrace.core.ids import RequestId
-from headrace.core.request import EngineRequest, PriorityClass, TierTerms
-from headrace.core.waiting_bytes import request_bytes, submitted_bytes
+from headrace.core.request import EngineRequest, PriorityClass, TierTerms, request_bytes, submitted_bytes
+from headrace.core.update import FinishReason
 from headrace.engine import inbox
 from headrace.policy.schedule import sequence_table
 from headrace.wire.codec import decode_submit, encode_submit
@@ -237,7 +236,7 @@ def test_the_place_of_a_request_and_its_bytes_are_found_once(monkeypatch: pytest
         monkeypatch.setattr(module, name, call)
 
     counted(sequence_table, "displaced")
-    counted(waiting_bytes, "request_bytes")
+    counted(core_request, "request_bytes")
     counted(inbox, "submitted_bytes")
     counted(sequence_table, "submitted_bytes")
     driven = full_queue(*flood(4))
@@ -247,7 +246,7 @@ def test_the_place_of_a_request_and_its_bytes_are_found_once(monkeypatch: pytest
         "sequence_table.displaced": 1,
         "inbox.submitted_bytes": 1,
         "sequence_table.submitted_bytes": 1,
-        "waiting_bytes.request_bytes": 2,
+        "request.request_bytes": 2,
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace.core.kvgroup import KvGroup
+from headrace.core.model_info import KvGroup
 from headrace.tensor.batch import KvCache, allocate_kv, stored_as
 from headrace.tensor.device import CPU
 from headrace.tensor.kernels.reference import KERNELS as REFERENCE

@@ -13,7 +13,7 @@ import typer
 
 from headrace.cli.admin.directory import AdminFiles, AdminUrl
 from headrace.cli.exits import CommandExitCode, UsageRefused
-from headrace.core.counted import counted
+from headrace.core.errors import counted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

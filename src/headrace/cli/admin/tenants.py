@@ -11,7 +11,7 @@ import typer
 from headrace.cli.admin.directory import AsJson, KeyDirectory, of_directory
 from headrace.cli.admin.keys import LIMIT_COLUMNS, TIERS, print_rows, print_with_limits
 from headrace.cli.exits import UsageRefused
-from headrace.core.counted import counted
+from headrace.core.errors import counted
 
 tenants_app = typer.Typer(help="Create, list, change and remove tenants.", no_args_is_help=True, rich_markup_mode=None)
 

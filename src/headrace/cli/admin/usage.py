@@ -20,8 +20,7 @@ import typer
 
 from headrace.cli.admin.directory import AsJson, ConfigFile, StateFolder, settings_of
 from headrace.cli.exits import UsageRefused
-from headrace.core.counted import counted
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, counted
 
 if TYPE_CHECKING:
     from headrace.gateway.ledger.config import ClickHouseConfig

@@ -14,8 +14,7 @@ import typer
 from headrace.bundled import DEFAULT_MODEL
 from headrace.cli.exits import CommandExitCode
 from headrace.cli.flags.flag import NO_FLAGS, GivenFlags
-from headrace.core.counted import counted
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, counted
 from headrace.core.strict_decode import joined, key_of
 from headrace.policy.limits.tier import BUILT_IN_TIERS
 from headrace.policy.queues import QUEUES

@@ -18,7 +18,7 @@ import typer
 from headrace.bundled import DEFAULT_MODEL
 from headrace.cli.bench.common import AsJson, Flag, Seed, make_shape
 from headrace.cli.exits import CommandExitCode, UsageRefused
-from headrace.core.counted import counted
+from headrace.core.errors import counted
 from headrace.core.parallelism import why_not_run
 from headrace.engine.config import EngineConfig
 

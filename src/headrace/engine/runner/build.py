@@ -16,11 +16,8 @@ from typing import NamedTuple
 import torch
 
 from headrace import __version__
-from headrace.core.digests import TEXT_FILES, text_digests
 from headrace.core.errors import ConfigError
-from headrace.core.kvgroup import KvGroup
-from headrace.core.model_info import ModelInfo
-from headrace.core.numerics import WEIGHTS
+from headrace.core.model_info import TEXT_FILES, WEIGHTS, KvGroup, ModelInfo, text_digests
 from headrace.engine.config import EngineConfig
 from headrace.engine.grammar.preparer import GrammarCompiler, GrammarPreparer
 from headrace.engine.grammar.slots import SlotGrammars
@@ -30,7 +27,7 @@ from headrace.engine.runner.device.runner import DeviceRunner
 from headrace.engine.runner.masks import load_mask_kernel
 from headrace.engine.runner.model_runner import ModelRunner, OverlappedRunner
 from headrace.engine.runner.warmup import log_compiling, warm_up
-from headrace.machine.memory import Available
+from headrace.machine.resources import Available
 from headrace.tensor.backends import choose_backend, load_backend, try_kernels
 from headrace.tensor.batch import KvCache, allocate_kv, stored_as
 from headrace.tensor.device import DEVICES

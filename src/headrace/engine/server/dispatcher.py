@@ -12,13 +12,11 @@ from typing import Generic, Protocol, TypeVar
 
 from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError, InvalidRequest, Unavailable
-from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.load import LoadSnapshot
-from headrace.core.model_info import ModelInfo
-from headrace.core.numerics import may_resume
+from headrace.core.model_info import ModelInfo, may_resume
 from headrace.core.request import EngineRequest
-from headrace.core.update import Rejected, SequenceUpdate
+from headrace.core.update import FinishReason, Rejected, SequenceUpdate
 from headrace.engine.server.gateway_stream import GatewayStream
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import check_known_fields, decode_cancel, decode_finish, decode_submit

@@ -18,13 +18,12 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Protocol
 
-from headrace.core.counted import counted
-from headrace.core.errors import CheckpointError, ConfigError
+from headrace.core.errors import CheckpointError, ConfigError, counted
 from headrace.engine.server.config import ProcessConfig
 from headrace.engine.server.dispatcher import AsyncioOutbox, ServedEngine, Updates, call_unless_closed
 from headrace.engine.server.listener import CannotListen, check_can_listen
 from headrace.engine.server.service import EngineService
-from headrace.machine.stop_signals import StopSignals, first_of
+from headrace.machine.signals import StopSignals, first_of
 from headrace.wire.leash import Leash
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from headrace.core.load import LoadSnapshot
-from headrace.core.numerics import WEIGHTS
+from headrace.core.model_info import WEIGHTS
 from headrace.engine.server.dispatcher import AsyncioOutbox, RequestDispatcher, ServedEngine, Updates
 from headrace.engine.server.gateway_stream import GatewayStream, StreamLost
 from headrace.engine.server.listener import REPEAT_S, CannotListen, TcpListener

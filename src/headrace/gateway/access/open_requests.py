@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
-from headrace.core.counted import counted
-from headrace.core.errors import HeadraceError, Overloaded, Unauthorized, Unavailable
+from headrace.core.errors import HeadraceError, Overloaded, Unauthorized, Unavailable, counted
 from headrace.core.ids import RequestId
 from headrace.gateway.access.key_store import KeyRecord
 from headrace.policy.admission import TenantTurn

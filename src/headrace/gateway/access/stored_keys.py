@@ -15,9 +15,8 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from headrace.core.clock import Clock
+from headrace.core.clock import Clock, SteadyUnixTime
 from headrace.core.errors import Unavailable
-from headrace.core.steady_time import SteadyUnixTime
 from headrace.gateway.access.key_store import DirectoryState, KeyRecord, KeyStore, StoredKey, TenantRecord
 from headrace.gateway.access.open_requests import KeyUses
 from headrace.gateway.stores.guard import StoreGuard

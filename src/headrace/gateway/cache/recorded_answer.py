@@ -15,8 +15,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from headrace.core.finish import FinishReason
 from headrace.core.plan import LogprobColumns
+from headrace.core.update import FinishReason
 from headrace.gateway.stores.store import StoredEntry, entry_in
 from headrace.gateway.upstream.seam import EventStream, OutputEvent, PassedField, Prepared, PreparedPrompt, TokenUsage, ToolCall
 from headrace.text.logprobs import DecodedLogprobs, TokenTexts

@@ -14,8 +14,7 @@ from dataclasses import fields
 from itertools import chain
 from typing import Any
 
-from headrace.core.counted import counted
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, counted
 from headrace.gateway.access.principal import OPEN_ACCESS, ApiKey
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.ledger.config import UsageConfig

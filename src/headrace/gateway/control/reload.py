@@ -12,9 +12,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 
-from headrace.core.counted import counted
 from headrace.core.differences import differences
-from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.errors import ConfigError, HeadraceError, counted
 from headrace.core.option import live_paths
 from headrace.gateway.access.open_requests import Draining
 from headrace.gateway.app import ActiveConfig, Gateway
@@ -23,8 +22,7 @@ from headrace.gateway.control.protections import check_keeps_protections, gives_
 from headrace.gateway.control.site_models import SiteModels
 from headrace.gateway.control.texts import LoadedTexts
 from headrace.gateway.upstream.served_models import ModelTable
-from headrace.machine.hangup import on_hangup
-from headrace.machine.stop_signals import StopSignals
+from headrace.machine.signals import StopSignals, on_hangup
 from headrace.observe.request_log import RequestLog
 from headrace.wire.leash import Leash, LeashRequest, LeashRequestKind, ModelStatuses
 

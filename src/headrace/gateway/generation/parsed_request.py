@@ -7,8 +7,7 @@ from typing import Any
 
 from msgspec import Struct, field, structs
 
-from headrace.core.counted import counted
-from headrace.core.errors import InvalidRequest
+from headrace.core.errors import InvalidRequest, counted
 from headrace.core.request import PriorityClass
 from headrace.gateway.cache.control import NO_WISH, CacheControl
 from headrace.gateway.sessions.history import ContextFitting

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.core.errors import DeadlineExceeded, InvalidRequest, SequenceFailed, Unavailable
-from headrace.core.finish import FINISH_WORDS, FinishReason
 from headrace.core.grammar import CANNOT_CONTINUE
+from headrace.core.update import FINISH_WORDS, FinishReason
 from headrace.gateway.upstream.seam import EventStream, OutputEvent
 from headrace.observe.finished_request import MAX_DETAIL_CHARS, Times
 from headrace.observe.metrics import ReplicaMetrics

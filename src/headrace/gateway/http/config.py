@@ -10,7 +10,7 @@ from ipaddress import ip_network
 
 from headrace.core.errors import ConfigError
 from headrace.core.option import Reload, Role, option, required
-from headrace.machine.descriptors import num_open, raise_limit
+from headrace.machine.resources import num_open_files, raise_open_files_limit
 from headrace.policy.limits.price import MAX_MONEY, MIN_MONEY
 from headrace.policy.limits.tier import DeploymentBudget
 
@@ -192,8 +192,8 @@ def connection_limit(
     num_connections: open now. Raises ConfigError when fewer than MIN_CONNECTIONS fit.
     """
     kept = OWN + PER_REPLICA * num_replicas + (MAX_FOREIGN_CONNECTIONS + PER_FOREIGN) * num_foreign + num_text_workers + TEXT_HOST
-    taken = num_open() - num_connections + kept
-    most = raise_limit(taken + max_connections + MAX_REFUSALS)
+    taken = num_open_files() - num_connections + kept
+    most = raise_open_files_limit(taken + max_connections + MAX_REFUSALS)
     return divide(max_connections, taken, most)
 
 

@@ -14,8 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from headrace.core.counted import counted
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, counted
 from headrace.gateway.ledger.clickhouse import ClickHouseSink
 from headrace.gateway.ledger.config import KafkaConfig, UsageConfig
 from headrace.gateway.ledger.record import FIRST_RETRY_S, LAST_RETRY_S, SinkFailed

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from headrace.core.counted import counted
+from headrace.core.errors import counted
 from headrace.gateway.ledger.record import FIRST_RETRY_S, LAST_RETRY_S, Sink, SinkFailed
 from headrace.gateway.ledger.spool import Spool, read_segment
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from time import monotonic, sleep
 
 from headrace.core.clock import Clock
-from headrace.core.counted import counted
+from headrace.core.errors import counted
 from headrace.gateway.ledger.record import UsageRecord, encode_record
 from headrace.gateway.ledger.spool import OpenSegment, Spool, frame
 

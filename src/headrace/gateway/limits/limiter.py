@@ -15,7 +15,7 @@ from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from headrace.core.clock import Clock
-from headrace.core.counted import counted
+from headrace.core.errors import counted
 from headrace.core.ids import RequestId
 from headrace.core.money import NANOS
 from headrace.gateway.http.config import FAIL_OPEN, Limits

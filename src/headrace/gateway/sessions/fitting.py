@@ -8,8 +8,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 
 from headrace.core.errors import Unavailable
-from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
+from headrace.core.update import FinishReason
 from headrace.gateway.http.errors import ContextLengthExceeded
 from headrace.gateway.sessions.history import (
     ANSWER_DIVISOR,

@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from headrace.core.counted import counted
-from headrace.core.errors import InvalidRequest
+from headrace.core.errors import InvalidRequest, counted
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.generation.call import Ready
 from headrace.gateway.generation.parsed_request import ParsedRequest

@@ -15,11 +15,10 @@ from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
 
 from headrace.core.errors import Unavailable
-from headrace.core.finish import FinishReason
 from headrace.core.load import LoadSnapshot
 from headrace.core.plan import LogprobColumns
 from headrace.core.request import PriorityClass
-from headrace.core.update import StageSeconds
+from headrace.core.update import FinishReason, StageSeconds
 from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PlainPrompts, PrincipalFacts, string_bytes
 from headrace.policy.admission import QueueState, UnsentRequests
 from headrace.text.logprobs import DecodedLogprobs

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 
 from headrace.core.clock import Clock
 from headrace.core.errors import ConfigError
-from headrace.core.kvgroup import KvGroup
 from headrace.core.load import LoadSnapshot
-from headrace.core.model_info import ModelInfo
+from headrace.core.model_info import KvGroup, ModelInfo
 from headrace.core.option import options
 from headrace.core.parallelism import why_not_run
 from headrace.core.plan import Plan, Result

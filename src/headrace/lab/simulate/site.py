@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from headrace.core.errors import ConfigError, Overloaded
-from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest, PriorityClass
 from headrace.core.sampling import SamplingParams
-from headrace.core.update import Rejected
+from headrace.core.update import FinishReason, Rejected
 from headrace.lab.metrics import LoadRecord
 from headrace.lab.simulate.build import SimulatedModel, SimulatedReplica, Update
 from headrace.lab.simulate.load import Arrival

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import pairwise
 
 from headrace.core.hashing import BlockHash, block_hash, chain_root
-from headrace.core.kvgroup import KvGroup
+from headrace.core.model_info import KvGroup
 from headrace.policy.kvcache.leases import Leases
 from headrace.policy.kvcache.pool import PAD_BLOCK, BlockPool, StepClock
 from headrace.policy.sequence import Sequence

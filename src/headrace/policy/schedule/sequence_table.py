@@ -12,12 +12,10 @@ import math
 from collections.abc import Iterable, Mapping
 
 from headrace.core.errors import HeadraceError, QueueFull, Unavailable
-from headrace.core.finish import FinishReason
 from headrace.core.ids import PreparationId, RequestId, SeqId
 from headrace.core.load import EngineCounters
-from headrace.core.request import EngineRequest, PriorityClass
-from headrace.core.update import SequenceUpdate
-from headrace.core.waiting_bytes import submitted_bytes
+from headrace.core.request import EngineRequest, PriorityClass, submitted_bytes
+from headrace.core.update import FinishReason, SequenceUpdate
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.host_tier import HostTier
 from headrace.policy.kvcache.manager import KvManager

@@ -7,9 +7,8 @@ from collections.abc import Sequence as Items
 from itertools import accumulate, pairwise, repeat
 from typing import NamedTuple
 
-from headrace.core.finish import FinishReason
 from headrace.core.plan import Result, TokenLogprobs
-from headrace.core.update import SequenceUpdate, StageSeconds
+from headrace.core.update import FinishReason, SequenceUpdate, StageSeconds
 from headrace.policy.sequence import NO_DRAFTS, QUEUE, Sequence
 from headrace.policy.step_builder import RunningColumns, StepRow, StepRows
 

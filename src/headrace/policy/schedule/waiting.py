@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from headrace.core.errors import QueueFull, RequestTooLarge
-from headrace.core.request import EngineRequest, PriorityClass
-from headrace.core.waiting_bytes import check_bytes, request_bytes, sequence_bytes
+from headrace.core.request import EngineRequest, PriorityClass, check_bytes, request_bytes, sequence_bytes
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.queues.queue import QueueTraits
 from headrace.policy.sequence import RUNNING, Sequence

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.core.errors import ConfigError
-from headrace.machine.cgroups import cpu_quota, read_text
-from headrace.machine.cpus import allowed_cpus
+from headrace.machine.resources import allowed_cpus, cpu_quota, read_text
 
 
 @dataclass(frozen=True, slots=True)

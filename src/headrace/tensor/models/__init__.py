@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from headrace.core.errors import CheckpointError, ConfigError, shorten
-from headrace.core.kvgroup import KvGroup
-from headrace.core.model_info import LOAD_FORMATS
+from headrace.core.model_info import LOAD_FORMATS, KvGroup
 from headrace.core.parallelism import why_not_run
 from headrace.tensor.backends import load_backend
 from headrace.tensor.checkpoint.config import ConfigFile, read_config, read_sampling_defaults

@@ -7,20 +7,22 @@ vocabulary.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from headrace.core.kvgroup import KvGroup
+from headrace.core.model_info import KvGroup
 from headrace.tensor.batch import ForwardBatch, GroupBatch, KvCache, LayerKv
 from headrace.tensor.kernels import Kernels
 from headrace.tensor.layers import can_be_deferred
 from headrace.tensor.layers.attention import Attention
-from headrace.tensor.layers.memory import return_freed_memory
 from headrace.tensor.layers.mlp import Mlp, MlpSpec
 from headrace.tensor.layers.moe import SparseMoe
 from headrace.tensor.layers.rope import RopeSpec, rope_table
@@ -198,3 +200,18 @@ def group_layers(spec: DecoderSpec, world: int, dtype_bytes: int) -> tuple[tuple
     )
     owner = {layer: number for number, group in enumerate(groups) for layer in group.layers}
     return groups, tuple(owner[index] for index in range(len(spec.layers)))
+
+
+def return_freed_memory() -> None:
+    """Packing frees temporaries of tens of megabytes between weights that stay, and glibc keeps these holes: hundreds of megabytes."""
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError, TypeError):
+        return None

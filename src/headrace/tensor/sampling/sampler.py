@@ -15,7 +15,7 @@ Masking after the penalties equals masking before them, as vLLM does: no penalty
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,16 +23,108 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.core.plan import NO_LOGPROBS, LogprobColumns, Started
+from headrace.core.sampling import SamplingParams
 from headrace.tensor.kernels.filters import ApplyMasks, Draw, FilterLimits, Floats, Ints, Words, apply_masks, best_tokens
-from headrace.tensor.sampling.columns import SamplingColumns
 from headrace.tensor.sampling.logprobs import not_asked, scattered, token_logprobs
-from headrace.tensor.sampling.penalties import TokenCounts
 from headrace.tensor.sampling.philox import Purpose, uniform
 
 _CHUNK_ELEMENTS = 1 << 20
 """Logits processed at a time, 4 MiB of float32: the passes over a chunk stay in a cache, and several threads still have rows each."""
 
+
 NOT_A_DISTRIBUTION = "the model produced NaN or infinite logits for this sequence"
+
+_LARGEST = np.finfo(np.float32).max
+
+
+class TokenCounts:
+    """Only repetition_penalty counts tokens of the prompt; without that penalty the ids of the prompt are not stored."""
+
+    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
+        self._repetition = params.repetition_penalty
+        self._frequency = params.frequency_penalty
+        self._presence = params.presence_penalty
+        known = np.unique(np.asarray(prompt_ids if self._repetition != 1.0 else (), dtype=np.int64))
+        self._place = {int(token): place for place, token in enumerate(known)}
+        size = len(known) + 2 * len(output_ids) + 16
+        self._ids = np.zeros(size, dtype=np.int64)
+        self._counts = np.zeros(size, dtype=np.int64)
+        self._in_prompt = np.zeros(size, dtype=np.bool_)
+        self._ids[: len(known)], self._in_prompt[: len(known)] = known, True
+        for token in output_ids:
+            self.add(token)
+
+    def add(self, token_id: int) -> None:
+        place = self._place.get(token_id)
+        if place is None:
+            place = self._place[token_id] = len(self._place)
+            if place == len(self._ids):
+                self._grow()
+            self._ids[place] = token_id
+        self._counts[place] += 1
+
+    def retract(self, token_id: int) -> None:
+        """Uncount one generated token, when its step is repeated."""
+        self._counts[self._place[token_id]] -= 1
+
+    def _grow(self) -> None:
+        for name in ("_ids", "_counts", "_in_prompt"):
+            column = getattr(self, name)
+            setattr(self, name, np.concatenate((column, np.zeros_like(column))))
+
+    def apply(self, logits: NDArray[np.float32]) -> None:
+        """Penalise one row of logits [V] in place: repetition, then frequency, then presence.
+
+        Computed in double precision and held below the largest float32, so that an extreme but legal penalty cannot make an infinity.
+        """
+        size = len(self._place)
+        ids, counts = self._ids[:size], self._counts[:size]
+        values = logits[ids].astype(np.float64)
+        if self._repetition != 1.0:
+            repeated = np.where(values > 0, values / self._repetition, values * self._repetition)
+            values = np.where(self._in_prompt[:size] | (counts > 0), repeated, values)
+        values -= self._frequency * counts
+        values -= self._presence * (counts > 0)
+        logits[ids] = np.minimum(values, _LARGEST)
+
+
+class SamplingColumns:
+    """Grows with the highest slot seen. A slot has the parameters of the last sequence that began there.
+
+    temperature, top_k, top_p, min_p   of the filters; top_k is V where there is none
+    seed, index                        the key of random numbers
+    num_top                            most likely tokens to list; -1: no log-probabilities
+    edited                             bias, penalties or min_tokens change the logits
+    """
+
+    def __init__(self) -> None:
+        self.temperature = np.ones(0, dtype=np.float32)
+        self.top_k = np.zeros(0, dtype=np.int64)
+        self.top_p = np.ones(0, dtype=np.float64)
+        self.min_p = np.zeros(0, dtype=np.float32)
+        self.seed = np.zeros(0, dtype=np.uint64)
+        self.index = np.zeros(0, dtype=np.int64)
+        self.num_top = np.zeros(0, dtype=np.int64)
+        self.greedy = np.zeros(0, dtype=np.bool_)
+        self.edited = np.zeros(0, dtype=np.bool_)
+
+    def fill(self, slot: int, params: SamplingParams, index: int, vocab_size: int) -> None:
+        if slot >= len(self.greedy):
+            self._grow(slot + 1)
+        self.greedy[slot] = params.is_greedy
+        self.temperature[slot] = 1.0 if params.is_greedy else params.temperature
+        self.top_k[slot] = params.top_k if 0 < params.top_k < vocab_size else vocab_size
+        self.top_p[slot], self.min_p[slot] = params.top_p, params.min_p
+        self.seed[slot] = (params.seed or 0) & (2**64 - 1)
+        self.index[slot] = index
+        self.num_top[slot] = -1 if params.logprobs is None else params.logprobs
+        self.edited[slot] = bool(params.logit_bias) or params.min_tokens > 0 or params.has_penalties
+
+    def _grow(self, needed: int) -> None:
+        for name, column in vars(self).items():
+            grown = np.zeros(max(needed, 2 * len(column), 16), dtype=column.dtype)
+            grown[: len(column)] = column
+            setattr(self, name, grown)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.core.kvgroup import KvGroup
 from headrace.core.load import LABELLED_COUNTERS, PLAIN_COUNTERS, STEP_BOUNDS_S, ClassLoad, EngineCounters, LoadSnapshot
-from headrace.core.model_info import ModelInfo
+from headrace.core.model_info import KvGroup, ModelInfo
 from headrace.core.request import PriorityClass
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec.fields import SameFields

@@ -9,9 +9,9 @@ from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import Message
 
-from headrace.core.finish import FinishReason
 from headrace.core.grammar import GrammarKind
 from headrace.core.request import PriorityClass
+from headrace.core.update import FinishReason
 from headrace.wire import headrace_pb2 as pb
 
 V = TypeVar("V")

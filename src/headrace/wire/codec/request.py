@@ -8,10 +8,10 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from headrace.core.errors import InvalidRequest
-from headrace.core.finish import FinishReason
 from headrace.core.grammar import Grammar, ReasoningSpan
 from headrace.core.request import NO_TIER, EngineRequest, TierTerms
 from headrace.core.sampling import SamplingParams
+from headrace.core.update import FinishReason
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec.fields import FINISH_KIND, FINISH_REASON, GRAMMAR_KIND, GRAMMAR_KIND_NAME, PRIORITY, PRIORITY_CLASS, SameFields
 from headrace.wire.service import PROTOCOL_VERSION, Handle, MalformedFrame

@@ -19,9 +19,8 @@ from headrace.core.errors import (
     ShownValue,
     Unavailable,
 )
-from headrace.core.finish import FinishReason
 from headrace.core.plan import LogprobColumns, TokenLogprobs, int_column
-from headrace.core.update import SequenceUpdate, StageSeconds
+from headrace.core.update import FinishReason, SequenceUpdate, StageSeconds
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec.fields import FINISH_KIND, FINISH_REASON, printable
 from headrace.wire.service import Attempt, Handle, MalformedFrame

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.core.finish import FinishReason
+from headrace.core.update import FinishReason
 from headrace.gateway.upstream.foreign.answer import ForeignAnswer
 from headrace.gateway.upstream.foreign.chunk import TokenDetails, UsageCounts
 from headrace.gateway.upstream.foreign.errors import BrokenStream, ErrorKind, sent_error

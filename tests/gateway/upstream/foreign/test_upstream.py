@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from virtual_time import virtual_loop
 
 from headrace.core.errors import ConfigError, Unavailable
-from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.request import PriorityClass
+from headrace.core.update import FinishReason
 from headrace.gateway.config import config_from
 from headrace.gateway.generation.run import DEADLINE_GRACE_S
 from headrace.gateway.http.content_encoding import SLICE_BYTES

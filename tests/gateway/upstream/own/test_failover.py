@@ -27,11 +27,10 @@ from gateway_kit import (
 from virtual_time import virtual_loop
 
 from headrace.core.errors import InvalidRequest, Overloaded, Unavailable
-from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
-from headrace.core.update import SequenceUpdate
+from headrace.core.update import FinishReason, SequenceUpdate
 from headrace.gateway.upstream.own.attempts import MAX_FRUITLESS_LOSSES, SILENT_WAIT_S, PromptCall
 from headrace.gateway.upstream.own.replica_health import stalled_s
 from headrace.gateway.upstream.own.replicas import MOVE_AFTER_S

@@ -13,8 +13,8 @@ import text_kit
 from gateway_kit import MODEL, TestBench, events_of, open_bench
 from tokenizers import AddedToken, Tokenizer
 
-from headrace.core.finish import FinishReason
 from headrace.core.tools import FunctionTool
+from headrace.core.update import FinishReason
 from headrace.gateway.upstream.own.output_stage import OutputParsing, OutputStage
 from headrace.gateway.upstream.seam import OutputEvent
 from headrace.text.folder import TextModel, load_text

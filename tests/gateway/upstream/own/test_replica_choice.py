@@ -12,10 +12,9 @@ from gateway_kit import FakeReplica, TestBench, metric, open_bench, some_replica
 from virtual_time import VirtualTimeLoop
 
 from headrace.core.errors import Unavailable
-from headrace.core.finish import FinishReason
 from headrace.core.grammar import CANNOT_CONTINUE
 from headrace.core.request import EngineRequest
-from headrace.core.update import SequenceUpdate
+from headrace.core.update import FinishReason, SequenceUpdate
 from headrace.gateway.control import models as control_models
 from headrace.gateway.control.models import Sources
 from headrace.policy.routing.failures import REPLICA_LIMITS

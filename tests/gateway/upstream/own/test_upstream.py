@@ -28,7 +28,7 @@ from gateway_kit import (
 
 from headrace.core.errors import InvalidRequest, Overloaded, RequestTooLarge, Unavailable
 from headrace.core.ids import RequestId
-from headrace.core.numerics import may_resume, numerics_digest
+from headrace.core.model_info import may_resume, numerics_digest
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import SequenceUpdate

@@ -11,7 +11,7 @@ from gguf_blocks import BLOCKS, HALVES, slow_values
 
 from headrace.tensor.checkpoint.formats.nibbles import nibbles
 from headrace.tensor.checkpoint.gguf.blocks import DENSE, NIBBLES
-from headrace.tensor.checkpoint.gguf.kinds import KINDS
+from headrace.tensor.checkpoint.gguf.header import KINDS
 
 pytestmark = pytest.mark.pure
 

@@ -20,8 +20,8 @@ from headrace.engine.runner.batch import Upload
 from headrace.engine.runner.slots import Ints, SlotState
 from headrace.tensor.kernels.choice import IN_PROMPT, ChoiceKind, Chosen, Field, SlotTensors
 from headrace.tensor.sampling import Purpose, Sampled, uniform
-from headrace.tensor.sampling.columns import SamplingColumns
 from headrace.tensor.sampling.logprobs import scattered
+from headrace.tensor.sampling.sampler import SamplingColumns
 
 _BELOW_ONE = np.float32(1 - 2.0**-24)
 

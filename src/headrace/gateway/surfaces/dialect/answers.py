@@ -13,8 +13,8 @@ from typing import ClassVar, Generic
 
 import msgspec
 
-from headrace.core.finish import FINISH_WORDS, FinishReason
 from headrace.core.plan import wide_columns
+from headrace.core.update import FINISH_WORDS, FinishReason
 from headrace.gateway.generation.call import Ready
 from headrace.gateway.surfaces.dialect import schemas
 from headrace.gateway.surfaces.dialect.parse import FieldsT, Parsed

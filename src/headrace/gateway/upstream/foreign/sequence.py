@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from headrace.core.finish import FinishReason
+from headrace.core.update import FinishReason
 from headrace.gateway.upstream.foreign.chunk import SentCall, SentChoice, SentDelta
 from headrace.gateway.upstream.foreign.errors import BrokenStream
 from headrace.gateway.upstream.foreign.tool_calls import CallPieces

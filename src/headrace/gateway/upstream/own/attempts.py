@@ -15,11 +15,10 @@ from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from headrace.core.errors import HeadraceError, Overloaded, RequestTooLarge, Unavailable
-from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
-from headrace.core.numerics import Numerics, numerics_digest
+from headrace.core.model_info import Numerics, numerics_digest
 from headrace.core.request import EngineRequest
-from headrace.core.update import Rejected, SequenceUpdate
+from headrace.core.update import FinishReason, Rejected, SequenceUpdate
 from headrace.gateway.upstream.own.output_stage import EarlierCallOutput, OutputParsing
 from headrace.gateway.upstream.own.replica_health import ConnectionKey, Replica, ReplicaAttempt, ReplicaInstance
 from headrace.gateway.upstream.own.replicas import ReplicaPool

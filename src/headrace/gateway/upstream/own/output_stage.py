@@ -17,12 +17,11 @@ import msgspec
 from msgspec import Struct
 
 from headrace.core.errors import InvalidRequest
-from headrace.core.finish import FinishReason
 from headrace.core.grammar import Grammar, GrammarKind
 from headrace.core.ids import RequestId
 from headrace.core.plan import TokenLogprobs
 from headrace.core.tools import CallMode, FunctionTool, ToolChoice
-from headrace.core.update import SequenceUpdate
+from headrace.core.update import FinishReason, SequenceUpdate
 from headrace.gateway.upstream.generation_request import Conversation, PlainPrompts
 from headrace.gateway.upstream.seam import OutputEvent, ToolCall, made_call_id
 from headrace.text.messages import begun_answer

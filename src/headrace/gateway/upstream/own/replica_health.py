@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace.core.clock import Clock
-from headrace.core.finish import FinishReason
 from headrace.core.grammar import CANNOT_CONTINUE
-from headrace.core.numerics import Numerics
+from headrace.core.model_info import Numerics
 from headrace.core.request import PriorityClass
-from headrace.core.update import SequenceUpdate
+from headrace.core.update import FinishReason, SequenceUpdate
 from headrace.gateway.upstream.seam import ReplicaHealth
 from headrace.policy.routing.choice import Candidate, ReplicaId
 from headrace.policy.routing.failures import REPLICA_LIMITS, CircuitBreaker, Ticket

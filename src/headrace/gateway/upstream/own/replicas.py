@@ -16,8 +16,7 @@ from types import TracebackType
 
 from headrace.core.clock import Clock
 from headrace.core.errors import Unavailable
-from headrace.core.model_info import ModelInfo
-from headrace.core.numerics import Numerics, may_resume, numerics_digest, why_not_resume
+from headrace.core.model_info import ModelInfo, Numerics, may_resume, numerics_digest, why_not_resume
 from headrace.core.request import PriorityClass
 from headrace.gateway.upstream.own.replica_health import EJECTED, Replica, ReplicaAttempt, ReplicaInstance, stalled_s
 from headrace.gateway.upstream.seam import ReplicaHealth

@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 
-from headrace.core.finish import FinishReason
 from headrace.core.plan import columns_of
-from headrace.core.update import SequenceUpdate
+from headrace.core.update import FinishReason, SequenceUpdate
 from headrace.gateway.upstream.own.attempts import CallAttempts, PromptCall
 from headrace.gateway.upstream.own.output_stage import (
     EarlierCallOutput,

@@ -38,6 +38,7 @@ from headrace.core.errors import CheckpointError
 from headrace.tensor.checkpoint.config import ConfigFile
 from headrace.tensor.checkpoint.formats.format import StoredParts
 from headrace.tensor.checkpoint.formats.fp8 import read_block_size
+from headrace.tensor.checkpoint.formats.nibbles import unpack
 from headrace.tensor.checkpoint.formats.patterns import Name, Pattern, read_patterns
 from headrace.tensor.checkpoint.formats.scaled import (
     CHANNEL,
@@ -55,7 +56,6 @@ from headrace.tensor.checkpoint.formats.scaled import (
     read_scales,
     to_float,
 )
-from headrace.tensor.checkpoint.formats.unpacking import unpack
 from headrace.tensor.kernels.rounding import Precision
 
 NVFP4_GROUP, MX_GROUP = 16, 32

@@ -14,7 +14,7 @@ weight[n, k] = (integer - zero point) * scale. Source: the file format of AutoGP
   way of either, and kernels that know `sym` do not read them; so they may be stored in either way, or left out. Any others are refused.
 - Without `sym` and without a version, weights whose zero points are all the middle are taken for symmetric, and others are refused: files
   from before version 2 do not name a version, and some of today's writers do not either. Older ones with a quantize_config.json alone are
-  of version 1 (`formats.separate`).
+  of version 1 (`formats.table`).
 - Version 1 cannot store a zero point of 0. A stored one with all bits set is 0 to some of its readers (most kernels of AutoGPTQ) and
   2 ** bits to others (vLLM), and packers let it run over into its neighbours, so it is refused.
 - With `desc_act` (act-order) `g_idx` gives the groups, in any order. Without it groups are consecutive, and a `g_idx` that says otherwise
@@ -34,10 +34,9 @@ from torch import Tensor
 from headrace.core.errors import CheckpointError
 from headrace.tensor.checkpoint.config import ConfigFile
 from headrace.tensor.checkpoint.formats.format import StoredParts
-from headrace.tensor.checkpoint.formats.nibbles import decoded, nibbles
+from headrace.tensor.checkpoint.formats.nibbles import decoded, nibbles, unpack
 from headrace.tensor.checkpoint.formats.patterns import Name, Pattern, read_patterns
 from headrace.tensor.checkpoint.formats.scaled import Blocks, bytes_with_scales
-from headrace.tensor.checkpoint.formats.unpacking import unpack
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight
 
 BITS = (2, 3, 4, 8)

@@ -40,16 +40,16 @@ def nibbles(values: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Roun
     size = values.shape[1] // scales.shape[1]
     if not (group := group_for(size, size)) or not bool((lost <= LOST * scales.abs().amax(1)).all()):
         return None
-    found = None
+    held_zeros = None
     if zeros is not None and bool(zeros.any()):
-        found = zeros.half()
-        if not bool(found.isfinite().all()):
+        held_zeros = zeros.half()
+        if not bool(held_zeros.isfinite().all()):
             return None
     repeats = size // group
     if repeats > 1:
         held = held.repeat_interleave(repeats, dim=1)
-        found = None if found is None else found.repeat_interleave(repeats, dim=1)
-    return RoundedWeight(values, held, group, found)
+        held_zeros = None if held_zeros is None else held_zeros.repeat_interleave(repeats, dim=1)
+    return RoundedWeight(values, held, group, held_zeros)
 
 
 def from_minimum(codes: Tensor, scales: Tensor, least: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,3 +65,20 @@ def from_minimum(codes: Tensor, scales: Tensor, least: Tensor) -> tuple[Tensor, 
     values = torch.where(is_constant[:, :, None], 0, codes.to(torch.int8) - 8)
     zeros = torch.where(is_constant, -least.sign(), -least / torch.where(scales == 0, 1.0, scales) - 8)
     return values, torch.where(is_constant, least.abs(), scales), torch.where((scales == 0) & ~is_constant, 0.0, zeros)
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """int32 [R, W] -> uint8 [R, W * 32 / bits]: each row is one stream of unsigned integers of `bits` bits, 1 to 8.
+
+    Where `bits` does not divide 32, integers may lie across two words.
+    """
+    rows, width = words.shape
+    count = width * 32 // bits
+    if 8 % bits == 0:  # no integer lies across two bytes
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+        return ((words.contiguous().view(torch.uint8)[:, :, None] >> shifts) & ((1 << bits) - 1)).view(rows, count)
+    places = torch.arange(count, dtype=torch.int64) * bits
+    word, shift = places // 32, places % 32
+    low = words[:, word].long() & 0xFFFFFFFF
+    high = words[:, (word + 1).clamp(max=width - 1)].long() & 0xFFFFFFFF
+    return (((low | (high << 32)) >> shift) & ((1 << bits) - 1)).to(torch.uint8)

@@ -6,20 +6,22 @@ beside the packed linears.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from math import prod
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from headrace.core.errors import ConfigError
 from headrace.tensor.checkpoint.config import ConfigFile
+from headrace.tensor.checkpoint.files import read_json
 from headrace.tensor.checkpoint.folder import PART_DTYPES, Checkpoint
 from headrace.tensor.checkpoint.formats import awq, compressed_tensors, fp8, gptq, modelopt
 from headrace.tensor.checkpoint.formats.format import QuantizedWeight, StoredParts, WeightFormat
-from headrace.tensor.checkpoint.formats.names import INSTEAD, METHODS
+from headrace.tensor.checkpoint.formats.names import INSTEAD, METHODS, SEPARATE
 from headrace.tensor.checkpoint.formats.nibbles import SLAB_ELEMENTS
-from headrace.tensor.checkpoint.formats.separate import read_separate
 from headrace.tensor.checkpoint.gguf.checkpoint import GgufFormat
 from headrace.tensor.checkpoint.gguf.checkpoint import read_format as read_gguf_format
 from headrace.tensor.checkpoint.header import DAMAGED
@@ -65,6 +67,22 @@ def find_section(config: ConfigFile) -> ConfigFile | None:
     """In config.json, or in a file beside it; None for plain weights. Raises CheckpointError."""
     name = next((name for name in ("quantization_config", "compression_config") if config.has(name)), None)
     return read_separate(config) if name is None else config.section(name)
+
+
+def read_separate(config: ConfigFile) -> ConfigFile | None:
+    """What `quantization_config` would say, with its `quant_method`; None where no such file is. Raises CheckpointError naming the file.
+
+    A file that names no method is of its writer's format; AutoAWQ's fields may stand in AutoGPTQ's file, as vLLM allows. A GPTQ file that
+    names no version is of version 1: writers that know version 2 name it there.
+    """
+    folder = Path(config.file).parent
+    name = next((name for name in SEPARATE if os.path.lexists(folder / name)), None)
+    if name is None:
+        return None
+    values = read_json(folder, name)
+    method = values.get("quant_method") or ("awq" if "w_bit" in values else SEPARATE[name])
+    version = {"checkpoint_format": "gptq"} if method == "gptq" and "format" not in values else {}
+    return ConfigFile(str(folder / name), {**version, **values, "quant_method": method})
 
 
 def resolve_precision(quantization: str, stored: WeightFormat | GgufFormat | None) -> Precision:

@@ -15,29 +15,93 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from math import prod
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO, NamedTuple, NoReturn
 
 from headrace.core.errors import CheckpointError, shorten
 from headrace.tensor.checkpoint.config import ConfigFile
-from headrace.tensor.checkpoint.gguf.kinds import OTHERS, READABLE, BlockKind
 
 MAGIC = b"GGUF"
+
+
 VERSIONS = (2, 3)
+
+
 MAX_HEADER_BYTES = 2**28
 """All shards of a model together."""
+
+
 MAX_TENSORS = 2**17
+
+
 MAX_KEYS = 2**16
+
+
 MAX_ELEMENTS = 2**22
 """All arrays of a model's headers together. The largest vocabularies, merges and scores included, have a quarter."""
+
+
 MAX_STRING_BYTES = 2**24
+
+
 MAX_NAME_BYTES = 2**10
+
+
 MAX_DIMS = 4
+
+
 LEAST_ALIGNMENT, DEFAULT_ALIGNMENT, MAX_ALIGNMENT = 8, 32, 2**16
+
+
 DAMAGED = "The file is damaged or not a GGUF file: download or convert it again."
+
+
 REQUANTIZE = "Take a file of another type, e.g. Q4_K_M or Q8_0, or make one with llama-quantize."
+
+
 _UINT8, _BOOL, _STRING, _ARRAY = 0, 7, 8, 9
+
+
 _FORMATS = {_UINT8: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _BOOL: "?", 10: "Q", 11: "q", 12: "d"}
+
+
 _LEAST_KEY_BYTES = 8 + 1 + 4 + 1
+
+
+class BlockKind(NamedTuple):
+    """`block` values, consecutive in a row, are in `num_bytes` bytes."""
+
+    name: str
+    block: int
+    num_bytes: int
+
+
+READABLE = {
+    0: BlockKind("F32", 1, 4),
+    1: BlockKind("F16", 1, 2),
+    2: BlockKind("Q4_0", 32, 18),
+    3: BlockKind("Q4_1", 32, 20),
+    6: BlockKind("Q5_0", 32, 22),
+    7: BlockKind("Q5_1", 32, 24),
+    8: BlockKind("Q8_0", 32, 34),
+    10: BlockKind("Q2_K", 256, 84),
+    11: BlockKind("Q3_K", 256, 110),
+    12: BlockKind("Q4_K", 256, 144),
+    13: BlockKind("Q5_K", 256, 176),
+    14: BlockKind("Q6_K", 256, 210),
+    30: BlockKind("BF16", 1, 2),
+}
+KINDS = {kind.name: kind for kind in READABLE.values()}
+OTHERS = {
+    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS",
+    24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
+}  # fmt: skip
+FILE_TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M", 13: "Q3_K_L",
+    14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 21: "Q2_K_S", 32: "BF16",
+}  # fmt: skip
+"""Value of the key general.file_type -> the mixture of types, as llama.cpp calls it."""
+
+
 _LEAST_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8
 
 

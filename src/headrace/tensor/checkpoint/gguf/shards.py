@@ -14,8 +14,7 @@ from pathlib import Path
 
 from headrace.core.errors import CheckpointError, shorten
 from headrace.tensor.checkpoint.config import ConfigFile
-from headrace.tensor.checkpoint.gguf.header import MAX_TENSORS, GgufHeader, GgufTensor, HeaderLimits, read_gguf_header
-from headrace.tensor.checkpoint.gguf.kinds import FILE_TYPES
+from headrace.tensor.checkpoint.gguf.header import FILE_TYPES, MAX_TENSORS, GgufHeader, GgufTensor, HeaderLimits, read_gguf_header
 from headrace.tensor.checkpoint.gguf.paths import SHARD, SUFFIX
 
 MAX_SHARDS = 4096

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.machine.cgroups import cpu_quota, folders
-from headrace.machine.memory import machine_bytes, parse_meminfo, read_available
+from headrace.machine.resources import cpu_quota, folders, machine_bytes, parse_meminfo, read_available
 
 pytestmark = pytest.mark.pure
 

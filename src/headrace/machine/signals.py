@@ -1,9 +1,15 @@
-"""Turns SIGTERM and SIGINT into futures, the same in every process of a deployment."""
+"""Turns SIGTERM and SIGINT into futures, the same in every process of a deployment, and handles SIGHUP.
+
+A process that was started with SIGHUP ignored (nohup) goes on ignoring it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 DUPLICATE_SIGNAL_S = 0.5
@@ -51,3 +57,35 @@ class StopSignals:
 async def first_of(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:
     """Return when one future is done, or after `timeout_s`. Cancels no future and raises no future's error."""
     await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+
+
+@contextmanager
+def on_hangup(reload: Callable[[], None] | None, stop: StopSignals) -> Iterator[None]:
+    """In the block SIGHUP calls `reload`, or drains when `reload` is None or the terminal is gone. After the block SIGHUP is ignored."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        yield
+        return
+    had_terminal = _has_terminal()
+
+    def take() -> None:
+        if reload is not None and _has_terminal() == had_terminal:
+            reload()
+        else:
+            stop.ask("stopped by SIGHUP")
+
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, take)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # a signal that came during the start is handled now
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a late one must not end the process before its children have left
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True

@@ -1,17 +1,48 @@
-"""The memory and CPU time that this process's cgroups (version 2 or 1) allow. The tightest limit on the way up binds."""
+"""Memory, CPUs and open files that this process may use, as the machine, its affinity and its cgroups (version 2 or 1) leave them.
+
+The tightest limit on the way up binds.
+"""
 
 from __future__ import annotations
 
+import os
+import resource
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 UNLIMITED = 1 << 60
 """Version 1 writes "no limit" as a number just below 2**63."""
 
+
 _MEMORY_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
+
+
+UNKNOWN_OPEN = 32
+"""Assumed where the system does not list the open descriptors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Available:
+    """is_measured: False if `num_bytes` is the whole memory, free or not."""
+
+    num_bytes: int
+    source: str
+    is_measured: bool = True
+
+
+def read_available(root: Path = Path("/")) -> Available:
+    """The least of MemAvailable and of what each memory cgroup leaves. Without /proc/meminfo, all memory of the machine."""
+    meminfo = read_text(root / "proc/meminfo")
+    if meminfo is None:
+        return Available(physical_bytes(), "the machine's memory; what is free is not measured there", is_measured=False)
+    candidates = [Available(parse_meminfo(meminfo), "MemAvailable")]
+    if (below_limit := memory_left(root)) is not None:
+        candidates.append(Available(below_limit, "the cgroup's limit"))
+    return min(candidates, key=lambda available: available.num_bytes)
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
@@ -74,3 +105,46 @@ def _quota(folder: Path) -> float | None:
 
 def _number(text: str | None) -> int | None:
     return int(text) if text is not None and text.isdigit() else None
+
+
+def allowed_cpus() -> list[int] | None:
+    """Ids, ascending. None where the system does not tell (macOS): any CPU may be used."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+
+
+def num_allowed_cpus() -> int:
+    cpus = allowed_cpus()
+    return (os.cpu_count() or 1) if cpus is None else len(cpus)
+
+
+def machine_bytes(root: Path = Path("/")) -> int:
+    return min(physical_bytes(), memory_limit(root) or UNLIMITED)
+
+
+def physical_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def parse_meminfo(text: str) -> int:
+    """MemAvailable in bytes, or MemFree on kernels that do not report it."""
+    fields = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in text.splitlines()) if rest.split()}
+    return fields.get("MemAvailable", fields.get("MemFree", 0))
+
+
+def raise_open_files_limit(wanted: int) -> int:
+    """Raise the soft limit on open files to `wanted`, or to the hard limit if that is lower. Never lowers it. Returns the limit in
+    force."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (wanted if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))
+    allowed = min(wanted, hard)
+    if soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        return allowed
+    return soft
+
+
+def num_open_files() -> int:
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except OSError:
+        return UNKNOWN_OPEN
