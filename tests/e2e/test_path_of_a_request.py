@@ -149,7 +149,7 @@ async def beat_between_requests(service: EngineService, watch: Watch) -> None:
     while True:
         if not watch.is_quiet:
             watch.sent_s = time.monotonic()
-            service._send_load()
+            service._report_and_wake()
         await asyncio.sleep(HEARTBEAT_S)
 
 

@@ -101,7 +101,9 @@ def _restored(kind: type[HeadraceError], args: tuple[object, ...], attributes: d
 
 
 class InvalidRequest(HeadraceError):
-    """
+    """Refuses a request for one of its fields. Surfaces rename "prompt", "grammar" and others (`dialect.parse.error_as_written`), for which
+    a subclass keeps this constructor.
+
     field   dotted name as the client wrote it, e.g. "messages[3].content", shortened to MAX_FIELD_CHARS
     limit   the rule with its numbers, e.g. "0 < top_p <= 1"
     value   shortened; None hides it. `given` is the whole value

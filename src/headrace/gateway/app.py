@@ -136,7 +136,7 @@ class Gateway:
                 if end.latency_s is None:
                     end = end._replace(status=exchange.status or end.status, latency_s=service.clock() - exchange.arrived_at)
                 finished = FinishedRequest(arrival, end, _caller(exchange.principal), exchange.asked, exchange.answered)
-                self._close(finished, exchange, reached, service, store_wait)
+                self._record(finished, exchange, reached, service, store_wait)
 
     async def dispatch(self, path: AnsweredPath | None, exchange: Exchange, active: ActiveConfig) -> None:
         """Check the key, then call the handler. An unknown path needs a key too, so that strangers cannot learn which paths exist."""
@@ -151,7 +151,7 @@ class Gateway:
         await self._turns.take(exchange.principal.tenant)
         keys = service.stored_keys if endpoint.generates else None
         with keys.uses.use(exchange.principal.key_id, exchange.end) if keys is not None else nullcontext():
-            async with service.limiter.admit(exchange, service.config.limits):
+            async with service.limiter.admit(exchange, service.config.limits):  # `limiter.reservation` finds it by the request's id
                 await endpoint.handler(service, exchange)
 
     def refused(self, request_id: str, status: int, reason: str) -> None:
@@ -167,7 +167,7 @@ class Gateway:
         if not (isinstance(error, ClientLeft | SlowReader) or isinstance(exchange.end_reason, ClientLeft | SlowReader)):
             await exchange.fail(reply)
 
-    def _close(
+    def _record(
         self, request: FinishedRequest, exchange: Exchange, path: AnsweredPath | None, service: Service, store_wait: StoreWait
     ) -> None:
         """Count and log a request that has ended. service: of the configuration that the request began with"""

@@ -8,7 +8,7 @@ decoded, and no repr of these values shows a secret.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 
 from headrace.core.errors import ConfigError
@@ -140,8 +140,9 @@ class GatewayConfig:
         self._check_metrics()
         check_names(self.allowed_hosts, self.allowed_origins)
         check_networks("trusted_proxies", self.trusted_proxies)
-        for part in ("limits", "timeouts", "admission", "sessions", "cache"):
-            check_options(getattr(self, part), part)
+        for name, part in ((each.name, getattr(self, each.name)) for each in fields(self)):
+            if is_dataclass(part):
+                check_options(part, name)
         self._check_money()
         _check_share(self.limits.max_tenant_share, self.num_tenants)
         self.store.checked()

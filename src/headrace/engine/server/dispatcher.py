@@ -27,13 +27,13 @@ Stream = TypeVar("Stream", bound=Hashable)
 
 @dataclass(slots=True)
 class Route(Generic[Stream]):
-    """epoch    the gateway's; a higher one replaces a lower one
-    attempt  the epoch that the engine gets; a gateway may send a request again with the same epoch
+    """epoch         the gateway's; a higher one replaces a lower one
+    engine_epoch  what the engine gets instead: a gateway may send a request again with the same epoch
     """
 
     request_id: RequestId
     epoch: int
-    attempt: int
+    engine_epoch: int
     stream: Stream
     handle: Handle
     running: set[int]
@@ -163,7 +163,7 @@ class RequestDispatcher:
     def deliver(self, updates: Updates) -> None:
         for update in updates:
             route = self._routes.of_request(update.request_id)
-            if route is None or route.attempt != update.epoch:
+            if route is None or route.engine_epoch != update.epoch:
                 continue
             if isinstance(update, Rejected):
                 route.stream.unsent.put_rejected(route.handle, update.error)
@@ -204,7 +204,7 @@ class RequestDispatcher:
             self._routes.close(older)
             self._engine.cancel(request.request_id)
         route = self._routes.open(stream, handle, request.request_id, request.epoch, request.indices)
-        self._engine.submit(replace(request, epoch=route.attempt))
+        self._engine.submit(replace(request, epoch=route.engine_epoch))
 
     def _cancel(self, stream: GatewayStream, handle: Handle) -> None:
         if (route := self._routes.of_handle(stream, handle)) is not None:

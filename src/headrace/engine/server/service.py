@@ -205,7 +205,7 @@ class EngineService:
         check_model(self._engine.info, Expectation(digests=dict(hello.digests), vocab_size=hello.vocab_size))
         self._streams.append(stream)  # before the hello is written, so that changes meanwhile wait in `unsent` and follow it
         await stream.send(pb.EngineFrame(hello=self.hello))
-        self._send_load()
+        self._report_and_wake()
         if self._dispatcher.draining is not None:
             stream.unsent.put_draining(self._dispatcher.draining)
             stream.wake()
@@ -224,10 +224,11 @@ class EngineService:
 
     def _deliver(self, updates: Updates) -> None:
         self._dispatcher.deliver(updates)
-        self._send_load()
+        self._report_and_wake()
         self._note_drained()
 
-    def _send_load(self) -> LoadSnapshot:
+    def _report_and_wake(self) -> LoadSnapshot:
+        """Give every stream the present load, and have it write what waits in its `unsent`, tokens included."""
         load = self._engine.snapshot()
         for stream in self._streams:
             stream.unsent.put_load(load, stream.num_submits, stream.last_ping)
@@ -236,7 +237,7 @@ class EngineService:
 
     async def _beat(self) -> None:
         while True:
-            self._send_load()
+            self._report_and_wake()
             self._send_weights_digest()
             for stream in self._streams:
                 stream.check_lease(HEARTBEAT_S, self._lease_s, self._max_unread)
@@ -266,7 +267,7 @@ class EngineService:
         await self._read_control(pb.SnapshotRequest, data, context)
         reply = pb.SnapshotReply(
             hello=self.hello,
-            load=encode_load(self._send_load()),
+            load=encode_load(self._report_and_wake()),
             draining=self._dispatcher.draining is not None,
             num_streams=len(self._streams),
             num_open=self.num_open,

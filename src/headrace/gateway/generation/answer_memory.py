@@ -147,6 +147,11 @@ class AnswerMemory:
     def is_whole_inline(self) -> bool:
         return self._is_inline(self._num_collected)
 
+    @property
+    def is_plain_inline(self) -> bool:
+        """Whether events without log-probabilities are encoded at once."""
+        return self._is_inline(0)
+
     def is_inline(self, events: Sequence[OutputEvent]) -> bool:
         return self._is_inline(sum([event.num_logprob_tokens for event in events]))
 

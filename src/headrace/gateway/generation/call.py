@@ -21,7 +21,7 @@ from headrace.gateway.access.principal import Principal
 from headrace.gateway.generation.answer_encoder import AnswerEncoder, EventRecorder, RecordEvents
 from headrace.gateway.generation.answer_memory import AnswerMemory
 from headrace.gateway.generation.config import RequestConfig
-from headrace.gateway.generation.event_log import EventLog
+from headrace.gateway.generation.event_log import LAST_EVENT_ID, EventLog
 from headrace.gateway.generation.parsed_request import ParsedRequest
 from headrace.gateway.generation.progress import RequestProgress
 from headrace.gateway.http.exchange import Exchange
@@ -38,12 +38,14 @@ from headrace.policy.limits.price import Price
 
 
 class Ending:
-    """`generation.run` makes an `Answered` of it.
+    """The account of a request, which stages and the answer write as it goes on, and of which `generation.run` makes an `Answered`.
 
     ends                closed at the end of the request, also after an error
-    model               at first the one that the client named
+    model               that answers; at first the one that the client named
+    continued_id        id of the answer that this request continues
     version             of its weights when it was chosen: its system_fingerprint
-    prepared            None: not yet
+    prepared            None: no upstream has prepared the request yet
+    stream              None: the answer has not begun
     side_usage          of other requests that were made for this one, such as a summary
     used                None: no engine began an answer
     is_refused_at_end   a hook of `Ready.before_end` raised
@@ -73,11 +75,12 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
 
     config, models     of the configuration that the request began with
     parsed             the request's body; the session stage puts the session's history before the messages
-    asked, model       the model that the client named, and the model that answers
+    asked, model       the model that the client named, and the model that answers, which `choose_model` may change
+    memory             the part of `charges` that the answer uses
     deadline_at        on the clock of `Exchange.arrived_at`; None: no deadline
     answer_id          id of the request that began the stream
-    history            empty for a completion
-    earlier            None: a new answer
+    history            messages of a chat, from `take_turn` on with the session's; empty for a completion
+    earlier            output of the stream that this request continues, set by `resume`
     preferred_replica, unsent  see `GenerationRequest`
     """
 
@@ -145,6 +148,11 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
         return self.exchange.principal
 
     @property
+    def continues(self) -> bool:
+        """Whether the client wants the rest of an earlier stream."""
+        return self.exchange.header(LAST_EVENT_ID) is not None
+
+    @property
     def price(self) -> Price:
         return self.config.price_of(self.model.name)
 
@@ -210,11 +218,14 @@ Replay = Callable[[EventStream, RequestProgress, AnswerEncoder, SseStream, Recor
 
 
 class Ready(Struct, frozen=True, kw_only=True, eq=False):
-    """call             as its upstream, or the cache, answers it
+    """An answer that may begin, and what the stages want done with it.
+
+    call             as its upstream, or the cache, answers it
     cache_tier       the cache that answers: "response" or "idempotency"; None: the upstream answers
     fitted           None: the conversation is unchanged
     event_log        None: the events have no ids
     replay           called before the first new event; sends what the client of a continued stream lacks
+    recorders        each is given every event of the answer, also of a cache's
     before_end       each is awaited with the replica's name before the last bytes are sent; when one raises, the answer ends with it
     outlives_client  whether the answer goes on when the client has disconnected
     """

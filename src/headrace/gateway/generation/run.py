@@ -46,8 +46,8 @@ class Pipeline:
         ready: Ready | None = None
         try:
             async with exchange.watching(), ending.ends:
-                begun = ready = await exchange.unless_ended(self.stages(call))
-                answer = _Answer(self, begun, encoder_of(begun))
+                ready = await exchange.unless_ended(self.stages(call))
+                answer = _Answer(self, ready, encoder_of(ready))
                 await answer.write()
         finally:
             exchange.answered = _answered(call, ready, answer)
@@ -117,7 +117,7 @@ class _Answer:
                     await self._read_to_end()
             finally:  # what ran is counted and billed, also where a shutdown cancels this
                 await stream.close()
-                self._close()
+                self._count_use()
 
     def _start_deadline_timer(self) -> asyncio.TimerHandle | None:
         """Ends the request when a hanging engine does not."""
@@ -157,7 +157,7 @@ class _Answer:
             if replay is not None:
                 await replay(stream, progress, encoder, sse, self._record)
             events = first if first is not None else await self._events()
-            if self.memory.is_inline(()):
+            if self.memory.is_plain_inline:
                 record = self._record if self.ready.recorders else None
                 stream.listen(DirectChunkWriter(encoder, progress, sse, self.clock, record))
             while events:
@@ -214,7 +214,7 @@ class _Answer:
         if self.exchange.end_reason is not None:
             raise self.exchange.end_reason
 
-    def _close(self) -> None:
+    def _count_use(self) -> None:
         call, progress, stream = self.call, self.progress, self.stream
         has_run = progress.ttft_s is not None or bool(progress.finish_reasons) or self.exchange.end_reason is not None
         if has_run and self.ready.cache_tier is None:

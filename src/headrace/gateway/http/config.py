@@ -86,7 +86,7 @@ class Limits:
     def max_text_queue(self) -> int:
         """For jobs below 64 KiB, and the same for larger ones. Beyond it the tenant with most of them gets 429.
 
-        The factor 2 is for requests that `max_requests` does not count: those whose body is being parsed, and those that only tokenize.
+        The factor 2 is for requests that `max_requests` does not count: those that only tokenize.
         """
         return 2 * self.max_requests
 

@@ -67,13 +67,13 @@ class Exchange:
     """One request and its answer.
 
     principal      the caller; ANONYMOUS until its key is checked
-    answered       set by the handler of a path that generates
+    asked, answered  parts of the finished request, set by `Call.opened` and at the end of `generation.run`
     logged_prompt  JSON, for the usage record; None: prompts are not logged
     status         HTTP status of the answer; 0: it has not begun
     arrived_at     when the headers were complete, on the service's clock
     end_reason     error that ends the answer early (client left, deadline passed, shutdown); None: it goes on
     more_headers   from `add_headers`
-    late_headers   called when the answer begins, for headers known only then: the rest of the caller's limits
+    late_headers   set by `limiter.admit`; called when the answer begins, for headers known only then: the rest of the caller's limits
     ignored        names, never values, of body fields that changed nothing, for x-headrace-ignored
     body_digest    digest of path, session and body; a continued stream or a retry must have the same
     pending_bytes  bytes of the running write that the transport has not taken yet

@@ -112,7 +112,7 @@ class SseStream:
         self._exchange.write_now(payload)
         self.last_write_at = now
 
-    def bound(self) -> bool:
+    def cut_if_beyond_bound(self) -> bool:
         if self.waiting_bytes <= MAX_PENDING_BYTES + self.logprob_bytes:
             return False
         self.cut(f"More than {MAX_PENDING_BYTES} bytes of the answer waited for the client.")
@@ -173,7 +173,7 @@ class StreamWatch:
     def enforce(self) -> None:
         now = self._clock()
         for stream in list(self.writing):
-            self.num_cut += stream.bound()
+            self.num_cut += stream.cut_if_beyond_bound()
         self._cut_largest(list(self.writing))
         quiet_since = now - self.ping_s
         for stream in [stream for stream in self.streams if stream.last_write_at < quiet_since]:

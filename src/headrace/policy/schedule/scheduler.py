@@ -107,9 +107,9 @@ class Scheduler:
 
     def _freeze(self, step: StepBuilder) -> Plan:
         step.ended.extend(self.sequences.slots.take_ended())
-        return self._close(step)
+        return self._build_plan(step)
 
-    def _close(self, step: StepBuilder) -> Plan:
+    def _build_plan(self, step: StepBuilder) -> Plan:
         step.rows.close(self._decode_columns, self.sequences.slots.generation)
         self._decode_columns = step.rows.decode_columns
         plan = step.build()
@@ -258,7 +258,7 @@ class Scheduler:
         if unsent is None or not unsent.has_changes:
             return None
         unsent.step_id, unsent.rows = self._next_step, StepRows()
-        return self._close(unsent)
+        return self._build_plan(unsent)
 
     # invariants
 

@@ -1,8 +1,12 @@
 """Holds the concerns of a generating request, one stage each.
 
-A stage is called, as a Starlette middleware is, with the call and with `call_next`. It awaits `call_next` unless it answers by itself, and
-returns a `Ready`. A stage bounds its own waits: the deadline's timer starts with the answer. What is to happen at the end of the request
-goes to `Ending.ends`, which run in the reverse order.
+A stage is called, as a Starlette middleware is, with the call and with `call_next`, which runs everything behind it. It awaits `call_next`
+unless it answers by itself, and returns the `Ready`, perhaps with more hooks. What is to happen at the end of the request goes to
+`Ending.ends`, which run in the reverse order; facts for the log line and the usage record go to `Ending`, also where it refuses.
+
+A stage raises a HeadraceError that has a row in `http.errors.TABLE`, and names the field that all surfaces have ("prompt", not "messages").
+It runs on the event loop: at most a few milliseconds, more goes to a text worker. It bounds its own waits: the deadline's timer starts with
+the answer. It charges bytes that it holds to `Call.charges`, which returns them with the request.
 """
 
 from __future__ import annotations
@@ -36,11 +40,12 @@ def chain(
     clock: Clock,
     unix_time: Clock,
 ) -> CallNext:
+    """The stages in their order, with what they work with. What a reload may change they read from `Call.config`."""
     rows = (
         partial(take_turn, sessions=sessions),  # first: the history is a part of the prompt for all others
         log_prompt,  # before the caches, whose answers have a usage record too
-        partial(answer_once, replays=replays, metrics=answer_cache.metrics, unix_time=unix_time),  # a retry counts as no hit
-        partial(use_cache, cache=answer_cache, unix_time=unix_time),
+        partial(answer_once, replays=replays, metrics=answer_cache.metrics, unix_time=unix_time),  # a retry never gets beyond it
+        partial(use_cache, cache=answer_cache, unix_time=unix_time),  # nor a hit: what every request is to pass stands before
         partial(resume, kept_streams=kept_streams),  # before the choice: a continued stream keeps its model
         partial(choose_model, clock=clock, open_requests=open_requests),
     )

@@ -8,7 +8,6 @@ from headrace.gateway.cache.recorded_answer import WholeAnswer
 from headrace.gateway.cache.replays import HEADER, KeyClaim, Replays, retry_key
 from headrace.gateway.generation.call import Call, CallNext, Ready
 from headrace.gateway.generation.event_log import HEADER as LAST_EVENT
-from headrace.gateway.generation.event_log import LAST_EVENT_ID
 from headrace.gateway.generation.stages.kept_answers import IDEMPOTENCY, AnswerRecorder, answered_again, recorder_of, report_cache
 from headrace.gateway.http.errors import ClientLeft, SlowReader
 from headrace.observe.store_metrics import AnswerCacheMetrics, CacheResult
@@ -33,8 +32,7 @@ async def answer_once(call: Call, call_next: CallNext, *, replays: Replays, metr
 
 
 def _check_can_be_kept(call: Call) -> None:
-    continues = call.exchange.header(LAST_EVENT_ID) is not None
-    for other, is_given in ((LAST_EVENT, continues), ("prompt_logprobs", call.params.prompt_logprobs is not None)):
+    for other, is_given in ((LAST_EVENT, call.continues), ("prompt_logprobs", call.params.prompt_logprobs is not None)):
         if is_given:
             raise InvalidRequest(HEADER, f"no {other} beside it", None, "Such an answer is not kept for a retry.")
 

@@ -7,7 +7,6 @@ from headrace.gateway.cache.answer_cache import AnswerCache, Computation
 from headrace.gateway.cache.control import NEITHER, NO_WISH, CacheControl, Question, entry_salt
 from headrace.gateway.cache.recorded_answer import WholeAnswer
 from headrace.gateway.generation.call import Call, CallNext, Ready
-from headrace.gateway.generation.event_log import LAST_EVENT_ID
 from headrace.gateway.generation.stages.kept_answers import RESPONSE, AnswerRecorder, answered_again, recorder_of, report_cache
 from headrace.gateway.sessions.history import ContextFitting
 from headrace.observe.store_metrics import CacheResult, KeptAnswer
@@ -45,8 +44,7 @@ def _may_cache(call: Call, question: Question) -> bool:
     if not is_on or (config.models and question.model not in config.models):
         exchange.ignored += ["cache"] if control not in (NO_WISH, NEITHER) else []
         return False
-    continues = exchange.header(LAST_EVENT_ID) is not None  # event by event, which is another way to get the rest of an answer
-    is_kept = not (continues or question.has_prompt_logprobs or (control.no_cache and control.no_store))
+    is_kept = not (call.continues or question.has_prompt_logprobs or (control.no_cache and control.no_store))
     return is_kept and (question.is_deterministic or control.use_cache)
 
 
