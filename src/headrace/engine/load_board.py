@@ -22,6 +22,8 @@ class _Published:
 
 
 class LoadBoard:
+    """Holds the last published load, and reads it together with what came since."""
+
     def __init__(self, scheduler: Scheduler, inbox: Inbox, steps: StepQueue, clock: Clock) -> None:
         self._scheduler = scheduler
         self._inbox = inbox

@@ -41,7 +41,9 @@ Outbox = Callable[[list[SequenceUpdate | Rejected]], None]
 
 
 class Engine:
-    """outbox: called on the loop's thread, must not block; closing: released when the loop has ended"""
+    """One engine: a scheduler, a runner and the loop between them. outbox: called on the loop's thread, must not block; closing: released
+    when the loop has ended
+    """
 
     def __init__(
         self,

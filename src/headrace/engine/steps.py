@@ -19,7 +19,8 @@ MIN_SPREAD = 1.0
 
 
 class StepTimer:
-    """A fixed cost plus a cost per token, fitted by least squares; each step observed weighs 2 % less than the next.
+    """Predicts the seconds of a step from its tokens: a fixed cost plus a cost per token, fitted by least squares; each step observed
+    weighs 2 % less than the next.
 
     While all steps had about the same size, a larger one is predicted in proportion to its tokens, but never beyond UNKNOWN_STEP_S:
     readiness judges by four times the prediction.
@@ -101,7 +102,7 @@ class RunningStep:
 
 
 class StepQueue:
-    """Changed on the loop's thread alone; `running` may be read from others.
+    """The uncommitted steps of one engine, oldest first. Changed on the loop's thread alone; `running` may be read from others.
 
     recent   the last PLAN_RING plans, without those that only poll for moves
     """

@@ -38,6 +38,8 @@ PARSERS = parsers_of(ENDPOINTS)
 
 @dataclass(frozen=True, slots=True)
 class TextContext:
+    """Does the jobs of one text worker, with the models' texts."""
+
     texts: Mapping[str, TextModel]
 
     def answer(self, head: bytes, tail: bytes) -> tuple[frames.AnyAnswer, bytes]:

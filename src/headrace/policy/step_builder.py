@@ -39,6 +39,8 @@ class StepRow(NamedTuple):
 
 
 class RunningColumns:
+    """The `RunningFacts` of a step's sequences, by column."""
+
     plan_epochs: tuple[int, ...]
     request_ids: tuple[RequestId, ...]
     epochs: tuple[int, ...]
@@ -129,7 +131,7 @@ Move = tuple[int, int, int, int, int]
 
 @dataclass(slots=True)
 class StepBuilder:
-    """Changes are listed in the order in which they must be made; columns as in `core.plan`."""
+    """One step while it is being decided. Changes are listed in the order in which they must be made; columns as in `core.plan`."""
 
     step_id: int
     max_tokens: int = 0

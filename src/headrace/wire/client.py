@@ -66,6 +66,8 @@ class SeenLoad:
 
 
 class ReplicaClient:
+    """The gateway's connection to one replica, dialled again after a loss."""
+
     def __init__(
         self,
         target: str,

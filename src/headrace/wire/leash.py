@@ -65,7 +65,7 @@ class ReloadRefused(HeadraceError):
 
 
 class Leash:
-    """The child's end. Without a descriptor (started by hand) it does nothing."""
+    """The child's end of its leash. Without a descriptor (started by hand) it does nothing."""
 
     def __init__(self, fd: int | None) -> None:
         """fd: owned by this object from now on. Raises OSError when it is no socket"""
@@ -146,7 +146,7 @@ def _said(status: ReplicaStatus) -> Mapping[str, object]:
 
 
 class LeashRequests:
-    """Lives on one event loop."""
+    """A supervisor's requests to one child, and the answers to them. Lives on one event loop."""
 
     def __init__(self, write: Callable[[bytes], None]) -> None:
         self._write = write

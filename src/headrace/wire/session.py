@@ -115,7 +115,7 @@ class NotListening(ConnectionLost):
 
 
 class Session:
-    """Owns a gRPC channel while `run` runs."""
+    """One connection to a replica, from its dial to its loss. Owns a gRPC channel while `run` runs."""
 
     def __init__(
         self,

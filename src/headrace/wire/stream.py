@@ -1,4 +1,4 @@
-"""Gives the updates of one open request to the task that consumes them, as an async iterator that ends, or raises, exactly once.
+"""Gives the updates of one open request to the task that consumes them, in batches, until the stream ends or raises.
 
 A consumer may set `plain_row_handler`, a callback that takes rows of a token and nothing else without waking the task. The handler is
 called only while the task waits and no update is unread, so the order of updates is kept. A row that the handler declines becomes an
@@ -37,9 +37,13 @@ TOKEN_ID_BYTES = 40
 
 
 class ReplicaStream:
-    """If the scope ends before the stream does, the request is cancelled at the engine. The iterator ends after the last sequence's
-    finish or after a Rejected. Once everything is read it raises Unavailable if the replica was lost, or the error of the plain row
-    handler. The gateway cancels a request whose `unread_bytes` grow too large.
+    """The updates of one request at one replica, read by `batch`; iterating over them one by one is for tests.
+
+    `plain_row_handler`, where it is set, takes rows of tokens alone without waking the task that waits in `batch`.
+
+    The stream ends after the last sequence's finish or after a Rejected. Once everything is read, `batch` raises Unavailable if the
+    replica was lost, or the error of the plain row handler. If the scope ends before the stream does, the request is cancelled at the
+    engine. The gateway cancels a request whose `unread_bytes` grow too large.
 
     first_index  index of the request's first sequence. Prompt log-probabilities are the same for all sequences; only this one's are kept
     numerics     the replica's: another replica may continue the stream only if its own are equal
@@ -122,7 +126,7 @@ class ReplicaStream:
         return update
 
     async def batch(self) -> list[SequenceUpdate | Rejected]:
-        """All unread updates; empty: the stream has ended. Raises the iterator's error."""
+        """All unread updates; empty: the stream has ended. Raises as the class says."""
         if not await self._wait_for_updates():
             return []
         updates = list(self._updates)

@@ -36,7 +36,9 @@ LISTENS_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class GrpcTarget:
-    """path: None for TCP; token: required for TCP; tls: None only for Unix sockets and loopback addresses"""
+    """The checked address of an engine, with what connecting to it needs. path: None for TCP; token: required for TCP; tls: None only for
+    Unix sockets and loopback addresses
+    """
 
     address: str
     path: Path | None

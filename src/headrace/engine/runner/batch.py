@@ -20,7 +20,7 @@ from headrace.tensor.batch import ForwardBatch, GroupBatch
 
 
 class UnknownToken(Exception):
-    """Never sampled, because the step that should have sampled it failed."""
+    """A row needs a token id that was never sampled, because the step that should have sampled it failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def refuse_drafts(plan: Plan) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """[W] ascending; None: all. Less than half must be selected to be worth it."""
+    """The step's tokens whose hidden states the model returns: [W] ascending; None: all. Less than half must be selected to be worth it."""
 
     tokens: Ints | None
 

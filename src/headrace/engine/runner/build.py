@@ -50,7 +50,10 @@ AnyRunner = ModelRunner | OverlappedRunner | DeviceRunner
 
 
 class Built(NamedTuple):
-    """weights    hashes all weights; None: `info` holds the digest already"""
+    """A runner that is ready, with what belongs to its model.
+
+    weights    hashes all weights; None: `info` holds the digest already
+    """
 
     runner: AnyRunner
     info: ModelInfo

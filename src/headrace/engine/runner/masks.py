@@ -26,8 +26,8 @@ NO_MASKS = StepMasks(NO_ROWS_MASKED)
 
 
 class MaskSource(SlotPart, Protocol):
-    """A sequence whose grammar cannot go on raises nothing: `wait` names it each time its mask is asked for. Every method may be called
-    while masks are being filled, since the step that began them may have failed.
+    """Gives a runner the grammar masks of its slots. A sequence whose grammar cannot go on raises nothing: `wait` names it each time its
+    mask is asked for. Every method may be called while masks are being filled, since the step that began them may have failed.
     """
 
     def begin(self, slots: Sequence[int]) -> None: ...

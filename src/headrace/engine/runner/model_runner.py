@@ -66,7 +66,7 @@ class CompletedStep:
 
 
 class ModelRunner:
-    """Used by one thread at a time.
+    """Computes plans with one model, its KV cache and state by slot. Used by one thread at a time.
 
     masks          masks of sequences that have a grammar; None: a sequence with a grammar is refused
     """
@@ -150,8 +150,8 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 class OverlappedRunner:
-    """The thread is a daemon and no executor's: Python waits for those when it exits, and a step that hangs would keep the process
-    alive.
+    """Has a `ModelRunner` compute the submitted plans in a thread beside the loop. The thread is a daemon and no executor's:
+    Python waits for those when it exits, and a step that hangs would keep the process alive.
     """
 
     def __init__(self, runner: ModelRunner, *, close_timeout_s: float = CLOSE_TIMEOUT_S) -> None:

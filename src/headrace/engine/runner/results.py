@@ -32,7 +32,7 @@ class PromptLogprobColumns:
 
 
 class PromptLogprobs:
-    """head: hidden [N, E] -> logits [N, V]"""
+    """Computes the log-probabilities of prompt tokens from hidden states. head: hidden [N, E] -> logits [N, V]"""
 
     def __init__(self, head: Callable[[Tensor], Tensor], vocab_size: int, slots: SlotState) -> None:
         self._head, self._slots = head, slots

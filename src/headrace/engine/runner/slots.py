@@ -17,7 +17,7 @@ def column(values: object) -> Ints:
 
 
 class SlotPart(Protocol):
-    """Used by the runner's thread alone. Repeating `start` or `end` changes nothing."""
+    """A part of a runner's state, kept by slot. Used by the runner's thread alone. Repeating `start` or `end` changes nothing."""
 
     def start(self, started: Started) -> None: ...
 
@@ -31,7 +31,8 @@ class SlotPart(Protocol):
 
 
 class SlotState:
-    """Shape letters: N slots, L positions, M block-table width.
+    """The `SlotPart` from which batches are built: tokens, block tables and sizes. Shape letters: N slots, L positions, M block-table
+    width.
 
     token_ids        [N, L] int32, valid below `known`
     known            [N] number of known ids

@@ -16,6 +16,8 @@ from headrace.tensor.batch import KvCache
 
 
 class RunnerState:
+    """All that a runner keeps between steps: the KV cache and its `SlotPart`s."""
+
     def __init__(self, kv: KvCache, slots: SlotState, *parts: SlotPart) -> None:
         self.kv, self.slots = kv, slots
         self._parts: tuple[SlotPart, ...] = (slots, *parts)

@@ -22,7 +22,9 @@ from headrace.wire.tls.files import TlsRole, load_certificates
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessConfig:
-    """gpu        as in CUDA_VISIBLE_DEVICES; empty = the first that torch finds
+    """The options of an engine process beside those of its engine.
+
+    gpu        as in CUDA_VISIBLE_DEVICES; empty = the first that torch finds
     block_key  secret (hex) of block hashes, derived from `site_key`; a supervisor passes only this one
     """
 

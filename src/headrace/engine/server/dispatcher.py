@@ -27,7 +27,9 @@ Stream = TypeVar("Stream", bound=Hashable)
 
 @dataclass(slots=True)
 class Route(Generic[Stream]):
-    """epoch         the gateway's; a higher one replaces a lower one
+    """One attempt of a request, and the stream that gets its updates.
+
+    epoch         the gateway's; a higher one replaces a lower one
     engine_epoch  what the engine gets instead: a gateway may send a request again with the same epoch
     """
 
@@ -41,8 +43,9 @@ class Route(Generic[Stream]):
 
 @dataclass(slots=True)
 class Routes(Generic[Stream]):
-    """A route is open from Submit until every sequence of the request has finished, was rejected or cancelled, or the stream ended. An
-    attempt with a higher epoch replaces an older one of the same request, on whichever stream that came.
+    """All open routes of one engine process, by request and by handle. A route is open from Submit until every sequence of the request has
+    finished, was rejected or cancelled, or the stream ended. An attempt with a higher epoch replaces an older one of the same request, on
+    whichever stream that came.
     """
 
     _by_request: dict[RequestId, Route[Stream]] = field(default_factory=dict)
@@ -90,7 +93,9 @@ Value = TypeVar("Value")
 
 
 class AsyncioOutbox:
-    """Updates are dropped once the asyncio loop is closed. deliver: called on that loop"""
+    """Passes updates from the engine's thread to the asyncio loop. Updates are dropped once the asyncio loop is closed. deliver: called on
+    that loop
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -131,7 +136,9 @@ class ServedEngine(Protocol):
 
 
 class RequestDispatcher:
-    """Lives on the asyncio loop. draining: why no new request is taken"""
+    """Dispatches the open requests of one engine, over all gateways' streams. Lives on the asyncio loop. draining: why no new request is
+    taken
+    """
 
     def __init__(self, engine: ServedEngine) -> None:
         self.draining: str | None = None

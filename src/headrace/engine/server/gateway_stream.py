@@ -30,7 +30,7 @@ class StreamLost(HeadraceError):
 
 
 class GatewayStream:
-    """clock: bounds how long a frame's commands occupy the event loop"""
+    """One gateway's stream at the engine, with what it has not sent. clock: bounds how long a frame's commands occupy the event loop"""
 
     def __init__(self, context: Any, *, on_command: Callable[[GatewayStream, pb.Command], None], clock: Clock = time.monotonic) -> None:
         self._context = context

@@ -55,7 +55,7 @@ MakeEngine = Callable[[Callable[[Updates], None]], RunnableEngine]
 
 
 class LoopThread:
-    """Builds and runs in one thread, since the tensor library has thread-local state."""
+    """Builds the engine and runs its loop, both in one thread, since the tensor library has thread-local state."""
 
     def __init__(self, make_engine: MakeEngine, bridge: AsyncioOutbox) -> None:
         self._loop = asyncio.get_running_loop()

@@ -50,6 +50,8 @@ Asked = TypeVar("Asked", pb.DrainRequest, pb.SnapshotRequest)
 
 
 class EngineService:
+    """Serves one engine at one address, from `start` until `stop`."""
+
     def __init__(
         self,
         engine: ServedEngine,

@@ -28,7 +28,7 @@ MAX_REJECTED_BYTES = 2**20
 
 
 class UnsentFrames:
-    """Used on the server's event loop only."""
+    """Holds what one gateway is to be sent, until `take` makes a frame of it. Used on the server's event loop only."""
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[Handle, int], Unread] = {}

@@ -93,7 +93,7 @@ class NewTenant(TenantChange):
 
 
 class Administration:
-    """Every method raises StoreFailed and InvalidRequest."""
+    """Creates, changes and ends the keys and tenants of one store. Every method raises StoreFailed and InvalidRequest."""
 
     def __init__(self, store: KeyStore, *, tiers: Collection[str], unix_time: Clock, actor: str) -> None:
         """tiers: built-in ones included"""

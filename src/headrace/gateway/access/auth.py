@@ -45,6 +45,8 @@ class _Made:
 
 
 class Authenticator:
+    """Finds the principal of a request's key, by configured and stored keys."""
+
     def __init__(
         self, api_keys: Sequence[ApiKey], tiers: Mapping[str, Tier], stored: StoredKeys | None = None, clock: Clock = time.monotonic
     ) -> None:

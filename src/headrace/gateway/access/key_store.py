@@ -24,7 +24,7 @@ from headrace.gateway.stores.store import StoreProgress
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRecord:
-    """Times are Unix seconds; None: never.
+    """A stored key: its digest, tenant and limits. Times are Unix seconds; None: never.
 
     id               the same after a rotation
     tier             empty: the tenant's tier holds
@@ -118,7 +118,7 @@ def decoded(record: bytes, kind: type[T]) -> T:
 
 
 class KeyStore(Protocol):
-    """Every method raises StoreFailed."""
+    """A store of the directory: keys, tenants and audit records. Every method raises StoreFailed."""
 
     progress: StoreProgress
 
@@ -218,6 +218,8 @@ FIND_ROW = (
 
 
 class SqliteKeys:
+    """A `KeyStore` in a SQLite file of one machine."""
+
     def __init__(self, path: str) -> None:
         """Raises ConfigError."""
         self._thread = SqliteThread(open_sqlite(path, KEYS))

@@ -14,6 +14,8 @@ from headrace.policy.admission import TenantTurn
 
 
 class UseCount:
+    """Counts the requests that use one object, which is closed after the last."""
+
     __slots__ = ("_tenants", "_unused", "num_users")
 
     def __init__(self) -> None:
@@ -55,7 +57,9 @@ CutOff = Callable[[HeadraceError], None]
 
 
 class OpenRequests:
-    """Each request is in one `UseCount`. max_requests: lowering it ends no open request"""
+    """The generating requests that are open at this gateway, bounded in number. Each request is in one `UseCount`. max_requests: lowering
+    it ends no open request
+    """
 
     def __init__(self, max_requests: int, tenant_share: Callable[[], float] = lambda: 1.0) -> None:
         self.max_requests = max_requests
@@ -136,7 +140,9 @@ class KeyRevoked(Unauthorized):
 
 
 class KeyUses:
-    """A key that is missing in the store ends no request: Redis may have been restarted without its data."""
+    """The open requests of each key, which end when the key is revoked. A key that is missing in the store ends no request: Redis may have
+    been restarted without its data.
+    """
 
     def __init__(self) -> None:
         self._ends: dict[str, set[CutOff]] = {}

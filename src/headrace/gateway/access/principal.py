@@ -29,7 +29,9 @@ class KeyLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Principal:
-    """tenant_id     drawn when the tenant was created; "" for a tenant without a record in the store
+    """The authenticated caller of a request.
+
+    tenant_id     drawn when the tenant was created; "" for a tenant without a record in the store
     tenant_since  Unix seconds of the tenant's creation: earlier usage is that of another tenant of the same name
     options       the tenant's choices: name -> JSON value; an absent option has its default
     """

@@ -31,8 +31,9 @@ LookUp = Callable[[bytes, str], Awaitable[StoredKey | None]]
 
 
 class KeyLookups:
-    """Requests for the same key share one look-up. A flood of invented keys leaves connections for known keys. A request that stops waiting
-    does not cancel its look-up: the Redis client would close the connection.
+    """Looks keys up in their store, for all requests of this gateway. Requests for the same key share one look-up. A flood of invented keys
+    leaves connections for known keys. A request that stops waiting does not cancel its look-up: the Redis client would close the
+    connection.
     """
 
     def __init__(self, look_up: LookUp, guard: StoreGuard) -> None:
@@ -143,7 +144,9 @@ class _Found:
 
 
 class StoredKeys:
-    """Use with `async with`, on one event loop. uses: a request ends within two seconds of its key's revocation"""
+    """The keys of one store, cached for this gateway. Use with `async with`, on one event loop. uses: a request ends within two seconds of
+    its key's revocation
+    """
 
     def __init__(self, store: KeyStore, *, clock: Clock, unix_time: Clock) -> None:
         self._on_first_key: Callable[[], None] = lambda: None

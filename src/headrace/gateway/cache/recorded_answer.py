@@ -50,7 +50,9 @@ class RecordedEvent(Struct, array_like=True, frozen=True):
 
 
 class WholeAnswer(StoredEntry, frozen=True):
-    """prompts        per prompt its number of tokens (None: not known) and its text as echo shows it
+    """The recorded answer to one request.
+
+    prompts        per prompt its number of tokens (None: not known) and its text as echo shows it
     usage          fields of `TokenUsage` in order
     """
 
@@ -88,7 +90,7 @@ class WholeAnswer(StoredEntry, frozen=True):
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class RecordedTexts:
-    """Compared by identity, as a key of tables of encoded JSON."""
+    """The `TokenTexts` of a recorded answer's token ids. Compared by identity, as a key of tables of encoded JSON."""
 
     texts: Mapping[int, tuple[str, bytes]]
 
@@ -173,7 +175,7 @@ def recorded_prepared(answer: WholeAnswer) -> Prepared:
 
 
 class ReplayedStream(EventStream):
-    """Unlike an engine's, a batch has several events of one sequence: the recorded pieces."""
+    """The event stream of a recorded answer. Unlike an engine's, a batch has several events of one sequence: the recorded pieces."""
 
     def __init__(self, answer: WholeAnswer) -> None:
         self._usage = answer.token_usage

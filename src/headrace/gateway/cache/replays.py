@@ -59,7 +59,9 @@ def open_replay_store(stores: Stores) -> Store:
 
 
 class ReplayEntry(StoredEntry, frozen=True):
-    """body    digest of the path, the session and the body of the request
+    """The store's entry of one Idempotency-Key: its first request, and the answer.
+
+    body    digest of the path, the session and the body of the request
     answer  None while the request runs; None with an empty claim: the answer was too large to be kept
     """
 
@@ -97,6 +99,8 @@ class KeyClaim:
 
 
 class Replays:
+    """The Idempotency-Keys that one gateway's requests claim, and the answers kept for them."""
+
     def __init__(self, store: GuardedStore, metrics: ReplayMetrics, *, limits: StoreLimits) -> None:
         self._limits = limits
         self._store = store

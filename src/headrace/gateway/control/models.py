@@ -38,7 +38,7 @@ MAX_DRAWN_SEED = 2**63
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Tests replace them. random: what routing compares, nothing secret"""
+    """The sources of time and randomness, which tests replace. random: what routing compares, nothing secret"""
 
     clock: Clock = time.monotonic
     unix_time: Clock = time.time
@@ -63,7 +63,9 @@ def connect_wire(config: ReplicaConfig, text: TextModel, clock: Clock) -> Replic
 
 @dataclass(slots=True, eq=False)
 class OpenModel:
-    """text      None: it cannot be used, or only foreign servers answer
+    """A model that is served, with all that was opened for it.
+
+    text      None: it cannot be used, or only foreign servers answer
     pool      None whenever `text` is None
     replicas  configuration (with the token read from its file) -> replica in the pool
     failure   why tokenizer or template cannot be used; no replica is connected then
@@ -80,7 +82,9 @@ class OpenModel:
 
 
 class ModelOpener:
-    """on_closed: called with model name and replica name after a retired replica's connection has closed"""
+    """Opens models by their configuration, and changes open ones. on_closed: called with model name and replica name after a retired
+    replica's connection has closed
+    """
 
     def __init__(self, text_pool: TextPool, connect: Connect, sources: Sources) -> None:
         self._text_pool = text_pool

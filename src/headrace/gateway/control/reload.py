@@ -50,6 +50,8 @@ Follow = Callable[[GatewayConfig], Callable[[], None]]
 
 
 class Reloader:
+    """Applies changed configurations to one running gateway."""
+
     def __init__(self, app: Gateway, models: SiteModels, texts: LoadedTexts, open_log: Callable[[str], RequestLog]) -> None:
         """open_log raises ConfigError"""
         self._app = app

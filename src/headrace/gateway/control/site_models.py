@@ -30,7 +30,9 @@ SERIES_KEPT_S = 300.0
 
 @dataclass(slots=True, eq=False)
 class SiteModels:
-    """_leaving  removed or replaced model -> the task that closes it when its last request has ended
+    """All open models of one gateway, present and leaving ones.
+
+    _leaving  removed or replaced model -> the task that closes it when its last request has ended
     _earlier  per earlier configuration, the count of its requests that have not asked for a model yet
     """
 

@@ -48,7 +48,9 @@ ModelTexts = Mapping[str, LoadedText | FailedText]
 
 @dataclass(frozen=True, slots=True)
 class TextChange:
-    """withheld: environment variables that text workers do not inherit; workers: None, the present ones are kept"""
+    """The prepared texts of the next configuration. withheld: environment variables that text workers do not inherit; workers: None, the
+    present ones are kept
+    """
 
     texts: ModelTexts
     host: HostConfig
@@ -62,6 +64,8 @@ class TextChange:
 
 
 class LoadedTexts:
+    """The loaded texts of the present configuration's models."""
+
     def __init__(
         self,
         models: Sequence[ModelConfig],

@@ -25,7 +25,9 @@ SLICE_S = 0.001
 
 
 class AnswerEncoder(Protocol):
-    """Streamed: `encode_events`, then `encode_end`. Otherwise: `add` for all events, then `encode_body`."""
+    """Turns the events of one request into the bytes of its answer. Streamed: `encode_events`, then `encode_end`. Otherwise: `add` for all
+    events, then `encode_body`.
+    """
 
     def encode_events(self, events: Sequence[OutputEvent]) -> Iterator[bytes]:
         """Pieces of server-sent events, each encoded on demand in less than a millisecond; a piece may be empty, so that long work can
@@ -82,7 +84,7 @@ class DirectChunkWriter:
 
 
 class EncodingTurns:
-    """num_pending: answers queued or being encoded"""
+    """Encodes large answers in turns, one slice at a time. num_pending: answers queued or being encoded"""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

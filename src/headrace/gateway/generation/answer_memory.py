@@ -83,7 +83,9 @@ HOLD_STEP_BYTES = 16 << 10
 
 
 class AnswerMemory:
-    """num_prompt_logprobs   log-probabilities of the prompt that the answer shows, 0 before `reserve`
+    """The memory charges of one request's tokens and answer.
+
+    num_prompt_logprobs   log-probabilities of the prompt that the answer shows, 0 before `reserve`
     unread_logprob_bytes  bytes of log-probabilities that may wait for a streaming client beyond `sse.MAX_PENDING_BYTES`
     """
 

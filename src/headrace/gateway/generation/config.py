@@ -14,7 +14,9 @@ from headrace.policy.limits.price import FREE, Price
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestConfig:
-    """prices: model name -> price; metrics: which series a reader of the page sees"""
+    """The parts of the configuration that answering a request reads. prices: model name -> price; metrics: which series a reader of the
+    page sees
+    """
 
     limits: Limits
     timeouts: Timeouts

@@ -38,8 +38,8 @@ def last_event(exchange: Exchange) -> EventId | None:
 
 
 class EventLog:
-    """An entry is offset * num_sequences + index, in four bytes. Event number N has entries[N - 1]. The usage after the last event has the
-    next number and no entry.
+    """Which sequence and output offset each event of one stream belongs to. An entry is offset * num_sequences + index, in four bytes.
+    Event number N has entries[N - 1]. The usage after the last event has the next number and no entry.
     """
 
     __slots__ = ("answer_id", "entries", "num_seen", "num_sequences", "prefix")

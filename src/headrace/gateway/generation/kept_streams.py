@@ -54,7 +54,9 @@ BUSY, BUSY_RETRY_S = "Another request continues this stream now.", 1.0
 
 
 class KeptStream(StoredEntry, frozen=True):
-    """body           digest of the path and the body of the stream's request
+    """The store's entry of one stream that ended early.
+
+    body           digest of the path and the body of the stream's request
     entries        bytes of `EventLog.entries`
     is_claimed     a request continues the stream now; entries are empty, and state is random, so that no two claims are equal
     """
@@ -73,7 +75,9 @@ _encode, _decoder = msgspec.msgpack.encode, msgspec.msgpack.Decoder(KeptStream)
 
 @dataclass(frozen=True, slots=True)
 class ContinuedStream:
-    """num_seen  events that the client has
+    """A kept stream that a request may continue.
+
+    num_seen  events that the client has
     value     bytes of the store's entry, which a claim replaces
     """
 
@@ -96,7 +100,9 @@ class ContinuedStream:
 
 @dataclass(slots=True, eq=False)
 class OpenStream:
-    """begun_at  on the event loop's clock
+    """A stream that is being sent, or written to the store.
+
+    begun_at  on the event loop's clock
     closed    set once the stream is neither sent nor written any more
     """
 
@@ -124,7 +130,7 @@ def is_worth_keeping(error: BaseException | None) -> bool:
 
 
 class KeptStreams:
-    """`close` finishes the writes."""
+    """The open streams of one gateway, and the store of kept ones. `close` finishes the writes."""
 
     def __init__(self, store: GuardedStore | None, *, ttl_s: float, metrics: ResumeMetrics) -> None:
         """store: closed by `close`; None: no stream is kept, and events have no ids."""

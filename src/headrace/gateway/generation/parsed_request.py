@@ -21,7 +21,9 @@ MAX_MESSAGES = 1024
 
 
 class ParsedRequest(Struct, frozen=True, kw_only=True):
-    """model        name or alias; None: the only served model
+    """A generating request as its surface has parsed it.
+
+    model        name or alias; None: the only served model
     sampling     the parameters the client gave, by the names of `SamplingParams`
     logprobs_field  name of the field that asked for prompt log-probabilities, for refusals
     num_shown    choices that show the prompt's log-probabilities

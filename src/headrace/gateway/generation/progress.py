@@ -32,7 +32,9 @@ class _Sequence:
 
 
 class RequestProgress:
-    """ttft_s   seconds from arrival to the first token of any sequence; None before it
+    """Times and token counts of one running request.
+
+    ttft_s   seconds from arrival to the first token of any sequence; None before it
     failure  the engine's message where it ended a sequence without an answer
     """
 

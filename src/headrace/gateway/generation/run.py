@@ -33,6 +33,8 @@ DEADLINE_GRACE_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
+    """Runs generating requests: through the stages, then to the end of their answers."""
+
     stages: CallNext
     watch: StreamWatch
     encoding: EncodingTurns
@@ -84,6 +86,8 @@ def _answered(call: Call, ready: Ready | None, answer: _Answer | None) -> Answer
 
 
 class _Answer:
+    """Writes one prepared request's answer, streamed or whole, and closes its stream."""
+
     def __init__(self, pipeline: Pipeline, ready: Ready, encoder: AnswerEncoder) -> None:
         call = ready.call
         self.pipeline, self.ready, self.call, self.encoder = pipeline, ready, call, encoder

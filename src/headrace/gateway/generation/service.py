@@ -27,7 +27,9 @@ from headrace.observe.tenant_metrics import ShownTenants
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """ledger       None: usage is not kept
+    """The objects that answering a request may use.
+
+    ledger       None: usage is not kept
     salt_key     secret that turns tenants into cache salts
     clock        monotonic seconds
     """

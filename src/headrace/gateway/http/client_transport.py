@@ -33,7 +33,9 @@ class UntilClose(int):
 
 
 class ClientTransport:
-    """close           called by uvicorn after the last answer
+    """The transport of one connection, as uvicorn and the application see it.
+
+    close           called by uvicorn after the last answer
     is_half_closed  the rest of the client's bytes is being discarded; uvicorn sees a closed connection
     has_left        the client closed the connection, or its sending half
     """
@@ -78,7 +80,7 @@ class ClientTransport:
             on_left()
 
     def has_room(self, scope: Scope) -> bool:
-        """`RequestResponseCycle.send` would not wait, drop the bytes or send more than one HTTP chunk."""
+        """Whether `write_chunk` may replace uvicorn's `send`, which would neither wait nor drop the bytes, and send one chunk."""
         cycle = self.cycle
         if cycle is None or cycle.scope is not scope or not cycle.chunked_encoding:
             return False
@@ -103,7 +105,7 @@ class ClientTransport:
         self.write(head + body)
 
     def write_chunk(self, body: bytes) -> None:
-        """Call right after `has_room`. body: not empty"""
+        """Frames one HTTP chunk by hand and writes it past uvicorn. Call right after `has_room`. body: not empty"""
         self.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     def cut(self) -> None:

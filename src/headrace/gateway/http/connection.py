@@ -96,7 +96,7 @@ class _Refusal(NamedTuple):
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Use a subclass from `protocol_for`."""
+    """uvicorn's protocol with the bounds that the module's header names. Use a subclass from `protocol_for`."""
 
     origins: Origins
     tls_notice: TlsNotice

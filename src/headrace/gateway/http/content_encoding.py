@@ -79,6 +79,8 @@ CODINGS = {
 
 
 class StreamDecoder:
+    """Undoes one coding of a body, slice by slice."""
+
     def __init__(self, name: str, max_bytes: int) -> None:
         self._name, self._coding, self._max_bytes = name, CODINGS[name], max_bytes
         self._stream: Stream | None = None

@@ -47,7 +47,9 @@ UNAVAILABLE = ErrorObject(MESSAGE, "service_unavailable_error", None, "unavailab
 
 
 class Listener:
-    """In place of asyncio's server; uvicorn calls `close` and `wait_closed`. limit, certificate: may be replaced"""
+    """Accepts the connections of one port, up to a limit, in place of asyncio's server. uvicorn calls `close` and `wait_closed`. limit,
+    certificate: may be replaced
+    """
 
     def __init__(
         self,
@@ -195,7 +197,7 @@ class Listener:
 
 
 class _TlsRefusal(asyncio.Protocol):
-    """It is in `refusals` until the connection ends."""
+    """Answers one connection beyond the limit over TLS, and closes it. It is in `refusals` until the connection ends."""
 
     def __init__(self, answer: bytes, context: ssl.SSLContext, refusals: set[_TlsRefusal]) -> None:
         self._answer, self._refusals = answer, refusals
@@ -226,7 +228,7 @@ DRAIN_GRACE_S = 1
 
 
 class Server(uvicorn.Server):
-    """addresses: "host:port", as in a URL"""
+    """uvicorn's server with this package's listener and protocol. addresses: "host:port", as in a URL"""
 
     def __init__(self, app: Any, config: ServerConfig, on_refused: OnRefused, limit: ConnectionLimit) -> None:
         """Raises ConfigError."""

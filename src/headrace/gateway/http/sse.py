@@ -36,7 +36,7 @@ HEADERS = (
 
 
 class SseStream:
-    """Made by `StreamWatch.open`."""
+    """One answer's event stream, as it is written to its client. Made by `StreamWatch.open`."""
 
     __slots__ = (
         "_clock",
@@ -140,7 +140,9 @@ class SseStream:
 
 
 class StreamWatch:
-    """writing: only these can have bytes that wait for the client; on_lag: gets the event loop's delay in seconds"""
+    """Checks all open event streams: pings quiet ones, ends those that are not read. writing: only these can have bytes that wait for the
+    client; on_lag: gets the event loop's delay in seconds
+    """
 
     def __init__(
         self,

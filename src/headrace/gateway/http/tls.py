@@ -40,7 +40,7 @@ OnHandshake = Callable[["TlsTransport", str | None], None]
 
 
 class TlsTransport(asyncio.Transport, asyncio.Protocol):
-    """`protocol` hears once the handshake is complete."""
+    """The server's end of TLS on one connection. `protocol` hears once the handshake is complete."""
 
     _socket: asyncio.Transport | None = None
     _timer: asyncio.TimerHandle | None = None
@@ -279,7 +279,7 @@ HANDSHAKE_FAILED = "a TLS handshake failed (%s)%s: http:// to this https port gi
 
 
 class TlsNotice:
-    """TLS on a plain port, or the reverse."""
+    """Logs that clients spoke the wrong protocol to a port: TLS to a plain one, or the reverse."""
 
     def __init__(self, clock: Clock = time.monotonic, *, text: str = SPOKE_HTTPS) -> None:
         """text: has two places, for a word about the client and the number of further clients"""

@@ -23,7 +23,7 @@ STORM_S = 5.0
 
 
 class BeginTurns:
-    """In the order of arrival. Used on one event loop."""
+    """Lets a few requests begin in each round of the event loop, in the order of arrival. Used on one event loop."""
 
     __slots__ = ("_clock", "_is_scheduled", "_num_left", "_storm_until", "_tenants", "_waiting")
 

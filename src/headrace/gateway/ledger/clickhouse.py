@@ -44,7 +44,9 @@ class ClickHouseRefused(SinkFailed):
 
 
 class ClickHouseSink:
-    """A record that is shipped twice becomes one row when ClickHouse merges, or at once for a query with FINAL."""
+    """A `Sink` in a table of ClickHouse. A record that is shipped twice becomes one row when ClickHouse merges, or at once for a query with
+    FINAL.
+    """
 
     name = CLICKHOUSE
 

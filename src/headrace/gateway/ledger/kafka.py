@@ -38,7 +38,7 @@ _key_of = msgspec.json.Decoder(MessageKey).decode
 
 
 class KafkaSink:
-    """After a crash or a timeout a record may be in the topic twice, with equal key and content."""
+    """A `Sink` in a Kafka topic. After a crash or a timeout a record may be in the topic twice, with equal key and content."""
 
     name = KAFKA
 
@@ -141,6 +141,8 @@ FILL_S = 1.0
 
 
 class Archive:
+    """Moves usage records from a Kafka topic to ClickHouse."""
+
     def __init__(self, config: UsageConfig) -> None:
         """Raises ConfigError."""
         if config.kafka is None or config.clickhouse is None:

@@ -31,6 +31,8 @@ QUERY_S = 5.0
 
 
 class Ledger:
+    """Takes one gateway's usage records, and answers questions about usage."""
+
     def __init__(self, spool: Spool, usage_db: UsageDb, local: LocalUsage, config: UsageConfig) -> None:
         """usage_db: sink of every ledger. Raises ConfigError."""
         self._spool = spool

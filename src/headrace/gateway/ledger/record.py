@@ -162,7 +162,7 @@ class SinkFailed(HeadraceError):
 
 
 class Sink(Protocol):
-    """Used by one thread. name: folder in the spool, and label in metrics"""
+    """A destination of usage records. Used by one thread. name: folder in the spool, and label in metrics"""
 
     name: str
 

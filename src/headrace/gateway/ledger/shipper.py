@@ -26,7 +26,9 @@ MAX_BATCH_BYTES = 8 << 20
 
 
 class Shipper:
-    """num_damaged_bytes: bytes of segments that were part of no whole record, and are lost"""
+    """A thread that ships the spool's segments to one sink. num_damaged_bytes: bytes of segments that were part of no whole record, and are
+    lost
+    """
 
     def __init__(self, spool: Spool, sink: Sink) -> None:
         self.sink = sink

@@ -88,6 +88,8 @@ MAX_BYTES = 1 << 30
 
 
 class Spool:
+    """The spool's folder, which several processes may share."""
+
     def __init__(self, folder: Path, sinks: Sequence[str]) -> None:
         """Closed to other users. Raises ConfigError."""
         self.folder = folder
@@ -173,7 +175,7 @@ class Spool:
 
 
 class OpenSegment:
-    """Not thread-safe.
+    """A segment that this process appends records to. Not thread-safe.
 
     num_bytes  bytes of whole records that were written
     error      the latest error of writing; None: no record is missing

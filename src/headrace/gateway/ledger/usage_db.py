@@ -64,7 +64,7 @@ DELETE_EVERY_S = 10.0
 
 
 class UsageDb:
-    """Shipping a record a second time changes nothing."""
+    """A `Sink` in usage.db, a SQLite file. Shipping a record a second time changes nothing."""
 
     name = SQL
 

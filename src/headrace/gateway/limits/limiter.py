@@ -69,8 +69,8 @@ class CarriedCharges:
 
 
 class EndedRequests:
-    """A charge is in at most one call at a time. After a failed or cancelled call it waits again, since a second charge of the same
-    request has no effect.
+    """The ended requests of one gateway that are not charged yet. A charge is in at most one call at a time. After a failed or cancelled
+    call it waits again, since a second charge of the same request has no effect.
     """
 
     def __init__(self, gateway: str) -> None:
@@ -151,7 +151,7 @@ class EndedRequests:
 
 
 class Limiter:
-    """gateway: name of this process in the book, drawn at each start"""
+    """Holds the requests of one gateway to their limits. gateway: name of this process in the book, drawn at each start"""
 
     def __init__(self, store: LimitStore, *, clock: Clock, budget: DeploymentBudget = NO_BUDGET) -> None:
         self.gateway = secrets.token_hex(8)

@@ -35,7 +35,9 @@ def key_principal(key: KeyRecord, tenant: TenantRecord, tier: Tier) -> Principal
 
 
 class LimitReport:
-    """All methods raise InvalidRequest for an unknown name, ConfigError and StoreFailed."""
+    """Reports how much of their limits the callers have used. All methods raise InvalidRequest for an unknown name, ConfigError and
+    StoreFailed.
+    """
 
     def __init__(
         self, admin: Administration, store: LimitStore, tiers: Mapping[str, Tier], budget: DeploymentBudget, unix_time: Clock

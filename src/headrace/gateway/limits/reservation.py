@@ -37,7 +37,8 @@ class ReservationKeeper(Protocol):
 
 
 class LimitReservation:
-    """At the end of `async with` the request is charged for its use.
+    """The reservation of one generating request: what it has taken of its limits. At the end of `async with` the request is charged for its
+    use.
 
     is_held  the store has, or may have, a reservation of this request
     saved    amounts to charge if the gateway dies now

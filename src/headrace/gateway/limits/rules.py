@@ -55,7 +55,7 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LimitRule:
-    """number: tokens, requests or nano-units, inclusive"""
+    """One limit of a caller, with the counter that it bounds. number: tokens, requests or nano-units, inclusive"""
 
     option: str
     scope: Scope
@@ -112,8 +112,8 @@ def _scope_rules(numbers: object, limits: tuple[tuple[str, Window, Unit], ...], 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallerLimits:
-    """first_rules: taken or read before the body is read. takes_open: `first_rules` limit open requests, so a reservation must be
-    given back.
+    """All limits that hold for one caller. first_rules: taken or read before the body is read. takes_open: `first_rules` limit open
+    requests, so a reservation must be given back.
     """
 
     first_rules: tuple[LimitRule, ...]
@@ -190,7 +190,9 @@ _WINDOWS = {Window.OPEN: "at once", Window.MINUTE: "in any 60 s", Window.DAY: "i
 
 
 class LimitState(NamedTuple):
-    """used     includes this request's amount if it was admitted
+    """One limit of a caller after a `take`.
+
+    used     includes this request's amount if it was admitted
     wait_ms  milliseconds until the refused request fits, if nothing else is sent; 0: this limit does not refuse it
     """
 

@@ -44,7 +44,7 @@ class _Counter:
 
 
 class SqliteRows:
-    """Used in its thread, within a transaction.
+    """The `BookRows` of one SQLite connection. Used in its thread, within a transaction.
 
     Each statement of Python's sqlite3 gives up the interpreter's lock and waits up to 5 ms to get it back where the event loop is
     busy. So rows change in memory, and `write` puts all of them into the file in four statements.
@@ -228,8 +228,8 @@ BOOK = SqliteForm(
 
 
 class _OwedCharges:
-    """Callers add charges; the thread makes them at the beginning of each transaction. One that fails, or whose caller is cancelled
-    before it begins, leaves its charges to the next.
+    """Charges that no transaction has written yet. Callers add charges; the thread makes them at the beginning of each transaction. One
+    that fails, or whose caller is cancelled before it begins, leaves its charges to the next.
     """
 
     def __init__(self) -> None:
@@ -257,6 +257,8 @@ class _OwedCharges:
 
 
 class SqliteLimits:
+    """A `LimitStore` in a SQLite file, or in memory."""
+
     is_in_order = True
     """Calls of a process run one after the other, and each transaction begins with the charges that were asked for before it."""
 

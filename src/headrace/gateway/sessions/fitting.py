@@ -50,6 +50,8 @@ OpenStream = Callable[[Prepared], AbstractAsyncContextManager[EventStream]]
 
 
 class ContextFitter:
+    """Shortens one conversation until it fits its model's context."""
+
     def __init__(
         self,
         upstream: Upstream,

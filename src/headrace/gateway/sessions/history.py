@@ -21,7 +21,9 @@ COMPRESSION = 1
 
 
 class StoredSession(StoredEntry, frozen=True):
-    """answer_id   id of the last turn's answer, which its client may continue
+    """The store's entry of one session.
+
+    answer_id   id of the last turn's answer, which its client may continue
     num_before  number of messages before the last turn's own
     replica     empty if unknown
     retry_key   a request with the same one repeats the last turn; empty: it had none

@@ -58,7 +58,9 @@ def give_back() -> None:
 
 
 class TenantShare:
-    """Changes with the configuration, and with the first stored key: from then on keys may be of several tenants."""
+    """The share of every bound that one tenant may fill. Changes with the configuration, and with the first stored key: from then on keys
+    may be of several tenants.
+    """
 
     def __init__(self, max_share: float | None, num_tenants: int) -> None:
         self._has_stored_keys = False

@@ -61,6 +61,8 @@ Handler = Callable[[str], Awaitable[bytes]]
 
 
 class Siblings:
+    """The gateway workers of this port: asks the others and answers them."""
+
     def __init__(self, worker: GatewayWorker, num_workers: int) -> None:
         self._worker = worker
         self._others = [index for index in range(num_workers) if index != worker.index]
@@ -124,7 +126,7 @@ async def _read_all(reader: asyncio.StreamReader) -> bytes:
 
 
 class SiteMetrics:
-    """Before `join`, of this worker alone."""
+    """The metrics of all gateway workers of the port. Before `join`, of this worker alone."""
 
     def __init__(self, metrics: Metrics, num_open: Callable[[], Mapping[str, int]]) -> None:
         """num_open: tenant -> its generating requests in this process"""

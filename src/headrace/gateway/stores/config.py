@@ -69,7 +69,7 @@ class StoreConfig:
 
 @dataclass(frozen=True, slots=True)
 class Stores:
-    """Each part is a store of its own: none pushes out entries of another."""
+    """Opens the stores of one configuration, one for each part: none pushes out entries of another."""
 
     config: StoreConfig
     state: str

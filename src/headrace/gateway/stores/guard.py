@@ -116,7 +116,7 @@ _request_wait: ContextVar[StoreWait | None] = ContextVar("store wait of this req
 
 
 class _Wait:
-    """until: time of the clock of waits"""
+    """Bounds one call by the rest of its request's waiting time. until: time of the clock of waits"""
 
     __slots__ = ("_began_at", "_guard", "_num_answers", "_request", "_timeout", "until")
 
@@ -154,6 +154,8 @@ class _Wait:
 
 
 class StoreGuard:
+    """Bounds waiting for one store, and pauses its use where it does not answer."""
+
     def __init__(self, name: str, progress: StoreProgress, clock: Clock = time.monotonic) -> None:
         self._name = name
         self.progress = progress
@@ -196,6 +198,8 @@ class TooMuchToWrite(StoreFailed):
 
 
 class GuardedStore:
+    """A `Store` whose calls are bounded, and whose writes run in the background."""
+
     def __init__(self, store: Store, name: str, clock: Clock = time.monotonic) -> None:
         self.store = store
         self.guard = StoreGuard(name, store.progress, clock)

@@ -50,8 +50,8 @@ def read_script(module: str) -> str:
 
 
 class RedisCalls:
-    """Each call is a task of its own: while it connects, the package may take a cancellation for a timeout and try again, for six seconds
-    where the server hangs.
+    """Runs the calls of one Redis client; a cancelled caller does not wait. Each call is a task of its own: while it connects, the package
+    may take a cancellation for a timeout and try again, for six seconds where the server hangs.
     """
 
     def __init__(self, client: Any) -> None:
@@ -100,6 +100,8 @@ where each has its own (20,000 entries, keys of 16 and 64 bytes).
 
 
 class RedisStore(RedisCalls):
+    """A `Store` in Redis, with the name of its part before each key."""
+
     def __init__(self, client: Any, limits: StoreLimits, part: str = "") -> None:
         """part: name of this store on the server; each part has its own bounds"""
         super().__init__(client)

@@ -30,7 +30,7 @@ def drop_error(task: asyncio.Future[Any]) -> None:
 
 
 class StoredEntry(msgspec.Struct, array_like=True, frozen=True):
-    """form: number of the layout that the writing version used"""
+    """The base of values in a store, encoded as msgpack. form: number of the layout that the writing version used"""
 
     form: int
 
@@ -70,7 +70,7 @@ class StoreLimits:
 
 
 class Store(Protocol):
-    """Every method raises StoreFailed. A failed or cancelled call may have taken effect or not."""
+    """A store of bytes by key. Every method raises StoreFailed. A failed or cancelled call may have taken effect or not."""
 
     progress: StoreProgress
 

@@ -171,6 +171,8 @@ def _fitting(request: ChatRequest, principal: Principal) -> ContextFitting:
 
 
 class ChatAnswer(OpenAIAnswer[ChatRequest]):
+    """Encodes the answer of /v1/chat/completions."""
+
     ID_PREFIX, OBJECT, CHUNK_OBJECT = "chatcmpl-", "chat.completion", "chat.completion.chunk"
     TEXT_CHOICE = b'{"index":%d,"delta":{"content":%s},"logprobs":null,"finish_reason":null}'
 

@@ -39,7 +39,9 @@ _GBNF_MARKS = (b"::=", b"\\u003")
 
 @dataclass(frozen=True, slots=True)
 class BodyParser(Generic[T]):
-    """parse: decoded body -> (the surface's own request, names of fields that change nothing); kind: what a text worker sends as JSON"""
+    """How the bodies of one path are read. parse: decoded body -> (the surface's own request, names of fields that change nothing); kind:
+    what a text worker sends as JSON
+    """
 
     parse: Callable[[dict[str, object]], tuple[T, list[str]]]
     kind: Any
@@ -57,7 +59,9 @@ class QueryParameter:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint(Generic[HandlerT]):
-    """method      GET answers HEAD as well
+    """One method of one path, with its handler and types.
+
+    method      GET answers HEAD as well
     parser      a text worker finds it by the path; None: no body is read
     has_limits  its requests count in the caller's limits on requests
     is_probe    needs no key, and answers under every Host, or without one over HTTP/1.0

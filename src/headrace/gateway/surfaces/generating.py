@@ -27,7 +27,9 @@ RequestT = TypeVar("RequestT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratingSurface(Generic[RequestT]):
-    """path     by it `dialect.field_table` lists the fields of its body
+    """A surface that generates, as the handler of its path.
+
+    path     by it `dialect.field_table` lists the fields of its body
     names    gives the client's names of fields: name in `ParsedRequest` -> name in the body
     common   converts the surface's request to a `ParsedRequest`
     encoder  makes the encoder of the answer

@@ -166,7 +166,9 @@ _NAMED = re.compile(r"\\{(\w+)(:path)?\\}")
 
 @dataclass(slots=True)
 class AnsweredPath:
-    """A flag about quiet, public or probes holds if it does for all endpoints; `generates` if it does for one."""
+    """One path of the list, with its endpoints by method. A flag about quiet, public or probes holds if it does for all endpoints;
+    `generates` if it does for one.
+    """
 
     path: str
     shown_path: str

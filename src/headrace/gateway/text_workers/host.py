@@ -178,6 +178,8 @@ class GatewayGone(Exception):
 
 
 class Control:
+    """The host's end of the socket to the gateway."""
+
     def __init__(self, channel: socket.socket) -> None:
         self.channel = channel
         self._rest = b""
@@ -215,6 +217,8 @@ class Control:
 
 
 class Host:
+    """Forks text workers, kills them on request, and reaps them."""
+
     def __init__(self, control: Control, answer_of: Answer) -> None:
         self._control = control
         self._answer_of = answer_of

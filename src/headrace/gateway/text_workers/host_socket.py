@@ -16,7 +16,7 @@ READ_BYTES = 1 << 16
 
 
 class HostSocket:
-    """Used on the event loop, except before it runs."""
+    """The gateway's end of the socket to the text workers' host. Used on the event loop, except before it runs."""
 
     def __init__(self, channel: socket.socket, first: Mapping[str, object]) -> None:
         """first: sent at once, with a blocking write: the host waits for it."""

@@ -45,7 +45,9 @@ class WorkerFault(HeadraceError):
 
 @dataclass(eq=False, slots=True)
 class TextJob:
-    """field     the request's field, for refusals
+    """One job, from `submit` to its answer.
+
+    field     the request's field, for refusals
     is_late    the job's wall time is over
     is_killed  the worker is being killed; its answer may still arrive
     """
@@ -64,7 +66,9 @@ class TextJob:
 
 
 class TextPool:
-    """num_killed  jobs whose worker ended, by reason: cpu, memory, time (over a limit), left (the client left), lost (ended from outside)
+    """Assigns the jobs of one gateway to its text workers.
+
+    num_killed  jobs whose worker ended, by reason: cpu, memory, time (over a limit), left (the client left), lost (ended from outside)
     busy_s      seconds with a job, summed over workers
     """
 

@@ -46,7 +46,9 @@ MAX_GROWTH = 32
 
 
 class WorkerProcess(asyncio.Protocol):
-    """`Owner.ended` is called when the worker's last answer was read and the host has reported its end."""
+    """The gateway's end of one forked text worker. `Owner.ended` is called when the worker's last answer was read and the host has reported
+    its end.
+    """
 
     def __init__(self, owner: Owner, kill: Callable[[], None]) -> None:
         self._owner = owner
@@ -105,7 +107,9 @@ class WorkerProcess(asyncio.Protocol):
 
 
 class HostProcess:
-    """failures: model -> why the last process could not load it, or was ended by loading it"""
+    """The text workers' host process, started again when it is lost. failures: model -> why the last process could not load it, or was
+    ended by loading it
+    """
 
     def __init__(
         self,

@@ -34,7 +34,9 @@ class _TenantUsage:
 
 
 class JobQueue(Generic[T]):
-    """A backlog of heavy jobs never makes the queue refuse light ones."""
+    """The waiting jobs of one gateway: light and heavy ones, each kind bounded. A backlog of heavy jobs never makes the queue refuse light
+    ones.
+    """
 
     def __init__(self, *, max_jobs: int, max_bytes: int) -> None:
         """max_jobs, max_bytes: bounds of each of the two kinds"""
@@ -77,6 +79,8 @@ class JobQueue(Generic[T]):
 
 
 class RoundRobinQueue(Generic[T]):
+    """The waiting jobs of one kind, taken from the tenants in turn."""
+
     def __init__(self, *, max_jobs: int, max_bytes: int) -> None:
         self._max_jobs = max_jobs
         self._max_bytes = max_bytes

@@ -42,6 +42,8 @@ TOO_LONG = (ContextLengthExceeded, RequestTooLarge)
 
 
 class FallbackUpstream(Upstream):
+    """The upstream of a model that both replicas and foreign servers serve."""
+
     def __init__(self, own: Upstream, foreign: Upstream, clock: Clock) -> None:
         self.own = own
         self.foreign = foreign
@@ -103,6 +105,8 @@ class FallbackUpstream(Upstream):
 
 
 class FallbackStream(EventStream):
+    """A replica's stream, which a foreign server's may replace before the first events."""
+
     def __init__(self, own: EventStream, foreign: Prepared, reasons: tuple[type[HeadraceError], ...], log: LimitedLog) -> None:
         self._current = own
         self._reasons = reasons

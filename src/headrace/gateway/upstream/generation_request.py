@@ -60,7 +60,9 @@ def names_inside(value: Any) -> set[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """separates_reasoning  the model's reasoning is separated from its text
+    """A prompt of messages, to be rendered by a chat template.
+
+    separates_reasoning  the model's reasoning is separated from its text
     reasoning_fields     the client's fields behind `switches`, for a foreign server that reads them itself
     """
 
@@ -104,7 +106,9 @@ class RequestedGrammar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """sampling     the parameters the client gave, by the names of `SamplingParams`; the upstream adds its own defaults
+    """A generating request as its upstream gets it.
+
+    sampling     the parameters the client gave, by the names of `SamplingParams`; the upstream adds its own defaults
     deadline_at  time on the service's clock at which the answer ends, finished or not; None: no deadline
 
     preferred_replica  its prefix cache has the prompt's beginning; empty: none is known
@@ -141,7 +145,9 @@ class EarlierOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrincipalFacts:
-    """salt: separates prefix caches, never chosen by the client alone. ceiling: also bounds the output of a request without `max_tokens`"""
+    """What an upstream needs to know of a request's caller. salt: separates prefix caches, never chosen by the client alone. ceiling: also
+    bounds the output of a request without `max_tokens`
+    """
 
     tenant: str = ""
     priority: PriorityClass = PriorityClass.STANDARD

@@ -88,7 +88,9 @@ class ForeignConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """upstreams    foreign servers: they answer all requests, or beside `replicas` those that no replica takes
+    """The configuration of one served model.
+
+    upstreams    foreign servers: they answer all requests, or beside `replicas` those that no replica takes
     unavailable  why the model has no replica now, in words that clients may read; only with empty `replicas`
 
     tool_call_parser, reasoning_parser  names of rows in `text.output.formats`; auto: chosen by the chat template

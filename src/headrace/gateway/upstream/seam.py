@@ -165,8 +165,8 @@ def merged(events: Iterable[OutputEvent]) -> list[OutputEvent]:
 
 
 class TokenUsage(NamedTuple):
-    """A prompt counts once for all sequences that continue it, or as often as it was sent. The earlier_ counts are parts that were counted
-    for the earlier request whose stream this one continues.
+    """Tokens that a request has used so far. A prompt counts once for all sequences that continue it, or as often as it was sent. The
+    earlier_ counts are parts that were counted for the earlier request whose stream this one continues.
     """
 
     prompt_tokens: int
@@ -191,7 +191,9 @@ def added(*usages: TokenUsage) -> TokenUsage:
 
 
 class ReplicaLost(Unavailable):
-    """No other replica continued the stream in time. why_not_resume: empty: one may, but did not take it in time"""
+    """The replica of a running stream was lost. No other replica continued the stream in time. why_not_resume: empty: one may, but did not
+    take it in time
+    """
 
     def __init__(self, message: str, *, why_not_resume: str) -> None:
         self.why_not_resume = why_not_resume
@@ -311,7 +313,9 @@ class Tokenization(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaHealth:
-    """is_foreign  a foreign server: its state is shown, and it counts as ready for /ready
+    """The state of one replica or foreign server, now.
+
+    is_foreign  a foreign server: its state is shown, and it counts as ready for /ready
     is_failing  the circuit is open: requests failed lately, and new ones are sent only if no other replica is left
     """
 
@@ -326,6 +330,8 @@ class ReplicaHealth:
 
 
 class Upstream(ABC):
+    """What answers the requests of one model: replicas, foreign servers, or both."""
+
     def queue(self, priority: PriorityClass, unsent: UnsentRequests) -> QueueState | None:
         """`unsent` requests included. None: not known"""
         return None

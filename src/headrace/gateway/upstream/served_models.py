@@ -47,7 +47,7 @@ class ServedModel:
 
 
 class ModelTable:
-    """A client's name is only looked up here, and never used as a path."""
+    """The served models by name and alias. A client's name is only looked up here, and never used as a path."""
 
     def __init__(self, models: Iterable[ServedModel]) -> None:
         self.models = tuple(models)

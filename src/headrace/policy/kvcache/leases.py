@@ -26,7 +26,10 @@ class LeaseError(EngineFatal):
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """deadline  in seconds, on the scheduler's clock"""
+    """A transfer's hold on blocks of one KV group.
+
+    deadline  in seconds, on the scheduler's clock
+    """
 
     owner: str
     group: int
@@ -37,6 +40,8 @@ class Lease:
 
 
 class Leases:
+    """All leases on the blocks of one engine's pools."""
+
     def __init__(self, pools: Sequence[BlockPool]) -> None:
         self._pools = pools
         self._leases: dict[Lease, None] = {}

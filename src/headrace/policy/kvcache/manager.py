@@ -20,7 +20,9 @@ from headrace.policy.step_builder import StepBuilder
 
 
 class KvManager:
-    """adapter_digests     name -> content digest. Hashes use the digest: a name may be loaded anew
+    """Owns the KV blocks of one engine: a `BlockPool` for each KV group.
+
+    adapter_digests     name -> content digest. Hashes use the digest: a name may be loaded anew
     caching             False: no block is registered and none is found (the reference implementation)
     """
 

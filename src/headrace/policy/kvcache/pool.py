@@ -23,7 +23,10 @@ from headrace.core.hashing import BlockHash
 
 
 class CachedShares:
-    """max_blocks  cached blocks of a tenant that are protected from eviction by other tenants"""
+    """Counts the cached blocks of one pool by tenant.
+
+    max_blocks  cached blocks of a tenant that are protected from eviction by other tenants
+    """
 
     def __init__(self, max_blocks: int) -> None:
         self.max_blocks = max_blocks
@@ -80,7 +83,7 @@ MAX_CHECKED_BLOCKS = 2**16
 
 @dataclass(slots=True)
 class StepClock:
-    """last_planned: its plan may name any block that is held now"""
+    """The present step and time, as pools see them. last_planned: its plan may name any block that is held now"""
 
     last_planned: int = 0
     last_committed: int = 0
@@ -88,7 +91,9 @@ class StepClock:
 
 
 class BlockPool:
-    """Blocks 1..total-1; block 0 is the pad block, without owner and never handed out."""
+    """The blocks of one KV group: free, cached and used ones. They are 1..total-1; block 0 is the pad block, without owner and never handed
+    out.
+    """
 
     def __init__(self, total: int, steps: StepClock | None = None, *, cached_share: float = 1.0) -> None:
         if total < 2:

@@ -125,9 +125,9 @@ OTHERS_S = 60.0
 
 
 class TenantFailures:
-    """A request that makes a server fail each time would open its circuit for all tenants. A failure is the tenant's while the server
-    answered another tenant within `OTHERS_S` and has not failed for another one since. A tenant alone at a server cannot be
-    distinguished from it: each failure is the server's then.
+    """Tells failures that one tenant's requests cause from the server's own. A request that makes a server fail each time would open its
+    circuit for all tenants. A failure is the tenant's while the server answered another tenant within `OTHERS_S` and has not failed for
+    another one since. A tenant alone at a server cannot be distinguished from it: each failure is the server's then.
     """
 
     def __init__(self) -> None:

@@ -30,6 +30,8 @@ def check_prerequisite(name: str) -> None:
 
 
 class Arrivals:
+    """Makes the sequences of requests that arrive, numbered in order."""
+
     def __init__(self, config: SchedulerConfig, kv: KvManager) -> None:
         self._config = config
         self._kv = kv

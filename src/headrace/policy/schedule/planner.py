@@ -26,6 +26,8 @@ CHARGE_STEPS = 16
 
 
 class Planner:
+    """Fills a step with rows: running sequences first, then waiting ones."""
+
     def __init__(self, config: SchedulerConfig, kv: KvManager, sequences: SequenceTable) -> None:
         self.config = config
         self.kv = kv

@@ -31,6 +31,8 @@ MOVE_POLL_S = 0.005
 
 
 class Scheduler:
+    """Decides the steps of one engine: plans, commits and rolls back."""
+
     def __init__(self, config: SchedulerConfig, kv: KvManager, tier: HostTier | None = None) -> None:
         self.config = config
         self.kv = kv

@@ -33,6 +33,8 @@ DISPLACED = "the engine's waiting queue is full, and this tenant had more than i
 
 
 class SequenceTable:
+    """All sequences of one engine, by state, with its slots and its waiting queue."""
+
     def __init__(self, config: SchedulerConfig, kv: KvManager, tier: HostTier | None = None) -> None:
         self.config = config
         self.kv = kv

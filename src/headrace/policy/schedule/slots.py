@@ -10,7 +10,10 @@ from headrace.policy.sequence import NO_SLOT, Sequence
 
 
 class Slots:
-    """generation    raised whenever a sequence starts to run or stops"""
+    """The slots of one engine, and the sequences that hold them.
+
+    generation    raised whenever a sequence starts to run or stops
+    """
 
     def __init__(self, num_slots: int) -> None:
         self._running: dict[SeqId, Sequence] = {}

@@ -23,6 +23,8 @@ PREEMPT_INTERVAL_S = 0.02
 
 
 class StartRules:
+    """Decides which waiting sequence starts, and which are preempted for it."""
+
     def __init__(self, config: SchedulerConfig, kv: KvManager, sequences: SequenceTable) -> None:
         self.config = config
         self.kv = kv

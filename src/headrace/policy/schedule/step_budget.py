@@ -40,8 +40,8 @@ def most_running(most: float, max_tokens: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPrice:
-    """A token with `costly_context` tokens before it (`core.model_info.ModelInfo`) costs two: its attention takes as long as its
-    products.
+    """What the tokens of a prompt chunk cost of a step's budget. A token with `costly_context` tokens before it
+    (`core.model_info.ModelInfo`) costs two: its attention takes as long as its products.
 
     Attention inside the chunk is not charged. costly_context 0: every token costs one.
     """

@@ -34,7 +34,9 @@ class QueuePart:
 
 
 class WaitingWork:
-    """num_sequences  of them
+    """Sums of the waiting sequences, one for each class, and their bounds.
+
+    num_sequences  of them
     num_tokens     that they have to compute, as if the prefix cache held none
     num_bytes      of memory that they hold. A request's own bytes are its first sequence's
     parts          sequences and bytes by tenant and class

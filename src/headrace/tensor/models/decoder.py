@@ -105,7 +105,8 @@ class Block:
 
 
 class DecoderModel:
-    """
+    """A loaded decoder model on one rank: embeddings, blocks and head.
+
     dtype           of the linears' products
     activations     dtype of everything between them
     kv_groups       layers that share a block table: same window, heads and head size

@@ -65,7 +65,7 @@ UpdateRow = tuple[Handle, int, tuple[int, ...], "RowExtras | None"]
 
 
 class UpdateRows:
-    """A row is decoded when the iterator reaches it, so a large frame can be read in slices.
+    """The rows of one frame of updates, in order. A row is decoded when the iterator reaches it, so a large frame can be read in slices.
 
     The constructor and the iterator raise MalformedFrame.
     """

@@ -50,6 +50,8 @@ def read_chosen(chosen: NDArray[np.int32], num_top: Ints, vocab_size: int) -> Sa
 
 
 class SlotChoice:
+    """The `SlotPart` of sampling on the device: parameters and edits by slot."""
+
     def __init__(self, slots: SlotState, tensors: SlotTensors, upload: Upload, eos_token_ids: tuple[int, ...]) -> None:
         self._slots, self._tensors, self._upload, self._eos_token_ids = slots, tensors, upload, frozenset(eos_token_ids)
         num_slots, self._vocab_size = len(slots.known), tensors.seen.shape[1]

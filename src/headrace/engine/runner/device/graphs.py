@@ -94,6 +94,8 @@ LOG_INTERVAL_S = 5.0
 
 
 class StepGraphs:
+    """The captured graphs of a step's parts, by their sizes."""
+
     def __init__(
         self,
         launches: Launches,

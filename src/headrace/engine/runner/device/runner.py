@@ -51,7 +51,9 @@ from headrace.tensor.launches import Launches
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """prompts   other rows, except `reported`
+    """The rows of a plan, sorted by how they are computed.
+
+    prompts   other rows, except `reported`
     reported  prompt rows with log-probabilities asked for. They need all hidden states, so they are not replayed
     chosen    rows with a place in the choice: those of the three columns in order, except prompt rows that do not sample
     """
@@ -71,7 +73,9 @@ class RowLayout:
 
 
 class LaunchedStep:
-    """sampling       [S] the rows that sample, ascending; places [S]: their places in the choice
+    """A step that was launched on the device, and its ticket.
+
+    sampling       [S] the rows that sample, ascending; places [S]: their places in the choice
     generations    [R] generations of the rows' slots at the launch
     num_top        [S] most likely tokens to list per row; -1: no log-probabilities
     """
@@ -102,7 +106,7 @@ class LaunchedStep:
 
 
 class DeviceRunner:
-    """Used by one thread at a time."""
+    """Runs one model on a device, with its KV cache and state by slot. Used by one thread at a time."""
 
     def __init__(
         self,

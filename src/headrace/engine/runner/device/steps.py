@@ -61,13 +61,15 @@ class HostInputs:
 
 
 class Choices(NamedTuple):
-    """[NUM_CHOSEN or 1, B] in host memory, valid once the device has reached the mark."""
+    """The tokens that a step chose: [NUM_CHOSEN or 1, B] in host memory, valid once the device has reached the mark."""
 
     chosen: Tensor
     mark: Mark
 
 
 class DeviceSteps:
+    """Enqueues the parts of steps on the device, by captured graphs where they fit."""
+
     def __init__(
         self, model: DeviceModel, kv: KvCache, choice: DeviceChoice, launches: Launches, *, max_num_seqs: int, most_tokens: int,
         table_shape: tuple[int, int], max_ends: int, device: str,
@@ -173,7 +175,7 @@ def _bits(field: Field) -> Any:
 
 
 class TableChanges:
-    """A change is kept until a launch has succeeded."""
+    """Block-table entries that the device's tables lack. A change is kept until a launch has succeeded."""
 
     def __init__(self, num_groups: int, num_slots: int, width: int) -> None:
         self._shape = (num_groups, num_slots, width)

@@ -26,7 +26,9 @@ _encode = msgspec.json.encode
 
 @dataclass(slots=True)
 class ChoiceOutput:
-    """logprobs: a part for each vocabulary of token ids; has_tool_calls: also set in a stream"""
+    """One choice of an answer, collected from its sequence's events. logprobs: a part for each vocabulary of token ids; has_tool_calls:
+    also set in a stream
+    """
 
     logprobs: list[DecodedLogprobs] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -70,7 +72,9 @@ class ChoiceOutput:
 
 
 class OpenAIAnswer(ABC, Generic[FieldsT]):
-    """Choices are numbered prompt by prompt: prompt p's sequence i is choice p * n + i."""
+    """An `AnswerEncoder` of OpenAI's format; a subclass encodes the choices. Choices are numbered prompt by prompt: prompt p's sequence i
+    is choice p * n + i.
+    """
 
     ID_PREFIX: ClassVar[str]
     OBJECT: ClassVar[str]

@@ -56,7 +56,9 @@ class Inside(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FieldRule:
-    """places  bodies (paths) and objects inside a body (`Inside`) that may have the field
+    """One row of the table: a field and its treatment.
+
+    places  bodies (paths) and objects inside a body (`Inside`) that may have the field
     note    for users: the rule of a field that is not refused; of a refused field the reason, and what to do instead
     off     values with no effect, accepted like null. A refused field accepts no other value
     is_any  an inert field whose value is not checked, or a passed one of any value within MAX_PASSED_BYTES

@@ -36,7 +36,9 @@ class _Pieces(dict[int, bytes]):
 
 
 class TokenJson:
-    """names    `"text"`, as completions name a token
+    """The pieces of JSON in which one tokenizer's tokens are written.
+
+    names    `"text"`, as completions name a token
     keys     `"text":`, the key of its log-probability
     begins   `{"token":"text","logprob":`, how a chat's entry begins
     ends     `,"bytes":[1,2]}`, how a chat's alternative ends

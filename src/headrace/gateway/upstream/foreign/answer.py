@@ -37,7 +37,9 @@ MAX_PASSED_BYTES = 1 << 20
 
 
 class ForeignAnswer:
-    """left: valid at the end, sequences for which the server sent nothing, as one that ignores `n` does"""
+    """Converts the pieces of a foreign server's answer to output events. left: valid at the end, sequences for which the server sent
+    nothing, as one that ignores `n` does
+    """
 
     def __init__(self, indices: Sequence[int], call_key: str) -> None:
         self.num_running = len(indices)

@@ -36,7 +36,7 @@ MAX_ADAPTATIONS = 3
 
 @dataclass(slots=True, kw_only=True)
 class ForeignRequest:
-    """is_one_by_one: a server refused `n` in this request, or left choices out"""
+    """A request in OpenAI's form, for any of a model's servers. is_one_by_one: a server refused `n` in this request, or left choices out"""
 
     request_id: RequestId
     path: str
@@ -149,7 +149,7 @@ ANSWERS = (AttemptResult.OK, AttemptResult.INVALID, AttemptResult.OVERFLOW, Atte
 
 
 class AttemptFailed(HeadraceError):
-    """The client gets `error` if no other attempt follows."""
+    """One attempt of a request at a foreign server failed. The client gets `error` if no other attempt follows."""
 
     def __init__(self, result: AttemptResult, error: HeadraceError, *, has_begun: bool = False, refusal: Refusal | None = None) -> None:
         self.result, self.error, self.has_begun, self.refusal = result, error, has_begun, refusal

@@ -227,7 +227,9 @@ _MAX_DEPTH, _MAX_LISTED = 8, 8
 
 
 class _Facts:
-    """A validation error quotes the client's request in other fields, which are not read."""
+    """Collects codes, texts and waits from a foreign server's error. A validation error quotes the client's request in other fields, which
+    are not read.
+    """
 
     def __init__(self) -> None:
         self.codes: list[object] = []

@@ -36,7 +36,9 @@ Frame = tuple[bytes, bytes]
 
 
 class EventFraming:
-    """fault            why the rest of the body cannot be read; empty: it can
+    """Splits one body into server-sent events.
+
+    fault            why the rest of the body cannot be read; empty: it can
     is_one_document  valid at the end: the body was one JSON text and nothing else
     """
 
@@ -185,7 +187,7 @@ class EventSink(EventListener, Protocol):
 
 
 class SilenceLimit:
-    """Holds once the answer has begun."""
+    """Bounds how long a foreign server may send nothing, once its answer has begun."""
 
     def __init__(self, deadline: asyncio.Timeout, silence_s: float) -> None:
         self._deadline, self._silence_s = deadline, silence_s
@@ -204,7 +206,9 @@ class SilenceLimit:
 
 
 class EventReader:
-    """is_cut: the server stayed silent where choices were missing, and was waited for no longer"""
+    """Reads one answer's body, and gives its events to a sink. is_cut: the server stayed silent where choices were missing, and was waited
+    for no longer
+    """
 
     def __init__(self, indices: Sequence[int], call_key: str, *, late_usage_s: float = LATE_USAGE_S) -> None:
         self.answer = ForeignAnswer(indices, call_key)

@@ -55,6 +55,8 @@ _Read = TypeVar("_Read")
 
 
 class PieceReader:
+    """Reads the pieces of one answer in any server's form."""
+
     def __init__(self) -> None:
         self.left_out: Counter[SideField] = Counter()
 

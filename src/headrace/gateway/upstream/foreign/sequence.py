@@ -99,7 +99,9 @@ _NOTHING_NEW = SentDelta()
 
 
 class SequenceOutput:
-    """said_text, said_reasoning, has_calls  output in deltas so far; a server may also send a whole message, which repeats it
+    """What one sequence of a foreign answer has given so far.
+
+    said_text, said_reasoning, has_calls  output in deltas so far; a server may also send a whole message, which repeats it
     is_sure            the named end needs no other sign of the end
     """
 

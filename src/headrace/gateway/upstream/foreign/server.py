@@ -53,7 +53,7 @@ RATE_LIMIT_S = 1.0
 
 
 class ForeignServer:
-    """sends_usage: an answer had token counts; None: it gave no answer yet"""
+    """One foreign server of a model: its attempts and its state. sends_usage: an answer had token counts; None: it gave no answer yet"""
 
     def __init__(self, model: str, name: str, config: ForeignConfig, session: ForeignSession, *, clock: Clock, unix_time: Clock) -> None:
         self.name = name

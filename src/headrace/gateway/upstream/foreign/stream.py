@@ -41,6 +41,8 @@ CAN_PASS = (AttemptResult.CONNECT, AttemptResult.SERVER_ERROR, AttemptResult.RAT
 
 
 class ForeignRoute:
+    """Chooses the server of each attempt of one request."""
+
     def __init__(
         self, servers: Sequence[ForeignServer], *, max_tokens: int | None, budget: RetryBudget, clock: Clock, random: Random
     ) -> None:
@@ -98,7 +100,7 @@ class ForeignRoute:
 
 
 class HttpStream(EventStream):
-    """A task of its own reads, so that `cancel` ends it wherever it waits."""
+    """The event stream of one request at foreign servers. A task of its own reads, so that `cancel` ends it wherever it waits."""
 
     unread_bytes = 0
 

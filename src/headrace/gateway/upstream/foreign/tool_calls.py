@@ -63,7 +63,9 @@ class JsonEnd:
 
 
 class ObjectText:
-    """A server may wrap arguments in a JSON string, which is unwrapped, or send null. Other text stays unchanged."""
+    """The arguments of a tool call, which come in pieces. A server may wrap arguments in a JSON string, which is unwrapped, or send null.
+    Other text stays unchanged.
+    """
 
     __slots__ = ("_held", "_is_plain", "_is_quoted")
 
@@ -128,7 +130,9 @@ class _Piece(NamedTuple):
 
 
 class _Call:
-    """is_held      the arguments are NO_ARGUMENTS so far and held back: some servers send that before the real arguments
+    """One tool call, of which pieces still come.
+
+    is_held      the arguments are NO_ARGUMENTS so far and held back: some servers send that before the real arguments
     is_repeated  after complete arguments the name came again alone: arguments that follow are of another call
     """
 
@@ -205,6 +209,8 @@ class _Call:
 
 
 class CallPieces:
+    """Sorts the pieces of one sequence's tool calls."""
+
     def __init__(self, key: str) -> None:
         self._key = key
         self._calls: list[_Call] = []

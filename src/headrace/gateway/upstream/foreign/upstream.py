@@ -49,6 +49,8 @@ _TOKENIZER = "a model that this server runs itself"
 
 
 class HttpUpstream(Upstream):
+    """The upstream of one model at its foreign servers."""
+
     def __init__(self, name: str, servers: Sequence[ForeignServer], *, clock: Clock, random: Random) -> None:
         self.name = name
         self.servers = tuple(servers)

@@ -40,7 +40,9 @@ MAX_FRUITLESS_LOSSES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptCall:
-    """max_output_tokens  most output tokens of a sequence, by the parameters or by the rest of the context
+    """What replicas are asked for one prompt, and how its output is read.
+
+    max_output_tokens  most output tokens of a sequence, by the parameters or by the rest of the context
     answer_id          id of the earlier stream's request, from which ids of tool calls are made; None: `request_id` is used
     """
 
@@ -79,7 +81,9 @@ class SequenceGroup:
 
 
 class CallAttempts:
-    """output_ids: per sequence, every id that was read, also if its text is held back. The reader adds them by `keep`"""
+    """Runs one call at replicas, attempt after attempt, and gives its updates. output_ids: per sequence, every id that was read, also if
+    its text is held back. The reader adds them by `keep`
+    """
 
     def __init__(self, pool: ReplicaPool, call: PromptCall) -> None:
         num_sequences = call.request.params.n

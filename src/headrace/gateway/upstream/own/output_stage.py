@@ -36,7 +36,7 @@ from headrace.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputParsing:
-    """marker_ids: their text is kept even if special tokens are skipped"""
+    """How the outputs of one prompt are parsed. marker_ids: their text is kept even if special tokens are skipped"""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
@@ -65,7 +65,9 @@ class OutputParsing:
 
 
 class OutputStage:
-    """is_passed             all further events are plain content, so that `read` need not be called
+    """Parses the text of one sequence into content, reasoning and tool calls.
+
+    is_passed             all further events are plain content, so that `read` need not be called
     num_reasoning_tokens  tokens whose text begins inside the reasoning, without its markers
     """
 
@@ -152,7 +154,9 @@ class EarlierSequence(Struct, array_like=True, frozen=True):
 
 
 class EarlierCallOutput(Struct, array_like=True, frozen=True):
-    """prompt_digest       digest of the prompt's ids: a template may write today's date, so that the same request has another prompt
+    """The output of one call that an earlier stream has read.
+
+    prompt_digest       digest of the prompt's ids: a template may write today's date, so that the same request has another prompt
     num_counted_tokens  output tokens that the requests so far were charged for; 0: written by a version without this field
     """
 
@@ -192,7 +196,7 @@ def prompt_digest(prompt_ids: Sequence[int]) -> bytes:
 
 
 class EarlierUpdates:
-    """The first update of sequence 0 has the number of cached prompt tokens."""
+    """Gives the output of an earlier stream again, as updates. The first update of sequence 0 has the number of cached prompt tokens."""
 
     def __init__(self, call: EarlierCallOutput, request_id: RequestId) -> None:
         self._request_id = request_id
@@ -218,8 +222,8 @@ class EarlierUpdates:
 
 @dataclass(slots=True)
 class RecomputedLogprobs:
-    """Ids are kept without log-probabilities, so some are computed again. ids: in order, those whose text was held back when the client
-    stopped
+    """Collects log-probabilities of earlier output ids. Ids are kept without log-probabilities, so some are computed again. ids: in order,
+    those whose text was held back when the client stopped
     """
 
     ids: Sequence[int]

@@ -94,7 +94,7 @@ class ReplicaCircuit:
 
 
 class ReplicaAttempt:
-    """Only its first reported outcome counts."""
+    """Reports the outcome of one attempt to its replica's circuit. Only its first reported outcome counts."""
 
     __slots__ = ("_circuit", "_clock", "_has_begun", "_is_over", "_ticket", "connection")
 
@@ -146,7 +146,7 @@ ReplicaInstance = tuple[ReplicaId, str]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replica:
-    """Compared by identity."""
+    """One replica of a model: its name, connection and circuit. Compared by identity."""
 
     name: ReplicaId
     connection: ReplicaClient

@@ -53,7 +53,9 @@ RETRY_S = 0.5
 
 
 class ReplicaPool:
-    """unavailable    why there is no replica, in words that clients may read; empty if there are some
+    """The replicas of one model: their connections, and the choice among them.
+
+    unavailable    why there is no replica, in words that clients may read; empty if there are some
     failover_s     0: a call ends when its replica is lost
     """
 

@@ -31,6 +31,8 @@ ANOTHER_TOKEN = "This answer cannot be continued from where it stopped; it can b
 
 
 class TokenStream(EventStream):
+    """The event stream of one call at our engines."""
+
     def __init__(self, pool: ReplicaPool, tokenizer: Tokenizer, call: PromptCall, *, first_index: int = 0) -> None:
         self._first_index = first_index
         self.call = call
@@ -196,7 +198,7 @@ def event_of(index: int, delta: OutputDelta, offset: int) -> OutputEvent:
 
 
 class MergedStream(EventStream):
-    """An error of one stream is raised, and `close` then cancels the others.
+    """The streams of several prompts as one. An error of one stream is raised, and `close` then cancels the others.
 
     A listener is ignored, since several streams would interleave their events.
     """

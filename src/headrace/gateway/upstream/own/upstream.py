@@ -45,6 +45,8 @@ MAX_NAMED = 8
 
 
 class TokenUpstream(Upstream):
+    """The upstream of one model at its replicas."""
+
     def __init__(self, text: ModelText, pool: ReplicaPool, *, draw_seed: Callable[[], int], formats: ModelFormats) -> None:
         self._formats = formats
         self._text = text
