@@ -87,6 +87,7 @@ def test_gate_lets_ordinary_names_pass() -> None:
         '"""Those that wait."""',
         'BUDGET = 8\n"""So many tokens go first."""',
         'x = 1\n"""Of a step."""',
+        "# freed blocks are in limbo",
         "# the request that nobody reads",
     ],
 )

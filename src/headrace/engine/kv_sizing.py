@@ -19,6 +19,8 @@ MAX_BLOCKS = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvSizing:
+    """num_blocks: per KV group, pad block included; lines: the arithmetic, for the operator"""
+
     num_blocks: tuple[int, ...]
     max_model_len: int
     lines: tuple[str, ...]

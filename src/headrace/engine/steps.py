@@ -79,7 +79,9 @@ class Ticket(Protocol):
 
 
 class Runner(Protocol):
-    def submit(self, plan: Plan) -> Ticket: ...
+    def submit(self, plan: Plan) -> Ticket:
+        """The error of a step is raised by its ticket's `result`, not here; EngineFatal may be."""
+        ...
 
     def close(self) -> None: ...
 

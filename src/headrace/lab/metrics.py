@@ -26,9 +26,12 @@ MAX_CLIENT_LAG_S = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRecord:
-    """intended_s     when the schedule wanted it sent
-    sendable_s     the later of `intended_s` and the moment one of `max_concurrency` places became free
-    due_s          the later of `sendable_s` and the moment the request before it in the same burst was sent
+    """Times on one monotonic clock.
+
+    intended_s     when the schedule wanted it sent
+    sendable_s     the later of `intended_s` and the moment one of `max_concurrency` places became free; None: `intended_s`
+    due_s          the later of `sendable_s` and the moment the request before it in the same burst was sent; None: `sendable_s`
+    chunk_s        of each chunk that carried text, ascending
     sent_s         None if it never was
     output_tokens  as the server says, else the number of chunks
     """

@@ -79,7 +79,10 @@ class Leash:
         return self._socket is not None
 
     def watch(self, on_gone: Callable[[], None] | None = None) -> None:
-        """In a thread of its own: a blocked event loop must not keep an orphan alive."""
+        """In a thread of its own: a blocked event loop must not keep an orphan alive.
+
+        on_gone  called once the supervisor's end has closed; None: this process exits at once with status ORPHANED
+        """
         if self._socket is not None:
             leave = on_gone or (lambda: os._exit(ORPHANED))
             threading.Thread(target=self._wait, args=(self._socket, leave), name="leash", daemon=True).start()

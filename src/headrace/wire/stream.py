@@ -27,7 +27,7 @@ PlainRow = tuple[int, tuple[int, ...]]
 NO_NUMERICS: Numerics = MappingProxyType({})
 
 PlainRowHandler = Callable[[Sequence[PlainRow]], bool]
-"""Takes all rows (True) or none (False), and never waits."""
+"""Takes all rows, in order (True), or none (False), and never waits."""
 
 UPDATE_BYTES = 256
 PLAIN_ROW_BYTES = 128

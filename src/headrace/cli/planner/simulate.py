@@ -23,7 +23,6 @@ from headrace.core.parallelism import why_not_run
 from headrace.engine.config import EngineConfig
 
 if TYPE_CHECKING:
-    from headrace.engine.config import EngineConfig
     from headrace.gateway.config import GatewayConfig
     from headrace.lab.datasets import WorkloadShape
     from headrace.lab.metrics import LoadReport, Slo

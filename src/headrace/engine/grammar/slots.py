@@ -38,7 +38,7 @@ MIN_SHARED_TOKENS = 64
 
 
 class MatcherSource(Protocol):
-    """Called on the thread that fills masks."""
+    """Called on the thread that fills masks. Every method raises HeadraceError where the grammar cannot be compiled."""
 
     num_words: int
 
@@ -46,9 +46,13 @@ class MatcherSource(Protocol):
         """A matcher at the grammar's start, copied and never advanced."""
         ...
 
-    def renewed(self, grammar: Grammar) -> LLMatcher: ...
+    def renewed(self, grammar: Grammar) -> LLMatcher:
+        """With an empty lexer; `template` gives it from now on."""
+        ...
 
-    def unshared(self, grammar: Grammar) -> LLMatcher: ...
+    def unshared(self, grammar: Grammar) -> LLMatcher:
+        """For the caller alone."""
+        ...
 
 
 @dataclass(slots=True, eq=False)

@@ -69,7 +69,8 @@ class Principal:
 
 
 ANONYMOUS = Principal(tenant="default")
-"""For a public path, and for every request while there is no key and no configured tier of the default name."""
+"""Before the key is checked, and on public paths; known by identity (`gateway.app`). A server without keys has a copy of it with its tier
+(`access.auth.Authenticator`)."""
 
 
 ANY_ACCESS, OPEN_ACCESS = "auto", "open"

@@ -79,6 +79,7 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
     memory             the part of `charges` that the answer uses
     deadline_at        on the clock of `Exchange.arrived_at`; None: no deadline
     answer_id          id of the request that began the stream
+    created            Unix seconds at which the answer was begun
     history            messages of a chat, from `take_turn` on with the session's; empty for a completion
     earlier            output of the stream that this request continues, set by `resume`
     preferred_replica, unsent  see `GenerationRequest`

@@ -17,7 +17,7 @@ from headrace.gateway.http.errors import ClientLeft, SlowReader
 
 class UntilClose(int):
     """The content length of an answer that ends with its connection. uvicorn subtracts each write from it, refuses a write beyond it, and
-    complains if the rest is not 0.
+    complains if the rest is not 0: this value stays the same when something is subtracted, and never compares as smaller or as unequal.
     """
 
     def __lt__(self, other: int) -> bool:

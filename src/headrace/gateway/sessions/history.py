@@ -23,9 +23,11 @@ COMPRESSION = 1
 class StoredSession(StoredEntry, frozen=True):
     """The store's entry of one session.
 
+    created, updated  Unix seconds of the first and the last turn
     answer_id   id of the last turn's answer, which its client may continue
     num_before  number of messages before the last turn's own
     replica     empty if unknown
+    packed      messages as compressed JSON
     retry_key   a request with the same one repeats the last turn; empty: it had none
     """
 

@@ -52,7 +52,9 @@ class EntryTooLarge(StoreFailed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreLimits:
-    """A write beyond `tenant` or `total` removes the oldest entries, of the tenant or of all."""
+    """Inclusive, in bytes; `tenant` and `total` with the store's overhead for each entry. A write beyond one of these two removes the
+    oldest entries, of the tenant or of all. tenant_share: part of `total`, asked at each write
+    """
 
     entry: int
     total: int

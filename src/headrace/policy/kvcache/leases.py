@@ -74,6 +74,7 @@ class Leases:
         return lease
 
     def lease_fresh(self, group: int, count: int, owner: str, deadline: float) -> Lease:
+        """The caller asked `num_available` first."""
         pool = self._pools[group]
         lease = Lease(owner, group, tuple(pool.take() for _ in range(count)), deadline)
         self._leases[lease] = None
@@ -92,6 +93,7 @@ class Leases:
         return self._last_move_id
 
     def moves_done(self, move_ids: Iterable[int]) -> list[Lease]:
+        """Returns the leases whose last move ended; the caller releases them."""
         finished: list[Lease] = []
         for move_id in move_ids:
             lease = self._moves.pop(move_id, None)

@@ -1,6 +1,7 @@
 """Gives a sequence its KV blocks over all groups: prefix hits, growth with copy-on-write, forks, windows, release.
 
-Changes of block tables and block moves go into the plan being built.
+A method that may fail checks first, so it changes everything or nothing. Changes of block tables and block moves go into the plan being
+built.
 """
 
 from __future__ import annotations

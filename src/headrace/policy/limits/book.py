@@ -114,6 +114,7 @@ class LimitBook:
         """Take all amounts, or none if one limit would be exceeded.
 
         holder   the reservation to record the amounts in; None if they are never corrected
+        charges  applied first, whether the amounts are then taken or not
         """
         for reservation_id, used in charges.used.items():
             self.charge(reservation_id, used)

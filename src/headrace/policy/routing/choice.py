@@ -73,7 +73,11 @@ def choose(
     random: Random,
     preferred: ReplicaId | None = None,
 ) -> Candidate | None:
-    """preferred  has the beginning of the prompt in its prefix cache: taken unless it is much slower than the choice without it"""
+    """Draws at most three random numbers, whatever the number of replicas, and the same with and without `preferred`. A replica of unknown
+    speed counts as one of mean speed.
+
+    preferred  has the beginning of the prompt in its prefix cache: taken unless it is much slower than the choice without it
+    """
     if len(candidates) < 2:
         return candidates[0] if candidates else None
 

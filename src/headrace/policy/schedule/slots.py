@@ -45,6 +45,7 @@ class Slots:
         return bool(self._ended)
 
     def start(self, seq: Sequence, now: float) -> None:
+        """The caller asked `has_free` first."""
         self.num_of_class[seq.request.priority] += 1
         self.num_goals += seq.request.tier.tpot_ms is not None
         seq.start(self._free.pop(), now)

@@ -193,6 +193,7 @@ class ReplicaPool:
         return min(states, key=lambda state: (state.wait_s, state.depth), default=None)
 
     def note_sent(self, replica: Replica) -> ReplicaAttempt:
+        """The caller must report the outcome to the result."""
         info = replica.connection.info
         return replica.circuit.send(None if info is None else (info.instance_id, info.connected_at), self.clock)
 
