@@ -65,7 +65,7 @@ class Built(NamedTuple):
 def build_runner(
     config: EngineConfig, packed: PackedFolder | None = None, features: CpuFeatures | None = None
 ) -> tuple[AnyRunner, ModelInfo]:
-    return build(config, packed, features)[:2]
+    return build(config.checked(), packed, features)[:2]
 
 
 def build(config: EngineConfig, packed: PackedFolder | None = None, features: CpuFeatures | None = None) -> Built:
