@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The control side, which knows no tensors: less than a minute on a quiet machine.
 CONTROL = $(addprefix tests/,core machine text wire observe policy engine/loop engine/server)
 
-.PHONY: setup serve test test-control test-timing test-tools near coverage test-slow test-gpu gpu gpu-wheels test-mutants test-clients browser balancers systemd clickhouse check bench bench-smoke proto derived clean
+.PHONY: setup serve test test-control test-timing test-tools near coverage test-slow test-gpu gpu gpu-wheels test-mutants test-clients browser servers systemd check bench bench-smoke proto derived clean
 
 setup: $(STAMP)
 
@@ -85,19 +85,15 @@ gpu-wheels:
 
 # Chromium from Debian, for the slow test of pages of other origins; needs root.
 browser:
-	tools/install_chromium.sh
+	tools/install_debian.sh chromium
 
-# HAProxy and nginx from Debian, for the slow test of load balancers; needs root.
-balancers:
-	tools/install_balancers.sh
+# Servers from Debian that tests start: ClickHouse, HAProxy, nginx, Prometheus with promtool; needs root.
+servers:
+	tools/install_debian.sh clickhouse-server haproxy nginx prometheus
 
 # systemd from Debian, for the tests of the shipped unit; nothing is started; needs root.
 systemd:
-	tools/install_systemd.sh
-
-# ClickHouse from Debian, for the tests of the ledger's sink; needs root.
-clickhouse:
-	tools/install_clickhouse.sh
+	tools/install_debian.sh systemd-analyze:systemd
 
 test-mutants: $(STAMP)
 	$(BIN)/python tests/mutants/run.py $(ARGS)

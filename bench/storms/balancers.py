@@ -1,6 +1,6 @@
 """Runs HAProxy and nginx, with the files of deploy/, in front of two gateways: streams, a drain, a restart, sessions, models, TLS.
 
-    python -m bench.storms.balancers [--streams 200] [--balancers haproxy nginx]        (tools/install_balancers.sh installs them)
+    python -m bench.storms.balancers [--streams 200] [--balancers haproxy nginx]        (`make servers` installs them)
         -> bench/results/storms/balancers.json
 
 The files are used as they are, but for addresses, paths and the certificate. Both gateways have the same two fake engines. `--streams`
@@ -429,7 +429,7 @@ async def storm(
 def run(names: list[str], count: int) -> dict[str, dict[str, Any]]:
     """Raises SystemExit where a balancer is not installed."""
     if missing := [name for name in names if shutil.which(name) is None]:
-        raise SystemExit(f"{' and '.join(missing)} not installed: run tools/install_balancers.sh")
+        raise SystemExit(f"{' and '.join(missing)} not installed: run `make servers`")
     with site_by_hand() as site:
         options = {"max_num_seqs": 2 * count + 64, "max_num_batched_tokens": 8192}
         engines = [site.engine(f"e{number}", fake={"step_seconds": STEP_S}, engine=options) for number in range(2)]

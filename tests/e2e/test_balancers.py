@@ -24,8 +24,8 @@ def installed() -> None:
     if all(map(shutil.which, balancers.BALANCERS)):
         return
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        pytest.skip("HAProxy or nginx is not installed: run `make balancers` as root on a Debian or Ubuntu")
-    subprocess.run([ROOT / "tools" / "install_balancers.sh"], check=True, timeout=INSTALL_S)
+        pytest.skip("HAProxy or nginx is not installed: run `make servers` as root on a Debian or Ubuntu")
+    subprocess.run([ROOT / "tools" / "install_debian.sh", "haproxy", "nginx"], check=True, timeout=INSTALL_S)
 
 
 @pytest.mark.parametrize("name", balancers.BALANCERS)

@@ -13,7 +13,7 @@ from pathlib import Path
 from headrace.gateway.ledger.config import ClickHouseConfig
 
 PROGRAM = shutil.which("clickhouse-server")
-MISSING = "No ClickHouse server is installed: run `make clickhouse`"
+MISSING = "No ClickHouse server is installed: run `make servers`"
 USER, PASSWORD = "ledger", "a-password-of-tests"
 START_S = 60.0
 
