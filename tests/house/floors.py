@@ -84,10 +84,11 @@ FLOORS: dict[str, Floor] = {
         _ours("core", "tensor.sampling", "engine.failpoints", "engine.grammar", "engine.runner.masks"), ("numpy",), ("llguidance",)
     ),
     "headrace.engine.inbox": Floor(_ours("core")),
-    "headrace.engine.load_board": Floor(_ours("core", "policy", "engine.inbox", "engine.steps")),
+    "headrace.engine.load_board": Floor(_ours("core", "policy", "engine.inbox", "engine.steps", "engine.utilisation")),
     "headrace.engine.loop": Floor(
-        _ours("core", "policy", *(f"engine.{name}" for name in ("inbox", "load_board", "preparation", "recovery", "steps")))
+        _ours("core", "policy", *(f"engine.{name}" for name in ("inbox", "load_board", "preparation", "recovery", "steps", "utilisation")))
     ),
+    "headrace.engine.utilisation": Floor(_ours("core", "machine")),
     "headrace.engine.preparation": Floor(_ours("core", "policy", "engine.recovery")),
     "headrace.engine.recovery": Floor(_ours("core", "policy")),
     "headrace.engine.steps": Floor(_ours("core", "policy")),

@@ -63,6 +63,8 @@ def test_published_names_stay() -> None:
         ("headrace_prefix_cache_query_tokens", "vllm:prefix_cache_queries"),
         ("headrace_preemptions", "vllm:num_preemptions"),
         ("headrace_steps", ""),
+        ("headrace_read_bytes", "vllm:estimated_read_bytes_per_gpu"),
+        ("headrace_flops", "vllm:estimated_flops_per_gpu"),
         ("headrace_sequences_finished", "vllm:request_success", "reason"),
         ("headrace_engine_failures", "", "kind"),
     ]

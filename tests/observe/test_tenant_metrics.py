@@ -28,11 +28,12 @@ def samples(metrics: TenantMetrics, name: str) -> dict[tuple[str, ...], float]:
 def test_a_request_counts_for_its_tier_and_its_tenant() -> None:
     metrics = TenantMetrics()
     use = RequestUse(prompt_tokens=10, cached_tokens=4, completion_tokens=3, cost_nanos=2_500_000_000)
-    metrics.count("free", "acme", use)
+    metrics.count("free", "acme", use, model="small")
     metrics.count("free", "other-tenant", RequestUse(refused="rate_limit_exceeded", limit="requests_per_minute"))
     assert samples(metrics, "headrace_tier_requests_total") == {("free",): 2}
     assert samples(metrics, "headrace_tenant_requests_total") == {("acme",): 1, ("other-tenant",): 1}
     assert samples(metrics, "headrace_tier_cost_total") == {("free",): 2.5}
+    assert samples(metrics, "headrace_model_cost_total") == {("small",): 2.5}
     tokens = samples(metrics, "headrace_tenant_tokens_total")
     assert [tokens["acme", kind] for kind in ("input", "cached", "output")] == [10, 4, 3]
     assert samples(metrics, "headrace_tier_refused_total") == {("free", "rate_limit_exceeded"): 1}

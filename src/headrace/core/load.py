@@ -38,6 +38,7 @@ class Counter:
     vllm    name of the family at vLLM; "": none
     label   "": the counter is one number
     values  label values that are always shown; (): only values that were counted
+    scale   what one of the counter is of the metric's unit
     """
 
     metric: str
@@ -45,6 +46,7 @@ class Counter:
     vllm: str = ""
     label: str = ""
     values: tuple[str, ...] = ()
+    scale: int = 1
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -53,7 +55,7 @@ class Counter:
     def series(self, counted: Any) -> list[tuple[tuple[str, ...], int]]:
         """Pairs of label values and count. counted: the row's value."""
         if not self.label:
-            return [((), counted)]
+            return [((), counted * self.scale)]
         return [((value,), counted.get(value, 0)) for value in self.values or sorted(counted)]
 
 
@@ -81,6 +83,24 @@ class EngineCounters:
         ),
     ] = 0
     steps: Annotated[int, Counter("headrace_steps", "Steps committed.")] = 0
+    read_megabytes: Annotated[
+        int,
+        Counter(
+            "headrace_read_bytes",
+            "Weights and KV that the steps had to read, estimated from their plans.",
+            "vllm:estimated_read_bytes_per_gpu",
+            scale=10**6,
+        ),
+    ] = 0
+    megaflops: Annotated[
+        int,
+        Counter(
+            "headrace_flops",
+            "Multiplications and additions of the steps, estimated from their plans.",
+            "vllm:estimated_flops_per_gpu",
+            scale=10**6,
+        ),
+    ] = 0
     finished: Annotated[
         dict[str, int],
         Counter("headrace_sequences_finished", "Sequences by finish reason, as the engine counts.", "vllm:request_success", label="reason"),
@@ -149,6 +169,14 @@ def minus(classes: ClassLoads, others: ClassLoads) -> ClassLoads:
     return tuple(ClassLoad(*map(sub, one, other)) for one, other in zip(classes, others, strict=True))
 
 
+class GpuUse(NamedTuple):
+    """utilization: 0..1 as nvidia-smi's utilization.gpu; None: NVML is not installed"""
+
+    memory_used_bytes: int
+    memory_total_bytes: int
+    utilization: float | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSnapshot:
     """A replica's load at one moment.
@@ -163,6 +191,10 @@ class LoadSnapshot:
     step_prompt_tokens  most prompt tokens that a step can take within the running sequences' goals; 0: not known
     classes             empty: not known
     loop_age_s          since the loop last turned or woke (idle loops wake regularly)
+    num_running_highest since the engine started
+    cpu_s, resident_bytes  of the engine's process: processor seconds, and memory
+    peak_*              what the device was measured to read and to compute at the engine's start; 0: not measured
+    gpu_*               None: there is no GPU, or for the utilization no NVML. gpu_utilization: 0..1
     """
 
     num_running: int
@@ -181,3 +213,11 @@ class LoadSnapshot:
     step_token_s: float = 0.0
     step_prompt_tokens: int = 0
     classes: ClassLoads = ()
+    num_running_highest: int = 0
+    cpu_s: float = 0.0
+    resident_bytes: int = 0
+    peak_read_bytes_per_s: float = 0.0
+    peak_flops_per_s: float = 0.0
+    gpu_utilization: float | None = None
+    gpu_memory_used_bytes: int | None = None
+    gpu_memory_total_bytes: int | None = None

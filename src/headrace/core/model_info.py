@@ -52,6 +52,8 @@ class ModelInfo:
     weight_bytes      read by one decode step (for MBU)
     costly_context    tokens of context from which on a prompt token's attention takes longer than its matrix products; 0: never. Does not
                       cross the wire
+    token_flops, pair_flops  of one token's matrix products, and of its attention for each token of its context. Only for the engine
+    peak_*            as in `core.load.LoadSnapshot`. Only for the engine
     sampling_defaults from generation_config.json
     digests           hex content digests: model (a sample of the weights), tokenizer, template; and kv_dtype, the name of the KV cache's
                       element type (not a digest)
@@ -70,6 +72,10 @@ class ModelInfo:
     dtype: str
     weight_bytes: int
     costly_context: int = 0
+    token_flops: int = 0
+    pair_flops: int = 0
+    peak_read_bytes_per_s: float = 0.0
+    peak_flops_per_s: float = 0.0
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     numerics: dict[str, str] = field(default_factory=dict)

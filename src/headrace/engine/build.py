@@ -16,6 +16,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine, Outbox
 from headrace.engine.preparation import Preparer
 from headrace.engine.steps import Runner
+from headrace.engine.utilisation import EngineMeter
 from headrace.machine.forks import FORKS
 from headrace.machine.resources import allowed_cpus, read_available
 from headrace.policy.config import SchedulerConfig
@@ -126,10 +127,11 @@ def assemble(
     block_key: str = "",
     clock: Clock = time.monotonic,
     preparer: Preparer | None = None,
+    meter: EngineMeter | None = None,
 ) -> Engine:
     scheduler = make_scheduler(config, info, block_key=block_key)
     info = replace(info, queue_policy=config.queue_policy)
-    return Engine(scheduler, runner, info=info, outbox=outbox, preparer=preparer, clock=clock)
+    return Engine(scheduler, runner, info=info, outbox=outbox, preparer=preparer, clock=clock, meter=meter)
 
 
 def build_engine(config: EngineConfig, outbox: Outbox) -> Engine:
@@ -178,6 +180,7 @@ def _build(config: EngineConfig, outbox: Outbox, block_key: str = "") -> tuple[E
         from headrace.engine.runner.build import build
 
         built = build(config, packed)
-    engine = assemble(config, built.runner, built.info, outbox, block_key=block_key, preparer=built.preparer)
+    meter = EngineMeter(built.info, built.read_gpu)
+    engine = assemble(config, built.runner, built.info, outbox, block_key=block_key, preparer=built.preparer, meter=meter)
     built.preparer.attach(engine)
     return engine, built.weights, built.unwritten

@@ -11,6 +11,7 @@ from headrace.core.clock import Clock
 from headrace.core.load import LoadSnapshot, plus, summed
 from headrace.engine.inbox import Inbox, SubmittedWork
 from headrace.engine.steps import StepQueue
+from headrace.engine.utilisation import NO_USE, EngineMeter
 from headrace.policy.schedule.scheduler import Scheduler
 
 
@@ -24,7 +25,9 @@ class _Published:
 class LoadBoard:
     """Holds the last published load, and reads it together with what came since."""
 
-    def __init__(self, scheduler: Scheduler, inbox: Inbox, steps: StepQueue, clock: Clock) -> None:
+    def __init__(self, scheduler: Scheduler, inbox: Inbox, steps: StepQueue, clock: Clock, meter: EngineMeter | None = None) -> None:
+        self._meter = meter
+        self._num_running_highest = 0
         self._scheduler = scheduler
         self._inbox = inbox
         self._steps = steps
@@ -35,6 +38,7 @@ class LoadBoard:
         scheduler, pools = self._scheduler, self._scheduler.kv.pools
         classes, costs = scheduler.class_loads, self._steps.costs
         total = summed(classes)
+        self._num_running_highest = max(self._num_running_highest, total.num_running)
         load = LoadSnapshot(
             num_running=total.num_running,
             num_waiting=total.num_waiting,
@@ -49,6 +53,7 @@ class LoadBoard:
             step_token_s=costs.token_s,
             step_prompt_tokens=scheduler.step_prompt_tokens,
             classes=classes,
+            num_running_highest=self._num_running_highest,
         )
         self._published = _Published(load, self._inbox.taken, self._clock())
 
@@ -66,4 +71,5 @@ class LoadBoard:
             step_predicted_s=0.0 if step is None else step.predicted_s,
             loop_age_s=now - published.at,
             classes=plus(published.load.classes, submitted),
+            **(NO_USE if self._meter is None else self._meter.read(now)),
         )

@@ -26,6 +26,7 @@ from headrace.engine.load_board import LoadBoard
 from headrace.engine.preparation import NothingToPrepare, Preparations, Preparer
 from headrace.engine.recovery import Failures, Recovery
 from headrace.engine.steps import Runner, StepQueue, UncommittedStep
+from headrace.engine.utilisation import EngineMeter, StepWork
 from headrace.policy.admission import full_queue_retry_s
 from headrace.policy.schedule.arrival import check_prerequisite
 from headrace.policy.schedule.scheduler import Scheduler
@@ -54,6 +55,7 @@ class Engine:
         outbox: Outbox,
         preparer: Preparer | None = None,
         clock: Clock = time.monotonic,
+        meter: EngineMeter | None = None,
     ) -> None:
         self.info = info
         self.scheduler = scheduler
@@ -63,7 +65,8 @@ class Engine:
         self._depth = scheduler.config.depth
         self._inbox = Inbox(scheduler.config.max_waiting_bytes)
         self._steps = StepQueue(runner, clock)
-        self._load = LoadBoard(scheduler, self._inbox, self._steps, clock)
+        self._work = StepWork(info)
+        self._load = LoadBoard(scheduler, self._inbox, self._steps, clock, meter)
         self._plan_failures = 0
         self._failures = Failures(lambda: scheduler.sequences.counters, clock)
         self._preparations = Preparations(preparer or NothingToPrepare(), self._failures)
@@ -283,6 +286,7 @@ class Engine:
         seconds = self._steps.end(step)
         if step.plan.num_rows:
             self._sequences.counters.note_step(seconds)
+            self._work.add(step.plan, self._sequences.counters)
 
     def _recover(self, failed: Plan) -> None:
         later = self._steps.take_all()

@@ -180,7 +180,7 @@ class Gateway:
             if service.ledger is not None and usage is not None:
                 service.ledger.write(usage)
             if request.caller.tenant is not None:
-                metrics.tenants.count(request.caller.tier, request.caller.tenant, use_of(request, usage))
+                metrics.tenants.count(request.caller.tier, request.caller.tenant, use_of(request, usage), model=request.model or "")
         if not (path is not None and path.is_quiet and request.end.outcome is Outcome.COMPLETED):
             self.request_log.write(request)
 

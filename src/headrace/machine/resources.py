@@ -117,6 +117,12 @@ def num_allowed_cpus() -> int:
     return (os.cpu_count() or 1) if cpus is None else len(cpus)
 
 
+def resident_bytes(root: Path = Path("/")) -> int:
+    """Memory of this process; 0 without /proc."""
+    pages = read_text(root / "proc/self/statm")
+    return 0 if pages is None else int(pages.split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def machine_bytes(root: Path = Path("/")) -> int:
     return min(physical_bytes(), memory_limit(root) or UNLIMITED)
 

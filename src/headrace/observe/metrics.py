@@ -8,6 +8,7 @@ Labels' values are configured names and fixed words, never a client's.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -112,17 +113,35 @@ def _engine_families(readings: Iterable[ReplicaReading]) -> Iterator[Metric]:
     yield _steps(known)
 
 
+GAUGES = (
+    ("headrace_requests_running", "Sequences computed in the current step.", "num_running"),
+    ("headrace_requests_running_highest", "Most sequences in one step since the engine started.", "num_running_highest"),
+    ("headrace_requests_waiting", "Sequences waiting for their first step.", "num_waiting"),
+    ("headrace_peak_read_bytes_per_second", "What the device read at most, measured at the engine's start.", "peak_read_bytes_per_s"),
+    ("headrace_peak_flops_per_second", "What the device computed at most, measured at the engine's start.", "peak_flops_per_s"),
+    ("headrace_engine_resident_bytes", "Memory of the engine's process.", "resident_bytes"),
+    ("headrace_gpu_utilization_ratio", "Share of time in which a kernel ran, as nvidia-smi's utilization.gpu.", "gpu_utilization"),
+    ("headrace_gpu_memory_used_bytes", "As nvidia-smi's memory.used.", "gpu_memory_used_bytes"),
+    ("headrace_gpu_memory_total_bytes", "As nvidia-smi's memory.total.", "gpu_memory_total_bytes"),
+)
+"""Family, text, and field of `LoadSnapshot`; a replica whose field is None has no series."""
+
+
 def _gauges(known: list[tuple[ReplicaReading, LoadSnapshot]]) -> Iterator[Metric]:
-    running = GaugeMetricFamily("headrace_requests_running", "Sequences computed in the current step.", labels=LABELS)
-    waiting = GaugeMetricFamily("headrace_requests_waiting", "Sequences waiting for their first step.", labels=LABELS)
+    for name, text, read in GAUGES:
+        family = GaugeMetricFamily(name, text, labels=LABELS)
+        for reading, snapshot in known:
+            if (value := getattr(snapshot, read)) is not None:
+                family.add_metric((reading.model, reading.replica), value)
+        yield family
+    cpu = CounterMetricFamily("headrace_engine_cpu_seconds", "Processor time of the engine's process.", labels=LABELS)
     blocks = GaugeMetricFamily("headrace_kv_blocks", "KV blocks by state; free + cached + used is the pool.", labels=(*LABELS, "state"))
     for reading, snapshot in known:
         labels = (reading.model, reading.replica)
-        running.add_metric(labels, snapshot.num_running)
-        waiting.add_metric(labels, snapshot.num_waiting)
+        cpu.add_metric(labels, snapshot.cpu_s)
         for state in ("free", "cached", "used"):
             blocks.add_metric((*labels, state), getattr(snapshot, f"kv_blocks_{state}"))
-    yield from (running, waiting, blocks)
+    yield from (cpu, blocks)
 
 
 def _counters(known: list[tuple[ReplicaReading, LoadSnapshot]]) -> Iterator[Metric]:
@@ -132,6 +151,11 @@ def _counters(known: list[tuple[ReplicaReading, LoadSnapshot]]) -> Iterator[Metr
             for values, count in counter.series(getattr(snapshot.counters, counted)):
                 family.add_metric((reading.model, reading.replica, *values), count)
         yield family
+
+
+def _process_families(resident_bytes: int) -> Iterator[Metric]:
+    yield CounterMetricFamily("headrace_gateway_cpu_seconds", "Processor time of this gateway's process.", time.process_time())
+    yield GaugeMetricFamily("headrace_gateway_resident_bytes", "Memory of this gateway's process.", resident_bytes)
 
 
 def _steps(known: list[tuple[ReplicaReading, LoadSnapshot]]) -> Metric:
@@ -235,6 +259,9 @@ class Metrics:
             self.queue_time,
         ):
             histogram.remove(*leading)
+
+    def read_process(self, resident_bytes: Callable[[], int]) -> None:
+        self.registry.register(ReadCollector(_process_families, resident_bytes))
 
     def read_engines(self, readings: Callable[[], Iterable[ReplicaReading]]) -> None:
         self.registry.register(ReadCollector(_ready_families, readings))

@@ -1,4 +1,4 @@
-"""Shows the use of tiers and of the largest tenants on the metrics page.
+"""Shows the use of tiers, of models and of the largest tenants on the metrics page.
 
 At most MAX_TENANTS tenants have series of their own; the rest is `other`.
 """
@@ -27,7 +27,7 @@ FADE_REQUESTS = 10_000
 LEAD = 2
 """A tenant takes over the smallest one's series at this many times its recent requests."""
 
-TIER_PREFIX, TENANT_PREFIX = "headrace_tier_", "headrace_tenant_"
+TIER_PREFIX, TENANT_PREFIX, MODEL_PREFIX = "headrace_tier_", "headrace_tenant_", "headrace_model_"
 
 BUDGET_PREFIX = "headrace_budget"
 
@@ -136,12 +136,16 @@ NO_TENANT = ShownTenants(has_site=True)
 
 class TenantMetrics(Collector):
     def __init__(self) -> None:
+        self._models: dict[str, UseCounts] = {}
         self._tiers: dict[str, UseCounts] = {}
         self._tenants: dict[str, UseCounts] = {}
         self._largest = LargestTenants()
 
-    def count(self, tier: str, tenant: str, use: RequestUse) -> None:
+    def count(self, tier: str, tenant: str, use: RequestUse, *, model: str = "") -> None:
+        """tier, model: configured names; model: empty for a request that did not get so far"""
         _of(self._tiers, tier).add(use)
+        if model:
+            _of(self._models, model).add(use)
         if (ended := self._largest.note(tenant)) is not None:
             self._tenants.pop(ended, None)
         label = tenant if tenant in self._largest.labelled else OTHER
@@ -150,6 +154,7 @@ class TenantMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from _families(TIER_PREFIX, "tier", self._tiers)
         yield from _families(TENANT_PREFIX, "tenant", self._tenants)
+        yield from _families(MODEL_PREFIX, "model", self._models)
 
 
 def _of(counts: dict[str, UseCounts], label: str) -> UseCounts:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from headrace.core.errors import ConfigError
+from headrace.core.load import GpuUse
 from headrace.machine.gpus import find_gpus
 from headrace.machine.resources import Available, read_available, read_text
 from headrace.tensor.host import pages
@@ -45,6 +46,10 @@ class TensorDevice:
 
     def zeroed_bytes(self, shape: tuple[int, ...]) -> Tensor:
         return torch.zeros(shape, dtype=torch.uint8, device=self.name)
+
+    def read_gpu(self) -> GpuUse | None:
+        """None where there is none. Callable from any thread."""
+        return None
 
     def make_launches(self) -> Launches | None:
         """None: a step is computed where it is called."""
@@ -145,6 +150,14 @@ class Cuda(TensorDevice):
     @property
     def has_fp8(self) -> bool:
         return torch.cuda.get_device_capability() >= FP8_CAPABILITY
+
+    def read_gpu(self) -> GpuUse:
+        free, total = torch.cuda.mem_get_info()
+        try:
+            utilization = torch.cuda.utilization() / 100  # asks NVML
+        except (ModuleNotFoundError, RuntimeError):
+            return GpuUse(total - free, total)
+        return GpuUse(total - free, total, utilization)
 
     def make_launches(self) -> Launches:
         return CudaLaunches()

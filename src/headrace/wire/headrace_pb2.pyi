@@ -455,7 +455,7 @@ class Rejected(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., kind: _Optional[_Union[RejectKind, str]] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., limit: _Optional[str] = ..., value: _Optional[str] = ..., remedy: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., served: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "kv_blocks_free", "kv_blocks_cached", "kv_blocks_used", "kv_blocks_total", "step_age_s", "step_predicted_s", "loop_age_s", "counters", "num_queued_tokens", "max_num_seqs", "step_fixed_s", "step_token_s", "classes", "step_prompt_tokens")
+    __slots__ = ("num_running", "num_waiting", "kv_blocks_free", "kv_blocks_cached", "kv_blocks_used", "kv_blocks_total", "step_age_s", "step_predicted_s", "loop_age_s", "counters", "num_queued_tokens", "max_num_seqs", "step_fixed_s", "step_token_s", "classes", "step_prompt_tokens", "num_running_highest", "cpu_s", "resident_bytes", "peak_read_bytes_per_s", "peak_flops_per_s", "gpu_utilization", "gpu_memory_used_bytes", "gpu_memory_total_bytes")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
@@ -472,6 +472,14 @@ class Load(_message.Message):
     STEP_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     CLASSES_FIELD_NUMBER: _ClassVar[int]
     STEP_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_HIGHEST_FIELD_NUMBER: _ClassVar[int]
+    CPU_S_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PEAK_READ_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    PEAK_FLOPS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    GPU_UTILIZATION_FIELD_NUMBER: _ClassVar[int]
+    GPU_MEMORY_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GPU_MEMORY_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     kv_blocks_free: int
@@ -488,7 +496,15 @@ class Load(_message.Message):
     step_token_s: float
     classes: _containers.RepeatedCompositeFieldContainer[ClassLoad]
     step_prompt_tokens: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., step_age_s: _Optional[float] = ..., step_predicted_s: _Optional[float] = ..., loop_age_s: _Optional[float] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., num_queued_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., step_fixed_s: _Optional[float] = ..., step_token_s: _Optional[float] = ..., classes: _Optional[_Iterable[_Union[ClassLoad, _Mapping]]] = ..., step_prompt_tokens: _Optional[int] = ...) -> None: ...
+    num_running_highest: int
+    cpu_s: float
+    resident_bytes: int
+    peak_read_bytes_per_s: float
+    peak_flops_per_s: float
+    gpu_utilization: float
+    gpu_memory_used_bytes: int
+    gpu_memory_total_bytes: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., step_age_s: _Optional[float] = ..., step_predicted_s: _Optional[float] = ..., loop_age_s: _Optional[float] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., num_queued_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., step_fixed_s: _Optional[float] = ..., step_token_s: _Optional[float] = ..., classes: _Optional[_Iterable[_Union[ClassLoad, _Mapping]]] = ..., step_prompt_tokens: _Optional[int] = ..., num_running_highest: _Optional[int] = ..., cpu_s: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., peak_read_bytes_per_s: _Optional[float] = ..., peak_flops_per_s: _Optional[float] = ..., gpu_utilization: _Optional[float] = ..., gpu_memory_used_bytes: _Optional[int] = ..., gpu_memory_total_bytes: _Optional[int] = ...) -> None: ...
 
 class ClassLoad(_message.Message):
     __slots__ = ("num_running", "num_waiting", "num_queued_tokens")

@@ -47,6 +47,7 @@ def test_the_runner_answers_and_its_facts_are_right(tiny_folder: Path, dense: De
     assert (info.block_size, info.num_blocks, info.dtype) == (16, (4 * CONTEXT // 16 + 1,), "float32")
     assert info.weight_bytes > 0
     assert info.costly_context == 90
+    assert min(info.peak_read_bytes_per_s, info.peak_flops_per_s) > 0.0
     assert {line.partition(":")[0] for line in info.decided} == {
         "model",
         "threads",
@@ -57,6 +58,7 @@ def test_the_runner_answers_and_its_facts_are_right(tiny_folder: Path, dense: De
         "KV dtype",
         "KV memory",
         "KV cache",
+        "peaks, as measured",
         "warm-up",
     }
 
@@ -64,6 +66,8 @@ def test_the_runner_answers_and_its_facts_are_right(tiny_folder: Path, dense: De
 def test_context_is_costly_where_attention_takes_as_long_as_the_products(decoder: DecoderModel) -> None:
     """Per token and layer 32 x (96 + 144) multiplications; attention 2 x 4 x 8 per token of context, at three quarters of the speed."""
     spec = decoder.spec
+    num_layers = len(spec.layers)
+    assert spec.flops(VOCAB) == (2 * (num_layers * 32 * (96 + 144) + 32 * VOCAB), 2 * num_layers * 2 * 4 * 8)
     layer, attention = spec.layers[0], spec.layers[0].attention
     windowed = replace(layer, attention=replace(attention, window=5))
     experts = replace(layer, mlp=MoeSpec(num_experts=8, top_k=2, size=48, is_renormalised=True))

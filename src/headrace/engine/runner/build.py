@@ -17,6 +17,7 @@ import torch
 
 from headrace import __version__
 from headrace.core.errors import ConfigError
+from headrace.core.load import GpuUse
 from headrace.core.model_info import TEXT_FILES, WEIGHTS, KvGroup, ModelInfo, text_digests
 from headrace.engine.config import EngineConfig
 from headrace.engine.grammar.preparer import GrammarCompiler, GrammarPreparer
@@ -42,6 +43,7 @@ from headrace.tensor.models import LoadedModel, ModelDescription, describe, load
 from headrace.tensor.models.spec import DecoderSpec
 from headrace.tensor.packed.file import PackedFolder
 from headrace.tensor.packed.store import Pieces
+from headrace.tensor.peaks import Peaks, measure_peaks
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +62,7 @@ class Built(NamedTuple):
     weights: Callable[[], str] | None
     preparer: GrammarPreparer
     unwritten: Pieces | None
+    read_gpu: Callable[[], GpuUse | None]
 
 
 def build_runner(
@@ -77,6 +80,7 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
     choices = _choose(config, described, packed, features or read_cpu_features())
     with log_compiling(choices.backend.compiler):
         loaded = _load(config, choices, packed)
+        peaks = measure_peaks(config.device, choices.dtype)
         kv_dtype, why_kv = _kv_dtype(config, choices.dtype, described.dtype_name, choices.features)
         groups = tuple(stored_as(group, kv_dtype) for group in loaded.model.kv_groups)
         sizing = _size(config, loaded, groups)
@@ -98,12 +102,13 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
         *_linear_scaling(loaded.model.spec),
         f"KV dtype: {_name(kv_dtype)}, {why_kv}",
         *sizing.lines,
+        f"peaks, as measured: {peaks.read_bytes_per_s / 1e9:.1f} GB/s, {peaks.flops_per_s / 1e12:.2f} TFLOP/s",
         f"warm-up: {seconds:.1f} s",
     )
     numerics = _numerics(config, choices, loaded, _name(kv_dtype))
     weights = None if numerics[WEIGHTS] or loaded.weights is None else loaded.weights.compute
-    info = _model_info(config, loaded, groups, sizing, _name(kv_dtype), decided, numerics)
-    return Built(runner, info, weights, GrammarPreparer(compiler, grammars), unwritten)
+    info = _model_info(config, loaded, groups, sizing, _name(kv_dtype), decided, numerics, peaks)
+    return Built(runner, info, weights, GrammarPreparer(compiler, grammars), unwritten, device.read_gpu)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,7 +349,9 @@ def _model_info(
     kv_dtype: str,
     decided: tuple[str, ...],
     numerics: dict[str, str],
+    peaks: Peaks,
 ) -> ModelInfo:
+    token_flops, pair_flops = loaded.model.spec.flops(loaded.vocab_size)
     folder = Path(config.model)
     texts = {name: (folder / name).read_bytes() for names in TEXT_FILES.values() for name in names if (folder / name).is_file()}
     return ModelInfo(
@@ -358,6 +365,10 @@ def _model_info(
         dtype=_name(loaded.dtype),
         weight_bytes=loaded.weight_bytes,
         costly_context=loaded.model.spec.costly_context(),
+        token_flops=token_flops,
+        pair_flops=pair_flops,
+        peak_read_bytes_per_s=peaks.read_bytes_per_s,
+        peak_flops_per_s=peaks.flops_per_s,
         sampling_defaults=loaded.sampling_defaults,
         digests={"model": loaded.model_digest, "kv_dtype": kv_dtype, **text_digests(texts)},
         decided=decided,

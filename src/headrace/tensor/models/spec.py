@@ -58,15 +58,26 @@ class DecoderSpec:
     embedding_scale: float = 1.0
     names: TensorNames = field(default_factory=TensorNames)
 
+    def flops(self, vocab_size: int) -> tuple[int, int]:
+        """Operations of one token's matrix products, the head's included; and of its attention for each token of its context, in layers
+        without a window."""
+        products, attention = self._multiplications()
+        return 2 * (products + self.hidden_size * vocab_size), 2 * attention
+
     def costly_context(self) -> int:
         """Context length at which a prompt token's attention takes as long as its matrix products; 0 if every layer has a window."""
+        products, attention = self._multiplications()
+        return int(ATTENTION_SHARE * products / attention) if attention else 0
+
+    def _multiplications(self) -> tuple[int, int]:
+        """One token's in all layers, and those of its attention for each token of its context."""
         products = attention = 0
         for layer in self.layers:
             own, mlp = layer.attention, layer.mlp
             features = mlp.size if isinstance(mlp, MlpSpec) else mlp.top_k * mlp.size
             products += self.hidden_size * (2 * (own.heads + own.kv_heads) * own.head_dim + 3 * features)
             attention += 0 if own.window else 2 * own.heads * own.head_dim
-        return int(ATTENTION_SHARE * products / attention) if attention else 0
+        return products, attention
 
     @property
     def longrope(self) -> LongRopeScaling | None:

@@ -11,7 +11,8 @@ from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec.fields import SameFields
 from headrace.wire.service import MalformedFrame
 
-_FACTS = SameFields(ModelInfo, pb.ModelFacts, but=("costly_context", "kv_groups", "sampling_defaults"))
+_OF_THE_ENGINE = ("costly_context", "token_flops", "pair_flops", "peak_read_bytes_per_s", "peak_flops_per_s")
+_FACTS = SameFields(ModelInfo, pb.ModelFacts, but=(*_OF_THE_ENGINE, "kv_groups", "sampling_defaults"))
 _GROUP = SameFields(KvGroup, pb.KvGroup)
 
 
