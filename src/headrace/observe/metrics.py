@@ -247,6 +247,8 @@ class Metrics:
 
     def forget(self, model: str, replica: str | None = None) -> None:
         leading = (model,) if replica is None else (model, replica)
+        if replica is None:
+            self.tenants.forget_model(model)
         for labels in [labels for labels in self._replicas if labels[: len(leading)] == leading]:
             del self._replicas[labels]
         for metric in (self.requests, self.sequences_resumed):

@@ -151,6 +151,9 @@ class TenantMetrics(Collector):
         label = tenant if tenant in self._largest.labelled else OTHER
         _of(self._tenants, label).add(use)
 
+    def forget_model(self, model: str) -> None:
+        self._models.pop(model, None)
+
     def collect(self) -> Iterator[Metric]:
         yield from _families(TIER_PREFIX, "tier", self._tiers)
         yield from _families(TENANT_PREFIX, "tenant", self._tenants)
