@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from operator import add
 from typing import TypedDict
 
 from headrace.core.load import EngineCounters, GpuUse
@@ -15,7 +16,7 @@ from headrace.machine.resources import resident_bytes
 MEGA = 10**6
 
 READ_EVERY_S = 1.0
-"""Reports are made many times a second."""
+"""Many reports are made in a second, which share one reading."""
 
 
 class StepWork:
@@ -24,7 +25,7 @@ class StepWork:
 
     def __init__(self, info: ModelInfo) -> None:
         self._info = info
-        self._groups = [(group.block_bytes(1), group.window) for group in info.kv_groups]
+        self._groups = [(group, group.block_bytes(1)) for group in info.kv_groups]
         self._read_bytes = self._flops = 0
 
     def add(self, plan: Plan, counters: EngineCounters) -> None:
@@ -32,8 +33,9 @@ class StepWork:
         num_tokens = sum(counts)
         num_seen = sum(starts) + num_tokens
         self._read_bytes += self._info.weight_bytes
-        for token_bytes, window in self._groups:
-            seen = num_seen if window is None else sum([min(start + count, window) for start, count in zip(starts, counts, strict=True)])
+        for group, token_bytes in self._groups:
+            is_whole = group.window is None
+            seen = num_seen if is_whole else sum(map(group.tokens_needed, map(add, starts, counts)))
             self._read_bytes += token_bytes * seen
         num_pairs = num_seen
         if num_tokens > len(counts):  # with rows of a prompt's chunk: each of its tokens sees itself and those before it
