@@ -29,7 +29,7 @@ from headrace.core.plan import LogprobColumns, TokenLogprobs
 from headrace.core.request import NO_TIER, EngineRequest, PriorityClass, TierTerms
 from headrace.core.sampling import SamplingParams
 from headrace.core.structured import StructuredOutputsParams
-from headrace.core.update import FinishReason, SequenceUpdate, StageSeconds
+from headrace.core.update import STAGES, FinishReason, SequenceUpdate, StageSeconds
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import (
     decode_finish,
@@ -129,11 +129,13 @@ def updates(draw: st.DrawFn) -> SequenceUpdate:
         queue_time_s=draw(st.none() | finite),
     )
     if draw(st.booleans()):
+        stages = draw(st.none() | st.builds(StageSeconds, finite, finite, finite, finite, finite))
         return update._replace(
             finish=draw(st.sampled_from(FinishReason)),
             stop_token_id=draw(st.none() | tokens),
             error=draw(st.none() | text),
-            stages=draw(st.none() | st.builds(StageSeconds, finite, finite, finite, finite, finite)),
+            stages=stages,
+            entered=() if stages is None else tuple(draw(st.lists(st.tuples(st.integers(0, len(STAGES) - 1), finite), max_size=8))),
         )
     return update
 

@@ -10,6 +10,8 @@ from typing import NamedTuple
 from headrace.core.ids import RequestId
 from headrace.core.plan import TokenLogprobs
 
+MAX_ENTERED = 64
+
 
 class FinishReason(StrEnum):
     """OpenAI's values where OpenAI has one."""
@@ -47,6 +49,10 @@ class StageSeconds(NamedTuple):
     stalled: float = 0.0
 
 
+STAGES = StageSeconds._fields
+"""Names of the stages, by index."""
+
+
 class SequenceUpdate(NamedTuple):
     """New tokens of one sequence, or its end. Create it with keyword arguments.
 
@@ -62,6 +68,8 @@ class SequenceUpdate(NamedTuple):
     num_cached_tokens  of the prompt, from the prefix cache; set on the update that carries the first token
     queue_time_s     from arrival at the engine to the first slot; set on the same update
     stages           set on the last update
+    entered          beside `stages`: (index of the stage, seconds after arrival at which it was entered), in order, from the end of the
+                     queue on; at most MAX_ENTERED, of which the last then stands for all that followed. Empty from an earlier engine
     """
 
     request_id: RequestId
@@ -76,6 +84,7 @@ class SequenceUpdate(NamedTuple):
     num_cached_tokens: int | None = None
     queue_time_s: float | None = None
     stages: StageSeconds | None = None
+    entered: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

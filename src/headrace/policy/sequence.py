@@ -13,7 +13,7 @@ from typing import NamedTuple
 from headrace.core.hashing import BlockHash
 from headrace.core.ids import PreparationId, RequestId, SeqId
 from headrace.core.request import EngineRequest
-from headrace.core.update import FinishReason
+from headrace.core.update import MAX_ENTERED, FinishReason
 
 NO_SLOT = -1
 NO_PREPARATION = PreparationId(0)
@@ -86,6 +86,7 @@ class Sequence:
     num_prompt_logprobs_emitted  prompt positions whose log-probabilities were emitted; a prompt computed again after a preemption does
                                  not emit them again
     stage, stage_since, stage_seconds  the current stage, when it began, and the seconds spent in each stage before it
+    stages_entered  as `core.update.SequenceUpdate.entered`
     num_charged  positions that the queue policy has counted as service, or that others computed
     has_aged     the sequence started while a higher class waited, so no sequence of a higher class preempts it
     """
@@ -127,6 +128,7 @@ class Sequence:
     stage_since: float = 0.0
     stage_seconds: list[float] = field(default_factory=lambda: [0.0] * len(Stage))
     stage_unstalled: Stage = PREFILL
+    stages_entered: list[tuple[int, float]] = field(default_factory=list)
     first_token_emitted: bool = False
     num_prompt_logprobs_emitted: int = 0
 
@@ -232,6 +234,8 @@ class Sequence:
 
     def enter(self, stage: Stage, now: float) -> None:
         self.stage_seconds[self.stage] += now - self.stage_since
+        if stage is not self.stage and len(self.stages_entered) < MAX_ENTERED:
+            self.stages_entered.append((int(stage), now - self.arrival))
         self.stage, self.stage_since = stage, now
 
     def stall(self, now: float) -> None:

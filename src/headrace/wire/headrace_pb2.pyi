@@ -389,18 +389,22 @@ class RowFinish(_message.Message):
     def __init__(self, row: _Optional[int] = ..., reason: _Optional[_Union[FinishKind, str]] = ..., stop_token_id: _Optional[int] = ..., error: _Optional[str] = ..., stages: _Optional[_Union[StageSeconds, _Mapping]] = ...) -> None: ...
 
 class StageSeconds(_message.Message):
-    __slots__ = ("queue", "prefill", "decode", "preempted", "stalled")
+    __slots__ = ("queue", "prefill", "decode", "preempted", "stalled", "entered_stages", "entered_s")
     QUEUE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     PREEMPTED_FIELD_NUMBER: _ClassVar[int]
     STALLED_FIELD_NUMBER: _ClassVar[int]
+    ENTERED_STAGES_FIELD_NUMBER: _ClassVar[int]
+    ENTERED_S_FIELD_NUMBER: _ClassVar[int]
     queue: float
     prefill: float
     decode: float
     preempted: float
     stalled: float
-    def __init__(self, queue: _Optional[float] = ..., prefill: _Optional[float] = ..., decode: _Optional[float] = ..., preempted: _Optional[float] = ..., stalled: _Optional[float] = ...) -> None: ...
+    entered_stages: _containers.RepeatedScalarFieldContainer[int]
+    entered_s: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, queue: _Optional[float] = ..., prefill: _Optional[float] = ..., decode: _Optional[float] = ..., preempted: _Optional[float] = ..., stalled: _Optional[float] = ..., entered_stages: _Optional[_Iterable[int]] = ..., entered_s: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class RowFirst(_message.Message):
     __slots__ = ("row", "num_cached_tokens", "queue_time_s")

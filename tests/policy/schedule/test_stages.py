@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -30,6 +31,15 @@ def step_takes(driven: DrivenEngine, seconds: float) -> None:
 def stages_of(driven: DrivenEngine, name: str) -> StageSeconds:
     (stages,) = [update.stages for update in driven.updates if update.request_id == name and update.stages is not None]
     return stages
+
+
+def seconds_of(entered: tuple[tuple[int, float], ...], end: float) -> list[float]:
+    """Seconds by stage, from the moments at which each was entered."""
+    seconds = [0.0] * len(StageSeconds._fields)
+    moments = [(0, 0.0), *entered, (0, end)]
+    for (stage, start), (_, until) in itertools.pairwise(moments):
+        seconds[stage] += until - start
+    return seconds
 
 
 def test_a_plain_request_spends_its_time_on_the_queue_prefill_and_decode() -> None:
@@ -118,4 +128,5 @@ def test_the_stages_of_every_sequence_add_up_to_its_time_from_arrival_to_end(see
         assert update.stages is not None
         assert min(update.stages) >= 0.0
         assert sum(update.stages) == pytest.approx(ended[key], abs=1e-9)
+        assert seconds_of(update.entered, ended[key]) == pytest.approx(update.stages, abs=1e-9)
     assert all(update.stages is None for update in driven.updates if update.finish is None)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NewType, Protocol, TypeVar
+from typing import Any, NamedTuple, NewType, Protocol, TypeVar
 
 from headrace.core.load import EngineCounters, LoadSnapshot
 from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince, mean_speed, num_blocks, predicted_s, speed_of
 
-Choice = TypeVar("Choice")
+Item = TypeVar("Item")
 ReplicaId = NewType("ReplicaId", str)
 
 SIMILAR = 1.25
@@ -65,6 +65,28 @@ class Cost:
     fullness: float
 
 
+class Figures(NamedTuple):
+    """What a replica was compared by. predicted_s: None where no replica's speed is known"""
+
+    replica_id: ReplicaId
+    cost: Cost
+    predicted_s: float | None = None
+
+
+class Choice(NamedTuple):
+    """reason: for a person; figures: of the replicas that were compared"""
+
+    replica_id: ReplicaId
+    reason: str
+    figures: tuple[Figures, ...] = ()
+
+
+ONLY = "the only replica that can take it"
+FASTEST = "expected to be done first of two drawn at random"
+LEAST_BUSY = "the less busy of two drawn at random"
+PREFERRED = "has the conversation's beginning in its prefix cache"
+
+
 def choose(
     candidates: Sequence[Candidate],
     *,
@@ -72,50 +94,67 @@ def choose(
     block_size: int,
     random: Random,
     preferred: ReplicaId | None = None,
-) -> Candidate | None:
+) -> Choice | None:
     """Draws at most three random numbers, whatever the number of replicas, and the same with and without `preferred`. A replica of unknown
     speed counts as one of mean speed.
 
     preferred  has the beginning of the prompt in its prefix cache: taken unless it is much slower than the choice without it
     """
     if len(candidates) < 2:
-        return candidates[0] if candidates else None
-
-    def cost_of(candidate: Candidate) -> Cost:
-        return cost(candidate, prompt_tokens=size.prompt_tokens, block_size=block_size)
-
-    favourite = next((candidate for candidate in candidates if candidate.replica_id == preferred), None)
+        return Choice(candidates[0].replica_id, ONLY) if candidates else None
     speeds = [speed_of(candidate.snapshot) for candidate in candidates]
     assumed = mean_speed(speeds)
     if assumed is None or random.randrange(UNMEASURED_DIVISOR) == 0:
-        chosen = cheaper_of_two(candidates, cost_of, random)
-        return chosen if favourite is None or not _is_about_as_cheap(cost_of(favourite), cost_of(chosen)) else favourite
-    known = {candidate.replica_id: speed or assumed for candidate, speed in zip(candidates, speeds, strict=True)}
+        known, drawn = {}, two_of(candidates, random)
+    else:
+        known = {candidate.replica_id: speed or assumed for candidate, speed in zip(candidates, speeds, strict=True)}
+        drawn = draw_two(candidates, [1.0 / known[candidate.replica_id].idle_s(size) for candidate in candidates], random)
 
-    def time_of(candidate: Candidate) -> float:
-        return predicted_s(candidate.snapshot or EMPTY, candidate.sent, size, known[candidate.replica_id], block_size=block_size)
+    def figures_of(candidate: Candidate) -> Figures:
+        figures = Figures(candidate.replica_id, cost(candidate, prompt_tokens=size.prompt_tokens, block_size=block_size))
+        if not known:
+            return figures
+        speed = known[candidate.replica_id]
+        return figures._replace(predicted_s=predicted_s(candidate.snapshot or EMPTY, candidate.sent, size, speed, block_size=block_size))
 
-    first, second = draw_two(candidates, [1.0 / known[candidate.replica_id].idle_s(size) for candidate in candidates], random)
-    chosen = second if time_of(second) * SIMILAR < time_of(first) else first
-    return chosen if favourite is None or time_of(favourite) > AFFINITY * time_of(chosen) else favourite
+    compared = tuple(map(figures_of, drawn))
+    chosen, reason = _better(*compared)
+    favourite = next((figures for figures in compared if figures.replica_id == preferred), None)
+    if favourite is None and (other := next((each for each in candidates if each.replica_id == preferred), None)) is not None:
+        favourite = figures_of(other)
+        compared = (*compared, favourite)
+    if favourite is not None and _is_close(favourite, chosen):
+        chosen, reason = favourite, PREFERRED
+    return Choice(chosen.replica_id, reason, compared)
+
+
+def _better(first: Figures, second: Figures) -> tuple[Figures, str]:
+    if first.predicted_s is None or second.predicted_s is None:
+        return min(first, second, key=lambda figures: figures.cost), LEAST_BUSY
+    return (second if second.predicted_s * SIMILAR < first.predicted_s else first), FASTEST
+
+
+def _is_close(favourite: Figures, chosen: Figures) -> bool:
+    if favourite.predicted_s is None or chosen.predicted_s is None:
+        return _is_about_as_cheap(favourite.cost, chosen.cost)
+    return favourite.predicted_s <= AFFINITY * chosen.predicted_s
 
 
 def _is_about_as_cheap(favourite: Cost, chosen: Cost) -> bool:
     return favourite.lacks_blocks <= chosen.lacks_blocks and favourite.outstanding <= chosen.outstanding + AFFINITY_REQUESTS
 
 
-def cheaper_of_two(choices: Sequence[Choice], cost_of: Callable[[Choice], Any], random: Random) -> Choice:
-    count = len(choices)
-    first = random.randrange(count)
-    if count == 1:
-        return choices[first]
-    second = random.randrange(count - 1)
-    pair = (choices[first], choices[second + (second >= first)])
-    # `first` is uniform and min() keeps it on equal costs, so idle replicas share evenly.
-    return min(pair, key=cost_of)
+def cheaper_of_two(choices: Sequence[Item], cost_of: Callable[[Item], Any], random: Random) -> Item:
+    return choices[0] if len(choices) == 1 else min(two_of(choices, random), key=cost_of)
 
 
-def draw_two(choices: Sequence[Choice], weights: Sequence[float], random: Random) -> tuple[Choice, Choice]:
+def two_of(choices: Sequence[Item], random: Random) -> tuple[Item, Item]:
+    """choices: at least two. The first is uniform, and min() keeps it on equal costs, so that idle replicas share evenly."""
+    first, second = random.randrange(len(choices)), random.randrange(len(choices) - 1)
+    return choices[first], choices[second + (second >= first)]
+
+
+def draw_two(choices: Sequence[Item], weights: Sequence[float], random: Random) -> tuple[Item, Item]:
     """Each by its weight (> 0) among those left. choices: at least two"""
     first = _draw(weights, random)
     rest = [*range(first), *range(first + 1, len(choices))]
@@ -153,7 +192,7 @@ def started_share(ready_s: float, slow_start_s: float) -> float:
     return max(FIRST_SHARE, ready_s / slow_start_s)
 
 
-def started(choices: Sequence[Choice], shares: Sequence[float], random: Random) -> list[Choice]:
+def started(choices: Sequence[Item], shares: Sequence[float], random: Random) -> list[Item]:
     """A replica that has just become ready gets a part: its prefix cache is empty and its speed unknown."""
     largest = max(shares, default=1.0)
     return [

@@ -20,7 +20,7 @@ from headrace.core.errors import (
     Unavailable,
 )
 from headrace.core.plan import LogprobColumns, TokenLogprobs, int_column
-from headrace.core.update import FinishReason, SequenceUpdate, StageSeconds
+from headrace.core.update import MAX_ENTERED, STAGES, FinishReason, SequenceUpdate, StageSeconds
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec.fields import FINISH_KIND, FINISH_REASON, printable
 from headrace.wire.service import Attempt, Handle, MalformedFrame
@@ -54,6 +54,7 @@ class RowExtras(TypedDict, total=False):
     num_cached_tokens: int
     queue_time_s: float
     stages: StageSeconds
+    entered: tuple[tuple[int, float], ...]
 
 
 def update_of(attempt: Attempt, index: int, token_ids: tuple[int, ...], extras: RowExtras) -> SequenceUpdate:
@@ -126,12 +127,23 @@ def _add_finish(extras: RowExtras, finished: pb.RowFinish) -> None:
     if finished.HasField("stages"):
         spent = finished.stages
         extras["stages"] = StageSeconds(spent.queue, spent.prefill, spent.decode, spent.preempted, spent.stalled)
+        extras["entered"] = _entered(spent)
+
+
+def _entered(spent: pb.StageSeconds) -> tuple[tuple[int, float], ...]:
+    """Stages that a newer engine has and this gateway does not know are left out. Raises MalformedFrame."""
+    if not len(spent.entered_stages) == len(spent.entered_s) <= MAX_ENTERED:
+        raise MalformedFrame("updates: columns of the entered stages differ in length, or are too long")
+    return tuple([(stage, since) for stage, since in zip(spent.entered_stages, spent.entered_s, strict=True) if stage < len(STAGES)])
 
 
 def _add_sparse(message: pb.Updates, row: int, update: SequenceUpdate) -> None:
     if update.finish is not None:
         error = None if update.error is None else printable(update.error)
         stages = None if update.stages is None else pb.StageSeconds(**update.stages._asdict())
+        if stages is not None:
+            stages.entered_stages.extend([stage for stage, _ in update.entered])
+            stages.entered_s.extend([since for _, since in update.entered])
         message.finished.add(row=row, reason=FINISH_KIND[update.finish], stop_token_id=update.stop_token_id, error=error, stages=stages)
     if update.num_cached_tokens is not None or update.queue_time_s is not None:
         message.first.add(row=row, num_cached_tokens=update.num_cached_tokens, queue_time_s=update.queue_time_s)
