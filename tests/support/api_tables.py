@@ -19,7 +19,9 @@ FIELDS = "<!-- fields: made from headrace.gateway.surfaces.dialect.field_table -
 
 def paths_table() -> str:
     lines = ["| path | method | key | what |", "|---|---|---|---|"]
-    lines += [f"| `{row.shown_path}` | {row.method} | {'no' if row.is_public else 'yes'} | {row.summary} |" for row in ENDPOINTS]
+    for row in ENDPOINTS:
+        key = "no" if row.is_public else "yes, or a reader's" if row.for_readers else "yes"
+        lines.append(f"| `{row.shown_path}` | {row.method} | {key} | {row.summary} |")
     return "\n".join(lines) + "\n"
 
 

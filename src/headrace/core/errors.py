@@ -12,6 +12,7 @@
     |- UnusableKey                 a valid key whose tier is not configured here -> 403
     |- HeadRefused                 request line or header; the message shows nothing of it
     |  |- Forbidden                a Host or Origin -> 403
+    |  |- ReaderRefused            a key of the role reader, and a path that is not for readers -> 403
     |  |- RouteNotFound            no such path -> 404
     |  `- MethodNotAllowed         the path has other methods -> 405
     |- TemporaryRefusal            may pass by itself

@@ -31,6 +31,7 @@ from headrace.gateway.http.errors import (
     ErrorReply,
     HeadRefused,
     RateLimitExceeded,
+    ReaderRefused,
     RouteNotFound,
     SlowReader,
     UnsupportedEncoding,
@@ -145,6 +146,8 @@ class Gateway:
         if path is None:
             raise RouteNotFound(exchange.scope["path"])
         endpoint, service = path.endpoint(exchange.scope["method"]), active.service
+        if exchange.principal.reads_all and not endpoint.for_readers:
+            raise ReaderRefused
         if not (endpoint.generates or endpoint.has_limits):
             await endpoint.handler(service, exchange)
             return

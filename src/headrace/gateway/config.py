@@ -15,7 +15,16 @@ from headrace.core.errors import ConfigError
 from headrace.core.hashing import check_secret
 from headrace.core.option import Reload, Role, check_options, option, required, section
 from headrace.core.strict_decode import decode, read_json_object
-from headrace.gateway.access.principal import ANY_ACCESS, OPEN_ACCESS, ApiKey, MetricsAccess, OpenMetrics, check_key, with_digest
+from headrace.gateway.access.principal import (
+    ANY_ACCESS,
+    OPEN_ACCESS,
+    READER_TIER,
+    ApiKey,
+    MetricsAccess,
+    OpenMetrics,
+    check_key,
+    with_digest,
+)
 from headrace.gateway.cache.config import CacheConfig
 from headrace.gateway.generation.config import RequestConfig
 from headrace.gateway.http.config import HttpTls, Limits, ServerConfig, Timeouts, check_names, check_networks
@@ -76,7 +85,7 @@ class GatewayConfig:
     metrics_tenants: tuple[str, ...] = option(
         (),
         "Tenants whose keys read the series of all tenants on `/metrics` (give the scraper such a key); where there are several tenants, "
-        "any other key reads its own tenant's alone. Refused beside `open_metrics`.",
+        "any other key but a reader's reads its own tenant's alone. Refused beside `open_metrics`.",
         reload=Reload.LIVE,
         role=Role.SECURITY,
     )
@@ -147,6 +156,8 @@ class GatewayConfig:
         _check_share(self.limits.max_tenant_share, self.num_tenants)
         self.store.checked()
         for name, tier in self.tiers.items():
+            if name == READER_TIER:
+                raise ConfigError(f"tiers.{name}", "is what a key of a reader has for a tier", "Give the tier another name.")
             tier.checked(f"tiers.{name}")
         for name, price in self.prices.items():
             price.checked(f"prices.{name}")

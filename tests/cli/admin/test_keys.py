@@ -89,6 +89,17 @@ def test_every_limit_of_a_key_is_shown_and_the_key_is_not() -> None:
     assert made["key"][:8] in everything
 
 
+def test_a_reader_is_made_and_listed_as_one() -> None:
+    made = printed("keys", "create", "--tenant", "ops", "--role", "reader")
+    printed("keys", "create", "--tenant", "ops")
+    assert [(key["role"], key["tier"]) for key in printed("keys", "list")] == [("reader", None), ("user", None)]
+    assert "ops     -     reader  -     active" in done("keys", "list")
+    assert printed("keys", "show", made["id"])["role"] == "reader"
+    assert printed("tenants", "show", "ops")["tier"] == "standard"
+    assert 'role: expected one of user, reader, got "root"' in str(refused("keys", "create", "--tenant", "ops", "--role", "root"))
+    assert "leave them out" in str(refused("keys", "create", "--tenant", "ops", "--role", "reader", "--tier", "free"))
+
+
 def test_rotate_and_revoke_and_what_the_audit_says() -> None:
     made = printed("keys", "create", "--tenant", "acme")
     rotated = printed("keys", "rotate", made["id"], "--grace", "1h")

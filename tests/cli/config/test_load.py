@@ -218,6 +218,8 @@ def test_default_model_is_served_when_nothing_names_one(tmp_path: Path, model_fo
         ("models: [{engine: {model: M}}]\ndrain_timeout_s: -1", "drain_timeout_s", "outside 0..86400"),
         ("models: [{engine: {model: M}}]\ngateway: {port: 70000}", "gateway.port", "outside 0..65535"),
         ("models: [{engine: {model: M}}]\ngateway: {api_keys: [{key: short}]}", "gateway.api_keys[0].key", "shorter than"),
+        ("gateway: {api_keys: [{key: long-enough, role: root}]}", "gateway.api_keys[0].role", "'root' is not one of user, reader"),
+        ("tiers: {'role:reader': {weight: 2}}", "tiers.role:reader", "Give the tier another name."),
         ("models: [{engine: {model: M}}]\ngateway: {host: 0.0.0.0}", "gateway.host", "--api-key"),
         ("models: [{engine: {model: M, device: tpu}}]", "models[0].engine.device", "is not one of auto, cuda, cpu"),
         ("models: [{engine: {model: M}}]\nmodels: []", "headrace.yaml:2", "models is given twice, first on line 1"),

@@ -151,6 +151,7 @@ gateway:
     - sha256: "b5bb9d8014a0f9b1d61e21e796d78dccdf1352f23cd32812f4850b878ae4944c"
       user: bob
       tier: premium
+      role: reader
 drain_timeout_s: 60
 """
 WORD = "gateway:\n  access: open\n"
@@ -245,6 +246,7 @@ def protections(config: ServeConfig) -> set[str]:
     for key in gateway.api_keys:
         found[f"the tenant of {key.sha256} is {key.tenant}"] = True
         found |= {f"of key {key.sha256} {name}": getattr(key, name) for name in ("user", "tier")}
+        found[f"of key {key.sha256} role"] = key.role == "reader"
     unlimited = [item.name for item in fields(Tier) if item.default in (None, ()) and not item.name.endswith("_ms")]
     assert len(unlimited) == 12
     for tier_name, tier in all_tiers(config.tiers).items():
@@ -260,7 +262,7 @@ def values(config: ServeConfig) -> dict[str, object]:
     """The value of everything that protects, by the key, name or address that it is about."""
     gateway = config.gateway
     found: dict[str, object] = {
-        f"key {key.sha256} {name}": getattr(key, name) for key in gateway.api_keys for name in ("tenant", "user", "tier")
+        f"key {key.sha256} {name}": getattr(key, name) for key in gateway.api_keys for name in ("tenant", "user", "tier", "role")
     }
     for name, tier in all_tiers(config.tiers).items():
         found |= {f"tier {name} {item.name}": getattr(tier, item.name) for item in fields(tier) if item.default in (None, ())}
@@ -361,6 +363,7 @@ LOST = [
     ("tenant: acme", r"api_keys\[key-9b74c9897bac\]\.tenant: protects"),
     ("tier: batch", r"api_keys\[key-2c26b46b68ff\]\.tier: protects"),
     ("user: ada", r"api_keys\[key-9b74c9897bac\]\.user: protects"),
+    ("role: reader", r"api_keys\[key-b5bb9d8014a0\]\.role: protects"),
     ("output: 2.5", r"prices\.m\.output: protects"),
 ]
 
@@ -472,7 +475,7 @@ MELTED = [
     (
         '    - sha256: "b5bb',
         "      user: bob",
-        r".*\[key-fcde2b2edba5\]\.(user|tier): would be taken from .*\[key-b5bb9d8014a0\]",
+        r".*\[key-fcde2b2edba5\]\.(user|tier|role): would be taken from .*\[key-b5bb9d8014a0\]",
     ),
     (
         "    monthly_budget: 1000",

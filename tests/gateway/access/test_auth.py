@@ -191,7 +191,8 @@ async def test_metrics_may_be_opened(text: TextModel) -> None:
 
 
 OPS = "sk-scraper-0123456789abcdef"
-OPS_KEYS = [*KEYS, {"key": OPS, "tenant": "ops"}]
+READER = "sk-reader-0123456789abcdef"
+OPS_KEYS = [*KEYS, {"key": OPS, "tenant": "ops"}, {"key": READER, "tenant": "alice", "role": "reader"}]
 
 
 async def tenants_on_page(bench: TestBench, key: str) -> tuple[set[str], bool]:
@@ -204,8 +205,11 @@ async def tenants_on_page(bench: TestBench, key: str) -> tuple[set[str], bool]:
     return set(re.findall(r'tenant="([^"]*)"', "\n".join(samples))), any(line.startswith("headrace_tier_") for line in samples)
 
 
-@pytest.mark.parametrize(("key", "tenants", "has_tiers"), [(KEY, {"alice"}, False), (OTHER, {"bob"}, False), (OPS, {"alice", "bob"}, True)])
-async def test_a_key_reads_its_own_tenants_metrics_and_a_scrapers_key_all(
+@pytest.mark.parametrize(
+    ("key", "tenants", "has_tiers"),
+    [(KEY, {"alice"}, False), (OTHER, {"bob"}, False), *((key, {"alice", "bob"}, True) for key in (OPS, READER))],
+)
+async def test_a_key_reads_its_own_tenants_metrics_and_a_scrapers_or_readers_key_all(
     text: TextModel, key: str, tenants: set[str], has_tiers: bool
 ) -> None:
     async with open_bench(text, api_keys=OPS_KEYS, metrics_tenants=["ops"]) as bench:
@@ -228,7 +232,7 @@ async def test_a_tenant_cannot_subtract_its_own_use_from_the_sites(text: TextMod
         )
 
 
-@pytest.mark.parametrize(("key", "num_open"), [(KEY, 2), (OTHER, 0), (OPS, 2)])
+@pytest.mark.parametrize(("key", "num_open"), [(KEY, 2), (OTHER, 0), (OPS, 2), (READER, 2)])
 async def test_load_counts_the_requests_of_the_readers_tenant_and_for_a_scraper_all(text: TextModel, key: str, num_open: int) -> None:
     async with open_bench(text, api_keys=OPS_KEYS, metrics_tenants=["ops"]) as bench:
         admit = bench.gateway.service.open_requests.admit
@@ -449,8 +453,8 @@ async def test_a_model_shows_the_limits_that_hold_for_the_key(text: TextModel) -
     ("key", "refusal"),
     [
         ({"tier": "gold"}, r"api_keys\[0\]\.tier: 'gold' is not a tier\. There are: enterprise, premium, standard, free, batch\."),
-        ({"weight": 2.0}, r"api_keys\[0\]\.weight: is not a known key\. Known: key, sha256, tenant, user, tier\."),
-        ({"priority": "batch"}, r"api_keys\[0\]\.priority: is not a known key\. Known: key, sha256, tenant, user, tier\."),
+        ({"weight": 2.0}, r"api_keys\[0\]\.weight: is not a known key\. Known: key, sha256, tenant, user, tier, role\."),
+        ({"priority": "batch"}, r"api_keys\[0\]\.priority: is not a known key\. Known: key, sha256, tenant, user, tier, role\."),
     ],
 )
 @pytest.mark.pure

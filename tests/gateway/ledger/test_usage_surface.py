@@ -54,6 +54,19 @@ async def test_each_tenant_sees_its_own_usage(text: TextModel, tmp_path: Path) -
         assert len(by_day["day"]) == len("2026-11-30")
 
 
+async def test_a_reader_sees_the_usage_of_every_tenant_and_asks_once_at_a_time(text: TextModel, tmp_path: Path) -> None:
+    keys = [*KEYS, {"key": "sk-reader-0123456789", "tenant": "acme", "role": "reader"}]
+    async with open_bench(text, state=str(tmp_path), api_keys=keys) as bench:
+        for tenant in ("acme", "globex"):
+            assert (await bench.client.post("/v1/chat/completions", json=chat_body(), headers=as_tenant(tenant))).status_code == 200
+        both = await rows(bench, "reader", "?by=tenant", count=2)
+        assert [(row["tenant"], row["requests"]) for row in both] == [("acme", 1), ("globex", 1)]
+        ledger = bench.gateway.service.ledger
+        assert ledger is not None
+        ledger._asking.add(None)
+        assert (await bench.client.get("/v1/usage", headers=as_tenant("reader"))).status_code == 429
+
+
 async def test_a_time_without_requests_has_no_rows(text: TextModel, tmp_path: Path) -> None:
     async with open_bench(text, state=str(tmp_path), api_keys=KEYS) as bench:
         answer = await bench.client.get("/v1/usage?since=2001-01-01&until=2001-01-02", headers=as_tenant("acme"))

@@ -6,9 +6,11 @@ import asyncio
 import hashlib
 import stat
 from collections.abc import AsyncIterator, Awaitable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace.core.clock import SteadyUnixTime
@@ -16,6 +18,7 @@ from headrace.core.errors import ConfigError, InvalidRequest
 from headrace.gateway.access.admin_requests import shown
 from headrace.gateway.access.administration import Administration, IssuedKey, NewKey, NewTenant, TenantChange, digest
 from headrace.gateway.access.key_store import KeyRecord, KeyStore, RedisKeys, TenantRecord, open_keys
+from headrace.gateway.access.principal import READER_TIER, KeyLimits, KeyRole
 from headrace.gateway.stores.config import StoreConfig
 from headrace.gateway.stores.redis import open_redis
 from headrace.gateway.stores.store import StoreFailed
@@ -101,6 +104,9 @@ async def test_the_first_key_makes_the_tenant_and_later_keys_may_have_a_tier_of_
     assert [key.id for key in await admin.keys("acme")] == [first.record.id, second.record.id]
 
 
+LIMITED_READERS = [NewKey(tenant="a", role="reader", **more) for more in ({"tier": "free"}, {"budget": 1.0}, {"models": ("m",)})]
+
+
 @pytest.mark.parametrize(
     ("wanted", "reason"),
     [
@@ -113,6 +119,9 @@ async def test_the_first_key_makes_the_tenant_and_later_keys_may_have_a_tier_of_
         (NewKey(tenant="a", budget=-1.0), "budget: expected above 0"),
         (NewKey(tenant="a", budget=float("inf")), "budget: expected above 0"),
         (NewKey(tenant="a", requests_per_minute=0), "requests_per_minute: expected"),
+        (NewKey(tenant="a", role="root"), "role: expected one of user, reader"),
+        *((wanted, "role: expected user beside tier, budget or models") for wanted in LIMITED_READERS),
+        (NewKey(tenant="a", tier=READER_TIER), "tier: expected one of"),
     ],
 )
 async def test_what_makes_no_sense_is_refused_by_name(tmp_path: Path, unix_time: ManualTime, wanted: NewKey, reason: str) -> None:
@@ -218,6 +227,68 @@ async def test_a_store_that_is_down_fails_by_its_own_error(tmp_path: Path, unix_
     with pytest.raises(StoreFailed):
         await Administration(store, tiers=BUILT_IN_TIERS, unix_time=unix_time, actor="x").create_key(NewKey(tenant="acme"))
     await store.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordBeforeRoles:
+    """What a gateway of the version before roles decodes from a stored key, by the same rules for unknown fields."""
+
+    id: str
+    sha256: str
+    first_chars: str
+    tenant: str
+    created_at: float
+    user: str = ""
+    tier: str = ""
+    expires_at: float | None = None
+    revoked_at: float | None = None
+    previous_sha256: str = ""
+    previous_until: float = 0.0
+    limits: KeyLimits = field(default_factory=KeyLimits)
+
+
+RECORD = (
+    b'{"id":"key-1","sha256":"aa","first_chars":"hr-3uNvQ","tenant":"acme","created_at":1.0,"user":"","tier":"%b","expires_at":null,'
+    b'"revoked_at":null,"previous_sha256":"","previous_until":0.0,"limits":{"monthly_budget":null,"requests_per_minute":null,"models":[]}%b}'
+)
+
+
+@pytest.mark.pure
+def test_a_gateway_that_knows_no_roles_refuses_a_reader_and_its_commands_make_no_user_of_one() -> None:
+    def seen_before(record: bytes) -> tuple[RecordBeforeRoles, bool]:
+        """With whether the key is used: not while its tier is unknown, whatever the configuration has."""
+        old = msgspec.json.decode(record, type=RecordBeforeRoles)
+        return old, (old.tier or "standard") in {"role", "reader", *BUILT_IN_TIERS}
+
+    reader = KeyRecord(id="key-1", sha256="aa", first_chars="hr-3uNvQ", tenant="acme", created_at=1.0, tier=READER_TIER)
+    stored = RECORD % (b"role:reader", b"")
+    assert msgspec.json.encode(reader) == stored
+    old, is_used = seen_before(stored)
+    assert not is_used
+    rotated = msgspec.json.encode(replace(old, sha256="bb", previous_sha256="aa", previous_until=9.0))
+    assert msgspec.json.decode(rotated, type=KeyRecord).role is KeyRole.READER
+    assert seen_before(RECORD % (b"", b',"role":"reader"'))[1], "why the role is no field of its own"
+    for tier in (b"", b"free"):
+        assert seen_before(RECORD % (tier, b""))[1]
+        user = msgspec.json.decode(RECORD % (tier, b""), type=KeyRecord)
+        assert (user.role, user.own_tier) == (KeyRole.USER, tier.decode()), "keys of that version stay what they are"
+
+
+async def test_a_readers_role_outlives_rotation_and_is_in_the_audit(admin: Administration, store: KeyStore, unix_time: ManualTime) -> None:
+    issued = await admin.create_key(NewKey(tenant="acme", role="reader", requests_per_minute=5))
+    rotated = await admin.rotate_key(issued.record.id, grace_s=HOUR)
+    for key in (issued, rotated):
+        record = await found(store, key)
+        assert record is not None
+        assert (record.role, record.own_tier, record.limits.requests_per_minute) == (KeyRole.READER, "", 5)
+    line = shown(rotated.record, unix_time.now)
+    assert (line["role"], line["tier"]) == ("reader", None)
+    assert (await admin.audit(2))[1].detail == {
+        "tenant": "acme",
+        "role": "reader",
+        "requests_per_minute": 5,
+        "created_tenant": {"tier": "standard"},
+    }
 
 
 @pytest.mark.pure

@@ -299,6 +299,36 @@ async def test_every_route_and_method_refuses_every_key_that_is_not_valid(text: 
         assert await status(bench, issued) == 200
 
 
+async def test_a_reader_gets_what_is_marked_for_readers_and_nothing_else(text: TextModel, tmp_path: Path, admin: Administration) -> None:
+    """The reader belongs to the tenant whose answers, sessions and streams are there to be had."""
+    reader = (await admin.create_key(NewKey(tenant="acme", role="reader"))).key
+    user = (await admin.create_key(NewKey(tenant="acme"))).key
+    configured = "sk-reader-0123456789"
+    keys = [{"key": configured, "tenant": "acme", "role": "reader"}]
+    async with open_bench(text, state=str(tmp_path), api_keys=keys) as bench:
+        body, retried = chat_body(), {"idempotency-key": "one", "x-session-id": "s"}
+        kept = await bench.client.post("/v1/chat/completions", json=body, headers=bearer(user) | retried)
+        assert kept.status_code == 200
+        for key in (reader, configured):
+            for endpoint in ENDPOINTS:
+                if endpoint.is_public:
+                    continue
+                path = endpoint.path.replace("{model:path}", MODEL).replace("{id}", "s")
+                sent = body if endpoint.method == "POST" else None
+                answer = await bench.client.request(endpoint.method, path, headers=bearer(key) | retried, json=sent)
+                if endpoint.for_readers:
+                    assert answer.status_code == 200, path
+                else:
+                    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "reader_key"), path
+                    assert "role reader" in answer.json()["error"]["message"]
+            replayed = {**bearer(key), "last-event-id": kept.json()["id"]}
+            assert (await bench.client.post("/v1/chat/completions", json=body, headers=replayed)).status_code == 403
+            assert (await bench.client.get("/nope", headers=bearer(key))).status_code == 404
+        assert len(bench.replica.requests) == 1
+        shown = await bench.client.get("/v1/sessions/s", headers=bearer(user))
+        assert len(shown.json()["messages"]) == 2, "no reader has removed it"
+
+
 def _without_id(body: bytes) -> bytes:
     return body.partition(b'"request_id"')[0]
 

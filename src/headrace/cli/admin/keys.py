@@ -13,6 +13,7 @@ import typer
 
 from headrace.cli.admin.directory import AsJson, KeyDirectory, of_directory
 from headrace.cli.exits import UsageRefused
+from headrace.gateway.access.principal import KeyRole
 from headrace.policy.limits.tier import BUILT_IN_TIERS
 
 keys_app = typer.Typer(help="Create, list, rotate and revoke API keys.", no_args_is_help=True, rich_markup_mode=None)
@@ -23,6 +24,8 @@ LIMIT_COLUMNS = ("of", "limit", "number", "used", "left", "reset_s")
 
 TIERS = f"{', '.join(BUILT_IN_TIERS)}, or one of `tiers` in the file of --config"
 
+ROLES = "user, or reader: reads what belongs to every tenant, and generates nothing."
+
 KeyId = Annotated[str, typer.Argument(metavar="ID", help="As `headrace keys list` shows it.")]
 
 
@@ -31,6 +34,7 @@ KeyId = Annotated[str, typer.Argument(metavar="ID", help="As `headrace keys list
 def create(
     directory: KeyDirectory,
     tenant: Annotated[str, typer.Option("--tenant", help="Team or customer; created where it is not there yet.")],
+    role: Annotated[str, typer.Option("--role", help=ROLES)] = KeyRole.USER.value,
     tier: Annotated[str | None, typer.Option("--tier", help=f"The key's rules: {TIERS}. Default: its tenant's.")] = None,
     user: Annotated[str, typer.Option("--user", help="Person or program that gets the key.")] = "",
     expires: Annotated[str | None, typer.Option("--expires", metavar="TIME", help="30d, 12h, ... from now. Default: never.")] = None,
@@ -45,6 +49,7 @@ def create(
     directory.note_unpriced_models(budget, names)
     wanted = {
         "tenant": tenant,
+        **({} if role == KeyRole.USER else {"role": role}),  # a server that knows no roles refuses the word
         "tier": tier,
         "user": user,
         "expires_s": None if expires is None else _seconds_of(expires, "--expires"),
@@ -64,7 +69,7 @@ def list_keys(
 ) -> None:
     """List all keys, revoked and expired ones too."""
     keys = directory.ask("GET", "keys", query={} if tenant is None else {"tenant": tenant})
-    print_rows(keys, ("id", "first_chars", "tenant", "user", "tier", "state", "expires_at"), as_json)
+    print_rows(keys, ("id", "first_chars", "tenant", "user", "role", "tier", "state", "expires_at"), as_json)
 
 
 @keys_app.command()
@@ -142,7 +147,7 @@ def print_rows(records: Sequence[Mapping[str, Any]], columns: Sequence[str], as_
     if as_json:
         print(json.dumps(list(records)))
         return
-    rows = [columns, *([_shown(name, record[name]) for name in columns] for record in records)]
+    rows = [columns, *([_shown(name, record.get(name)) for name in columns] for record in records)]
     widths = [max(len(row[index]) for row in rows) for index in range(len(columns))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -15,7 +15,7 @@ from typing import TypeVar
 from headrace.core.clock import Clock
 from headrace.core.errors import InvalidRequest
 from headrace.gateway.access.key_store import AuditRecord, DirectoryChange, KeyRecord, KeyStore, TenantRecord
-from headrace.gateway.access.principal import KeyLimits
+from headrace.gateway.access.principal import READER_TIER, KeyLimits, KeyRole
 from headrace.gateway.stores.store import StoreFailed
 from headrace.policy.limits.price import MAX_MONEY, MIN_MONEY
 from headrace.policy.limits.tier import DEFAULT_TIER
@@ -59,9 +59,10 @@ MAX_EXPIRES_S = 100 * 366 * 86_400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewKey:
-    """tier, budget: None, the tenant's; expires_s: seconds from now"""
+    """tier, budget: None, the tenant's; expires_s: seconds from now; role: a `KeyRole`"""
 
     tenant: str
+    role: str = KeyRole.USER
     tier: str | None = None
     user: str = ""
     expires_s: float | None = None
@@ -120,14 +121,14 @@ class Administration:
             if tenant is None:
                 tenant = _new_tenant(wanted.tenant, wanted.tier or DEFAULT_TIER, now)
                 made = (tenant,)
-            own_tier = wanted.tier or ""
+            own_tier = "" if wanted.tier in (None, tenant.tier) else wanted.tier
             record = KeyRecord(
                 id=key_id,
                 sha256=digest(key),
                 first_chars=key[:FIRST_CHARS],
                 tenant=wanted.tenant,
                 user=wanted.user,
-                tier="" if own_tier == tenant.tier else own_tier,
+                tier=READER_TIER if wanted.role == KeyRole.READER else own_tier,
                 created_at=now,
                 expires_at=None if wanted.expires_s is None else now + wanted.expires_s,
                 limits=KeyLimits(monthly_budget=wanted.budget, requests_per_minute=wanted.requests_per_minute, models=wanted.models),
@@ -267,6 +268,11 @@ class Administration:
 
     def _check(self, wanted: NewKey) -> None:
         self._check_name(wanted.tenant)
+        if wanted.role not in list(KeyRole):
+            raise InvalidRequest("role", f"one of {', '.join(KeyRole)}", wanted.role)
+        if wanted.role == KeyRole.READER and (wanted.tier is not None or wanted.budget is not None or wanted.models):
+            remedy = "A reader generates nothing that these could limit, and has its tenant's tier: leave them out."
+            raise InvalidRequest("role", "user beside tier, budget or models", wanted.role, remedy)
         if wanted.user and USER.fullmatch(wanted.user) is None:
             raise InvalidRequest("user", "1 to 128 letters, digits and . _ @ + -", wanted.user)
         self._check_tier(wanted.tier)
@@ -326,7 +332,8 @@ def _shown(record: KeyRecord) -> dict[str, object]:
     return {
         "tenant": record.tenant,
         "user": record.user,
-        "tier": record.tier,
+        "role": record.role if record.role is KeyRole.READER else None,
+        "tier": record.own_tier,
         "expires_at": record.expires_at,
         "monthly_budget": record.limits.monthly_budget,
         "requests_per_minute": record.limits.requests_per_minute,

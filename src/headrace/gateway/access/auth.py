@@ -15,7 +15,7 @@ from typing import Protocol
 from headrace.core.clock import Clock
 from headrace.core.errors import Unauthorized, UnusableKey
 from headrace.gateway.access.key_store import KeyRecord, StoredKey, TenantRecord
-from headrace.gateway.access.principal import ANONYMOUS, ApiKey, Principal, digest_of
+from headrace.gateway.access.principal import ANONYMOUS, ApiKey, KeyRole, Principal, digest_of
 from headrace.gateway.access.stored_keys import StoredKeys, blinding, remember
 from headrace.policy.limits.tier import DEFAULT_TIER, Tier, all_tiers
 
@@ -88,13 +88,21 @@ class Authenticator:
         """tenant: its tier holds for a key without one"""
         key_id = f"key-{key.sha256[:12]}"
         name = key.tier or (DEFAULT_TIER if tenant is None else tenant.tier)
-        principal = Principal(tenant=key.tenant, user=key.user, tier_name=name, tier=self._tier(key_id, name), key_id=key_id)
+        principal = Principal(
+            tenant=key.tenant, user=key.user, tier_name=name, tier=self._tier(key_id, name), key_id=key_id, role=KeyRole(key.role)
+        )
         return principal if tenant is None else _with_record(principal, tenant)
 
     def _of_stored(self, stored: StoredKey) -> Principal:
-        key, name = stored.key, stored.key.tier or stored.tenant.tier
+        key, name = stored.key, stored.key.own_tier or stored.tenant.tier
         principal = Principal(
-            tenant=key.tenant, user=key.user, tier_name=name, tier=self._tier(key.id, name), key_id=key.id, limits=key.limits
+            tenant=key.tenant,
+            user=key.user,
+            tier_name=name,
+            tier=self._tier(key.id, name),
+            key_id=key.id,
+            role=key.role,
+            limits=key.limits,
         )
         return _with_record(principal, stored.tenant)
 

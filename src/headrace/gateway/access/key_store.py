@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from headrace.gateway.access.principal import KeyLimits
+from headrace.gateway.access.principal import READER_TIER, KeyLimits, KeyRole
 from headrace.gateway.stores.config import StoreConfig
 from headrace.gateway.stores.redis import PREFIX, RedisCalls, open_redis, read_script
 from headrace.gateway.stores.sqlite_thread import SqliteForm, SqliteThread, open_sqlite
@@ -27,7 +27,7 @@ class KeyRecord:
     """A stored key: its digest, tenant and limits. Times are Unix seconds; None: never.
 
     id               the same after a rotation
-    tier             empty: the tenant's tier holds
+    tier             empty: the tenant's tier holds; READER_TIER: the role is reader, and the tenant's tier holds
     previous_sha256  digest before the last rotation, valid until previous_until; empty: there is none
     """
 
@@ -43,6 +43,15 @@ class KeyRecord:
     previous_sha256: str = ""
     previous_until: float = 0.0
     limits: KeyLimits = field(default_factory=KeyLimits)
+
+    @property
+    def role(self) -> KeyRole:
+        return KeyRole.READER if self.tier == READER_TIER else KeyRole.USER
+
+    @property
+    def own_tier(self) -> str:
+        """Empty: the tenant's tier holds."""
+        return "" if self.role is KeyRole.READER else self.tier
 
     @property
     def digests(self) -> tuple[str, ...]:

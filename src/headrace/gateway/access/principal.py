@@ -11,11 +11,26 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from headrace.core.errors import ConfigError
-from headrace.core.option import Role, option
+from headrace.core.option import Role, check_options, option
 from headrace.core.request import PriorityClass
 from headrace.core.strict_decode import NeedsExactlyOne
 from headrace.observe.tenant_metrics import EVERY_TENANT, NO_TENANT, ShownTenants
 from headrace.policy.limits.tier import DEFAULT_TIER, Tier
+
+
+class KeyRole(StrEnum):
+    """What a key is for."""
+
+    USER = "user"
+    """everything, for its own tenant"""
+    READER = "reader"
+    """reads what belongs to every tenant; generates, changes and stores nothing"""
+
+
+READER_TIER = "role:reader"
+"""Stands in a stored reader's key in the place of a tier. A gateway that knows no roles would pass over an unknown field of the record, and
+take the key for a user's; a key whose tier it does not know it refuses (`UnusableKey`). No tier has this name.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +57,7 @@ class Principal:
     tier_name: str = DEFAULT_TIER
     tier: Tier = field(default_factory=Tier)
     key_id: str = ""
+    role: KeyRole = KeyRole.USER
     user: str = ""
     limits: KeyLimits = field(default_factory=KeyLimits)
     options: Mapping[str, object] = field(default_factory=dict)
@@ -54,6 +70,11 @@ class Principal:
     @property
     def priority(self) -> PriorityClass:
         return self.tier.priority
+
+    @property
+    def reads_all(self) -> bool:
+        """May read what belongs to every tenant, and may do nothing else."""
+        return self.role is KeyRole.READER
 
     @property
     def logs_prompts(self) -> bool:
@@ -99,6 +120,12 @@ class ApiKey:
         "Name of the tenant's rules, class and weight among them: one of `tiers` or a built-in one.",
         shown="the tenant's, else `standard`",
     )
+    role: str = option(
+        KeyRole.USER.value,
+        "`reader`: the key reads what belongs to every tenant, and generates nothing ([identity.md](identity.md#readers)).",
+        one_of=tuple(KeyRole),
+        role=Role.SECURITY,
+    )
 
 
 def digest_of(key: bytes) -> bytes:
@@ -118,6 +145,7 @@ def check_key(where: str, key: ApiKey, tiers: Mapping[str, Tier]) -> None:
         raise ConfigError(f"{where}.key", f"is shorter than {MIN_KEY_CHARS} characters", "Use 32 random bytes.")
     if key.sha256 and SHA256_HEX.fullmatch(key.sha256) is None:
         raise ConfigError(f"{where}.sha256", "is not 64 lower-case hex digits")
+    check_options(key, where)
     if key.tier and key.tier not in tiers:
         raise ConfigError(f"{where}.tier", f"{key.tier!r} is not a tier", f"There are: {', '.join(tiers)}.")
 
@@ -143,6 +171,6 @@ class MetricsAccess:
     def shown_to(self, reader: Principal, *, has_several: bool) -> ShownTenants:
         if self.open is not OpenMetrics.NONE:
             return EVERY_TENANT if self.open is OpenMetrics.ALL else NO_TENANT
-        if not reader.key_id or not has_several or reader.tenant in self.tenants:
+        if reader.reads_all or not reader.key_id or not has_several or reader.tenant in self.tenants:
             return EVERY_TENANT
         return ShownTenants(own=reader.tenant)

@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Any
 
 from headrace.core.errors import ConfigError, counted
-from headrace.gateway.access.principal import OPEN_ACCESS, ApiKey
+from headrace.gateway.access.principal import OPEN_ACCESS, ApiKey, KeyRole
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.ledger.config import UsageConfig
 from headrace.gateway.upstream.model_config import ModelConfig
@@ -39,7 +39,7 @@ OF_TIER = (
 
 DEFAULT = Tier()
 
-OF_KEY = ("user", "tier")
+OF_KEY = ("user", "tier", "role")
 
 OF_PRICE = ("input", "output")
 
@@ -122,7 +122,8 @@ def _path_of(key: ApiKey) -> str:
 
 def _said(key: ApiKey, name: str) -> str:
     value: str = getattr(key, name)
-    return "" if value == f"key-{key.sha256[:12]}" else value
+    unsaid = {"tenant": f"key-{key.sha256[:12]}", "role": KeyRole.USER}
+    return "" if value == unsaid.get(name) else value
 
 
 def _lost_limits(before: GatewayConfig, after: GatewayConfig) -> Iterator[str]:

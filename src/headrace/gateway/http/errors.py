@@ -56,6 +56,14 @@ class Forbidden(HeadRefused):
     """DNS rebinding or a cross-site request."""
 
 
+class ReaderRefused(HeadRefused):
+    """The path is not marked as one for readers (`surfaces.endpoint.Endpoint`)."""
+
+    def __init__(self) -> None:
+        rule = "This API key has the role reader: it reads, and may not ask for this."
+        super().__init__(f"{rule} Send a key of the role user ('headrace keys create' makes one).", rule=rule)
+
+
 class UnsupportedMediaType(HeadraceError):
     pass
 
@@ -186,6 +194,7 @@ TABLE: tuple[tuple[type[BaseException], ErrorRow], ...] = (
     (Unauthorized, ErrorRow(401, "authentication_error", "invalid_api_key")),
     (UnusableKey, ErrorRow(403, "permission_error", "unusable_key")),
     (Forbidden, ErrorRow(403, "permission_error", "forbidden")),
+    (ReaderRefused, ErrorRow(403, "permission_error", "reader_key")),
     (RouteNotFound, ErrorRow(404, "invalid_request_error", "not_found")),
     (UnknownStream, ErrorRow(404, "invalid_request_error", "stream_not_found")),
     (StreamConflict, ErrorRow(409, "invalid_request_error", "stream_conflict")),

@@ -39,7 +39,7 @@ class Ledger:
         self._usage_db = usage_db
         self._local = local
         self._source: LocalUsage | ClickHouseUsage = local
-        self._asking: set[str] = set()
+        self._asking: set[str | None] = set()
         self._shippers: dict[str, Shipper] = {}
         start = self.prepare(config)
         self._thread = SpoolThread(spool, on_segment=self._wake)
@@ -116,9 +116,8 @@ class Ledger:
         """A task that runs a query to its end, also when its client leaves."""
         tenant = query.tenant
         asked = asyncio.create_task(self._source.rows(query, QUERY_S), name="usage read")
-        if tenant is not None:
-            self._asking.add(tenant)
-            asked.add_done_callback(lambda _: self._asking.discard(tenant))
+        self._asking.add(tenant)
+        asked.add_done_callback(lambda _: self._asking.discard(tenant))
         asked.add_done_callback(drop_error)
         return asked
 

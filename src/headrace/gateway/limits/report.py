@@ -66,7 +66,7 @@ class LimitReport:
 
     async def _key_principal(self, key: KeyRecord, tenant: TenantRecord | None = None) -> Principal:
         tenant = tenant or await self._admin.tenant(key.tenant)
-        return key_principal(key, tenant, self._tier(key.tier or tenant.tier, key.tenant))
+        return key_principal(key, tenant, self._tier(key.own_tier or tenant.tier, key.tenant))
 
     def _tier(self, name: str, tenant: str) -> Tier:
         if name not in self._tiers:

@@ -61,13 +61,14 @@ class QueryParameter:
 class Endpoint(Generic[HandlerT]):
     """One method of one path, with its handler and types.
 
-    method      GET answers HEAD as well
-    parser      a text worker finds it by the path; None: no body is read
-    has_limits  its requests count in the caller's limits on requests
-    is_probe    needs no key, and answers under every Host, or without one over HTTP/1.0
-    is_manual   needs no key: a browser sends none before its page has asked for one
-    is_quiet    a completed answer has no line in the request log
-    may_be_503  answers 503 with its own reply type instead of an error
+    method       GET answers HEAD as well
+    parser       a text worker finds it by the path; None: no body is read
+    for_readers  a key of the role reader may ask: it generates, changes and stores nothing, and shows no conversation
+    has_limits   its requests count in the caller's limits on requests
+    is_probe     needs no key, and answers under every Host, or without one over HTTP/1.0
+    is_manual    needs no key: a browser sends none before its page has asked for one
+    is_quiet     a completed answer has no line in the request log
+    may_be_503   answers 503 with its own reply type instead of an error
     """
 
     method: str
@@ -82,6 +83,7 @@ class Endpoint(Generic[HandlerT]):
     parser: BodyParser[Any] | None = None
     framing: Framing = OPENAI
     generates: bool = False
+    for_readers: bool = False
     has_limits: bool = False
     is_probe: bool = False
     is_manual: bool = False

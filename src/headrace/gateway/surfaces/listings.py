@@ -58,13 +58,14 @@ async def usage(service: Service, exchange: Exchange) -> None:
 
 
 def _query(exchange: Exchange, now: float) -> UsageQuery:
-    """About the caller's tenant alone."""
+    """About the caller's tenant alone, unless the caller reads all."""
+    caller = exchange.principal
     given = query_of(exchange, USAGE_QUERY, "a parameter of /v1/usage: by, since, until")
     return UsageQuery(
         by=groups_of([given.get("by", "day")]),
-        since_ms=max(unix_ms_of("since", given.get("since", "30d"), now), int(1000 * exchange.principal.tenant_since)),
+        since_ms=max(unix_ms_of("since", given.get("since", "30d"), now), 0 if caller.reads_all else int(1000 * caller.tenant_since)),
         until_ms=unix_ms_of("until", given["until"], now) if "until" in given else None,
-        tenant=exchange.principal.tenant,
+        tenant=None if caller.reads_all else caller.tenant,
         max_rows=MAX_ROWS + 1,
     )
 

@@ -35,18 +35,20 @@ ENDPOINTS: tuple[Endpoint[Handler], ...] = (
         "What the key may use, with `max_model_len`, `max_context_tokens` (the smaller of that and the tier's) and its `rate_limits`. "
         "Aliases are listed as models of their own (`root` is the model).",
         reply=listings.ModelList,
+        for_readers=True,
     ),
     Endpoint(
         "GET",
         "/v1/usage",
         listings.usage,
-        "What the key's own tenant has used: requests, tokens and cost, a second after they ended. "
+        "What the key's own tenant has used (for a reader's key: every tenant): requests, tokens and cost, a second after they ended. "
         "404 where no usage is kept, 503 where it cannot be read now.",
         reply=listings.UsageList,
         query=listings.USAGE_QUERY,
+        for_readers=True,
         has_limits=True,
     ),
-    Endpoint("GET", "/v1/models/{model:path}", listings.one_model, "One of them.", reply=listings.ModelCard),
+    Endpoint("GET", "/v1/models/{model:path}", listings.one_model, "One of them.", reply=listings.ModelCard, for_readers=True),
     Endpoint(
         "GET",
         "/v1/sessions/{id}",
@@ -138,9 +140,17 @@ ENDPOINTS: tuple[Endpoint[Handler], ...] = (
         is_probe=True,
         is_quiet=True,
     ),
-    Endpoint("GET", "/metrics", probes.metrics, "Prometheus text (or OpenMetrics, if asked for).", media_type="text/plain", is_quiet=True),
-    Endpoint("GET", "/version", probes.version, "The version of Headrace.", reply=probes.VersionReply),
-    Endpoint("GET", "/load", probes.load, "How many generating requests are in this server.", reply=probes.LoadReply),
+    Endpoint(
+        "GET",
+        "/metrics",
+        probes.metrics,
+        "Prometheus text (or OpenMetrics, if asked for).",
+        media_type="text/plain",
+        for_readers=True,
+        is_quiet=True,
+    ),
+    Endpoint("GET", "/version", probes.version, "The version of Headrace.", reply=probes.VersionReply, for_readers=True),
+    Endpoint("GET", "/load", probes.load, "How many generating requests are in this server.", reply=probes.LoadReply, for_readers=True),
     Endpoint("GET", "/openapi.json", openapi_json, "The schemas of all these paths.", media_type="application/json", is_manual=True),
     Endpoint(
         "GET",
