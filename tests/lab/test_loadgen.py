@@ -176,6 +176,18 @@ async def test_limited_concurrency_counts_waiting_from_the_intended_time() -> No
     assert [record.client_lag_s for record in records] == pytest.approx([0.0] * 4, abs=1e-9)
 
 
+async def test_a_closed_loop_counts_from_the_place_that_became_free() -> None:
+    """Timeouts too: the last request waits six seconds for its place."""
+    async with serving(answering([text_chunk("a"), DONE], gap_s=1.0)) as url:
+        target = LoadTarget(url=url, model="m", timeout_s=3.0, max_concurrency=2)
+        records = await run_load(target, make_requests(8, SHAPE), None, clock=asyncio.get_running_loop().time)
+    assert offsets_s(records, [record.sent_s for record in records]) == pytest.approx([0.0, 0.0, 2.0, 2.0, 4.0, 4.0, 6.0, 6.0])
+    assert [record.ttft_s for record in records] == pytest.approx([1.0] * 8)
+    report = summarize(records)
+    assert (report.finished, report.peak_concurrency) == (8, 2)
+    assert report.duration_s == pytest.approx(8.0)
+
+
 async def test_a_burst_is_sent_one_by_one_which_is_not_the_clients_lag() -> None:
     """With --request-rate inf, the default, the last of a hundred requests was "late" by what sending ninety-nine takes: a void run."""
     loop = virtual_loop()

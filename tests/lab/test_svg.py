@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from headrace.lab import sweep
 from headrace.lab.metrics import LoadRecord, summarize
 from headrace.lab.plan import chart as plan_chart
 from headrace.lab.plan.catalogue import read_catalogue
@@ -65,6 +66,25 @@ def plans(**wanted: Any) -> None:
     plan_chart.write_chart(FILE, [planned(device) for device in ("b200", "h200", "h100", "a100", "l40s", "a10g", "rtx4090")])
 
 
+def swept() -> None:
+    points = sweep.make_grid((1, 8, 32), (128, 512, 2048), (1, 2, 4, 8, 16, 32, 256), output_tokens=100)
+    failed = [record(0.0, 0.0, 0.0, error="400 error")]
+    rows = [
+        sweep.make_row(
+            point,
+            failed if point.input_tokens == 2048 else [record(n, 0.02 * point.concurrency, 0.01) for n in range(point.batch_size)],
+            price_per_1m=0.2,
+        )
+        for point in points
+    ]
+    sweep.write_sweep_chart(FILE, rows, LONG)
+
+
+def swept_in_vain() -> None:
+    point = sweep.SweepPoint(batch_size=1, input_tokens=8, concurrency=1)
+    sweep.write_sweep_chart(FILE, [sweep.make_row(point, [record(0.0, 0.0, 0.0, error="400 error")], price_per_1m=0.2)], "all failed")
+
+
 CASES: dict[str, Callable[[], None]] = {
     "steady": lambda: over_time(steady(0.5), None, []),
     "spike": lambda: over_time(steady(60), Spike(20, 15, 6), []),
@@ -72,6 +92,8 @@ CASES: dict[str, Callable[[], None]] = {
     "days": lambda: over_time(steady(200_000, 1000), None, []),
     "loads": over_loads,
     "plan": lambda: plans(goals=Goals(tpot_s=0.05)),
+    "sweep": swept,
+    "failed sweep": swept_in_vain,
 }
 
 
@@ -83,8 +105,8 @@ def test_no_label_lies_on_another(monkeypatch: pytest.MonkeyPatch, case: str) ->
     from matplotlib import pyplot
 
     drawn: list[Any] = []
-    for module in (chart, plan_chart):
-        monkeypatch.setattr(module, "write_svg", lambda file, draw: drawn.append(draw(pyplot)))
+    for module in (chart, plan_chart, sweep):
+        monkeypatch.setattr(module, "write_svg", lambda file, draw, **_: drawn.append(draw(pyplot)))
     CASES[case]()
     [figure] = drawn
     figure.canvas.draw()

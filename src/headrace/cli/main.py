@@ -27,6 +27,7 @@ from headrace.cli.admin.tls import tls_app
 from headrace.cli.admin.usage import log_app, usage
 from headrace.cli.bench.offline import latency, steps, throughput
 from headrace.cli.bench.serve import serve as bench_serve
+from headrace.cli.bench.sweep import sweep
 from headrace.cli.chat.chat import agent, chat
 from headrace.cli.config.commands import config_app
 from headrace.cli.doctor import doctor
@@ -129,6 +130,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
 GROUPS = {"cache": cache_app, "config": config_app, "keys": keys_app, "tenants": tenants_app, "log": log_app, "tls": tls_app}
 bench_app = typer.Typer(help="Measure a server, or the engine in this process.", no_args_is_help=True, rich_markup_mode=None)
 bench_app.command(name="serve")(bench_serve)
+bench_app.command()(sweep)
 for of_engine in (throughput, latency, steps):
     bench_app.command(cls=GroupedCommand)(of_engine)
 for server in (serve, engine, gateway):

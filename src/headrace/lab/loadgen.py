@@ -1,4 +1,4 @@
-"""Sends requests to any OpenAI-compatible server at scheduled times, whatever the server does: an open-loop load generator."""
+"""Sends requests to any OpenAI-compatible server: at scheduled times, whatever the server does (an open loop), or in a closed loop."""
 
 from __future__ import annotations
 
@@ -80,14 +80,18 @@ class _Trace:
 async def run_load(
     target: LoadTarget,
     requests: Sequence[LoadRequest],
-    send_times_s: Sequence[float],
+    send_times_s: Sequence[float] | None,
     *,
     on_end: Callable[[LoadRecord], None] = lambda record: None,
     clock: Clock = time.monotonic,
 ) -> list[LoadRecord]:
-    """Sends each request at its time. Returns records in the order of `requests`; failures are records too."""
-    if len(requests) != len(send_times_s):
-        raise ValueError(f"{len(requests)} requests for {len(send_times_s)} send times")
+    """Sends each request at its time. Returns records in the order of `requests`; failures are records too.
+
+    send_times_s  None: a closed loop, where a request is intended when it gets one of `max_concurrency` places
+    """
+    offsets_s = [0.0] * len(requests) if send_times_s is None else send_times_s
+    if len(requests) != len(offsets_s):
+        raise ValueError(f"{len(requests)} requests for {len(offsets_s)} send times")
     limit = ConcurrencyLimit(target.max_concurrency, clock=clock)
     headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     # One pool without a limit: a client that queues for connections would be a closed loop.
@@ -103,6 +107,8 @@ async def run_load(
             freed_s = await limit.acquire()
             try:
                 sendable_s = max(intended_s, freed_s)
+                if send_times_s is None:
+                    intended_s = sendable_s
                 due_s = max(sendable_s, last_sent_s.get(intended_s, intended_s))
                 last_sent_s[intended_s] = clock()
                 record = await _measure(session, target, request, SendTimes(intended_s, sendable_s, due_s), clock)
@@ -112,7 +118,7 @@ async def run_load(
             return record
 
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(request, offset)) for request, offset in zip(requests, send_times_s, strict=True)]
+            tasks = [group.create_task(one(request, offset)) for request, offset in zip(requests, offsets_s, strict=True)]
     return [task.result() for task in tasks]
 
 

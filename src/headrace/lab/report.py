@@ -12,6 +12,9 @@ from headrace.core.errors import counted
 from headrace.lab.metrics import NEEDED_SAMPLES, Distribution, LoadReport
 
 WIDTH = 58
+VOID = """\
+VOID: p99 of the client's own lag is 1 ms or more, and the latencies above include it.
+Use a faster or less busy client machine."""
 MAX_BURST_SHARE = 0.05
 """Share of the median TTFT: with more, a note mentions the time to send a burst."""
 MAX_CACHED_SHARE = 0.1
@@ -70,8 +73,7 @@ def lines(report: LoadReport) -> Iterator[str]:
     yield _row("Client's own lag p99 (ms)", report.client_lag_s.quantiles["p99"] * 1000)
     yield _row("Time to send a burst (ms)", report.burst_send_s * 1000)
     if not report.is_valid:
-        yield "VOID: p99 of the client's own lag is 1 ms or more, and the latencies above include it."
-        yield "Use a faster or less busy client machine."
+        yield VOID
     yield "=" * WIDTH
 
 

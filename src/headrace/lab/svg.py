@@ -1,4 +1,4 @@
-"""Draws plans and simulations as SVG files with matplotlib, which is an optional dependency."""
+"""Draws plans, simulations and sweeps as SVG files with matplotlib, which is an optional dependency."""
 
 from __future__ import annotations
 
@@ -31,12 +31,18 @@ def label_log_axis(axis: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def write_svg(file: Path, draw: Callable[[Any], Figure]) -> None:
-    """Raises ConfigError, also without matplotlib."""
+def find_matplotlib(flag: str) -> Any:
+    """The module. Raises ConfigError without it, naming the flag that needs it."""
     try:
         import matplotlib
     except ModuleNotFoundError:
-        raise ConfigError("--plot", "needs matplotlib", "pip install 'headrace[plots]'.") from None
+        raise ConfigError(flag, "needs matplotlib", "pip install 'headrace[plots]'.") from None
+    return matplotlib
+
+
+def write_svg(file: Path, draw: Callable[[Any], Figure], *, flag: str = "--plot") -> None:
+    """Raises ConfigError, also without matplotlib."""
+    matplotlib = find_matplotlib(flag)
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "headrace"
     from matplotlib import pyplot
@@ -45,6 +51,6 @@ def write_svg(file: Path, draw: Callable[[Any], Figure]) -> None:
     try:
         figure.savefig(file, format="svg", metadata={"Date": None})
     except OSError as error:
-        raise ConfigError("--plot", f"{file} cannot be written ({error.strerror})") from None
+        raise ConfigError(flag, f"{file} cannot be written ({error.strerror})") from None
     finally:
         pyplot.close(figure)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from headrace.cli.bench import offline as bench_offline
 from headrace.cli.bench.common import make_shape
 from headrace.cli.bench.offline import latency, steps, throughput
 from headrace.cli.bench.serve import serve
-from headrace.cli.exits import CommandExitCode, UsageRefused
+from headrace.cli.bench.sweep import sweep
+from headrace.cli.exits import CommandExitCode, ServerFailed, UsageRefused
+from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine, Outbox
 from headrace.lab import environment
@@ -106,6 +109,68 @@ def test_senseless_settings_are_usage_errors(wrong: dict[str, object]) -> None:
 def test_shared_prefix_is_half_the_prompt_unless_said() -> None:
     assert make_shape("shared-prefix", 100, 5, 0.0, 0, 2, 1000).prefix_tokens == 50
     assert make_shape("shared-prefix", 100, 5, 0.0, 80, 2, 1000).prefix_tokens == 80
+
+
+@pytest.mark.socket
+def test_a_sweep_measures_every_point_with_fresh_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "out.json"
+    with scripted_server(*[["a", "b", "c"]] * 13, 429) as server:
+        sweep(
+            url=server.url,
+            batch_size="1,3",
+            input_len="8",
+            max_concurrency="1,2,3",
+            output_len=3,
+            price_per_1m=2.0,
+            api_key="sk-secret-key",
+            bandwidth=False,
+            output_json=file,
+        )
+        prompts = [body["prompt"] for body in server.seen]
+        assert all(body["model"] == "tiny" for body in server.seen)
+    assert len(prompts) == len({str(prompt) for prompt in prompts}) == 4 + 1 + 3 * 3  # four warm it up
+    data = json.loads(file.read_text())
+    assert "sk-secret-key" not in file.read_text()
+    assert data["environment"]["num_cpus"] >= 1
+    assert data["settings"]["price_per_1m"] == 2.0
+    rows = data["rows"]
+    assert [(row["batch_size"], row["concurrency"], row["failed"]) for row in rows] == [(1, 1, 0), (3, 1, 0), (3, 2, 0), (3, 3, 1)]
+    for row in rows:
+        answered = row["batch_size"] - row["failed"]
+        assert row["dollars"] == pytest.approx(answered * (8 + 3) * 2.0 / 1e6)
+        assert row["ms_per_request"] == pytest.approx(row["seconds"] / answered * 1000)
+        assert row["report"]["peak_concurrency"] <= row["concurrency"]
+    out = capsys.readouterr().out.splitlines()
+    assert "2 per 1M tokens" in out[0]
+    assert [line.split()[:3] for line in out[2:6]] == [["1", "8", "1"], ["3", "8", "1"], ["3", "8", "2"], ["3", "8", "3"]]
+    assert "\n".join(out).partition("FAILED at batch 3, prompts of 8, concurrency 3:\n1 of 3 requests failed:\n  1 x 429 error\n")[1]
+
+
+@pytest.mark.socket
+def test_a_sweep_ends_when_no_request_of_its_warm_up_is_answered(tmp_path: Path) -> None:
+    with scripted_server(*[503] * 4) as server, pytest.raises(ServerFailed, match=r"warm-up was answered: 503 error: the queue is full"):
+        sweep(url=server.url, bandwidth=False, input_len="8", output_json=tmp_path / "out.json")
+    assert len(server.seen) == 4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"batch_size": "1,x"}, "--batch-size: '1,x' is no list of whole numbers above 0"),
+        ({"input_len": "128,"}, "--input-len"),
+        ({"max_concurrency": "0"}, "--max-concurrency"),
+        ({"batch_size": "100,1000,10000", "input_len": "8,64,512", "max_concurrency": "1,8,64,512"}, "36 points, 133,200 requests"),
+    ],
+)
+def test_a_sweep_of_a_senseless_grid_asks_no_server(wrong: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageRefused, match=message):
+        sweep(url="http://127.0.0.1:9", bandwidth=False, **wrong)  # type: ignore[arg-type]
+
+
+def test_a_sweep_that_could_not_be_drawn_asks_no_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match="--svg: needs matplotlib"):
+        sweep(url="http://127.0.0.1:9", bandwidth=False, svg=tmp_path / "out.svg")
 
 
 def test_throughput_counts_tokens_and_price(fake_model: list[EngineConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

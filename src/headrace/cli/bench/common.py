@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
-    from headrace.lab.datasets import WorkloadShape
+    from headrace.lab.datasets import LoadRequest, WorkloadShape
+    from headrace.lab.loadgen import LoadTarget
     from headrace.lab.metrics import LoadRecord
 
 Flag = typer.Option
 
 
-def _writable(file: Path | None) -> Path | None:
+def writable(file: Path | None) -> Path | None:
     """Checked before the run, because a run takes long. Raises BadParameter."""
     if file is None:
         return None
@@ -30,8 +32,10 @@ def _writable(file: Path | None) -> Path | None:
 
 Output = Annotated[
     Path | None,
-    Flag("--output-json", "--result-filename", callback=_writable, help="File for all that was measured, raw records included."),
+    Flag("--output-json", "--result-filename", callback=writable, help="File for all that was measured, raw records included."),
 ]
+Url = Annotated[str, Flag("--url", "--base-url", help="Root of the server, with or without /v1.")]
+ServedModel = Annotated[str | None, Flag("--model", help="Served name; default: the first one listed.")]
 AsJson = Annotated[bool, Flag("--json", help="Print JSON instead of a table.")]
 Seed = Annotated[int, Flag("--seed", help="Seed of the prompts and the arrival times.")]
 Bandwidth = Annotated[bool, Flag("--bandwidth/--no-bandwidth", help="Measure read bandwidth too (needs a checkout).")]
@@ -90,6 +94,22 @@ def make_shape(dataset: str, inputs: int, outputs: int, spread: float, prefix: i
         low_id=min(300, high_id // 2),
         high_id=high_id,
     ).checked()
+
+
+def warm_up(shape: WorkloadShape) -> list[LoadRequest]:
+    """Prompts of another seed, so that compiling and first touches are not measured. A negative seed is its absolute value."""
+    from headrace.lab.datasets import make_requests
+
+    return make_requests(4, replace(shape, output_tokens=min(shape.output_tokens, 4), spread=0.0), seed=1 << 62)
+
+
+def find_target(url: str, model: str | None, api_key: str | None) -> LoadTarget:
+    """Raises ServerFailed."""
+    from headrace.cli.chat.client import ApiClient
+    from headrace.lab.loadgen import LoadTarget
+
+    client = ApiClient(url, api_key=api_key)
+    return LoadTarget(url=client.url, model=model or (client.models() or [""])[0], api_key=api_key)
 
 
 def write_result(file: Path | None, result: Mapping[str, object], records: Sequence[LoadRecord]) -> None:

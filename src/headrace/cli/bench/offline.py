@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.bundled import DEFAULT_MODEL
-from headrace.cli.bench.common import AsJson, Bandwidth, Flag, Output, RunConditions, Seed, make_shape, write_result
+from headrace.cli.bench.common import AsJson, Bandwidth, Flag, Output, RunConditions, Seed, make_shape, warm_up, write_result
 from headrace.cli.exits import UsageRefused
 from headrace.cli.flags.flag import GivenFlags, with_flags
 from headrace.cli.flags.rows import engine_flags
@@ -22,7 +22,7 @@ from headrace.engine.config import EngineConfig, try_gpus
 if TYPE_CHECKING:
     from headrace.core.model_info import ModelInfo
     from headrace.engine.loop import Engine, Outbox
-    from headrace.lab.datasets import LoadRequest, WorkloadShape
+    from headrace.lab.datasets import WorkloadShape
     from headrace.lab.metrics import Distribution, LoadRecord
     from headrace.lab.offline import Collector
 
@@ -58,7 +58,7 @@ def throughput(
     config = _config(model, {**flags.values, "seed": seed})
     loop, collector = _engine(config)
     shape = _offline_shape(loop.info, input_len, output_len, range_ratio, prefix_len)
-    run_offline(loop, collector, _warm_up(shape))
+    run_offline(loop, collector, warm_up(shape))
     facts = RunConditions(bandwidth, config.device)
     run = run_offline(loop, collector, make_requests(num_prompts, shape, seed=seed))
     tokens = run.output_tokens
@@ -182,13 +182,6 @@ def _offline_shape(info: ModelInfo, inputs: int, outputs: int, spread: float, pr
     if longest > info.max_model_len:
         raise UsageRefused(f"prompts and outputs of up to {longest} tokens do not fit max_model_len ({info.max_model_len})")
     return shape
-
-
-def _warm_up(shape: WorkloadShape) -> list[LoadRequest]:
-    """Prompts of another seed, so that compiling and first touches are not measured."""
-    from headrace.lab.datasets import make_requests
-
-    return make_requests(4, replace(shape, output_tokens=min(shape.output_tokens, 4), spread=0.0), seed=-1)
 
 
 def _config(model: str | None, engine: Mapping[str, object]) -> EngineConfig:

@@ -6,12 +6,25 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.cli.bench.common import AsJson, Bandwidth, Flag, Output, RunConditions, Seed, make_shape, write_result
-from headrace.cli.chat.chat import ClientKey
+from headrace.cli.bench.common import (
+    AsJson,
+    Bandwidth,
+    Flag,
+    Output,
+    RunConditions,
+    Seed,
+    ServedModel,
+    Url,
+    find_target,
+    make_shape,
+    write_result,
+)
+from headrace.cli.chat.chat import DEFAULT_URL, ClientKey
 from headrace.cli.exits import CommandExitCode, UsageRefused
 
 if TYPE_CHECKING:
@@ -19,8 +32,8 @@ if TYPE_CHECKING:
 
 
 def serve(
-    url: Annotated[str, Flag("--url", "--base-url", help="Root of the server, with or without /v1.")] = "http://127.0.0.1:8000",
-    model: Annotated[str | None, Flag("--model", help="Served name; default: the first one listed.")] = None,
+    url: Url = DEFAULT_URL,
+    model: ServedModel = None,
     num_prompts: Annotated[int, Flag("--num-prompts", min=1)] = 100,
     request_rate: Annotated[float, Flag("--request-rate", help="Requests per second; inf sends all at once.")] = math.inf,
     burstiness: Annotated[float, Flag("--burstiness", help="1 is Poisson, less is burstier (0.25: bursts).")] = 1.0,
@@ -47,9 +60,8 @@ def serve(
     """Load a running server: open loop, latency from the intended send time."""
     import asyncio
 
-    from headrace.cli.chat.client import ApiClient
     from headrace.lab.datasets import make_requests, send_times
-    from headrace.lab.loadgen import LoadTarget, run_load
+    from headrace.lab.loadgen import run_load
     from headrace.lab.metrics import parse_slo, summarize
     from headrace.lab.report import notes
 
@@ -59,9 +71,7 @@ def serve(
         times = send_times(num_prompts, rate=request_rate, burstiness=burstiness, seed=seed)
     except ValueError as error:
         raise UsageRefused(str(error)) from error
-    client = ApiClient(url, api_key=api_key)
-    asked = model or (client.models() or [""])[0]
-    target = LoadTarget(url=client.url, model=asked, api_key=api_key, timeout_s=timeout, max_concurrency=max_concurrency)
+    target = replace(find_target(url, model, api_key), timeout_s=timeout, max_concurrency=max_concurrency)
     conditions = RunConditions(bandwidth)
     records = asyncio.run(run_load(target, make_requests(num_prompts, shape, seed=seed), times))
     report = summarize(records, slo)
