@@ -1,36 +1,22 @@
 """Tests every field of a usage record beside what its client saw: whole answers, a stream that its client left, and an answer
-from a cache.
-
-On virtual time: a gateway, its connection to a replica, and the engine's own loop, scheduler and cache over a runner whose steps take a
-known time.
+from a cache, on virtual time.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import msgspec
 import pytest
-from gateway_kit import chat_body, dial, eventually, gateway_config, post, serving
-from local_workers import LocalWorkers
+from gateway_kit import chat_body, dial, eventually, post, serving
+from virtual_gateway import virtual_gateway
 from virtual_time import VirtualTimeLoop
-from virtual_wire import VirtualServed
 
-from headrace.core.clock import Clock
-from headrace.gateway.app import Gateway
-from headrace.gateway.compose import open_gateway
-from headrace.gateway.control.models import Sources
 from headrace.gateway.ledger.record import UsageRecord
-from headrace.gateway.text_host import TextContext
-from headrace.gateway.upstream.model_config import ReplicaConfig
-from headrace.lab.fake_runner import FakeOptions
 from headrace.text.folder import TextModel
-from headrace.wire.client import ReplicaClient
 
 pytestmark = pytest.mark.loop
 
@@ -52,29 +38,6 @@ NUM_TOKENS = 6
 def body(**fields: Any) -> dict[str, Any]:
     plain = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": NUM_TOKENS, "ignore_eos": True}
     return chat_body(**(plain | fields))
-
-
-@asynccontextmanager
-async def opened(text: TextModel, state: Path, loop: VirtualTimeLoop) -> AsyncIterator[Gateway]:
-    """A gateway and its only engine, which says letters: each token is text at once."""
-    config = gateway_config(state=str(state), **SITE)
-    first, last = (text.tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "az")
-    options = FakeOptions(vocab_size=text.tokenizer.vocab_size, produced=(first, last), step_seconds=STEP_MS / 1000, digests=DIGESTS)
-    engine = VirtualServed(step_s=PAUSE_MS / 1000, options=options)
-
-    def connect(given: ReplicaConfig, _text: TextModel, _clock: Clock) -> ReplicaClient:
-        return engine.client(name=given.name)
-
-    workers = LocalWorkers(TextContext({model.name: text for model in config.models}))
-    texts = {model.name: text for model in config.models}
-    running = asyncio.create_task(engine.run())
-    sources = Sources(clock=loop.time, unix_time=loop.unix_time)
-    async with open_gateway(config, texts, workers, connect=connect, sources=sources) as gateway:
-        await asyncio.sleep(1.0)  # until it is connected
-        yield gateway.app
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    engine.service.check()
 
 
 class Asked:
@@ -117,7 +80,8 @@ async def test_every_field_says_what_its_request_saw(text: TextModel, tmp_path: 
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualTimeLoop)
     written: list[UsageRecord] = []
-    async with opened(text, tmp_path, loop) as gateway:
+    runner = {"step_seconds": STEP_MS / 1000, "digests": DIGESTS}
+    async with virtual_gateway(text, pause_s=PAUSE_MS / 1000, runner=runner, state=str(tmp_path), **SITE) as (gateway, _):
         ledger = gateway.service.ledger
         assert ledger is not None
         monkeypatch.setattr(ledger, "write", written.append)
