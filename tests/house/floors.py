@@ -62,6 +62,7 @@ FLOORS: dict[str, Floor] = {
     "headrace.text.chat_renderer": Floor((), ("jinja2",)),  # imported inside functions
     "headrace.wire": Floor(_ours("core", "machine"), ("google", "grpc")),
     "headrace.observe": Floor(_ours("core"), ("prometheus_client",)),
+    "headrace.observe.traces": Floor(_ours("core", "observe"), ("aiohttp", "msgspec", "prometheus_client")),
     # 2 policy, tensors
     "headrace.policy": Floor(_ours("core")),
     "headrace.tensor.host.cache_folder": Floor(),  # what is done while torch is imported imports nothing of others

@@ -48,6 +48,7 @@ from headrace.gateway.upstream.seam import ReplicaLost
 from headrace.observe.finished_request import MAX_DETAIL_CHARS, Caller, End, FinishedRequest, Outcome, RequestArrival
 from headrace.observe.request_log import RequestLog
 from headrace.observe.tenant_metrics import RequestUse
+from headrace.observe.trace_context import trace_context
 
 log = logging.getLogger("headrace.gateway")
 
@@ -104,10 +105,12 @@ class Gateway:
         service = active.service
         scope["path"] = plain_path(scope["path"])
         exchange = Exchange(scope, receive, send, request_id=RequestId(os.urandom(12).hex()), arrived_at=service.clock())
-        arrival = _arrival(exchange, active)
         path, scope["path_params"] = find_path(scope["path"])
         if path is not None:
             exchange.framing = path.framing
+            if path.generates:
+                exchange.trace = trace_context(exchange.headers, has_spans=service.traces is not None)
+        arrival = _arrival(exchange, active)
         reached: AnsweredPath | None = None
         end = UNFINISHED
         with StoreWait(service.clock) as store_wait:
@@ -177,6 +180,8 @@ class Gateway:
         metrics = service.metrics
         metrics.http_responses.labels(str(request.end.status)).inc()
         if path is not None and path.generates:
+            if service.traces is not None:
+                service.traces.write(request)
             metrics.store_wait.observe(store_wait.waited_s)
             metrics.finished(request.model or "", request.answered.replica or "", request.counted_outcome)
             usage = usage_record(request, prompt=exchange.logged_prompt) if is_recorded(request) else None
@@ -197,6 +202,7 @@ def _arrival(exchange: Exchange, active: ActiveConfig) -> RequestArrival:
         time=active.service.unix_time(),
         client=active.proxies.client_of(peer[0], exchange.headers) if peer else None,
         client_request_id=sane_request_id(exchange.header(b"x-request-id")),
+        trace=exchange.trace,
     )
 
 

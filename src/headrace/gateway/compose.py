@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.gateway.access.key_store import open_keys
@@ -49,6 +50,9 @@ from headrace.observe.metrics import MemoryReading, Metrics
 from headrace.observe.request_log import RequestLog
 from headrace.observe.store_metrics import AnswerCacheMetrics, ReplayMetrics, ResumeMetrics, SessionMetrics
 from headrace.text.folder import TextModel, load_text
+
+if TYPE_CHECKING:
+    from headrace.observe.traces import TraceExporter
 
 
 def load_texts(config: GatewayConfig) -> dict[str, TextModel | CheckpointError]:
@@ -160,6 +164,7 @@ async def _open_service(
         replays=replays,
         metrics=metrics,
         ledger=await _ledger(stack, config, metrics, sources),
+        traces=_traces(stack, config, metrics),
         site_metrics=SiteMetrics(metrics, open_requests.by_tenant),
         salt_key=bytes.fromhex(config.salt_key) or secrets.token_bytes(32),
         clock=sources.clock,
@@ -213,6 +218,16 @@ async def _ledger(stack: AsyncExitStack, config: GatewayConfig, metrics: Metrics
         stack.push_async_callback(ledger.close)
         metrics.read_usage(ledger.reading)
     return ledger
+
+
+def _traces(stack: AsyncExitStack, config: GatewayConfig, metrics: Metrics) -> TraceExporter | None:
+    if not config.traces_url:
+        return None
+    from headrace.observe.traces import TraceExporter  # aiohttp takes a fifth of a second, and most sites have no collector
+
+    exporter = TraceExporter(config.traces_url, metrics.registry)
+    stack.push_async_callback(exporter.close)
+    return exporter
 
 
 def _followed(reloader: Reloader, service: Service) -> Reloader:

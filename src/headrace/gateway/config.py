@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from headrace.core.errors import ConfigError
 from headrace.core.hashing import check_secret
@@ -31,7 +32,7 @@ from headrace.gateway.http.config import HttpTls, Limits, ServerConfig, Timeouts
 from headrace.gateway.ledger.config import UsageConfig
 from headrace.gateway.sessions.config import SessionConfig
 from headrace.gateway.stores.config import StoreConfig
-from headrace.gateway.upstream.model_config import ModelConfig, check_models
+from headrace.gateway.upstream.model_config import ModelConfig, check_models, check_url
 from headrace.policy.config import AdmissionRules
 from headrace.policy.limits.price import Price
 from headrace.policy.limits.tier import Tier, all_tiers
@@ -111,6 +112,13 @@ class GatewayConfig:
         "--request-log",
         reload=Reload.LIVE,
     )
+    otlp_traces_endpoint: str = option(
+        "",
+        "Where each generating request's trace is sent: an OpenTelemetry collector's address for OTLP over HTTP, such as "
+        "`http://127.0.0.1:4318`; without a path `/v1/traces` is added ([monitoring.md](monitoring.md#traces)).",
+        "--otlp-traces-endpoint",
+        shown="no traces are sent",
+    )
     salt_key: str = field(default="", repr=False)
     limits: Limits = section(Limits, reload=Reload.LIVE)
     timeouts: Timeouts = section(Timeouts)
@@ -145,6 +153,10 @@ class GatewayConfig:
             )
         if self.request_log_target not in LOG_TARGETS and self.request_log_target.strip().lower() in LOG_WORDS:
             raise ConfigError("request_log", f"{self.request_log!r} is no target", "Write on (stdout), off, stderr or a file's path.")
+        if self.otlp_traces_endpoint:
+            check_url(
+                "otlp_traces_endpoint", self.otlp_traces_endpoint, "http://HOST:4318", "A collector nearby can hold another one's key."
+            )
         check_secret("salt_key", self.salt_key)
         self._check_metrics()
         check_names(self.allowed_hosts, self.allowed_origins)
@@ -222,6 +234,12 @@ class GatewayConfig:
     def request_log_target(self) -> str:
         """`request_log` as a word of LOG_TARGETS or a file's path."""
         return self.request_log if isinstance(self.request_log, str) else "on" if self.request_log else "off"
+
+    @property
+    def traces_url(self) -> str:
+        """Empty: no traces are sent."""
+        url = self.otlp_traces_endpoint
+        return url if not url or urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1/traces"
 
     @property
     def num_tenants(self) -> int:

@@ -1,12 +1,14 @@
 """Defines a request that has ended: one value of parts, each made once by its owner.
 
-No prompt, answer or key enters it, and no header but a client's own short x-request-id.
+No prompt, answer or key enters it, and no header but a client's own short x-request-id and its trace context.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
 from typing import NamedTuple, Protocol
+
+from headrace.observe.trace_context import TraceContext
 
 MAX_DETAIL_CHARS = 200
 
@@ -34,6 +36,7 @@ class RequestArrival(NamedTuple):
     time: float = 0.0
     client: str | None = None
     client_request_id: str | None = None
+    trace: TraceContext | None = None
 
 
 class Caller(NamedTuple):
@@ -46,12 +49,17 @@ class Caller(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """version: of the model's weights, its system_fingerprint"""
+    """version: of the model's weights, its system_fingerprint. From `n` on: parameters that the client gave, perhaps not valid ones"""
 
     model: str | None = None
     version: str | None = None
     stream: bool | None = None
     n: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
 
 
 class Usage(NamedTuple):
@@ -126,6 +134,10 @@ class FinishedRequest(NamedTuple):
     @property
     def model(self) -> str | None:
         return self.answered.model or self.asked.model
+
+    @property
+    def trace_id(self) -> str | None:
+        return None if self.arrival.trace is None else self.arrival.trace.trace_id
 
     @property
     def version(self) -> str | None:

@@ -30,6 +30,7 @@ FIELDS = {
     "outcome": "end.outcome",
     "client": "arrival.client",
     "client_request_id": "arrival.client_request_id",
+    "trace_id": "trace_id",
     "worker": "worker",
     "tenant": "caller.tenant",
     "user": "caller.user",

@@ -71,6 +71,7 @@ def test_every_flag_reaches_the_configuration(model_folder: Path) -> None:
         seed=9,
         drain_timeout=1.5,
         request_log="/var/log/requests.jsonl",
+        otlp_traces_endpoint="http://localhost:4318",
         log_format="json",
     )
     (model,) = config.models
@@ -101,6 +102,7 @@ def test_every_flag_reaches_the_configuration(model_folder: Path) -> None:
     assert config.gateway.allowed_origins == ("https://a.example", "https://b.example")
     assert (config.drain_timeout_s, config.log_format) == (1.5, "json")
     assert config.gateway.request_log == "/var/log/requests.jsonl"
+    assert config.gateway.traces_url == "http://localhost:4318/v1/traces"
 
 
 def test_flags_not_given_leave_every_default(model_folder: Path) -> None:

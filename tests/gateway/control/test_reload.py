@@ -52,7 +52,7 @@ from headrace.wire.leash import Leash, LeashRequest, LeashRequestKind, ReplicaSt
 
 pytestmark = pytest.mark.loop
 
-FIXED = ("host", "port", "workers", "salt_key", "store", "state", "sessions", "timeouts.stream_resume_s")
+FIXED = ("host", "port", "workers", "otlp_traces_endpoint", "salt_key", "store", "state", "sessions", "timeouts.stream_resume_s")
 """Options of the gateway that take a restart."""
 
 

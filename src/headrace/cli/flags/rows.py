@@ -150,6 +150,7 @@ _OPERATION = (
         "One line per request: on (stdout), off, stderr or a file. Default on.",
         common=True,
     ),
+    _flag(OPERATION, "--otlp-traces-endpoint", "gateway.otlp_traces_endpoint", "Collector of traces, http://HOST:4318. Default: none."),
     _LOG_FORMAT,
     _flag(
         OPERATION,

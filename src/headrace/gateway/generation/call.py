@@ -36,6 +36,8 @@ from headrace.observe.finished_request import Asked
 from headrace.policy.admission import UnsentRequest
 from headrace.policy.limits.price import Price
 
+ASKED_PARAMETERS = Asked._fields[Asked._fields.index("n") :]
+
 
 class Ending:
     """The account of a request, which stages and the answer write as it goes on, and of which `generation.run` makes an `Answered`.
@@ -121,7 +123,7 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
     ) -> Self:
         """now: Unix seconds. Raises InvalidRequest."""
         ending = Ending(model)
-        exchange.asked = Asked(model.name, ending.version, parsed.is_streaming, parsed.sampling.get("n"))
+        exchange.asked = Asked(model.name, ending.version, parsed.is_streaming, *map(parsed.sampling.get, ASKED_PARAMETERS))
         params = SamplingParams(**parsed.sampling).checked()
         parsed.check_caps(exchange.principal.priority)
         request_s = config.timeouts.request_s
@@ -192,6 +194,7 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
             preferred_replica=self.preferred_replica,
             unsent=self.unsent,
             foreign_fields=parsed.foreign_fields,
+            trace_headers={} if self.exchange.trace is None else self.exchange.trace.headers(),
         )
 
     def facts(self) -> PrincipalFacts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from headrace.core.clock import Clock
 from headrace.gateway.access.memory_charges import RequestMemory
@@ -24,12 +25,16 @@ from headrace.gateway.upstream.served_models import ModelTable
 from headrace.observe.metrics import Metrics
 from headrace.observe.tenant_metrics import ShownTenants
 
+if TYPE_CHECKING:
+    from headrace.observe.traces import TraceExporter
+
 
 @dataclass(frozen=True, slots=True)
 class Service:
     """The objects that answering a request may use.
 
     ledger       None: usage is not kept
+    traces       None: no collector is configured
     salt_key     secret that turns tenants into cache salts
     clock        monotonic seconds
     """
@@ -50,6 +55,7 @@ class Service:
     metrics: Metrics
     site_metrics: SiteMetrics
     ledger: Ledger | None
+    traces: TraceExporter | None
     salt_key: bytes
     clock: Clock
     unix_time: Clock

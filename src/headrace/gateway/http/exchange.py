@@ -30,6 +30,7 @@ from headrace.gateway.http.asgi import (
 from headrace.gateway.http.content_encoding import decoder_of
 from headrace.gateway.http.errors import BodyTooLarge, ClientLeft, ErrorReply, ReadTimeout, SlowReader, UnsupportedMediaType
 from headrace.observe.finished_request import Answered, Asked
+from headrace.observe.trace_context import TraceContext
 
 if TYPE_CHECKING:
     from headrace.gateway.http.client_transport import ClientTransport
@@ -76,6 +77,7 @@ class Exchange:
     late_headers   set by `limiter.admit`; called when the answer begins, for headers known only then: the rest of the caller's limits
     ignored        names, never values, of body fields that changed nothing, for x-headrace-ignored
     body_digest    digest of path, session and body; a continued stream or a retry must have the same
+    trace          where the request stands in a trace; None: in none
     pending_bytes  bytes of the running write that the transport has not taken yet
     """
 
@@ -105,6 +107,7 @@ class Exchange:
         "request_id",
         "scope",
         "status",
+        "trace",
     )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, request_id: RequestId, arrived_at: float) -> None:
@@ -126,6 +129,7 @@ class Exchange:
         self.more_headers: Headers = ()
         self.late_headers: Callable[[], Headers] | None = None
         self.body_digest = b""
+        self.trace: TraceContext | None = None
         self.pending_bytes = 0
         self._lost: Callable[[], ClientLeft | SlowReader | None] = scope.get("extensions", {}).get(LOST_EXTENSION, lambda: None)
         self.connection: ClientTransport | None = scope.get("extensions", {}).get(CONNECTION_EXTENSION)

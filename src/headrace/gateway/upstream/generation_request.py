@@ -115,6 +115,7 @@ class GenerationRequest:
     unsent       counts the request until it is sent to a replica; None: it was not counted by admission
     has_fallback  another upstream can answer as long as no output was read, so the request does not wait for a replica
     foreign_fields  fields for a foreign server as the client wrote them, beside or instead of those of `sampling`
+    trace_headers   headers for a foreign server: the trace that this request belongs to
     """
 
     request_id: RequestId
@@ -128,6 +129,7 @@ class GenerationRequest:
     unsent: UnsentRequest | None = None
     has_fallback: bool = False
     foreign_fields: Mapping[str, Any] = field(default_factory=dict)
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,7 +75,7 @@ class ForeignConfig:
     )
 
     def checked(self) -> ForeignConfig:
-        parts = _checked_url(self.url)
+        parts = check_url("url", self.url, "http://HOST:PORT/v1", "Keys go into api_key_file or api_key_env.")
         if is_link_local(parts.hostname or ""):
             raise ConfigError("url", "is a link-local address or that of a cloud's metadata service", _LINK_LOCAL)
         if self.name and REPLICA_NAME.fullmatch(self.name) is None:
@@ -175,20 +175,20 @@ def named(upstreams: Sequence[ForeignConfig]) -> Iterator[tuple[str, ForeignConf
         yield upstream.name or f"foreign-{index}", upstream
 
 
-def _checked_url(url: str) -> SplitResult:
-    """Raises ConfigError, which shows no password."""
+def check_url(where: str, url: str, example: str, keys: str) -> SplitResult:
+    """keys: what to do with a key that the address holds. Raises ConfigError, which shows no password."""
     if "@" in url:
         reason = "holds an @, and no user name or password is taken from an address"
-        raise ConfigError("url", reason, "Keys go into api_key_file or api_key_env; an @ of the path is written %40.")
+        raise ConfigError(where, reason, f"{keys} An @ of the path is written %40.")
     try:
         parts = urlsplit(url)
         is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and url.isprintable()
     except ValueError:
         is_url = False
     if not is_url or " " in url or _is_wrong_ipv4(parts.hostname or ""):
-        raise ConfigError("url", f"{re.split('[?#]', url)[0]!r} is not the address of a server", "Write http://HOST:PORT/v1.")
+        raise ConfigError(where, f"{re.split('[?#]', url)[0]!r} is not the address of a server", f"Write {example}.")
     if parts.query or parts.fragment:
-        raise ConfigError("url", "holds more than host and path", "Keys go into api_key_file or api_key_env.")
+        raise ConfigError(where, "holds more than host and path", keys)
     return parts
 
 

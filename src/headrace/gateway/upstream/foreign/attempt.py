@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -44,6 +44,7 @@ class ForeignRequest:
     salt: bytes
     num_prompts: int
     num_sequences: int
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
     is_one_by_one: bool = False
 
     @property

@@ -215,7 +215,7 @@ class ForeignServer:
         salt = {SALT: request.salt.hex()} if self.config.cache_salt else {}
         body = msgspec.json.encode(fields | {"model": self.far_name} | salt)
         try:
-            response = await self.session.post(request.path, body, request.request_id)
+            response = await self.session.post(request.path, body, request.request_id, request.trace_headers)
         except (*NOT_CONNECTED, aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
             self.is_reachable = not isinstance(error, NOT_CONNECTED)
             self.log_fault(f"could not be asked: {type(error).__name__} (request {request.request_id})")

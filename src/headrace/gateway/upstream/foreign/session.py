@@ -1,7 +1,8 @@
 """Opens the connections to one foreign server, and reads its key.
 
 Connections use no proxy or login of the environment, keep no cookies, follow no redirects, unpack nothing, and go to no link-local address
-unless it is allowed. Nothing from a client becomes part of a URL or a header; the request id in a header is made here.
+unless it is allowed. Nothing from a client becomes part of a URL, nor of a header but its trace context, which was checked; the request id
+in a header is made here.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -46,10 +47,12 @@ class ForeignSession:
         """Beside /v1 as in vLLM; None for a base URL that does not end with /v1."""
         return self._url.removesuffix("/v1") + "/metrics" if self._url.endswith("/v1") else None
 
-    async def post(self, path: str, body: bytes, request_id: str) -> aiohttp.ClientResponse:
+    async def post(self, path: str, body: bytes, request_id: str, trace: Mapping[str, str]) -> aiohttp.ClientResponse:
         """The caller closes it."""
-        headers = {**self._headers, "accept": "text/event-stream", "content-type": "application/json", "x-request-id": request_id}
-        return await self._session.post(f"{self._url}/{path}", data=body, headers=headers, allow_redirects=False)
+        headers = {"accept": "text/event-stream", "content-type": "application/json", "x-request-id": request_id}
+        return await self._session.post(
+            f"{self._url}/{path}", data=body, headers={**self._headers, **headers, **trace}, allow_redirects=False
+        )
 
     async def get(self, url: str) -> tuple[int, bytes]:
         """A body beyond MAX_FACTS_BYTES becomes empty."""

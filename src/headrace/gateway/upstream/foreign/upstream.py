@@ -103,6 +103,7 @@ class HttpUpstream(Upstream):
             request_id=request.request_id,
             path="chat/completions" if isinstance(request.prompt, Conversation) else "completions",
             fields=foreign_body(request, params),
+            trace_headers=request.trace_headers,
             salt=principal.salt,
             num_prompts=len(prompts),
             num_sequences=num_sequences,

@@ -1,0 +1,110 @@
+"""Tests that spans say what a finished request says, in OTLP's JSON, and add up."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from finished import finished
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.observe.finished_request import Outcome
+from headrace.observe.timeline import Stage
+from headrace.observe.trace_context import TraceContext
+from headrace.observe.traces import spans_of
+
+pytestmark = pytest.mark.pure
+
+TRACE = TraceContext("ab" * 16, "cd" * 8, "ef" * 8, state="a=1")
+ANSWERED = {
+    "outcome": Outcome.COMPLETED,
+    "status": 200,
+    "model": "tiny",
+    "stream": True,
+    "finish_reasons": ("stop", "length"),
+    "prompt_tokens": 7,
+    "completion_tokens": 0,
+    "ttft_s": 0.25,
+    "time": 1_800_000_000.5,
+    "latency_s": 1.5,
+    "tenant": "acme",
+    "replica": "r0",
+}
+
+
+def test_a_request_becomes_a_span_of_a_server() -> None:
+    (span,) = spans_of(finished(**ANSWERED), TRACE)
+    attributes = span.pop("attributes")
+    assert span == {
+        "traceId": "ab" * 16,
+        "spanId": "cd" * 8,
+        "parentSpanId": "ef" * 8,
+        "traceState": "a=1",
+        "name": "chat tiny",
+        "kind": 2,
+        "startTimeUnixNano": "1800000000500000000",
+        "endTimeUnixNano": "1800000002000000000",
+    }
+    assert {each["key"]: each["value"] for each in attributes} == {
+        "gen_ai.operation.name": {"stringValue": "chat"},
+        "gen_ai.provider.name": {"stringValue": "headrace"},
+        "gen_ai.request.model": {"stringValue": "tiny"},
+        "gen_ai.request.stream": {"boolValue": True},
+        "gen_ai.response.finish_reasons": {"arrayValue": {"values": [{"stringValue": "stop"}, {"stringValue": "length"}]}},
+        "gen_ai.response.time_to_first_chunk": {"doubleValue": 0.25},
+        "gen_ai.usage.input_tokens": {"intValue": "7"},
+        "gen_ai.usage.output_tokens": {"intValue": "0"},
+        "http.request.method": {"stringValue": "POST"},
+        "http.route": {"stringValue": "/v1/chat/completions"},
+        "http.response.status_code": {"intValue": "200"},
+        "headrace.request_id": {"stringValue": "abc"},
+        "headrace.outcome": {"stringValue": "completed"},
+        "headrace.tenant": {"stringValue": "acme"},
+        "headrace.replica": {"stringValue": "r0"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("outcome", "error", "error_type", "is_fault"),
+    [
+        (Outcome.REFUSED, "invalid_value", "invalid_value", False),
+        (Outcome.CANCELLED, None, "cancelled", False),
+        (Outcome.DEADLINE, "timeout", "timeout", True),
+        (Outcome.FAILED, None, "failed", True),
+    ],
+)
+def test_only_a_fault_of_the_server_is_an_error_of_the_span(outcome: Outcome, error: str | None, error_type: str, is_fault: bool) -> None:
+    (span,) = spans_of(finished(outcome=outcome, error=error, path="/v1/completions"), TRACE)
+    assert {"key": "error.type", "value": {"stringValue": error_type}} in span["attributes"]
+    assert span.get("status") == ({"code": 2} if is_fault else None)
+    assert span["name"] == "text_completion"
+
+
+@pytest.mark.parametrize("value", [2**63, -(2**63) - 1, float("inf"), float("nan")])
+def test_a_number_that_otlp_cannot_hold_becomes_a_string(value: float) -> None:
+    request = finished(**ANSWERED)
+    (span,) = spans_of(request._replace(asked=request.asked._replace(seed=value)), TRACE)  # type: ignore[arg-type]
+    assert {"key": "gen_ai.request.seed", "value": {"stringValue": str(value)}} in json.loads(json.dumps(span))["attributes"]
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(1e-5, 50)), max_size=12))
+def test_the_spans_of_stages_lie_in_the_requests_own_and_take_as_long_as_the_stages(gaps: list[tuple[float, float]]) -> None:
+    at_s = 0.0
+    stages: list[Stage] = []
+    for gap_s, seconds in gaps:
+        stages.append(Stage(f"stage-{len(stages)}", at_s + gap_s, seconds))
+        at_s += gap_s + seconds
+    root, *spans = spans_of(finished(**{**ANSWERED, "latency_s": at_s}), TRACE, stages)
+    assert [span["name"] for span in spans] == [stage.name for stage in stages]
+    assert all((span["traceId"], span["parentSpanId"], span["kind"]) == (root["traceId"], root["spanId"], 1) for span in spans)
+    assert len({span["spanId"] for span in spans} | {root["spanId"]}) == len(spans) + 1
+    assert all(re.fullmatch("[0-9a-f]{16}", span["spanId"]) for span in spans)
+    ends_ns = [int(root["startTimeUnixNano"])]
+    for span, stage in zip(spans, stages, strict=True):
+        start_ns, end_ns = int(span["startTimeUnixNano"]), int(span["endTimeUnixNano"])
+        assert ends_ns[-1] - 2 <= start_ns, "stages do not overlap, but for rounding"
+        assert abs(end_ns - start_ns - stage.seconds * 1e9) <= 1
+        ends_ns.append(end_ns)
+    assert ends_ns[-1] <= int(root["endTimeUnixNano"]) + 2
