@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.observe.finished_request import Outcome
-from headrace.observe.timeline import Stage
 from headrace.observe.trace_context import TraceContext
-from headrace.observe.traces import spans_of
+from headrace.observe.traces import StageTimes, spans_of
 
 pytestmark = pytest.mark.pure
 
@@ -92,19 +91,19 @@ def test_a_number_that_otlp_cannot_hold_becomes_a_string(value: float) -> None:
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(1e-5, 50)), max_size=12))
 def test_the_spans_of_stages_lie_in_the_requests_own_and_take_as_long_as_the_stages(gaps: list[tuple[float, float]]) -> None:
     at_s = 0.0
-    stages: list[Stage] = []
+    stages: list[StageTimes] = []
     for gap_s, seconds in gaps:
-        stages.append(Stage(f"stage-{len(stages)}", at_s + gap_s, seconds))
+        stages.append((f"stage-{len(stages)}", at_s + gap_s, seconds))
         at_s += gap_s + seconds
     root, *spans = spans_of(finished(**{**ANSWERED, "latency_s": at_s}), TRACE, stages)
-    assert [span["name"] for span in spans] == [stage.name for stage in stages]
+    assert [span["name"] for span in spans] == [name for name, _, _ in stages]
     assert all((span["traceId"], span["parentSpanId"], span["kind"]) == (root["traceId"], root["spanId"], 1) for span in spans)
     assert len({span["spanId"] for span in spans} | {root["spanId"]}) == len(spans) + 1
     assert all(re.fullmatch("[0-9a-f]{16}", span["spanId"]) for span in spans)
     ends_ns = [int(root["startTimeUnixNano"])]
-    for span, stage in zip(spans, stages, strict=True):
+    for span, (_, _, seconds) in zip(spans, stages, strict=True):
         start_ns, end_ns = int(span["startTimeUnixNano"]), int(span["endTimeUnixNano"])
         assert ends_ns[-1] - 2 <= start_ns, "stages do not overlap, but for rounding"
-        assert abs(end_ns - start_ns - stage.seconds * 1e9) <= 1
+        assert abs(end_ns - start_ns - seconds * 1e9) <= 1
         ends_ns.append(end_ns)
     assert ends_ns[-1] <= int(root["endTimeUnixNano"]) + 2

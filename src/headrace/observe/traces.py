@@ -25,7 +25,6 @@ from headrace import __version__
 from headrace.core.errors import counted
 from headrace.observe.finished_request import FinishedRequest, Outcome
 from headrace.observe.tally import CountCollector
-from headrace.observe.timeline import Stage
 from headrace.observe.trace_context import TraceContext, new_span_id
 
 log = logging.getLogger("headrace.traces")
@@ -80,7 +79,11 @@ _values_of = attrgetter(*ATTRIBUTES.values())
 _encode = msgspec.json.Encoder().encode
 
 
-def spans_of(request: FinishedRequest, trace: TraceContext, stages: Sequence[Stage] = ()) -> list[dict[str, Any]]:
+StageTimes = tuple[str, float, float]
+"""Name, seconds after the arrival, duration: what `timeline` makes."""
+
+
+def spans_of(request: FinishedRequest, trace: TraceContext, stages: Sequence[StageTimes] = ()) -> list[dict[str, Any]]:
     """The request's span and those of its stages, in OTLP's JSON: ids in hex, 64-bit integers as strings."""
     end = request.end
     operation = "text_completion" if request.arrival.path == "/v1/completions" else "chat"
@@ -97,7 +100,7 @@ def spans_of(request: FinishedRequest, trace: TraceContext, stages: Sequence[Sta
     return [root, *_stage_spans(trace, arrived_ns, stages)]
 
 
-def _stage_spans(trace: TraceContext, arrived_ns: int, stages: Iterable[Stage]) -> Iterable[dict[str, Any]]:
+def _stage_spans(trace: TraceContext, arrived_ns: int, stages: Iterable[StageTimes]) -> Iterable[dict[str, Any]]:
     for name, start_s, seconds in stages:
         yield _span(trace, new_span_id(), trace.span_id, name, INTERNAL, arrived_ns + round(start_s * 1e9), seconds)
 
