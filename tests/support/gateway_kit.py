@@ -95,7 +95,7 @@ def token_logprobs(token_id: int, num_top: int) -> TokenLogprobs:
 
 @dataclass
 class FakeReplica(ReplicaClient):
-    """One replica. It says SAID, one token per turn of the event loop, and then its end token.
+    """One replica. It says SAID, `updates_at_once` tokens per turn of the event loop, and then its end token.
 
     hold      set: requests are taken but nothing is said until `go` is set
     on_submit called before anything is said; may reject the stream or raise
@@ -120,6 +120,7 @@ class FakeReplica(ReplicaClient):
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     cached_tokens: int = 0
     token_delay_s: float = 0.0
+    updates_at_once: int = 1
     is_closed: bool = False
 
     def __post_init__(self) -> None:
@@ -205,9 +206,10 @@ class FakeReplica(ReplicaClient):
         self.streams.pop(stream.request_id, None)
 
     async def _speak(self, request: EngineRequest, stream: ReplicaStream) -> None:
-        for update in self._updates(request):
-            await self.go.wait()
-            await asyncio.sleep(self.token_delay_s)
+        for number, update in enumerate(self._updates(request)):
+            if number % self.updates_at_once == 0:
+                await self.go.wait()
+                await asyncio.sleep(self.token_delay_s)
             if stream.is_ended:
                 return
             say(stream, update)

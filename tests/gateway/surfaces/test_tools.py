@@ -9,6 +9,8 @@ import msgspec
 import pytest
 from figures import Figure
 from gateway_kit import MODEL, SAID, TestBench, chat_body, events_of, headers, open_bench, serving
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types.chat import ChatCompletionChunk
 
 from headrace.core.errors import InvalidRequest
 from headrace.core.grammar import ReasoningSpan
@@ -368,3 +370,17 @@ async def test_a_call_is_answered_and_the_answer_goes_back(bench: TestBench) -> 
     answer = {"role": "tool", "tool_call_id": call["id"], "content": "rain"}
     await bench.chat(messages=[{"role": "user", "content": "Hello"}, message, answer], tools=[WEATHER])
     assert f"<|im_start|>assistant\n{written}<|im_end|>" in prompt_of(bench)
+
+
+@pytest.mark.parametrize("updates_at_once", [1, 1000])
+async def test_the_clients_helper_sees_the_end_of_each_calls_arguments(bench: TestBench, updates_at_once: int) -> None:
+    """A call that comes whole with its end is no exception: the helper makes no such event of one chunk with both."""
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+    bench.replica.said, bench.replica.updates_at_once = f"{call}\n{call}", updates_at_once
+    tools: Any = [WEATHER]
+    response = await bench.chat(tools=tools, stream=True)
+    state: Any = ChatCompletionStreamState(input_tools=tools)
+    events = [event for chunk in events_of(response.text) for event in state.handle_chunk(ChatCompletionChunk.model_validate(chunk))]
+    ended = [(event.index, event.arguments) for event in events if event.type == "tool_calls.function.arguments.done"]
+    assert ended == [(number, '{"city": "Paris"}') for number in range(2)]
+    assert state.get_final_completion().choices[0].finish_reason == "tool_calls"

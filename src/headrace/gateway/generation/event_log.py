@@ -40,6 +40,10 @@ def last_event(exchange: Exchange) -> EventId | None:
 class EventLog:
     """Which sequence and output offset each event of one stream belongs to. An entry is offset * num_sequences + index, in four bytes.
     Event number N has entries[N - 1]. The usage after the last event has the next number and no entry.
+
+    Adjacent equal entries are chunks of one `OutputEvent`. Their number depends on that `OutputEvent` alone, they are numbered together,
+    and the ids between two offsets give the same `OutputEvent` again, however they arrived at first. So a stream that is made again has the
+    same chunks under the same numbers, wherever its client left it, between two chunks of one offset too.
     """
 
     __slots__ = ("answer_id", "entries", "num_seen", "num_sequences", "prefix")

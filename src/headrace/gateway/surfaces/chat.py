@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from operator import attrgetter
 from typing import Any
 
@@ -193,11 +193,21 @@ class ChatAnswer(OpenAIAnswer[ChatRequest]):
             if self._counts is not None:
                 self._count(event.index, event.num_tokens)
             has_parts = bool(event.reasoning or event.tool_calls or event.passed)
-            if has_parts or event.finish is not None or (event.logprobs and self._request.logprobs):
+            if event.tool_calls and event.finish is not None:
+                yield from self._calls_and_end(event)
+            elif has_parts or event.finish is not None or (event.logprobs and self._request.logprobs):
                 choice = self._choice(event, self._delta_of_parts(event) if has_parts else None)
                 yield from self._chunk(event.index, event.offset, choice)
             elif event.text:
                 yield self._text_chunk(event.index, event.offset, event.text)
+
+    def _calls_and_end(self, event: OutputEvent) -> Iterator[bytes]:
+        """Two chunks, as OpenAI's server sends: its client makes no `arguments.done` of a call that comes in the chunk with the end. Both
+        have their numbers before the first is made, so that a stream that breaks between them is kept with both.
+        """
+        calls = self._choice(event._replace(finish=None), self._delta_of_parts(event))
+        end = self._choice(event._replace(text="", logprobs=()), None)
+        return chain(*[self._chunk(event.index, event.offset, choice) for choice in (calls, end)])
 
     def _delta_of_parts(self, event: OutputEvent) -> bytes:
         """The pieces of one call are joined, since some clients read a delta's list as a dictionary by index."""

@@ -6,6 +6,7 @@ Nothing happens where the client did not send `Last-Event-ID`, the server keeps 
 from __future__ import annotations
 
 import asyncio
+from itertools import groupby
 from types import TracebackType
 
 from headrace.core.errors import InvalidRequest, Unavailable
@@ -64,20 +65,23 @@ class ResumableStream:
         assert self._continued is not None
         entries, num_seen = self._continued.entries, self._continued.num_seen
         has_logprobs = self._call.params.logprobs is not None
-        if has_logprobs:  # events that cannot be made from ids alone
-            entries = entries[:num_seen]
-        for number, (index, offset) in enumerate(offsets_of(entries, progress.num_sequences), start=1):
+        number = 0
+        for (index, offset), same in groupby(offsets_of(entries, progress.num_sequences)):
+            if has_logprobs and number >= num_seen:  # events that cannot be made from ids alone
+                break
+            num_seen_of_these = max(0, num_seen - number)
+            number += len(list(same))
             event = stream.replay(index, offset)
             progress.record_replayed(event)
             record((event,))
             made = b"".join(encoder.encode_events((event,)))
             if not has_logprobs and self._event_log.entries != entries[:number]:
                 raise Unavailable("This stream cannot be continued by this version of the server; it can be sent again.")
-            if number > num_seen:
-                await sse.write(made)
+            if number > num_seen:  # a chunk ends with an empty line
+                await sse.write(made.split(b"\n\n", num_seen_of_these)[-1])
             elif number % REPLAY_STEP == 0:
                 await asyncio.sleep(0)
-        self._event_log.entries[:] = entries
+        self._event_log.entries[:] = entries[:number]
         self._is_replayed = True
 
     def end(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

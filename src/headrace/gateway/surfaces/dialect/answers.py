@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import ClassVar, Generic
 
 import msgspec
@@ -133,11 +134,9 @@ class OpenAIAnswer(ABC, Generic[FieldsT]):
         return b"%b%d\n%b%b%b" % (log.prefix, len(entries), self._before_texts[index], _encode(text), self._after_text)
 
     def _chunk(self, index: int, offset: int, choice: Iterable[bytes]) -> Iterator[bytes]:
-        yield b"" if self._log is None else self._log.line(index, offset)
-        yield self._head
-        yield from choice
-        yield b"]"
-        yield self._tail
+        """Numbered now, made on demand."""
+        line = b"" if self._log is None else self._log.line(index, offset)
+        return chain((line, self._head), choice, (b"]", self._tail))
 
     def encode_end(self, usage: TokenUsage) -> bytes:
         if not self._include_usage or (self._log is not None and self._log.is_usage_seen):
