@@ -13,7 +13,7 @@ import pytest
 import torch
 from plain_loop import Checkpoint, PlainLoop, save_random_llama
 from real_engine import ROOMY
-from server_kit import CROWD, CROWD_ENGINE, KEY, STEP_S, Server, serving, serving_fake
+from server_kit import CROWD, CROWD_ENGINE, KEY, STEP_S, TENANTS, Server, key_of, serving, serving_fake
 
 from headrace.bundled import DEFAULT_MODEL, bundled_path
 from headrace.text.folder import load_text
@@ -87,11 +87,12 @@ ENGINE: dict[str, object] = {"dtype": "float32", "kernels": ROOMY["kernels"], "n
 
 @pytest.fixture(scope="session")
 def server(random_folder: Path) -> Iterator[Server]:
-    """`headrace serve` of the random model as "random" (and "alias"): one replica, a key, KV memory for 752 tokens."""
+    """`headrace serve` of the random model as "random" (and "alias"): one replica, keys, KV memory for 752 tokens."""
     config = {
         "models": [{"name": "random", "aliases": ["alias"], "engine": {**ENGINE, "model": str(random_folder), "num_kv_blocks": 48}}],
         "gateway": {
-            "api_keys": [{"key": KEY}],
+            "api_keys": [{"key": KEY, "tenant": "operator"}, *({"key": key_of(tenant), "tenant": tenant} for tenant in TENANTS)],
+            "metrics_tenants": ["operator"],
             "request_log": "{folder}/requests.jsonl",
         },
     }

@@ -46,6 +46,13 @@ STEP_S = 0.02
 REPORT = signal.SIGRTMIN + 3
 MEASURE = signal.SIGRTMIN + 4
 KEY = "sk-end-to-end-0123456789"
+GREEDY = tuple(f"greedy-{number}" for number in range(3))
+TENANTS = ("neighbour", "garbage", "slow", *GREEDY)
+"""Tenants of the shared server beside that of KEY, each with a key (`key_of`)."""
+
+
+def key_of(tenant: str) -> str:
+    return f"{KEY}-{tenant}"
 
 
 @dataclass(frozen=True, slots=True)
