@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from array import array
+from base64 import urlsafe_b64encode
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import NewType
@@ -56,3 +57,21 @@ def block_hash(parent: BlockHash, token_ids: Sequence[int], modality_digests: Se
         state.update(len(digest).to_bytes(8, "little"))
         state.update(digest)
     return BlockHash(state.digest())
+
+
+RECORDED_BLOCK_TOKENS, MAX_RECORDED_BLOCKS = 128, 256
+RECORDED_HASH_CHARS = 8
+"""48 bits: among a million blocks one in 500 recordings has two that are wrongly equal."""
+
+
+def recorded_blocks(key: bytes, token_ids: Sequence[int]) -> str:
+    """The hashes of a prompt's first full blocks, RECORDED_HASH_CHARS each: equal where the prompts are equal up to the block's end.
+
+    key  a tenant's secret salt, so that prompts seem to share no more than an engine's prefix cache lets them, and cannot be guessed
+    """
+    hashes, parent = bytearray(), chain_root(key, model_digest=b"", kv_dtype="")
+    last = min(len(token_ids), MAX_RECORDED_BLOCKS * RECORDED_BLOCK_TOKENS) - RECORDED_BLOCK_TOKENS
+    for begin in range(0, last + 1, RECORDED_BLOCK_TOKENS):
+        parent = block_hash(parent, token_ids[begin : begin + RECORDED_BLOCK_TOKENS])
+        hashes += parent[: RECORDED_HASH_CHARS * 6 // 8]
+    return urlsafe_b64encode(hashes).decode()

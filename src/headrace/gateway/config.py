@@ -112,6 +112,13 @@ class GatewayConfig:
         "--request-log",
         reload=Reload.LIVE,
     )
+    log_prompt_blocks: bool = option(
+        False,
+        "Add keyed hashes of the blocks of 128 tokens that a prompt begins with to the request log, for `headrace log trace` "
+        "([simulation.md](simulation.md#traces)). They show a reader of the log which prompts of a tenant begin alike.",
+        "--log-prompt-blocks",
+        reload=Reload.LIVE,
+    )
     otlp_traces_endpoint: str = option(
         "",
         "Where each generating request's trace is sent: an OpenTelemetry collector's address for OTLP over HTTP, such as "
@@ -157,6 +164,8 @@ class GatewayConfig:
             check_url(
                 "otlp_traces_endpoint", self.otlp_traces_endpoint, "http://HOST:4318", "A collector nearby can hold another one's key."
             )
+        if self.log_prompt_blocks and self.request_log_target == "off":
+            raise ConfigError("log_prompt_blocks", "has no effect while request_log is off", "Name a file as request_log.")
         check_secret("salt_key", self.salt_key)
         self._check_metrics()
         check_names(self.allowed_hosts, self.allowed_origins)
@@ -228,6 +237,7 @@ class GatewayConfig:
             prices=self.prices,
             cache=self.cache,
             metrics=metrics,
+            log_prompt_blocks=self.log_prompt_blocks,
         )
 
     @property

@@ -11,6 +11,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+LOW_ID, HIGH_ID = 300, 2000
+
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
@@ -27,8 +29,8 @@ class WorkloadShape:
     spread: float = 0.0
     prefix_tokens: int = 0
     num_prefixes: int = 1
-    low_id: int = 300
-    high_id: int = 2000
+    low_id: int = LOW_ID
+    high_id: int = HIGH_ID
 
     def checked(self) -> WorkloadShape:
         """Raises ValueError."""

@@ -91,6 +91,7 @@ class Answered(NamedTuple):
     continued_id  request id of the stream that this request continues
     num_resumes   how often a sequence was submitted again because its engine was lost
     failure       the engine's message, for the operator, where it ended a sequence without an answer
+    prompt_blocks  of a single prompt, where `log_prompt_blocks` is set (`core.hashing.recorded_blocks`)
     """
 
     model: str | None = None
@@ -104,6 +105,7 @@ class Answered(NamedTuple):
     usage: Usage = Usage()
     times: Times = Times()
     failure: str | None = None
+    prompt_blocks: str | None = None
 
 
 class End(NamedTuple):

@@ -61,10 +61,11 @@ FIELDS = {
     "param": "end.param",
     "reason": "end.reason",
     "detail": "detail",
+    "prompt_blocks": "answered.prompt_blocks",
 }
 """Field of a line -> where `FinishedRequest` has it."""
 
-LONG_FIELDS = ("reason", "detail", "finish_reasons")
+LONG_FIELDS = ("reason", "detail", "finish_reasons", "prompt_blocks")
 
 _values_of = attrgetter(*FIELDS.values())
 _encode = json.JSONEncoder(ensure_ascii=True, separators=(",", ":")).encode

@@ -1,4 +1,4 @@
-"""Tests `headrace usage` and `headrace log archive` as an operator runs them."""
+"""Tests `headrace usage`, `headrace log archive` and `headrace log trace` as an operator runs them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 import pytest
+from finished import finished
 from ledger_kit import usage
 from typer.testing import CliRunner, Result
 
@@ -17,6 +18,7 @@ from headrace.core.errors import ConfigError, InvalidRequest
 from headrace.gateway.ledger.record import encode_record
 from headrace.gateway.ledger.spool import MAGIC, OPEN, Spool, frame
 from headrace.gateway.ledger.usage_db import FILE, SQL, UsageDb
+from headrace.observe.request_log import line_of
 
 pytestmark = pytest.mark.pure
 
@@ -119,3 +121,17 @@ def test_an_archive_without_a_topic_is_refused(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["log", "archive", "--config", str(file)])
     assert isinstance(done.exception, ConfigError)
     assert "usage.kafka: is missing" in str(done.exception)
+
+
+# -- traces ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_request_logs_become_one_trace(tmp_path: Path) -> None:
+    """The files of a rotated log, in any order; requests that were refused are counted on stderr."""
+    for name, time, num_tokens in (("log.1", 5.0, 3), ("log", 7.5, 4)):
+        request = finished(time=time, model="m", prompt_tokens=20, completion_tokens=num_tokens)
+        (tmp_path / name).write_text(f"{line_of(request)}\n{line_of(finished(time=9.0, model='m', status=429))}\n")
+    done = CliRunner().invoke(app, ["log", "trace", str(tmp_path / "log"), str(tmp_path / "log.1")])
+    assert [(entry["timestamp"], entry["output_length"]) for entry in map(json.loads, done.stdout.splitlines())] == [(0, 3), (2500, 4)]
+    assert "2 sequences; 2 requests left out" in done.stderr
+    assert CliRunner().invoke(app, ["log", "trace", "--model", "other", str(tmp_path / "log")]).exit_code == 1

@@ -6,15 +6,17 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import pytest
 import typer
 
 from headrace.cli.bench import offline as bench_offline
+from headrace.cli.bench import serve as bench_serve
 from headrace.cli.bench.common import make_shape
 from headrace.cli.bench.offline import latency, steps, throughput
-from headrace.cli.bench.serve import serve
 from headrace.cli.bench.sweep import sweep
 from headrace.cli.exits import CommandExitCode, ServerFailed, UsageRefused
 from headrace.core.errors import ConfigError
@@ -25,9 +27,13 @@ from headrace.lab.fake_runner import FakeOptions, fake_engine
 from headrace.lab.offline import Collector
 from headrace.lab.simulate import step_times
 from headrace.lab.simulate.step_times import read_steps
+from tests.cli.conftest import Headrace
 from tests.cli.scripted import scripted_server
 
 pytestmark = pytest.mark.pure
+
+serve = partial(bench_serve.serve, cast(typer.Context, None))
+"""Only a trace asks the command line which options were given."""
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +110,53 @@ def test_a_server_is_found_however_its_address_is_written(ending: str, scheme: s
 def test_senseless_settings_are_usage_errors(wrong: dict[str, object]) -> None:
     with pytest.raises(UsageRefused):
         serve(url="http://127.0.0.1:9", bandwidth=False, **wrong)  # type: ignore[arg-type]
+
+
+def traced(folder: Path, *hashes: list[int]) -> str:
+    lines = [
+        {"timestamp": 5000 + 10 * n, "input_length": 40, "output_length": 3, "hash_ids": ids, "block_size": 16}
+        for n, ids in enumerate(hashes)
+    ]
+    (folder / "trace.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return str(folder / "trace.jsonl")
+
+
+@pytest.mark.socket
+def test_a_trace_is_replayed_with_the_beginnings_that_it_shares(headrace: Headrace, tmp_path: Path) -> None:
+    trace, file = traced(tmp_path, [1, 2], [1, 3], [4, 2], [1, 2]), tmp_path / "out.json"
+    with scripted_server(*[["a", "b", "c"]] * 3) as server:
+        words = ("bench", "serve", "--url", server.url, "--no-bandwidth", "--trace", trace)
+        done = headrace(*words, "--num-prompts", "3", "--output-json", str(file))
+        assert done.returncode == 0, done.stderr
+        first, second, third = (cast(list[int], body["prompt"]) for body in server.seen)
+        assert [body["max_tokens"] for body in server.seen] == [3, 3, 3]
+    assert first[:16] == second[:16]
+    assert first[16:32] == third[16:32]
+    assert len({tuple(ids[:16]) for ids in (first, second, third)}) == 2
+    assert {len(ids) for ids in (first, second, third)} == {40}
+    data = json.loads(file.read_text())
+    assert data["settings"]["trace"] == trace
+    assert "shape" not in data["settings"]
+    due_s = [record["intended_s"] for record in data["records"]]
+    assert [each - due_s[0] for each in due_s] == pytest.approx([0.0, 0.01, 0.02]), "the first at once, the others after its time"
+
+
+@pytest.mark.parametrize(
+    ("lines", "words", "code", "said"),
+    [
+        (1, ("--request-rate", "5"), 2, "--request-rate: a trace has its own times and lengths; leave one of the two out."),
+        (1, ("--input-len", "128"), 2, "--input-len: a trace has its own times"),
+        (0, (), 2, "has no request"),
+        (3, (), 2, "its prompts have more than 100 tokens; give --num-prompts 2 or less."),
+        (1, ("--trace", "/nowhere.jsonl"), 3, "/nowhere.jsonl: cannot be read"),
+    ],
+)
+def test_a_trace_that_cannot_be_replayed_is_refused_before_anything_is_sent(
+    headrace: Headrace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: int, words: tuple[str, ...], code: int, said: str
+) -> None:
+    monkeypatch.setattr(bench_serve, "MAX_TRACE_TOKENS", 100)
+    done = headrace("bench", "serve", "--url", "http://127.0.0.1:9", "--trace", traced(tmp_path, *[[1]] * lines), *words)
+    assert (done.returncode, said in done.stderr) == (code, True), done.stderr
 
 
 def test_shared_prefix_is_half_the_prompt_unless_said() -> None:

@@ -109,6 +109,16 @@ def test_a_trace_is_replayed(headrace: Headrace, tmp_path: Path) -> None:
     assert report["cached_tokens"] == 19 * 512
 
 
+def test_the_trace_that_is_shipped_is_simulated(headrace: Headrace) -> None:
+    """The documentation says these figures of a live server, too."""
+    trace = Path(__file__).parents[3] / "examples" / "conversations.jsonl"
+    assert trace.stat().st_size < 100_000
+    done = headrace("simulate", "--gpu", "h100", "--trace", str(trace), "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)["runs"][0]["report"]
+    assert (report["finished"], report["prompt_tokens"], report["cached_tokens"]) == (132, 82_619, 53_888)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "named"),
     [

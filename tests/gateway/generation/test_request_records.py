@@ -129,6 +129,36 @@ async def test_the_path_stands_in_its_own_field_alone(text: TextModel, tmp_path:
     assert lines(log)[0]["path"] == "/xyzzy"
 
 
+LONG = "Paris is the capital of France, said the quick brown fox. " * 12
+
+
+async def test_hashes_of_prompts_are_logged_where_they_are_asked_for(text: TextModel, tmp_path: Path) -> None:
+    """Equal for prompts of a tenant that begin alike, of others never; and no word of the prompt."""
+    keys = [{"key": f"{KEY}-{tenant}", "tenant": tenant} for tenant in ("acme", "globex")]
+    for is_on in (False, True):
+        log = tmp_path / f"log {is_on}"
+        async with open_bench(text, request_log=str(log), log_prompt_blocks=is_on, api_keys=keys) as bench:
+            for key, prompt in [("acme", LONG), ("acme", f"{LONG}?"), ("globex", LONG), ("acme", "Hello"), ("acme", [LONG, LONG])]:
+                body = {"model": MODEL, "prompt": prompt, "max_tokens": 1}
+                answer = await bench.client.post("/v1/completions", json=body, headers={"authorization": f"Bearer {KEY}-{key}"})
+                assert answer.status_code == 200, answer.text
+        first, longer, other, *without = [line.get("prompt_blocks", "") for line in lines(log)]
+        assert without == ["", ""], "a prompt below a block, and several prompts"
+        assert "Paris" not in log.read_text()
+        if not is_on:
+            assert first == longer == other == ""
+            continue
+        assert first == longer[: len(first)]
+        assert len(first) == len(other) == lines(log)[0]["prompt_tokens"] // 128 * 8 > 0
+        assert first[:8] != other[:8]
+
+
+@pytest.mark.pure
+def test_hashes_for_no_log_are_refused() -> None:
+    with pytest.raises(ConfigError, match="log_prompt_blocks: has no effect while request_log is off"):
+        config_from({**SITE, "request_log": False, "log_prompt_blocks": True})
+
+
 # -- how a request ended -------------------------------------------------------------------------------------------------------------
 
 

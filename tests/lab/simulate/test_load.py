@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
@@ -44,6 +47,34 @@ def test_equal_hashes_are_found_in_the_prefix_cache(tmp_path: Path) -> None:
     assert [record.cached_tokens for record in records] == [0, 1024, 0, 0]
 
 
+SIZE = 8
+"""Tokens of a block here: two of 1,700 ids are equal by chance once in 10^25."""
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(-3, 3), max_size=5), st.integers(1, 6 * SIZE)), min_size=2, max_size=6), st.integers(0, 9))
+def test_prompts_share_exactly_the_blocks_whose_hashes_are_equal(prompts: list[tuple[list[int], int]], seed: int) -> None:
+    """What no hash stands for is shared with nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        lines = [entry(0, length, hash_ids=hashes, block_size=SIZE) for hashes, length in prompts]
+        made = [each.prompt_ids for each in read_trace(written(Path(folder), *lines), seed=seed)]
+    assert [len(ids) for ids in made] == [length for _, length in prompts]
+    named = [[*hashes, *itertools.repeat(None, 6)] for hashes, _ in prompts]
+    blocks = [[ids[begin : begin + SIZE] for begin in range(0, len(ids) - SIZE + 1, SIZE)] for ids in made]
+    for (names, found), (other_names, others) in itertools.combinations(zip(named, blocks, strict=True), 2):
+        for (name, block), (other_name, other) in itertools.product(
+            zip(names, found, strict=False), zip(other_names, others, strict=False)
+        ):
+            assert (block == other) == (name is not None and name == other_name)
+
+
+def test_another_seed_makes_other_prompts_within_the_vocabulary(tmp_path: Path) -> None:
+    """A server that has seen the prompts of a trace has them cached."""
+    file = written(tmp_path, entry(0, 600, hash_ids=[1]))
+    [first], [second] = (list(read_trace(file, seed=seed, low_id=5, high_id=50)) for seed in (0, 1))
+    assert first.prompt_ids[:512] != second.prompt_ids[:512]
+    assert set(first.prompt_ids) == set(range(5, 50))
+
+
 def test_times_and_lengths_are_the_lines(tmp_path: Path) -> None:
     arrivals = list(read_trace(written(tmp_path, entry(250, 3, 7), "", entry(250.5, 600, 1, hash_ids=[5, 6]))))
     assert [(each.at, len(each.prompt_ids), each.output_tokens) for each in arrivals] == [(0.25, 3, 7), (0.2505, 600, 1)]
@@ -63,6 +94,7 @@ def test_a_trace_is_read_as_far_as_it_is_asked_for(tmp_path: Path) -> None:
         (entry(0, prompt=0), "line 2: input_length: must be an integer from 1"),
         (entry(0, output=2**30), "line 2: output_length: must be an integer from 1"),
         (entry(0, hash_ids=["a"]), "line 2: hash_ids: must be a list of integers"),
+        (entry(0, block_size=0), "line 2: block_size: must be an integer from 1"),
         (entry(0), "line 2: is earlier than the line before it"),
         ("x" * (2 << 20), "line 2: is longer than"),
     ],

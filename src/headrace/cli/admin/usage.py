@@ -1,4 +1,5 @@
-"""`headrace usage` shows what tenants used, and how fast they were answered; `headrace log archive` moves records from Kafka to ClickHouse.
+"""`headrace usage` shows what tenants used, and how fast they were answered; `headrace log archive` moves records from Kafka to ClickHouse;
+`headrace log trace` makes a trace of a request log.
 
 The figures come from ClickHouse where it is configured, else from the usage.db of a state folder. No server need run.
 """
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.cli.admin.directory import AsJson, ConfigFile, StateFolder, settings_of
-from headrace.cli.exits import UsageRefused
+from headrace.cli.exits import CommandExitCode, UsageRefused
 from headrace.core.errors import ConfigError, counted
 
 if TYPE_CHECKING:
@@ -119,12 +120,26 @@ def _cell(name: str, value: object) -> str:
     return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
-log_app = typer.Typer(help="Usage records beyond this machine.", no_args_is_help=True, rich_markup_mode=None)
+log_app = typer.Typer(help="What the logs of requests say: usage records, and traces.", no_args_is_help=True, rich_markup_mode=None)
 
 
-@log_app.callback()
-def _log() -> None:
-    """Keeps `archive` a sub-command although it is the only one."""
+@log_app.command()
+def trace(
+    files: Annotated[list[Path], typer.Argument(metavar="REQUEST_LOG...", help="Files of --request-log, best with --log-prompt-blocks.")],
+    model: Annotated[str | None, Flag("--model", help="Requests of this model alone; needed where the log has several.")] = None,
+) -> None:
+    """Print the trace of a request log, for `headrace simulate --trace` and `headrace bench serve --trace`."""
+    from headrace.lab.simulate.recorded import RecordedTrace
+
+    recording = RecordedTrace(model)
+    for file in files:
+        recording.read(file)
+    for line in recording.trace_lines():
+        print(line)
+    left_out = f"; {counted(recording.num_left_out, 'request')} left out, see docs/simulation.md" if recording.num_left_out else ""
+    print(f"headrace: {counted(len(recording.sequences), 'sequence')}{left_out}", file=sys.stderr)
+    if not recording.sequences:
+        raise typer.Exit(CommandExitCode.FAILED)
 
 
 @log_app.command()

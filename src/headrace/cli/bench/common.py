@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from headrace.cli.exits import UsageRefused
 
 if TYPE_CHECKING:
     from headrace.lab.datasets import LoadRequest, WorkloadShape
@@ -110,6 +112,14 @@ def find_target(url: str, model: str | None, api_key: str | None) -> LoadTarget:
 
     client = ApiClient(url, api_key=api_key)
     return LoadTarget(url=client.url, model=model or (client.models() or [""])[0], api_key=api_key)
+
+
+def refuse_beside_trace(context: typer.Context, names: Collection[str], remedy: str) -> None:
+    """names: parameters that a trace replaces. Raises UsageRefused for one that was given."""
+    for param in context.command.params:
+        source = context.get_parameter_source(param.name or "")
+        if param.name in names and source is not None and source.name == "COMMANDLINE":
+            raise UsageRefused(f"{param.opts[-1]}: a trace has its own times and lengths; {remedy}.")
 
 
 def write_result(file: Path | None, result: Mapping[str, object], records: Sequence[LoadRecord]) -> None:

@@ -150,6 +150,9 @@ _OPERATION = (
         "One line per request: on (stdout), off, stderr or a file. Default on.",
         common=True,
     ),
+    _flag(
+        OPERATION, "--log-prompt-blocks", "gateway.log_prompt_blocks", "Add keyed hashes of prompts to it, for headrace log trace.", bool
+    ),
     _flag(OPERATION, "--otlp-traces-endpoint", "gateway.otlp_traces_endpoint", "Collector of traces, http://HOST:4318. Default: none."),
     _LOG_FORMAT,
     _flag(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.bundled import DEFAULT_MODEL
-from headrace.cli.bench.common import AsJson, Flag, Seed, make_shape
+from headrace.cli.bench.common import AsJson, Flag, Seed, make_shape, refuse_beside_trace
 from headrace.cli.exits import CommandExitCode, UsageRefused
 from headrace.core.errors import counted
 from headrace.core.parallelism import why_not_run
@@ -40,14 +40,7 @@ GATEWAY_S = 0.002
 MAX_REPLICAS = 256
 
 
-REPLACED_BY_TRACE = {
-    "duration": "--duration",
-    "input_len": "--input-len",
-    "output_len": "--output-len",
-    "range_ratio": "--random-range-ratio",
-    "prefix_len": "--prefix-len",
-    "spike": "--spike",
-}
+REPLACED_BY_TRACE = ("duration", "input_len", "output_len", "range_ratio", "prefix_len", "spike")
 
 
 def simulate(
@@ -59,7 +52,9 @@ def simulate(
     tp: Annotated[int | None, Flag("--tp", min=1, help="Devices of one replica, also more than this version runs; default: 1.")] = None,
     replicas: Annotated[int | None, Flag("--replicas", min=1, max=MAX_REPLICAS, help="Default: the file's.")] = None,
     load: Annotated[str | None, Flag("--load", help="Requests per second; several with commas are simulated one by one.")] = None,
-    trace: Annotated[Path | None, Flag("--trace", help="JSON lines: timestamp (ms), input_length, output_length, hash_ids.")] = None,
+    trace: Annotated[
+        Path | None, Flag("--trace", help="JSON lines: timestamp (ms), input_length, output_length, hash_ids, block_size.")
+    ] = None,
     duration: Annotated[float, Flag("--duration", help="Seconds in which requests arrive.")] = 60.0,
     input_len: Annotated[int, Flag("--random-input-len", "--input-len", help="Prompt tokens, prefix included.")] = 512,
     output_len: Annotated[int, Flag("--random-output-len", "--output-len")] = 128,
@@ -85,10 +80,7 @@ def simulate(
     from headrace.lab.metrics import parse_slo
 
     if trace is not None:
-        for name, flag in REPLACED_BY_TRACE.items():
-            source = context.get_parameter_source(name)
-            if source is not None and source.name == "COMMANDLINE":
-                raise UsageRefused(f"{flag}: a trace has its own times and lengths; give --load instead of --trace.")
+        refuse_beside_trace(context, REPLACED_BY_TRACE, "give --load instead of --trace")
     try:
         slo = parse_slo(goodput) if goodput else None
         shape = make_shape("random", input_len, output_len, range_ratio, prefix_len, 1, 2000)

@@ -15,7 +15,7 @@ from headrace.policy.limits.price import FREE, Price
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestConfig:
     """The parts of the configuration that answering a request reads. prices: model name -> price; metrics: which series a reader of the
-    page sees
+    page sees; log_prompt_blocks: of the request log
     """
 
     limits: Limits
@@ -24,6 +24,7 @@ class RequestConfig:
     prices: Mapping[str, Price]
     cache: CacheConfig
     metrics: MetricsAccess
+    log_prompt_blocks: bool
 
     def price_of(self, model: str) -> Price:
         return self.prices.get(model, FREE)

@@ -23,7 +23,7 @@ from headrace.gateway.generation.answer_encoder import AnswerEncoder, DirectChun
 from headrace.gateway.generation.call import Call, CallNext, Ready
 from headrace.gateway.generation.progress import DEADLINE_PASSED, RequestProgress, raise_if_failed
 from headrace.gateway.http.sse import SseStream, StreamWatch
-from headrace.gateway.upstream.seam import NO_USAGE, EventStream, OutputEvent, added
+from headrace.gateway.upstream.seam import NO_USAGE, EventStream, OutputEvent, Prepared, added
 from headrace.observe.finished_request import MAX_DETAIL_CHARS, Answered, Times, Usage
 from headrace.observe.metrics import Metrics
 
@@ -82,7 +82,14 @@ def _answered(call: Call, ready: Ready | None, answer: _Answer | None) -> Answer
         else Usage(usage.prompt_tokens, usage.charged.completion_tokens, usage.cached_tokens, price),  # earlier output has its own record
         times=times,
         failure=failure,
+        prompt_blocks=_prompt_blocks(call, answered_with) if call.config.log_prompt_blocks else None,
     )
+
+
+def _prompt_blocks(call: Call, answered_with: Prepared | None) -> str | None:
+    if answered_with is None or len(answered_with.prompts) != 1:
+        return None
+    return answered_with.prompts[0].recorded_blocks(call.salt) or None
 
 
 class _Answer:

@@ -271,6 +271,10 @@ class PreparedPrompt:
     text: str
     num_tokens: int | None = None
 
+    def recorded_blocks(self, key: bytes) -> str:
+        """See `core.hashing`; empty where the gateway does not know the tokens."""
+        return ""
+
     def decoded_logprobs(self, logprobs: LogprobColumns) -> Iterator[DecodedLogprobs]:
         """Pages of the prompt's tokens. A page may be empty, so that long work can pause. The first token, which has no probability (rank
         0), is a page by itself.

@@ -11,6 +11,7 @@ from typing import Any
 
 from headrace.core.errors import Unavailable
 from headrace.core.grammar import Grammar
+from headrace.core.hashing import recorded_blocks
 from headrace.core.ids import RequestId
 from headrace.core.model_info import ModelInfo
 from headrace.core.plan import PAGE_TOKENS, LogprobColumns, TokenLogprobs, columns_of
@@ -264,6 +265,9 @@ OFFSET_TOKENS = 512
 class TokenPrompt(PreparedPrompt):
     token_ids: tuple[int, ...]
     tokenizer: Tokenizer
+
+    def recorded_blocks(self, key: bytes) -> str:
+        return recorded_blocks(key, self.token_ids)
 
     def decoded_logprobs(self, logprobs: LogprobColumns) -> Iterator[DecodedLogprobs]:
         offsets = yield from self._offsets()
