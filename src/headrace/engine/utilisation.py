@@ -11,7 +11,7 @@ from typing import TypedDict
 from headrace.core.load import EngineCounters, GpuUse
 from headrace.core.model_info import ModelInfo
 from headrace.core.plan import Plan
-from headrace.machine.resources import resident_bytes
+from headrace.machine.resources import process_memory
 
 MEGA = 10**6
 
@@ -77,7 +77,7 @@ class EngineMeter:
         gpu = self._read_gpu()
         return EngineUse(
             cpu_s=time.process_time(),
-            resident_bytes=resident_bytes(),
+            resident_bytes=process_memory().resident,
             peak_read_bytes_per_s=self._info.peak_read_bytes_per_s,
             peak_flops_per_s=self._info.peak_flops_per_s,
             gpu_utilization=None if gpu is None else gpu.utilization,

@@ -44,7 +44,7 @@ from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.text_workers.processes import HostProcess
 from headrace.gateway.text_workers.workers import Workers
 from headrace.gateway.upstream.served_models import ModelTable
-from headrace.machine.resources import machine_bytes, resident_bytes
+from headrace.machine.resources import machine_bytes, process_memory
 from headrace.observe.logs import environment_format
 from headrace.observe.metrics import MemoryReading, Metrics
 from headrace.observe.request_log import RequestLog
@@ -263,7 +263,7 @@ def _connect_metrics(app: Gateway, models: SiteModels) -> None:
     """Give the metrics page functions that read gauges from their owners when the page is asked for."""
     service = app.service
     metrics, budgets = service.metrics, (service.memory.prompts, service.memory.answers)
-    metrics.read_process(resident_bytes)
+    metrics.read_process(lambda: process_memory().resident)
     metrics.read_engines(models.readings)
     metrics.read_upstreams(models.upstream_readings)
     metrics.read_text(service.text_pool.reading)

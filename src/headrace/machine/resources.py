@@ -10,6 +10,7 @@ import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 UNLIMITED = 1 << 60
 """Version 1 writes "no limit" as a number just below 2**63."""
@@ -117,10 +118,19 @@ def num_allowed_cpus() -> int:
     return (os.cpu_count() or 1) if cpus is None else len(cpus)
 
 
-def resident_bytes(root: Path = Path("/")) -> int:
-    """Memory of this process; 0 without /proc."""
-    pages = read_text(root / "proc/self/statm")
-    return 0 if pages is None else int(pages.split()[1]) * os.sysconf("SC_PAGE_SIZE")
+class ProcessMemory(NamedTuple):
+    """In bytes. size: the address space; anonymous: `resident` without mapped files"""
+
+    size: int
+    resident: int
+    anonymous: int
+
+
+def process_memory() -> ProcessMemory:
+    """Of this process; zeros without /proc."""
+    size, resident, shared = map(int, (read_text(Path("/proc/self/statm")) or "0 0 0").split()[:3])
+    page = resource.getpagesize()
+    return ProcessMemory(size * page, resident * page, (resident - shared) * page)
 
 
 def machine_bytes(root: Path = Path("/")) -> int:

@@ -1,7 +1,8 @@
 """Measures what a device reads and computes at most, so that a step's share of it is known (MBU, MFU).
 
 The best of a few short rounds: a fifth of a second on a CPU. Another process that uses the machine meanwhile lowers the figures, and raises
-the shares.
+the shares. It reads in one way; `bench/bandwidth.py` compiles and tries four for several seconds, which no engine's start should take, so
+that its figure is higher and shares of it lower.
 """
 
 from __future__ import annotations

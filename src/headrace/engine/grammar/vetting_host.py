@@ -31,6 +31,7 @@ from headrace.core.errors import CheckpointError, InvalidRequest
 from headrace.core.grammar import Grammar
 from headrace.engine.grammar.compiling import NAMES, GrammarVocabulary, TokenTrie, compile_grammar, one_line
 from headrace.engine.grammar.limits import MAX_COMPILED_BYTES, NUM_VETTED_STEPS, VET_CPU_S, VET_MEMORY_BYTES, VET_STACK_BYTES, VET_WALL_S
+from headrace.machine.resources import process_memory
 from headrace.machine.standard_streams import prepare_standard_streams
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ def _bind_this_process() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # an abort would print the client's text on stderr
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _limit(resource.RLIMIT_STACK, VET_STACK_BYTES)
-    if own := _memory_bytes()[0]:
+    if own := process_memory().size:
         _limit(resource.RLIMIT_AS, own + VET_MEMORY_BYTES)
     signal.setitimer(signal.ITIMER_REAL, VET_WALL_S)
     signal.setitimer(signal.ITIMER_PROF, VET_CPU_S)
@@ -158,13 +159,13 @@ def _limit(kind: int, num_bytes: int) -> None:
 
 def vet(trie: TokenTrie, grammar: Grammar) -> int:
     """Bytes that the grammar holds after some use; 0 where the system does not report memory. Raises InvalidRequest."""
-    before = _memory_bytes()[1]
+    before = process_memory().anonymous
     matcher = compile_grammar(trie, grammar)
     _try_masks(matcher, grammar)
     if sys.platform == "linux":
         with suppress(AttributeError):
             ctypes.CDLL(None).malloc_trim(0)  # memory freed after compiling does not count for the grammar
-    num_bytes = max(0, _memory_bytes()[1] - before)
+    num_bytes = max(0, process_memory().anonymous - before)
     if num_bytes > MAX_COMPILED_BYTES:
         limit = f"{NAMES[grammar.kind]} that takes at most {MAX_COMPILED_BYTES >> 20} MiB once it is compiled"
         raise InvalidRequest("grammar", limit, f"{num_bytes >> 20} MiB", "Send a smaller one.")
@@ -203,16 +204,6 @@ def _drawn_bit(mask: bytes, draw: random.Random) -> int | None:
             bits = [bit for bit in range(8) if mask[place] >> bit & 1]
             return 8 * place + bits[draw.randrange(len(bits))]
     return None
-
-
-def _memory_bytes() -> tuple[int, int]:
-    """(address space, resident memory without mapped files); zeros where the system does not report them."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            size, resident, shared = map(int, file.read().split()[:3])
-    except OSError:
-        return 0, 0
-    return size * resource.getpagesize(), (resident - shared) * resource.getpagesize()
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ import msgspec
 from headrace.core.errors import CheckpointError, HeadraceError
 from headrace.gateway.text_workers import frames
 from headrace.gateway.text_workers.limits import MIB, START_MEMORY_BYTES, JobLimits
+from headrace.machine.resources import process_memory
 from headrace.machine.standard_streams import open_standard_descriptors, prepare_standard_streams
 from headrace.text.folder import TextModel, load_text
 from headrace.text.template import import_engine
@@ -54,19 +55,19 @@ def work(channel: socket.socket, answer_of: Answer, parent: int) -> None:
     _die_with(parent)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    own_bytes, own_resident = memory_bytes()
+    own = process_memory()
     try:
         while (sizes := _exactly(channel, frames.SIZES.size)) is not None:
             num_head, num_tail = frames.SIZES.unpack(sizes)
             limits = JobLimits(num_head + num_tail)
-            bound_memory(own_bytes + limits.memory_bytes)
+            bound_memory(own.size + limits.memory_bytes)
             head, tail = _exactly(channel, num_head), _exactly(channel, num_tail)
             if head is None or tail is None:
                 break
             signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
             answer, answer_tail = answer_of(head, tail)
             signal.setitimer(signal.ITIMER_PROF, 0.0)
-            answer.is_last = answer.is_last or memory_bytes()[1] > own_resident + KEEPS_BYTES
+            answer.is_last = answer.is_last or process_memory().resident > own.resident + KEEPS_BYTES
             channel.sendall(frames.frame(answer, answer_tail))
             if answer.is_last:
                 break
@@ -79,8 +80,8 @@ def work(channel: socket.socket, answer_of: Answer, parent: int) -> None:
 
 
 def bound_memory(num_bytes: int) -> None:
-    """No effect where `memory_bytes` does not know the present size."""
-    if memory_bytes()[0]:
+    """No effect where `process_memory` does not know the present size."""
+    if process_memory().size:
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard), hard))
 
@@ -88,16 +89,6 @@ def bound_memory(num_bytes: int) -> None:
 def unbound_memory() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
-
-
-def memory_bytes() -> tuple[int, int]:
-    """(address space, resident); zeros where the system does not say."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            pages = file.read().split()
-    except OSError:
-        return 0, 0
-    return int(pages[0]) * resource.getpagesize(), int(pages[1]) * resource.getpagesize()
 
 
 def _exactly(channel: socket.socket, num_bytes: int) -> bytes | None:
@@ -155,7 +146,7 @@ def load(name: str, folder: str, cpu_s: float, control: Control) -> TextModel:
     if not text.template.exists:
         return text
     import_engine()  # not on the template's account
-    bound_memory(memory_bytes()[0] + START_MEMORY_BYTES)
+    bound_memory(process_memory().size + START_MEMORY_BYTES)
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     try:
         text.template.compile()
