@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 
 from headrace.core.load import COUNTERS, STEP_BOUNDS_S, LoadSnapshot
+from headrace.observe.finished_request import Outcome
 from headrace.observe.reading_metrics import (
     BudgetReading,
     UpstreamReading,
@@ -244,6 +245,11 @@ class Metrics:
     def finished(self, model: str, replica: str, outcome: str) -> None:
         """Empty for a request that did not get so far."""
         self.requests.labels(model, replica, outcome).inc()
+
+    def expect_failures(self, model: str, replica: str) -> None:
+        """Give the outcomes that alerts count series of zero."""
+        for outcome in (Outcome.DEADLINE, Outcome.FAILED):
+            self.requests.labels(model, replica, outcome)
 
     def forget(self, model: str, replica: str | None = None) -> None:
         leading = (model,) if replica is None else (model, replica)

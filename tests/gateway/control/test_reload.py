@@ -748,6 +748,14 @@ async def test_a_gateway_that_shuts_down_changes_nothing(bench: TestBench) -> No
 # -- metrics -----------------------------------------------------------------------------------------------------------------------
 
 
+async def test_failures_are_counted_from_zero_so_that_the_first_ones_are_in_a_rate(bench: TestBench) -> None:
+    await apply(bench, model(MODEL, "r0", "r1"), model("owl", "o0"))
+    page = bench.gateway.service.metrics.page()[0].decode()
+    for name, replica in ((MODEL, ""), (MODEL, "r0"), (MODEL, "r1"), ("owl", ""), ("owl", "o0")):
+        for outcome in ("failed", "deadline"):
+            assert f'headrace_requests_total{{model="{name}",outcome="{outcome}",replica="{replica}"}} 0.0' in page
+
+
 async def test_series_of_what_left_are_dropped_after_a_while(bench: TestBench) -> None:
     def shown() -> set[str]:
         page = bench.gateway.service.metrics.page()[0].decode()

@@ -178,12 +178,14 @@ class SiteModels:
             timer.cancel()
 
     def _keep_series(self, model: OpenModel) -> None:
-        """A series is there before the first request."""
+        """Series are there before the first request: what a new counter begins with is not in its rate."""
         name = model.config.name
         self._stop_forgetting(name, None)
+        self.metrics.expect_failures(name, "")
         for replica in model.served.upstream.replicas():
             self._stop_forgetting(name, replica.name)
             self.metrics.replica(name, replica.name)
+            self.metrics.expect_failures(name, replica.name)
 
 
 R = TypeVar("R", ReplicaReading, UpstreamReading)
