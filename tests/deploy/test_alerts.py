@@ -36,6 +36,10 @@ def slow(metric: str, bounds: tuple[str, ...], slow_from: str) -> dict[str, str]
     return series
 
 
+def swing(high: int, low: int) -> str:
+    return " ".join(f"{high} {low}" for _ in range(15))
+
+
 def outcomes(failed: int, done: int, minutes: int = 500) -> dict[str, str]:
     return {
         f'headrace_requests_total{{{R},outcome="failed"}}': f"0+{failed}x{minutes}",
@@ -62,10 +66,10 @@ FAULTS = {
     "HeadraceErrorBudgetSlowBurn": Fault("420m", outcomes(4, 96), outcomes(1, 99)),
     "HeadraceNoReadyReplica": Fault("10m", {f"headrace_replica_ready{{{R}}}": "1 1 0x30"}, {f"headrace_replica_ready{{{R}}}": "1x30"}),
     "HeadraceGatewayDown": Fault("10m", {'up{job="headrace",instance="g"}': "1 1 0x30"}, {'up{job="headrace",instance="g"}': "1x30"}),
-    "HeadraceQueueLong": Fault("10m", {f"headrace_requests_waiting{{{R}}}": "11x30"}, {f"headrace_requests_waiting{{{R}}}": "10x30"}),
+    "HeadraceQueueLong": Fault("10m", {f"headrace_requests_waiting{{{R}}}": swing(30, 5)}, {f"headrace_requests_waiting{{{R}}}": "10x30"}),
     "HeadraceKvCacheFull": Fault(
         "20m",
-        {f'headrace_kv_blocks{{{R},state="{state}"}}': f"{count}x30" for state, count in (("used", 95), ("cached", 5), ("free", 0))},
+        {f'headrace_kv_blocks{{{R},state="{state}"}}': swing(*counts) for state, counts in (("used", (95, 60)), ("free", (5, 40)))},
         {f'headrace_kv_blocks{{{R},state="{state}"}}': f"{count}x30" for state, count in (("used", 50), ("cached", 50), ("free", 0))},
     ),
     "HeadracePreemptions": Fault(

@@ -119,7 +119,7 @@ def num_allowed_cpus() -> int:
 
 
 class ProcessMemory(NamedTuple):
-    """In bytes. size: the address space; anonymous: `resident` without mapped files"""
+    """Bytes. size: the address space; anonymous: `resident` without mapped files"""
 
     size: int
     resident: int
@@ -127,7 +127,7 @@ class ProcessMemory(NamedTuple):
 
 
 def process_memory() -> ProcessMemory:
-    """Of this process; zeros without /proc."""
+    """Reads the memory of this process; zeros without /proc."""
     size, resident, shared = map(int, (read_text(Path("/proc/self/statm")) or "0 0 0").split()[:3])
     page = resource.getpagesize()
     return ProcessMemory(size * page, resident * page, (resident - shared) * page)
