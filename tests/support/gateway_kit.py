@@ -28,7 +28,7 @@ from headrace.core.load import EngineCounters, LoadSnapshot
 from headrace.core.model_info import KvGroup, ModelInfo
 from headrace.core.plan import TokenLogprobs
 from headrace.core.request import EngineRequest, PriorityClass
-from headrace.core.update import FinishReason, SequenceUpdate, StageSeconds
+from headrace.core.update import FinishReason, MissReason, SequenceUpdate, StageSeconds
 from headrace.gateway.app import Gateway
 from headrace.gateway.compose import open_gateway
 from headrace.gateway.config import GatewayConfig, config_from
@@ -119,6 +119,7 @@ class FakeReplica(ReplicaClient):
     finished: list[tuple[RequestId, int, int, FinishReason]] = field(default_factory=list)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     cached_tokens: int = 0
+    miss_reason: MissReason | None = None
     token_delay_s: float = 0.0
     updates_at_once: int = 1
     is_closed: bool = False
@@ -238,6 +239,7 @@ class FakeReplica(ReplicaClient):
                     finish=None if not is_last else FinishReason.STOP if is_end else FinishReason.LENGTH,
                     stop_token_id=token_id if is_end else None,
                     num_cached_tokens=self.cached_tokens if position == begin else None,
+                    miss_reason=self.miss_reason if position == begin else None,
                     queue_time_s=0.001 if position == begin else None,
                     stages=StageSeconds(0.001, 0.25, 0.5, 0.0, 0.125) if is_last else None,
                 )

@@ -29,7 +29,7 @@ from headrace.core.plan import LogprobColumns, TokenLogprobs
 from headrace.core.request import NO_TIER, EngineRequest, PriorityClass, TierTerms
 from headrace.core.sampling import SamplingParams
 from headrace.core.structured import StructuredOutputsParams
-from headrace.core.update import STAGES, FinishReason, SequenceUpdate, StageSeconds
+from headrace.core.update import STAGES, FinishReason, MissReason, SequenceUpdate, StageSeconds
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import (
     decode_finish,
@@ -128,6 +128,8 @@ def updates(draw: st.DrawFn) -> SequenceUpdate:
         num_cached_tokens=draw(st.none() | counts),
         queue_time_s=draw(st.none() | finite),
     )
+    if update.num_cached_tokens is not None:
+        update = update._replace(miss_reason=draw(st.none() | st.sampled_from(MissReason)))
     if draw(st.booleans()):
         stages = draw(st.none() | st.builds(StageSeconds, finite, finite, finite, finite, finite))
         return update._replace(
@@ -362,6 +364,13 @@ def _valid_updates() -> pb.Updates:
         queue_time_s=0.1,
     )
     return encode_updates([(Handle(1), update)])
+
+
+def test_a_reason_of_a_newer_engine_reads_as_none() -> None:
+    message = _valid_updates()
+    message.first[0].miss_reason = 99  # type: ignore[assignment]
+    ((_, update),) = decode_updates(message, lambda _: Attempt(RequestId("r"), 0))
+    assert (update.num_cached_tokens, update.miss_reason) == (3, None)
 
 
 def _break_indices(m: pb.Updates) -> None:

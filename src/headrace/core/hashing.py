@@ -18,6 +18,8 @@ from headrace.core.errors import ConfigError
 BLOCKS, SALTS = b"block hashes", b"salts of tenants"
 BlockHash = NewType("BlockHash", bytes)
 DIGEST_BYTES = 16
+TENANT_SALT_BYTES = 16
+"""A salt that is longer begins with what is the same in all salts of its tenant."""
 _BLOCK = blake2b(digest_size=DIGEST_BYTES, person=b"headrace-block")
 """Copied for each block: half the time of setting one up."""
 

@@ -33,6 +33,20 @@ FINISH_WORDS = {reason: reason.value for reason in FinishReason}
 """A look-up costs less than an enum's `value`, which is a function call."""
 
 
+class MissReason(StrEnum):
+    """Why no more of a prompt was taken from the prefix cache."""
+
+    NEVER_SEEN = "never_seen"
+    """The engine has not computed these tokens after this beginning, or has forgotten that it did."""
+    EVICTED = "evicted"
+    ANOTHER_SALT = "another_salt"
+    """The tenant sent these tokens under another cache salt; said of a prompt's first block alone."""
+    LESS_THAN_A_BLOCK = "less_than_a_block"
+    """What is left does not fill a block, or is the last token, which is always computed."""
+    NOT_USED = "not_used"
+    """Caching is off, or the request's log-probabilities of the prompt need every token computed."""
+
+
 class StageSeconds(NamedTuple):
     """Seconds of a sequence's time in the engine, by stage; the sum is the time from arrival to end.
 
@@ -67,6 +81,7 @@ class SequenceUpdate(NamedTuple):
     error            message beside FinishReason.ERROR
     num_cached_tokens  of the prompt, from the prefix cache; set on the update that carries the first token
     queue_time_s     from arrival at the engine to the first slot; set on the same update
+    miss_reason      why the token after the cached ones was not cached; set on the same update, None from an earlier engine
     stages           set on the last update
     entered          beside `stages`: (index of the stage, seconds after arrival at which it was entered), in order, from the end of the
                      queue on; at most MAX_ENTERED, of which the last then stands for all that followed. Empty from an earlier engine
@@ -85,6 +100,7 @@ class SequenceUpdate(NamedTuple):
     queue_time_s: float | None = None
     stages: StageSeconds | None = None
     entered: tuple[tuple[int, float], ...] = ()
+    miss_reason: MissReason | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from headrace.core.hashing import BlockHash
 from headrace.core.ids import PreparationId, RequestId, SeqId
 from headrace.core.request import EngineRequest
-from headrace.core.update import MAX_ENTERED, FinishReason
+from headrace.core.update import MAX_ENTERED, FinishReason, MissReason
 
 NO_SLOT = -1
 NO_PREPARATION = PreparationId(0)
@@ -124,6 +124,7 @@ class Sequence:
     num_waiting_bytes: int = 0
     key: float = 0.0
     num_cached: int = 0
+    miss_reason: MissReason | None = None
     stage: Stage = QUEUE
     stage_since: float = 0.0
     stage_seconds: list[float] = field(default_factory=lambda: [0.0] * len(Stage))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from headrace.core.plan import TokenLogprobs, columns_of
 from headrace.core.sampling import SamplingParams
-from headrace.core.update import FinishReason, SequenceUpdate, StageSeconds
+from headrace.core.update import FinishReason, MissReason, SequenceUpdate, StageSeconds
 from headrace.text.detokenize import Delta, Detokenizer
 from headrace.text.logprobs import DecodedLogprobs
 from headrace.text.tokenizer import Tokenizer
@@ -73,6 +73,7 @@ class OutputAssembler:
         self._logprobs: DecodedLogprobs | None = None
         self.num_tokens = 0
         self.num_cached_tokens: int | None = None
+        self.miss_reason: MissReason | None = None
         self.queue_time_s: float | None = None
         self.stages: StageSeconds | None = None
         self.finish: FinishReason | None = None
@@ -91,7 +92,7 @@ class OutputAssembler:
         if self.finish is not None:
             return _NOTHING
         if update.num_cached_tokens is not None:
-            self.num_cached_tokens = update.num_cached_tokens
+            self.num_cached_tokens, self.miss_reason = update.num_cached_tokens, update.miss_reason
         if update.queue_time_s is not None:
             self.queue_time_s = update.queue_time_s
         if update.stages is not None:

@@ -28,6 +28,15 @@ class GrammarKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     GRAMMAR_REGEX: _ClassVar[GrammarKind]
     GRAMMAR_LARK: _ClassVar[GrammarKind]
 
+class MissReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MISS_UNSPECIFIED: _ClassVar[MissReason]
+    MISS_NEVER_SEEN: _ClassVar[MissReason]
+    MISS_EVICTED: _ClassVar[MissReason]
+    MISS_ANOTHER_SALT: _ClassVar[MissReason]
+    MISS_LESS_THAN_A_BLOCK: _ClassVar[MissReason]
+    MISS_NOT_USED: _ClassVar[MissReason]
+
 class FinishKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_UNSPECIFIED: _ClassVar[FinishKind]
@@ -58,6 +67,12 @@ GRAMMAR_UNSPECIFIED: GrammarKind
 GRAMMAR_JSON_SCHEMA: GrammarKind
 GRAMMAR_REGEX: GrammarKind
 GRAMMAR_LARK: GrammarKind
+MISS_UNSPECIFIED: MissReason
+MISS_NEVER_SEEN: MissReason
+MISS_EVICTED: MissReason
+MISS_ANOTHER_SALT: MissReason
+MISS_LESS_THAN_A_BLOCK: MissReason
+MISS_NOT_USED: MissReason
 FINISH_UNSPECIFIED: FinishKind
 FINISH_STOP: FinishKind
 FINISH_LENGTH: FinishKind
@@ -407,14 +422,16 @@ class StageSeconds(_message.Message):
     def __init__(self, queue: _Optional[float] = ..., prefill: _Optional[float] = ..., decode: _Optional[float] = ..., preempted: _Optional[float] = ..., stalled: _Optional[float] = ..., entered_stages: _Optional[_Iterable[int]] = ..., entered_s: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class RowFirst(_message.Message):
-    __slots__ = ("row", "num_cached_tokens", "queue_time_s")
+    __slots__ = ("row", "num_cached_tokens", "queue_time_s", "miss_reason")
     ROW_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_TIME_S_FIELD_NUMBER: _ClassVar[int]
+    MISS_REASON_FIELD_NUMBER: _ClassVar[int]
     row: int
     num_cached_tokens: int
     queue_time_s: float
-    def __init__(self, row: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., queue_time_s: _Optional[float] = ...) -> None: ...
+    miss_reason: MissReason
+    def __init__(self, row: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., queue_time_s: _Optional[float] = ..., miss_reason: _Optional[_Union[MissReason, str]] = ...) -> None: ...
 
 class Updates(_message.Message):
     __slots__ = ("handles", "indices", "token_counts", "token_ids", "finished", "first", "logprobs", "prompt_logprobs")

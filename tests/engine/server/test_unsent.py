@@ -20,7 +20,7 @@ from headrace.core.errors import ModelNotFound, Overloaded
 from headrace.core.ids import RequestId
 from headrace.core.load import EngineCounters, LoadSnapshot
 from headrace.core.plan import LogprobColumns, TokenLogprobs
-from headrace.core.update import FinishReason, SequenceUpdate, StageSeconds
+from headrace.core.update import FinishReason, MissReason, SequenceUpdate, StageSeconds
 from headrace.engine.server.unread import MAX_MERGED_ENTRIES, PAGE_POSITIONS, UNIT_BYTES, put, take
 from headrace.engine.server.unsent import (
     FRAME_ENTRIES,
@@ -313,12 +313,15 @@ def test_only_one_sequences_updates_can_be_merged() -> None:
         put(news(1, 0, (1,)), news(1, 1, (2,)))
 
 
-@pytest.mark.parametrize("later", [{}, {"num_cached_tokens": 5, "queue_time_s": 0.75}], ids=["once", "twice"])
+@pytest.mark.parametrize(
+    "later", [{}, {"num_cached_tokens": 5, "queue_time_s": 0.75, "miss_reason": MissReason.NOT_USED}], ids=["once", "twice"]
+)
 def test_a_first_tokens_facts_stay_as_they_came_first(later: dict[str, Any]) -> None:
-    first = news(1, 0, (1,))._replace(num_cached_tokens=3, queue_time_s=0.5)
+    first = news(1, 0, (1,))._replace(num_cached_tokens=3, queue_time_s=0.5, miss_reason=MissReason.EVICTED)
     waiting, _ = put(first, news(1, 0, (2,), finish=FinishReason.STOP)._replace(**later))
     both, left = take(waiting, FRAME_ENTRIES)
     assert (both.token_ids, both.num_cached_tokens, both.queue_time_s, both.finish) == ((1, 2), 3, 0.5, FinishReason.STOP)
+    assert both.miss_reason is MissReason.EVICTED
     assert left == []
 
 
@@ -396,6 +399,7 @@ def stories(draw: st.DrawFn) -> list[tuple[Handle, SequenceUpdate] | None]:
         if token_ids and key not in begun:
             begun.add(key)
             facts |= {"num_cached_tokens": draw(st.integers(0, 99)), "queue_time_s": draw(st.floats(0, 1))}
+            facts["miss_reason"] = draw(st.sampled_from(MissReason))
         if draw(st.integers(0, 15)) == 0:
             keys.remove(key)
             facts |= {"finish": FinishReason.ERROR, "error": "x", "stop_token_id": 5, "stages": StageSeconds(1.0, 2.0, 3.0, 4.0, 5.0)}
@@ -408,7 +412,7 @@ def joined(updates: list[tuple[Handle, SequenceUpdate]]) -> dict[tuple[Handle, i
     found: dict[tuple[Handle, int], list[Any]] = {}
     for handle, update in updates:
         columns = found.setdefault((handle, update.index), [[] for _ in update[3:]])
-        for column, values in zip(columns, [*update[3:6], *[[] if fact is None else [fact] for fact in update[6:]]], strict=True):
+        for column, values in zip(columns, [*update[3:6], *[[] if fact in (None, ()) else [fact] for fact in update[6:]]], strict=True):
             column.extend(values)
     return found
 

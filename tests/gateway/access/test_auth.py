@@ -14,6 +14,7 @@ import pytest
 from gateway_kit import MODEL, TestBench, chat_body, dial, metric, open_bench, serving
 
 from headrace.core.errors import ConfigError
+from headrace.core.hashing import TENANT_SALT_BYTES
 from headrace.core.ids import RequestId
 from headrace.core.request import PriorityClass, TierTerms
 from headrace.gateway.config import config_from
@@ -182,6 +183,13 @@ async def test_salts_differ_by_tenant_and_by_cache_salt(keyed: TestBench) -> Non
     salts = [request.salt for request in keyed.replica.requests]
     assert salts[0] == salts[3]
     assert len(set(salts)) == 4
+    assert [salt[:TENANT_SALT_BYTES] for salt in salts] == [salts[0], salts[1], salts[0], salts[0], salts[1]], "the tenant's part is first"
+
+
+async def test_salts_of_clients_without_a_key_have_nothing_in_common(bench: TestBench) -> None:
+    for extra in ({}, {"cache_salt": "x"}, {"cache_salt": "y"}):
+        await bench.client.post("/v1/chat/completions", json=chat_body(**extra))
+    assert len({request.salt[:TENANT_SALT_BYTES] for request in bench.replica.requests}) == 3
 
 
 async def test_metrics_may_be_opened(text: TextModel) -> None:

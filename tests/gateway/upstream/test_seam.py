@@ -12,10 +12,11 @@ from gateway_kit import MAX_MODEL_LEN, MODEL, TestBench, metric, open_bench, sna
 
 from headrace.core.errors import InvalidRequest
 from headrace.core.ids import RequestId
+from headrace.core.update import MissReason
 from headrace.gateway.control.models import Sources
 from headrace.gateway.http.errors import ContextLengthExceeded
 from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PlainPrompts, PrincipalFacts
-from headrace.gateway.upstream.seam import Prepared
+from headrace.gateway.upstream.seam import CacheMiss, Prepared
 from headrace.text.folder import TextModel
 from headrace.wire.client import SeenLoad
 
@@ -79,3 +80,16 @@ async def test_time_and_chance_come_from_the_sources_alone(text: TextModel) -> N
             answers.append(seen)
     assert answers[0] == answers[1]
     assert sorted(seed or 0 for _, seed in answers[0]) == [100, 101]
+
+
+async def test_a_finished_request_says_where_its_cached_prompt_ended_and_why(bench: TestBench) -> None:
+    chat = [{"role": "system", "content": "Be brief. " * 4}, {"role": "user", "content": "What is the capital of France?"}]
+    made = await prepared(bench, Conversation(messages=chat), max_tokens=2)
+    bench.replica.cached_tokens, bench.replica.miss_reason = 16, MissReason.EVICTED
+    stream = made.stream()
+    while await stream.events():
+        pass
+    miss = stream.facts(0).cache_miss
+    assert miss == CacheMiss(16, MissReason.EVICTED)
+    assert made.prompts[0].part_at(16) == "messages[0]"
+    assert (await prepared(bench, PlainPrompts(prompts=["Hello"]))).prompts[0].part_at(0) is None, "a text has no messages"

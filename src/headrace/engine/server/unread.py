@@ -67,13 +67,14 @@ class UnreadUpdate:
         return wide_columns()
 
     def _keep_facts(self, update: SequenceUpdate) -> None:
-        cached, queue_time_s = self._facts.num_cached_tokens, self._facts.queue_time_s
+        first = self._facts
         self._facts = update._replace(
             token_ids=(),
             logprobs=(),
             prompt_logprobs=(),
-            num_cached_tokens=update.num_cached_tokens if cached is None else cached,
-            queue_time_s=update.queue_time_s if queue_time_s is None else queue_time_s,
+            num_cached_tokens=update.num_cached_tokens if first.num_cached_tokens is None else first.num_cached_tokens,
+            queue_time_s=update.queue_time_s if first.queue_time_s is None else first.queue_time_s,
+            miss_reason=first.miss_reason or update.miss_reason,
         )
 
     def whole(self) -> SequenceUpdate:

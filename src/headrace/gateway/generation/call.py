@@ -14,6 +14,7 @@ from msgspec import Struct, structs
 
 from headrace.core.clock import Clock
 from headrace.core.errors import DeadlineBeforeStart
+from headrace.core.hashing import TENANT_SALT_BYTES
 from headrace.core.ids import RequestId
 from headrace.core.sampling import SamplingParams
 from headrace.gateway.access.memory_charges import RequestCharges
@@ -209,8 +210,14 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
 
 
 def _salt(principal: Principal, parsed: ParsedRequest, key: bytes) -> bytes:
-    salt = hashlib.blake2b(principal.tenant_key.encode(), digest_size=16, key=key, person=b"headrace-salt")
-    salt.update(b"\0" + parsed.cache_salt.encode())
+    """Clients without a key are one tenant, and none may learn what another one sent: their salts have no common part."""
+    own = _digest_of(principal, parsed.cache_salt, key)
+    return _digest_of(principal, "", key) + own if parsed.cache_salt and principal.key_id else own
+
+
+def _digest_of(principal: Principal, cache_salt: str, key: bytes) -> bytes:
+    salt = hashlib.blake2b(principal.tenant_key.encode(), digest_size=TENANT_SALT_BYTES, key=key, person=b"headrace-salt")
+    salt.update(b"\0" + cache_salt.encode())
     return salt.digest()
 
 

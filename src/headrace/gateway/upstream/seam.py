@@ -18,7 +18,7 @@ from headrace.core.errors import Unavailable
 from headrace.core.load import LoadSnapshot
 from headrace.core.plan import LogprobColumns
 from headrace.core.request import PriorityClass
-from headrace.core.update import FinishReason, StageSeconds
+from headrace.core.update import FinishReason, MissReason, StageSeconds
 from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PlainPrompts, PrincipalFacts, string_bytes
 from headrace.policy.admission import QueueState, UnsentRequests
 from headrace.text.logprobs import DecodedLogprobs
@@ -209,12 +209,22 @@ class EventListener(Protocol):
     def take(self, events: Sequence[OutputEvent]) -> None: ...
 
 
+class CacheMiss(NamedTuple):
+    """Why no more of a prompt was cached. at_token: the first position that was not, where a block begins; `PreparedPrompt.part_at` names
+    its place
+    """
+
+    at_token: int
+    reason: MissReason
+
+
 class SequenceFacts(NamedTuple):
-    """queue_time_s, stages: None where the engine has not reported them, or a stop string ended the sequence in the gateway"""
+    """None where the engine has not reported them, or (queue_time_s, stages) a stop string ended the sequence in the gateway"""
 
     replica: str | None = None
     queue_time_s: float | None = None
     stages: StageSeconds | None = None
+    cache_miss: CacheMiss | None = None
 
 
 class EventStream(ABC):
@@ -274,6 +284,10 @@ class PreparedPrompt:
     def recorded_blocks(self, key: bytes) -> str:
         """See `core.hashing`; empty where the gateway does not know the tokens."""
         return ""
+
+    def part_at(self, position: int) -> str | None:
+        """Where the block that begins at this token stands in the request: "messages[3]", "messages[3] to messages[4]". None: not known"""
+        return None
 
     def decoded_logprobs(self, logprobs: LogprobColumns) -> Iterator[DecodedLogprobs]:
         """Pages of the prompt's tokens. A page may be empty, so that long work can pause. The first token, which has no probability (rank

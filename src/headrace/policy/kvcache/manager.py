@@ -12,9 +12,11 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import pairwise
 
-from headrace.core.hashing import BlockHash, block_hash, chain_root
+from headrace.core.hashing import TENANT_SALT_BYTES, BlockHash, block_hash, chain_root
 from headrace.core.model_info import KvGroup
+from headrace.core.update import MissReason
 from headrace.policy.kvcache.leases import Leases
+from headrace.policy.kvcache.misses import Beginnings
 from headrace.policy.kvcache.pool import PAD_BLOCK, BlockPool, StepClock
 from headrace.policy.sequence import Sequence
 from headrace.policy.step_builder import StepBuilder
@@ -48,6 +50,7 @@ class KvManager:
         self.caching = caching
         self._chain_root = partial(chain_root, key, model_digest=model_digest, kv_dtype=kv_dtype)
         self._adapter_digests = adapter_digests or {}
+        self._beginnings = Beginnings()
         self._windows = [(index, group.window) for index, group in enumerate(groups) if group.window is not None]
         self._by_group = [(index, group.window, self.pools[index]) for index, group in enumerate(groups)]
 
@@ -119,11 +122,30 @@ class KvManager:
     # changes
 
     def open(self, seq: Sequence) -> None:
-        request = seq.request
-        adapter_digest = b"" if request.adapter is None else self._adapter_digests[request.adapter]
-        seq.root = self._chain_root(salt=request.salt, adapter_digest=adapter_digest)
+        seq.root = self._root(seq, seq.request.salt)
         seq.blocks = [[] for _ in self.groups]
         seq.registered = [0 for _ in self.groups]
+
+    def _root(self, seq: Sequence, salt: bytes) -> BlockHash:
+        adapter = seq.request.adapter
+        return self._chain_root(salt=salt, adapter_digest=b"" if adapter is None else self._adapter_digests[adapter])
+
+    def miss_reason(self, seq: Sequence, num_tokens: int) -> MissReason:
+        """Why `num_hit_tokens` was not more. Asked once, when the sequence first starts: its beginning is remembered."""
+        if not (self.caching and self.pools and seq.uses_prefix_cache) or seq.needs_prompt_logprobs:
+            return MissReason.NOT_USED
+        hits = num_tokens // self.block_size
+        if hits == (len(seq.tokens) - 1) // self.block_size:
+            return MissReason.LESS_THAN_A_BLOCK
+        is_salted = hits == 0 and self._came_under_another_salt(seq)
+        missing = seq.hashes[hits]  # with a window too: one more hit needs this block, and none that these hits do not
+        if any(pool.find(missing) is None and missing in pool.evicted for pool in self.pools):
+            return MissReason.EVICTED
+        return MissReason.ANOTHER_SALT if is_salted else MissReason.NEVER_SEEN
+
+    def _came_under_another_salt(self, seq: Sequence) -> bool:
+        root = self._root(seq, seq.request.salt[:TENANT_SALT_BYTES])
+        return self._beginnings.add(block_hash(root, seq.tokens[: self.block_size]), seq.hashes[0])
 
     def take_hits(self, seq: Sequence, num_tokens: int) -> None:
         count = num_tokens // self.block_size

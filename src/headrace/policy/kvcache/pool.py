@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from itertools import combinations, takewhile
 
 from headrace.core.hashing import BlockHash
+from headrace.policy.kvcache.misses import EvictedBlocks
 
 
 class CachedShares:
@@ -101,6 +102,7 @@ class BlockPool:
         self.total = total
         self.steps = steps or StepClock()
         self._shares = CachedShares(int(cached_share * (total - 1))) if cached_share < 1 else None
+        self.evicted = EvictedBlocks()
         self._free = list(range(total - 1, 0, -1))
         self._num_owners = array("i", bytes(4 * total))
         self._hash_of: dict[int, BlockHash] = {}
@@ -165,6 +167,7 @@ class BlockPool:
         else:
             block = self._victim()
             self._uncache(block)
+            self.evicted.add(self._hash_of[block])
             self._forget(block)
         self._num_owners[block] = 1
         return block

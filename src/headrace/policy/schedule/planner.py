@@ -301,6 +301,8 @@ class Planner:
         self.kv.write_tables(seq, step)
 
     def _take_cached_prefix(self, seq: Sequence, num_cached_tokens: int) -> None:
+        if seq.plan_epoch == 0:
+            seq.miss_reason = self.kv.miss_reason(seq, num_cached_tokens)
         if num_cached_tokens:
             self.kv.take_hits(seq, num_cached_tokens)
         if seq.plan_epoch == 0 and self.kv.caching and seq.uses_prefix_cache:

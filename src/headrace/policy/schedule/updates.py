@@ -71,19 +71,19 @@ def sequence_update(
     """The sequence notes that its first token was emitted. kept: tokens of the output that count; finish: None: it goes on"""
     request, token_ids, prompt_logprobs = seq.request, tuple(output.token_ids[:kept]), output.prompt_logprobs
     logprobs = tuple(entry for entry in output.logprobs[:kept] if entry is not None) if output.logprobs else ()
-    num_cached_tokens = queue_time_s = stages = None
+    num_cached_tokens = queue_time_s = stages = miss_reason = None
     entered: tuple[tuple[int, float], ...] = ()
     if kept and not seq.first_token_emitted:
         seq.first_token_emitted = True
-        num_cached_tokens, queue_time_s = seq.num_cached, seq.stage_seconds[QUEUE]
+        num_cached_tokens, queue_time_s, miss_reason = seq.num_cached, seq.stage_seconds[QUEUE], seq.miss_reason
     if finish is not None:
         seq.enter(seq.stage, now)
         stages = StageSeconds(*seq.stage_seconds)
         entered = tuple(seq.stages_entered)
     # fmt: off
-    return SequenceUpdate(  # by place: thirteen fields given by name take 0.9 us longer
+    return SequenceUpdate(  # by place: fourteen fields given by name take 0.9 us longer
         request.request_id, request.epoch, seq.index, token_ids, logprobs, prompt_logprobs,
-        finish, stop_token_id, error, num_cached_tokens, queue_time_s, stages, entered,
+        finish, stop_token_id, error, num_cached_tokens, queue_time_s, stages, entered, miss_reason,
     )
     # fmt: on
 

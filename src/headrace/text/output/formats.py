@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from headrace.core.errors import ConfigError
 from headrace.core.grammar import ReasoningSpan
 from headrace.text.output.format_types import ARGUMENTS_MARKER, CallSyntax, CallTags, ReasoningFormat, ToolFormat
+from headrace.text.turns import turn_start_ids
 
 if TYPE_CHECKING:
     from headrace.text.template import ChatTemplate
@@ -224,9 +225,12 @@ TAIL_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class ModelFormats:
+    """turn_starts: ids of the tokens with which the template begins a turn"""
+
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
     token_ids: Mapping[str, int] = field(default_factory=dict)
+    turn_starts: frozenset[int] = frozenset()
 
     @classmethod
     def of(
@@ -237,7 +241,8 @@ class ModelFormats:
         reasoning = reasoning_format(reasoning_parser, template.sources)
         markers = [marker for row in (tools, reasoning) if row is not None for marker in row.markers]
         ids = {marker: tokenizer.token_to_id(marker) for marker in markers}
-        return cls(tools, reasoning, {marker: token_id for marker, token_id in ids.items() if token_id is not None})
+        known = {marker: token_id for marker, token_id in ids.items() if token_id is not None}
+        return cls(tools, reasoning, known, turn_start_ids(tokenizer, template.sources))
 
     def marker_ids(self, *rows: ToolFormat | ReasoningFormat | None) -> frozenset[int]:
         return frozenset([self.token_ids[marker] for row in rows if row is not None for marker in row.markers if marker in self.token_ids])

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 from headrace.core.grammar import GrammarKind
 from headrace.core.request import PriorityClass
-from headrace.core.update import FinishReason
+from headrace.core.update import FinishReason, MissReason
 from headrace.wire import headrace_pb2 as pb
 
 V = TypeVar("V")
@@ -65,6 +65,15 @@ FINISH_KIND: dict[FinishReason, pb.FinishKind] = {
 }
 """A number never changes its meaning, and zero is never a value."""
 FINISH_REASON: dict[int, FinishReason] = {kind: reason for reason, kind in FINISH_KIND.items()}
+
+MISS_REASON: dict[MissReason, pb.MissReason] = {
+    MissReason.NEVER_SEEN: pb.MISS_NEVER_SEEN,
+    MissReason.EVICTED: pb.MISS_EVICTED,
+    MissReason.ANOTHER_SALT: pb.MISS_ANOTHER_SALT,
+    MissReason.LESS_THAN_A_BLOCK: pb.MISS_LESS_THAN_A_BLOCK,
+    MissReason.NOT_USED: pb.MISS_NOT_USED,
+}
+MISS_REASON_OF: dict[int, MissReason] = {number: reason for reason, number in MISS_REASON.items()}
 
 PRIORITY: dict[PriorityClass, pb.Priority] = {
     PriorityClass.PREMIUM: pb.PRIORITY_PREMIUM,

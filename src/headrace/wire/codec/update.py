@@ -20,9 +20,9 @@ from headrace.core.errors import (
     Unavailable,
 )
 from headrace.core.plan import LogprobColumns, TokenLogprobs, int_column
-from headrace.core.update import MAX_ENTERED, STAGES, FinishReason, SequenceUpdate, StageSeconds
+from headrace.core.update import MAX_ENTERED, STAGES, FinishReason, MissReason, SequenceUpdate, StageSeconds
 from headrace.wire import headrace_pb2 as pb
-from headrace.wire.codec.fields import FINISH_KIND, FINISH_REASON, printable
+from headrace.wire.codec.fields import FINISH_KIND, FINISH_REASON, MISS_REASON, MISS_REASON_OF, printable
 from headrace.wire.service import Attempt, Handle, MalformedFrame
 
 
@@ -55,6 +55,7 @@ class RowExtras(TypedDict, total=False):
     queue_time_s: float
     stages: StageSeconds
     entered: tuple[tuple[int, float], ...]
+    miss_reason: MissReason
 
 
 def update_of(attempt: Attempt, index: int, token_ids: tuple[int, ...], extras: RowExtras) -> SequenceUpdate:
@@ -100,6 +101,8 @@ class UpdateRows:
                 extras["num_cached_tokens"] = first.num_cached_tokens
             if first.HasField("queue_time_s"):
                 extras["queue_time_s"] = first.queue_time_s
+            if first.miss_reason in MISS_REASON_OF:  # a newer engine may have others
+                extras["miss_reason"] = MISS_REASON_OF[first.miss_reason]
         if (entry := self._logprobs.get(row)) is not None:
             extras["logprobs"] = logprobs = _decode_logprobs(entry.values)
             if len(logprobs) != num_tokens:
@@ -146,7 +149,8 @@ def _add_sparse(message: pb.Updates, row: int, update: SequenceUpdate) -> None:
             stages.entered_s.extend([since for _, since in update.entered])
         message.finished.add(row=row, reason=FINISH_KIND[update.finish], stop_token_id=update.stop_token_id, error=error, stages=stages)
     if update.num_cached_tokens is not None or update.queue_time_s is not None:
-        message.first.add(row=row, num_cached_tokens=update.num_cached_tokens, queue_time_s=update.queue_time_s)
+        reason = None if update.miss_reason is None else MISS_REASON[update.miss_reason]
+        message.first.add(row=row, num_cached_tokens=update.num_cached_tokens, queue_time_s=update.queue_time_s, miss_reason=reason)
     if update.logprobs:
         message.logprobs.add(row=row, values=_encode_logprobs(update.logprobs))
     if update.prompt_logprobs:

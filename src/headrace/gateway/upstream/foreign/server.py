@@ -18,6 +18,7 @@ import msgspec
 
 from headrace.core.clock import Clock
 from headrace.core.errors import Unavailable
+from headrace.core.hashing import TENANT_SALT_BYTES
 from headrace.core.ids import RequestId
 from headrace.gateway.http.config import MAX_FOREIGN_CONNECTIONS
 from headrace.gateway.upstream.foreign.attempt import (
@@ -212,7 +213,7 @@ class ForeignServer:
                 refuse(self.refused, name)
 
     async def _respond(self, request: ForeignRequest, fields: dict[str, Any]) -> aiohttp.ClientResponse:
-        salt = {SALT: request.salt.hex()} if self.config.cache_salt else {}
+        salt = {SALT: request.salt[-TENANT_SALT_BYTES:].hex()} if self.config.cache_salt else {}
         body = msgspec.json.encode(fields | {"model": self.far_name} | salt)
         try:
             response = await self.session.post(request.path, body, request.request_id, request.trace_headers)

@@ -215,7 +215,7 @@ class CallAttempts:
             if num_known > begin:
                 update = update._replace(prompt_logprobs=update.prompt_logprobs[num_known - begin :])
         if group.wait_until is not None:
-            update = update._replace(num_cached_tokens=None, queue_time_s=None)
+            update = update._replace(num_cached_tokens=None, queue_time_s=None, miss_reason=None)
         return update
 
     def _drop(self, group: SequenceGroup) -> None:

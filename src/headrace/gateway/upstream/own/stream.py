@@ -22,7 +22,17 @@ from headrace.gateway.upstream.own.output_stage import (
     state_of,
 )
 from headrace.gateway.upstream.own.replicas import ReplicaPool
-from headrace.gateway.upstream.seam import EventListener, EventStream, OutputEvent, ReplicaLost, SequenceFacts, TokenUsage, added, merged
+from headrace.gateway.upstream.seam import (
+    CacheMiss,
+    EventListener,
+    EventStream,
+    OutputEvent,
+    ReplicaLost,
+    SequenceFacts,
+    TokenUsage,
+    added,
+    merged,
+)
 from headrace.text.assemble import OutputAssembler, OutputDelta
 from headrace.text.tokenizer import Tokenizer
 from headrace.wire.stream import PlainRow
@@ -77,7 +87,11 @@ class TokenStream(EventStream):
 
     def facts(self, index: int) -> SequenceFacts:
         own = index - self._first_index
-        return SequenceFacts(self.attempts.replicas[own], self._assemblers[own].queue_time_s, self._assemblers[own].stages)
+        read = self._assemblers[own]
+        miss = None
+        if read.num_cached_tokens is not None and read.miss_reason is not None:
+            miss = CacheMiss(read.num_cached_tokens, read.miss_reason)
+        return SequenceFacts(self.attempts.replicas[own], read.queue_time_s, read.stages, miss)
 
     def saved_state(self) -> bytes | None:
         if not any(self.attempts.output_ids):

@@ -38,6 +38,7 @@ from headrace.text.detokenize import Detokenizer
 from headrace.text.logprobs import DecodedLogprobs
 from headrace.text.output.formats import ModelFormats
 from headrace.text.tokenizer import Tokenizer
+from headrace.text.turns import ConversationTurns
 
 MAX_TOKENS_AT_ONCE = 16_384
 """Checks take about 80 ns per token."""
@@ -158,7 +159,8 @@ class TokenUpstream(Upstream):
     ) -> tuple[list[TokenPrompt], list[str]]:
         if isinstance(prompt, Conversation):
             ids, unread = await self._text.encode_chat(prompt, max_model_len=info.max_model_len, tenant=tenant)
-            return [self._prompt(tuple(ids), "")], unread if len(unread) <= MAX_NAMED else ["chat_template_kwargs"]
+            made = replace(self._prompt(tuple(ids), ""), turns=self._turns(prompt), block_size=info.block_size)
+            return [made], unread if len(unread) <= MAX_NAMED else ["chat_template_kwargs"]
         return await self._encode_plain(prompt, max_tokens, info, tenant), []
 
     async def _encode_plain(self, prompt: PlainPrompts, max_tokens: int | None, info: ModelInfo, tenant: str) -> list[TokenPrompt]:
@@ -178,6 +180,13 @@ class TokenUpstream(Upstream):
                 ids = tuple(given)
             made.append(self._prompt(ids, text))
         return made
+
+    def _turns(self, prompt: Conversation) -> ConversationTurns:
+        return ConversationTurns(
+            starts=self._formats.turn_starts,
+            roles=tuple([str(message["role"]) for message in prompt.messages]),
+            has_generation_prompt=prompt.add_generation_prompt,
+        )
 
     def _prompt(self, ids: tuple[int, ...], text: str) -> TokenPrompt:
         return TokenPrompt(text, len(ids), token_ids=ids, tokenizer=self._text.tokenizer)
@@ -263,8 +272,15 @@ OFFSET_TOKENS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenPrompt(PreparedPrompt):
+    """turns, block_size: of a conversation"""
+
     token_ids: tuple[int, ...]
     tokenizer: Tokenizer
+    turns: ConversationTurns | None = None
+    block_size: int = 1
+
+    def part_at(self, position: int) -> str | None:
+        return None if self.turns is None else self.turns.part_of(self.token_ids, position, position + self.block_size)
 
     def recorded_blocks(self, key: bytes) -> str:
         return recorded_blocks(key, self.token_ids)
