@@ -47,6 +47,7 @@ from headrace.gateway.stores.redis import open_redis
 from headrace.gateway.upstream.seam import Prepared, TokenUsage
 from headrace.lab.environment import environment
 from headrace.lab.report import write_json
+from headrace.observe.timeline import StageMarks
 from headrace.policy.limits.book import LEASE_S
 from headrace.policy.limits.price import FREE
 from headrace.policy.limits.tier import Tier
@@ -175,7 +176,7 @@ def _exchange(caller: Principal) -> Exchange:
         return
 
     request_id = RequestId(os.urandom(12).hex())
-    made = Exchange({"headers": []}, none, send, request_id=request_id, arrived_at=0.0)
+    made = Exchange({"headers": []}, none, send, request_id=request_id, marks=StageMarks(lambda: 0.0))
     made.principal = caller
     return made
 

@@ -39,6 +39,8 @@ ABOVE_THE_SEAM = (
     "gateway.http",
     *SEAM,
     "gateway.upstream.served_models",
+    "observe.finished_request",
+    "observe.timeline",
     "policy.admission",
     "text.logprobs",
     "text.template_switch",
@@ -113,13 +115,10 @@ FLOORS: dict[str, Floor] = {
             "gateway.generation",
             "gateway.ledger.usage_query",
             "gateway.sessions",
-            "observe.finished_request",
         ),
         ("msgspec",),
     ),
-    "headrace.gateway.generation.run": Floor(
-        _ours("core", *ABOVE_THE_SEAM, "gateway.generation", "observe.finished_request", "observe.metrics")
-    ),
+    "headrace.gateway.generation.run": Floor(_ours("core", *ABOVE_THE_SEAM, "gateway.generation", "observe.metrics")),
     "headrace.gateway.generation.stages": Floor(
         _ours(
             "core",
@@ -160,7 +159,18 @@ FLOORS: dict[str, Floor] = {
     "headrace.gateway.stores": Floor(_ours("core", "machine"), ("msgspec",), ("redis",)),
     "headrace.gateway.generation.progress": Floor(_ours("core", *SEAM, "observe")),
     **dict.fromkeys(
-        _ours(*SEAM), Floor(_ours("core", *SEAM, "policy.admission", "policy.limits.price", "text.logprobs", "text.template_switch"))
+        _ours(*SEAM),
+        Floor(
+            _ours(
+                "core",
+                *SEAM,
+                "observe.finished_request",
+                "policy.admission",
+                "policy.limits.price",
+                "text.logprobs",
+                "text.template_switch",
+            )
+        ),
     ),
     "headrace.gateway.upstream.foreign": Floor(
         _ours(
@@ -171,7 +181,9 @@ FLOORS: dict[str, Floor] = {
             "gateway.http.config",
             "gateway.http.errors",
             *SEAM,
+            "observe.finished_request",
             "observe.reading_metrics",
+            "observe.timeline",
             "policy.admission",
             "policy.limits.price",
             "policy.routing",

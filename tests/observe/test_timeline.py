@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.observe.timeline import ANSWER, PRECEDENCE, Marks, Span, flat, stages
+from headrace.observe.timeline import ADMIT, ANSWER, CLOSE, PRECEDENCE, Span, StageMarks, flat
 
 pytestmark = pytest.mark.pure
 
@@ -30,26 +31,35 @@ def test_each_moment_has_the_first_name_that_covers_it(given_spans: list[Span]) 
         assert next((span.name for span in made if span.start < moment < span.end), None) == expected
 
 
+def marks_at(*entered: tuple[str, float]) -> StageMarks:
+    moments = iter([moment for _, moment in entered])
+    marks = StageMarks(lambda: next(moments))
+    for name, _ in entered[1:]:
+        marks.enter(name)
+    return marks
+
+
 def test_an_answer_is_divided_by_its_sequences() -> None:
-    marks = Marks("admit", 10.0)
-    marks.enter("prepare", 10.5)
-    marks.enter(ANSWER, 11.0)
+    marks = marks_at((ADMIT, 10.0), ("prepare", 10.5), (ANSWER, 11.0), (CLOSE, 16.0))
     one = [Span("queue", 11.25, 12.0), Span("prefill", 12.0, 13.0), Span("decode", 13.0, 14.0)]
     other = [Span("queue", 11.25, 13.5), Span("decode", 13.5, 15.0)]
-    made = stages(marks, [one, other], 15.5, 10.0, 16.0)
-    assert made == [
+    made = marks.stages([*one, *other], 6.5)
+    assert made == (
         ("admit", 0.0, 0.5),
         ("prepare", 0.5, 0.5),
         ("queue", 1.25, 0.75),
         ("prefill", 2.0, 1.0),
         ("decode", 3.0, 2.0),
-        ("deliver", 5.5, 0.5),
-    ]
-    assert sum(stage.seconds for stage in made) == 6.0 - 0.25 - 0.5, "the way to the engine and back belongs to no stage"
+        ("deliver", 5.0, 1.0),
+        ("close", 6.0, 0.5),
+    )
+    assert sum(stage.seconds for stage in made) == 6.5 - 0.25, "the way to the engine belongs to no stage"
 
 
-def test_an_answer_without_spans_is_delivered_from_its_last_output_on() -> None:
-    marks = Marks("admit", 0.0)
-    marks.enter(ANSWER, 1.0)
-    assert stages(marks, [], 1.5, 0.0, 2.0) == [("admit", 0.0, 1.0), ("deliver", 1.5, 0.5)]
-    assert stages(marks, [], None, 0.0, 2.0) == [("admit", 0.0, 1.0)]
+def test_an_answer_without_spans_is_delivered() -> None:
+    assert marks_at((ADMIT, 0.0), (ANSWER, 1.0)).stages([], 2.0) == (("admit", 0.0, 1.0), ("deliver", 1.0, 1.0))
+
+
+def test_a_span_that_has_no_end_ends_with_the_answer() -> None:
+    made = marks_at((ADMIT, 0.0), (ANSWER, 1.0), (CLOSE, 3.0)).stages([Span("resume", 2.0, math.inf)], 4.0)
+    assert made == (("admit", 0.0, 1.0), ("resume", 2.0, 1.0), ("close", 3.0, 1.0))

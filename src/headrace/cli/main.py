@@ -32,6 +32,7 @@ from headrace.cli.chat.chat import agent, chat
 from headrace.cli.config.commands import config_app
 from headrace.cli.doctor import doctor
 from headrace.cli.exits import report
+from headrace.cli.explain import explain
 from headrace.cli.flags.flag import FURTHER
 from headrace.cli.flags.vllm import TABLE, RefusedFlag, refuse_missing_values, translated
 from headrace.cli.models import models
@@ -125,6 +126,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     simulate,
     usage,
     doctor,
+    explain,
     replay,
 )
 GROUPS = {"cache": cache_app, "config": config_app, "keys": keys_app, "tenants": tenants_app, "log": log_app, "tls": tls_app}

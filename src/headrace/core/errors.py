@@ -14,6 +14,7 @@
     |  |- Forbidden                a Host or Origin -> 403
     |  |- ReaderRefused            a key of the role reader, and a path that is not for readers -> 403
     |  |- RouteNotFound            no such path -> 404
+    |  |- RequestNotFound          no request to explain -> 404
     |  `- MethodNotAllowed         the path has other methods -> 405
     |- TemporaryRefusal            may pass by itself
     |  |- UnknownStream            a Last-Event-ID names no stream of this tenant -> 404

@@ -48,6 +48,7 @@ from headrace.gateway.upstream.seam import ReplicaLost
 from headrace.observe.finished_request import MAX_DETAIL_CHARS, Caller, End, FinishedRequest, Outcome, RequestArrival
 from headrace.observe.request_log import RequestLog
 from headrace.observe.tenant_metrics import RequestUse
+from headrace.observe.timeline import StageMarks
 from headrace.observe.trace_context import trace_context
 
 log = logging.getLogger("headrace.gateway")
@@ -104,7 +105,7 @@ class Gateway:
         active = self.active
         service = active.service
         scope["path"] = plain_path(scope["path"])
-        exchange = Exchange(scope, receive, send, request_id=RequestId(os.urandom(12).hex()), arrived_at=service.clock())
+        exchange = Exchange(scope, receive, send, request_id=RequestId(os.urandom(12).hex()), marks=StageMarks(service.clock))
         path, scope["path_params"] = find_path(scope["path"])
         if path is not None:
             exchange.framing = path.framing
@@ -137,9 +138,12 @@ class Gateway:
                 await self._fail(exchange, error, reply, end)
             finally:
                 service.open_requests.leave_used(exchange.request_id)
-                if end.latency_s is None:
-                    end = end._replace(status=exchange.status or end.status, latency_s=service.clock() - exchange.arrived_at)
-                finished = FinishedRequest(arrival, end, _caller(exchange.principal), exchange.asked, exchange.answered)
+                latency_s = end.latency_s
+                if latency_s is None:
+                    latency_s = service.clock() - exchange.arrived_at
+                    end = end._replace(status=exchange.status or end.status, latency_s=latency_s)
+                stages = exchange.marks.stages(exchange.answered.handling.spans, latency_s)
+                finished = FinishedRequest(arrival, end, _caller(exchange.principal), exchange.asked, exchange.answered, stages=stages)
                 self._record(finished, exchange, reached, service, store_wait)
 
     async def dispatch(self, path: AnsweredPath | None, exchange: Exchange, active: ActiveConfig) -> None:
@@ -185,8 +189,7 @@ class Gateway:
             metrics.store_wait.observe(store_wait.waited_s)
             metrics.finished(request.model or "", request.answered.replica or "", request.counted_outcome)
             usage = usage_record(request, prompt=exchange.logged_prompt) if is_recorded(request) else None
-            if service.ledger is not None and usage is not None:
-                service.ledger.write(usage)
+            service.explanations.keep(request, usage)
             if request.caller.tenant is not None:
                 metrics.tenants.count(request.caller.tier, request.caller.tenant, use_of(request, usage), model=request.model or "")
         if not (path is not None and path.is_quiet and request.end.outcome is Outcome.COMPLETED):
@@ -203,6 +206,7 @@ def _arrival(exchange: Exchange, active: ActiveConfig) -> RequestArrival:
         client=active.proxies.client_of(peer[0], exchange.headers) if peer else None,
         client_request_id=sane_request_id(exchange.header(b"x-request-id")),
         trace=exchange.trace,
+        at=exchange.arrived_at,
     )
 
 

@@ -27,6 +27,7 @@ from headrace.gateway.control.reload import Reloader
 from headrace.gateway.control.site_models import SiteModels
 from headrace.gateway.control.texts import LoadedTexts, LoadText, MakeWorkers
 from headrace.gateway.generation.answer_encoder import EncodingTurns
+from headrace.gateway.generation.explanations import Explanations
 from headrace.gateway.generation.kept_streams import KeptStreams
 from headrace.gateway.generation.run import Pipeline
 from headrace.gateway.generation.service import Service
@@ -148,6 +149,7 @@ async def _open_service(
         clock=sources.clock,
         unix_time=sources.unix_time,
     )
+    ledger = await _ledger(stack, config, metrics, sources)
     return Service(
         config=config.requests,
         models=ModelTable(models.served),
@@ -163,8 +165,9 @@ async def _open_service(
         answer_cache=answer_cache,
         replays=replays,
         metrics=metrics,
-        ledger=await _ledger(stack, config, metrics, sources),
         traces=_traces(stack, config, metrics),
+        ledger=ledger,
+        explanations=Explanations(ledger),
         site_metrics=SiteMetrics(metrics, open_requests.by_tenant),
         salt_key=bytes.fromhex(config.salt_key) or secrets.token_bytes(32),
         clock=sources.clock,
@@ -185,6 +188,7 @@ def _joined(service: Service, worker: GatewayWorker, num_workers: int) -> Siblin
     siblings = Siblings(worker, num_workers)
     service.site_metrics.join(siblings)
     service.kept_streams.join(siblings)
+    service.explanations.join(siblings)
     return siblings
 
 

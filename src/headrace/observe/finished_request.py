@@ -5,9 +5,11 @@ No prompt, answer or key enters it, and no header but a client's own short x-req
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
+from headrace.observe.timeline import Span, TimedStage
 from headrace.observe.trace_context import TraceContext
 
 MAX_DETAIL_CHARS = 200
@@ -28,7 +30,7 @@ class TokenPrice(Protocol):
 
 
 class RequestArrival(NamedTuple):
-    """time               Unix seconds"""
+    """time: Unix seconds; at: on the clock of the request's stages"""
 
     request_id: str
     method: str
@@ -37,6 +39,7 @@ class RequestArrival(NamedTuple):
     client: str | None = None
     client_request_id: str | None = None
     trace: TraceContext | None = None
+    at: float = 0.0
 
 
 class Caller(NamedTuple):
@@ -86,12 +89,80 @@ class Times(NamedTuple):
     stalled_s: float | None = None
 
 
+class Compared(NamedTuple):
+    """What a replica was compared by when one was chosen.
+
+    lacks_blocks  the prompt would have had to wait for KV blocks
+    outstanding   its requests
+    fullness      share of its KV pool in use
+    predicted_s   until the request would be done; None: no replica's speed is known
+    """
+
+    replica: str
+    lacks_blocks: bool
+    outstanding: int
+    fullness: float
+    predicted_s: float | None = None
+
+
+class AnswerAttempt(NamedTuple):
+    """One try of a request, or of some of its sequences, at a replica or a foreign server.
+
+    at         on the clock of the request's arrival
+    reason     why it was chosen, for a person
+    compared   the replicas among which it was chosen; empty: there was no choice
+    result     "answered", "rejected", "lost" or "cancelled"; of a foreign server as in headrace_upstream_attempts_total
+    detail     beside a rejection or a loss: the error
+    """
+
+    replica: str
+    at: float
+    seconds: float
+    reason: str
+    compared: tuple[Compared, ...] = ()
+    result: str = ""
+    detail: str = ""
+    num_sequences: int = 1
+
+
+class AnswerHandling(NamedTuple):
+    """Where an answer was made, and where its time went.
+
+    attempts  in the order in which they were sent
+    spans     of all sequences, in any order, on the clock of the arrival
+    """
+
+    attempts: Sequence[AnswerAttempt] = ()
+    spans: Sequence[Span] = ()
+
+    @classmethod
+    def joined(cls, parts: Sequence[AnswerHandling]) -> AnswerHandling:
+        return cls([each for part in parts for each in part.attempts], [each for part in parts for each in part.spans])
+
+
+class PromptMiss(NamedTuple):
+    """Where the part of the prompt ended that was in the prefix cache, and why there. part: such as "messages[3]", of the request"""
+
+    at_token: int
+    reason: str
+    part: str | None = None
+
+
+class LimitUse(NamedTuple):
+    """used: with this request; of money in billionths"""
+
+    name: str
+    used: int
+    number: int
+
+
 class Answered(NamedTuple):
     """cache_tier    the cache that answered instead of an engine: "response" or "idempotency"
     continued_id  request id of the stream that this request continues
     num_resumes   how often a sequence was submitted again because its engine was lost
     failure       the engine's message, for the operator, where it ended a sequence without an answer
     prompt_blocks  of a single prompt, where `log_prompt_blocks` is set (`core.hashing.recorded_blocks`)
+    limits        that the request counted in
     """
 
     model: str | None = None
@@ -106,6 +177,9 @@ class Answered(NamedTuple):
     times: Times = Times()
     failure: str | None = None
     prompt_blocks: str | None = None
+    handling: AnswerHandling = AnswerHandling()
+    miss: PromptMiss | None = None
+    limits: tuple[LimitUse, ...] = ()
 
 
 class End(NamedTuple):
@@ -124,7 +198,7 @@ class End(NamedTuple):
 
 
 class FinishedRequest(NamedTuple):
-    """worker: the gateway worker that answered, where there are several"""
+    """worker: the gateway worker that answered, where there are several; stages: in order, none overlaps another"""
 
     arrival: RequestArrival
     end: End
@@ -132,6 +206,7 @@ class FinishedRequest(NamedTuple):
     asked: Asked = Asked()
     answered: Answered = Answered()
     worker: int | None = None
+    stages: tuple[TimedStage, ...] = ()
 
     @property
     def model(self) -> str | None:

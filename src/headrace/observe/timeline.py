@@ -6,14 +6,25 @@ engines, of which several may run at once. What neither covers belongs to no sta
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
+
+from headrace.core.clock import Clock
+
+ADMIT = "admit"
+"""The check of the key, the turn of the tenant, the limits on requests."""
+
+READ = "read"
+"""The body: its bytes and their parsing."""
 
 ANSWER = "answer"
 """The gateway's stage that is divided further, by the spans of the sequences."""
 
 DELIVER = "deliver"
-"""From the last output that the gateway read to the last byte that it wrote."""
+"""From the end of the last sequence in its engine to the last byte that the gateway wrote."""
+
+CLOSE = "close"
+"""After the last byte: limits are charged, a session is stored."""
 
 PRECEDENCE = ("decode", "prefill", "stalled", "preempted", "queue", "resume", "route", "stream", "wait")
 """The first of the stages that sequences are in at one moment is the request's: as a whole it is as far as its furthest sequence."""
@@ -30,7 +41,7 @@ class Span(NamedTuple):
     end: float
 
 
-class Stage(NamedTuple):
+class TimedStage(NamedTuple):
     """start_s: seconds after the arrival"""
 
     name: str
@@ -38,44 +49,33 @@ class Stage(NamedTuple):
     seconds: float
 
 
-class Marks:
-    """Append-only: the stages of the gateway in the order in which they were entered, each from a moment on."""
+class StageMarks:
+    """The stages of the gateway in the order in which one request entered them, each from a moment on."""
 
-    __slots__ = ("entered",)
+    __slots__ = ("_clock", "entered")
 
-    def __init__(self, name: str, at: float) -> None:
-        self.entered = [(name, at)]
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.entered = [(ADMIT, clock())]
 
-    @property
-    def current(self) -> str:
-        return self.entered[-1][0]
+    def enter(self, name: str) -> None:
+        self.entered.append((name, self._clock()))
 
-    def enter(self, name: str, at: float) -> None:
-        self.entered.append((name, at))
-
-    def spans(self, end: float) -> list[Span]:
-        ends = [at for _, at in self.entered[1:]] + [end]
-        return [Span(name, start, until) for (name, start), until in zip(self.entered, ends, strict=True)]
-
-
-def stages(marks: Marks, sequences: Iterable[Sequence[Span]], last_read: float | None, arrival: float, end: float) -> list[Stage]:
-    """The stages of a request in order.
-
-    sequences  spans of each sequence, in any order
-    last_read  when the gateway read the last output; None: it read none
-    """
-    spans: list[Span] = []
-    inner = flat([span for spans_of_one in sequences for span in spans_of_one])
-    for span in marks.spans(end):
-        if span.name != ANSWER:
-            spans.append(span)
-            continue
-        within = [Span(name, max(start, span.start), min(until, span.end)) for name, start, until in inner]
-        spans += [each for each in within if each.end > each.start]
-        read = span.start if last_read is None else max(last_read, spans[-1].end if spans else span.start)
-        if last_read is not None and read < span.end:
-            spans.append(Span(DELIVER, read, span.end))
-    return [Stage(name, start - arrival, until - start) for name, start, until in _joined(spans) if until - start >= LEAST_S]
+    def stages(self, sequences: Iterable[Span], wall_s: float) -> tuple[TimedStage, ...]:
+        """In order. sequences: spans of all sequences, in any order"""
+        arrival = self.entered[0][1]
+        ends = [at for _, at in self.entered[1:]] + [arrival + wall_s]
+        spans: list[Span] = []
+        for (name, start), end in zip(self.entered, ends, strict=True):
+            if name != ANSWER:
+                spans.append(Span(name, start, end))
+                continue
+            within = [Span(each, max(begin, start), min(until, end)) for each, begin, until in flat(sequences)]
+            spans += [each for each in within if each.end > each.start]
+            read = spans[-1].end if within else start
+            if read < end:
+                spans.append(Span(DELIVER, read, end))
+        return tuple([TimedStage(name, start - arrival, end - start) for name, start, end in _joined(spans) if end - start >= LEAST_S])
 
 
 def flat(spans: Iterable[Span]) -> list[Span]:

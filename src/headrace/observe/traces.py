@@ -168,7 +168,7 @@ class TraceExporter:
         trace = request.arrival.trace
         if trace is None or not trace.is_sampled:
             return
-        spans = spans_of(request, trace)
+        spans = spans_of(request, trace, request.stages)
         encoded = _Encoded(_encode(spans)[1:-1], len(spans))
         if self._waiting_bytes + len(encoded.spans) > MAX_WAITING_BYTES:
             self._dropped.labels("queue").inc(len(spans))

@@ -31,6 +31,7 @@ from headrace.gateway.site import memory
 from headrace.gateway.site.memory import TenantShare
 from headrace.gateway.surfaces.dialect.logprobs import completion_logprobs, echo_logprobs
 from headrace.gateway.upstream.own.upstream import TokenPrompt
+from headrace.observe.timeline import StageMarks
 from headrace.text.folder import TextModel
 
 pytestmark = pytest.mark.loop
@@ -244,7 +245,7 @@ class Client:
         self.was_dropped = False
         extensions = {ABORT_EXTENSION: self._drop}
         self.exchange = Exchange(
-            {"headers": [], "extensions": extensions}, self._never, self._never, request_id=RequestId("r"), arrived_at=0.0
+            {"headers": [], "extensions": extensions}, self._never, self._never, request_id=RequestId("r"), marks=StageMarks(lambda: 0.0)
         )
         self.exchange.pending_bytes = self.size = size
 

@@ -12,6 +12,7 @@ from headrace.core.errors import Unavailable
 from headrace.core.ids import RequestId
 from headrace.gateway.http.errors import ClientLeft
 from headrace.gateway.http.exchange import Exchange
+from headrace.observe.timeline import StageMarks
 
 pytestmark = pytest.mark.loop
 
@@ -46,7 +47,7 @@ def exchange() -> Exchange:
     async def ignored(message: Any) -> None:
         raise AssertionError
 
-    return Exchange({"headers": []}, never, ignored, request_id=RequestId("r"), arrived_at=0.0)
+    return Exchange({"headers": []}, never, ignored, request_id=RequestId("r"), marks=StageMarks(lambda: 0.0))
 
 
 def is_uncancelled() -> bool:

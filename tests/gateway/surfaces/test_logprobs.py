@@ -23,6 +23,7 @@ from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.site import memory
 from headrace.gateway.surfaces import completions
 from headrace.gateway.surfaces.dialect.logprobs import LOWEST_LOGPROB, chat_logprobs, completion_logprobs
+from headrace.observe.timeline import StageMarks
 from headrace.text.folder import TextModel
 from headrace.text.logprobs import DecodedLogprobs
 
@@ -142,7 +143,7 @@ async def test_slices_are_closed_when_their_writer_fails(bench: TestBench, monke
     kept = [turns.slices(iter([b"x", b"y"]))]  # a second reference: nothing but closing ends it
     monkeypatch.setattr(Exchange, "write", fail)
     monkeypatch.setattr(Exchange, "start", AsyncMock())
-    exchange = Exchange({"headers": []}, AsyncMock(), AsyncMock(), request_id=RequestId("r"), arrived_at=0.0)
+    exchange = Exchange({"headers": []}, AsyncMock(), AsyncMock(), request_id=RequestId("r"), marks=StageMarks(lambda: 0.0))
     with pytest.raises(ClientLeft):
         await exchange.reply_in_pieces(kept[0])
     assert (held, turns.num_pending) == ([1], 0)

@@ -101,7 +101,15 @@ def test_a_text_worker_knows_the_parser_of_every_path_that_reads_a_body() -> Non
 def test_readers_may_ask_for_these_paths_alone() -> None:
     """A new path refuses readers until its row says otherwise."""
     rows = [row for row in ENDPOINTS if row.for_readers]
-    assert {row.path for row in rows} == {"/v1/models", "/v1/models/{model:path}", "/v1/usage", "/metrics", "/version", "/load"}
+    assert {row.path for row in rows} == {
+        "/v1/models",
+        "/v1/models/{model:path}",
+        "/v1/usage",
+        "/v1/requests/{id}/explain",
+        "/metrics",
+        "/version",
+        "/load",
+    }
     assert {(row.method, row.generates, row.is_public) for row in rows} == {("GET", False, False)}
 
 

@@ -24,8 +24,9 @@ from headrace.gateway.generation.call import Call, CallNext, Ready
 from headrace.gateway.generation.progress import DEADLINE_PASSED, RequestProgress, raise_if_failed
 from headrace.gateway.http.sse import SseStream, StreamWatch
 from headrace.gateway.upstream.seam import NO_USAGE, EventStream, OutputEvent, Prepared, added
-from headrace.observe.finished_request import MAX_DETAIL_CHARS, Answered, Times, Usage
+from headrace.observe.finished_request import MAX_DETAIL_CHARS, Answered, AnswerHandling, PromptMiss, Times, Usage
 from headrace.observe.metrics import Metrics
+from headrace.observe.timeline import ANSWER, CLOSE
 
 DEADLINE_GRACE_S = 0.5
 """The gateway ends a request that its engine has not ended this many seconds after its deadline."""
@@ -49,6 +50,8 @@ class Pipeline:
         try:
             async with exchange.watching(), ending.ends:
                 ready = await exchange.unless_ended(self.stages(call))
+                exchange.marks.enter(ANSWER)
+                ending.ends.callback(exchange.marks.enter, CLOSE)
                 answer = _Answer(self, ready, encoder_of(ready))
                 await answer.write()
         finally:
@@ -83,7 +86,16 @@ def _answered(call: Call, ready: Ready | None, answer: _Answer | None) -> Answer
         times=times,
         failure=failure,
         prompt_blocks=_prompt_blocks(call, answered_with) if call.config.log_prompt_blocks else None,
+        handling=AnswerHandling() if answer is None else answer.stream.handling(),
+        miss=None if answer is None or answered_with is None else _miss(answer.stream, answered_with),
+        limits=call.reservation.limits_used(),
     )
+
+
+def _miss(stream: EventStream, prepared: Prepared) -> PromptMiss | None:
+    """None: all of the first prompt was cached, or its engine does not say."""
+    miss = stream.facts(0).cache_miss
+    return None if miss is None else PromptMiss(miss.at_token, miss.reason, prepared.prompts[0].part_at(miss.at_token))
 
 
 def _prompt_blocks(call: Call, answered_with: Prepared | None) -> str | None:

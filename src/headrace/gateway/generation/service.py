@@ -13,6 +13,7 @@ from headrace.gateway.access.stored_keys import StoredKeys
 from headrace.gateway.cache.answer_cache import AnswerCache
 from headrace.gateway.cache.replays import Replays
 from headrace.gateway.generation.config import RequestConfig
+from headrace.gateway.generation.explanations import Explanations
 from headrace.gateway.generation.kept_streams import KeptStreams
 from headrace.gateway.generation.run import Pipeline
 from headrace.gateway.ledger.ledger import Ledger
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 class Service:
     """The objects that answering a request may use.
 
-    ledger       None: usage is not kept
     traces       None: no collector is configured
+    ledger       None: usage is not kept; `explanations` writes to it
     salt_key     secret that turns tenants into cache salts
     clock        monotonic seconds
     """
@@ -56,6 +57,7 @@ class Service:
     site_metrics: SiteMetrics
     ledger: Ledger | None
     traces: TraceExporter | None
+    explanations: Explanations
     salt_key: bytes
     clock: Clock
     unix_time: Clock

@@ -45,6 +45,15 @@ class RouteNotFound(HeadRefused):
         super().__init__(f"No such path: {shorten(path)}. GET /openapi.json lists what is served.", rule="No such path.")
 
 
+class RequestNotFound(HeadRefused):
+    def __init__(self) -> None:
+        rule = (
+            "No request of this id that this key may read has ended. A request that used something is found as long as its usage is kept, "
+            "from a second after its end; a refused one while the gateway that refused it remembers it."
+        )
+        super().__init__(rule, rule=rule)
+
+
 class MethodNotAllowed(HeadRefused):
     def __init__(self, method: str, allowed: tuple[str, ...]) -> None:
         self.allowed = allowed
@@ -196,6 +205,7 @@ TABLE: tuple[tuple[type[BaseException], ErrorRow], ...] = (
     (Forbidden, ErrorRow(403, "permission_error", "forbidden")),
     (ReaderRefused, ErrorRow(403, "permission_error", "reader_key")),
     (RouteNotFound, ErrorRow(404, "invalid_request_error", "not_found")),
+    (RequestNotFound, ErrorRow(404, "invalid_request_error", "request_not_found")),
     (UnknownStream, ErrorRow(404, "invalid_request_error", "stream_not_found")),
     (StreamConflict, ErrorRow(409, "invalid_request_error", "stream_conflict")),
     (UnknownSession, ErrorRow(404, "invalid_request_error", "session_not_found")),

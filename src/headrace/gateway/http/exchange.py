@@ -30,6 +30,7 @@ from headrace.gateway.http.asgi import (
 from headrace.gateway.http.content_encoding import decoder_of
 from headrace.gateway.http.errors import BodyTooLarge, ClientLeft, ErrorReply, ReadTimeout, SlowReader, UnsupportedMediaType
 from headrace.observe.finished_request import Answered, Asked
+from headrace.observe.timeline import StageMarks
 from headrace.observe.trace_context import TraceContext
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class Exchange:
     asked, answered  parts of the finished request, set by `Call.opened` and at the end of `generation.run`
     logged_prompt  JSON, for the usage record; None: prompts are not logged
     status         HTTP status of the answer; 0: it has not begun
-    arrived_at     when the headers were complete, on the service's clock
+    marks          the stages that the request has entered since its headers were complete
     end_reason     error that ends the answer early (client left, deadline passed, shutdown); None: it goes on
     more_headers   from `add_headers`
     late_headers   set by `limiter.admit`; called when the answer begins, for headers known only then: the rest of the caller's limits
@@ -91,7 +92,6 @@ class Exchange:
         "_send",
         "_values",
         "answered",
-        "arrived_at",
         "asked",
         "body_digest",
         "connection",
@@ -101,6 +101,7 @@ class Exchange:
         "ignored",
         "late_headers",
         "logged_prompt",
+        "marks",
         "more_headers",
         "pending_bytes",
         "principal",
@@ -110,12 +111,12 @@ class Exchange:
         "trace",
     )
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, *, request_id: RequestId, arrived_at: float) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, *, request_id: RequestId, marks: StageMarks) -> None:
         self.scope = scope
         self._receive = receive
         self._send = send
         self.request_id = request_id
-        self.arrived_at = arrived_at
+        self.marks = marks
         self.headers: list[tuple[bytes, bytes]] = list(scope["headers"])
         self._values = dict(self.headers)
         self._repeated = _repeated(self.headers) if len(self._values) < len(self.headers) else frozenset()
@@ -136,6 +137,10 @@ class Exchange:
         self._closed = False
         self._is_event_stream = False
         self._on_ended: list[Callable[[], None]] = []
+
+    @property
+    def arrived_at(self) -> float:
+        return self.marks.entered[0][1]
 
     # -- the request -------------------------------------------------------------------------------------------------------------
 

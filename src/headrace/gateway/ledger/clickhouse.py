@@ -11,19 +11,30 @@ import logging
 import re
 import socket
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 from headrace.core.errors import ConfigError
 from headrace.core.regular_files import MAX_SECRET_BYTES, read_file
 from headrace.gateway.ledger.config import ClickHouseConfig
 from headrace.gateway.ledger.record import COLUMNS, SinkFailed
-from headrace.gateway.ledger.usage_query import QUANTILES, SqlDialect, UsageQuery, rows_of, usage_statement
+from headrace.gateway.ledger.usage_query import (
+    QUANTILES,
+    SqlDialect,
+    UsageQuery,
+    explanation_statement,
+    first_value,
+    rows_of,
+    usage_statement,
+)
 from headrace.machine.private_files import read_token
 
 log = logging.getLogger("headrace.usage")
+
+T = TypeVar("T")
 
 CLICKHOUSE = "clickhouse"
 ANSWER_S = 30.0
@@ -185,8 +196,12 @@ def clickhouse_dialect(config: ClickHouseConfig) -> SqlDialect:
 
 def clickhouse_rows(config: ClickHouseConfig, query: UsageQuery, *, timeout_s: float) -> list[dict[str, object]]:
     """Empty if nothing was ever shipped. Raises SinkFailed and ConfigError."""
+    return rows_of(query, _data(config, usage_statement(query, clickhouse_dialect(config)), timeout_s))
+
+
+def _data(config: ClickHouseConfig, statement: str, timeout_s: float) -> list[list[Any]]:
     client = ClickHouseSink(config, answer_s=timeout_s)
-    statement = f"{usage_statement(query, clickhouse_dialect(config))} FORMAT JSONCompact"
+    statement = f"{statement} FORMAT JSONCompact"
     try:
         answer = client.query(statement, settings={"max_execution_time": timeout_s, "output_format_json_quote_64bit_integers": 0})
     except ClickHouseRefused as refused:
@@ -195,7 +210,8 @@ def clickhouse_rows(config: ClickHouseConfig, query: UsageQuery, *, timeout_s: f
         raise
     finally:
         client.close()
-    return rows_of(query, json.loads(answer)["data"])
+    data: list[list[Any]] = json.loads(answer)["data"]
+    return data
 
 
 class ClickHouseUsage:
@@ -205,9 +221,16 @@ class ClickHouseUsage:
 
     async def rows(self, query: UsageQuery, timeout_s: float) -> list[dict[str, object]]:
         """Raises SinkFailed and TimeoutError."""
-        loop = asyncio.get_running_loop()
+        return await self._ask(timeout_s, lambda: clickhouse_rows(self._config, query, timeout_s=timeout_s))
+
+    async def explanation(self, request_id: str, tenant: str | None, timeout_s: float) -> str | None:
+        """None: no such record, or an older one. Raises SinkFailed and TimeoutError."""
+        statement, _ = explanation_statement(request_id, tenant, clickhouse_dialect(self._config))
+        return await self._ask(timeout_s, lambda: first_value(_data(self._config, statement, timeout_s)))
+
+    async def _ask(self, timeout_s: float, ask: Callable[[], T]) -> T:
         async with asyncio.timeout(timeout_s):
-            return await loop.run_in_executor(self._threads, lambda: clickhouse_rows(self._config, query, timeout_s=timeout_s))
+            return await asyncio.get_running_loop().run_in_executor(self._threads, ask)
 
     def close(self) -> None:
         """Running queries are answered."""

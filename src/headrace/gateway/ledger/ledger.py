@@ -91,6 +91,13 @@ class Ledger:
         except (StoreFailed, SinkFailed, ConfigError, TimeoutError):
             raise Unavailable("Usage cannot be read now. Ask again, or for a shorter time (since, until).") from None
 
+    async def explanation(self, request_id: str, tenant: str | None) -> str | None:
+        """None: no such request has ended more than about a second ago. tenant: None, of any. Raises Unavailable."""
+        try:
+            return await self._source.explanation(request_id, tenant, QUERY_S)
+        except (StoreFailed, SinkFailed, ConfigError, TimeoutError):
+            raise Unavailable("Usage cannot be read now, and this gateway does not remember the request. Ask again.") from None
+
     def reading(self) -> UsageReading:
         return UsageReading(
             num_recorded=self._thread.num_recorded,

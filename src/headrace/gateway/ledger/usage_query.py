@@ -13,13 +13,15 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from headrace.core.errors import InvalidRequest
 from headrace.core.money import NANOS
 from headrace.gateway.ledger.usage_db import DAY_MS, DAYS, SUMMED
 from headrace.gateway.stores.sqlite_thread import SqliteThread, has_table
 from headrace.observe.finished_request import Outcome
+
+T = TypeVar("T")
 
 DAY = "day"
 GROUPS: Mapping[str, Mapping[str, str]] = {
@@ -122,6 +124,13 @@ def usage_statement(query: UsageQuery, dialect: SqlDialect) -> str:
     return f"{text} GROUP BY {order} ORDER BY {order}{most}"
 
 
+def explanation_statement(request_id: str, tenant: str | None, dialect: SqlDialect) -> tuple[str, dict[str, str]]:
+    """The statement for the column `explain` of one record, and its parameters."""
+    values = {"request_id": request_id} if tenant is None else {"request_id": request_id, "tenant": tenant}
+    where = " AND ".join(f"{name} = {dialect.value(name, value)}" for name, value in values.items())
+    return f"SELECT explain FROM {dialect.table} WHERE {where}", values
+
+
 def usage_rows(connection: sqlite3.Connection, query: UsageQuery) -> list[dict[str, object]]:
     has_days = query.figures.are_summed and has_table(connection, DAYS)
     dialect = replace(SQLITE, table=table_of_days(query), requests="sum(requests)") if has_days else SQLITE
@@ -204,17 +213,29 @@ class LocalUsage:
         """Raises StoreFailed, also after `timeout_s`."""
         return await self._reader.call(lambda: self._rows_in_time(query, timeout_s), is_read=True)
 
+    async def explanation(self, request_id: str, tenant: str | None, timeout_s: float) -> str | None:
+        """None: no such record, or an older one. Raises StoreFailed."""
+        statement = explanation_statement(request_id, tenant, SQLITE)
+        return await self._reader.call(lambda: self._in_time(timeout_s, lambda db: first_value(db.execute(*statement))), is_read=True)
+
     async def close(self) -> None:
         await self._reader.close()
 
     def _rows_in_time(self, query: UsageQuery, timeout_s: float) -> list[dict[str, object]]:
+        return self._in_time(timeout_s, lambda connection: usage_rows(connection, query))
+
+    def _in_time(self, timeout_s: float, read: Callable[[sqlite3.Connection], T]) -> T:
         deadline = time.monotonic() + timeout_s
         connection = self._reader.connection
         connection.set_progress_handler(lambda: time.monotonic() > deadline, 10_000)
         try:
-            return usage_rows(connection, query)
+            return read(connection)
         finally:
             connection.set_progress_handler(None, 0)
+
+
+def first_value(rows: Iterable[Sequence[Any]]) -> str | None:
+    return next((value for value, *_ in rows), None)
 
 
 FROM_CACHE = "cache_tier IN ('response', 'idempotency')"

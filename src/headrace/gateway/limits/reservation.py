@@ -9,9 +9,10 @@ from typing import NamedTuple, Protocol
 from headrace.core.errors import Unavailable
 from headrace.core.ids import RequestId
 from headrace.gateway.access.principal import Principal
-from headrace.gateway.limits.rules import BEFORE_PARSING, LimitRule, amounts_of, ceiling_of, headers, limits_of, refusal, states
+from headrace.gateway.limits.rules import BEFORE_PARSING, LimitRule, LimitState, amounts_of, ceiling_of, headers, limits_of, refusal, states
 from headrace.gateway.stores.store import StoreFailed
 from headrace.gateway.upstream.seam import Prepared, TokenUsage
+from headrace.observe.finished_request import LimitUse
 from headrace.policy.limits.book import Claim, TakeResult
 from headrace.policy.limits.counters import Amounts
 from headrace.policy.limits.price import FREE, Price, RequestCeiling
@@ -176,11 +177,17 @@ class LimitReservation:
             raise refusal(rules, claims, result)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
+        return headers(self._states())
+
+    def limits_used(self) -> tuple[LimitUse, ...]:
+        return tuple([LimitUse(state.rule.label, state.used, state.rule.number) for state in self._states()])
+
+    def _states(self) -> list[LimitState]:
         first, tokens = self._first_taken, self._tokens_taken
         shown = [] if tokens is None else states(*tokens)
         if first is not None:
             shown += [state for state in states(*first) if tokens is None or state.rule.unit in BEFORE_PARSING]
-        return headers(shown)
+        return shown
 
 
 def _sum(one: Amounts, other: Amounts) -> Amounts:

@@ -21,6 +21,7 @@ from headrace.gateway.http.asgi import OPENAI, Framing
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.surfaces.dialect.parse import error_as_written
 from headrace.gateway.surfaces.endpoint import BodyParser, Endpoint, parsed_body
+from headrace.observe.timeline import READ
 
 RequestT = TypeVar("RequestT")
 
@@ -64,6 +65,7 @@ class GeneratingSurface(Generic[RequestT]):
     async def __call__(self, service: Service, exchange: Exchange) -> None:
         tenant = exchange.principal.tenant
         with service.open_requests.admit(exchange.request_id, tenant, exchange.end), service.memory.open(tenant) as charges:
+            exchange.marks.enter(READ)
             request = await parsed_body(service, exchange, charges, self.parser)
             try:
                 call = _call(service, exchange, charges, self.common(request, exchange.principal))

@@ -1,15 +1,17 @@
-"""Implements what a key may read of its own: GET /v1/models, GET /v1/usage, GET and DELETE /v1/sessions/{id}."""
+"""Implements what a key may read of its own: models, usage, explanations of requests, and its sessions, which it may delete as well."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
+from headrace.core.errors import InvalidRequest
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.generation.service import Service
-from headrace.gateway.http.errors import RouteNotFound
+from headrace.gateway.http.errors import RequestNotFound, RouteNotFound
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.ledger.usage_query import GROUPS, UsageQuery, groups_of, unix_ms_of
 from headrace.gateway.sessions.sessions import SessionKey, checked_session_id
@@ -71,6 +73,17 @@ def _query(exchange: Exchange, now: float) -> UsageQuery:
 
 
 _encode = msgspec.json.encode
+
+_REQUEST_ID = re.compile(r"(?:chatcmpl-|cmpl-)?([0-9a-f]{24})(?:-[0-9]{1,4}(?:\.[0-9]{1,4})?)?")
+"""As an answer, its headers and the log of an engine have it."""
+
+
+async def explain(service: Service, exchange: Exchange) -> None:
+    if (match := _REQUEST_ID.fullmatch(exchange.scope["path_params"]["id"])) is None:
+        raise InvalidRequest("id", "the `id` of an answer, or its x-request-id", exchange.scope["path_params"]["id"])
+    if (found := await service.explanations.find(match[1], exchange.principal)) is None:
+        raise RequestNotFound
+    await exchange.reply(200, found)
 
 
 class SessionReply(Struct):

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
+from headrace.gateway.generation.explanations import Explanation
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.asgi import OPENAI, Framing
 from headrace.gateway.http.errors import MethodNotAllowed
@@ -49,6 +50,16 @@ ENDPOINTS: tuple[Endpoint[Handler], ...] = (
         has_limits=True,
     ),
     Endpoint("GET", "/v1/models/{model:path}", listings.one_model, "One of them.", reply=listings.ModelCard, for_readers=True),
+    Endpoint(
+        "GET",
+        "/v1/requests/{id}/explain",
+        listings.explain,
+        "Where the time of an ended request went, which replicas it was sent to and why, what it cost. Of the key's own tenant; a reader's "
+        "key reads every tenant.",
+        reply=Explanation,
+        for_readers=True,
+        has_limits=True,
+    ),
     Endpoint(
         "GET",
         "/v1/sessions/{id}",

@@ -30,6 +30,7 @@ from headrace.gateway.upstream.seam import (
     TokenUsage,
     Upstream,
 )
+from headrace.observe.finished_request import AnswerHandling
 from headrace.observe.logs import LimitedLog
 from headrace.policy.admission import QueueState, UnsentRequests
 
@@ -109,6 +110,7 @@ class FallbackStream(EventStream):
 
     def __init__(self, own: EventStream, foreign: Prepared, reasons: tuple[type[HeadraceError], ...], log: LimitedLog) -> None:
         self._current = own
+        self._streams = [own]
         self._reasons = reasons
         self._log = log
         self._foreign: Prepared | None = foreign
@@ -131,6 +133,7 @@ class FallbackStream(EventStream):
                 raise
             self._log.info(FALLS_BACK, error)
             self._current = self._foreign.stream()
+            self._streams.append(self._current)
             self._foreign = None
             await own.close()
             return await self._current.events()
@@ -147,6 +150,9 @@ class FallbackStream(EventStream):
 
     def facts(self, index: int) -> SequenceFacts:
         return self._current.facts(index)
+
+    def handling(self) -> AnswerHandling:
+        return AnswerHandling.joined([stream.handling() for stream in self._streams])
 
     def saved_state(self) -> bytes | None:
         return self._current.saved_state()

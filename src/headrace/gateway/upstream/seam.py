@@ -20,6 +20,7 @@ from headrace.core.plan import LogprobColumns
 from headrace.core.request import PriorityClass
 from headrace.core.update import FinishReason, MissReason, StageSeconds
 from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PlainPrompts, PrincipalFacts, string_bytes
+from headrace.observe.finished_request import AnswerHandling
 from headrace.policy.admission import QueueState, UnsentRequests
 from headrace.text.logprobs import DecodedLogprobs
 
@@ -256,6 +257,10 @@ class EventStream(ABC):
 
     def facts(self, index: int) -> SequenceFacts:
         return SequenceFacts()
+
+    def handling(self) -> AnswerHandling:
+        """After `close`."""
+        return AnswerHandling()
 
     def saved_state(self) -> bytes | None:
         """The state from which a later stream can continue (`EarlierOutput`), also after `cancel`. None: it cannot be continued."""

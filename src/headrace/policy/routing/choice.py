@@ -65,7 +65,7 @@ class Cost:
     fullness: float
 
 
-class Figures(NamedTuple):
+class ReplicaFigures(NamedTuple):
     """What a replica was compared by. predicted_s: None where no replica's speed is known"""
 
     replica_id: ReplicaId
@@ -73,12 +73,12 @@ class Figures(NamedTuple):
     predicted_s: float | None = None
 
 
-class Choice(NamedTuple):
+class ReplicaChoice(NamedTuple):
     """reason: for a person; figures: of the replicas that were compared"""
 
     replica_id: ReplicaId
     reason: str
-    figures: tuple[Figures, ...] = ()
+    figures: tuple[ReplicaFigures, ...] = ()
 
 
 ONLY = "the only replica that can take it"
@@ -94,14 +94,14 @@ def choose(
     block_size: int,
     random: Random,
     preferred: ReplicaId | None = None,
-) -> Choice | None:
+) -> ReplicaChoice | None:
     """Draws at most three random numbers, whatever the number of replicas, and the same with and without `preferred`. A replica of unknown
     speed counts as one of mean speed.
 
     preferred  has the beginning of the prompt in its prefix cache: taken unless it is much slower than the choice without it
     """
     if len(candidates) < 2:
-        return Choice(candidates[0].replica_id, ONLY) if candidates else None
+        return ReplicaChoice(candidates[0].replica_id, ONLY) if candidates else None
     speeds = [speed_of(candidate.snapshot) for candidate in candidates]
     assumed = mean_speed(speeds)
     if assumed is None or random.randrange(UNMEASURED_DIVISOR) == 0:
@@ -110,8 +110,8 @@ def choose(
         known = {candidate.replica_id: speed or assumed for candidate, speed in zip(candidates, speeds, strict=True)}
         drawn = draw_two(candidates, [1.0 / known[candidate.replica_id].idle_s(size) for candidate in candidates], random)
 
-    def figures_of(candidate: Candidate) -> Figures:
-        figures = Figures(candidate.replica_id, cost(candidate, prompt_tokens=size.prompt_tokens, block_size=block_size))
+    def figures_of(candidate: Candidate) -> ReplicaFigures:
+        figures = ReplicaFigures(candidate.replica_id, cost(candidate, prompt_tokens=size.prompt_tokens, block_size=block_size))
         if not known:
             return figures
         speed = known[candidate.replica_id]
@@ -125,16 +125,16 @@ def choose(
         compared = (*compared, favourite)
     if favourite is not None and _is_close(favourite, chosen):
         chosen, reason = favourite, PREFERRED
-    return Choice(chosen.replica_id, reason, compared)
+    return ReplicaChoice(chosen.replica_id, reason, compared)
 
 
-def _better(first: Figures, second: Figures) -> tuple[Figures, str]:
+def _better(first: ReplicaFigures, second: ReplicaFigures) -> tuple[ReplicaFigures, str]:
     if first.predicted_s is None or second.predicted_s is None:
         return min(first, second, key=lambda figures: figures.cost), LEAST_BUSY
     return (second if second.predicted_s * SIMILAR < first.predicted_s else first), FASTEST
 
 
-def _is_close(favourite: Figures, chosen: Figures) -> bool:
+def _is_close(favourite: ReplicaFigures, chosen: ReplicaFigures) -> bool:
     if favourite.predicted_s is None or chosen.predicted_s is None:
         return _is_about_as_cheap(favourite.cost, chosen.cost)
     return favourite.predicted_s <= AFFINITY * chosen.predicted_s

@@ -11,7 +11,9 @@ the answer. It charges bytes that it holds to `Call.charges`, which returns them
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
 from functools import partial
+from typing import Any, Protocol
 
 from headrace.core.clock import Clock
 from headrace.gateway.access.open_requests import OpenRequests
@@ -30,6 +32,10 @@ from headrace.gateway.sessions.sessions import Sessions
 from headrace.gateway.upstream.generation_request import Conversation
 
 
+class StageRow(Protocol):
+    def __call__(self, call: Call, /, *, call_next: CallNext) -> Coroutine[Any, Any, Ready]: ...
+
+
 def chain(
     *,
     sessions: Sessions,
@@ -41,18 +47,40 @@ def chain(
     unix_time: Clock,
 ) -> CallNext:
     """The stages in their order, with what they work with. What a reload may change they read from `Call.config`."""
-    rows = (
-        partial(take_turn, sessions=sessions),  # first: the history is a part of the prompt for all others
-        log_prompt,  # before the caches, whose answers have a usage record too
-        partial(answer_once, replays=replays, metrics=answer_cache.metrics, unix_time=unix_time),  # a retry never gets beyond it
-        partial(use_cache, cache=answer_cache, unix_time=unix_time),  # nor a hit: what every request is to pass stands before
-        partial(resume, kept_streams=kept_streams),  # before the choice: a continued stream keeps its model
-        partial(choose_model, clock=clock, open_requests=open_requests),
+    rows: tuple[tuple[str, StageRow], ...] = (
+        ("session", partial(take_turn, sessions=sessions)),  # first: the history is a part of the prompt for all others
+        ("log_prompt", log_prompt),  # before the caches, whose answers have a usage record too
+        # a retry never gets beyond it
+        ("idempotency", partial(answer_once, replays=replays, metrics=answer_cache.metrics, unix_time=unix_time)),
+        # nor a hit: what every request is to pass stands before
+        ("response_cache", partial(use_cache, cache=answer_cache, unix_time=unix_time)),
+        ("resume_stream", partial(resume, kept_streams=kept_streams)),  # before the choice: a continued stream keeps its model
+        ("choose_model", partial(choose_model, clock=clock, open_requests=open_requests)),
     )
-    stage: CallNext = partial(prepare, clock=clock)
-    for row in reversed(rows):
-        stage = partial(row, call_next=stage)
+    stage: CallNext = partial(_prepared, clock=clock)
+    for name, row in reversed(rows):
+        stage = _marked(name, row, stage)
     return stage
+
+
+def _marked(name: str, row: StageRow, call_next: CallNext) -> CallNext:
+    """The row with its time marked, less that of what it calls."""
+
+    async def behind(call: Call) -> Ready:
+        ready = await call_next(call)
+        call.exchange.marks.enter(name)
+        return ready
+
+    def stage(call: Call) -> Coroutine[Any, Any, Ready]:
+        call.exchange.marks.enter(name)
+        return row(call, call_next=behind)
+
+    return stage
+
+
+def _prepared(call: Call, *, clock: Clock) -> Coroutine[Any, Any, Ready]:
+    call.exchange.marks.enter("prepare")
+    return prepare(call, clock=clock)
 
 
 async def log_prompt(call: Call, call_next: CallNext) -> Ready:

@@ -19,7 +19,9 @@ from headrace.gateway.upstream.foreign.chunk import MAX_SUM
 from headrace.gateway.upstream.foreign.events import END_OF_BODY_S, LATE_USAGE_S, EventReader
 from headrace.gateway.upstream.foreign.server import ForeignServer
 from headrace.gateway.upstream.seam import NO_USAGE, EventListener, EventStream, OutputEvent, SequenceFacts, TokenUsage, added, merged
-from headrace.policy.routing.choice import Random, cheaper_of_two
+from headrace.observe.finished_request import AnswerAttempt, AnswerHandling, Compared
+from headrace.observe.timeline import Span
+from headrace.policy.routing.choice import LEAST_BUSY, ONLY, Random, cheaper_of_two
 from headrace.policy.routing.failures import RetryBudget
 
 log = logging.getLogger("headrace.gateway")
@@ -40,8 +42,11 @@ MAX_RETRY_WAIT_S = 2.0
 CAN_PASS = (AttemptResult.CONNECT, AttemptResult.SERVER_ERROR, AttemptResult.RATE_LIMITED)
 
 
+FIRST_IN_ORDER = "the first, by its order, of those that can take it now"
+
+
 class ForeignRoute:
-    """Chooses the server of each attempt of one request."""
+    """Chooses the server of each attempt of one request. reason, compared: of the last choice, as `AnswerAttempt` has them"""
 
     def __init__(
         self, servers: Sequence[ForeignServer], *, max_tokens: int | None, budget: RetryBudget, clock: Clock, random: Random
@@ -51,6 +56,8 @@ class ForeignRoute:
         self._max_tokens = max_tokens
         self._budget = budget
         self._clock = clock
+        self.reason = ""
+        self.compared: tuple[Compared, ...] = ()
         self._random = random
         self._num_attempts = 0
         budget.deposit()
@@ -63,12 +70,15 @@ class ForeignRoute:
         left = left or [server for server in able if self.tried[server] in CAN_PASS]
         if not left:
             raise self._refusal(now)
+        self.reason, self.compared = ONLY, ()
         if len(left) == 1:
             return left[0]
         fit = [server for server in left if self._fits(server)] or left
         reachable = [server for server in fit if server.is_reachable] or fit
         order = min(server.config.order for server in reachable)
         first = [server for server in reachable if server.config.order == order]
+        self.reason = FIRST_IN_ORDER if len(first) == 1 else LEAST_BUSY
+        self.compared = tuple([Compared(server.name, False, server.outstanding(now), 0.0) for server in left])
         return cheaper_of_two(first, lambda server: server.outstanding(now), self._random)
 
     def pause_s(self, server: ForeignServer, failure: AttemptFailed) -> float:
@@ -104,8 +114,8 @@ class HttpStream(EventStream):
 
     unread_bytes = 0
 
-    def __init__(self, model: str, request: ForeignRequest, new_route: Callable[[], ForeignRoute]) -> None:
-        self._model = model
+    def __init__(self, model: str, request: ForeignRequest, new_route: Callable[[], ForeignRoute], clock: Clock) -> None:
+        self._model, self._clock = model, clock
         self._request = request
         self._new_route = new_route
         self._used = NO_USAGE
@@ -116,6 +126,9 @@ class HttpStream(EventStream):
         self._listener: EventListener | None = None
         self._unread: list[OutputEvent] = []
         self._error: HeadraceError | None = None
+        self._attempts: list[AnswerAttempt] = []
+        self._spans: list[Span] = []
+        self._begun_at: float | None = None
         self._is_ended = False
         self._wants_more: asyncio.Future[None] | None = None
         self._wants_room: asyncio.Future[None] | None = None
@@ -144,6 +157,9 @@ class HttpStream(EventStream):
 
     def facts(self, index: int) -> SequenceFacts:
         return SequenceFacts(None if self._server is None else self._server.name)
+
+    def handling(self) -> AnswerHandling:
+        return AnswerHandling(self._attempts, self._spans)
 
     def cancel(self) -> None:
         self._is_ended = True
@@ -180,7 +196,7 @@ class HttpStream(EventStream):
             late_usage_s = END_OF_BODY_S if server.sends_usage is False else LATE_USAGE_S
             reader = self._reader = EventReader(asked, self._request.request_id, late_usage_s=late_usage_s)
             try:
-                await server.attempt(self._request, asked, reader, self, counts=server not in route.tried)
+                await self._attempt(server, route, asked, reader)
             except AttemptFailed as failure:
                 if not reader.has_begun:
                     self._reader = None  # it costs nothing
@@ -189,6 +205,26 @@ class HttpStream(EventStream):
             server.sends_usage = server.sends_usage or reader.answer.has_usage
             self._used, self._reader = self.usage(), None
             return [*reader.answer.left, *left[len(asked) :]]
+
+    async def _attempt(self, server: ForeignServer, route: ForeignRoute, asked: Sequence[int], reader: EventReader) -> None:
+        """Raises AttemptFailed."""
+        sent_at, result, self._begun_at = self._clock(), AttemptResult.ABANDONED, None
+        try:
+            await server.attempt(self._request, asked, reader, self, counts=server not in route.tried)
+            result = AttemptResult.OK
+        except AttemptFailed as failure:
+            result = failure.result
+            raise
+        finally:
+            ended_at = self._clock()
+            begun_at = ended_at if self._begun_at is None else self._begun_at
+            if self._spans:
+                self._spans.append(Span("route", self._spans[-1].end, sent_at))
+            self._spans += [Span("wait", sent_at, begun_at), Span("stream", begun_at, ended_at)]
+            attempt = AnswerAttempt(
+                server.name, sent_at, ended_at - sent_at, route.reason, route.compared, result, num_sequences=len(asked)
+            )
+            self._attempts.append(attempt)
 
     # -- what the reader gives its events to (`events.EventSink`) --------------------------------------------------------
 
@@ -202,6 +238,8 @@ class HttpStream(EventStream):
             await self._wants_room
 
     def take(self, events: Sequence[OutputEvent]) -> None:
+        if self._begun_at is None:
+            self._begun_at = self._clock()
         self._unread += events
         self.unread_bytes += sum([EVENT_BYTES + event.num_bytes for event in events])
         if self._listener is not None and self._can_be_taken(self._listener):

@@ -123,7 +123,7 @@ class HttpUpstream(Upstream):
 
     def _stream(self, request: ForeignRequest, max_tokens: int | None) -> HttpStream:
         new_route = partial(ForeignRoute, self.servers, max_tokens=max_tokens, budget=self._budget, clock=self._clock, random=self._random)
-        return HttpStream(self.name, request, new_route)
+        return HttpStream(self.name, request, new_route, self._clock)
 
     async def tokenize(self, prompt: Conversation | PlainPrompts, *, needs_texts: bool, tenant: str) -> Tokenization:
         raise InvalidRequest("model", _TOKENIZER, self.name, "The server behind this model keeps its tokenizer.")

@@ -22,11 +22,15 @@ from headrace.core.update import FinishReason, Rejected, SequenceUpdate
 from headrace.gateway.upstream.own.output_stage import EarlierCallOutput, OutputParsing
 from headrace.gateway.upstream.own.replica_health import ConnectionKey, Replica, ReplicaAttempt, ReplicaInstance
 from headrace.gateway.upstream.own.replicas import ReplicaPool
+from headrace.gateway.upstream.own.submissions import Submission, SubmissionResult, Submissions
 from headrace.gateway.upstream.seam import ReplicaLost
 from headrace.policy.admission import UnsentRequest
 from headrace.wire.stream import NO_NUMERICS, PlainRowHandler, ReplicaStream
 
 LOST = "The engine that worked on this request was lost; it can be sent again."
+
+TIMER_EARLY_S = 1e-6
+"""An event loop's timer may come this much early."""
 
 MAX_TRIES = 2
 """Under overload more tries only add load."""
@@ -73,6 +77,7 @@ class SequenceGroup:
     request_id: RequestId | None = None
     replica: Replica | None = None
     attempt: ReplicaAttempt | None = None
+    submission: Submission | None = None
     updates: ReplicaStream | None = None
     epoch: int = -1
     num_read: int = 0
@@ -95,6 +100,7 @@ class CallAttempts:
         self._reads: dict[asyncio.Task[list[SequenceUpdate]], SequenceGroup] = {}
         self._waits: set[asyncio.Task[None]] = set()
         self._handler: PlainRowHandler | None = None
+        self.submissions = Submissions(num_sequences, pool.clock)
         self.replicas: list[str | None] = [None] * num_sequences
         self._numerics: Numerics = NO_NUMERICS
         self._num_read = 0
@@ -137,6 +143,7 @@ class CallAttempts:
 
     def end(self, index: int) -> None:
         self._open.discard(index)
+        self.submissions.end_sequence(index)
 
     def finish(self, index: int, keep_tokens: int, reason: FinishReason) -> None:
         for group in self._groups:
@@ -201,8 +208,9 @@ class CallAttempts:
                 await self._reroute(group, updates[0].error)
                 continue
             read = [update for update in updates if isinstance(update, SequenceUpdate)]
-            if group.attempt is not None:
+            if group.attempt is not None and group.submission is not None:
                 group.attempt.read(read)
+                group.submission.read(read)
             return [self._trimmed(group, update) for update in read]
         return []
 
@@ -225,6 +233,9 @@ class CallAttempts:
             self._groups.remove(group)
             if group.attempt is not None:
                 group.attempt.end()
+            if group.submission is not None:
+                is_open = self._open.intersection(group.indices)
+                group.submission.end(self._pool.clock(), SubmissionResult.CANCELLED if is_open else SubmissionResult.ANSWERED)
 
     def _drop_all(self) -> None:
         for group in list(self._groups):
@@ -237,6 +248,7 @@ class CallAttempts:
     async def _place(self, group: SequenceGroup) -> None:
         """After a loss, wait for a replica that takes it. Raises Unavailable, or ReplicaLost after a loss."""
         silent_until = self._pool.clock() + SILENT_WAIT_S
+        self.submissions.begin()
         while group in self._groups:
             try:
                 self._submit(group)
@@ -245,7 +257,7 @@ class CallAttempts:
                 remaining_s = silent_until - self._pool.clock()
                 if group.wait_until is not None:
                     await self._wait(group, error)
-                elif remaining_s > 0 and self._pool.failover_s and self._pool.has_silent and not self._call.has_fallback:
+                elif remaining_s > TIMER_EARLY_S and self._pool.failover_s and self._pool.has_silent and not self._call.has_fallback:
                     await self._wait_for_change(group, remaining_s)
                 else:
                     self._drop_all()
@@ -256,7 +268,7 @@ class CallAttempts:
         whole = replace(self._call.request, epoch=self.epoch + 1)
         num_output, max_tokens = max(len(self.output_ids[index]) for index in group.indices), whole.params.max_tokens
         while True:
-            replica = self._pool.pick(
+            replica, choice = self._pool.pick(
                 prompt_tokens=len(whole.prompt_ids) + num_output,
                 max_output_tokens=None if max_tokens is None else max_tokens - num_output,
                 tried=group.tried,
@@ -270,6 +282,7 @@ class CallAttempts:
             except Unavailable:
                 continue
             group.attempt = self._pool.note_sent(replica)
+            group.submission = self.submissions.add(Submission(group.indices, choice, group.attempt))
             if self._call.unsent is not None:
                 self._call.unsent.uncount()
             self.epoch += 1
@@ -299,6 +312,8 @@ class CallAttempts:
         group.updates = None
         if group.attempt is not None:
             group.attempt.end()
+        if group.submission is not None:
+            group.submission.end(self._pool.clock(), SubmissionResult.REJECTED, error)
         if not isinstance(error, Overloaded | Unavailable | RequestTooLarge):
             self._drop_all()
             raise error if isinstance(error, HeadraceError) else Unavailable(LOST)
@@ -319,6 +334,8 @@ class CallAttempts:
         assert group.updates is not None
         assert group.attempt is not None
         group.attempt.lose()
+        if group.submission is not None:
+            group.submission.end(self._pool.clock(), SubmissionResult.LOST)
         self._numerics = numerics = group.updates.numerics
         self._drop(group)
         indices = [index for index in group.indices if index in self._open]
@@ -351,7 +368,7 @@ class CallAttempts:
     async def _wait(self, group: SequenceGroup, error: Exception) -> None:
         assert group.wait_until is not None
         remaining_s = group.wait_until - self._pool.clock()
-        if remaining_s <= 0 or (self._call.has_fallback and not self._num_read):
+        if remaining_s <= TIMER_EARLY_S or (self._call.has_fallback and not self._num_read):
             self._give_up(group.numerics, error)
         await self._wait_for_change(group, remaining_s)
 

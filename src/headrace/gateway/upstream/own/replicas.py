@@ -22,7 +22,7 @@ from headrace.gateway.upstream.own.replica_health import EJECTED, Replica, Repli
 from headrace.gateway.upstream.seam import ReplicaHealth
 from headrace.policy.admission import QueueState, UnsentRequests, queue_state, served_before
 from headrace.policy.queues import traits_of
-from headrace.policy.routing.choice import Random, ReplicaId, choose, started, started_share
+from headrace.policy.routing.choice import ONLY, Random, ReplicaChoice, ReplicaId, choose, started, started_share
 from headrace.policy.routing.failures import RetryBudget, ejected
 from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince, mean_output_tokens
 from headrace.wire.client import ConnectionState
@@ -154,8 +154,9 @@ class ReplicaPool:
         tried: Collection[ReplicaInstance] = (),
         numerics: Numerics | None = None,
         preferred: str = "",
-    ) -> Replica:
-        """The replica for a request. Raises Unavailable when no connected replica is left that fits the request and was not tried.
+    ) -> tuple[Replica, ReplicaChoice]:
+        """The replica for a request, and why it is that one. Raises Unavailable when no connected replica is left that fits the request and
+        was not tried.
 
         numerics           for a resume, numerics of the replica that computed the output ids; only a replica of equal numerics is chosen
 
@@ -211,9 +212,9 @@ class ReplicaPool:
             return Unavailable(f"The model {self.model} cannot be served now. {self.unavailable}", retry_after_s=UNAVAILABLE_RETRY_S)
         return Unavailable(f"No replica of {self.model} takes requests now.", retry_after_s=1.0)
 
-    def _choose(self, fit: Sequence[Replica], size: RequestSize, preferred: str) -> Replica:
+    def _choose(self, fit: Sequence[Replica], size: RequestSize, preferred: str) -> tuple[Replica, ReplicaChoice]:
         if len(fit) == 1:
-            return fit[0]
+            return fit[0], ReplicaChoice(fit[0].name, ONLY)
         info = self.info
         chosen = choose(
             [replica.candidate() for replica in self._started(fit)],
@@ -223,7 +224,7 @@ class ReplicaPool:
             preferred=ReplicaId(preferred),
         )
         assert chosen is not None, "one of the largest share always takes part"
-        return next(replica for replica in fit if replica.name == chosen.replica_id)
+        return next(replica for replica in fit if replica.name == chosen.replica_id), chosen
 
     def _expected_output_tokens(self, max_output_tokens: int | None) -> int:
         num_finished, _, num_tokens = self._counted()

@@ -33,6 +33,7 @@ from headrace.gateway.upstream.seam import (
     added,
     merged,
 )
+from headrace.observe.finished_request import AnswerHandling
 from headrace.text.assemble import OutputAssembler, OutputDelta
 from headrace.text.tokenizer import Tokenizer
 from headrace.wire.stream import PlainRow
@@ -92,6 +93,9 @@ class TokenStream(EventStream):
         if read.num_cached_tokens is not None and read.miss_reason is not None:
             miss = CacheMiss(read.num_cached_tokens, read.miss_reason)
         return SequenceFacts(self.attempts.replicas[own], read.queue_time_s, read.stages, miss)
+
+    def handling(self) -> AnswerHandling:
+        return self.attempts.submissions.handling()
 
     def saved_state(self) -> bytes | None:
         if not any(self.attempts.output_ids):
@@ -249,6 +253,9 @@ class MergedStream(EventStream):
 
     def facts(self, index: int) -> SequenceFacts:
         return self._streams[index // self._n].facts(index)
+
+    def handling(self) -> AnswerHandling:
+        return AnswerHandling.joined([stream.handling() for stream in self._streams])
 
     def saved_state(self) -> bytes | None:
         return joined_states([stream.saved_state() for stream in self._streams])
