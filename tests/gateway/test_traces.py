@@ -37,6 +37,10 @@ def spans_in(collector: ScriptedServer) -> list[dict[str, Any]]:
     ]
 
 
+def seconds_of(span: dict[str, Any]) -> float:
+    return (int(span["endTimeUnixNano"]) - int(span["startTimeUnixNano"])) / 1e9
+
+
 def attributes_of(span: dict[str, Any]) -> dict[str, Any]:
     return {each["key"]: next(iter(each["value"].values())) for each in span["attributes"]}
 
@@ -48,7 +52,7 @@ def counted(bench: TestBench) -> tuple[float, float, float]:
 
 
 async def test_a_request_is_in_its_clients_trace_and_its_foreign_server_too(text: TextModel) -> None:
-    collector, far = ScriptedServer(TAKEN), ScriptedServer(head() + said("good", "stop") + DONE)
+    collector, far = ScriptedServer(TAKEN), ScriptedServer(head(), said("good", "stop") + DONE, pause_s=0.5)
     async with listening(collector, far) as (port, far_port):
         endpoint = f"http://127.0.0.1:{port}"
         async with open_bench(text, models=far_models(far_port), otlp_traces_endpoint=endpoint) as bench:
@@ -58,7 +62,12 @@ async def test_a_request_is_in_its_clients_trace_and_its_foreign_server_too(text
             assert response.status_code == 200
             await asyncio.sleep(traces.INTERVAL_S + 0.1)
             assert counted(bench) == (len(spans_in(collector)), 0, 0)
-    root = next(span for span in spans_in(collector) if span["kind"] == 2)
+    root, *stages = spans_in(collector)
+    assert stages
+    assert all((stage["traceId"], stage["parentSpanId"], stage["kind"]) == (TRACE, root["spanId"], 1) for stage in stages)
+    assert seconds_of(root) >= 0.5
+    assert sum(map(seconds_of, stages)) == pytest.approx(seconds_of(root), rel=0.01)
+    assert [event["name"] for event in root["events"]] == ["attempt"]
     assert (root["traceId"], root["parentSpanId"], root["traceState"], root["name"]) == (TRACE, SPAN, "vendor=1", f"chat {FAR}")
     sent = far.heads[-1].decode().lower()
     assert f"traceparent: 00-{TRACE}-{root['spanId']}-01\r\n" in sent

@@ -10,9 +10,10 @@ from finished import finished
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.observe.finished_request import Outcome
+from headrace.observe.finished_request import AnswerAttempt, AnswerHandling, Outcome
+from headrace.observe.timeline import TimedStage
 from headrace.observe.trace_context import TraceContext
-from headrace.observe.traces import StageTimes, spans_of
+from headrace.observe.traces import spans_of
 
 pytestmark = pytest.mark.pure
 
@@ -36,6 +37,7 @@ ANSWERED = {
 def test_a_request_becomes_a_span_of_a_server() -> None:
     (span,) = spans_of(finished(**ANSWERED), TRACE)
     attributes = span.pop("attributes")
+    assert span.pop("events") == []
     assert span == {
         "traceId": "ab" * 16,
         "spanId": "cd" * 8,
@@ -88,14 +90,32 @@ def test_a_number_that_otlp_cannot_hold_becomes_a_string(value: float) -> None:
     assert {"key": "gen_ai.request.seed", "value": {"stringValue": str(value)}} in json.loads(json.dumps(span))["attributes"]
 
 
+def test_an_attempt_is_an_event_at_its_time() -> None:
+    request = finished(**ANSWERED)
+    attempt = AnswerAttempt("r1", at=12.5, seconds=0.25, reason="it has the prompt's beginning", result="lost", detail="no detail is sent")
+    answered = request.answered._replace(handling=AnswerHandling([attempt]))
+    (span,) = spans_of(request._replace(arrival=request.arrival._replace(at=12.0), answered=answered), TRACE)
+    (event,) = span["events"]
+    assert event == {
+        "timeUnixNano": "1800000001000000000",
+        "name": "attempt",
+        "attributes": [
+            {"key": "headrace.replica", "value": {"stringValue": "r1"}},
+            {"key": "headrace.attempt.result", "value": {"stringValue": "lost"}},
+            {"key": "headrace.attempt.reason", "value": {"stringValue": "it has the prompt's beginning"}},
+            {"key": "headrace.attempt.seconds", "value": {"doubleValue": 0.25}},
+        ],
+    }
+
+
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(1e-5, 50)), max_size=12))
 def test_the_spans_of_stages_lie_in_the_requests_own_and_take_as_long_as_the_stages(gaps: list[tuple[float, float]]) -> None:
     at_s = 0.0
-    stages: list[StageTimes] = []
+    stages: list[TimedStage] = []
     for gap_s, seconds in gaps:
-        stages.append((f"stage-{len(stages)}", at_s + gap_s, seconds))
+        stages.append(TimedStage(f"stage-{len(stages)}", at_s + gap_s, seconds))
         at_s += gap_s + seconds
-    root, *spans = spans_of(finished(**{**ANSWERED, "latency_s": at_s}), TRACE, stages)
+    root, *spans = spans_of(finished(**{**ANSWERED, "latency_s": at_s})._replace(stages=tuple(stages)), TRACE)
     assert [span["name"] for span in spans] == [name for name, _, _ in stages]
     assert all((span["traceId"], span["parentSpanId"], span["kind"]) == (root["traceId"], root["spanId"], 1) for span in spans)
     assert len({span["spanId"] for span in spans} | {root["spanId"]}) == len(spans) + 1

@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from math import isfinite
 from operator import attrgetter
@@ -25,6 +25,7 @@ from headrace import __version__
 from headrace.core.errors import counted
 from headrace.observe.finished_request import FinishedRequest, Outcome
 from headrace.observe.tally import CountCollector
+from headrace.observe.timeline import TimedStage
 from headrace.observe.trace_context import TraceContext, new_span_id
 
 log = logging.getLogger("headrace.traces")
@@ -79,11 +80,7 @@ _values_of = attrgetter(*ATTRIBUTES.values())
 _encode = msgspec.json.Encoder().encode
 
 
-StageTimes = tuple[str, float, float]
-"""Name, seconds after the arrival, duration: what `timeline` makes."""
-
-
-def spans_of(request: FinishedRequest, trace: TraceContext, stages: Sequence[StageTimes] = ()) -> list[dict[str, Any]]:
+def spans_of(request: FinishedRequest, trace: TraceContext) -> list[dict[str, Any]]:
     """The request's span and those of its stages, in OTLP's JSON: ids in hex, 64-bit integers as strings."""
     end = request.end
     operation = "text_completion" if request.arrival.path == "/v1/completions" else "chat"
@@ -94,15 +91,33 @@ def spans_of(request: FinishedRequest, trace: TraceContext, stages: Sequence[Sta
     arrived_ns = int(request.arrival.time * 1e9)
     name = f"{operation} {request.model or ''}".strip()
     root = _span(trace, trace.span_id, trace.parent_id, name, SERVER, arrived_ns, end.latency_s or 0.0)
-    root["attributes"] = [{"key": name, "value": _value(value)} for name, value in known.items()]
+    root |= {"attributes": _attributes(known), "events": _attempt_events(request, arrived_ns)}
     if end.outcome in (Outcome.FAILED, Outcome.DEADLINE):
         root["status"] = {"code": STATUS_ERROR}
-    return [root, *_stage_spans(trace, arrived_ns, stages)]
+    return [root, *_stage_spans(trace, arrived_ns, request.stages)]
 
 
-def _stage_spans(trace: TraceContext, arrived_ns: int, stages: Iterable[StageTimes]) -> Iterable[dict[str, Any]]:
+def _stage_spans(trace: TraceContext, arrived_ns: int, stages: Iterable[TimedStage]) -> Iterable[dict[str, Any]]:
     for name, start_s, seconds in stages:
         yield _span(trace, new_span_id(), trace.span_id, name, INTERNAL, arrived_ns + round(start_s * 1e9), seconds)
+
+
+def _attempt_events(request: FinishedRequest, arrived_ns: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "timeUnixNano": str(arrived_ns + round((attempt.at - request.arrival.at) * 1e9)),
+            "name": "attempt",
+            "attributes": _attributes(
+                {
+                    "headrace.replica": attempt.replica,
+                    "headrace.attempt.result": attempt.result,
+                    "headrace.attempt.reason": attempt.reason,
+                    "headrace.attempt.seconds": attempt.seconds,
+                }
+            ),
+        }
+        for attempt in request.answered.handling.attempts
+    ]
 
 
 def _span(trace: TraceContext, span_id: str, parent_id: str, name: str, kind: int, start_ns: int, seconds: float) -> dict[str, Any]:
@@ -116,6 +131,10 @@ def _span(trace: TraceContext, span_id: str, parent_id: str, name: str, kind: in
         "startTimeUnixNano": str(start_ns),
         "endTimeUnixNano": str(start_ns + round(seconds * 1e9)),
     }
+
+
+def _attributes(values: Mapping[str, object]) -> list[dict[str, Any]]:
+    return [{"key": name, "value": _value(value)} for name, value in values.items()]
 
 
 def _value(value: object) -> dict[str, Any]:
@@ -168,7 +187,7 @@ class TraceExporter:
         trace = request.arrival.trace
         if trace is None or not trace.is_sampled:
             return
-        spans = spans_of(request, trace, request.stages)
+        spans = spans_of(request, trace)
         encoded = _Encoded(_encode(spans)[1:-1], len(spans))
         if self._waiting_bytes + len(encoded.spans) > MAX_WAITING_BYTES:
             self._dropped.labels("queue").inc(len(spans))
