@@ -115,7 +115,7 @@ class GatewayConfig:
     log_prompt_blocks: bool = option(
         False,
         "Add keyed hashes of the blocks of 128 tokens that a prompt begins with to the request log, for `headrace log trace` "
-        "([simulation.md](simulation.md#traces)). They show a reader of the log which prompts of a tenant begin alike.",
+        "([measuring.md](measuring.md#traces)). They show a reader of the log which prompts of a tenant begin alike.",
         "--log-prompt-blocks",
         reload=Reload.LIVE,
     )
