@@ -6,7 +6,8 @@ engines, of which several may run at once. What neither covers belongs to no sta
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from headrace.core.clock import Clock
@@ -29,7 +30,7 @@ CLOSE = "close"
 PRECEDENCE = ("decode", "prefill", "stalled", "preempted", "queue", "resume", "route", "stream", "wait")
 """The first of the stages that sequences are in at one moment is the request's: as a whole it is as far as its furthest sequence."""
 
-LEAST_S = 20e-6
+LEAST_S = 100e-6
 """A shorter piece is left out, so that a request has as many rows as a person can read."""
 
 
@@ -61,25 +62,26 @@ class StageMarks:
     def enter(self, name: str) -> None:
         self.entered.append((name, self._clock()))
 
-    def stages(self, sequences: Iterable[Span], wall_s: float) -> tuple[TimedStage, ...]:
+    def stages(self, sequences: Sequence[Span], wall_s: float) -> tuple[TimedStage, ...]:
         """In order. sequences: spans of all sequences, in any order"""
-        arrival = self.entered[0][1]
-        ends = [at for _, at in self.entered[1:]] + [arrival + wall_s]
-        spans: list[Span] = []
-        for (name, start), end in zip(self.entered, ends, strict=True):
-            if name != ANSWER:
-                spans.append(Span(name, start, end))
-                continue
-            within = [Span(each, max(begin, start), min(until, end)) for each, begin, until in flat(sequences)]
-            spans += [each for each in within if each.end > each.start]
-            read = spans[-1].end if within else start
-            if read < end:
-                spans.append(Span(DELIVER, read, end))
+        arrival = since = self.entered[0][1]
+        spans: list[tuple[str, float, float]] = []
+        current = ADMIT
+        for name, at in (*self.entered[1:], ("", arrival + wall_s)):
+            if current == ANSWER:
+                within = [(each, max(begin, since), min(end, at)) for each, begin, end in flat(sequences) if begin < at and end > since]
+                spans += within
+                current, since = DELIVER, within[-1][2] if within else since
+            if name != current:
+                spans.append((current, since, at))
+                current, since = name, at
         return tuple([TimedStage(name, start - arrival, end - start) for name, start, end in _joined(spans) if end - start >= LEAST_S])
 
 
-def flat(spans: Iterable[Span]) -> list[Span]:
+def flat(spans: Sequence[Span]) -> Sequence[Span]:
     """Spans that may overlap as spans that do not: each moment has the span of the first name in PRECEDENCE."""
+    if all(one[2] <= other[1] for one, other in pairwise(spans)):  # of one sequence
+        return spans
     changes: list[tuple[float, int, int]] = []
     for name, start, end in spans:
         rank = PRECEDENCE.index(name)
@@ -96,12 +98,14 @@ def flat(spans: Iterable[Span]) -> list[Span]:
     return _joined(made)
 
 
-def _joined(spans: Iterable[Span]) -> list[Span]:
+def _joined(spans: Iterable[tuple[str, float, float]]) -> list[Span]:
     """Neighbours of one name as one span."""
     made: list[Span] = []
-    for span in spans:
-        if made and made[-1].name == span.name and made[-1].end == span.start:
-            made[-1] = Span(span.name, made[-1].start, span.end)
+    last_name, last_end = "", 0.0
+    for name, start, end in spans:
+        if name == last_name and start == last_end:
+            made[-1] = Span(name, made[-1].start, end)
         else:
-            made.append(span)
+            made.append(Span(name, start, end))
+        last_name, last_end = name, end
     return made
