@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.observe.timeline import ADMIT, ANSWER, CLOSE, PRECEDENCE, Span, StageMarks, flat
+from headrace.observe.timeline import ADMIT, ANSWER, CLOSE, PRECEDENCE, Span, StageMarks, flat, stages_of
 
 pytestmark = pytest.mark.pure
 
@@ -43,7 +42,7 @@ def test_an_answer_is_divided_by_its_sequences() -> None:
     marks = marks_at((ADMIT, 10.0), ("prepare", 10.5), (ANSWER, 11.0), (CLOSE, 16.0))
     one = [Span("queue", 11.25, 12.0), Span("prefill", 12.0, 13.0), Span("decode", 13.0, 14.0)]
     other = [Span("queue", 11.25, 13.5), Span("decode", 13.5, 15.0)]
-    made = marks.stages([*one, *other], 6.5)
+    made = stages_of(marks.entered, [*one, *other], 6.5)
     assert made == (
         ("admit", 0.0, 0.5),
         ("prepare", 0.5, 0.5),
@@ -57,9 +56,9 @@ def test_an_answer_is_divided_by_its_sequences() -> None:
 
 
 def test_an_answer_without_spans_is_delivered() -> None:
-    assert marks_at((ADMIT, 0.0), (ANSWER, 1.0)).stages([], 2.0) == (("admit", 0.0, 1.0), ("deliver", 1.0, 1.0))
+    assert stages_of(marks_at((ADMIT, 0.0), (ANSWER, 1.0)).entered, [], 2.0) == (("admit", 0.0, 1.0), ("deliver", 1.0, 1.0))
 
 
 def test_a_span_that_has_no_end_ends_with_the_answer() -> None:
-    made = marks_at((ADMIT, 0.0), (ANSWER, 1.0), (CLOSE, 3.0)).stages([Span("resume", 2.0, math.inf)], 4.0)
+    made = stages_of(marks_at((ADMIT, 0.0), (ANSWER, 1.0), (CLOSE, 3.0)).entered, [Span("resume", 2.0, 1e15)], 4.0)
     assert made == (("admit", 0.0, 1.0), ("resume", 2.0, 1.0), ("close", 3.0, 1.0))

@@ -138,12 +138,11 @@ class Gateway:
                 await self._fail(exchange, error, reply, end)
             finally:
                 service.open_requests.leave_used(exchange.request_id)
-                latency_s = end.latency_s
-                if latency_s is None:
-                    latency_s = service.clock() - exchange.arrived_at
-                    end = end._replace(status=exchange.status or end.status, latency_s=latency_s)
-                stages = exchange.marks.stages(exchange.answered.handling.spans, latency_s)
-                finished = FinishedRequest(arrival, end, _caller(exchange.principal), exchange.asked, exchange.answered, stages=stages)
+                if end.latency_s is None:
+                    end = end._replace(status=exchange.status or end.status, latency_s=service.clock() - exchange.arrived_at)
+                finished = FinishedRequest(
+                    arrival, end, _caller(exchange.principal), exchange.asked, exchange.answered, entered=exchange.marks.entered
+                )
                 self._record(finished, exchange, reached, service, store_wait)
 
     async def dispatch(self, path: AnsweredPath | None, exchange: Exchange, active: ActiveConfig) -> None:

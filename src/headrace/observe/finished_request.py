@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
-from headrace.observe.timeline import Span, TimedStage
+from headrace.observe.timeline import Span, TimedStage, stages_of
 from headrace.observe.trace_context import TraceContext
 
 MAX_DETAIL_CHARS = 200
@@ -198,7 +198,7 @@ class End(NamedTuple):
 
 
 class FinishedRequest(NamedTuple):
-    """worker: the gateway worker that answered, where there are several; stages: in order, none overlaps another"""
+    """worker: the gateway worker that answered, where there are several; entered: as `timeline.StageMarks` has them"""
 
     arrival: RequestArrival
     end: End
@@ -206,7 +206,12 @@ class FinishedRequest(NamedTuple):
     asked: Asked = Asked()
     answered: Answered = Answered()
     worker: int | None = None
-    stages: tuple[TimedStage, ...] = ()
+    entered: Sequence[tuple[str, float]] = ()
+
+    @property
+    def stages(self) -> tuple[TimedStage, ...]:
+        """In order; none overlaps another."""
+        return stages_of(self.entered, self.answered.handling.spans, self.end.latency_s or 0.0) if self.entered else ()
 
     @property
     def model(self) -> str | None:

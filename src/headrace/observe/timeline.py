@@ -62,20 +62,25 @@ class StageMarks:
     def enter(self, name: str) -> None:
         self.entered.append((name, self._clock()))
 
-    def stages(self, sequences: Sequence[Span], wall_s: float) -> tuple[TimedStage, ...]:
-        """In order. sequences: spans of all sequences, in any order"""
-        arrival = since = self.entered[0][1]
-        spans: list[tuple[str, float, float]] = []
-        current = ADMIT
-        for name, at in (*self.entered[1:], ("", arrival + wall_s)):
-            if current == ANSWER:
-                within = [(each, max(begin, since), min(end, at)) for each, begin, end in flat(sequences) if begin < at and end > since]
-                spans += within
-                current, since = DELIVER, within[-1][2] if within else since
-            if name != current:
-                spans.append((current, since, at))
-                current, since = name, at
-        return tuple([TimedStage(name, start - arrival, end - start) for name, start, end in _joined(spans) if end - start >= LEAST_S])
+
+def stages_of(entered: Sequence[tuple[str, float]], sequences: Sequence[Span], wall_s: float) -> tuple[TimedStage, ...]:
+    """The stages of a request in order.
+
+    entered    as `StageMarks` has them
+    sequences  spans of all sequences, in any order
+    """
+    arrival = since = entered[0][1]
+    spans: list[tuple[str, float, float]] = []
+    current = ADMIT
+    for name, at in (*entered[1:], ("", arrival + wall_s)):
+        if current == ANSWER:
+            within = [(each, max(begin, since), min(end, at)) for each, begin, end in flat(sequences) if begin < at and end > since]
+            spans += within
+            current, since = DELIVER, within[-1][2] if within else since
+        if name != current:
+            spans.append((current, since, at))
+            current, since = name, at
+    return tuple([TimedStage(name, start - arrival, end - start) for name, start, end in _joined(spans) if end - start >= LEAST_S])
 
 
 def flat(spans: Sequence[Span]) -> Sequence[Span]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from math import isfinite
 from operator import attrgetter
@@ -26,7 +27,7 @@ from headrace.core.errors import counted
 from headrace.observe.finished_request import FinishedRequest, Outcome
 from headrace.observe.tally import CountCollector
 from headrace.observe.timeline import TimedStage
-from headrace.observe.trace_context import TraceContext, new_span_id
+from headrace.observe.trace_context import TraceContext
 
 log = logging.getLogger("headrace.traces")
 
@@ -97,9 +98,11 @@ def spans_of(request: FinishedRequest, trace: TraceContext) -> list[dict[str, An
     return [root, *_stage_spans(trace, arrived_ns, request.stages)]
 
 
-def _stage_spans(trace: TraceContext, arrived_ns: int, stages: Iterable[TimedStage]) -> Iterable[dict[str, Any]]:
-    for name, start_s, seconds in stages:
-        yield _span(trace, new_span_id(), trace.span_id, name, INTERNAL, arrived_ns + round(start_s * 1e9), seconds)
+def _stage_spans(trace: TraceContext, arrived_ns: int, stages: Sequence[TimedStage]) -> Iterable[dict[str, Any]]:
+    ids = os.urandom(8 * len(stages)).hex()
+    for number, (name, start_s, seconds) in enumerate(stages):
+        span_id = ids[16 * number : 16 * number + 16]
+        yield _span(trace, span_id, trace.span_id, name, INTERNAL, arrived_ns + round(start_s * 1e9), seconds)
 
 
 def _attempt_events(request: FinishedRequest, arrived_ns: int) -> list[dict[str, Any]]:

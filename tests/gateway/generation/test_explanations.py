@@ -20,7 +20,7 @@ from headrace.core.clock import Clock
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.compose import open_gateway
 from headrace.gateway.control.models import Sources
-from headrace.gateway.generation.explanations import ENTRY_BYTES, EXPLAIN, Explanations, explained
+from headrace.gateway.generation.explanations import ENTRY_BYTES, EXPLAIN, Explanations, kept
 from headrace.gateway.ledger.record import encode_record, usage_record
 from headrace.gateway.ledger.usage_db import FILE, USAGE, UsageDb
 from headrace.gateway.ledger.usage_query import LocalUsage
@@ -29,6 +29,7 @@ from headrace.gateway.text_host import TextContext
 from headrace.gateway.upstream.model_config import ReplicaConfig
 from headrace.lab.fake_runner import FakeOptions
 from headrace.observe.finished_request import Caller, End, FinishedRequest, Outcome, RequestArrival
+from headrace.observe.timeline import ADMIT
 from headrace.policy.routing.choice import ONLY
 from headrace.text.folder import TextModel
 from headrace.wire.client import ReplicaClient
@@ -164,13 +165,13 @@ async def test_a_refused_request_says_what_refused_it(text: TextModel) -> None:
 async def test_what_another_process_answered_is_in_the_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     do_sqlite_inline(monkeypatch)
     usage = usage_record(finished(7))
-    kept = explained(finished(7), usage, is_in_ledger=True).decode()
+    encoded = kept(finished(7), usage, is_in_ledger=True).decode()
     db = UsageDb(str(tmp_path / FILE), retention_days=1, unix_time=lambda: 0.0)
-    db.ship([encode_record(structs.replace(usage, explain=kept))])
+    db.ship([encode_record(structs.replace(usage, explain=encoded))])
     local = LocalUsage(SqliteThread(open_sqlite(str(tmp_path / FILE), USAGE)))
     try:
-        assert await local.explanation(f"{7:024x}", "acme", 5.0) == kept
-        assert await local.explanation(f"{7:024x}", None, 5.0) == kept
+        assert await local.explanation(f"{7:024x}", "acme", 5.0) == encoded
+        assert await local.explanation(f"{7:024x}", None, 5.0) == encoded
         assert await local.explanation(f"{7:024x}", "globex", 5.0) is None
     finally:
         await local.close()
@@ -191,20 +192,20 @@ async def test_a_worker_asks_the_others() -> None:
     one.join(Workers())
     other.keep(finished(7), None)
     acme, globex = Principal(tenant="acme"), Principal(tenant="globex")
-    assert await one.find(f"{7:024x}", acme) == other._kept[f"{7:024x}"]
+    assert await one.find(f"{7:024x}", acme) == await other.find(f"{7:024x}", acme) != None  # noqa: E711
     assert await one.find(f"{7:024x}", globex) is None
 
 
 def finished(number: int, tenant: str = "acme") -> FinishedRequest:
     end = End(Outcome.REFUSED, 400, 0.25, error="invalid")
-    return FinishedRequest(RequestArrival(f"{number:024x}", "POST", "/v1/completions"), end, Caller(tenant))
+    return FinishedRequest(RequestArrival(f"{number:024x}", "POST", "/v1/completions"), end, Caller(tenant), entered=[(ADMIT, 0.0)])
 
 
 async def test_what_is_kept_is_bounded_in_bytes() -> None:
-    kept = Explanations(None, max_bytes=10_000)
+    explanations = Explanations(None, max_bytes=10_000)
     for number in range(1000):
-        kept.keep(finished(number), None)
-        assert kept.num_bytes <= 10_000
-    sizes = [len(explanation) + ENTRY_BYTES for explanation in kept._kept.values()]
-    assert kept.num_bytes == sum(sizes)
+        explanations.keep(finished(number), None)
+        assert explanations.num_bytes <= 10_000
+    sizes = [len(encoded) + ENTRY_BYTES for encoded in explanations._kept.values()]
+    assert explanations.num_bytes == sum(sizes)
     assert 10 < len(sizes) < 1000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -13,10 +14,11 @@ from headrace.gateway.access.principal import Principal
 from headrace.gateway.generation.kept_streams import OtherWorkers
 from headrace.gateway.ledger.ledger import Ledger
 from headrace.gateway.ledger.record import UsageRecord
-from headrace.observe.finished_request import AnswerAttempt, FinishedRequest
+from headrace.observe.finished_request import AnswerAttempt, AnswerHandling, End, FinishedRequest, LimitUse, PromptMiss
+from headrace.observe.timeline import stages_of
 
 MAX_BYTES = 16 << 20
-"""The explanations that one process keeps: of about 10,000 requests."""
+"""What one process keeps: of about 10,000 requests."""
 
 ENTRY_BYTES = 256
 """What each takes beside its JSON."""
@@ -127,52 +129,105 @@ def explanation_of(answer: object) -> Explanation:
     return msgspec.convert(answer, Explanation)
 
 
+class KeptRequest(NamedTuple):
+    """What is kept of a finished request to explain it later, as a JSON array. New fields go to the end: an older gateway
+    finds no explanation where it does not know one.
+    """
+
+    request_id: str
+    time: float
+    arrived_at: float
+    path: str
+    tenant: str | None
+    model: str | None
+    end: End
+    detail: str | None
+    entered: Sequence[tuple[str, float]]
+    handling: AnswerHandling
+    replica: str | None
+    cache_tier: str | None
+    num_resumes: int | None
+    continued_id: str | None
+    finish_reasons: Sequence[str] | None
+    ttft_s: float | None
+    tpot_s: float | None
+    tokens: tuple[int | None, int | None, int | None]
+    miss: PromptMiss | None
+    limits: Sequence[LimitUse]
+    cost_nanos: int
+    is_in_ledger: bool
+
+
 _encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(Explanation).decode
+_decode = msgspec.json.Decoder(KeptRequest).decode
 
 
-def explained(request: FinishedRequest, usage: UsageRecord | None, *, is_in_ledger: bool) -> bytes:
-    """JSON of an `Explanation`. usage: None for a request that used nothing"""
-    arrival, end, answered, times = request.arrival, request.end, request.answered, request.answered.times
-    wall_s = round(end.latency_s or 0.0, 6)
-    stages = [ExplainedStage(name, round(start_s, 6), round(seconds, 6)) for name, start_s, seconds in request.stages]
+def kept(request: FinishedRequest, usage: UsageRecord | None, *, is_in_ledger: bool) -> bytes:
+    """A `KeptRequest`. usage: None for a request that used nothing"""
+    arrival, answered, used = request.arrival, request.answered, request.answered.usage
     return _encode(
-        Explanation(
-            request_id=arrival.request_id,
-            wall_s=wall_s,
-            stages=stages,
-            unattributed_s=round(wall_s - sum([stage.seconds for stage in stages]), 6),
-            route=ExplainedRoute(
-                answered.replica,
-                answered.cache_tier,
-                answered.num_resumes,
-                [_attempt(each, arrival.at) for each in answered.handling.attempts],
-            ),
-            time=round(arrival.time, 3),
-            path=arrival.path,
-            kept_in="ledger" if is_in_ledger else "memory",
-            outcome=end.outcome.value,
-            status=end.status,
-            model=request.model,
-            tenant=request.caller.tenant,
-            error=end.error,
-            param=end.param,
-            reason=end.reason,
-            detail=request.detail,
-            limit=end.limit,
-            finish_reasons=answered.finish_reasons,
-            continued_id=answered.continued_id,
-            ttft_s=_rounded(times.ttft_s),
-            tpot_s=_rounded(times.tpot_s),
-            tokens=ExplainedTokens(
-                answered.usage.prompt_tokens,
-                answered.usage.cached_tokens,
-                answered.usage.completion_tokens,
-                None if answered.miss is None else ExplainedMiss(*answered.miss),
-            ),
-            limits=[ExplainedLimit(*each) for each in answered.limits],
-            cost=usage.cost_nanos / NANOS if usage is not None and usage.cost_nanos else None,
+        KeptRequest(
+            arrival.request_id,
+            arrival.time,
+            arrival.at,
+            arrival.path,
+            request.caller.tenant,
+            request.model,
+            request.end,
+            request.detail,
+            request.entered,
+            answered.handling,
+            answered.replica,
+            answered.cache_tier,
+            answered.num_resumes,
+            answered.continued_id,
+            answered.finish_reasons,
+            answered.times.ttft_s,
+            answered.times.tpot_s,
+            (used.prompt_tokens, used.cached_tokens, used.completion_tokens),
+            answered.miss,
+            answered.limits,
+            0 if usage is None else usage.cost_nanos,
+            is_in_ledger,
         )
+    )
+
+
+def explained(request: KeptRequest) -> Explanation:
+    end = request.end
+    wall_s = round(end.latency_s or 0.0, 6)
+    timed = stages_of(request.entered, request.handling.spans, end.latency_s or 0.0)
+    stages = [ExplainedStage(name, round(start_s, 6), round(seconds, 6)) for name, start_s, seconds in timed]
+    return Explanation(
+        request_id=request.request_id,
+        wall_s=wall_s,
+        stages=stages,
+        unattributed_s=round(wall_s - sum([stage.seconds for stage in stages]), 6),
+        route=ExplainedRoute(
+            request.replica,
+            request.cache_tier,
+            request.num_resumes,
+            [_attempt(each, request.arrived_at) for each in request.handling.attempts],
+        ),
+        time=round(request.time, 3),
+        path=request.path,
+        kept_in="ledger" if request.is_in_ledger else "memory",
+        outcome=end.outcome.value,
+        status=end.status,
+        model=request.model,
+        tenant=request.tenant,
+        error=end.error,
+        param=end.param,
+        reason=end.reason,
+        detail=request.detail,
+        limit=end.limit,
+        finish_reasons=request.finish_reasons,
+        continued_id=request.continued_id,
+        ttft_s=_rounded(request.ttft_s),
+        tpot_s=_rounded(request.tpot_s),
+        tokens=ExplainedTokens(*request.tokens, None if request.miss is None else ExplainedMiss(*request.miss)),
+        limits=[ExplainedLimit(*each) for each in request.limits],
+        cost=request.cost_nanos / NANOS if request.cost_nanos else None,
     )
 
 
@@ -197,8 +252,9 @@ def _rounded(seconds: float | None) -> float | None:
 
 
 class Explanations:
-    """Keeps the explanations of this process's last requests, at most `max_bytes` of them, and gives those that used something to the
-    ledger."""
+    """Keeps what explains this process's last requests, at most `max_bytes` of it, and gives the ledger that of requests that used
+    something. An explanation is made when one is asked for.
+    """
 
     def __init__(self, ledger: Ledger | None, max_bytes: int = MAX_BYTES) -> None:
         self._ledger, self._max_bytes = ledger, max_bytes
@@ -212,14 +268,14 @@ class Explanations:
 
     def keep(self, request: FinishedRequest, usage: UsageRecord | None) -> None:
         """usage: None for a request that used nothing"""
-        explanation = explained(request, usage, is_in_ledger=self._ledger is not None and usage is not None)
-        self._kept[request.arrival.request_id] = explanation
-        self.num_bytes += len(explanation) + ENTRY_BYTES
+        encoded = kept(request, usage, is_in_ledger=self._ledger is not None and usage is not None)
+        self._kept[request.arrival.request_id] = encoded
+        self.num_bytes += len(encoded) + ENTRY_BYTES
         while self.num_bytes > self._max_bytes:
             _, dropped = self._kept.popitem(last=False)
             self.num_bytes -= len(dropped) + ENTRY_BYTES
         if self._ledger is not None and usage is not None:
-            self._ledger.write(msgspec.structs.replace(usage, explain=explanation.decode()))
+            self._ledger.write(msgspec.structs.replace(usage, explain=encoded.decode()))
 
     async def find(self, request_id: str, reader: Principal) -> bytes | None:
         """JSON of an `Explanation` that the caller may read. Raises Unavailable where the ledger cannot be asked."""
@@ -227,9 +283,10 @@ class Explanations:
         if not found and self._ledger is not None:
             found = (await self._ledger.explanation(request_id, None if reader.reads_all else reader.tenant) or "").encode()
         try:
-            return found if found and _may_read(reader, _decode(found)) else None
+            request = _decode(found) if found else None
         except msgspec.MsgspecError:  # of a newer version
             return None
+        return _encode(explained(request)) if request is not None and _may_read(reader, request) else None
 
     async def _others(self, request_id: str) -> list[bytes]:
         return [] if self._siblings is None else await self._siblings.ask_others(EXPLAIN, request_id)
@@ -238,6 +295,6 @@ class Explanations:
         return self._kept.get(request_id, b"")
 
 
-def _may_read(reader: Principal, explanation: Explanation) -> bool:
-    is_own = explanation.tenant == reader.tenant and explanation.time >= reader.tenant_since
+def _may_read(reader: Principal, request: KeptRequest) -> bool:
+    is_own = request.tenant == reader.tenant and request.time >= reader.tenant_since
     return reader.reads_all or is_own

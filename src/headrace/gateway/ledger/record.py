@@ -71,7 +71,7 @@ class UsageRecord(Struct, frozen=True, omit_defaults=True, kw_only=True):
     decode_ms: Annotated[Duration, _STAGE] = None
     preempted_ms: Annotated[Duration, _STAGE] = None
     stalled_ms: Annotated[Duration, _STAGE] = None
-    explain: Annotated[Text, "what `headrace explain` shows of the request, as JSON"] = None
+    explain: Annotated[Text, "what `headrace explain` reads of the request, as a JSON array"] = None
     prompt: Annotated[Text, "of tenants with the option `log_prompts` alone: the messages or prompts as JSON, cut at 64 KiB"] = None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -22,6 +21,9 @@ class SubmissionResult(StrEnum):
     CANCELLED = "cancelled"
 
 
+NEVER = 1e15
+"""A moment after every other. JSON has no infinity."""
+
 MAX_SUBMISSIONS = 64
 """Kept of one call."""
 
@@ -31,7 +33,7 @@ class Submission:
     """Sequences that were sent together to one replica.
 
     lasts     by sequence: its last update
-    ended_at  infinite while it runs
+    ended_at  NEVER while it runs
     """
 
     indices: tuple[int, ...]
@@ -39,7 +41,7 @@ class Submission:
     attempt: ReplicaAttempt
     queue_s: float | None = None
     lasts: dict[int, SequenceUpdate] = field(default_factory=dict)
-    ended_at: float = math.inf
+    ended_at: float = NEVER
     result: SubmissionResult | None = None
     detail: str = ""
 
@@ -80,7 +82,7 @@ class Submissions:
     def __init__(self, num_sequences: int, clock: Clock) -> None:
         self._clock = clock
         self._kept: list[Submission] = []
-        self._ended_at = [math.inf] * num_sequences
+        self._ended_at = [NEVER] * num_sequences
         self.begun_at: float | None = None
 
     def begin(self) -> None:
