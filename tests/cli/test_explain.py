@@ -33,6 +33,7 @@ SLOW = Explanation(
     status=200,
     model="m",
     tenant="acme",
+    finish_reasons=["stop"],
     ttft_s=1.6,
     tokens=ExplainedTokens(100, 64, 20, ExplainedMiss(64, "never_seen", "messages[3]")),
     limits=[ExplainedLimit("requests_per_minute", 3, 60)],
@@ -42,7 +43,7 @@ SLOW = Explanation(
 
 def test_a_person_reads_where_the_time_went() -> None:
     lines = list(lines_of(SLOW))
-    assert lines[1] == "/v1/chat/completions, m: completed (200)"
+    assert lines[1] == "/v1/chat/completions, m: completed (200), finished by stop"
     assert lines[2] == "2.000 s, first token after 1.600 s, 100 tokens in (64 cached), 20 out, cost 0.00012"
     assert lines[3] == "not cached from token 64 on, in messages[3]: never seen"
     bars = {line.split()[0]: line.split("|")[1] for line in lines if "|" in line}

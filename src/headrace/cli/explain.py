@@ -50,7 +50,7 @@ def lines_of(explanation: Explanation) -> Iterator[str]:
     yield ""
     yield from _route(explanation)
     if explanation.limits:
-        yield "limits    " + ", ".join(f"{limit.name} {limit.used:,} of {limit.limit:,}" for limit in explanation.limits)
+        yield "limits    " + ", ".join(f"{limit.name} {limit.used:,.12g} of {limit.limit:,.12g}" for limit in explanation.limits)
     yield f"kept in   {'the ledger' if explanation.kept_in == 'ledger' else 'the memory of the gateway process that answered, alone'}"
 
 
@@ -60,7 +60,9 @@ def _why(explanation: Explanation) -> str:
         if explanation.param and explanation.reason
         else explanation.reason or explanation.param
     )
-    parts = [explanation.error, about, f"limit {explanation.limit}" if explanation.limit else None, explanation.detail]
+    finished = explanation.finish_reasons and f"finished by {', '.join(explanation.finish_reasons)}"
+    continued = explanation.continued_id and f"goes on with {explanation.continued_id}"
+    parts = [finished, continued, explanation.error, about, f"limit {explanation.limit}" if explanation.limit else None, explanation.detail]
     return "".join(f", {part}" for part in parts if part)
 
 
@@ -117,7 +119,8 @@ def _compared(replicas: Sequence[ComparedReplica]) -> Iterator[str]:
     for each in replicas:
         done = "" if each.predicted_s is None else f", done in {_seconds(each.predicted_s)}"
         lacks = ", too few KV blocks free" if each.lacks_blocks else ""
-        yield f"          - {each.replica}: {each.outstanding} requests, KV {each.fullness:.0%} in use{lacks}{done}"
+        fullness = "" if each.fullness is None else f", KV {each.fullness:.0%} in use"
+        yield f"          - {each.replica}: {each.outstanding} requests{fullness}{lacks}{done}"
 
 
 def _seconds(seconds: float) -> str:

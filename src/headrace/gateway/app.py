@@ -183,13 +183,13 @@ class Gateway:
         metrics = service.metrics
         metrics.http_responses.labels(str(request.end.status)).inc()
         if path is not None and path.generates:
-            if service.traces is not None:
-                service.traces.write(request)
             metrics.store_wait.observe(store_wait.waited_s)
             metrics.finished(request.model or "", request.answered.replica or "", request.counted_outcome)
             usage = usage_record(request, prompt=exchange.logged_prompt) if is_recorded(request) else None
-            service.explanations.keep(request, usage)
-            if request.caller.tenant is not None:
+            if request.caller.tenant is not None:  # else strangers could fill what is kept of tenants
+                service.explanations.keep(request, usage)
+                if service.traces is not None:
+                    service.traces.write(request)
                 metrics.tenants.count(request.caller.tier, request.caller.tenant, use_of(request, usage), model=request.model or "")
         if not (path is not None and path.is_quiet and request.end.outcome is Outcome.COMPLETED):
             self.request_log.write(request)

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
-from headrace.observe.timeline import Span, TimedStage, stages_of
+from headrace.observe.timeline import Span, TimedStage, flat, stages_of
 from headrace.observe.trace_context import TraceContext
 
 MAX_DETAIL_CHARS = 200
+MAX_KEPT = 64
 
 
 class Outcome(StrEnum):
@@ -94,14 +95,14 @@ class Compared(NamedTuple):
 
     lacks_blocks  the prompt would have had to wait for KV blocks
     outstanding   its requests
-    fullness      share of its KV pool in use
+    fullness      share of its KV pool in use; None: a foreign server's is not known
     predicted_s   until the request would be done; None: no replica's speed is known
     """
 
     replica: str
     lacks_blocks: bool
     outstanding: int
-    fullness: float
+    fullness: float | None
     predicted_s: float | None = None
 
 
@@ -111,7 +112,8 @@ class AnswerAttempt(NamedTuple):
     at         on the clock of the request's arrival
     reason     why it was chosen, for a person
     compared   the replicas among which it was chosen; empty: there was no choice
-    result     "answered", "rejected", "lost" or "cancelled"; of a foreign server as in headrace_upstream_attempts_total
+    result     "answered", "rejected", "lost", "cancelled", "deadline" or "error"; of a foreign server as in
+               headrace_upstream_attempts_total
     detail     beside a rejection or a loss: the error
     """
 
@@ -137,7 +139,9 @@ class AnswerHandling(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[AnswerHandling]) -> AnswerHandling:
-        return cls([each for part in parts for each in part.attempts], [each for part in parts for each in part.spans])
+        """At most MAX_KEPT of each: a request may have many prompts."""
+        spans = flat([each for part in parts for each in part.spans])
+        return cls([each for part in parts for each in part.attempts][:MAX_KEPT], spans[:MAX_KEPT])
 
 
 class PromptMiss(NamedTuple):
@@ -149,11 +153,11 @@ class PromptMiss(NamedTuple):
 
 
 class LimitUse(NamedTuple):
-    """used: with this request; of money in billionths"""
+    """used: or reserved, with this request; tokens, requests or money"""
 
     name: str
-    used: int
-    number: int
+    used: float
+    number: float
 
 
 class Answered(NamedTuple):

@@ -24,6 +24,9 @@ ANSWER = "answer"
 DELIVER = "deliver"
 """From the end of the last sequence in its engine to the last byte that the gateway wrote."""
 
+REPLAY = "replay"
+"""A continued stream sends its client what it lacks."""
+
 CLOSE = "close"
 """After the last byte: limits are charged, a session is stored."""
 

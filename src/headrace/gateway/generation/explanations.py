@@ -41,7 +41,7 @@ class ComparedReplica(Struct, omit_defaults=True):
 
     replica: str
     outstanding: int
-    fullness: float
+    fullness: float | None = None
     lacks_blocks: bool = False
     predicted_s: float | None = None
 
@@ -70,7 +70,7 @@ class ExplainedRoute(Struct, omit_defaults=True):
 
 class ExplainedMiss(Struct, frozen=True, omit_defaults=True):
     """Why no more of the prompt was in the prefix cache: docs/caches.md has the reasons. at_token: the first that was not; part: of the
-    request, in which it stands"""
+    conversation as the model got it, a session's history included"""
 
     at_token: int
     reason: str
@@ -85,11 +85,11 @@ class ExplainedTokens(Struct, frozen=True, omit_defaults=True):
 
 
 class ExplainedLimit(Struct):
-    """used: with this request; money in billionths of the currency's unit"""
+    """used: or reserved, with this request; tokens, requests or money"""
 
     name: str
-    used: int
-    limit: int
+    used: float
+    limit: float
 
 
 class Explanation(Struct, omit_defaults=True, kw_only=True):
@@ -241,14 +241,14 @@ def _attempt(attempt: AnswerAttempt, arrived_at: float) -> ExplainedAttempt:
         attempt.detail,
         attempt.num_sequences,
         [
-            ComparedReplica(each.replica, each.outstanding, round(each.fullness, 4), each.lacks_blocks, _rounded(each.predicted_s))
+            ComparedReplica(each.replica, each.outstanding, _rounded(each.fullness), each.lacks_blocks, _rounded(each.predicted_s))
             for each in attempt.compared
         ],
     )
 
 
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 6)
+def _rounded(number: float | None) -> float | None:
+    return None if number is None else round(number, 6)
 
 
 class Explanations:
@@ -277,8 +277,11 @@ class Explanations:
         if self._ledger is not None and usage is not None:
             self._ledger.write(msgspec.structs.replace(usage, explain=encoded.decode()))
 
-    async def find(self, request_id: str, reader: Principal) -> bytes | None:
-        """JSON of an `Explanation` that the caller may read. Raises Unavailable where the ledger cannot be asked."""
+    async def find(self, request_id: str, reader: Principal, *, sees_site: bool) -> bytes | None:
+        """JSON of an `Explanation` that the caller may read. Raises Unavailable or Overloaded where the ledger cannot be asked.
+
+        sees_site  the caller may know of others' use, and what is for the operator: the load of replicas, texts of errors
+        """
         found = self._kept.get(request_id) or b"".join(await self._others(request_id))
         if not found and self._ledger is not None:
             found = (await self._ledger.explanation(request_id, None if reader.reads_all else reader.tenant) or "").encode()
@@ -286,13 +289,20 @@ class Explanations:
             request = _decode(found) if found else None
         except msgspec.MsgspecError:  # of a newer version
             return None
-        return _encode(explained(request)) if request is not None and _may_read(reader, request) else None
+        if request is None or not _may_read(reader, request):
+            return None
+        return _encode(explained(request if sees_site else _without_site(request)))
 
     async def _others(self, request_id: str) -> list[bytes]:
         return [] if self._siblings is None else await self._siblings.ask_others(EXPLAIN, request_id)
 
     async def _for_sibling(self, request_id: str) -> bytes:
         return self._kept.get(request_id, b"")
+
+
+def _without_site(request: KeptRequest) -> KeptRequest:
+    attempts = [each._replace(compared=(), detail="") for each in request.handling.attempts]
+    return request._replace(detail=None, handling=request.handling._replace(attempts=attempts))
 
 
 def _may_read(reader: Principal, request: KeptRequest) -> bool:

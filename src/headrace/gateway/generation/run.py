@@ -26,7 +26,7 @@ from headrace.gateway.http.sse import SseStream, StreamWatch
 from headrace.gateway.upstream.seam import NO_USAGE, EventStream, OutputEvent, Prepared, added
 from headrace.observe.finished_request import MAX_DETAIL_CHARS, Answered, AnswerHandling, PromptMiss, Times, Usage
 from headrace.observe.metrics import Metrics
-from headrace.observe.timeline import ANSWER, CLOSE
+from headrace.observe.timeline import ANSWER, CLOSE, REPLAY
 
 DEADLINE_GRACE_S = 0.5
 """The gateway ends a request that its engine has not ended this many seconds after its deadline."""
@@ -178,7 +178,9 @@ class _Answer:
         logprob_bytes = self.memory.unread_logprob_bytes
         async with self.pipeline.watch.open(self.exchange, lambda: stream.unread_bytes, logprob_bytes=logprob_bytes) as sse:
             if replay is not None:
+                self.exchange.marks.enter(REPLAY)
                 await replay(stream, progress, encoder, sse, self._record)
+                self.exchange.marks.enter(ANSWER)
             events = first if first is not None else await self._events()
             if self.memory.is_plain_inline:
                 record = self._record if self.ready.recorders else None

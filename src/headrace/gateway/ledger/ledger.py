@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, TypeVar
 
 from headrace.core.clock import Clock
 from headrace.core.errors import ConfigError, Overloaded, Unavailable
@@ -23,6 +24,8 @@ from headrace.gateway.ledger.usage_query import LocalUsage, UsageQuery
 from headrace.gateway.stores.sqlite_thread import SqliteThread, open_sqlite
 from headrace.gateway.stores.store import StoreFailed, drop_error
 from headrace.observe.reading_metrics import SinkReading, UsageReading
+
+T = TypeVar("T")
 
 CLOSE_S = 2.0
 """Seconds for each of two steps at the end: write what is queued, ship what waits."""
@@ -84,19 +87,24 @@ class Ledger:
         """Usage up to about a second ago. Raises Unavailable, and Overloaded while another query about the same tenant runs, since usage.db
         answers one query at a time.
         """
-        if query.tenant in self._asking:
-            raise Overloaded("Another request for this usage is being answered; ask again when it has ended.", retry_after_s=1.0)
-        try:
-            return await asyncio.shield(self._asked(query))
-        except (StoreFailed, SinkFailed, ConfigError, TimeoutError):
-            raise Unavailable("Usage cannot be read now. Ask again, or for a shorter time (since, until).") from None
+        return await self._ask(query.tenant, lambda: self._source.rows(query, QUERY_S))
 
     async def explanation(self, request_id: str, tenant: str | None) -> str | None:
-        """None: no such request has ended more than about a second ago. tenant: None, of any. Raises Unavailable."""
+        """None: no such request has ended more than about a second ago. tenant: None, of any. Raises as `rows`."""
+        return await self._ask(tenant, lambda: self._source.explanation(request_id, tenant, QUERY_S))
+
+    async def _ask(self, tenant: str | None, question: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """The question is answered to its end, also when its client leaves."""
+        if tenant in self._asking:
+            raise Overloaded("Another request for this usage is being answered; ask again when it has ended.", retry_after_s=1.0)
+        asked = asyncio.create_task(question(), name="usage read")
+        self._asking.add(tenant)
+        asked.add_done_callback(lambda _: self._asking.discard(tenant))
+        asked.add_done_callback(drop_error)
         try:
-            return await self._source.explanation(request_id, tenant, QUERY_S)
+            return await asyncio.shield(asked)
         except (StoreFailed, SinkFailed, ConfigError, TimeoutError):
-            raise Unavailable("Usage cannot be read now, and this gateway does not remember the request. Ask again.") from None
+            raise Unavailable("Usage cannot be read now. Ask again, or for a shorter time (since, until).") from None
 
     def reading(self) -> UsageReading:
         return UsageReading(
@@ -118,15 +126,6 @@ class Ledger:
         deadline = time.monotonic() + CLOSE_S
         for shipper in shippers:
             shipper.join(deadline - time.monotonic())
-
-    def _asked(self, query: UsageQuery) -> asyncio.Task[list[dict[str, object]]]:
-        """A task that runs a query to its end, also when its client leaves."""
-        tenant = query.tenant
-        asked = asyncio.create_task(self._source.rows(query, QUERY_S), name="usage read")
-        self._asking.add(tenant)
-        asked.add_done_callback(lambda _: self._asking.discard(tenant))
-        asked.add_done_callback(drop_error)
-        return asked
 
     def _wake(self) -> None:
         for shipper in list(self._shippers.values()):

@@ -128,7 +128,7 @@ def explanation_statement(request_id: str, tenant: str | None, dialect: SqlDiale
     """The statement for the column `explain` of one record, and its parameters."""
     values = {"request_id": request_id} if tenant is None else {"request_id": request_id, "tenant": tenant}
     where = " AND ".join(f"{name} = {dialect.value(name, value)}" for name, value in values.items())
-    return f"SELECT explain FROM {dialect.table} WHERE {where}", values
+    return f"SELECT explain FROM {dialect.table} WHERE {where} LIMIT 1", values
 
 
 def usage_rows(connection: sqlite3.Connection, query: UsageQuery) -> list[dict[str, object]]:

@@ -8,13 +8,14 @@ from typing import NamedTuple, Protocol
 
 from headrace.core.errors import Unavailable
 from headrace.core.ids import RequestId
+from headrace.core.money import NANOS
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.limits.rules import BEFORE_PARSING, LimitRule, LimitState, amounts_of, ceiling_of, headers, limits_of, refusal, states
 from headrace.gateway.stores.store import StoreFailed
 from headrace.gateway.upstream.seam import Prepared, TokenUsage
 from headrace.observe.finished_request import LimitUse
 from headrace.policy.limits.book import Claim, TakeResult
-from headrace.policy.limits.counters import Amounts
+from headrace.policy.limits.counters import Amounts, Unit
 from headrace.policy.limits.price import FREE, Price, RequestCeiling
 from headrace.policy.limits.tier import DeploymentBudget
 
@@ -180,7 +181,8 @@ class LimitReservation:
         return headers(self._states())
 
     def limits_used(self) -> tuple[LimitUse, ...]:
-        return tuple([LimitUse(state.rule.label, state.used, state.rule.number) for state in self._states()])
+        """Without the deployment's: a tenant must not see what others used of it."""
+        return tuple([_use(state) for state in self._states() if not state.rule.is_of_deployment])
 
     def _states(self) -> list[LimitState]:
         first, tokens = self._first_taken, self._tokens_taken
@@ -188,6 +190,11 @@ class LimitReservation:
         if first is not None:
             shown += [state for state in states(*first) if tokens is None or state.rule.unit in BEFORE_PARSING]
         return shown
+
+
+def _use(state: LimitState) -> LimitUse:
+    rule, unit = state.rule, NANOS if state.rule.unit is Unit.NANOS else 1
+    return LimitUse(rule.label, state.used / unit, rule.number / unit)
 
 
 def _sum(one: Amounts, other: Amounts) -> Amounts:

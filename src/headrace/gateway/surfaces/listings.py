@@ -81,7 +81,9 @@ _REQUEST_ID = re.compile(r"(?:chatcmpl-|cmpl-)?([0-9a-f]{24})(?:-[0-9]{1,4}(?:\.
 async def explain(service: Service, exchange: Exchange) -> None:
     if (match := _REQUEST_ID.fullmatch(exchange.scope["path_params"]["id"])) is None:
         raise InvalidRequest("id", "the `id` of an answer, or its x-request-id", exchange.scope["path_params"]["id"])
-    if (found := await service.explanations.find(match[1], exchange.principal)) is None:
+    reader = exchange.principal
+    found = await service.explanations.find(match[1], reader, sees_site=service.shown_tenants(reader).is_all)
+    if found is None:
         raise RequestNotFound
     await exchange.reply(200, found)
 

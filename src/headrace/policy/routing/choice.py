@@ -81,8 +81,8 @@ class ReplicaChoice(NamedTuple):
     figures: tuple[ReplicaFigures, ...] = ()
 
 
-ONLY = "the only replica that can take it"
-FASTEST = "expected to be done first of two drawn at random"
+ONLY = "the only one that takes part now"
+FASTEST = "of two drawn at random, the one expected to be done first, or the first one where they are close"
 LEAST_BUSY = "the less busy of two drawn at random"
 PREFERRED = "has the conversation's beginning in its prefix cache"
 

@@ -66,7 +66,7 @@ class TwoEngines:
                 for update in updates:
                     attempts.keep(update.index, update.token_ids)
                     if update.finish is not None:
-                        attempts.end(update.index)
+                        attempts.end(update.index, update.finish)
         finally:
             await attempts.close()
         assert list(attempts.output_ids[0]) == fake_answer(whole, 0, NUM_TOKENS, OPTIONS), "nothing lost, repeated or changed"

@@ -78,7 +78,7 @@ class ForeignRoute:
         order = min(server.config.order for server in reachable)
         first = [server for server in reachable if server.config.order == order]
         self.reason = FIRST_IN_ORDER if len(first) == 1 else LEAST_BUSY
-        self.compared = tuple([Compared(server.name, False, server.outstanding(now), 0.0) for server in left])
+        self.compared = tuple([Compared(server.name, False, server.outstanding(now), None) for server in first])
         return cheaper_of_two(first, lambda server: server.outstanding(now), self._random)
 
     def pause_s(self, server: ForeignServer, failure: AttemptFailed) -> float:

@@ -141,9 +141,9 @@ class CallAttempts:
             for index in sorted(self._open)
         ]
 
-    def end(self, index: int) -> None:
+    def end(self, index: int, finish: FinishReason | None) -> None:
         self._open.discard(index)
-        self.submissions.end_sequence(index)
+        self.submissions.end_sequence(index, finish)
 
     def finish(self, index: int, keep_tokens: int, reason: FinishReason) -> None:
         for group in self._groups:
@@ -210,7 +210,7 @@ class CallAttempts:
             read = [update for update in updates if isinstance(update, SequenceUpdate)]
             if group.attempt is not None and group.submission is not None:
                 group.attempt.read(read)
-                group.submission.read(read)
+                group.submission.read(read, self._pool.clock)
             return [self._trimmed(group, update) for update in read]
         return []
 
@@ -235,9 +235,11 @@ class CallAttempts:
                 group.attempt.end()
             if group.submission is not None:
                 is_open = self._open.intersection(group.indices)
-                group.submission.end(self._pool.clock(), SubmissionResult.CANCELLED if is_open else SubmissionResult.ANSWERED)
+                result = SubmissionResult.CANCELLED if is_open else self.submissions.result_of(group.indices)
+                group.submission.end(self._pool.clock(), result)
 
     def _drop_all(self) -> None:
+        self.submissions.close()
         for group in list(self._groups):
             self._drop(group)
             if group.replica is not None and group.request_id is not None:

@@ -94,24 +94,20 @@ class ReplicaCircuit:
 
 
 class ReplicaAttempt:
-    """Reports the outcome of one attempt to its replica's circuit. Only its first reported outcome counts.
+    """Reports the outcome of one attempt to its replica's circuit. Only its first reported outcome counts."""
 
-    begun_at  when its first token was read; None: none was
-    """
-
-    __slots__ = ("_circuit", "_clock", "_is_over", "_ticket", "begun_at", "connection", "sent_at")
+    __slots__ = ("_circuit", "_clock", "_has_begun", "_is_over", "_ticket", "connection", "sent_at")
 
     def __init__(self, circuit: ReplicaCircuit, connection: ConnectionKey | None, ticket: Ticket, clock: Clock, sent_at: float) -> None:
         self._circuit, self.connection, self._ticket, self._clock = circuit, connection, ticket, clock
         self.sent_at = sent_at
-        self.begun_at: float | None = None
-        self._is_over = False
+        self._has_begun = self._is_over = False
 
     def read(self, updates: Sequence[SequenceUpdate]) -> None:
         if self._is_over:
             return
-        if self.begun_at is None and any(update.token_ids for update in updates):
-            self.begun_at = self._clock()
+        if not self._has_begun and any(update.token_ids for update in updates):
+            self._has_begun = True
             self._circuit.breaker.begin(self._ticket)
         for update in updates:
             if update.finish is FinishReason.ERROR and not (update.error or "").startswith(CANNOT_CONTINUE):
@@ -132,14 +128,14 @@ class ReplicaAttempt:
         """It counts as a failure only before the first token."""
         if not self._is_over:
             self._is_over = True
-            if self.begun_at is not None:
+            if self._has_begun:
                 self._circuit.breaker.abandon(self._ticket, self._clock())
             else:
                 self._circuit.lose(self.connection, self._ticket, self._clock())
 
     def end(self) -> None:
         """The client left, the replica was full, or a stop string ended the last sequence."""
-        if self.begun_at is not None:
+        if self._has_begun:
             self.succeed()
         elif not self._is_over:
             self._is_over = True

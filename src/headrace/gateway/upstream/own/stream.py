@@ -156,7 +156,7 @@ class TokenStream(EventStream):
         delta = assembler.feed(update)
         offset = len(self.attempts.output_ids[update.index])
         if assembler.finish is not None:
-            self.attempts.end(update.index)
+            self.attempts.end(update.index, assembler.finish)
             offset += 1
         if (end := delta.engine_finish) is not None:
             self.attempts.finish(update.index, end.keep_tokens, end.reason)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from headrace.core.clock import Clock
-from headrace.core.update import STAGES, SequenceUpdate
+from headrace.core.update import STAGES, FinishReason, SequenceUpdate
 from headrace.gateway.upstream.own.replica_health import ReplicaAttempt
 from headrace.observe.finished_request import MAX_DETAIL_CHARS, AnswerAttempt, AnswerHandling, Compared
 from headrace.observe.timeline import Span
@@ -19,6 +19,8 @@ class SubmissionResult(StrEnum):
     REJECTED = "rejected"
     LOST = "lost"
     CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ERROR = "error"
 
 
 NEVER = 1e15
@@ -32,6 +34,7 @@ MAX_SUBMISSIONS = 64
 class Submission:
     """Sequences that were sent together to one replica.
 
+    begun     by sequence: seconds in the engine's queue, and when its first token was read
     lasts     by sequence: its last update
     ended_at  NEVER while it runs
     """
@@ -39,16 +42,16 @@ class Submission:
     indices: tuple[int, ...]
     choice: ReplicaChoice
     attempt: ReplicaAttempt
-    queue_s: float | None = None
+    begun: dict[int, tuple[float, float]] = field(default_factory=dict)
     lasts: dict[int, SequenceUpdate] = field(default_factory=dict)
     ended_at: float = NEVER
     result: SubmissionResult | None = None
     detail: str = ""
 
-    def read(self, updates: Iterable[SequenceUpdate]) -> None:
+    def read(self, updates: Iterable[SequenceUpdate], clock: Clock) -> None:
         for update in updates:
             if update.queue_time_s is not None:
-                self.queue_s = update.queue_time_s
+                self.begun[update.index] = update.queue_time_s, clock()
             if update.entered:
                 self.lasts[update.index] = update
 
@@ -64,10 +67,11 @@ class Submission:
         if last is not None and last.stages is not None:
             names = ["queue", *[STAGES[stage] for stage, _ in last.entered]]
             moments = [sent_at, *[sent_at + offset for _, offset in last.entered], sent_at + sum(last.stages)]
-        else:  # the gateway or the client ended it, its engine was lost, or is an older one
-            begun_at = ended_at if self.attempt.begun_at is None else self.attempt.begun_at
-            names = ["queue", "prefill", "decode"]
-            moments = [sent_at, begun_at if self.queue_s is None else sent_at + self.queue_s, begun_at, ended_at]
+        elif index in self.begun:  # the gateway or the client ended it, its engine was lost, or is an older one
+            queue_s, begun_at = self.begun[index]
+            names, moments = ["queue", "prefill", "decode"], [sent_at, sent_at + queue_s, begun_at, ended_at]
+        else:  # in its queue, or in a prefill
+            names, moments = ["wait"], [sent_at, ended_at]
         return [Span(name, start, end) for name, start, end in zip(names, moments, moments[1:], strict=False)]
 
 
@@ -77,12 +81,14 @@ class Submissions:
     begun_at  when the call was first to be sent; None: not yet
     """
 
-    __slots__ = ("_clock", "_ended_at", "_kept", "begun_at")
+    __slots__ = ("_clock", "_closed_at", "_ended_at", "_failures", "_kept", "begun_at")
 
     def __init__(self, num_sequences: int, clock: Clock) -> None:
         self._clock = clock
         self._kept: list[Submission] = []
         self._ended_at = [NEVER] * num_sequences
+        self._failures: dict[int, SubmissionResult] = {}
+        self._closed_at = NEVER
         self.begun_at: float | None = None
 
     def begin(self) -> None:
@@ -94,8 +100,18 @@ class Submissions:
             self._kept.append(submission)
         return submission
 
-    def end_sequence(self, index: int) -> None:
+    def end_sequence(self, index: int, finish: FinishReason | None) -> None:
         self._ended_at[index] = self._clock()
+        if finish is not None and not finish.is_answer:
+            self._failures[index] = SubmissionResult(finish)
+
+    def result_of(self, indices: Iterable[int]) -> SubmissionResult:
+        """Once all of these sequences have ended."""
+        return next((self._failures[index] for index in indices if index in self._failures), SubmissionResult.ANSWERED)
+
+    def close(self) -> None:
+        """Nothing is submitted any more: perhaps a foreign server answers now."""
+        self._closed_at = min(self._closed_at, self._clock())
 
     def handling(self) -> AnswerHandling:
         return AnswerHandling(self._attempts(), self._all_spans())
@@ -105,7 +121,7 @@ class Submissions:
             AnswerAttempt(
                 each.choice.replica_id,
                 each.attempt.sent_at,
-                min(each.ended_at, max(self._ended_at[index] for index in each.indices)) - each.attempt.sent_at,
+                min(each.ended_at, self._closed_at, max(self._ended_at[index] for index in each.indices)) - each.attempt.sent_at,
                 each.choice.reason,
                 tuple(
                     [
@@ -121,18 +137,21 @@ class Submissions:
         ]
 
     def _all_spans(self) -> list[Span]:
-        return [] if self.begun_at is None else [span for index, end in enumerate(self._ended_at) for span in self._spans(index, end)]
+        if self.begun_at is None:
+            return []
+        return [span for index, end in enumerate(self._ended_at) for span in self._spans(index, min(end, self._closed_at))]
 
     def _spans(self, index: int, ended_at: float) -> Sequence[Span]:
         assert self.begun_at is not None
         spans: list[Span] = []
-        waits, since = "route", self.begun_at
+        waits, since, is_waiting = "route", self.begun_at, True
         for each in self._kept:
             if index not in each.indices:
                 continue
             spans.append(Span(waits, since, each.attempt.sent_at))
             spans += each.spans(index, min(each.ended_at, ended_at))
             waits, since = "resume" if each.result is SubmissionResult.LOST else "route", min(each.ended_at, ended_at)
-        if not self._kept or self._kept[-1].result in (SubmissionResult.LOST, SubmissionResult.REJECTED):
+            is_waiting = each.result in (SubmissionResult.LOST, SubmissionResult.REJECTED)
+        if is_waiting:
             spans.append(Span(waits, since, ended_at))
         return [span for span in spans if span.end > span.start]

@@ -1,0 +1,102 @@
+"""Tests what a person is told of a call's time at replicas: each case is named, with the stages that it met."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from headrace.core.ids import RequestId
+from headrace.core.update import STAGES, FinishReason, SequenceUpdate, StageSeconds
+from headrace.gateway.upstream.own.replica_health import ReplicaCircuit
+from headrace.gateway.upstream.own.submissions import Submission, SubmissionResult, Submissions
+from headrace.observe.timeline import ANSWER, StageMarks, stages_of
+from headrace.policy.routing.choice import ONLY, ReplicaChoice, ReplicaId
+
+pytestmark = pytest.mark.pure
+
+
+class Call:
+    """Submissions on a clock that the test sets, and the stages that they make of an answer from 0 to `end`."""
+
+    def __init__(self, num_sequences: int) -> None:
+        self.now = 0.0
+        self.marks = StageMarks(lambda: self.now)
+        self.marks.enter(ANSWER)
+        self.submissions = Submissions(num_sequences, lambda: self.now)
+        self.submissions.begin()
+
+    def send(self, at: float, *indices: int) -> Submission:
+        self.now = at
+        attempt = ReplicaCircuit().send(None, lambda: self.now)
+        return self.submissions.add(Submission(indices, ReplicaChoice(ReplicaId("r0"), ONLY), attempt))
+
+    def read(self, submission: Submission, at: float, index: int, **fields: object) -> None:
+        self.now = at
+        submission.read([SequenceUpdate(RequestId("r"), 0, index, **fields)], lambda: self.now)  # type: ignore[arg-type]
+
+    def stages(self, end: float) -> list[tuple[str, float, float]]:
+        made = stages_of(self.marks.entered, self.submissions.handling().spans, end)
+        return [(name, round(start_s, 3), round(start_s + seconds, 3)) for name, start_s, seconds in made]
+
+
+def entered(*moments: tuple[str, float]) -> Sequence[tuple[int, float]]:
+    return tuple((STAGES.index(name), at) for name, at in moments)
+
+
+def test_an_engine_says_its_stages_at_the_end() -> None:
+    call = Call(1)
+    sent = call.send(1.0, 0)
+    call.read(sent, 9.0, 0, stages=StageSeconds(2.0, 1.0, 4.0), entered=entered(("prefill", 2.0), ("decode", 3.0)))
+    call.submissions.end_sequence(0, FinishReason.STOP)
+    assert call.stages(9.5) == [("route", 0, 1), ("queue", 1, 3), ("prefill", 3, 4), ("decode", 4, 8), ("deliver", 8, 9.5)]
+
+
+def test_a_client_that_leaves_before_the_first_token_waited_for_the_engine() -> None:
+    call = Call(1)
+    sent = call.send(0.0, 0)
+    call.now = 30.0
+    sent.end(30.0, SubmissionResult.CANCELLED)
+    call.submissions.close()
+    assert call.stages(30.0) == [("wait", 0, 30)]
+
+
+def test_sequences_that_stop_strings_end_have_their_own_times() -> None:
+    call = Call(2)
+    sent = call.send(0.0, 0, 1)
+    call.read(sent, 1.0, 0, token_ids=(1,), queue_time_s=0.5)
+    call.read(sent, 5.0, 1, token_ids=(1,), queue_time_s=4.0)
+    call.now = 4.5
+    call.submissions.end_sequence(0, FinishReason.STOP)
+    call.now = 6.0
+    call.submissions.end_sequence(1, FinishReason.STOP)
+    assert call.stages(6.0) == [("queue", 0, 0.5), ("prefill", 0.5, 1), ("decode", 1, 4.5), ("prefill", 4.5, 5), ("decode", 5, 6)]
+
+
+def test_one_sequence_waits_in_vain_after_a_loss() -> None:
+    call = Call(2)
+    first = call.send(0.0, 0, 1)
+    first.end(1.0, SubmissionResult.LOST)
+    again = call.send(2.0, 0)
+    call.read(again, 3.0, 0, stages=StageSeconds(0.0, 0.0, 1.0), entered=entered(("decode", 0.0)))
+    call.submissions.end_sequence(0, FinishReason.STOP)
+    again.end(3.0, SubmissionResult.ANSWERED)
+    call.now = 60.0
+    call.submissions.close()
+    assert call.stages(60.0) == [("wait", 0, 1), ("resume", 1, 2), ("decode", 2, 3), ("resume", 3, 60)]
+
+
+def test_nothing_of_a_call_reaches_beyond_its_end() -> None:
+    """A foreign server answers from then on."""
+    call = Call(1)
+    call.send(0.0, 0).end(1.0, SubmissionResult.REJECTED)
+    call.now = 2.0
+    call.submissions.close()
+    assert {span.end for span in call.submissions.handling().spans} == {1.0, 2.0}
+
+
+@pytest.mark.parametrize("finish", list(FinishReason))
+def test_only_an_answer_is_an_answer(finish: FinishReason) -> None:
+    call = Call(1)
+    call.submissions.end_sequence(0, finish)
+    assert (call.submissions.result_of([0]) is SubmissionResult.ANSWERED) is finish.is_answer
