@@ -107,12 +107,12 @@ class Watched(Generic[Value]):
                 self._report((), f"{self._paths[0]}: the file system does not answer")
             return self._loaded
         self._looked_at += silent_s
-        self._looker = FileThread(self._look)
+        held, self._looker = self._loaded, FileThread(self._look)
         try:
             self._looker.start()
         except RuntimeError as error:  # the limit of threads
             self._report((), str(error))
-        return self._loaded
+        return held
 
     def _look(self) -> None:
         stamp = _stamp_of(self._paths)
