@@ -13,7 +13,6 @@ import typer
 
 from headrace.cli.admin.directory import AsJson, KeyDirectory, of_directory
 from headrace.cli.exits import UsageRefused
-from headrace.gateway.access.principal import KeyRole
 from headrace.policy.limits.tier import BUILT_IN_TIERS
 
 keys_app = typer.Typer(help="Create, list, rotate and revoke API keys.", no_args_is_help=True, rich_markup_mode=None)
@@ -34,7 +33,7 @@ KeyId = Annotated[str, typer.Argument(metavar="ID", help="As `headrace keys list
 def create(
     directory: KeyDirectory,
     tenant: Annotated[str, typer.Option("--tenant", help="Team or customer; created where it is not there yet.")],
-    role: Annotated[str, typer.Option("--role", help=ROLES)] = KeyRole.USER.value,
+    role: Annotated[str, typer.Option("--role", help=ROLES)] = "user",
     tier: Annotated[str | None, typer.Option("--tier", help=f"The key's rules: {TIERS}. Default: its tenant's.")] = None,
     user: Annotated[str, typer.Option("--user", help="Person or program that gets the key.")] = "",
     expires: Annotated[str | None, typer.Option("--expires", metavar="TIME", help="30d, 12h, ... from now. Default: never.")] = None,
@@ -49,7 +48,7 @@ def create(
     directory.note_unpriced_models(budget, names)
     wanted = {
         "tenant": tenant,
-        **({} if role == KeyRole.USER else {"role": role}),  # a server that knows no roles refuses the word
+        **({} if role == "user" else {"role": role}),  # a server that knows no roles refuses the word
         "tier": tier,
         "user": user,
         "expires_s": None if expires is None else _seconds_of(expires, "--expires"),
