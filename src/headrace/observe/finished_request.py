@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
-from headrace.observe.timeline import Span, TimedStage, flat, stages_of
+from headrace.observe.timeline import REST, Span, TimedStage, flat, stages_of
 from headrace.observe.trace_context import TraceContext
 
 MAX_DETAIL_CHARS = 200
@@ -139,9 +139,14 @@ class AnswerHandling(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[AnswerHandling]) -> AnswerHandling:
-        """At most MAX_KEPT of each: a request may have many prompts."""
-        spans = flat([each for part in parts for each in part.spans])
-        return cls([each for part in parts for each in part.attempts][:MAX_KEPT], spans[:MAX_KEPT])
+        return cls([each for part in parts for each in part.attempts], [each for part in parts for each in part.spans])
+
+    def bounded(self) -> AnswerHandling:
+        """At most MAX_KEPT attempts, and spans that do not overlap: of a request of many sequences the later ones are one span."""
+        spans = flat(self.spans)
+        if len(spans) > MAX_KEPT:
+            spans = [*spans[: MAX_KEPT - 1], Span(REST, spans[MAX_KEPT - 2].end, spans[-1].end)]
+        return AnswerHandling(self.attempts[:MAX_KEPT], spans)
 
 
 class PromptMiss(NamedTuple):

@@ -27,6 +27,9 @@ DELIVER = "deliver"
 REPLAY = "replay"
 """A continued stream sends its client what it lacks."""
 
+REST = "rest"
+"""Stages in the engines of a request of many sequences, from the last one on that is told apart."""
+
 CLOSE = "close"
 """After the last byte: limits are charged, a session is stored."""
 

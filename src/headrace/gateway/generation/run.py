@@ -86,7 +86,7 @@ def _answered(call: Call, ready: Ready | None, answer: _Answer | None) -> Answer
         times=times,
         failure=failure,
         prompt_blocks=_prompt_blocks(call, answered_with) if call.config.log_prompt_blocks else None,
-        handling=AnswerHandling() if answer is None else answer.stream.handling(),
+        handling=AnswerHandling() if answer is None else answer.stream.handling().bounded(),
         miss=None if answer is None or answered_with is None else _miss(answer.stream, answered_with),
         limits=call.reservation.limits_used(),
     )

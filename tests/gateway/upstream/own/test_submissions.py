@@ -10,7 +10,8 @@ from headrace.core.ids import RequestId
 from headrace.core.update import STAGES, FinishReason, SequenceUpdate, StageSeconds
 from headrace.gateway.upstream.own.replica_health import ReplicaCircuit
 from headrace.gateway.upstream.own.submissions import Submission, SubmissionResult, Submissions
-from headrace.observe.timeline import ANSWER, StageMarks, stages_of
+from headrace.observe.finished_request import MAX_KEPT, AnswerHandling
+from headrace.observe.timeline import ANSWER, REST, Span, StageMarks, stages_of
 from headrace.policy.routing.choice import ONLY, ReplicaChoice, ReplicaId
 
 pytestmark = pytest.mark.pure
@@ -100,3 +101,11 @@ def test_only_an_answer_is_an_answer(finish: FinishReason) -> None:
     call = Call(1)
     call.submissions.end_sequence(0, finish)
     assert (call.submissions.result_of([0]) is SubmissionResult.ANSWERED) is finish.is_answer
+
+
+def test_of_many_sequences_the_later_stages_are_one_and_none_of_their_time_is_lost() -> None:
+    spans = [Span("decode" if number % 2 else "prefill", number, number + 1.0) for number in range(200)]
+    bounded = AnswerHandling(spans=spans).bounded().spans
+    assert len(bounded) == MAX_KEPT
+    assert bounded[-1] == Span(REST, MAX_KEPT - 1, 200.0)
+    assert sum(span.end - span.start for span in bounded) == 200
