@@ -28,7 +28,7 @@ REPLAY = "replay"
 """A continued stream sends its client what it lacks."""
 
 REST = "rest"
-"""Stages in the engines of a request of many sequences, from the last one on that is told apart."""
+"""Stages in the engines of a request of many sequences: those after the last one that has a row of its own."""
 
 CLOSE = "close"
 """After the last byte: limits are charged, a session is stored."""
