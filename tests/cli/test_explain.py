@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.cli.explain import BAR_CHARS, lines_of
+from headrace.cli.chat.client import ApiClient
+from headrace.cli.explain import BAR_CHARS, explain, lines_of
 from headrace.gateway.generation.explanations import (
     ComparedReplica,
     ExplainedAttempt,
@@ -78,3 +79,16 @@ def test_a_refused_request_names_what_refused_it() -> None:
     lines = list(lines_of(told))
     assert lines[1] == "/v1/completions, no model: refused (429), rate_limit_exceeded, limit requests_per_minute"
     assert "route     it was sent to no replica" in lines
+
+
+def test_the_id_of_an_event_is_that_of_its_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    paths: list[str] = []
+
+    def get(_client: ApiClient, path: str) -> dict[str, object]:
+        paths.append(path)
+        return {}
+
+    monkeypatch.setattr(ApiClient, "get", get)
+    explain(f"{'0' * 24}/12", as_json=True)
+    assert paths == [f"/v1/requests/{'0' * 24}/explain"]
+    assert capsys.readouterr().out == "{}\n"

@@ -18,7 +18,7 @@ BAR_CHARS = 40
 
 
 def explain(
-    request_id: Annotated[str, typer.Argument(metavar="ID", help="The `id` of an answer, or its x-request-id.")],
+    request_id: Annotated[str, typer.Argument(metavar="ID", help="The `id` of an answer or of one of its events, or its x-request-id.")],
     url: Annotated[str, typer.Option("--url", help="Root of the server.")] = DEFAULT_URL,
     api_key: ClientKey = None,
     as_json: AsJson = False,
@@ -30,7 +30,8 @@ def explain(
     from headrace.gateway.generation.explanations import explanation_of
     from headrace.observe.logs import printable
 
-    answer = ApiClient(url, api_key=api_key).get(f"/v1/requests/{quote(request_id, safe='')}/explain")
+    shown_id = request_id.partition("/")[0]  # of an event of a stream: its number follows
+    answer = ApiClient(url, api_key=api_key).get(f"/v1/requests/{quote(shown_id, safe='')}/explain")
     if as_json:
         print(json.dumps(answer, indent=2))
         return
