@@ -194,6 +194,7 @@ class LoadSnapshot:
     num_running_highest since the engine started
     cpu_s, resident_bytes  of the engine's process: processor seconds, and memory
     peak_*              what the device was measured to read and to compute at the engine's start; 0: not measured
+    *_adapters          names: those that unfinished requests use, and those that requests wait for; max_loras: most used at once, 0: none
     gpu_*               None: there is no GPU, or for the utilization no NVML. gpu_utilization: 0..1
     """
 
@@ -221,3 +222,6 @@ class LoadSnapshot:
     gpu_utilization: float | None = None
     gpu_memory_used_bytes: int | None = None
     gpu_memory_total_bytes: int | None = None
+    running_adapters: tuple[str, ...] = ()
+    waiting_adapters: tuple[str, ...] = ()
+    max_loras: int = 0

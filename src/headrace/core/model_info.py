@@ -59,6 +59,7 @@ class ModelInfo:
                       element type (not a digest)
     numerics          facts that equal results depend on
     decided           the choices made at start with their reasons, one line each, for people
+    adapters          name -> hex digest of those that may be asked for now
     queue_policy      tells a gateway whether a request's priority has an effect; "": not known
     """
 
@@ -80,6 +81,7 @@ class ModelInfo:
     digests: dict[str, str] = field(default_factory=dict)
     numerics: dict[str, str] = field(default_factory=dict)
     decided: tuple[str, ...] = ()
+    adapters: Mapping[str, str] = field(default_factory=dict)
     queue_policy: str = ""
 
     @property
@@ -96,6 +98,9 @@ class ModelInfo:
 
     def with_weights_digest(self, digest: str) -> ModelInfo:
         return replace(self, numerics={**self.numerics, WEIGHTS: digest})
+
+    def with_adapters(self, adapters: Mapping[str, str]) -> ModelInfo:
+        return replace(self, adapters=dict(adapters))
 
 
 TEXT_FILES: Mapping[str, tuple[str, ...]] = {

@@ -85,7 +85,8 @@ class EngineRequest:
     tenant          opaque key: fairness and cache salt, nothing else
     salt            separates prefix caches; the gateway derives it from the tenant and `cache_salt`, the tenant's part first
                     (`hashing.TENANT_SALT_BYTES`)
-    adapter         resident adapter's name, None for the base model
+    adapter         name of an adapter, None for the base model
+    adapter_digest  hex, of the adapter's files (`ModelInfo.adapters`); "" without an adapter
     grammar         None: any text. Output ids of an earlier attempt count as matched
     deadline_at     when the answer ends, finished or not, in seconds on the clock of this process. The wire carries the remaining seconds
     prefix_caching  False: neither reads nor feeds the prefix cache
@@ -103,6 +104,7 @@ class EngineRequest:
     tier: TierTerms = NO_TIER
     salt: bytes = b""
     adapter: str | None = None
+    adapter_digest: str = ""
     grammar: Grammar | None = None
     deadline_at: float | None = None
     prefix_caching: bool = True

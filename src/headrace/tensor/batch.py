@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +30,29 @@ class GroupBatch:
     slot_mapping: Tensor
 
 
+class PackedAdapter(Protocol):
+    """One adapter's weights as `AdapterKernels.pack` leaves them."""
+
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class StepAdapters:
+    """
+    slots           [T] int32, the place of each token's adapter; 0 = base model
+    selected_slots  [W], those of the batch's selected tokens; None where all tokens are
+    resident        by place; entry 0 is None. Held until the step is done: a place may be given to another adapter meanwhile
+    """
+
+    slots: Tensor
+    resident: tuple[PackedAdapter | None, ...]
+    selected_slots: Tensor | None = None
+
+    def slots_of(self, num_rows: int) -> Tensor:
+        """The slots of all tokens; of the selected ones where a layer computes those alone."""
+        return self.slots if num_rows == len(self.slots) or self.selected_slots is None else self.selected_slots
+
+
 @dataclass(slots=True)
 class ForwardBatch:
     """A ragged batch, rows back to back.
@@ -38,7 +62,7 @@ class ForwardBatch:
     context_lens   [R] int32 tokens of the row's context once this step is done (its last position + 1)
     max_count      largest row length; 1 means a pure decode step
     groups         per KV group
-    adapter_slots  [R] int32, 0 = base model
+    adapters       None: every token is the base model's
     selected       [W] int64, ascending: tokens whose hidden states the model returns; None = all
     num_decodes    leading rows known to be one token each: a hint for attention, which changes no result
     """
@@ -48,7 +72,7 @@ class ForwardBatch:
     context_lens: Tensor
     max_count: int
     groups: tuple[GroupBatch, ...]
-    adapter_slots: Tensor | None = None
+    adapters: StepAdapters | None = None
     selected: Tensor | None = None
     num_decodes: int = 0
 

@@ -116,7 +116,7 @@ class Scalar(_message.Message):
     def __init__(self, number: _Optional[float] = ..., integer: _Optional[int] = ..., flag: bool = ..., text: _Optional[str] = ...) -> None: ...
 
 class ModelFacts(_message.Message):
-    __slots__ = ("architecture", "vocab_size", "max_model_len", "eos_token_ids", "kv_groups", "block_size", "num_blocks", "dtype", "weight_bytes", "sampling_defaults", "digests", "decided", "numerics", "queue_policy")
+    __slots__ = ("architecture", "vocab_size", "max_model_len", "eos_token_ids", "kv_groups", "block_size", "num_blocks", "dtype", "weight_bytes", "sampling_defaults", "digests", "decided", "numerics", "queue_policy", "adapters")
     class SamplingDefaultsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -138,6 +138,13 @@ class ModelFacts(_message.Message):
         key: str
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class AdaptersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -152,6 +159,7 @@ class ModelFacts(_message.Message):
     DECIDED_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_POLICY_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     architecture: str
     vocab_size: int
     max_model_len: int
@@ -166,7 +174,8 @@ class ModelFacts(_message.Message):
     decided: _containers.RepeatedScalarFieldContainer[str]
     numerics: _containers.ScalarMap[str, str]
     queue_policy: str
-    def __init__(self, architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., kv_groups: _Optional[_Iterable[_Union[KvGroup, _Mapping]]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., sampling_defaults: _Optional[_Mapping[str, Scalar]] = ..., digests: _Optional[_Mapping[str, str]] = ..., decided: _Optional[_Iterable[str]] = ..., numerics: _Optional[_Mapping[str, str]] = ..., queue_policy: _Optional[str] = ...) -> None: ...
+    adapters: _containers.ScalarMap[str, str]
+    def __init__(self, architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., kv_groups: _Optional[_Iterable[_Union[KvGroup, _Mapping]]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., sampling_defaults: _Optional[_Mapping[str, Scalar]] = ..., digests: _Optional[_Mapping[str, str]] = ..., decided: _Optional[_Iterable[str]] = ..., numerics: _Optional[_Mapping[str, str]] = ..., queue_policy: _Optional[str] = ..., adapters: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class ClientHello(_message.Message):
     __slots__ = ("protocol_version", "client", "digests", "vocab_size")
@@ -320,12 +329,12 @@ class Submit(_message.Message):
     first_index: int
     task: Task
     grammar: Grammar
-    adapter_digest: bytes
+    adapter_digest: str
     kv_ticket: bytes
     modality_digests: _containers.RepeatedScalarFieldContainer[bytes]
     numerics_digest: str
     tier: TierTerms
-    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., params: _Optional[_Union[Params, _Mapping]] = ..., tenant: _Optional[str] = ..., weight: _Optional[float] = ..., priority: _Optional[_Union[Priority, str]] = ..., salt: _Optional[bytes] = ..., adapter: _Optional[str] = ..., deadline_remaining_ms: _Optional[int] = ..., prefix_caching: bool = ..., first_index: _Optional[int] = ..., task: _Optional[_Union[Task, str]] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter_digest: _Optional[bytes] = ..., kv_ticket: _Optional[bytes] = ..., modality_digests: _Optional[_Iterable[bytes]] = ..., numerics_digest: _Optional[str] = ..., tier: _Optional[_Union[TierTerms, _Mapping]] = ...) -> None: ...
+    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., params: _Optional[_Union[Params, _Mapping]] = ..., tenant: _Optional[str] = ..., weight: _Optional[float] = ..., priority: _Optional[_Union[Priority, str]] = ..., salt: _Optional[bytes] = ..., adapter: _Optional[str] = ..., deadline_remaining_ms: _Optional[int] = ..., prefix_caching: bool = ..., first_index: _Optional[int] = ..., task: _Optional[_Union[Task, str]] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter_digest: _Optional[str] = ..., kv_ticket: _Optional[bytes] = ..., modality_digests: _Optional[_Iterable[bytes]] = ..., numerics_digest: _Optional[str] = ..., tier: _Optional[_Union[TierTerms, _Mapping]] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("handle",)
@@ -476,7 +485,7 @@ class Rejected(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., kind: _Optional[_Union[RejectKind, str]] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., limit: _Optional[str] = ..., value: _Optional[str] = ..., remedy: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., served: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "kv_blocks_free", "kv_blocks_cached", "kv_blocks_used", "kv_blocks_total", "step_age_s", "step_predicted_s", "loop_age_s", "counters", "num_queued_tokens", "max_num_seqs", "step_fixed_s", "step_token_s", "classes", "step_prompt_tokens", "num_running_highest", "cpu_s", "resident_bytes", "peak_read_bytes_per_s", "peak_flops_per_s", "gpu_utilization", "gpu_memory_used_bytes", "gpu_memory_total_bytes")
+    __slots__ = ("num_running", "num_waiting", "kv_blocks_free", "kv_blocks_cached", "kv_blocks_used", "kv_blocks_total", "step_age_s", "step_predicted_s", "loop_age_s", "counters", "num_queued_tokens", "max_num_seqs", "step_fixed_s", "step_token_s", "classes", "step_prompt_tokens", "num_running_highest", "cpu_s", "resident_bytes", "peak_read_bytes_per_s", "peak_flops_per_s", "gpu_utilization", "gpu_memory_used_bytes", "gpu_memory_total_bytes", "running_adapters", "waiting_adapters", "max_loras")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
@@ -501,6 +510,9 @@ class Load(_message.Message):
     GPU_UTILIZATION_FIELD_NUMBER: _ClassVar[int]
     GPU_MEMORY_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     GPU_MEMORY_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_LORAS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     kv_blocks_free: int
@@ -525,7 +537,10 @@ class Load(_message.Message):
     gpu_utilization: float
     gpu_memory_used_bytes: int
     gpu_memory_total_bytes: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., step_age_s: _Optional[float] = ..., step_predicted_s: _Optional[float] = ..., loop_age_s: _Optional[float] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., num_queued_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., step_fixed_s: _Optional[float] = ..., step_token_s: _Optional[float] = ..., classes: _Optional[_Iterable[_Union[ClassLoad, _Mapping]]] = ..., step_prompt_tokens: _Optional[int] = ..., num_running_highest: _Optional[int] = ..., cpu_s: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., peak_read_bytes_per_s: _Optional[float] = ..., peak_flops_per_s: _Optional[float] = ..., gpu_utilization: _Optional[float] = ..., gpu_memory_used_bytes: _Optional[int] = ..., gpu_memory_total_bytes: _Optional[int] = ...) -> None: ...
+    running_adapters: _containers.RepeatedScalarFieldContainer[str]
+    waiting_adapters: _containers.RepeatedScalarFieldContainer[str]
+    max_loras: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., step_age_s: _Optional[float] = ..., step_predicted_s: _Optional[float] = ..., loop_age_s: _Optional[float] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., num_queued_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., step_fixed_s: _Optional[float] = ..., step_token_s: _Optional[float] = ..., classes: _Optional[_Iterable[_Union[ClassLoad, _Mapping]]] = ..., step_prompt_tokens: _Optional[int] = ..., num_running_highest: _Optional[int] = ..., cpu_s: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., peak_read_bytes_per_s: _Optional[float] = ..., peak_flops_per_s: _Optional[float] = ..., gpu_utilization: _Optional[float] = ..., gpu_memory_used_bytes: _Optional[int] = ..., gpu_memory_total_bytes: _Optional[int] = ..., running_adapters: _Optional[_Iterable[str]] = ..., waiting_adapters: _Optional[_Iterable[str]] = ..., max_loras: _Optional[int] = ...) -> None: ...
 
 class ClassLoad(_message.Message):
     __slots__ = ("num_running", "num_waiting", "num_queued_tokens")
@@ -579,7 +594,7 @@ class Draining(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class EngineFrame(_message.Message):
-    __slots__ = ("hello", "updates", "rejected", "load", "submits_seen", "draining", "weights_digest", "pings_seen")
+    __slots__ = ("hello", "updates", "rejected", "load", "submits_seen", "draining", "weights_digest", "pings_seen", "adapters")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     UPDATES_FIELD_NUMBER: _ClassVar[int]
     REJECTED_FIELD_NUMBER: _ClassVar[int]
@@ -588,6 +603,7 @@ class EngineFrame(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     PINGS_SEEN_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     hello: EngineHello
     updates: Updates
     rejected: _containers.RepeatedCompositeFieldContainer[Rejected]
@@ -596,7 +612,21 @@ class EngineFrame(_message.Message):
     draining: Draining
     weights_digest: str
     pings_seen: int
-    def __init__(self, hello: _Optional[_Union[EngineHello, _Mapping]] = ..., updates: _Optional[_Union[Updates, _Mapping]] = ..., rejected: _Optional[_Iterable[_Union[Rejected, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., submits_seen: _Optional[int] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., weights_digest: _Optional[str] = ..., pings_seen: _Optional[int] = ...) -> None: ...
+    adapters: AdapterList
+    def __init__(self, hello: _Optional[_Union[EngineHello, _Mapping]] = ..., updates: _Optional[_Union[Updates, _Mapping]] = ..., rejected: _Optional[_Iterable[_Union[Rejected, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., submits_seen: _Optional[int] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., weights_digest: _Optional[str] = ..., pings_seen: _Optional[int] = ..., adapters: _Optional[_Union[AdapterList, _Mapping]] = ...) -> None: ...
+
+class AdapterList(_message.Message):
+    __slots__ = ("digests",)
+    class DigestsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    digests: _containers.ScalarMap[str, str]
+    def __init__(self, digests: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("reason",)

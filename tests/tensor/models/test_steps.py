@@ -15,7 +15,7 @@ pytest.importorskip("numba")
 
 from headrace.bundled import DEFAULT_MODEL, bundled_path
 from headrace.tensor.backends import load_backend
-from headrace.tensor.batch import ForwardBatch, GroupBatch, KvCache, allocate_kv
+from headrace.tensor.batch import ForwardBatch, GroupBatch, KvCache, StepAdapters, allocate_kv
 from headrace.tensor.device import CPU
 from headrace.tensor.kernels.cpu import backend as cpu
 from headrace.tensor.models import LoadedModel, load_model
@@ -137,7 +137,9 @@ def test_rows_with_adapters_are_not_recorded() -> None:
     loaded = _loaded("none")
     steps = module.RecordedSteps(STRIPS.executor, loaded.model._layers)
     batch, branch = _batch([0], [20]), torch.zeros(1, loaded.model.spec.hidden_size)
-    steps.run(branch, replace(batch, adapter_slots=torch.tensor([1], dtype=torch.int32)), _cache(loaded, torch.float32))
+    steps.run(
+        branch, replace(batch, adapters=StepAdapters(torch.tensor([1], dtype=torch.int32), (None, None))), _cache(loaded, torch.float32)
+    )
     assert len(steps._kept) == 0
     steps.run(branch, batch, _cache(loaded, torch.float32))
     assert len(steps._kept) == 1

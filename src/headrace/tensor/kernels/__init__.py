@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from headrace.tensor.batch import PackedAdapter, StepAdapters
 from headrace.tensor.kernels.choice import DeviceChoice
 from headrace.tensor.kernels.filters import ApplyMasks, Draw, apply_masks, draw
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight
@@ -132,6 +133,30 @@ class WeightPacking(Protocol):
     def can_pack(self, weight: RoundedWeight) -> bool: ...
 
     def pack_rounded(self, weight: RoundedWeight, bias: Tensor | None) -> Linear: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowRankUpdate:
+    """y[first_row : first_row + rows] += scale * up (down x), of one linear. down [r, in], up [rows, r], both float32 or both bfloat16."""
+
+    down: Tensor
+    up: Tensor
+    scale: float
+    first_row: int = 0
+
+
+class AdapterKernels(Protocol):
+    def pack(self, linears: Sequence[Sequence[LowRankUpdate]]) -> PackedAdapter:
+        """One adapter: the updates of each adapted linear of the model, in the model's order; none for a linear that it leaves alone. The
+        tensors are copied."""
+        ...
+
+    def apply(self, y: Tensor, x: Tensor, linear: int, step: StepAdapters) -> Tensor:
+        """y [T, out] of the base, x [T, in]: y plus each token's update, in y's dtype; y may be written in place. Sums are float32.
+
+        linear: its number in `pack`. `step` is asked when the operation runs, also when it is replayed.
+        """
+        ...
 
 
 class Experts(Protocol):

@@ -60,7 +60,7 @@ class RecordedSteps:
             return self._layers(branch, residual, batch, kv)
 
     def _is_replayable(self, batch: ForwardBatch) -> bool:
-        is_plain = batch.adapter_slots is None and batch.selected is None
+        is_plain = batch.adapters is None and batch.selected is None
         return batch.max_count == 1 and batch.num_tokens <= self._most_tokens and is_plain
 
     def _replay(self, recording: AbstractContextManager[Recording], branch: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:

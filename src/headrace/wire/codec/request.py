@@ -39,7 +39,7 @@ MAX_REQUEST_ID_CHARS = 128
 MAX_REMAINING_MS = 100 * 365 * 24 * 3600 * 1000
 """A deadline further away than a century travels as one: the field has 64 bits."""
 MAX_NAMED_FIELDS = 16
-_NOT_HONOURED = ("adapter_digest", "kv_ticket", "modality_digests")
+_NOT_HONOURED = ("kv_ticket", "modality_digests")
 _PARAMS = SameFields(SamplingParams, pb.Params, but=("logit_bias", "logit_bias_ids", "logit_bias_values", "structured_outputs"))
 _OTHERWISE = ("handle", "task", "params", "priority", "grammar", "tier", "weight", "deadline_at", "deadline_remaining_ms")
 _SUBMIT = SameFields(EngineRequest, pb.Submit, but=(*_OTHERWISE, *_NOT_HONOURED))

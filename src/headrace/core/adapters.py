@@ -1,0 +1,13 @@
+"""Names a LoRA adapter and the folder that holds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSource:
+    """path: a folder with adapter_config.json and adapter_model.safetensors, as PEFT saves it"""
+
+    name: str
+    path: str
