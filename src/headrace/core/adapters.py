@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSource:
-    """path: a folder with adapter_config.json and adapter_model.safetensors, as PEFT saves it"""
+    """path         a folder with adapter_config.json and adapter_model.safetensors, as PEFT saves it
+    is_optional  loaded at run time: its folder may be gone since, and an engine that cannot use it leaves it out with a log line
+    """
 
     name: str
     path: str
+    is_optional: bool = False
