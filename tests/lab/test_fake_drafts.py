@@ -183,12 +183,13 @@ def test_a_row_behind_a_withheld_token_gives_none_and_the_token_comes_when_asked
         starts=int_column([0]),
         counts=int_column([3]),
         samples=int_column([1]),
+        adapter_slots=int_column([0]),
         table_groups=int_column([0]),
         table_slots=int_column([0]),
         table_indices=int_column([0]),
         table_blocks=int_column([1]),
         started=(started,),
     )
-    again = Plan(step_id=2, slots=one.slots, starts=int_column([3]), counts=int_column([1]), samples=one.samples)
+    again = replace(one, step_id=2, starts=int_column([3]), counts=int_column([1]), started=())
     plans = [one, again, replace(again, step_id=3, starts=int_column([2]))]
     assert [list(runner.submit(plan).result().token_counts) for plan in plans] == [[0], [0], [1]]

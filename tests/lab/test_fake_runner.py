@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import FinishReason, Rejected, SequenceUpdate
 from headrace.engine.config import EngineConfig
+from headrace.lab.fake_adapters import FakeAdapter, FakeAdapterLoader, save_fake_adapter
 from headrace.lab.fake_runner import FakeOptions, FakeRunner, fake_answer, fake_engine, fake_token
 from tests.lab.test_fake_clock import VirtualClock
 
@@ -109,6 +111,30 @@ def test_a_wrong_block_table_is_caught() -> None:
         runner.submit(plan_for((1, 2, 9, 4, 5, 6), [1, 2], start=4))
     with pytest.raises(AssertionError, match="block 1"):
         FakeRunner(SMALL).submit(plan_for((1, 2, 3, 4, 5, 6), [1, 1]))
+
+
+def test_an_adapter_changes_tokens_and_kv() -> None:
+    adapter = FakeAdapter("ab" * 32, 1)
+    adapted = replace(plan_for((1, 2, 3, 4, 5), [1, 2]), adapter_slots=int_column([1]))
+    runner = FakeRunner(SMALL, resident=lambda: (None, adapter))
+    answer = runner.submit(adapted).result().token_ids.tolist()
+    of_adapter = replace(request("r", (1, 2, 3, 4, 5), seed=0), adapter="a", adapter_digest=adapter.digest)
+    assert answer == fake_answer(of_adapter, 0, 1, SMALL)
+    assert answer != fake_answer(replace(of_adapter, adapter=None, adapter_digest=""), 0, 1, SMALL)
+    with pytest.raises(AssertionError, match="block 1"):
+        runner.submit(plan_for((1, 2, 3, 4, 5), [1, 2], start=4))
+
+
+def test_the_files_of_a_fake_adapter_decide_its_digest(tmp_path: Path) -> None:
+    loader = FakeAdapterLoader()
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json"):
+        loader.inspect(tmp_path)
+    save_fake_adapter(tmp_path, b"one")
+    digest = loader.inspect(tmp_path)
+    assert loader.load(tmp_path, digest) == FakeAdapter(digest, 3)
+    save_fake_adapter(tmp_path, b"two")
+    with pytest.raises(CheckpointError, match="have changed"):
+        loader.load(tmp_path, digest)
 
 
 def test_a_row_with_a_grammar_is_refused_by_name() -> None:

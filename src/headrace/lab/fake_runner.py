@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -22,6 +22,7 @@ from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.build import assemble
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine
+from headrace.lab.fake_adapters import FakeAdapter
 from headrace.lab.fake_moves import Moves, PagedIds
 
 MASK = 2**64 - 1
@@ -59,6 +60,7 @@ class FakeOptions:
     move_seed: int = 0
     digests: dict[str, str] = field(default_factory=dict)
     numerics: dict[str, str] = field(default_factory=dict)
+    adapters: dict[str, str] = field(default_factory=dict)
     has_kv: bool = True
     max_drafts: int = 0
     withhold_every: int = 0
@@ -85,6 +87,7 @@ def fake_info(options: FakeOptions) -> ModelInfo:
         weight_bytes=0,
         digests=dict(options.digests),
         numerics=dict(options.numerics),
+        adapters=dict(options.adapters),
         decided=("a fake runner: tokens are a function of seed and position, no model is loaded",),
     )
 
@@ -115,9 +118,13 @@ def fake_token(seed: int, index: int, position: int, previous: int, vocab_size: 
     return (state ^ (state >> 31)) % (vocab_size - 1)
 
 
+def adapted_seed(seed: int, adapter_digest: str) -> int:
+    return seed ^ int(adapter_digest[:16] or "0", 16)
+
+
 def fake_answer(request: EngineRequest, index: int, num_tokens: int, options: FakeOptions) -> list[int]:
     """The first outputs of one sequence, with the end token if it comes."""
-    seed = request.params.seed or 0
+    seed = adapted_seed(request.params.seed or 0, request.adapter_digest)
     tokens = list(request.prompt_ids)
     while len(tokens) < len(request.prompt_ids) + num_tokens:
         if options.eos_after is not None and len(tokens) - len(request.prompt_ids) >= options.eos_after:
@@ -130,17 +137,31 @@ def fake_answer(request: EngineRequest, index: int, num_tokens: int, options: Fa
 class _Slot:
     started: Started
     ids: array[int]
+    adapter_digest: str = ""
     withheld: int | None = None
 
     @property
     def seed(self) -> int:
-        return self.started.params.seed or 0
+        return adapted_seed(self.started.params.seed or 0, self.adapter_digest)
+
+    def as_kv(self, start: int, end: int) -> array[int]:
+        """What stands for keys and values in the paged memory: an adapter's differ from those of the base model and of other adapters."""
+        ids = self.ids[start:end]
+        return array("i", [token_id ^ int(self.adapter_digest[:7], 16) for token_id in ids]) if self.adapter_digest else ids
 
 
 class FakeRunner:
-    def __init__(self, options: FakeOptions, *, clock: Clock = time.monotonic, wait: Wait | None = None) -> None:
-        """wait: advances a virtual `clock`"""
+    def __init__(
+        self,
+        options: FakeOptions,
+        *,
+        resident: Callable[[], Sequence[FakeAdapter | None]] = lambda: (None,),
+        clock: Clock = time.monotonic,
+        wait: Wait | None = None,
+    ) -> None:
+        """resident: by place, as in `tensor.batch.StepAdapters`. wait: advances a virtual `clock`"""
         self.options = options
+        self._resident = resident
         self._clock = clock
         self.num_steps = 0
         self._slots: dict[int, _Slot] = {}
@@ -177,6 +198,10 @@ class FakeRunner:
         if any(mask_slot >= 0 for mask_slot in plan.mask_slots):
             raise ValueError("mask_slots: the fake runner follows no grammars; every row must say -1")
         self._apply(plan)
+        resident = self._resident()
+        for slot_id, place in zip(plan.slots, plan.adapter_slots, strict=True):
+            adapter = resident[place]
+            self._slots[slot_id].adapter_digest = adapter.digest if adapter else ""
         counts, token_ids = int_column(), int_column()
         prompt_rows, prompt_counts = int_column(), int_column()
         logprobs, prompt_logprobs = LogprobColumns(), LogprobColumns()
@@ -234,8 +259,8 @@ class FakeRunner:
             del slot.ids[known:]
             slot.ids.extend(drafts)
         if self._verifies:
-            self._memory.write(slot_id, start, slot.ids[start : start + count])
-            self._memory.check(slot_id, slot.ids[: start + count])
+            self._memory.write(slot_id, start, slot.as_kv(start, start + count))
+            self._memory.check(slot_id, slot.as_kv(0, start + count))
 
     def _sample(self, slot: _Slot, position: int, drafts: list[int]) -> list[int]:
         """One id, and one more after each draft that was right."""
