@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_kit import decode_updates
 
+from headrace.core.adapters import MAX_ADAPTERS
 from headrace.core.errors import (
     HeadraceError,
     InvalidRequest,
@@ -97,6 +98,7 @@ requests = st.builds(
     tier=st.just(NO_TIER) | tiers,
     salt=st.binary(max_size=8),
     adapter=st.none() | text,
+    adapter_digest=text,
     grammar=st.none() | grammars,
     deadline_at=st.none() | st.integers(0, 10**9).map(lambda ms: ms / 1000),
     prefix_caching=st.booleans(),
@@ -229,6 +231,9 @@ def test_finish_survives_the_wire(index: int, keep: int, reason: FinishReason) -
         step_fixed_s=finite,
         step_token_s=finite,
         step_prompt_tokens=counts,
+        running_adapters=st.lists(text, max_size=3).map(tuple),
+        waiting_adapters=st.lists(text, max_size=3).map(tuple),
+        max_loras=counts,
         classes=st.just(()) | st.tuples(*[st.builds(ClassLoad, counts, counts, counts)] * 3),
         counters=st.builds(
             EngineCounters,
@@ -278,12 +283,30 @@ def test_model_facts_survive_the_wire_with_the_types_of_their_defaults() -> None
         sampling_defaults={"temperature": 0.7, "top_k": 40, "do_sample": True, "note": "x"},
         digests={"model": "ab", "tokenizer": "cd"},
         decided=("threads: 2",),
+        adapters={"acme/sql": "ab" * 32, "b": "cd"},
         queue_policy="fair",
     )
     decoded = decode_model_info(pb.ModelFacts.FromString(encode_model_info(info).SerializeToString()))
     assert decoded == info
     kinds = {key: type(value) for key, value in decoded.sampling_defaults.items()}
     assert kinds == {"temperature": float, "top_k": int, "do_sample": bool, "note": str}
+
+
+@pytest.mark.parametrize(
+    ("adapters", "why"),
+    [
+        ({"a b": "ab"}, "'a b' is not a model name"),
+        ({"../x": "ab"}, "is not a model name"),
+        ({"a": ""}, "its digest is not hex"),
+        ({"a": "AB"}, "its digest is not hex"),
+        ({"a": "ab" * 65}, "its digest is not hex"),
+        ({f"a{number}": "ab" for number in range(MAX_ADAPTERS + 1)}, "adapters: 4097, more than 4096"),
+    ],
+)
+def test_adapters_of_another_form_or_too_many_are_malformed(adapters: dict[str, str], why: str) -> None:
+    facts = pb.ModelFacts(vocab_size=1, max_model_len=1, block_size=1, adapters=adapters)
+    with pytest.raises(MalformedFrame, match=why):
+        decode_model_info(facts)
 
 
 @dataclass(frozen=True)

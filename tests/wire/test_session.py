@@ -47,6 +47,7 @@ async def test_a_load_counts_only_the_submits_that_it_has_seen() -> None:
         on_hello=lambda _: None,
         on_load=lambda snapshot: loads.append(snapshot.num_waiting),
         on_weights_digest=lambda _: None,
+        on_adapters=lambda _: None,
         on_beat=lambda: None,
         clock=asyncio.get_running_loop().time,
     )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MAX_ADAPTERS = 4096
+"""An engine has at most this many: it sends all names after each change."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSource:

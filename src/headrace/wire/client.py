@@ -11,12 +11,12 @@ import logging
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from headrace.core.clock import Clock
-from headrace.core.errors import HeadraceError, InvalidRequest, Unavailable
+from headrace.core.errors import HeadraceError, InvalidRequest, Unavailable, counted
 from headrace.core.ids import RequestId
 from headrace.core.load import LoadSnapshot
 from headrace.core.model_info import ModelInfo, Numerics
@@ -230,6 +230,7 @@ class ReplicaClient:
                     on_hello=self._take_hello,
                     on_load=self._take_load,
                     on_weights_digest=self._take_weights_digest,
+                    on_adapters=self._take_adapters,
                     on_beat=self._log_state,
                     clock=self._clock,
                 )
@@ -282,6 +283,11 @@ class ReplicaClient:
             self.info = replace(self.info, model=self.info.model.with_weights_digest(digest))
             for stream in self._streams.values():
                 stream.numerics = self._numerics
+
+    def _take_adapters(self, adapters: Mapping[str, str]) -> None:
+        if self.info is not None:
+            self.info = replace(self.info, model=self.info.model.with_adapters(adapters))
+            log.info("replica %s has %s", self.name, counted(len(adapters), "adapter"))
 
     @property
     def _numerics(self) -> Numerics:

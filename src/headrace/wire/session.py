@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from headrace.core.load import LoadSnapshot
 from headrace.core.request import EngineRequest, PriorityClass
 from headrace.core.update import FinishReason
 from headrace.wire import headrace_pb2 as pb
-from headrace.wire.codec import decode_load, decode_rejected, encode_cancel, encode_finish, encode_submit
+from headrace.wire.codec import decode_adapters, decode_load, decode_rejected, encode_cancel, encode_finish, encode_submit
 from headrace.wire.codec.fields import PRIORITY_CLASS
 from headrace.wire.codec.request import set_remaining
 from headrace.wire.codec.update import UpdateRows, update_of
@@ -125,6 +125,7 @@ class Session:
         on_hello: Callable[[pb.EngineHello], None],
         on_load: Callable[[LoadSnapshot], None],
         on_weights_digest: Callable[[str], None],
+        on_adapters: Callable[[Mapping[str, str]], None],
         on_beat: Callable[[], None],
         clock: Clock,
     ) -> None:
@@ -134,6 +135,7 @@ class Session:
         self._on_hello = on_hello
         self._on_load = on_load
         self._on_weights_digest = on_weights_digest
+        self._on_adapters = on_adapters
         self._on_beat = on_beat
         self._clock = clock
         self._commands = UnwrittenCommands()
@@ -288,6 +290,8 @@ class Session:
             self.is_draining = True
         if frame.weights_digest:
             self._on_weights_digest(frame.weights_digest)
+        if frame.HasField("adapters"):
+            self._on_adapters(decode_adapters(frame.adapters.digests))
         if frame.HasField("updates"):
             await self._take_rows(UpdateRows(frame.updates, takes_prompt=self._takes_prompt))
         for rejected in frame.rejected:

@@ -239,7 +239,7 @@ async def test_a_heartbeat_that_dies_ends_the_process_and_is_logged_with_its_tra
             stop.soft.set_result("stopping")
         task = asyncio.create_task(_until_end(engine.service, thread, stop, config, told))  # type: ignore[arg-type]
         await asyncio.sleep(0.01)
-        engine.service._send_weights_digest = broken  # type: ignore[method-assign]
+        engine.service.announce = broken  # type: ignore[method-assign]
         async with asyncio.timeout(PATIENCE_S):
             code = await task
         assert code is (EngineExitCode.INTERRUPTED if is_draining else EngineExitCode.ENGINE_DIED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -121,6 +122,29 @@ async def test_a_stream_keeps_the_numerics_of_its_replica_as_they_are_learnt_and
         assert may_resume(numerics_digest(stream.numerics), engine.engine.info.numerics_digest)
 
 
+async def test_adapters_that_change_reach_every_gateway_and_decide_which_requests_are_taken() -> None:
+    """The last of two changes is what counts, an empty list too; a request for files that the engine has not may be sent elsewhere."""
+    async with served(FakeOptions(adapters={"a": "aa"})) as engine, connected(engine) as early:
+        assert early.info is not None
+        assert early.info.model.adapters == {"a": "aa"}
+
+        def change(adapters: dict[str, str]) -> None:
+            engine.engine.info = engine.engine.info.with_adapters(adapters)
+            engine.service.announce()
+
+        change({"a": "aa", "b": "bb"})
+        change({"a": "cc"})
+        await eventually(lambda: early.info is not None and early.info.model.adapters == {"a": "cc"})
+        for name, digest in (("a", "aa"), ("b", "bb")):
+            with pytest.raises(Unavailable, match=f"the adapter {name}"):
+                await read_all(early.submit(replace(request("r"), adapter=name, adapter_digest=digest)))
+        async with connected(engine) as late:
+            assert late.info is not None
+            assert late.info.model == engine.engine.info
+        change({})
+        await eventually(lambda: early.info is not None and early.info.model.adapters == {})
+
+
 class PeerDuringWhoseHello:
     """A gateway's call whose first read is its hello, and during whose first write `happens` is called; then it hangs up."""
 
@@ -148,7 +172,7 @@ async def test_a_weights_digest_that_is_learnt_while_a_hello_is_written_reaches_
 
         def learn() -> None:
             engine.engine.info = engine.engine.info.with_weights_digest("ab")
-            engine.service._send_weights_digest()
+            engine.service.announce()
 
         peer = PeerDuringWhoseHello(learn)
         await engine.service._connect(None, peer)
@@ -535,7 +559,6 @@ async def test_a_request_sent_again_after_its_cancel_hears_nothing_of_the_cancel
     [
         (pb.Submit(task=pb.TASK_EMBED), "task"),
         (pb.Submit(grammar=pb.Grammar(source="x")), "grammar"),
-        (pb.Submit(adapter_digest=b"a"), "adapter_digest"),
         (pb.Submit(kv_ticket=b"k"), "kv_ticket"),
         (pb.Submit(modality_digests=[b"m"]), "modality_digests"),
         (pb.Submit.FromString(UNKNOWN_FIELD), "submit"),

@@ -76,11 +76,12 @@ class EngineService:
         self._heartbeat: asyncio.Task[None] | None = None
         self._drained = asyncio.Event()
         self._wrong_token_due_s = -math.inf
+        self._announced = engine.info
         self.hello = pb.EngineHello(
             protocol_version=PROTOCOL_VERSION,
             instance_id=secrets.token_hex(8),
             replica=replica,
-            model=encode_model_info(engine.info),
+            model=encode_model_info(self._announced),
         )
         bridge.deliver = self._deliver
 
@@ -240,18 +241,26 @@ class EngineService:
     async def _beat(self) -> None:
         while True:
             self._report_and_wake()
-            self._send_weights_digest()
+            self.announce()
             for stream in self._streams:
                 stream.check_lease(HEARTBEAT_S, self._lease_s, self._max_unread)
             await asyncio.sleep(HEARTBEAT_S)
 
-    def _send_weights_digest(self) -> None:
-        digest = self._engine.info.numerics.get(WEIGHTS, "")
-        if digest == self.hello.model.numerics.get(WEIGHTS, ""):
+    def announce(self) -> None:
+        """Send every gateway what has changed since the last call: the weights' digest, the adapters. Each heartbeat calls it; a caller
+        that has just changed them may call it too.
+        """
+        info, before = self._engine.info, self._announced
+        if info is before:
             return
-        self.hello.model.CopyFrom(encode_model_info(self._engine.info))
+        self._announced = info
+        self.hello.model.CopyFrom(encode_model_info(info))
+        digest = info.numerics.get(WEIGHTS, "")
         for stream in self._streams:
-            stream.unsent.put_weights_digest(digest)
+            if digest != before.numerics.get(WEIGHTS, ""):
+                stream.unsent.put_weights_digest(digest)
+            if info.adapters != before.adapters:
+                stream.unsent.put_adapters(info.adapters)
             stream.wake()
 
     def _note_drained(self) -> None:

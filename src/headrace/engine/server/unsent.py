@@ -6,7 +6,7 @@ While one frame is being written, the later updates of each sequence are merged 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from headrace.core.load import LoadSnapshot
 from headrace.core.update import SequenceUpdate
@@ -37,6 +37,7 @@ class UnsentFrames:
         self._submits_seen = self._pings_seen = 0
         self._draining: str | None = None
         self._weights_digest = ""
+        self._adapters: Mapping[str, str] | None = None
         self._num_row_units = 0
         self._num_refusal_units = 0
 
@@ -46,7 +47,8 @@ class UnsentFrames:
 
     @property
     def is_empty(self) -> bool:
-        return not self._waiting and not self._rejected and self._load is None and self._draining is None and not self._weights_digest
+        has_facts = self._load is not None or self._draining is not None or self._weights_digest or self._adapters is not None
+        return not (has_facts or self.has_answers)
 
     @property
     def has_answers(self) -> bool:
@@ -75,6 +77,10 @@ class UnsentFrames:
     def put_weights_digest(self, digest: str) -> None:
         self._weights_digest = digest
 
+    def put_adapters(self, adapters: Mapping[str, str]) -> None:
+        """All of them: a list replaces one that waits."""
+        self._adapters = adapters
+
     def forget(self, handle: Handle) -> None:
         for key in [key for key in self._waiting if key[0] == handle]:
             self._num_row_units -= num_units(self._waiting.pop(key))
@@ -93,6 +99,10 @@ class UnsentFrames:
             frame.draining.reason = self._draining
             self._draining = None
         frame.weights_digest, self._weights_digest = self._weights_digest, ""
+        if self._adapters is not None:
+            frame.adapters.SetInParent()
+            frame.adapters.digests.update(self._adapters)
+            self._adapters = None
         return frame
 
     def _take_rejected(self) -> list[pb.Rejected]:

@@ -6,7 +6,7 @@ values live in core.
 
 from __future__ import annotations
 
-from headrace.wire.codec.engine_facts import decode_load, decode_model_info, encode_load, encode_model_info
+from headrace.wire.codec.engine_facts import decode_adapters, decode_load, decode_model_info, encode_load, encode_model_info
 from headrace.wire.codec.request import (
     check_known_fields,
     decode_cancel,
@@ -20,6 +20,7 @@ from headrace.wire.codec.update import decode_rejected, encode_rejected, encode_
 
 __all__ = [
     "check_known_fields",
+    "decode_adapters",
     "decode_cancel",
     "decode_finish",
     "decode_load",

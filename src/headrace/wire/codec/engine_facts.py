@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
+from headrace.core.adapters import MAX_ADAPTERS
 from headrace.core.load import LABELLED_COUNTERS, PLAIN_COUNTERS, STEP_BOUNDS_S, ClassLoad, EngineCounters, LoadSnapshot
 from headrace.core.model_info import KvGroup, ModelInfo
+from headrace.core.model_names import MODEL_NAME
 from headrace.core.request import PriorityClass
 from headrace.wire import headrace_pb2 as pb
-from headrace.wire.codec.fields import SameFields
+from headrace.wire.codec.fields import SameFields, printable
 from headrace.wire.service import MalformedFrame
 
 _OF_THE_ENGINE = ("costly_context", "token_flops", "pair_flops", "peak_read_bytes_per_s", "peak_flops_per_s")
-_FACTS = SameFields(ModelInfo, pb.ModelFacts, but=(*_OF_THE_ENGINE, "kv_groups", "sampling_defaults"))
+_FACTS = SameFields(ModelInfo, pb.ModelFacts, but=(*_OF_THE_ENGINE, "kv_groups", "sampling_defaults", "adapters"))
 _GROUP = SameFields(KvGroup, pb.KvGroup)
 
 
@@ -20,6 +24,7 @@ def encode_model_info(info: ModelInfo) -> pb.ModelFacts:
     return _FACTS.encode(
         info,
         kv_groups=[_GROUP.encode(group) for group in info.kv_groups],
+        adapters=info.adapters,
         sampling_defaults={key: _encode_scalar(key, value) for key, value in info.sampling_defaults.items()},
     )
 
@@ -33,8 +38,22 @@ def decode_model_info(message: pb.ModelFacts) -> ModelInfo:
     return _FACTS.decode(
         message,
         kv_groups=tuple(_GROUP.decode(group) for group in message.kv_groups),
+        adapters=decode_adapters(message.adapters),
         sampling_defaults={key: _decode_scalar(key, value) for key, value in message.sampling_defaults.items()},
     )
+
+
+_ADAPTER_DIGEST = re.compile("[0-9a-f]{2,128}")
+
+
+def decode_adapters(digests: Mapping[str, str]) -> dict[str, str]:
+    """Raises MalformedFrame."""
+    if len(digests) > MAX_ADAPTERS:
+        raise MalformedFrame(f"adapters: {len(digests)}, more than {MAX_ADAPTERS}")
+    for name, digest in digests.items():
+        if MODEL_NAME.fullmatch(name) is None or _ADAPTER_DIGEST.fullmatch(digest) is None:
+            raise MalformedFrame(f"adapters: {printable(name)!r} is not a model name, or its digest is not hex")
+    return dict(digests)
 
 
 def _encode_scalar(key: str, value: Any) -> pb.Scalar:
