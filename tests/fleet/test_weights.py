@@ -9,9 +9,9 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from headrace.bundled import bundled_path
+from headrace.bundled import FOLDER, bundled_path
 from headrace.core.errors import ConfigError
-from headrace.fleet.weights import ALLOWED_FILES, resolve_model
+from headrace.fleet.weights import ALLOWED_FILES, resolve_adapter, resolve_model
 
 pytestmark = pytest.mark.pure
 
@@ -44,6 +44,15 @@ def test_a_bundled_name_and_a_local_folder_need_no_network(bundled: Path, tmp_pa
     assert resolve_model("tiny", bundled=bundled) == bundled / "tiny"
     assert resolve_model(str(tmp_path / "secret"), bundled=bundled) == tmp_path / "secret"
     assert no_hub == []
+
+
+def test_an_adapter_is_bundled_or_a_folder(tmp_path: Path) -> None:
+    assert resolve_adapter("pirate") == FOLDER / "adapters" / "pirate"
+    assert resolve_adapter(str(tmp_path)) == tmp_path
+    (tmp_path / "file").touch()
+    for name in ("", "../adapters/pirate", "pirate/", "some/hub-id", "pirate\0", str(tmp_path / "file")):
+        with pytest.raises(ConfigError, match="there is no folder"):
+            resolve_adapter(name)
 
 
 def test_a_bundled_name_never_leaves_its_folder(bundled: Path) -> None:

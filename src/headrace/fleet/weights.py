@@ -1,4 +1,5 @@
-"""Finds or fetches the local folder of a model by its name: bundled, already here, made for a GGUF file, or a hub id.
+"""Finds or fetches the local folder of a model by its name: bundled, already here, made for a GGUF file, or a hub id; of an adapter the
+first two.
 
 From a hub, only weights in safetensors and text files are fetched: no code.
 """
@@ -9,7 +10,7 @@ import re
 from difflib import get_close_matches
 from pathlib import Path
 
-from headrace.bundled import FOLDER, bundled_names, bundled_path
+from headrace.bundled import FOLDER, bundled_adapter, bundled_names, bundled_path
 from headrace.core.errors import ConfigError
 from headrace.machine.folders import expanded
 from headrace.tensor.checkpoint.gguf.paths import is_gguf
@@ -45,6 +46,18 @@ def resolve_model(name_or_path: str, *, experimental: bool = False, bundled: Pat
             "model", reason, f"{_known(bundled, name_or_path)} To try the hub: headrace serve --experimental, or LLM(experimental=True)."
         )
     return _from_hub(name_or_path, bundled)
+
+
+def resolve_adapter(name_or_path: str) -> Path:
+    """A bundled name wins, as for models. Raises ConfigError."""
+    if (folder := bundled_adapter(name_or_path)) is not None:
+        return folder
+    path = expanded(name_or_path)
+    if not name_or_path or "\0" in name_or_path or not path.is_dir():
+        raise ConfigError(
+            "lora_path", f"there is no folder {name_or_path!r}", "Give a folder as PEFT saves it; adapters are not downloaded."
+        )
+    return path.resolve()
 
 
 def _is_path(name: str) -> bool:
