@@ -25,8 +25,13 @@ def check_model_names(where: str, name: str, aliases: Sequence[str], taken: set[
     where  path of the model's section
     """
     for key, each in [("name", name), *((f"aliases[{index}]", alias) for index, alias in enumerate(aliases))]:
-        if MODEL_NAME.fullmatch(each) is None:
-            raise ConfigError(f"{where}.{key}", f"{each!r} is not a model name", "Letters, digits and ._/:@- only, at most 256.")
-        if each in taken:
-            raise ConfigError(f"{where}.{key}", f"{each!r} is served twice", "Write another name for one of the models.")
-        taken.add(each)
+        check_free_name(f"{where}.{key}", each, taken)
+
+
+def check_free_name(where: str, name: str, taken: set[str]) -> None:
+    """Check a name that clients may ask for, and add it to `taken`. Raises ConfigError."""
+    if MODEL_NAME.fullmatch(name) is None:
+        raise ConfigError(where, f"{name!r} is not a model name", "Letters, digits and ._/:@- only, at most 256.")
+    if name in taken:
+        raise ConfigError(where, f"{name!r} is served twice", "Write another name for one of the models.")
+    taken.add(name)

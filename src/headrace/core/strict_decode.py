@@ -45,7 +45,7 @@ class UnknownKey(ConfigError):
         if (remedy := elsewhere.get(generic(where))) is not None:
             super().__init__(where, "is not a key any more", remedy)
             return
-        remedies = {name: elsewhere[path] for name in known if (path := joined(around, name)) in elsewhere}
+        remedies = {name: elsewhere[path] for name in known if (path := generic(joined(around, name))) in elsewhere}
         close = next(iter(get_close_matches(key, known, n=1)), None)
         self.nearest = None if close in remedies else close
         suggestion = f"Did you mean {close}?" if close else f"Known: {', '.join(name for name in known if name not in remedies)}."

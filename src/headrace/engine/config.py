@@ -10,8 +10,10 @@ import logging
 from dataclasses import dataclass, replace
 from functools import cache
 
+from headrace.core.adapters import MAX_ADAPTERS, AdapterSource
 from headrace.core.errors import ConfigError
 from headrace.core.model_info import LOAD_FORMATS
+from headrace.core.model_names import check_free_name
 from headrace.core.option import Option, Reload, Role, by_device, check_options, option, options, required
 from headrace.machine.gpus import Gpus, find_gpus
 from headrace.policy.queues import QUEUES
@@ -161,6 +163,18 @@ class EngineConfig:
         "auto", "`auto`: a GPU on which a first kernel runs, else the CPU ([gpu.md](gpu.md)).", one_of=DEVICES, is_common=True
     )
     seed: int = option(0, "Of random weights (`load_format: dummy`).")
+    enable_lora: bool = option(
+        False,
+        "Serve LoRA adapters beside the model ([adapters.md](adapters.md)). Memory is set aside for them, and steps with adapters take "
+        "longer; steps without are as before.",
+        is_common=True,
+    )
+    lora_modules: tuple[AdapterSource, ...] = option((), "Its adapters: `name`, and `path` of a folder as PEFT saves it.", flags=())
+    max_loras: int = option(8, "Most adapters that unfinished requests use at once; requests for more wait.", low=1, high=MAX_ADAPTERS)
+    max_cpu_loras: int | None = option(
+        None, "Most adapters kept in memory: one that is not is read again from its folder.", shown="`max_loras`", low=1, high=MAX_ADAPTERS
+    )
+    max_lora_rank: int = option(16, "Highest rank of an adapter: memory is set aside for `max_loras` of it.", low=1, high=512)
 
     def checked(self) -> EngineConfig:
         """The value for this machine, if its rules hold. Raises ConfigError naming the option, the value and the remedy."""
@@ -180,7 +194,20 @@ class EngineConfig:
                 f"{config.max_num_batched_tokens} is less than max_num_seqs ({config.max_num_seqs})",
                 "Every running sequence needs one token per step.",
             )
+        config._check_adapters()
         return config
+
+    def _check_adapters(self) -> None:
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            reason = f"{self.max_cpu_loras} is less than max_loras ({self.max_loras})"
+            raise ConfigError("max_cpu_loras", reason, "Every adapter in use is in memory.")
+        if self.lora_modules and not self.enable_lora:
+            raise ConfigError("lora_modules", "names adapters, and enable_lora is off", "Set enable_lora.")
+        if len(self.lora_modules) > MAX_ADAPTERS:
+            raise ConfigError("lora_modules", f"has {len(self.lora_modules)} adapters, more than {MAX_ADAPTERS}")
+        names: set[str] = set()
+        for index, adapter in enumerate(self.lora_modules):
+            check_free_name(f"lora_modules[{index}].name", adapter.name, names)
 
     def on_this_machine(self) -> EngineConfig:
         return resolve(self, _gpus_here() if self.device == "auto" else Gpus())

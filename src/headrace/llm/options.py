@@ -63,7 +63,7 @@ VLLM_NAMES = {
     "queue_policy": "scheduling_policy",
 }
 
-ENGINE_FIELDS = {VLLM_NAMES.get(field, field): field for field, _ in options(EngineConfig) if field != "model"}
+ENGINE_FIELDS = {VLLM_NAMES.get(field, field): field for field, _ in options(EngineConfig) if field != "model" and "lora" not in field}
 
 
 def described(keywords: Collection[str]) -> str:

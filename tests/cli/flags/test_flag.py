@@ -18,7 +18,7 @@ from headrace.engine.config import EngineConfig
 
 pytestmark = pytest.mark.pure
 
-WITHOUT_A_FLAG = {"model", "max_waiting", "max_waiting_per_tenant"}
+WITHOUT_A_FLAG = {"model", "lora_modules", "max_waiting", "max_waiting_per_tenant"}
 
 
 def given_by(*arguments: str) -> Mapping[str, object]:

@@ -97,7 +97,7 @@ def test_the_next_flag_is_never_taken_for_a_missing_value(name: str, rest: list[
 
 
 @pytest.mark.parametrize(
-    "word", ["--disable-uvicorn-access-log=", "--disable-uvicorn-access-log=x", "--no-enable-lora=x", "--disable-log-stats=1"]
+    "word", ["--disable-uvicorn-access-log=", "--disable-uvicorn-access-log=x", "--no-calculate-kv-scales=x", "--disable-log-stats=1"]
 )
 def test_a_value_after_a_flag_without_one_is_refused(word: str) -> None:
     with pytest.raises(UsageRefused, match=f"^{word}: the flag takes no value"):
@@ -106,7 +106,7 @@ def test_a_value_after_a_flag_without_one_is_refused(word: str) -> None:
 
 def test_true_and_false_after_a_flag_without_a_value_are_done() -> None:
     """`--disable-uvicorn-access-log=false` turned the log off."""
-    assert translated(["serve", "--disable-uvicorn-access-log=false", "--enable-lora=false"]) == (["serve"], [])
+    assert translated(["serve", "--disable-uvicorn-access-log=false", "--calculate-kv-scales=false"]) == (["serve"], [])
     assert translated(["serve", "--disable-uvicorn-access-log=true"]) == (["serve", "--request-log", "off"], [])
 
 
@@ -151,7 +151,7 @@ def test_the_documentation_says_of_each_flag_what_the_command_does() -> None:
 def test_other_words_are_left_to_the_parser() -> None:
     arguments = ["serve", "m", "--port", "1", "--max-modl-len", "5"]
     assert translated(arguments) == (arguments, [])
-    assert translated(["chat", "--", "--enable-lora"]) == (["chat", "--", "--enable-lora"], [])
+    assert translated(["chat", "--", "--trust-remote-code"]) == (["chat", "--", "--trust-remote-code"], [])
 
 
 @pytest.mark.parametrize("flag", sorted(flag for flag in TAKEN if flag.startswith("--")))

@@ -139,4 +139,4 @@ def shown(value: object, where: str = "") -> object:
         return plain
     if isinstance(value, Mapping):
         return {name: shown(item) for name, item in value.items()}
-    return [shown(item) for item in value] if isinstance(value, tuple | list) else value
+    return [shown(item, f"{where}[N]") for item in value] if isinstance(value, tuple | list) else value

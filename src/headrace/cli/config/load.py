@@ -25,7 +25,7 @@ from headrace.cli.flags.flag import NO_FLAGS, GivenFlags
 from headrace.core.differences import differences
 from headrace.core.errors import ConfigError
 from headrace.core.option import Leaf, leaves
-from headrace.core.strict_decode import UnknownKey, decode, generic, inner, key_of
+from headrace.core.strict_decode import UnknownKey, decode, generic, inner, joined, key_of
 from headrace.fleet.config import FleetConfig
 from headrace.gateway.access.principal import OPEN_ACCESS
 from headrace.gateway.config import GatewayConfig
@@ -44,6 +44,7 @@ ELSEWHERE = {
     "gateway.timeouts.drain_s": "Set drain_timeout_s at the top level.",
     "gateway.limits.max_text_workers": "Each gateway worker has one or two: set gateway.workers.",
     "gateway.limits.max_prompt_bytes": "A sixteenth of the memory is for prompts: limit the process's memory, or set max_requests.",
+    "models[N].engine.lora_modules": "Name adapters in models[N].adapters.",
     "gateway.limits.max_answer_bytes": "Answers may hold 40 MiB: set max_requests, or max_tenant_share.",
 }
 """Keys of the packages' configs that are computed from other keys, or have one good value -> what to do instead."""
@@ -131,11 +132,25 @@ def _fill(raw: Raw, default_model: str | None) -> None:
 def _refuse_computed(raw: Raw) -> None:
     for path, remedy in ELSEWHERE.items():
         *sections, name = path.split(".")
-        section: object = raw
-        for each in sections:
-            section = section.get(each) if isinstance(section, dict) else None
-        if isinstance(section, dict) and name in section:
-            raise ConfigError(path, "is not set here", remedy)
+        for where, section in _sections(raw, sections):
+            if isinstance(section, dict) and name in section:
+                raise ConfigError(joined(where, name), "is not set here", remedy)
+
+
+def _sections(place: object, steps: Sequence[str], where: str = "") -> Iterator[tuple[str, object]]:
+    """The values at a path, with the paths of each: one, or several where a step ends with [N]."""
+    if not steps:
+        yield where, place
+    elif isinstance(place, dict):
+        key = steps[0].removesuffix("[N]")
+        path, value = joined(where, key), place.get(key)
+        found = (
+            [(path, value)]
+            if key == steps[0]
+            else [(f"{path}[{n}]", item) for n, item in enumerate(value if isinstance(value, list) else [])]
+        )
+        for inner_path, each in found:
+            yield from _sections(each, steps[1:], inner_path)
 
 
 def _with_hashed_keys(gateway: GatewayConfig) -> GatewayConfig:

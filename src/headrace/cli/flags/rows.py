@@ -51,6 +51,8 @@ def _text(path: Path) -> tuple[str]:
 def _engine_flags() -> Iterator[CommandFlag]:
     hints = get_type_hints(EngineConfig)
     for name, option in options(EngineConfig):
+        if name == "lora_modules":  # each command declares its own
+            continue
         kind = bool if option.switch else next(kind for kind in (bool, int, float, str) if hints[name] in (kind, kind | None))
         word = name.replace("_", "-")
         made = f"--{word}/--no-{word}" if kind is bool else f"--{word}"

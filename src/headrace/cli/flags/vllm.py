@@ -123,10 +123,7 @@ TABLE: dict[str, RefusedFlag | IgnoredFlag | TranslatedFlag] = {
     "-pp": RefusedFlag(_PARALLEL, tuple(map(str, RUN_PP))),
     "--enable-expert-parallel": RefusedFlag(_PARALLEL, None),
     "--distributed-executor-backend": RefusedFlag(_PARALLEL, ("mp", "uni")),
-    "--enable-lora": RefusedFlag(REMEDIES["enable_lora"], None),
     "--lora-modules": RefusedFlag(REMEDIES["lora_modules"]),
-    "--max-loras": RefusedFlag(REMEDIES["max_loras"]),
-    "--max-lora-rank": RefusedFlag(REMEDIES["max_lora_rank"]),
     "--tool-parser-plugin": RefusedFlag("Code named on a command line is never loaded; --tool-call-parser names a known form of calls."),
     "--reasoning-parser-plugin": RefusedFlag("Code named on a command line is never loaded; --reasoning-parser names a known form."),
     "--structured-outputs-config": RefusedFlag("The only backend is llguidance; a request says what its output must match."),
@@ -203,7 +200,7 @@ def translated(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _entry_of(name: str) -> tuple[RefusedFlag | IgnoredFlag | TranslatedFlag | None, bool]:
-    """The flag's row, and whether it is written with `--no-`: `--no-enable-lora` asks for what Headrace does anyway."""
+    """The flag's row, and whether it is written with `--no-`: `--no-enable-expert-parallel` asks for what Headrace does anyway."""
     if name in TABLE or not name.startswith("--no-"):
         return TABLE.get(name), False
     entry = TABLE.get(f"--{name.removeprefix('--no-')}")
