@@ -104,6 +104,8 @@ class ListArguments(NamedTuple):
 
 
 class LaunchEntry(NamedTuple):
+    """workers: 0 passes the kernel over; `RecordedLaunches.set_workers` may change that."""
+
     kernel: int
     arguments: int
     workers: int
@@ -123,6 +125,8 @@ def _run_list(arguments: int, worker: int, workers: int) -> None:
         return
     for index in range(a.num_entries):
         each: LaunchEntry = read_arguments(LaunchEntry, a.entries + 8 * ENTRY_WORDS * index)
+        if each.workers == 0:
+            continue
         needed = min(each.workers, team)
         if index > 0 and max(needed, before) > 1:  # consecutive kernels of one worker need no barrier
             arrivals += team
