@@ -47,6 +47,7 @@ ABOVE_THE_SEAM = (
 )
 
 RUNNER_SIDE = (
+    "engine.adapters",
     "engine.grammar",
     "engine.config",
     "engine.failpoints",
@@ -80,6 +81,7 @@ FLOORS: dict[str, Floor] = {
     "headrace.tensor.kernels.gpu": Floor(_ours("core", "machine", "tensor.host", "tensor.kernels"), ("torch", "triton")),
     # 3 engine: the loop knows no tensor, the runner no socket
     "headrace.engine": Floor(_ours("core", "machine", "policy", "tensor", "wire", "observe")),
+    "headrace.engine.adapters": Floor(_ours("core", "policy")),
     "headrace.engine.config": Floor(_ours("core", "machine", "policy.queues", "tensor.backends", "tensor.checkpoint.formats.names")),
     "headrace.engine.failpoints": Floor(_ours("core")),
     "headrace.engine.grammar": Floor(_ours("core", "machine", "text.tokenizer"), (), ("llguidance",)),
@@ -87,9 +89,19 @@ FLOORS: dict[str, Floor] = {
         _ours("core", "tensor.sampling", "engine.failpoints", "engine.grammar", "engine.runner.masks"), ("numpy",), ("llguidance",)
     ),
     "headrace.engine.inbox": Floor(_ours("core")),
-    "headrace.engine.load_board": Floor(_ours("core", "policy", "engine.inbox", "engine.steps", "engine.utilisation")),
+    "headrace.engine.load_board": Floor(_ours("core", "policy", "engine.adapters", "engine.inbox", "engine.steps", "engine.utilisation")),
     "headrace.engine.loop": Floor(
-        _ours("core", "policy", *(f"engine.{name}" for name in ("inbox", "load_board", "preparation", "recovery", "steps", "utilisation")))
+        _ours(
+            "core",
+            "policy",
+            "engine.adapters",
+            "engine.inbox",
+            "engine.load_board",
+            "engine.preparation",
+            "engine.recovery",
+            "engine.steps",
+            "engine.utilisation",
+        )
     ),
     "headrace.engine.utilisation": Floor(_ours("core", "machine")),
     "headrace.engine.preparation": Floor(_ours("core", "policy", "engine.recovery")),
@@ -204,6 +216,7 @@ FLOORS: dict[str, Floor] = {
             "wire",
             "observe",
             "policy",
+            "engine.adapters",
             "engine.config",
             "engine.loop",
             "engine.steps",

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from headrace.core.errors import ConfigError
+from headrace.core.model_names import check_free_name
 
 MAX_ADAPTERS = 4096
 """An engine has at most this many: it sends all names after each change."""
@@ -17,3 +21,12 @@ class AdapterSource:
     name: str
     path: str
     is_optional: bool = False
+
+
+def check_adapters(sources: Sequence[AdapterSource]) -> None:
+    """Raises ConfigError for a name that is invalid or taken, and for too many."""
+    if len(sources) > MAX_ADAPTERS:
+        raise ConfigError("lora_modules", f"has {len(sources)} adapters, more than {MAX_ADAPTERS}")
+    names: set[str] = set()
+    for index, source in enumerate(sources):
+        check_free_name(f"lora_modules[{index}].name", source.name, names)

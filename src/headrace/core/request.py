@@ -6,6 +6,7 @@ The sizes in bytes were measured on CPython 3.11; a test compares the estimates 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -16,6 +17,8 @@ from headrace.core.ids import RequestId
 from headrace.core.sampling import MAX_N, SamplingParams, check_token_ids
 
 REQUEST_BYTES = 1024
+
+_DIGEST = re.compile(r"(?:[0-9a-f]{2}){1,64}")
 
 
 SEQUENCE_BYTES = 1400
@@ -134,8 +137,8 @@ class EngineRequest:
             raise InvalidRequest("output_ids", "n = 1 on a resumed request", self.params.n)
         if not 0 <= self.first_index <= MAX_N - self.params.n:
             raise InvalidRequest("first_index", f"0 <= first_index <= {MAX_N} - n ({self.params.n})", self.first_index)
-        if self.adapter is not None:
-            raise InvalidRequest("adapter", "no adapter: this engine serves the base model only", self.adapter)
+        if (_DIGEST.fullmatch(self.adapter_digest) is None) if self.adapter is not None else self.adapter_digest:
+            raise InvalidRequest("adapter_digest", "that of the adapter in hexadecimal, and none without an adapter", self.adapter_digest)
         if self.grammar is not None:
             self._check_grammar(self.grammar)
         self.tier.check()

@@ -9,9 +9,11 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from headrace.core.clock import Clock
 from headrace.core.model_info import ModelInfo
+from headrace.engine.adapters.preparer import AdapterPreparer
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine, Outbox
 from headrace.engine.preparation import Preparer
@@ -127,11 +129,15 @@ def assemble(
     block_key: str = "",
     clock: Clock = time.monotonic,
     preparer: Preparer | None = None,
+    adapters: AdapterPreparer[Any] | None = None,
     meter: EngineMeter | None = None,
 ) -> Engine:
     scheduler = make_scheduler(config, info, block_key=block_key)
     info = replace(info, queue_policy=config.queue_policy)
-    return Engine(scheduler, runner, info=info, outbox=outbox, preparer=preparer, clock=clock, meter=meter)
+    engine = Engine(scheduler, runner, info=info, outbox=outbox, preparer=preparer, adapters=adapters, clock=clock, meter=meter)
+    if adapters is not None:
+        adapters.attach(engine)
+    return engine
 
 
 def build_engine(config: EngineConfig, outbox: Outbox) -> Engine:
@@ -166,7 +172,7 @@ def _write_all(engine: Engine, unwritten: Pieces) -> None:
 
 def _end_start(engine: Engine, weights: Callable[[], str] | None, unwritten: Pieces | None) -> None:
     if weights is not None:
-        engine.info = engine.info.with_weights_digest(weights())
+        engine.set_weights_digest(weights())
     if unwritten is not None:
         do_while_idle(unwritten, is_idle=lambda: engine.is_idle, is_over=lambda: engine.is_stopping)
         unwritten.close()
@@ -181,6 +187,8 @@ def _build(config: EngineConfig, outbox: Outbox, block_key: str = "") -> tuple[E
 
         built = build(config, packed)
     meter = EngineMeter(built.info, built.read_gpu)
-    engine = assemble(config, built.runner, built.info, outbox, block_key=block_key, preparer=built.preparer, meter=meter)
+    engine = assemble(
+        config, built.runner, built.info, outbox, block_key=block_key, preparer=built.preparer, adapters=built.adapters, meter=meter
+    )
     built.preparer.attach(engine)
     return engine, built.weights, built.unwritten

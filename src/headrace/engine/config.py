@@ -10,10 +10,9 @@ import logging
 from dataclasses import dataclass, replace
 from functools import cache
 
-from headrace.core.adapters import MAX_ADAPTERS, AdapterSource
+from headrace.core.adapters import MAX_ADAPTERS, AdapterSource, check_adapters
 from headrace.core.errors import ConfigError
 from headrace.core.model_info import LOAD_FORMATS
-from headrace.core.model_names import check_free_name
 from headrace.core.option import Option, Reload, Role, by_device, check_options, option, options, required
 from headrace.machine.gpus import Gpus, find_gpus
 from headrace.policy.queues import QUEUES
@@ -174,7 +173,11 @@ class EngineConfig:
     max_cpu_loras: int | None = option(
         None, "Most adapters kept in memory: one that is not is read again from its folder.", shown="`max_loras`", low=1, high=MAX_ADAPTERS
     )
-    max_lora_rank: int = option(16, "Highest rank of an adapter: memory is set aside for `max_loras` of it.", low=1, high=512)
+    max_lora_rank: int = option(16, "Highest rank of an adapter: memory is set aside for `max_cpu_loras` of it.", low=1, high=512)
+
+    @property
+    def num_cpu_loras(self) -> int:
+        return self.max_cpu_loras or self.max_loras
 
     def checked(self) -> EngineConfig:
         """The value for this machine, if its rules hold. Raises ConfigError naming the option, the value and the remedy."""
@@ -203,11 +206,7 @@ class EngineConfig:
             raise ConfigError("max_cpu_loras", reason, "Every adapter in use is in memory.")
         if self.lora_modules and not self.enable_lora:
             raise ConfigError("lora_modules", "names adapters, and enable_lora is off", "Set enable_lora.")
-        if len(self.lora_modules) > MAX_ADAPTERS:
-            raise ConfigError("lora_modules", f"has {len(self.lora_modules)} adapters, more than {MAX_ADAPTERS}")
-        names: set[str] = set()
-        for index, adapter in enumerate(self.lora_modules):
-            check_free_name(f"lora_modules[{index}].name", adapter.name, names)
+        check_adapters(self.lora_modules)
 
     def on_this_machine(self) -> EngineConfig:
         return resolve(self, _gpus_here() if self.device == "auto" else Gpus())

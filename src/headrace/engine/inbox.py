@@ -52,6 +52,7 @@ class Finish:
 class Satisfied:
     preparation_id: PreparationId
     what: str
+    adapter_slot: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,12 +30,14 @@ class KvSizing:
 class KvMemoryBudget:
     """weight_bytes      count towards `memory_fraction`
     activation_bytes  reserved for a step's tensors
+    adapter_bytes     reserved for adapters
     """
 
     available_bytes: int
     source: str
     weight_bytes: int
     activation_bytes: int
+    adapter_bytes: int = 0
 
 
 def size_kv(config: EngineConfig, groups: tuple[KvGroup, ...], max_model_len: int, budget: KvMemoryBudget) -> KvSizing:
@@ -124,11 +126,12 @@ def _full_blocks(pools: _Pools, budget: KvMemoryBudget) -> tuple[int, str]:
     if config.kv_cache_bytes is not None:
         return pools.within(config.kv_cache_bytes), f"KV memory: {describe_bytes(config.kv_cache_bytes)}, as kv_cache_bytes says"
     total = budget.available_bytes + budget.weight_bytes
-    kv_bytes = int(config.memory_fraction * total) - budget.weight_bytes - budget.activation_bytes
+    kv_bytes = int(config.memory_fraction * total) - budget.weight_bytes - budget.activation_bytes - budget.adapter_bytes
     free, weights, step = (describe_bytes(n) for n in (budget.available_bytes, budget.weight_bytes, budget.activation_bytes))
+    adapters = f"- {describe_bytes(budget.adapter_bytes)} for {config.num_cpu_loras} adapters " if budget.adapter_bytes else ""
     line = (
         f"KV memory: {config.memory_fraction:g} x ({free} free by {budget.source} + {weights} weights) - weights - {step} for a step "
-        f"= {describe_bytes(kv_bytes)}"
+        f"{adapters}= {describe_bytes(kv_bytes)}"
     )
     within, enough = pools.within(kv_bytes), config.max_num_seqs * pools.blocks_for(pools.max_model_len)
     if enough < within:
@@ -137,19 +140,20 @@ def _full_blocks(pools: _Pools, budget: KvMemoryBudget) -> tuple[int, str]:
 
 
 def _check_fits(pools: _Pools, full_blocks: int, budget: KvMemoryBudget) -> None:
-    config, needed = pools.config, pools.num_bytes(full_blocks)
-    if needed <= budget.available_bytes:
+    config, needed, free = pools.config, pools.num_bytes(full_blocks), budget.available_bytes - budget.adapter_bytes
+    if needed <= free:
         return
     if config.num_kv_blocks is not None:
-        option, most = "num_kv_blocks", f"{1 + max(0, pools.within(budget.available_bytes)):,}"
+        option, most = "num_kv_blocks", f"{1 + max(0, pools.within(free)):,}"
     elif config.kv_cache_bytes is not None:
-        option, most = "kv_cache_bytes", f"{budget.available_bytes:,}"
+        option, most = "kv_cache_bytes", f"{free:,}"
     else:
         return
+    adapters = f", without the {describe_bytes(budget.adapter_bytes)} for adapters" if budget.adapter_bytes else ""
     raise ConfigError(
         option,
-        f"{needed:,} bytes ({describe_bytes(needed)}) of KV cache do not fit the {budget.available_bytes:,} bytes "
-        f"({describe_bytes(budget.available_bytes)}) that are free by {budget.source}",
+        f"{needed:,} bytes ({describe_bytes(needed)}) of KV cache do not fit the {free:,} bytes ({describe_bytes(free)}) that are free by "
+        f"{budget.source}{adapters}",
         f"Use at most {most}, leave the option out, or free memory.",
     )
 

@@ -6,9 +6,11 @@ Ages are computed when a load is read: a step or a loop that hangs shows in them
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from headrace.core.clock import Clock
 from headrace.core.load import LoadSnapshot, plus, summed
+from headrace.engine.adapters.preparer import AdapterPreparer, AdapterUse
 from headrace.engine.inbox import Inbox, SubmittedWork
 from headrace.engine.steps import StepQueue
 from headrace.engine.utilisation import NO_USE, EngineMeter
@@ -25,8 +27,17 @@ class _Published:
 class LoadBoard:
     """Holds the last published load, and reads it together with what came since."""
 
-    def __init__(self, scheduler: Scheduler, inbox: Inbox, steps: StepQueue, clock: Clock, meter: EngineMeter | None = None) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        inbox: Inbox,
+        steps: StepQueue,
+        clock: Clock,
+        meter: EngineMeter | None = None,
+        adapters: AdapterPreparer[Any] | None = None,
+    ) -> None:
         self._meter = meter
+        self._adapters = adapters
         self._num_running_highest = 0
         self._scheduler = scheduler
         self._inbox = inbox
@@ -39,6 +50,7 @@ class LoadBoard:
         classes, costs = scheduler.class_loads, self._steps.costs
         total = summed(classes)
         self._num_running_highest = max(self._num_running_highest, total.num_running)
+        adapters = AdapterUse() if self._adapters is None else self._adapters.use
         load = LoadSnapshot(
             num_running=total.num_running,
             num_waiting=total.num_waiting,
@@ -54,6 +66,9 @@ class LoadBoard:
             step_prompt_tokens=scheduler.step_prompt_tokens,
             classes=classes,
             num_running_highest=self._num_running_highest,
+            running_adapters=adapters.running,
+            waiting_adapters=adapters.waiting,
+            max_loras=0 if self._adapters is None else self._adapters.max_loras,
         )
         self._published = _Published(load, self._inbox.taken, self._clock())
 

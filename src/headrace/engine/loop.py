@@ -7,13 +7,16 @@ loop imports no tensor.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import Any
 
+from headrace.core.adapters import AdapterSource
 from headrace.core.clock import Clock
-from headrace.core.errors import EngineFatal, HeadraceError, InvalidRequest, Overloaded, QueueFull, SequenceFailed
+from headrace.core.errors import ConfigError, EngineFatal, HeadraceError, InvalidRequest, Overloaded, QueueFull, SequenceFailed, Unavailable
 from headrace.core.ids import PreparationId, RequestId
 from headrace.core.load import FailureKind, LoadSnapshot
 from headrace.core.model_info import ModelInfo
@@ -21,9 +24,10 @@ from headrace.core.plan import Plan, Result
 from headrace.core.plan_codec import dump_plans
 from headrace.core.request import EngineRequest
 from headrace.core.update import FinishReason, Rejected, SequenceUpdate
+from headrace.engine.adapters.preparer import AdapterPreparer
 from headrace.engine.inbox import Cancel, Finish, Inbox, Message, PrerequisiteFailed, Refuse, Satisfied, Submit, Wake
 from headrace.engine.load_board import LoadBoard
-from headrace.engine.preparation import NothingToPrepare, Preparations, Preparer
+from headrace.engine.preparation import Preparations, Preparer, Preparers
 from headrace.engine.recovery import Failures, Recovery
 from headrace.engine.steps import Runner, StepQueue, UncommittedStep
 from headrace.engine.utilisation import EngineMeter, StepWork
@@ -54,6 +58,7 @@ class Engine:
         info: ModelInfo,
         outbox: Outbox,
         preparer: Preparer | None = None,
+        adapters: AdapterPreparer[Any] | None = None,
         clock: Clock = time.monotonic,
         meter: EngineMeter | None = None,
     ) -> None:
@@ -66,10 +71,12 @@ class Engine:
         self._inbox = Inbox(scheduler.config.max_waiting_bytes)
         self._steps = StepQueue(runner, clock)
         self._work = StepWork(info)
-        self._load = LoadBoard(scheduler, self._inbox, self._steps, clock, meter)
+        self._adapters = adapters
+        self._info_changes = threading.Lock()
+        self._load = LoadBoard(scheduler, self._inbox, self._steps, clock, meter, adapters)
         self._plan_failures = 0
         self._failures = Failures(lambda: scheduler.sequences.counters, clock)
-        self._preparations = Preparations(preparer or NothingToPrepare(), self._failures)
+        self._preparations = Preparations(Preparers(preparer, adapters), self._failures)
         self._recovery = Recovery(scheduler, self._compute, self._failures, clock)
         self.closing = ExitStack()
         self.closing.callback(lambda: self._steps.runner.close())
@@ -93,14 +100,29 @@ class Engine:
     def finish(self, request_id: RequestId, index: int, keep_tokens: int, reason: FinishReason = FinishReason.STOP) -> None:
         self._inbox.put(Finish(request_id, index, keep_tokens, reason))
 
-    def satisfied(self, preparation_id: PreparationId, what: str) -> None:
+    def satisfied(self, preparation_id: PreparationId, what: str, adapter_slot: int = 0) -> None:
         check_prerequisite(what)
-        self._inbox.put(Satisfied(preparation_id, what))
+        self._inbox.put(Satisfied(preparation_id, what, adapter_slot))
 
     def failed(self, preparation_id: PreparationId, what: str, error: Exception) -> None:
         """A HeadraceError is sent to the client, any other is logged."""
         check_prerequisite(what)
         self._inbox.put(PrerequisiteFailed(preparation_id, what, error))
+
+    def set_adapters(self, sources: Sequence[AdapterSource]) -> None:
+        """Replace the adapters that may be asked for; `info` names them from then on. All or nothing. Reads files, and blocks meanwhile.
+
+        Raises ConfigError, CheckpointError.
+        """
+        if self._adapters is None:
+            raise ConfigError("lora_modules", "this engine has no adapters", "Start it with enable_lora.")
+        with self._info_changes:
+            self._adapters.set(sources)
+            self.info = self.info.with_adapters(self._adapters.digests)
+
+    def set_weights_digest(self, digest: str) -> None:
+        with self._info_changes:
+            self.info = self.info.with_weights_digest(digest)
 
     def stop(self) -> None:
         self._stopping = True
@@ -177,8 +199,10 @@ class Engine:
         self._next_check = self._clock() + CHECK_INTERVAL_S
         try:
             self.scheduler.check()
+            if self._adapters is not None:
+                self._adapters.check()
         except Exception as error:
-            raise EngineFatal(f"the idle engine's sequences, slots and blocks do not add up: {error!r:.200}") from error
+            raise EngineFatal(f"the idle engine's sequences, slots, blocks and adapters do not add up: {error!r:.200}") from error
 
     def _take_messages(self) -> None:
         while (message := self._inbox.take()) is not None:
@@ -203,8 +227,8 @@ class Engine:
                 self._sequences.cancel(request_id, self._clock())
             case Finish(request_id, index, keep_tokens, reason):
                 self._sequences.finish(request_id, index, keep_tokens, reason, self._clock())
-            case Satisfied(preparation_id, what):
-                self._sequences.satisfied(preparation_id, what)
+            case Satisfied(preparation_id, what, adapter_slot):
+                self._sequences.satisfied(preparation_id, what, adapter_slot)
             case PrerequisiteFailed(preparation_id, what, error):
                 self._end_unprepared(preparation_id, what, error)
             case Wake():
@@ -220,7 +244,7 @@ class Engine:
             raise
 
     def _end_unprepared(self, preparation_id: PreparationId, what: str, error: Exception) -> None:
-        if isinstance(error, InvalidRequest | Overloaded):
+        if isinstance(error, InvalidRequest | Overloaded | Unavailable):
             if (request := self._sequences.withdraw(preparation_id, self._clock())) is not None:
                 self._reject(request, error)
             return

@@ -6,6 +6,7 @@ Each request has its own `PreparationId`, so that a late answer for a cancelled 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from typing import Protocol
 
 from headrace.core.errors import EngineFatal, InvalidRequest
@@ -28,17 +29,35 @@ class Preparer(Protocol):
     def close(self) -> None: ...
 
 
-class NothingToPrepare:
+class Preparers:
+    """The preparers of one engine, as one: a request may need several. What none of them prepares is refused by name."""
+
+    def __init__(self, grammars: Preparer | None, adapters: Preparer | None) -> None:
+        self._grammars, self._adapters = grammars, adapters
+        self._preparers = [each for each in (grammars, adapters) if each is not None]
+
     def begin(self, request: EngineRequest, preparation_id: PreparationId) -> Mapping[str, float]:
-        if request.grammar is not None:
+        if request.grammar is not None and self._grammars is None:
             raise InvalidRequest("grammar", "none: this engine compiles no grammars", request.grammar.kind.value)
-        return {}
+        if request.adapter is not None and self._adapters is None:
+            raise InvalidRequest("adapter", "none: this engine serves the base model only", request.adapter, "Start it with enable_lora.")
+        needs: dict[str, float] = {}
+        with ExitStack() as unless_begun:
+            for each in self._preparers:
+                needs.update(each.begin(request, preparation_id))
+                unless_begun.callback(each.end, preparation_id)
+            unless_begun.pop_all()
+        return needs
 
     def end(self, preparation_id: PreparationId) -> None:
-        pass
+        with ExitStack() as stack:
+            for each in self._preparers:
+                stack.callback(each.end, preparation_id)
 
     def close(self) -> None:
-        pass
+        with ExitStack() as stack:
+            for each in self._preparers:
+                stack.callback(each.close)
 
 
 class Preparations:

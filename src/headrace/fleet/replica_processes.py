@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, count
 from pathlib import Path
 
-from headrace.core.adapters import AdapterSource
 from headrace.core.backoff import Backoff
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.fleet.config import FleetConfig, ModelSpec
@@ -154,18 +153,10 @@ class ReplicaProcesses(Mapping[str, ReplicaProcess]):
     def __len__(self) -> int:
         return len(self._by_name)
 
-    def make(
-        self,
-        config: FleetConfig,
-        deployment: Deployment,
-        replica: PlannedReplica,
-        spec: ModelSpec,
-        replaces: str,
-        adapters: Sequence[AdapterSource],
-    ) -> None:
+    def make(self, config: FleetConfig, deployment: Deployment, replica: PlannedReplica, spec: ModelSpec, replaces: str) -> None:
         """Raises ConfigError if the file cannot be written."""
-        share, number = self._share(deployment, replaces), next(self._numbers)
-        files = write_engine_file(config, spec, self._folder, name=replica.name, number=number, share=share, adapters=adapters)
+        share = self._share(deployment, replaces)
+        files = write_engine_file(config, spec, self._folder, name=replica.name, number=next(self._numbers), share=share)
         keeper = ProcessKeeper(
             replica.name,
             (*config.engine_command, "--config", str(files.config)),

@@ -10,7 +10,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from headrace.core.clock import Clock
@@ -19,10 +19,11 @@ from headrace.core.model_info import KvGroup, ModelInfo
 from headrace.core.plan import NO_LOGPROBS, LogprobColumns, Plan, Result, Started, TokenLogprobs, int_column
 from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
+from headrace.engine.adapters.preparer import AdapterPreparer
 from headrace.engine.build import assemble
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine
-from headrace.lab.fake_adapters import FakeAdapter
+from headrace.lab.fake_adapters import FakeAdapter, FakeAdapterLoader
 from headrace.lab.fake_moves import Moves, PagedIds
 
 MASK = 2**64 - 1
@@ -106,8 +107,15 @@ def fake_engine(
     if options.refuse is not None:
         raise CheckpointError("fake", options.refuse)
     config = (config or EngineConfig(model="fake")).checked()
-    runner = FakeRunner(options, clock=clock, wait=wait)
-    return assemble(config, runner, fake_info(options), outbox, block_key=block_key, clock=clock)
+    adapters = None
+    if config.enable_lora:
+        loader = FakeAdapterLoader()
+        adapters = AdapterPreparer(loader, max_loras=config.max_loras, max_cpu_loras=config.num_cpu_loras, clock=clock)
+        adapters.set(config.lora_modules)
+        options = replace(options, adapters=adapters.digests)
+    resident = (lambda: (None,)) if adapters is None else adapters.resident
+    runner = FakeRunner(options, resident=resident, clock=clock, wait=wait)
+    return assemble(config, runner, fake_info(options), outbox, block_key=block_key, clock=clock, adapters=adapters)
 
 
 def fake_token(seed: int, index: int, position: int, previous: int, vocab_size: int) -> int:

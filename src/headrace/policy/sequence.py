@@ -47,6 +47,7 @@ class RunningFacts(NamedTuple):
     index: int  # type: ignore[assignment]  # hides a tuple's search, which means nothing here
     counted: int
     mask_slot: int
+    adapter_slot: int
 
 
 Appended = tuple[int, FinishReason | None, int | None]
@@ -64,7 +65,7 @@ BLOCKED, WAITING, RUNNING, DONE = SeqState
 """Looking up an Enum's member takes 0.15 us, and the scheduler asks for states many times per step."""
 
 
-NO_FACTS = RunningFacts(NO_SLOT, 0, RequestId(""), 0, 0, 0, NO_SLOT)
+NO_FACTS = RunningFacts(NO_SLOT, 0, RequestId(""), 0, 0, 0, NO_SLOT, 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -87,6 +88,7 @@ class Sequence:
                                  not emit them again
     stage, stage_since, stage_seconds  the current stage, when it began, and the seconds spent in each stage before it
     stages_entered  as `core.update.SequenceUpdate.entered`
+    adapter_slot  place of the request's adapter, known before the sequence may start, until the request ends; 0: the base model
     num_charged  positions that the queue policy has counted as service, or that others computed
     has_aged     the sequence started while a higher class waited, so no sequence of a higher class preempts it
     """
@@ -119,6 +121,7 @@ class Sequence:
     hashes: list[BlockHash] = field(default_factory=list)
     missing: dict[str, float] = field(default_factory=dict)
     preparation_id: PreparationId = NO_PREPARATION
+    adapter_slot: int = 0
     has_aged: bool = False
     num_queued: int = 0
     num_waiting_bytes: int = 0
@@ -213,7 +216,9 @@ class Sequence:
     def _facts(self) -> RunningFacts:
         request = self.request
         counted = int(not request.params.stop)
-        return RunningFacts(self.slot, self.plan_epoch, request.request_id, request.epoch, self.index, counted, self.mask_slot)
+        return RunningFacts(
+            self.slot, self.plan_epoch, request.request_id, request.epoch, self.index, counted, self.mask_slot, self.adapter_slot
+        )
 
     @property
     def mask_slot(self) -> int:

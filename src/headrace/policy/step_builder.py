@@ -47,14 +47,26 @@ class RunningColumns:
     indices: tuple[int, ...]
     counted: tuple[int, ...]
 
-    __slots__ = ("counted", "epochs", "generation", "indices", "mask_slots", "num_counted", "plan_epochs", "request_ids", "seqs", "slots")
+    __slots__ = (
+        "adapter_slots",
+        "counted",
+        "epochs",
+        "generation",
+        "indices",
+        "mask_slots",
+        "num_counted",
+        "plan_epochs",
+        "request_ids",
+        "seqs",
+        "slots",
+    )
 
     def __init__(self, seqs: list[Sequence], generation: int) -> None:
         self.seqs, self.generation = seqs, generation
         facts = [seq.facts for seq in seqs]
         columns: list[tuple[Any, ...]] = list(zip(*facts, strict=True)) if facts else [()] * len(RunningFacts._fields)
-        slots, self.plan_epochs, self.request_ids, self.epochs, self.indices, self.counted, mask_slots = columns
-        self.slots, self.mask_slots = array("i", slots), array("i", mask_slots)
+        slots, self.plan_epochs, self.request_ids, self.epochs, self.indices, self.counted, mask_slots, adapters = columns
+        self.slots, self.mask_slots, self.adapter_slots = array("i", slots), array("i", mask_slots), array("i", adapters)
         self.num_counted = sum(self.counted)
 
     def __len__(self) -> int:
@@ -73,7 +85,19 @@ class StepRows:
     counts, samples  entries may be missing at the end until `fill`: they are 1
     """
 
-    __slots__ = ("counts", "decode_columns", "drafts", "mask_slots", "num_decodes", "plan_epochs", "samples", "seqs", "slots", "starts")
+    __slots__ = (
+        "adapter_slots",
+        "counts",
+        "decode_columns",
+        "drafts",
+        "mask_slots",
+        "num_decodes",
+        "plan_epochs",
+        "samples",
+        "seqs",
+        "slots",
+        "starts",
+    )
 
     def __init__(self) -> None:
         self.seqs: list[Sequence] = []
@@ -84,6 +108,7 @@ class StepRows:
         self.num_decodes = 0
         self.slots = array("i")
         self.mask_slots = array("i")
+        self.adapter_slots = array("i")
         self.plan_epochs: tuple[int, ...] = ()
         self.decode_columns = NO_ROWS
 
@@ -108,10 +133,12 @@ class StepRows:
         self.fill()
         decodes, prefills = self.seqs[: self.num_decodes], self.seqs[self.num_decodes :]
         self.decode_columns = columns = last.after(decodes, generation)
-        self.slots, self.mask_slots, self.plan_epochs = columns.slots, columns.mask_slots, columns.plan_epochs
+        self.slots, self.mask_slots, self.adapter_slots = columns.slots, columns.mask_slots, columns.adapter_slots
+        self.plan_epochs = columns.plan_epochs
         if prefills:
             self.slots = columns.slots + array("i", [seq.slot for seq in prefills])
             self.mask_slots = columns.mask_slots + array("i", [seq.mask_slot for seq in prefills])
+            self.adapter_slots = columns.adapter_slots + array("i", [seq.adapter_slot for seq in prefills])
             self.plan_epochs = (*columns.plan_epochs, *[seq.plan_epoch for seq in prefills])
 
     def row(self, index: int) -> StepRow:
@@ -207,7 +234,7 @@ class StepBuilder:
             counts=rows.counts,
             samples=rows.samples,
             drafts=rows.drafts,
-            adapter_slots=array("i", [0]) * len(rows),
+            adapter_slots=rows.adapter_slots,
             mask_slots=rows.mask_slots,
             table_groups=array("i", self.table_groups),
             table_slots=array("i", self.table_slots),

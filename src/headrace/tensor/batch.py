@@ -33,7 +33,8 @@ class GroupBatch:
 class PackedAdapter(Protocol):
     """One adapter's weights as `AdapterKernels.pack` leaves them."""
 
-    num_bytes: int
+    @property
+    def num_bytes(self) -> int: ...
 
 
 @dataclass(slots=True)

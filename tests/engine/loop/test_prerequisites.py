@@ -17,7 +17,7 @@ from headrace.core.grammar import Grammar, GrammarKind
 from headrace.core.ids import PreparationId, RequestId
 from headrace.core.request import EngineRequest
 from headrace.core.update import FinishReason
-from headrace.engine.preparation import NothingToPrepare
+from headrace.engine.preparation import Preparers
 from headrace.policy.schedule.sequence_table import SequenceTable
 
 pytestmark = pytest.mark.pure
@@ -121,12 +121,14 @@ def test_a_request_whose_prerequisite_shows_that_it_is_invalid_is_refused_whole(
     driven.scheduler.check()
 
 
-def test_an_engine_that_prepares_nothing_refuses_a_grammar_by_name() -> None:
+def test_an_engine_that_prepares_nothing_refuses_grammars_and_adapters_by_name() -> None:
     driven = DrivenEngine()
-    driven.engine._preparations._preparer = NothingToPrepare()
+    driven.engine._preparations._preparer = Preparers(None, None)
     driven.submit(request("a", [1], grammar=Grammar(GrammarKind.REGEX, "[0-9]+"), ignore_eos=False), request("b", [2]))
+    driven.submit(request("c", [1], adapter="pirate", adapter_digest="ab"))
     driven.run()
     assert str(driven.errors["a"]).startswith("grammar: expected none: this engine compiles no grammars")
+    assert str(driven.errors["c"]).startswith("adapter: expected none: this engine serves the base model only")
     assert driven.finish == {("b", 0): FinishReason.LENGTH}
 
 

@@ -18,7 +18,7 @@ from headrace.policy.sequence import Sequence
 
 pytestmark = pytest.mark.pure
 
-PLAIN: dict[str, Any] = {"key": b"k", "model_digest": b"m", "kv_dtype": "bfloat16", "adapter_digests": {"a": b"1", "b": b"2", "same": b"1"}}
+PLAIN: dict[str, Any] = {"key": b"k", "model_digest": b"m", "kv_dtype": "bfloat16"}
 
 
 def root_of(kv: KvManager, **changes: Any) -> bytes:
@@ -40,10 +40,10 @@ def test_key_model_and_kv_dtype_each_separate_blocks(change: dict[str, Any]) -> 
 
 
 def test_an_adapter_is_known_by_its_content_not_by_its_name() -> None:
-    roots = [root_of(manager(), adapter=name) for name in (None, "a", "b", "same")]
-    assert len(set(roots)) == 3
-    assert roots[1] == roots[3]
-    assert root_of(manager(adapter_digests={"a": b"9"}), adapter="a") != roots[1], "the name was loaded anew"
+    named = [(None, ""), ("a", "01"), ("b", "02"), ("same", "01"), ("a", "09")]
+    base, first, other, same, anew = [root_of(manager(), adapter=name, adapter_digest=digest) for name, digest in named]
+    assert len({base, first, other, anew}) == 4, "also where the name was loaded anew"
+    assert same == first
 
 
 def test_the_engine_gives_its_model_and_kv_dtype_to_the_blocks() -> None:

@@ -640,12 +640,13 @@ def test_the_sequences_of_one_request_tell_their_prompt_once() -> None:
     assert sum(len(update.prompt_logprobs) for update in driven.updates) == 12
 
 
-def test_an_adapter_nobody_loaded_is_refused_by_name() -> None:
+@pytest.mark.parametrize(("adapter", "digest"), [(None, "ab"), ("a", ""), ("a", "abc"), ("a", "AB"), ("a", "ab" * 65)])
+def test_a_digest_that_is_not_that_of_an_adapter_is_refused(adapter: str | None, digest: str) -> None:
     driven = DrivenEngine()
-    driven.submit(request("r", [1], adapter="pirate"))
+    driven.submit(request("r", [1], adapter=adapter, adapter_digest=digest))
     driven.run()
     assert isinstance(driven.errors["r"], InvalidRequest)
-    assert driven.errors["r"].field == "adapter"
+    assert driven.errors["r"].field == "adapter_digest"
 
 
 def test_more_sequences_than_may_ever_wait_are_refused_for_good() -> None:

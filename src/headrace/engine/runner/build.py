@@ -19,6 +19,7 @@ from headrace import __version__
 from headrace.core.errors import ConfigError
 from headrace.core.load import GpuUse
 from headrace.core.model_info import TEXT_FILES, WEIGHTS, KvGroup, ModelInfo, text_digests
+from headrace.engine.adapters.preparer import AdapterPreparer
 from headrace.engine.config import EngineConfig
 from headrace.engine.grammar.preparer import GrammarCompiler, GrammarPreparer
 from headrace.engine.grammar.slots import SlotGrammars
@@ -30,7 +31,7 @@ from headrace.engine.runner.model_runner import ModelRunner, OverlappedRunner
 from headrace.engine.runner.warmup import log_compiling, warm_up
 from headrace.machine.resources import Available
 from headrace.tensor.backends import choose_backend, load_backend, try_kernels
-from headrace.tensor.batch import KvCache, allocate_kv, stored_as
+from headrace.tensor.batch import KvCache, PackedAdapter, allocate_kv, stored_as
 from headrace.tensor.device import DEVICES
 from headrace.tensor.host.cpu_features import CpuFeatures, read_cpu_features
 from headrace.tensor.host.threads import ThreadPlan, plan_threads
@@ -61,6 +62,7 @@ class Built(NamedTuple):
     info: ModelInfo
     weights: Callable[[], str] | None
     preparer: GrammarPreparer
+    adapters: AdapterPreparer[PackedAdapter] | None
     unwritten: Pieces | None
     read_gpu: Callable[[], GpuUse | None]
 
@@ -76,6 +78,8 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
     device = DEVICES[config.device]
     device.check()
     try_kernels(config.kernels, config.device)
+    if config.enable_lora:
+        raise ConfigError("enable_lora", "adapters are not computed by this version", "Leave it out.")
     described = describe(Path(config.model), max_model_len=config.max_model_len, quantization=config.quantization, has_fp8=device.has_fp8)
     choices = _choose(config, described, packed, features or read_cpu_features())
     with log_compiling(choices.backend.compiler):
@@ -108,7 +112,7 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
     numerics = _numerics(config, choices, loaded, _name(kv_dtype))
     weights = None if numerics[WEIGHTS] or loaded.weights is None else loaded.weights.compute
     info = _model_info(config, loaded, groups, sizing, _name(kv_dtype), decided, numerics, peaks)
-    return Built(runner, info, weights, GrammarPreparer(compiler, grammars), unwritten, device.read_gpu)
+    return Built(runner, info, weights, GrammarPreparer(compiler, grammars), None, unwritten, device.read_gpu)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

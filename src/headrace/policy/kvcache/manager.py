@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from itertools import pairwise
 
@@ -25,8 +25,7 @@ from headrace.policy.step_builder import StepBuilder
 class KvManager:
     """Owns the KV blocks of one engine: a `BlockPool` for each KV group.
 
-    adapter_digests     name -> content digest. Hashes use the digest: a name may be loaded anew
-    caching             False: no block is registered and none is found (the reference implementation)
+    caching  False: no block is registered and none is found (the reference implementation)
     """
 
     def __init__(
@@ -38,7 +37,6 @@ class KvManager:
         key: bytes = b"",
         model_digest: bytes = b"",
         kv_dtype: str = "",
-        adapter_digests: Mapping[str, bytes] | None = None,
         caching: bool = True,
         cached_share: float = 1.0,
     ) -> None:
@@ -49,7 +47,6 @@ class KvManager:
         self.block_size = block_size
         self.caching = caching
         self._chain_root = partial(chain_root, key, model_digest=model_digest, kv_dtype=kv_dtype)
-        self._adapter_digests = adapter_digests or {}
         self._beginnings = Beginnings()
         self._windows = [(index, group.window) for index, group in enumerate(groups) if group.window is not None]
         self._by_group = [(index, group.window, self.pools[index]) for index, group in enumerate(groups)]
@@ -127,8 +124,8 @@ class KvManager:
         seq.registered = [0 for _ in self.groups]
 
     def _root(self, seq: Sequence, salt: bytes) -> BlockHash:
-        adapter = seq.request.adapter
-        return self._chain_root(salt=salt, adapter_digest=b"" if adapter is None else self._adapter_digests[adapter])
+        """The digest and not the name of the adapter: a name may be loaded anew."""
+        return self._chain_root(salt=salt, adapter_digest=bytes.fromhex(seq.request.adapter_digest))
 
     def miss_reason(self, seq: Sequence, num_tokens: int) -> MissReason:
         """Why `num_hit_tokens` was not more. Asked once, when the sequence first starts: its beginning is remembered."""

@@ -275,6 +275,7 @@ class Scheduler:
     def _check_sequence(self, seq: Sequence, in_flight: list[StepRow]) -> None:
         assert seq.num_in_flight == sum(row.samples for row in in_flight), "ids in flight and planned rows differ"
         assert seq.num_expected <= seq.limit or seq.state is DONE, "more is expected of it than its limit"
+        assert seq.state is not RUNNING or bool(seq.adapter_slot) == (seq.request.adapter is not None), "it runs with other weights"
         current = sum(row.count for row in in_flight if row.plan_epoch == seq.plan_epoch)
         assert seq.state is not RUNNING or seq.num_planned == seq.num_computed + current, "planned and computed differ"
         if seq.num_planned < seq.bulk_decode_limit:

@@ -159,9 +159,10 @@ class SequenceTable:
         if self.queue.traits.has_tenants:
             self.queue.charge(self.slots.running)
 
-    def satisfied(self, preparation_id: PreparationId, what: str) -> None:
-        """An unknown id is ignored: the request may have been cancelled."""
+    def satisfied(self, preparation_id: PreparationId, what: str, adapter_slot: int = 0) -> None:
+        """An unknown id is ignored: the request may have been cancelled. adapter_slot: 0 where the prerequisite is no adapter"""
         for seq in self._prepared.get(preparation_id, ()):
+            seq.adapter_slot = adapter_slot or seq.adapter_slot
             self._satisfy(seq, what)
 
     def end_host_waits(self, sequences: list[Sequence]) -> None:
