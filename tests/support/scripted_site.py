@@ -48,6 +48,7 @@ class Script:
     holding       gateways that answer no reload
     refusal       why gateways refuse their file; empty: they take it
     refusals      why they refuse it the first times
+    bad_adapters  folder -> why engines cannot use it
     num_open      replica -> requests that each gateway has open there, also while it is retired
     """
 
@@ -61,6 +62,7 @@ class Script:
     holding: set[str] = field(default_factory=set)
     refusal: str = ""
     refusals: list[str] = field(default_factory=list)
+    bad_adapters: dict[str, str] = field(default_factory=dict)
     num_open: dict[str, int] = field(default_factory=dict)
 
 
@@ -79,10 +81,11 @@ class ScriptedProcess(Child):
         self.failure = None
         self.asked = LeashRequests(self._take_line)
         self._pid = pid
-        self._path = path
+        self.path = path
         self._script = script
         self._loop = asyncio.get_running_loop()
         self.asked_at: list[float] = []
+        self.adapters: dict[str, str] = {}
         self.launched_at = self.ended_at = self._loop.time()
         self._retired: dict[str, dict[str, None]] = {}
         self.ready = self._loop.create_future()
@@ -126,8 +129,20 @@ class ScriptedProcess(Child):
             self.ready.cancel()
             self.asked.close()
 
+    def _take_adapters(self) -> str:
+        """As an engine does (`core.adapters`). Returns why it refuses the file; else the file is taken."""
+        content = json.loads(self.path.read_text())
+        adapters = {}
+        for source in content["engine"].get("lora_modules", ()):
+            if (reason := self._script.bad_adapters.get(source["path"])) is None:
+                adapters[source["name"]] = f"digest of {source['path']}"
+            elif not source["is_optional"]:
+                return reason
+        self.config, self.adapters = content, adapters
+        return ""
+
     async def _serve(self) -> None:
-        if (reason := self._script.failing.get(self.label)) is not None:
+        if reason := self._script.failing.get(self.label) or ("" if self.is_gateway else self._take_adapters()):
             self.failure = Failure(reason, can_retry=False)
             self._end(78)
             return
@@ -136,9 +151,8 @@ class ScriptedProcess(Child):
             return
         while self.label in self._script.loading:
             await asyncio.sleep(0.05)
-        facts = (
-            {"host": "127.0.0.1", "port": self.config["port"]} if self.is_gateway else {"address": self.config["address"], "decided": []}
-        )
+        of_engine = {"address": self.config.get("address"), "decided": [], "adapters": self.adapters}
+        facts = {"host": "127.0.0.1", "port": self.config["port"]} if self.is_gateway else of_engine
         self.ready.set_result({"event": "ready", **facts})
 
     def _take_line(self, line: bytes) -> None:
@@ -151,10 +165,15 @@ class ScriptedProcess(Child):
             self.asked.take({**said, "models": self._statuses()})
         elif reason := self._script.refusals.pop(0) if self._script.refusals else self._script.refusal:
             self.asked.take({**said, "event": "refused", "reason": reason})
+        elif not self.is_gateway and not self.ready.done():
+            self.ready.add_done_callback(lambda _: self._answer(said))  # it answers once it serves
+        elif not self.is_gateway:
+            refused = {"event": "refused", "reason": reason} if (reason := self._take_adapters()) else None
+            self.asked.take({**said, **(refused or {"event": "reloaded", "adapters": self.adapters})})
         else:
             for model, replicas in self._listed().items():
                 self._retired.setdefault(model, {}).update(dict.fromkeys(replicas))
-            self.config = json.loads(self._path.read_text())
+            self.config = json.loads(self.path.read_text())
             self.asked.take({**said, "event": "reloaded"})
 
     def _listed(self) -> dict[str, list[str]]:
@@ -241,6 +260,10 @@ class _WithoutSockets:
         await asyncio.wait([task])
         return [*said, _end_of(task)]
 
+    def adapters(self) -> list[dict[str, object]]:
+        assert self._server is not None
+        return self._server._control.adapters.rows()
+
     async def status(self) -> dict[str, Any]:
         assert self._server is not None
         return {**await self._server._control.status()}
@@ -311,6 +334,16 @@ class ScriptedSite:
             return await self._operator.status()
         return await asyncio.to_thread(AdminClient(self.run_dir).status)
 
+    def adapters(self) -> list[dict[str, object]]:
+        assert self._operator is not None
+        return self._operator.adapters()
+
+    def started_with(self, label: str) -> dict[str, Any]:
+        """The engine's section of its file, as it is now."""
+        path = self.process(label).path
+        found: dict[str, Any] = json.loads(path.read_text())["engine"]
+        return found
+
     @property
     def written(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.run_dir / "gateway.json").read_text())
@@ -356,6 +389,8 @@ async def scripted_site(
     *,
     workers: int = 1,
     models: dict[str, int] | None = None,
+    specs: tuple[ModelSpec, ...] = (),
+    gateway: Mapping[str, object] | None = None,
     is_awaited: bool = True,
     has_file: bool = True,
     requests: Sequence[AdminRequests] = (),
@@ -364,6 +399,7 @@ async def scripted_site(
     """A deployment that runs for the length of the block.
 
     models      name -> replicas; one replica of "tiny" by default
+    specs       instead of `models`; gateway: more keys of its section
     is_awaited  begin once all that starts at once serves
     has_file    it can be read again
     requests    what the admin socket answers beside the commands for processes
@@ -377,7 +413,8 @@ async def scripted_site(
         if operator is not None:
             patch.setattr(supervisor_module, "reserved_port", operator.reserved_port)
             patch.setattr(supervisor_module, "admin_socket", operator.admin_socket)
-        config = FleetConfig(models=models_of(models or {"tiny": 1}), gateway={"workers": workers}, run_dir=parent, **options)
+        section = {"workers": workers, **(gateway or {})}
+        config = FleetConfig(models=specs or models_of(models or {"tiny": 1}), gateway=section, run_dir=parent, **options)
         source = ScriptedSource(config)
 
         def make(on_ready: Callable[[FleetReady], None]) -> Supervisor:

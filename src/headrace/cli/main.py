@@ -20,6 +20,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command
 
 from headrace import __version__
+from headrace.cli.admin.adapters import adapters_app
 from headrace.cli.admin.control import drain, reload, rollout, scale, status
 from headrace.cli.admin.keys import keys_app
 from headrace.cli.admin.tenants import cache_app, tenants_app
@@ -129,7 +130,15 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     explain,
     replay,
 )
-GROUPS = {"cache": cache_app, "config": config_app, "keys": keys_app, "tenants": tenants_app, "log": log_app, "tls": tls_app}
+GROUPS = {
+    "adapters": adapters_app,
+    "cache": cache_app,
+    "config": config_app,
+    "keys": keys_app,
+    "tenants": tenants_app,
+    "log": log_app,
+    "tls": tls_app,
+}
 bench_app = typer.Typer(help="Measure a server, or the engine in this process.", no_args_is_help=True, rich_markup_mode=None)
 bench_app.command(name="serve")(bench_serve)
 bench_app.command()(sweep)

@@ -111,7 +111,7 @@ def shown(row: ModelRow) -> list[str]:
     if row.name == DRAFT_MODEL:
         lines.append("  a draft for speculation, which is not done yet; it is served as a model of its own")
     if row.adapters:
-        lines.append(f"  adapters: {', '.join(row.adapters)} (not served yet)")
+        lines.append(f"  adapters: {', '.join(row.adapters)}")
     if row.problem:
         lines.append(f"  {row.problem}")
     return lines

@@ -145,6 +145,12 @@ def section(make: Callable[[], Value], *, reload: Reload | None = None, role: Ro
     return made
 
 
+def mapping(help: str, *flags: str, **about: object) -> dict[str, str]:
+    """A field of plain values by names that are chosen in the file; empty by default."""
+    made: dict[str, str] = field(default_factory=dict, metadata={"option": Option(help=help, default={}, flags=flags, **about)})  # type: ignore[arg-type]
+    return made
+
+
 def options(kind: type) -> Iterator[tuple[str, Option]]:
     for item in fields(kind):
         if "option" in item.metadata:

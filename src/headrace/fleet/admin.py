@@ -50,6 +50,21 @@ class ScaleBody:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoadAdapterBody:
+    """path: a folder below lora_root; relative to it, or absolute"""
+
+    name: str
+    path: str
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnloadAdapterBody:
+    name: str
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DrainBody:
     """replica: None for the whole deployment; within_s: until open requests move"""
 
@@ -119,7 +134,8 @@ async def _answering(server: _AdminServer, listen: Callable[[web.AppRunner], Awa
     from aiohttp import web
 
     app = web.Application(client_max_size=MAX_BODY_BYTES)
-    app.add_routes([web.get("/status", server.status), *(web.post(f"/{name}", server.command) for name in server.commands)])
+    app.add_routes([web.get("/status", server.status), web.get("/adapters", server.adapters)])
+    app.add_routes([web.post(f"/{name}", server.command) for name in server.commands])
     app.router.add_route("*", "/{path:.*}", server.request)
     runner = web.AppRunner(app, access_log=None, handle_signals=False)
     await runner.setup()
@@ -146,7 +162,14 @@ class _AdminServer:
         self._expected = f"Bearer {token}".encode()
         self._requests = requests
         self._running: set[asyncio.Task[list[str]]] = set()
-        self.commands: dict[str, Command] = {"reload": self._reload, "rollout": self._roll_out, "scale": self._scale, "drain": self._drain}
+        self.commands: dict[str, Command] = {
+            "reload": self._reload,
+            "rollout": self._roll_out,
+            "scale": self._scale,
+            "drain": self._drain,
+            "load-adapter": self._load_adapter,
+            "unload-adapter": self._unload_adapter,
+        }
 
     async def close(self) -> None:
         for task in self._running:
@@ -158,6 +181,12 @@ class _AdminServer:
 
         self._authenticate(request)
         return web.json_response(await self._control.status())
+
+    async def adapters(self, request: web.Request) -> web.Response:
+        from aiohttp import web
+
+        self._authenticate(request)
+        return web.json_response(self._control.adapters.rows())
 
     async def request(self, request: web.Request) -> web.Response:
         """Without the token every path gets the same refusal."""
@@ -227,6 +256,16 @@ class _AdminServer:
     async def _scale(self, body: Mapping[str, object], hear: Hear) -> list[str]:
         given = decode(ScaleBody, body)
         return await self._control.scale(given.model, given.replicas, hear)
+
+    async def _load_adapter(self, body: Mapping[str, object], hear: Hear) -> list[str]:
+        given = decode(LoadAdapterBody, body)
+        await self._control.adapters.load(given.name, given.path, given.model, hear)
+        return []
+
+    async def _unload_adapter(self, body: Mapping[str, object], hear: Hear) -> list[str]:
+        given = decode(UnloadAdapterBody, body)
+        await self._control.adapters.unload(given.name, given.model, hear)
+        return []
 
     async def _drain(self, body: Mapping[str, object], hear: Hear) -> list[str]:
         given = decode(DrainBody, body)

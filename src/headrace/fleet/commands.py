@@ -42,6 +42,11 @@ class Progress:
                 hear(line.text)
 
 
+def say(hear: Hear, text: str) -> None:
+    log.info("%s", text)
+    hear(text)
+
+
 def no_operator(text: str) -> None:
     """For a command whose lines go to the log alone."""
 

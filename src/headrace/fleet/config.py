@@ -9,9 +9,10 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from headrace.core.adapters import MAX_ADAPTERS
 from headrace.core.errors import ConfigError
 from headrace.core.hashing import check_secret
-from headrace.core.model_names import check_model_names
+from headrace.core.model_names import check_free_name, check_model_names
 from headrace.core.strict_decode import NeedsExactlyOne
 from headrace.fleet.admin_listen import AdminListen
 from headrace.fleet.launcher import SECRET_VARIABLES
@@ -32,6 +33,7 @@ COMMAND = (sys.executable, "-P", "-m", "headrace")
 class ModelSpec:
     """folder     resolved (`fleet.weights.resolve_model`); None: only foreign servers answer
     replicas   engine processes; none without a folder or beside `remote`
+    adapters   name -> folder
     """
 
     name: str
@@ -39,9 +41,15 @@ class ModelSpec:
     aliases: tuple[str, ...] = ()
     replicas: int = 1
     engine: Mapping[str, object] = field(default_factory=dict)
+    adapters: Mapping[str, str] = field(default_factory=dict)
     remote: tuple[Mapping[str, object], ...] = ()
     upstreams: tuple[Mapping[str, object], ...] = ()
     gateway: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether engines that are started here may have some."""
+        return bool(self.replicas and self.engine.get("enable_lora"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +57,7 @@ class FleetConfig:
     """site_key         secret (hex) from which the site's shared secrets are derived; empty: `with_site_key` draws one
     start_timeout_s  after which a process that does not serve yet is killed, and counts as failed; 0: never
     hang_timeout_s   after which an engine that no gateway can use is killed and started again; 0: never
+    lora_root        below which operators may load adapters; None: they may not
     """
 
     models: tuple[ModelSpec, ...]
@@ -59,6 +68,7 @@ class FleetConfig:
     hang_timeout_s: float = 60.0
     log_format: LogFormat = LogFormat.AUTO
     run_dir: Path | None = None
+    lora_root: Path | None = None
     admin: AdminListen | None = None
     engine_command: tuple[str, ...] = (*COMMAND, "engine")
     gateway_command: tuple[str, ...] = (*COMMAND, "gateway")
@@ -93,6 +103,12 @@ class FleetConfig:
         return str(self.gateway.get("host", "127.0.0.1")), int(str(self.gateway.get("port", 0)))
 
     @property
+    def adapters_file(self) -> Path | None:
+        """Where adapters are kept that operators loaded; None without a state folder."""
+        state = self.gateway.get("state")
+        return Path(str(state)) / "adapters.json" if state else None
+
+    @property
     def num_gateways(self) -> int:
         return int(str(self.gateway.get("workers", 1)))
 
@@ -102,6 +118,10 @@ class FleetConfig:
 
 def _check_model(where: str, model: ModelSpec, names: set[str]) -> None:
     check_model_names(where, model.name, model.aliases, names)
+    if len(model.adapters) > MAX_ADAPTERS:
+        raise ConfigError(f"{where}.adapters", f"has {len(model.adapters)} names, more than {MAX_ADAPTERS}")
+    for name in model.adapters:
+        check_free_name(f"{where}.adapters.{name}", name, names)
     for index, upstream in enumerate(model.upstreams):
         _check_key_variable(f"{where}.upstreams[{index}].api_key_env", str(upstream.get("api_key_env", "")))
     if model.folder is None:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol
 
 from headrace.core.errors import ConfigError, HeadraceError
-from headrace.fleet.commands import CommandAudit, CommandSlot, ControlBusy, Hear, ModelProgress, no_operator
+from headrace.fleet.adapter_commands import AdapterCommands
+from headrace.fleet.commands import CommandAudit, CommandSlot, ControlBusy, Hear, ModelProgress, no_operator, say
 from headrace.fleet.config import MAX_REPLICAS, FleetConfig, ModelSpec, check_can_become, with_choices_of_start
 from headrace.fleet.reconciler import Reconciler
 from headrace.policy.deployment import Deployment, RolloutOptions
@@ -60,6 +61,7 @@ class FleetControl:
         self._source = source
         self._drain_all = drain_all
         self._slot = CommandSlot()
+        self.adapters = AdapterCommands(reconciler, self._slot)
 
     async def idle(self) -> None:
         await self._slot.wait_free()
@@ -94,14 +96,14 @@ class FleetControl:
             deployment = self._reconciler.deployment
             check_can_become(before, config, served=[model for model in deployment.targets if deployment.listed(model)])
             for line in source.differences():
-                _say(hear, line)
+                say(hear, line)
             models = {model.name for model in (*before.models, *config.models)}
             with self._reconciler.progress.heard(hear, models):
                 await self._reconciler.reload(config)
                 source.accept()
-                if inherited := _inherited(before, config):
-                    _say(hear, inherited)
-                _say(hear, "the configuration holds; replicas follow")
+                for line in (*_inherited(before, config), *self._reconciler.adapters.lists.lines()):
+                    say(hear, line)
+                say(hear, "the configuration holds; replicas follow")
                 return await self._converged(models, hear, let_others_in)
 
     async def roll_out(self, model: str | None, options: RolloutOptions, hear: Hear = no_operator) -> list[str]:
@@ -155,7 +157,7 @@ class FleetControl:
             if starting := await self._only_starting(models, converged):
                 let_others_in()
                 verb = "is" if len(starting) == 1 else "are"
-                _say(hear, f"{', '.join(starting)} {verb} still starting; other commands are taken meanwhile")
+                say(hear, f"{', '.join(starting)} {verb} still starting; other commands are taken meanwhile")
             await converged
         finally:
             converged.cancel()
@@ -221,16 +223,10 @@ class FleetControl:
         }
 
 
-def _say(hear: Hear, text: str) -> None:
-    log.info("%s", text)
-    hear(text)
-
-
-def _inherited(before: FleetConfig, after: FleetConfig) -> str:
-    if not (added := sorted(after.key_variables - before.key_variables)):
-        return ""
-    verb = "is" if len(added) == 1 else "are"
-    return f"{', '.join(added)} {verb} in the environment of engines that run already; `headrace rollout` replaces them"
+def _inherited(before: FleetConfig, after: FleetConfig) -> Iterator[str]:
+    if added := sorted(after.key_variables - before.key_variables):
+        verb = "is" if len(added) == 1 else "are"
+        yield f"{', '.join(added)} {verb} in the environment of engines that run already; `headrace rollout` replaces them"
 
 
 def _check_within(within_s: float) -> None:

@@ -14,8 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.core.adapters import AdapterSource
 from headrace.core.errors import ConfigError
 from headrace.core.hashing import BLOCKS, SALTS, site_secret
+from headrace.core.strict_decode import plain, read_json_object
 from headrace.fleet.config import FleetConfig, ModelSpec
 from headrace.machine.gpus import find_gpus
 from headrace.machine.locked_folders import LockedFolder, is_locked, remove_unlocked
@@ -91,7 +93,16 @@ class MachineShare:
     total: int
 
 
-def write_engine_file(config: FleetConfig, model: ModelSpec, folder: Path, *, name: str, number: int, share: MachineShare) -> ReplicaFiles:
+def write_engine_file(
+    config: FleetConfig,
+    model: ModelSpec,
+    folder: Path,
+    *,
+    name: str,
+    number: int,
+    share: MachineShare,
+    adapters: Sequence[AdapterSource] = (),
+) -> ReplicaFiles:
     """number: never used twice in one folder, since an old socket may still be in use"""
     replica = ReplicaFiles(name, model.name, f"unix:{folder / f'e{number}.sock'}", folder / f"e{number}.json")
     content = {
@@ -102,10 +113,18 @@ def write_engine_file(config: FleetConfig, model: ModelSpec, folder: Path, *, na
         "cpus": "" if model.engine.get("num_threads") is not None else ",".join(map(str, share_of(allowed_cpus(), share))),
         **_memory_share(str(model.engine.get("device", "cpu")), share),
         "block_key": site_secret(config.site_key, BLOCKS),
-        "engine": {**model.engine, "model": str(model.folder)},
+        "engine": {**model.engine, **({"lora_modules": plain(adapters)} if adapters else {}), "model": str(model.folder)},
     }
     _write(replica.config, content)
     return replica
+
+
+def write_adapters(path: Path, adapters: Sequence[AdapterSource]) -> None:
+    """Into the file of an engine, in which nothing else changes. Raises ConfigError."""
+    content = read_json_object(path)
+    engine = content["engine"]
+    assert isinstance(engine, dict), "this program writes it"
+    _write(path, {**content, "engine": {**engine, "lora_modules": plain(adapters)}})
 
 
 def _memory_share(device: str, share: MachineShare) -> dict[str, object]:

@@ -22,8 +22,6 @@ from headrace.fleet.keeper import ProcessKeeper
 from headrace.wire.leash import DRAINING, ModelStatuses, ReloadRefused, ReplicaStatus
 from headrace.wire.listening import bound_sockets, close_all, shown_host
 
-RELOAD_TIMEOUT_S = 60.0
-
 STATUS_TIMEOUT_S = 2.0
 
 
@@ -71,7 +69,7 @@ class GatewayGroup:
 
     async def reload(self) -> None:
         """Raises ReloadRefused. Other gateways may have applied their files."""
-        refusals = await asyncio.gather(*(_why_refused(keeper) for keeper in self.keepers))
+        refusals = await asyncio.gather(*(keeper.reload() for keeper in self.keepers))
         if reason := next(filter(None, refusals), ""):
             raise ReloadRefused(reason)
 
@@ -82,21 +80,6 @@ class GatewayGroup:
         # One that has ended meanwhile has no requests, and sees nothing.
         silent = [keeper.label for keeper in serving if keeper not in answered and keeper.is_serving]
         return GatewaysView([answer for keeper, answer in answered.items() if keeper.is_serving], silent)
-
-
-async def _why_refused(keeper: ProcessKeeper) -> str:
-    if keeper.asked is None:
-        return ""
-    try:
-        async with asyncio.timeout(RELOAD_TIMEOUT_S):
-            await keeper.asked.reload()
-    except ReloadRefused as refused:
-        return str(refused)
-    except Unavailable:
-        return ""
-    except TimeoutError:
-        return f"{keeper.label} did not answer within {RELOAD_TIMEOUT_S:g} s"
-    return ""
 
 
 async def _status(keeper: ProcessKeeper) -> ModelStatuses | None:

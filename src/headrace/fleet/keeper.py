@@ -12,10 +12,10 @@ from functools import partial
 from signal import Signals
 
 from headrace.core.backoff import Backoff
-from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.errors import ConfigError, HeadraceError, Unavailable
 from headrace.fleet.launcher import Child, Launcher
 from headrace.machine.signals import first_of
-from headrace.wire.leash import LeashRequests
+from headrace.wire.leash import LeashRequests, ReloadRefused
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +27,8 @@ STABLE_S = 5.0
 """After this much service the next pause is FIRST_PAUSE_S again."""
 
 MAX_START_FAILURES = 3
+
+RELOAD_TIMEOUT_S = 60.0
 
 
 class FleetFailed(HeadraceError):
@@ -80,6 +82,24 @@ class ProcessKeeper:
     @property
     def asked(self) -> LeashRequests | None:
         return self._child.asked if self._child is not None and not self._child.exited.done() else None
+
+    async def reload(self, timeout_s: float | None = RELOAD_TIMEOUT_S) -> str:
+        """Asks the process to read its file again. Returns why it refused; empty: it has, or will when it is started again."""
+        child = self._child
+        if child is None or child.exited.done():
+            return ""
+        try:
+            async with asyncio.timeout(timeout_s):
+                facts = await child.asked.reload()
+        except ReloadRefused as refused:
+            return str(refused)
+        except Unavailable:
+            return ""
+        except TimeoutError:
+            return f"{self.label} did not answer within {timeout_s:g} s"
+        if facts:
+            child.ready.result().update(facts)
+        return ""
 
     def kill(self) -> None:
         self._stopping.set()

@@ -17,8 +17,8 @@ from headrace.observe.logs import LogFormat, relay
 from headrace.wire.leash import LeashRequests
 
 MAX_LINE_BYTES = 2**16
-MAX_LEASH_LINE_BYTES = 2**20
-"""A gateway's status has a hundred bytes per replica."""
+MAX_LEASH_LINE_BYTES = 2**21
+"""A gateway's status has a hundred bytes per replica, an engine's answer at most 350 per adapter (`core.adapters.MAX_ADAPTERS`)."""
 
 SECRET_VARIABLES = ("HEADRACE_API_KEY", "HEADRACE_GATEWAY__API_KEYS", "HEADRACE_SITE_KEY")
 """Prefixes of variables that children do not inherit."""

@@ -13,8 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from headrace.core.errors import ConfigError, HeadraceError, counted
+from headrace.fleet.adapters import read_lists
 from headrace.fleet.commands import ModelProgress, Progress
 from headrace.fleet.config import DesiredState, FleetConfig
+from headrace.fleet.engine_adapters import EngineAdapters
 from headrace.fleet.files import gateway_content
 from headrace.fleet.gateways import GatewayFile, GatewayGroup, GatewaysView, TextRefused, why_unavailable
 from headrace.fleet.launcher import Launcher
@@ -55,6 +57,9 @@ class Reconciler:
         self._wake = asyncio.Event()
         self.deployment = Deployment()
         self.processes = ReplicaProcesses(folder, launcher, self._wake.set)
+        self.adapters = EngineAdapters(read_lists(config), self.processes)
+        for line in self.adapters.lists.lines():
+            log.warning("%s", line)
         self.failures: dict[str, str] = {}
         self.gateways = gateways
         self.progress = Progress()
@@ -105,7 +110,10 @@ class Reconciler:
                 self.failures.pop(model, None)
             return [line for model in self.deployment.targets for line in self._memory_note(model)]
 
-        await self._all_or_nothing(apply)
+        lists = await asyncio.to_thread(read_lists, config)
+        changed = [model for model in config.models if lists.sources(model.name) or self.adapters.lists.sources(model.name)]
+        async with self.adapters.changed(lists, changed):
+            await self._all_or_nothing(apply)
         self._wake.set()
 
     def _memory_note(self, model: str) -> Iterator[ModelProgress]:
@@ -259,7 +267,8 @@ class Reconciler:
             case StartReplica():
                 replica = self.deployment.start(action)
                 spec = self._desired.options[replica.model, replica.revision]
-                self.processes.make(self.config, self.deployment, replica, spec, action.replaces)
+                adapters = self.adapters.lists.sources(replica.model)
+                self.processes.make(self.config, self.deployment, replica, spec, action.replaces, adapters)
             case RetireReplica():
                 self.deployment.retire(action.name)
             case EndRollout():

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
 
+from headrace.core.adapters import AdapterSource
 from headrace.core.backoff import Backoff
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.fleet.config import FleetConfig, ModelSpec
@@ -153,10 +154,18 @@ class ReplicaProcesses(Mapping[str, ReplicaProcess]):
     def __len__(self) -> int:
         return len(self._by_name)
 
-    def make(self, config: FleetConfig, deployment: Deployment, replica: PlannedReplica, spec: ModelSpec, replaces: str) -> None:
+    def make(
+        self,
+        config: FleetConfig,
+        deployment: Deployment,
+        replica: PlannedReplica,
+        spec: ModelSpec,
+        replaces: str,
+        adapters: Sequence[AdapterSource],
+    ) -> None:
         """Raises ConfigError if the file cannot be written."""
-        share = self._share(deployment, replaces)
-        files = write_engine_file(config, spec, self._folder, name=replica.name, number=next(self._numbers), share=share)
+        share, number = self._share(deployment, replaces), next(self._numbers)
+        files = write_engine_file(config, spec, self._folder, name=replica.name, number=number, share=share, adapters=adapters)
         keeper = ProcessKeeper(
             replica.name,
             (*config.engine_command, "--config", str(files.config)),

@@ -3,7 +3,7 @@
     child       {"event": "ready", ...}                               it serves, with facts about it
                 {"event": "failed", "reason": R, "can_retry": B}      why it ends
     supervisor  {"event": "reload", "id": N}                          read your file again, and apply what has changed
-    child       {"event": "reloaded", "id": N}                        done: it holds for every later request
+    child       {"event": "reloaded", "id": N, ...}                   done: it holds for every later request; with facts that changed
                 {"event": "refused", "id": N, "reason": R}            nothing was changed
     supervisor  {"event": "status", "id": N}
     child       {"event": "status", "id": N, "models": {MODEL: {REPLICA: STATUS}}}
@@ -102,8 +102,9 @@ class Leash:
         """can_retry False: a start with the same configuration fails again"""
         self._say({"event": "failed", "reason": reason, "can_retry": can_retry})
 
-    def reloaded(self, request: LeashRequest) -> None:
-        self._say({"event": "reloaded", "id": request.id})
+    def reloaded(self, request: LeashRequest, facts: Mapping[str, object] | None = None) -> None:
+        """facts: those of `ready` that have changed"""
+        self._say({"event": "reloaded", "id": request.id, **(facts or {})})
 
     def refused(self, request: LeashRequest, reason: str) -> None:
         self._say({"event": "refused", "id": request.id, "reason": reason})
@@ -158,11 +159,12 @@ class LeashRequests:
         self._is_closed = False
         self.num_answers = 0
 
-    async def reload(self) -> None:
-        """Raises ReloadRefused, or Unavailable when the child ends first."""
+    async def reload(self) -> Mapping[str, Any]:
+        """Returns the facts that have changed. Raises ReloadRefused, or Unavailable when the child ends first."""
         answer = await self._ask(LeashRequestKind.RELOAD)
         if answer["event"] == "refused":
             raise ReloadRefused(str(answer["reason"]))
+        return {name: value for name, value in answer.items() if name not in ("event", "id")}
 
     async def status(self) -> ModelStatuses:
         answer = await self._ask(LeashRequestKind.STATUS)

@@ -4,6 +4,7 @@ tests/fleet/test_control.py.
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 from collections.abc import Iterator, Mapping
@@ -15,9 +16,10 @@ import pytest
 import typer
 from wire_kit import socket_dir
 
+from headrace.cli.admin import adapters
 from headrace.cli.admin import client as control_client
 from headrace.cli.admin.control import drain, reload, rollout, scale, status
-from headrace.cli.exits import ServerFailed, UsageRefused
+from headrace.cli.exits import CommandExitCode, ServerFailed, UsageRefused
 from headrace.core.errors import ConfigError
 from headrace.fleet.files import run_dir
 
@@ -29,6 +31,7 @@ class Scripted:
 
     said: tuple[dict[str, Any], ...] = ()
     state: Mapping[str, Any] = {}
+    adapter_rows: tuple[Mapping[str, Any], ...] = ()
     asked: list[tuple[str, Mapping[str, object]]]
 
     def __init__(self, folder: Path) -> None:
@@ -37,6 +40,9 @@ class Scripted:
 
     def is_running(self) -> bool:
         return False
+
+    def adapters(self) -> list[Mapping[str, Any]]:
+        return [*self.adapter_rows]
 
     def status(self) -> Mapping[str, Any]:
         return self.state
@@ -90,6 +96,31 @@ def test_each_command_sends_its_body(scripted: type[Scripted]) -> None:
         ("drain", {"replica": "tiny-1", "within_s": 2.5, "allow_outage": False}),
         ("drain", {"replica": None, "within_s": 1.0, "allow_outage": False}),
     ]
+
+
+def test_adapters_are_loaded_and_unloaded_by_name(scripted: type[Scripted]) -> None:
+    scripted.said = ({"event": "refused", "reason": "PATH: no."},)
+    for call, expected in (
+        (partial(adapters.load, "sql", "team/sql"), ("load-adapter", {"name": "sql", "path": "team/sql", "model": None})),
+        (partial(adapters.unload, "sql", "tiny"), ("unload-adapter", {"name": "sql", "model": "tiny"})),
+    ):
+        with pytest.raises(typer.Exit) as ended:
+            call()
+        assert ended.value.exit_code == CommandExitCode.CONFIG
+        assert scripted.asked == [expected]
+
+
+def test_adapters_are_listed(scripted: type[Scripted], capsys: pytest.CaptureFixture[str]) -> None:
+    served = {"name": "sql", "model": "tiny", "origin": "run time", "path": "/a/sql", "digest": "0123456789abcdef", "state": ""}
+    scripted.adapter_rows = (served, {**served, "name": "law", "digest": None, "state": "left out: gone"})
+    adapters.list_adapters()
+    assert capsys.readouterr().out.splitlines() == [
+        "name  model  origin    path    digest        state",
+        "sql   tiny   run time  /a/sql  0123456789ab  -",
+        "law   tiny   run time  /a/sql  -             left out: gone",
+    ]
+    adapters.list_adapters(as_json=True)
+    assert json.loads(capsys.readouterr().out) == [*scripted.adapter_rows]
 
 
 @pytest.mark.parametrize("wanted", ["tiny", "tiny=", "=3", "tiny=-1", "tiny=many"])

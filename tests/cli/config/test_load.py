@@ -13,7 +13,7 @@ from typing import cast
 import pytest
 import yaml
 
-from headrace.bundled import DEFAULT_MODEL
+from headrace.bundled import DEFAULT_MODEL, bundled_adapter
 from headrace.cli.config.faults import faults
 from headrace.cli.config.load import REMOVED, ServeSource, load
 from headrace.cli.config.sections import ServeConfig, is_fetched
@@ -143,6 +143,50 @@ def test_a_foreign_server_can_be_named_by_the_environment_alone() -> None:
     environment = {"HEADRACE_MODELS__0__UPSTREAMS__0__URL": "http://h/v1", "HEADRACE_MODELS__0__NAME": "far"}
     (model,) = load(None, environment).models
     assert (model.served_name, model.engine) == ("far", None)
+
+
+def test_adapters_of_the_file_are_the_engines(tmp_path: Path, model_folder: Path) -> None:
+    (tmp_path / "sql").mkdir()
+    text = f"models: [{{engine: {{model: {model_folder}}}, adapters: {{sql: {tmp_path}/sql, my.pirate: pirate}}}}]\nlora_root: {tmp_path}"
+    config = load_text(tmp_path, text)
+    fleet = config.fleet(Path)
+    [model] = fleet.models
+    assert model.adapters == {"sql": str(tmp_path / "sql"), "my.pirate": str(bundled_adapter("pirate"))}
+    assert (model.engine["enable_lora"], model.engine["lora_modules"], fleet.lora_root) == (True, [], tmp_path)
+    assert "model" not in model.engine
+    without = load_text(tmp_path, f"models: [{{engine: {{model: {model_folder}}}}}]").fleet(Path)
+    assert (without.models[0].engine["enable_lora"], without.lora_root) == (False, None)
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "reason"),
+    [
+        ("adapters: {sql: /none}", "", "models[0].adapters.sql: there is no folder '/none'."),
+        (
+            "adapters: {sql: org/hub-id}",
+            "",
+            "models[0].adapters.sql: there is no folder 'org/hub-id'. Give a folder as PEFT saves it; adap",
+        ),
+        ("adapters: {tiny: pirate}", "", "models[0].adapters.tiny: 'tiny' is served twice."),
+        ("adapters: {small: pirate}", "", "models[0].adapters.small: 'small' is served twice."),
+        ("adapters: {a b: pirate}", "", "models[0].adapters.a b: 'a b' is not a model name."),
+        ("adapters: {sql: 7}", "", "models[0].adapters.sql: expected str"),
+        ("adapters: [sql]", "", "models[0].adapters: expected object, got array"),
+        ("adapters: {}", "lora_root: /none", "lora_root: there is no folder '/none'."),
+    ],
+)
+def test_adapters_that_cannot_be_served_are_refused(model: str, more: str, reason: str, tmp_path: Path, model_folder: Path) -> None:
+    text = f"models: [{{name: tiny, aliases: [small], engine: {{model: {model_folder}}}, {model}}}]\n{more}"
+    assert str(refusal(tmp_path, text)).startswith(reason)
+    [fault] = faults(tmp_path / "headrace.yaml", {})
+    assert str(fault.error).startswith(reason)
+
+
+def test_adapters_are_named_in_one_place_and_of_engines_that_run_here(tmp_path: Path, model_folder: Path) -> None:
+    text = f"models: [{{engine: {{model: {model_folder}, lora_modules: []}}}}]"
+    assert str(refusal(tmp_path, text)) == "models[0].engine.lora_modules: is not set here. Name adapters in models[N].adapters."
+    text = "models: [{name: far, adapters: {sql: pirate}, upstreams: [{url: 'http://127.0.0.1/v1', model: m}]}]"
+    assert str(refusal(tmp_path, text)).startswith("models[0].adapters: are of engines that are started here")
 
 
 def test_environment_wins_over_the_file_and_flags_over_both(tmp_path: Path, model_folder: Path) -> None:

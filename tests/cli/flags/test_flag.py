@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import get_type_hints
@@ -11,8 +13,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from headrace.cli.exits import UsageRefused
 from headrace.cli.flags.flag import GivenFlags, given_flags, whole_number, with_flags
-from headrace.cli.flags.rows import ENGINE_FLAGS, engine_flags
+from headrace.cli.flags.rows import ENGINE_FLAGS, ENGINE_PROCESS_FLAGS, SERVE_FLAGS, engine_flags
 from headrace.core.option import options
 from headrace.engine.config import EngineConfig
 
@@ -50,6 +53,44 @@ def test_each_flag_reaches_its_field(flag: object) -> None:
     hint = get_type_hints(EngineConfig)[found.field]
     assert list(given_by(name, *text)) == [found.field]
     assert isinstance(getattr(config, found.field), hint)
+
+
+NAMED = {"name": "sql", "path": "/adapters/sql"}
+
+
+@pytest.mark.parametrize(
+    ("word", "notice"),
+    [
+        ("sql=/adapters/sql", ""),
+        (json.dumps(NAMED), ""),
+        (json.dumps({**NAMED, "base_model_name": "org/base"}), "headrace: base_model_name of sql has no effect"),
+    ],
+)
+def test_adapters_are_given_in_both_forms(word: str, notice: str, capsys: pytest.CaptureFixture[str]) -> None:
+    [of_serve] = [flag for flag in SERVE_FLAGS if "--lora-modules" in flag.names]
+    [of_engine] = [flag for flag in ENGINE_PROCESS_FLAGS if "--lora-modules" in flag.names]
+    assert of_serve.values([word, "b=x=y"]) == {"model.adapters": {"sql": "/adapters/sql", "b": "x=y"}}
+    assert capsys.readouterr().err.startswith(notice)
+    assert of_engine.values([word]) == {"engine.lora_modules": [NAMED]}
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["sql"], "'sql' is not NAME=FOLDER"),
+        (["=x"], "'=x' is not NAME=FOLDER"),
+        (["sql="], "'sql=' is not NAME=FOLDER"),
+        (["{"], "'{' is not JSON"),
+        (['{"name": "sql"}'], "base_model_name is the only other key"),
+        (['{"name": "sql", "path": 1}'], "base_model_name is the only other key"),
+        (['{"name": "sql", "path": "/x", "load_inplace": true}'], "base_model_name is the only other key"),
+        (["sql=/x", '{"name": "sql", "path": "/y"}'], "'sql' is given twice"),
+    ],
+)
+def test_a_word_that_names_no_adapter_is_refused(words: list[str], what: str) -> None:
+    [flag] = [flag for flag in SERVE_FLAGS if "--lora-modules" in flag.names]
+    with pytest.raises(UsageRefused, match=re.escape(f"--lora-modules: {what}") if what.startswith("'") else re.escape(what)):
+        flag.values(words)
 
 
 def test_what_is_not_given_is_not_there_and_off_is_given() -> None:

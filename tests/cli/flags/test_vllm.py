@@ -180,6 +180,21 @@ def test_several_values_may_follow_one_flag(words: list[str], names: list[str], 
     assert params["model_argument"] == model
 
 
+@pytest.mark.parametrize(
+    ("words", "modules", "model"),
+    [
+        (["m", "--lora-modules", "a=/x", "b=/y=z", "--port", "5"], ["a=/x", "b=/y=z"], "m"),
+        (["m", "--lora-modules", "a=/x", "--lora_modules=b=/y"], ["a=/x", "b=/y"], "m"),
+        (["--enable-lora", "--lora-modules", "a=/x", "b=/y", "m"], ["a=/x", "b=/y"], "m"),
+        (["--lora-modules", '{"name": "a", "path": "/x"}', "b=/y", "--model", "m"], ['{"name": "a", "path": "/x"}', "b=/y"], None),
+    ],
+)
+def test_several_adapters_may_follow_one_flag(words: list[str], modules: list[str], model: str | None) -> None:
+    params = parsed(*words).params
+    assert list(params["lora_modules"]) == modules
+    assert params["model_argument"] == model
+
+
 def test_numbers_with_units_reach_the_configuration() -> None:
     params = parsed("m", "--max_model_len", "2k", "--kv-cache-memory-bytes", "2M", "--max-num-batched-tokens=4K").params
     assert (params["max_model_len"], params["kv_cache_bytes"], params["max_num_batched_tokens"]) == (2000, 2 << 20, 4096)

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from patience import PATIENCE_S
 
-from headrace.bundled import bundled_path
+from headrace.bundled import bundled_adapter, bundled_path
 from headrace.cli.admin.tls import init
 from headrace.cli.exits import CommandExitCode
 from headrace.cli.main import main
+from headrace.core.adapters import AdapterSource
 from headrace.engine.config import EngineConfig
 from headrace.engine.server.config import ProcessConfig
 
@@ -131,6 +132,31 @@ def test_flags_become_the_engines_and_its_process_configuration(
     assert (process.replica, process.address, process.drain_timeout_s) == ("left", "gpu1:7001", 5.0)
     assert (process.tls_dir, process.token_file) == (str(tmp_path), "")
     assert (engine.model, engine.max_num_seqs) == (str(model_folder), 7)
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ([], ""),
+        (["--enable-lora"], ""),
+        (["--no-enable-lora"], "headrace: --lora-modules: names adapters, and enable_lora is off."),
+        (["law=/none"], "headrace: lora_modules[1].path: there is no folder '/none'."),
+    ],
+)
+def test_an_engine_by_hand_has_adapters_too(
+    more: list[str], reason: str, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[tuple[ProcessConfig, EngineConfig]] = []
+    monkeypatch.setattr("headrace.engine.main.run_engine", lambda read: started.append(read()))
+    arguments = ["--listen", "unix:/run/e.sock", "--lora-modules", "sql=pirate", *more]
+    monkeypatch.setattr(sys, "argv", ["headrace", "engine", str(model_folder), *arguments])
+    with pytest.raises(SystemExit):
+        main()
+    assert reason in capsys.readouterr().err
+    if not reason:
+        [(_, engine)] = started
+        assert engine.lora_modules == (AdapterSource(name="sql", path=str(bundled_adapter("pirate"))),)
+        assert engine.enable_lora
 
 
 def test_a_yaml_file_holds_what_the_flags_say(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

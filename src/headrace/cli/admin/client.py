@@ -95,6 +95,11 @@ class AdminClient:
             status: dict[str, Any] = self._read(response)
         return status
 
+    def adapters(self) -> list[dict[str, Any]]:
+        with self._response("GET", "/adapters", timeout_s=STATUS_TIMEOUT_S) as response:
+            rows: list[dict[str, Any]] = self._read(response)
+        return rows
+
     def request(self, method: str, path: Sequence[str], query: Mapping[str, str], body: Mapping[str, object] | None) -> Any:
         """The JSON answer to a request about keys. Raises ServerFailed, too, if the deployment refuses the request."""
         target = "/" + "/".join(quote(part, safe="") for part in path) + (f"?{urlencode(query)}" if query else "")

@@ -38,13 +38,13 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Show a running deployment: its gateways, models and replicas."""
-    answer = _client(run_dir, admin, tls_dir).status()
+    answer = open_deployment(run_dir, admin, tls_dir).status()
     print(json.dumps(answer, indent=1) if as_json else "\n".join(_shown(answer)))
 
 
 def reload(run_dir: RunDir = None, admin: AdminUrl = None, tls_dir: AdminFiles = None) -> None:
     """Read the configuration file of a running deployment again, print what changed, and apply it."""
-    raise typer.Exit(_command(_client(run_dir, admin, tls_dir), "reload", {}))
+    raise typer.Exit(command(open_deployment(run_dir, admin, tls_dir), "reload", {}))
 
 
 def rollout(
@@ -59,7 +59,7 @@ def rollout(
 ) -> None:
     """Replace the replicas of a model by new processes, one at a time, while requests run."""
     raise typer.Exit(
-        _command(_client(run_dir, admin, tls_dir), "rollout", {"model": model, "max_surge": max_surge, "allow_outage": allow_outage})
+        command(open_deployment(run_dir, admin, tls_dir), "rollout", {"model": model, "max_surge": max_surge, "allow_outage": allow_outage})
     )
 
 
@@ -73,7 +73,7 @@ def scale(
     model, _, number = wanted.rpartition("=")
     if not (model and number.isascii() and number.isdigit()):
         raise UsageRefused(f"MODEL=N: {wanted!r} is not a model's name and a number. Write headrace scale tiny=2.")
-    raise typer.Exit(_command(_client(run_dir, admin, tls_dir), "scale", {"model": model, "replicas": int(number)}))
+    raise typer.Exit(command(open_deployment(run_dir, admin, tls_dir), "scale", {"model": model, "replicas": int(number)}))
 
 
 def drain(
@@ -90,8 +90,8 @@ def drain(
         raise UsageRefused("REPLICA and --all: give one of them")
     if not math.isfinite(within):
         raise UsageRefused(f"--within: {within} is not a number of seconds")
-    code = _command(
-        _client(run_dir, admin, tls_dir),
+    code = command(
+        open_deployment(run_dir, admin, tls_dir),
         "drain",
         {"replica": replica, "within_s": within, "allow_outage": allow_outage},
         ends_within_s=within,
@@ -99,13 +99,13 @@ def drain(
     raise typer.Exit(code)
 
 
-def _client(run_dir: Path | None, admin: str | None, tls_dir: Path | None) -> AdminClient:
+def open_deployment(run_dir: Path | None, admin: str | None, tls_dir: Path | None) -> AdminClient:
     from headrace.cli.admin.client import open_client
 
     return open_client(run_dir, admin, tls_dir)
 
 
-def _command(client: AdminClient, name: str, body: Mapping[str, object], *, ends_within_s: float = 0.0) -> CommandExitCode:
+def command(client: AdminClient, name: str, body: Mapping[str, object], *, ends_within_s: float = 0.0) -> CommandExitCode:
     for said in client.command(name, body):
         match said["event"]:
             case "progress":

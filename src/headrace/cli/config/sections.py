@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from headrace.bundled import bundled_path
 from headrace.core.errors import ConfigError
 from headrace.core.model_names import name_of_file
-from headrace.core.option import Reload, Role, check_options, option, required, section
+from headrace.core.option import Reload, Role, check_options, mapping, option, required, section
 from headrace.core.strict_decode import NeedsExactlyOne, plain
 from headrace.engine.config import EngineConfig
 from headrace.fleet.admin_listen import AdminListen
 from headrace.fleet.config import MAX_REPLICAS, MAX_TIMEOUT_S, FleetConfig, ModelSpec
-from headrace.fleet.weights import HUB_ID
+from headrace.fleet.weights import HUB_ID, resolve_adapter
 from headrace.gateway.config import GatewayConfig, config_from
 from headrace.gateway.ledger.config import UsageConfig
 from headrace.gateway.upstream.model_config import ForeignConfig, ModelConfig, ReplicaConfig
@@ -90,6 +91,12 @@ class ModelSection:
     replicas: int = option(
         1, "Engine processes, each with its own copy of the weights: more throughput, more memory.", "--replicas", low=1, high=MAX_REPLICAS
     )
+    adapters: dict[str, str] = mapping(
+        "LoRA adapters of its engines: the name that clients ask for -> a folder as PEFT saves it, or the name of a bundled one. They set "
+        "`enable_lora`. A reload changes them in engines that run, and reads their folders again; the flag is `NAME=FOLDER ...`, or vLLM's "
+        "JSON.",
+        "--lora-modules",
+    )
     smaller: str = option(
         "",
         "Name of another served model that answers, by its own name, while this one is busy ([tenancy.md](tenancy.md#busy-models)).",
@@ -116,6 +123,13 @@ class ModelSection:
     def of_gateway(self) -> dict[str, object]:
         smaller = {"smaller": self.smaller} if self.smaller else {}
         return {**smaller, **(self.parsers if self.engine is not None or self.remote is not None else {})}
+
+    def engine_options(self) -> dict[str, Any]:
+        """The options of engines that are started here, but for their adapters."""
+        assert self.engine is not None
+        engine = self.engine.on_this_machine()
+        made: dict[str, Any] = plain(replace(engine, enable_lora=engine.enable_lora or bool(self.adapters)))
+        return made
 
     @property
     def num_engines(self) -> int:
@@ -206,6 +220,14 @@ class ServeConfig:
         shown="`XDG_RUNTIME_DIR`, else the temporary directory",
         role=Role.OPERATOR,
     )
+    lora_root: str | None = option(
+        None,
+        "Folder below which `headrace adapters load` may load adapters, links followed ([control.md](control.md#adapters)); without it "
+        "none can be loaded at run time.",
+        "--lora-root",
+        reload=Reload.LIVE,
+        role=Role.OPERATOR,
+    )
     admin: AdminListen | None = option(None, "The operator's commands from other machines.", role=Role.OPERATOR)
     allow_open: bool = option(
         False,
@@ -240,6 +262,8 @@ class ServeConfig:
         if self.admin is not None and self.admin.tls_dir in folders:
             remedy = "Make a folder for operators alone: headrace tls init admin."
             raise ConfigError("admin.tls_dir", "is the folder that the gateways show to engines", remedy)
+        if self.lora_root is not None and not expanded(self.lora_root).is_dir():
+            raise ConfigError("lora_root", f"there is no folder {self.lora_root!r}")
         models = [model if model.engine is None else replace(model, engine=model.engine.on_this_machine()) for model in self.models]
         config = replace(self, models=tuple(models))
         config.fleet(lambda model: Path(model)).checked()
@@ -251,6 +275,9 @@ class ServeConfig:
         if model.engine is None and model.replicas != 1:
             reason = "counts engines that are started here, and this model has none"
             raise ConfigError(f"{where}.replicas", reason, "Leave it out beside upstreams and remote.")
+        if model.engine is None and model.adapters:
+            reason = "are of engines that are started here, and this model has none"
+            raise ConfigError(f"{where}.adapters", reason, "Give them to `headrace engine --lora-modules`.")
         if model.engine is None and model.remote is None:
             for name, parser in model.parsers.items():
                 if parser != AUTO:
@@ -260,6 +287,7 @@ class ServeConfig:
         reasoning_format(model.reasoning_parser, (), where=f"{where}.reasoning_parser")
         if model.engine is not None:
             self._check_engine(where, model.engine)
+            _check_adapters(f"{where}.adapters", model.adapters)
         if model.remote is not None:
             _check_folder(f"{where}.remote.model", model.remote.model)
 
@@ -294,8 +322,9 @@ class ServeConfig:
         for model in self.models:
             spec = ModelSpec(name=model.served_name, aliases=model.aliases, replicas=model.num_engines, gateway=model.of_gateway)
             if model.engine is not None:
-                engine = plain(model.engine.on_this_machine())
-                spec = replace(spec, folder=resolve(engine.pop("model")), engine=engine)
+                engine = model.engine_options()
+                folders = {name: str(resolve_adapter(path)) for name, path in model.adapters.items()}
+                spec = replace(spec, folder=resolve(engine.pop("model")), engine=engine, adapters=folders)
             elif model.remote is not None:
                 remote = tuple(plain(replica) for replica in model.remote.gateway_replicas())
                 spec = replace(spec, folder=resolve(model.remote.model), remote=remote)
@@ -310,6 +339,7 @@ class ServeConfig:
             hang_timeout_s=self.hang_timeout_s,
             log_format=LogFormat(self.log_format),
             run_dir=run_dir,
+            lora_root=None if self.lora_root is None else expanded(self.lora_root).resolve(),
             admin=self.admin,
         )
 
@@ -330,6 +360,14 @@ def _check_answers(where: str, model: ModelSection) -> None:
             "engine runs the model here, remote names engines that run elsewhere, upstreams asks servers for it, alone or beside these."
         )
         raise NeedsExactlyOne(where, "engine", "remote" if is_here else "upstreams", remedy)
+
+
+def _check_adapters(where: str, adapters: Mapping[str, str]) -> None:
+    for name, path in adapters.items():
+        try:
+            resolve_adapter(path)
+        except ConfigError as error:
+            raise error.at(f"{where}.{name}") from None
 
 
 def _check_folder(where: str, name: str) -> None:

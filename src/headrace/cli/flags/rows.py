@@ -6,6 +6,8 @@ long to import for `--help`. Flag names are vLLM's where vLLM has the option.
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -88,6 +90,41 @@ _NAMES = _flag(
     common=True,
     split=lambda names: (names[0], list(names[1:])),
 )
+
+
+def _adapter(word: str) -> tuple[str, str]:
+    """Name and folder, of NAME=FOLDER or of vLLM's JSON."""
+    if not word.startswith("{"):
+        name, separator, path = word.partition("=")
+        if not (name and separator and path):
+            raise UsageRefused(f"--lora-modules: {word!r} is not NAME=FOLDER. Write --lora-modules sql=/adapters/sql.")
+        return name, path
+    try:
+        given = json.loads(word)
+    except ValueError as error:
+        raise UsageRefused(f"--lora-modules: {word!r} is not JSON ({error})") from None
+    name, path, base = (given.pop(key, None) for key in ("name", "path", "base_model_name"))
+    if given or not (isinstance(name, str) and isinstance(path, str)):
+        raise UsageRefused(f'--lora-modules: {word} is not {{"name": NAME, "path": FOLDER}}; base_model_name is the only other key.')
+    if base is not None:
+        print(f"headrace: base_model_name of {name} has no effect: an adapter's parent is the model as it is served.", file=sys.stderr)
+    return name, path
+
+
+def _adapters(words: Sequence[str]) -> dict[str, str]:
+    adapters: dict[str, str] = {}
+    for name, path in map(_adapter, words):
+        if name in adapters:
+            raise UsageRefused(f"--lora-modules: {name!r} is given twice")
+        adapters[name] = path
+    return adapters
+
+
+def _lora_modules(path: str, split: Callable[[Any], Sequence[object]]) -> CommandFlag:
+    text = "Adapters: NAME=FOLDER, or a bundled one's name for FOLDER; several, and again for more."
+    return _flag(ENGINE, "--lora-modules", path, text, list[str], common=True, split=split, metavar="NAME=FOLDER")
+
+
 _PARSERS = (
     _flag(
         MODEL,
@@ -190,6 +227,8 @@ SERVE_FLAGS = (
     _flag(MODEL, "--replicas", "model.replicas", "Engine processes, each with its own weights.", int, common=True),
     *_PARSERS,
     *(flag.below("model.engine") for flag in ENGINE_FLAGS),
+    _lora_modules("model.adapters", lambda words: (_adapters(words),)),
+    _flag(ENGINE, "--lora-root", "lora_root", "Folder below which `headrace adapters load` may load. Default: it may not.", metavar="DIR"),
     *_LISTEN,
     _flag(NETWORK, "--gateway-workers", "gateway.workers", _WORKERS, int, common=True),
     *_CLIENTS,
@@ -227,6 +266,7 @@ GATEWAY_FLAGS = (
 ENGINE_PROCESS_FLAGS = (
     _flag("", "", "engine.model", _ONLY_FOLDER, metavar="MODEL"),
     *(flag.below("engine") for flag in ENGINE_FLAGS),
+    _lora_modules("engine.lora_modules", lambda words: ([{"name": name, "path": path} for name, path in _adapters(words).items()],)),
     _flag(NETWORK, "--listen", "address", "HOST:PORT or unix:/PATH; port 0 takes a free one.", common=True, metavar="ADDRESS"),
     _TLS_FOLDER,
     _token_file("File with the token that gateways must send; for TCP."),

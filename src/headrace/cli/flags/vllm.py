@@ -123,7 +123,9 @@ TABLE: dict[str, RefusedFlag | IgnoredFlag | TranslatedFlag] = {
     "-pp": RefusedFlag(_PARALLEL, tuple(map(str, RUN_PP))),
     "--enable-expert-parallel": RefusedFlag(_PARALLEL, None),
     "--distributed-executor-backend": RefusedFlag(_PARALLEL, ("mp", "uni")),
-    "--lora-modules": RefusedFlag(REMEDIES["lora_modules"]),
+    "--lora-dtype": RefusedFlag("Adapters are computed as the model is.", ("auto",)),
+    "--fully-sharded-loras": RefusedFlag(_PARALLEL, None),
+    "--default-mm-loras": RefusedFlag("Only text models are served."),
     "--tool-parser-plugin": RefusedFlag("Code named on a command line is never loaded; --tool-call-parser names a known form of calls."),
     "--reasoning-parser-plugin": RefusedFlag("Code named on a command line is never loaded; --reasoning-parser names a known form."),
     "--structured-outputs-config": RefusedFlag("The only backend is llguidance; a request says what its output must match."),
@@ -159,7 +161,7 @@ TABLE: dict[str, RefusedFlag | IgnoredFlag | TranslatedFlag] = {
     "--response-role": RefusedFlag("Answers have the role assistant.", ("assistant",)),
 }
 
-SEVERAL = ("--served-model-name", "--api-key", "--allowed-hosts", "--allowed-origins", "--goodput")
+SEVERAL = ("--served-model-name", "--lora-modules", "--api-key", "--allowed-hosts", "--allowed-origins", "--goodput")
 """Flags that are repeated for several values here, where vLLM takes several values after one flag."""
 
 
@@ -211,7 +213,7 @@ def _entry_of(name: str) -> tuple[RefusedFlag | IgnoredFlag | TranslatedFlag | N
 def _one_value_each(arguments: Sequence[str]) -> Iterator[str]:
     """`--api-key a b` becomes `--api-key a --api-key b`.
 
-    If no MODEL precedes the flag, a second word after `serve`'s flag is taken for MODEL, not for a second value.
+    If no MODEL precedes the flag, a second word after `serve`'s flag is taken for MODEL, not for a second value, unless it can be no model.
     """
     has_model = list(arguments[:1]) != ["serve"] or not arguments[1:2] or not arguments[1].startswith("-")
     has_model = has_model or any(word.partition("=")[0] == "--model" for word in arguments)
@@ -219,9 +221,13 @@ def _one_value_each(arguments: Sequence[str]) -> Iterator[str]:
     for word in arguments:
         if word.startswith("-"):
             name, equals, _ = word.partition("=")
-            flag, num_values = (dashed(name) if dashed(name) in SEVERAL and has_model else ""), int(bool(equals))
-        elif flag:
+            flag, num_values = (dashed(name) if dashed(name) in SEVERAL else ""), int(bool(equals))
+        elif flag and (has_model or _is_adapter(flag, word)):
             num_values += 1
             if num_values > 1:
                 yield flag
         yield word
+
+
+def _is_adapter(flag: str, word: str) -> bool:
+    return flag == "--lora-modules" and ("=" in word or word.startswith("{"))

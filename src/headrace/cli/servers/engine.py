@@ -80,7 +80,20 @@ def _from_file(path: Path, given: Sequence[str], *, experimental: bool) -> tuple
     for flag in given:
         raise UsageRefused(f"{flag}: the file given with --config holds everything. Leave one of them out.")
     process, engine = process_config_from(read_yaml(path))
-    return process, replace(engine, model=str(resolve_model(engine.model, experimental=experimental)))
+    return process, _with_adapters(replace(engine, model=str(resolve_model(engine.model, experimental=experimental))))
+
+
+def _with_adapters(config: EngineConfig) -> EngineConfig:
+    """With the folders of its adapters. Raises ConfigError."""
+    from headrace.fleet.weights import resolve_adapter
+
+    folders = []
+    for index, adapter in enumerate(config.lora_modules):
+        try:
+            folders.append(replace(adapter, path=str(resolve_adapter(adapter.path))))
+        except ConfigError as error:
+            raise error.at(f"lora_modules[{index}].path") from None
+    return replace(config, lora_modules=tuple(folders))
 
 
 def _from_flags(given: Mapping[str, object], names: Mapping[str, str], *, experimental: bool) -> tuple[ProcessConfig, EngineConfig]:
@@ -94,11 +107,13 @@ def _from_flags(given: Mapping[str, object], names: Mapping[str, str], *, experi
         raise UsageRefused(f"--listen: the address is missing, HOST:PORT or unix:/PATH. {remedy}")
     folder = resolve_model(str(given.get("engine.model", DEFAULT_MODEL)), experimental=experimental)
     data: dict[str, object] = {}
-    for path, value in {"replica": name_of_file(folder.name), **given, "engine.model": str(folder)}.items():
+    implied = {"engine.enable_lora": True} if "engine.lora_modules" in given else {}
+    for path, value in {"replica": name_of_file(folder.name), **implied, **given, "engine.model": str(folder)}.items():
         set_at(data, path.split("."), value, path)
     known = {path: flag.names[0].partition("/")[0] for flag in ENGINE_PROCESS_FLAGS if flag.names for path in flag.paths}
     spellings = {path.removeprefix("engine."): name for path, name in {**known, **names}.items()}  # errors name fields of `EngineConfig`
     try:
-        return process_config_from(data)
+        process, engine = process_config_from(data)
+        return process, _with_adapters(engine)
     except ConfigError as error:
         raise error.at(spellings.get(error.where.removeprefix("engine."), error.where)) from error

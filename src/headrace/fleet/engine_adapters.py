@@ -1,0 +1,87 @@
+"""Gives running engines their lists of adapters: all engines of a model follow a change, or the list before it holds again in each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+from headrace.core.errors import ConfigError
+from headrace.fleet.adapters import AdapterLists
+from headrace.fleet.config import ModelSpec, runs_alike
+from headrace.fleet.files import write_adapters
+from headrace.fleet.replica_processes import ReplicaProcess, ReplicaProcesses
+from headrace.wire.leash import ReloadRefused
+
+log = logging.getLogger(__name__)
+
+
+class EngineAdapters:
+    """lists: what engines have that serve, and what those get that are started"""
+
+    def __init__(self, lists: AdapterLists, processes: ReplicaProcesses) -> None:
+        self.lists = lists
+        self._processes = processes
+        self._starting: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def changed(self, lists: AdapterLists, models: Sequence[ModelSpec], required: str = "") -> AsyncIterator[None]:
+        """In the block the engines of `models` have the new lists; if it raises, the ones before again.
+
+        required: an adapter that every engine must take. Raises ReloadRefused with the first reason, or ConfigError.
+        """
+        before, self.lists = self.lists, lists
+        try:
+            await self._offer(models, required)
+            yield
+        except Exception:
+            self.lists = before
+            await self._go_back(models)
+            raise
+        if required:
+            self._write(models, "")
+
+    def digests(self, model: str) -> dict[str, Mapping[str, str]]:
+        """Replica that serves -> name -> digest of its adapters."""
+        serving = [process for process in self._processes.values() if process.files.model == model and process.keeper.is_serving]
+        return {process.files.name: _mapping(process.keeper.facts.get("adapters")) for process in serving}
+
+    async def _offer(self, models: Sequence[ModelSpec], required: str) -> None:
+        processes = self._write(models, required)
+        serving = [process for process in processes if process.keeper.is_serving]
+        for process in processes:
+            if process not in serving:  # it may have read its file already, and answers once it serves
+                task = asyncio.create_task(self._when_it_serves(process), name=f"adapters of {process.files.name}")
+                self._starting.add(task)
+                task.add_done_callback(self._starting.discard)
+        refusals = await asyncio.gather(*(process.keeper.reload() for process in serving))
+        for process, reason in zip(serving, refusals, strict=True):
+            if reason:
+                raise ReloadRefused(f"{process.files.name}: {reason}")
+
+    def _write(self, models: Sequence[ModelSpec], required: str) -> list[ReplicaProcess]:
+        """Returns the processes whose files were written. One with other options is being replaced, and keeps its list."""
+        specs = {spec.name: spec for spec in models}
+        processes = [
+            process
+            for process in self._processes.values()
+            if not process.is_unlisted and process.files.model in specs and runs_alike(process.spec, specs[process.files.model])
+        ]
+        for process in processes:
+            write_adapters(process.files.config, self.lists.sources(process.files.model, required))
+        return processes
+
+    async def _when_it_serves(self, process: ReplicaProcess) -> None:
+        if reason := await process.keeper.reload(timeout_s=None):
+            log.error("%s does not take its adapters: %s", process.files.name, reason)
+
+    async def _go_back(self, models: Sequence[ModelSpec]) -> None:
+        try:
+            await self._offer(models, "")
+        except (ReloadRefused, ConfigError) as error:
+            log.error("not every engine has gone back to the adapters before: %s", error)
+
+
+def _mapping(value: object) -> Mapping[str, str]:
+    return value if isinstance(value, Mapping) else {}
