@@ -15,8 +15,9 @@ pytest.importorskip("numba")
 
 from headrace.bundled import DEFAULT_MODEL, bundled_path
 from headrace.tensor.backends import load_backend
-from headrace.tensor.batch import ForwardBatch, GroupBatch, KvCache, StepAdapters, allocate_kv
+from headrace.tensor.batch import ForwardBatch, GroupBatch, KvCache, PackedAdapter, StepAdapters, allocate_kv
 from headrace.tensor.device import CPU
+from headrace.tensor.kernels import LowRankUpdate
 from headrace.tensor.kernels.cpu import backend as cpu
 from headrace.tensor.models import LoadedModel, load_model
 from headrace.tensor.models import steps as module
@@ -30,14 +31,14 @@ BLOCK_SIZE, BLOCKS_PER_ROW, MOST_ROWS = 4, 400, 20
 
 
 @cache
-def _loaded(quantization: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
+def _loaded(quantization: str, dtype: torch.dtype = torch.float32, *, enable_lora: bool = False) -> LoadedModel:
     folder = bundled_path(DEFAULT_MODEL)
     if folder is None:
         pytest.skip("no bundled model in this checkout")
     backend = STRIPS if dtype == torch.float32 else BF16_STRIPS
     return load_model(
         folder, backend=backend, dtype=dtype, device=CPU, load_format="auto", seed=0, max_model_len=None,
-        quantization=quantization,
+        quantization=quantization, enable_lora=enable_lora,
     )  # fmt: skip
 
 
@@ -116,7 +117,7 @@ def test_steps_of_as_many_rows_as_are_recorded_have_the_same_bits(quantization: 
         batch = _batch(rows, [rng.randint(1, BLOCK_SIZE * blocks) for _ in rows], blocks)
         ids = torch.tensor([rng.randrange(4, loaded.vocab_size) for _ in rows])
         assert torch.equal(loaded.model.forward(ids, batch, kv), _plain(loaded, ids, batch, twin))
-    assert {count for _, count, cache in loaded.model._steps._kept if cache == id(kv)} == {20, 33, cpu.FEW_TOKENS}
+    assert {count for _, count, cache, _ in loaded.model._steps._kept if cache == id(kv)} == {20, 33, cpu.FEW_TOKENS}
 
 
 def test_inputs_of_a_recorded_step_are_on_the_batchs_device() -> None:
@@ -132,17 +133,63 @@ def test_inputs_of_a_recorded_step_are_on_the_batchs_device() -> None:
     assert {tensor.device.type for tensor in made} == {"meta"}
 
 
+def _adapter(loaded: LoadedModel, seed: int) -> PackedAdapter:
+    """One of two thirds of the linears, with ranks that differ."""
+    random_numbers = torch.Generator().manual_seed(seed)
+    assert loaded.model.adapters is not None
+    linears = []
+    for number, linear in enumerate(loaded.model.adapters.linears):
+        rank = 1 + (seed + number) % 9
+        updates = [
+            LowRankUpdate(
+                down=torch.randn(rank, linear.in_features, generator=random_numbers) / 20,
+                up=torch.randn(part.rows, rank, generator=random_numbers) / 20,
+                scale=2.0,
+                first_row=part.first_row,
+            )
+            for part in linear.parts_of_output
+        ]
+        linears.append(updates if (seed + number) % 3 else [])
+    return loaded.model.adapters.kernels.pack(linears)
+
+
 @torch.inference_mode()
-def test_rows_with_adapters_are_not_recorded() -> None:
-    loaded = _loaded("none")
-    steps = module.RecordedSteps(STRIPS.executor, loaded.model._layers)
-    batch, branch = _batch([0], [20]), torch.zeros(1, loaded.model.spec.hidden_size)
-    steps.run(
-        branch, replace(batch, adapters=StepAdapters(torch.tensor([1], dtype=torch.int32), (None, None))), _cache(loaded, torch.float32)
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_recorded_steps_with_adapters_have_the_bits_of_layers_called_one_by_one(quantization: str) -> None:
+    """Places are given to other adapters between two replays, and steps without adapters come between."""
+    loaded, rng = _loaded(quantization, enable_lora=True), random.Random(2)
+    kv, twin = (_cache(loaded, torch.float32, 1 + 6 * 25) for _ in range(2))
+    adapters, bare = [_adapter(loaded, seed) for seed in range(5)], _loaded(quantization)
+    for number in range(20):
+        rows = rng.sample(range(6), rng.choice([1, 2, 6]))
+        batch = _batch(rows, [rng.randint(1, 99) for _ in rows], 25)
+        ids = torch.tensor([rng.randrange(4, loaded.vocab_size) for _ in rows])
+        if number % 4 == 3:
+            assert torch.equal(loaded.model.forward(ids, batch, kv), bare.model.forward(ids, batch, twin))
+            continue
+        slots = torch.tensor([rng.randrange(4) for _ in rows], dtype=torch.int32)
+        batch.adapters = StepAdapters(slots, (None, *rng.sample(adapters, 3)))
+        got = loaded.model.forward(ids, batch, kv)
+        assert torch.equal(got, _plain(loaded, ids, batch, twin))
+        alone = [_alone(loaded, ids, batch, row, kv) for row in range(len(rows))]
+        assert torch.equal(got, torch.cat(alone))
+    steps = loaded.model._steps._kept.values()
+    assert all(step.recording.is_whole for step in steps)
+    assert all(step.inputs.batch.adapters is None or step.inputs.batch.adapters.resident == () for step in steps), "adapters are kept alive"
+
+
+def _alone(loaded: LoadedModel, ids: Tensor, batch: ForwardBatch, row: int, kv: KvCache) -> Tensor:
+    assert batch.adapters is not None
+    slots, (group,) = batch.adapters.slots[row : row + 1], batch.groups
+    one = ForwardBatch(
+        batch.positions[row : row + 1],
+        torch.tensor([0, 1], dtype=torch.int32),
+        batch.context_lens[row : row + 1],
+        1,
+        (GroupBatch(group.block_table[row : row + 1].contiguous(), group.slot_mapping[row : row + 1]),),
+        StepAdapters(slots, batch.adapters.resident),
     )
-    assert len(steps._kept) == 0
-    steps.run(branch, batch, _cache(loaded, torch.float32))
-    assert len(steps._kept) == 1
+    return loaded.model.forward(ids[row : row + 1], one, kv)
 
 
 @torch.inference_mode()

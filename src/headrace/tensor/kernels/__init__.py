@@ -263,6 +263,7 @@ class Backend:
     draw           on the host and at once; the plain one sorts, which is slow where vocabularies are large
     mask           equals the plain one's results to the bit
     choice         None: the host chooses, and a step is computed where it is called
+    adapters       None: no linear can have adapters
     group_experts  None: one after another, each over the tokens that chose it
     numerics       what the bits of its results depend on beside source, versions and thread count, in words
     """
@@ -276,6 +277,7 @@ class Backend:
     draw: Draw = draw
     mask: ApplyMasks = apply_masks
     choice: DeviceChoice | None = None
+    adapters: AdapterKernels | None = None
     group_experts: GroupExperts | None = None
     numerics: str = ""
 

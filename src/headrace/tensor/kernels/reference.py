@@ -7,15 +7,18 @@ defines the arithmetic of `RoundedLinear`. Shape letters: see `tensor.batch`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from headrace.core.errors import ConfigError
+from headrace.tensor.batch import StepAdapters
 from headrace.tensor.host.cpu_features import CpuFeatures
-from headrace.tensor.kernels import Backend
+from headrace.tensor.kernels import Backend, LowRankUpdate
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight, round_inputs, round_inputs_to_fp8, round_weight, to_fp8
 
 
@@ -194,8 +197,35 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sc
     return torch.einsum("hns,shd->nhd", weights, value).to(query.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class PlainAdapter:
+    linears: tuple[tuple[LowRankUpdate, ...], ...]
+    num_bytes: int
+    address: int = 0
+
+
+class PlainAdapters:
+    """Implements `AdapterKernels`."""
+
+    def pack(self, linears: Sequence[Sequence[LowRankUpdate]]) -> PlainAdapter:
+        copied = tuple(tuple(replace(each, down=each.down.clone(), up=each.up.clone()) for each in updates) for updates in linears)
+        return PlainAdapter(copied, sum(each.down.nbytes + each.up.nbytes for updates in copied for each in updates))
+
+    def apply(self, y: Tensor, x: Tensor, linear: int, step: StepAdapters) -> Tensor:
+        resident, slots = cast("tuple[PlainAdapter | None, ...]", step.resident), step.slots_of(len(x))
+        for place in torch.unique(slots[slots > 0]).tolist():
+            adapter, rows = resident[place], torch.nonzero(slots == place)[:, 0]
+            assert adapter is not None, "a token's place holds no adapter"
+            for each in adapter.linears[linear]:
+                columns = slice(each.first_row, each.first_row + len(each.up))
+                change = each.scale * (x[rows].float() @ each.down.float().T) @ each.up.float().T
+                y[rows, columns] = (y[rows, columns].float() + change).to(y.dtype)
+        return y
+
+
 KERNELS = ReferenceKernels()
-BACKEND = Backend(name="reference", kernels=KERNELS, packing=PACKING)
+ADAPTERS = PlainAdapters()
+BACKEND = Backend(name="reference", kernels=KERNELS, packing=PACKING, adapters=ADAPTERS)
 
 
 def make_backend(*, deterministic: bool, features: CpuFeatures) -> Backend:

@@ -53,6 +53,7 @@ class SparseMoe:
 
     def __init__(self, reader: WeightReader, prefix: str, spec: MoeSpec, names: MoeNames, hidden_size: int) -> None:
         self.spec, self.kernels, self.reduce = spec, reader.kernels, reader.reduce
+        reader = reader.without_adapters()
         present = [block for block in names.blocks if reader.source.has(f"{prefix}{block}.gate.weight")]
         block = prefix + (present or names.blocks)[0]
         self.router = reader.whole_linear(Part(f"{block}.gate.weight", spec.num_experts), hidden_size, precision=Precision.NONE)

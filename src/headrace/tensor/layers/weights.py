@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from headrace.tensor.device import TensorDevice
 from headrace.tensor.kernels import Backend, Kernels, Linear
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight, join_rounded
+from headrace.tensor.layers.adapted import ModelAdapters
 from headrace.tensor.layers.table import HeldTable, Table
 
 
@@ -109,6 +110,7 @@ class WeightReader:
     stored     None: all weights are rounded to `precision`
     store      None: everything is read from the checkpoint
     reduce     layers call it on the outputs of row-parallel linears
+    adapters   None: no linear of the model can have adapters
     held       bits of a weight (4, 8; 16 means 16 or more) -> number of linears that have them
 
     Methods that read raise CheckpointError when a stored tensor is missing, has another shape or cannot be read.
@@ -124,6 +126,7 @@ class WeightReader:
     store: LinearStore | None = None
     reduce: Reduce = no_reduce
     stored: StoredSource | None = None
+    adapters: ModelAdapters | None = None
     held: Counter[int] = field(default_factory=Counter)
 
     @property
@@ -161,7 +164,7 @@ class WeightReader:
     def column_linear(self, parts: Sequence[Part], in_features: int, *, bias: bool) -> Linear:
         """This rank's share of the rows of each part: [in] -> [sum of rows / world]."""
         shares = [_share(part.rows, self.rank, self.world, part.name) for part in parts]
-        return self._stacked(parts, shares, in_features, bias)
+        return self._adapted(self._stacked(parts, shares, in_features, bias), parts)
 
     def whole_linear(self, part: Part, in_features: int, *, bias: bool = False, precision: Precision | None = None) -> Linear:
         """Without an all-reduce: a router, the head. precision: None: the reader's."""
@@ -169,6 +172,17 @@ class WeightReader:
 
     def row_linear(self, part: Part, in_features: int, *, bias: bool) -> Linear:
         """This rank's share of the input columns. Callers sum the outputs over ranks; only rank 0 has the bias."""
+        return self._adapted(self._row(part, in_features, bias), [part])
+
+    def without_adapters(self) -> WeightReader:
+        return replace(self, adapters=None)
+
+    def _adapted(self, linear: Linear, parts: Sequence[Part]) -> Linear:
+        if self.adapters is None:
+            return linear
+        return self.adapters.wrap(linear, [(part.name.removesuffix(".weight"), part.rows) for part in parts])
+
+    def _row(self, part: Part, in_features: int, bias: bool) -> Linear:
         columns = _share(in_features, self.rank, self.world, part.name)
         if (known := self._known([part], in_features, bias)) is not None:
             return known

@@ -31,6 +31,7 @@ from headrace.tensor.checkpoint.weights_digest import WeightsDigest
 from headrace.tensor.device import META, TensorDevice
 from headrace.tensor.kernels import Backend
 from headrace.tensor.kernels.rounding import Precision
+from headrace.tensor.layers.adapted import ModelAdapters
 from headrace.tensor.layers.weights import StoredSource, WeightReader, WeightSource
 from headrace.tensor.models import gemma3, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
 from headrace.tensor.models.decoder import DecoderModel
@@ -72,7 +73,6 @@ class LoadedModel:
     max_model_len      longest context its tables were made for
     model_digest       hex; see `_Weights.served_digest`
     weights            digest of all weight bytes, known now or later; None for random weights, which `model_digest` identifies
-    weight_bytes       read by one decode step of one sequence
     stored_as          the format of a quantized checkpoint, for people; "" for plain weights
     held               in how many bits the linears are held, for people
     store              its `save` keeps the packed linears on disk for the next start; None: they are not kept
@@ -86,13 +86,22 @@ class LoadedModel:
     sampling_defaults: dict[str, Any]
     model_digest: str
     weights: WeightsDigest | None
-    weight_bytes: int
-    resident_bytes: int
-    dtype: torch.dtype
     precision: Precision
     stored_as: str
     held: str
     store: PackedStore | None = None
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.model.weight_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        return self.model.resident_bytes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +137,7 @@ def load_model(
     max_model_len: int | None,
     quantization: str = "none",
     packed: PackedFolder | None = None,
+    enable_lora: bool = False,
     rank: int = 0,
     world: int = 1,
 ) -> LoadedModel:
@@ -138,6 +148,7 @@ def load_model(
     max_model_len  None: the checkpoint's (`DecoderSpec.default_positions`)
     quantization   "none", how linears' weights are rounded at load (`kernels.rounding.Precision`), or the checkpoint's own format
     packed         None: packed linears are not kept for the next start
+    enable_lora    tokens may have adapters (`DecoderModel.adapters`)
 
     Raises CheckpointError naming file and reason; ConfigError for an option that this model cannot be run with.
     Memory: at most the weights held, twice the largest fused tensor, and small change.
@@ -157,7 +168,7 @@ def load_model(
     else:
         weights = _open_checkpoint(_weight_files(folder, stored), spec, dtype, packed)
         weights.open_store(packed, backend, precision, f"{rank}/{world}", stored)
-    reader = weights.reader(stored, backend, device, precision, rank, world)
+    reader = weights.reader(stored, backend, device, precision, rank, world, _adapters(backend) if enable_lora else None)
     model = DecoderModel(reader, _with_stored_table(spec, weights.source))
     weights.finish()
     return LoadedModel(
@@ -169,14 +180,17 @@ def load_model(
         sampling_defaults=sampling,
         model_digest=weights.served_digest(precision, spec, reader),
         weights=weights.content,
-        weight_bytes=model.weight_bytes,
-        resident_bytes=model.resident_bytes,
-        dtype=model.dtype,
         precision=precision,
         stored_as="" if stored is None else stored.title,
         held=_held(reader),
         store=weights.store,
     )
+
+
+def _adapters(backend: Backend) -> ModelAdapters:
+    if backend.adapters is None:
+        raise ConfigError("enable_lora", f"{backend.name} kernels compute no adapters", "Merge the adapter into the base weights.")
+    return ModelAdapters(backend.adapters)
 
 
 def _check_options(load_format: str, world: int) -> None:
@@ -209,6 +223,7 @@ class _Weights:
         precision: Precision,
         rank: int,
         world: int,
+        adapters: ModelAdapters | None,
     ) -> WeightReader:
         """Keeps the few bits of `stored` where the backend multiplies them so, and linears are not to be rounded further."""
         source: WeightSource = self.source
@@ -217,7 +232,7 @@ class _Weights:
             source = few_bits = QuantizedSource(self.source, stored)
         if precision is not Precision.NONE or not backend.packing.keeps_stored:
             few_bits = None
-        return WeightReader(source, backend, self.dtype, device, rank, world, precision, self.store, stored=few_bits)
+        return WeightReader(source, backend, self.dtype, device, rank, world, precision, self.store, stored=few_bits, adapters=adapters)
 
     def open_store(
         self, packed: PackedFolder | None, backend: Backend, precision: Precision, share: str, stored: WeightFormat | GgufFormat | None

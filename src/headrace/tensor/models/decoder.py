@@ -109,6 +109,7 @@ class DecoderModel:
 
     dtype           of the linears' products
     activations     dtype of everything between them
+    adapters        None: no token may have an adapter
     kv_groups       layers that share a block table: same window, heads and head size
     group_of        per layer, index into kv_groups
     kv_shapes       per layer, (kv_heads, head_dim) held by this rank
@@ -147,6 +148,7 @@ class DecoderModel:
             else reader.whole_linear(Part(head, spec.vocab_size), spec.hidden_size)
         )
         return_freed_memory()
+        self.adapters = reader.adapters
         self.kv_groups, self.group_of = group_layers(spec, reader.world, reader.dtype.itemsize)
         is_deferred = reader.world == 1 and can_be_deferred(self)  # a sum over ranks is no kernel
         self._steps = RecordedSteps(reader.backend.executor if is_deferred else None, self._layers)
@@ -178,6 +180,8 @@ class DecoderModel:
         return self._steps.run(branch, batch, kv)
 
     def _layers(self, branch: Tensor, residual: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
+        if self.adapters is not None:
+            self.adapters.step = batch.adapters
         for block, group, cache in zip(self.blocks, self.group_of, kv.layers, strict=True):
             self._steps.next_layer()
             selected = batch.selected if block is self.blocks[-1] else None

@@ -10,7 +10,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -60,18 +60,18 @@ class RecordedSteps:
             return self._layers(branch, residual, batch, kv)
 
     def _is_replayable(self, batch: ForwardBatch) -> bool:
-        is_plain = batch.adapters is None and batch.selected is None
-        return batch.max_count == 1 and batch.num_tokens <= self._most_tokens and is_plain
+        return batch.max_count == 1 and batch.num_tokens <= self._most_tokens and batch.selected is None
 
     def _replay(self, recording: AbstractContextManager[Recording], branch: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
         """Replay the recorded step of this shape; if there is none that can be replayed for this batch, record this step."""
-        key = (len(batch.context_lens), batch.num_tokens, id(kv))
+        key = (len(batch.context_lens), batch.num_tokens, id(kv), batch.adapters is None)
         step = self._kept.pop(key, None)
         if step is None or not step.load(branch, batch) or not step.recording.replay():
             inputs = _Inputs.of(branch, batch)
             with recording as recorded:
                 out = self._layers(inputs.branch, inputs.residual, inputs.batch, kv)
             step = _Step(inputs, recorded, out, kv)
+        step.inputs.drop_adapters()
         if step.recording.is_whole:
             self._kept[key] = step
             self._forget()
@@ -100,7 +100,8 @@ class _Inputs:
         with torch.inference_mode(False):  # so that they may be written in any mode later
             groups = tuple(GroupBatch(_widened(group.block_table), _copied(group.slot_mapping)) for group in batch.groups)
             positions, starts, lens = _copied(batch.positions), _copied(batch.row_starts), _copied(batch.context_lens)
-            own = ForwardBatch(positions, starts, lens, batch.max_count, groups)
+            adapters = None if batch.adapters is None else replace(batch.adapters, slots=_copied(batch.adapters.slots), selected_slots=None)
+            own = ForwardBatch(positions, starts, lens, batch.max_count, groups, adapters)
             return cls(_copied(branch), torch.zeros(branch.shape, dtype=branch.dtype, device=branch.device), own)
 
     def load(self, branch: Tensor, batch: ForwardBatch) -> bool:
@@ -115,9 +116,17 @@ class _Inputs:
         mine.positions.copy_(batch.positions)
         mine.row_starts.copy_(batch.row_starts)
         mine.context_lens.copy_(batch.context_lens)
+        if mine.adapters is not None and batch.adapters is not None:
+            mine.adapters.slots.copy_(batch.adapters.slots)
+            mine.adapters.resident = batch.adapters.resident
         self.branch.copy_(branch)
         self.residual.zero_()
         return True
+
+    def drop_adapters(self) -> None:
+        """A recorded step is kept for long, and must not keep adapters that have left the pool."""
+        if self.batch.adapters is not None:
+            self.batch.adapters.resident = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from headrace.core.errors import ConfigError
 from headrace.tensor.host.cpu_features import CpuFeatures, LinearPath, linear_path, read_cpu_features
 from headrace.tensor.kernels import Backend, Kernels, Linear, PackedLinear, RowReader
-from headrace.tensor.kernels.cpu import cache_write, draw, elementwise, mask, stored_rows
+from headrace.tensor.kernels.cpu import adapters, cache_write, draw, elementwise, mask, stored_rows
 from headrace.tensor.kernels.cpu.attention import paged as attention
 from headrace.tensor.kernels.cpu.integer import packing as integer_packing
 from headrace.tensor.kernels.cpu.integer import quantized
@@ -282,5 +282,6 @@ def make_backend(*, deterministic: bool, features: CpuFeatures) -> Backend:
         executor=EXECUTOR,
         draw=draw_tokens,
         mask=mask_logits,
+        adapters=adapters.ADAPTERS,
         numerics=f"{compiled_numerics()} {packing.packed_layout(Precision.INT8)}",  # which does not depend on the number of threads
     )
