@@ -132,6 +132,20 @@ def test_an_engine_that_prepares_nothing_refuses_grammars_and_adapters_by_name()
     assert driven.finish == {("b", 0): FinishReason.LENGTH}
 
 
+def test_what_was_prepared_is_kept_while_a_step_in_flight_names_its_request() -> None:
+    driven = DrivenEngine(depth=2)
+    driven.submit(request("a", [1], max_tokens=40), request("b", [2], max_tokens=40))
+    driven.turn(4)
+    driven.engine.cancel(RequestId("a"))
+    planned = driven.kv.steps.last_planned
+    assert planned > driven.kv.steps.last_committed
+    while not driven.preparer.ended:
+        driven.turn()
+    assert driven.finish["a", 0] is FinishReason.CANCELLED
+    assert driven.kv.steps.last_committed >= planned
+    driven.run()
+
+
 @pytest.mark.parametrize("name", ["headrace.fork", "headrace.host_kv", "headrace.anything"])
 def test_names_of_the_scheduler_are_no_preparers(name: str) -> None:
     """A preparer that names one has a bug: its request ends and gives back what it holds. One that answers one is refused at once."""

@@ -102,8 +102,7 @@ class AdapterPreparer(Generic[Weights]):
             return self._pool.num_bytes
 
     def resident(self) -> tuple[Weights | None, ...]:
-        """The weights by place. None: entry 0, and a place whose adapter is being read, which only rows of requests that have ended may
-        name."""
+        """The weights by place. None: entry 0, and a place whose adapter is not read yet, which no row names."""
         return self._resident
 
     def set(self, sources: Sequence[AdapterSource]) -> None:

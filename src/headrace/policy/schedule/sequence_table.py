@@ -9,6 +9,7 @@ There is one way in (`add`) and one way out (`_end`, from every state).
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping
 
 from headrace.core.errors import HeadraceError, QueueFull, Unavailable
@@ -48,7 +49,7 @@ class SequenceTable:
         self._blocked: dict[SeqId, Sequence] = {}
         self._families: dict[RequestId, list[Sequence]] = {}
         self._prepared: dict[PreparationId, list[Sequence]] = {}
-        self._ended_preparations: list[PreparationId] = []
+        self._ended_preparations: deque[tuple[int, PreparationId]] = deque()
         self._refused: list[tuple[EngineRequest, HeadraceError]] = []
         self._deadlines = Deadlines()
         self._updates: list[SequenceUpdate] = []
@@ -295,13 +296,16 @@ class SequenceTable:
         if not family:
             del self._families[seq.request.request_id]
             if self._prepared.pop(seq.preparation_id, None) is not None:
-                self._ended_preparations.append(seq.preparation_id)
+                self._ended_preparations.append((self.kv.steps.last_planned, seq.preparation_id))
         if seq.is_first:
             for sibling in list(family):
                 self._satisfy(sibling, FORK)
 
     def take_ended(self) -> list[PreparationId]:
-        ended, self._ended_preparations = self._ended_preparations, []
+        """Names requests that no uncommitted plan names, so that their masks and adapters are not used any more."""
+        ended, committed = [], self.kv.steps.last_committed
+        while self._ended_preparations and self._ended_preparations[0][0] <= committed:
+            ended.append(self._ended_preparations.popleft()[1])
         return ended
 
     # updates
