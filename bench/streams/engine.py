@@ -12,11 +12,13 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headrace.core.adapters import AdapterSource
+from headrace.core.errors import ConfigError
 from headrace.core.ids import RequestId
 from headrace.core.load import EngineCounters, LoadSnapshot
 from headrace.core.model_info import KvGroup, ModelInfo
@@ -68,6 +70,9 @@ class PacedEngine:
 
     def finish(self, request_id: RequestId, index: int, keep_tokens: int, reason: FinishReason) -> None:
         self.cancel(request_id)
+
+    def set_adapters(self, sources: Sequence[AdapterSource]) -> None:
+        raise ConfigError("lora_modules", "a paced engine has no adapters")
 
     def snapshot(self) -> LoadSnapshot:
         running = len(self._speakers)

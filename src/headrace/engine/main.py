@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 
 from headrace.core.errors import ConfigError
 from headrace.engine.build import build_served_engine
 from headrace.engine.config import EngineConfig
+from headrace.engine.server.adapter_reload import adapters_of
 from headrace.engine.server.config import ProcessConfig
 from headrace.engine.server.process import EngineExitCode, leave, run_process
 from headrace.observe.logs import set_up_logging
@@ -22,11 +24,12 @@ def run_engine(read: Callable[[], tuple[ProcessConfig, EngineConfig]], parent_fd
     prepare_openmp(os.environ)  # before torch is imported, which building the engine does
     leash = Leash(parent_fd)
     try:
-        process, engine = read()
+        held = process, engine = read()
         engine = process.keep_to_share(engine)
     except (ConfigError, OSError, ValueError) as error:
         print(f"headrace engine: {error}", file=sys.stderr)
         leash.failed(str(error), can_retry=False)
         leave(EngineExitCode.REFUSED)
         return
-    leave(run_process(lambda outbox: build_served_engine(engine, outbox, process.block_key), process, leash))
+    read_adapters = None if parent_fd is None else partial(adapters_of, read, held)
+    leave(run_process(lambda outbox: build_served_engine(engine, outbox, process.block_key), process, leash, read_adapters))

@@ -34,13 +34,13 @@ class EngineAdapters:
         before, self.lists = self.lists, lists
         try:
             await self._offer(models, required)
+            if required:
+                self._write(models, "")
             yield
         except Exception:
             self.lists = before
             await self._go_back(models)
             raise
-        if required:
-            self._write(models, "")
 
     def digests(self, model: str) -> dict[str, Mapping[str, str]]:
         """Replica that serves -> name -> digest of its adapters."""

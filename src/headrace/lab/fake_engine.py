@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 from headrace.core.errors import ConfigError
 from headrace.core.strict_decode import decode, read_json_object
 from headrace.engine.config import EngineConfig
+from headrace.engine.server.adapter_reload import adapters_of
 from headrace.engine.server.config import ProcessConfig, section
 from headrace.engine.server.process import EngineExitCode, leave, run_process
 from headrace.lab.fake_runner import FakeOptions, fake_engine
@@ -42,7 +44,12 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"fake engine: {error}", file=sys.stderr)
         leave(EngineExitCode.REFUSED)
         return
-    leave(run_process(lambda outbox: fake_engine(outbox, options, engine, block_key=process.block_key), process, leash))
+
+    def read_again() -> tuple[ProcessConfig, EngineConfig]:
+        return load_fake_config(given.config)[:2]
+
+    read_adapters = partial(adapters_of, read_again, (process, engine))
+    leave(run_process(lambda outbox: fake_engine(outbox, options, engine, block_key=process.block_key), process, leash, read_adapters))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from enum import IntEnum
 from typing import Protocol
 
 from headrace.core.errors import CheckpointError, ConfigError, counted
+from headrace.engine.server.adapter_reload import AdaptedEngine, ReadSources, answering_reloads, facts_of
 from headrace.engine.server.config import ProcessConfig
 from headrace.engine.server.dispatcher import AsyncioOutbox, ServedEngine, Updates, call_unless_closed
 from headrace.engine.server.listener import CannotListen, check_can_listen
@@ -42,7 +43,7 @@ class EngineExitCode(IntEnum):
     """Configuration or checkpoint: starting again does not help."""
 
 
-class RunnableEngine(ServedEngine, Protocol):
+class RunnableEngine(ServedEngine, AdaptedEngine, Protocol):
     def run(self) -> None: ...
 
     def stop(self) -> None: ...
@@ -89,9 +90,10 @@ class LoopThread:
         call_unless_closed(self._loop, what, value)
 
 
-def run_process(make_engine: MakeEngine, config: ProcessConfig, leash: Leash) -> EngineExitCode:
+def run_process(make_engine: MakeEngine, config: ProcessConfig, leash: Leash, read_adapters: ReadSources | None = None) -> EngineExitCode:
+    """read_adapters: what the engine's file lists now; None: it cannot be read again"""
     leash.watch()
-    return asyncio.run(_run_until_stopped(make_engine, config, leash))
+    return asyncio.run(_run_until_stopped(make_engine, config, leash, read_adapters))
 
 
 def leave(code: EngineExitCode) -> None:
@@ -102,12 +104,16 @@ def leave(code: EngineExitCode) -> None:
     os._exit(code)
 
 
-async def _run_until_stopped(make_engine: MakeEngine, config: ProcessConfig, leash: Leash) -> EngineExitCode:
+async def _run_until_stopped(
+    make_engine: MakeEngine, config: ProcessConfig, leash: Leash, read_adapters: ReadSources | None = None
+) -> EngineExitCode:
     with StopSignals() as stop:
-        return await _serve(make_engine, config, leash, stop)
+        return await _serve(make_engine, config, leash, read_adapters, stop)
 
 
-async def _serve(make_engine: MakeEngine, config: ProcessConfig, leash: Leash, stop: StopSignals) -> EngineExitCode:
+async def _serve(
+    make_engine: MakeEngine, config: ProcessConfig, leash: Leash, read_adapters: ReadSources | None, stop: StopSignals
+) -> EngineExitCode:
     loop = asyncio.get_running_loop()
     # By default the signal ends the process; a dump that is asked for too early must not.
     loop.add_signal_handler(signal.SIGUSR1, log.info, "SIGUSR1: there are no plans to dump before the engine is ready")
@@ -131,11 +137,13 @@ async def _serve(make_engine: MakeEngine, config: ProcessConfig, leash: Leash, s
         return _refuse(leash, f"{type(error).__name__}: {error}", EngineExitCode.ENGINE_DIED)
     gc.collect()
     gc.freeze()  # these objects stay: a full collection would walk torch's and Numba's objects between two steps
-    leash.ready({"address": service.address, "instance_id": service.hello.instance_id, "decided": list(engine.info.decided)})
+    facts = {"address": service.address, "instance_id": service.hello.instance_id, "decided": list(engine.info.decided)}
+    leash.ready({**facts, **facts_of(engine)})
     loop.add_signal_handler(signal.SIGUSR1, dump_plans, engine)
     log.info("%s serves %s at %s", config.replica, engine.info.architecture, service.address)
     try:
-        return await _until_end(service, thread, stop, config, leash)
+        async with answering_reloads(leash, engine, read_adapters, service.announce):
+            return await _until_end(service, thread, stop, config, leash)
     finally:
         await service.stop()
 
