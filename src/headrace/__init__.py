@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "LLM": "headrace.llm",
+    "LoRARequest": "headrace.llm",
     "SamplingParams": "headrace.core.sampling",
     "StructuredOutputsParams": "headrace.core.structured",
 }
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from headrace.core.sampling import SamplingParams as SamplingParams
     from headrace.core.structured import StructuredOutputsParams as StructuredOutputsParams
     from headrace.llm import LLM as LLM
+    from headrace.llm import LoRARequest as LoRARequest
 
 
 def __getattr__(name: str) -> Any:

@@ -54,6 +54,10 @@ def test_vllms_names_reach_the_engines_configuration(built: list[EngineConfig], 
             num_threads=1,
             device="cpu",
             depth=2,
+            enable_lora=True,
+            max_loras=3,
+            max_cpu_loras=6,
+            max_lora_rank=8,
         )
     assert built == [
         EngineConfig(
@@ -76,6 +80,10 @@ def test_vllms_names_reach_the_engines_configuration(built: list[EngineConfig], 
             num_threads=1,
             device="cpu",
             depth=2,
+            enable_lora=True,
+            max_loras=3,
+            max_cpu_loras=6,
+            max_lora_rank=8,
         )
     ]
 
@@ -105,8 +113,11 @@ def test_every_keyword_changes_the_configuration(model_folder: Path) -> None:
         "device": "cuda",
         "depth": 2,
         "max_num_batched_tokens": 77,
+        "enable_lora": True,
+        "max_cpu_loras": 77,
     }
     changed |= dict.fromkeys(["max_model_len", "max_num_seqs", "block_size", "num_gpu_blocks_override", "num_threads", "seed"], 7)
+    changed |= dict.fromkeys(["max_loras", "max_lora_rank"], 7)
     changed |= {"kv_cache_memory_bytes": 2**20}
     assert {*changed, "experimental"} == api._KEYWORDS
     plain = {"dtype": "auto"}

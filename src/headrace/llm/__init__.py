@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from headrace.core.sampling import SamplingParams
 from headrace.core.structured import StructuredOutputsParams
+from headrace.llm.adapters import LoRARequest
 from headrace.llm.api import LLM
 from headrace.llm.outputs import CompletionOutput, GenerationFailed, Logprob, RequestMetrics, RequestOutput
 
@@ -14,6 +15,7 @@ __all__ = [
     "LLM",
     "CompletionOutput",
     "GenerationFailed",
+    "LoRARequest",
     "Logprob",
     "RequestMetrics",
     "RequestOutput",

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from headrace.bundled import DEFAULT_MODEL, bundled_path
+from headrace.core.adapters import AdapterSource
 from headrace.core.errors import ConfigError, EngineFatal, InvalidRequest, Unavailable
 from headrace.core.grammar import Grammar
 from headrace.core.ids import RequestId
@@ -23,6 +24,7 @@ from headrace.core.structured import StructuredOutputsParams
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine, Outbox
+from headrace.llm.adapters import LoRARequest, LoRARequests, parse_lora_requests, with_requests
 from headrace.llm.batch import ProgressLine, PromptBatch, PromptJob, outputs_of
 from headrace.llm.options import ENGINE_FIELDS, described, engine_config, refuse_unsupported
 from headrace.llm.outputs import RequestOutput
@@ -80,6 +82,10 @@ class LLM:
         num_threads: int | None = None,
         device: str | None = None,
         depth: int | None = None,
+        enable_lora: bool | None = None,
+        max_loras: int | None = None,
+        max_cpu_loras: int | None = None,
+        max_lora_rank: int | None = None,
         experimental: bool = False,
         **unsupported: object,
     ) -> None:
@@ -100,6 +106,7 @@ class LLM:
         self._inbox: deque[SequenceUpdate | Rejected] = deque()
         self._random = random.SystemRandom() if seed is None else random.Random(seed)
         self._numbers = count()
+        self._adapters: Mapping[str, LoRARequest] = {}
         self._lock = Lock()
         self._is_open = True
         self._num_forks = FORKS.count
@@ -113,6 +120,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Continue prompts. Answers are in the order of the prompts.
 
@@ -120,12 +128,13 @@ class LLM:
                          are read as such: for conversations with users' text use `chat`
         sampling_params  one for all, or one per prompt; None: the model's own defaults
         use_tqdm         show progress when standard error is a terminal
+        lora_request     an adapter for all, or one or None per prompt; None: the base model
 
         Raises: InvalidRequest before anything runs, but for structured outputs that cannot be compiled, which end the call when the engine
         refuses them; GenerationFailed when a sequence failed, once the rest is done; `.outputs` has all. ForkedProcess in a fork.
         """
         self._refuse_in_fork()
-        return self._run(parse_prompts(prompts, self._text.tokenizer), sampling_params, use_tqdm=use_tqdm)
+        return self._run(parse_prompts(prompts, self._text.tokenizer), sampling_params, lora_request, use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -133,6 +142,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequests = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, object]] | None = None,
@@ -163,7 +173,7 @@ class LLM:
             text = self._text.tokenizer.decode(ids, skip_special_tokens=False)
             begun = begun_answer(conversation, continue_final_message=continue_final_message)
             parsed.append(ParsedPrompt(tuple(ids), text, is_conversation=True, begun=begun))
-        return self._run(parsed, sampling_params, use_tqdm=use_tqdm)
+        return self._run(parsed, sampling_params, lora_request, use_tqdm=use_tqdm)
 
     def get_tokenizer(self) -> Tokenizer:
         return self._text.tokenizer
@@ -207,10 +217,16 @@ class LLM:
             raise ForkedProcess
 
     def _run(
-        self, prompts: list[ParsedPrompt], given: SamplingParams | Sequence[SamplingParams] | None, *, use_tqdm: bool
+        self,
+        prompts: list[ParsedPrompt],
+        given: SamplingParams | Sequence[SamplingParams] | None,
+        lora_request: LoRARequests,
+        *,
+        use_tqdm: bool,
     ) -> list[RequestOutput]:
         if not isinstance(use_tqdm, bool):
             raise InvalidRequest("use_tqdm", "True or False", type(use_tqdm).__name__)
+        loras = parse_lora_requests(lora_request, len(prompts))
         params = parse_params(given, len(prompts), self.get_default_sampling_params())
         if given is None:
             max_model_len = self._engine.info.max_model_len
@@ -221,8 +237,10 @@ class LLM:
         with self._lock:
             if not self._is_open:
                 raise Unavailable("this LLM has been shut down")
+            self._read_adapters([lora for lora in loras if lora is not None])
             jobs = [
-                self._job(prompt, each, f"prompts[{number}]") for number, (prompt, each) in enumerate(zip(prompts, params, strict=True))
+                self._job(prompt, each, lora, f"prompts[{number}]")
+                for number, (prompt, each, lora) in enumerate(zip(prompts, params, loras, strict=True))
             ]
             batch = PromptBatch(self._engine, self._inbox, max_waiting=self._config.max_waiting)
             try:
@@ -232,7 +250,7 @@ class LLM:
                 raise
         return outputs_of(jobs)
 
-    def _job(self, prompt: ParsedPrompt, params: SamplingParams, field: str) -> PromptJob:
+    def _job(self, prompt: ParsedPrompt, params: SamplingParams, lora: LoRARequest | None, field: str) -> PromptJob:
         if params.seed is None:
             params = params.with_(seed=self._random.randint(0, MAX_SEED))
         info, structured = self._engine.info, params.structured_outputs
@@ -242,12 +260,26 @@ class LLM:
                 prompt_ids=prompt.token_ids,
                 params=params if structured is None else params.with_(structured_outputs=None),
                 grammar=None if structured is None else self._grammar(structured, prompt),
+                adapter=lora.lora_name if lora else None,
+                adapter_digest=info.adapters[lora.lora_name] if lora else "",
             )
             request.checked(vocab_size=info.vocab_size, max_model_len=info.max_model_len)
         except InvalidRequest as error:
             error.add_note(f"in {field}")
             raise
-        return PromptJob(request, prompt.text, self._text.tokenizer, grammar_field=structured.field if structured else "grammar")
+        grammar_field = structured.field if structured else "grammar"
+        return PromptJob(request, prompt.text, self._text.tokenizer, lora_request=lora, grammar_field=grammar_field)
+
+    def _read_adapters(self, asked: Sequence[LoRARequest]) -> None:
+        """Raises InvalidRequest, CheckpointError."""
+        if asked and not self._config.enable_lora:
+            raise InvalidRequest("lora_request", "None: this LLM has no adapters", asked[0].lora_name, "Make it with enable_lora=True.")
+        known = with_requests(self._adapters, asked)
+        if known is not self._adapters:
+            self._engine.set_adapters(
+                [AdapterSource(name=one.lora_name, path=str(_resolve_adapter(one.lora_path))) for one in known.values()]
+            )
+            self._adapters = known
 
     def _grammar(self, structured: StructuredOutputsParams, prompt: ParsedPrompt) -> Grammar:
         """In a conversation, as on a server, it binds after the model's reasoning."""
@@ -273,6 +305,12 @@ def _resolve(model: str | Path | None, experimental: bool) -> Path:
     from headrace.fleet.weights import resolve_model
 
     return resolve_model(str(model), experimental=experimental)
+
+
+def _resolve_adapter(path: str) -> Path:
+    from headrace.fleet.weights import resolve_adapter
+
+    return resolve_adapter(path)
 
 
 def _build_engine(config: EngineConfig, outbox: Outbox) -> Engine:

@@ -12,6 +12,7 @@ from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.loop import Engine
+from headrace.llm.adapters import LoRARequest
 from headrace.llm.outputs import GenerationFailed, RequestMetrics, RequestOutput, SequenceCollector, prompt_logprob_maps
 from headrace.text.assemble import OutputAssembler
 from headrace.text.tokenizer import Tokenizer
@@ -21,7 +22,15 @@ MAX_IDLE_TURNS = 500
 
 
 class PromptJob:
-    def __init__(self, request: EngineRequest, prompt: str | None, tokenizer: Tokenizer, *, grammar_field: str = "grammar") -> None:
+    def __init__(
+        self,
+        request: EngineRequest,
+        prompt: str | None,
+        tokenizer: Tokenizer,
+        *,
+        lora_request: LoRARequest | None = None,
+        grammar_field: str = "grammar",
+    ) -> None:
         """grammar_field: the caller's name of the field"""
         self.request = request
         self._grammar_field = grammar_field
@@ -38,6 +47,7 @@ class PromptJob:
             prompt_token_ids=list(request.prompt_ids),
             outputs=[collector.output for collector in self.collectors],
             metrics=RequestMetrics(0.0),
+            lora_request=lora_request,
         )
 
     def feed(self, update: SequenceUpdate, engine: Engine) -> int:

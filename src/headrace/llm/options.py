@@ -40,8 +40,8 @@ ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
     "generation_config": (("auto",), "Defaults come from the model's generation_config.json."),
     "override_generation_config": ((None, {}), "Give SamplingParams."),
     "cpu_offload_gb": ((0, 0.0), REMEDIES["cpu_offload_gb"]),
-    "enable_lora": ((False,), REMEDIES["enable_lora"]),
-    "max_loras": ((None,), REMEDIES["max_loras"]),
+    "lora_dtype": (("auto",), "Adapters are computed as the checkpoint has them."),
+    "fully_sharded_loras": ((False,), _PARALLEL),
     "speculative_config": ((None,), REMEDIES["speculative_config"]),
     "structured_outputs_config": ((None,), "The only backend is llguidance; say what to match in SamplingParams(structured_outputs=...)."),
     "limit_mm_per_prompt": ((None, {}), REMEDIES["limit_mm_per_prompt"]),
@@ -63,7 +63,7 @@ VLLM_NAMES = {
     "queue_policy": "scheduling_policy",
 }
 
-ENGINE_FIELDS = {VLLM_NAMES.get(field, field): field for field, _ in options(EngineConfig) if field != "model" and "lora" not in field}
+ENGINE_FIELDS = {VLLM_NAMES.get(field, field): field for field, _ in options(EngineConfig) if field not in ("model", "lora_modules")}
 
 
 def described(keywords: Collection[str]) -> str:

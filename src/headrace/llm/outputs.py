@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from headrace.core.errors import SequenceFailed
 from headrace.core.plan import TokenLogprobs
 from headrace.core.update import FinishReason, SequenceUpdate
+from headrace.llm.adapters import LoRARequest
 from headrace.text.assemble import OutputAssembler, decoded_prompt_logprobs
 from headrace.text.logprobs import TokenEntry
 from headrace.text.tokenizer import Tokenizer
@@ -73,6 +74,7 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobMap | None] | None = None
     finished: bool = False
     num_cached_tokens: int | None = None
+    lora_request: LoRARequest | None = None
 
 
 class GenerationFailed(SequenceFailed):
