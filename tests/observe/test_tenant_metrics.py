@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.core.load import EngineCounters, LoadSnapshot
 from headrace.observe.metrics import Metrics, ReplicaReading
-from headrace.observe.tenant_metrics import MAX_TENANTS, MAX_WATCHED, OTHER, LargestTenants, RequestUse, ShownTenants, TenantMetrics
+from headrace.observe.tenant_metrics import (
+    MAX_TENANTS,
+    MAX_WATCHED,
+    NO_TENANT,
+    OTHER,
+    LargestTenants,
+    RequestUse,
+    ShownTenants,
+    TenantMetrics,
+)
+from headrace.observe.vllm_metrics import LORA_INFO
 
 pytestmark = pytest.mark.pure
 
@@ -161,6 +172,28 @@ def test_vllms_names_stand_beside_ours_with_the_same_numbers() -> None:
         assert found[f"vllm:{name}_seconds_count"] == 2
         assert found[f"vllm:{name}_seconds_sum"] == pytest.approx(0.33)
     assert found["vllm:time_to_first_token_seconds_bucket/0.04"] == 1
+
+
+def test_adapters_in_use_are_shown_as_routers_read_them_and_only_to_who_sees_all() -> None:
+    metrics, adapted = Metrics(), replace(LOAD, max_loras=4, running_adapters=("sql", "acme/b"), waiting_adapters=("c",))
+    loads = {"r0": adapted, "r1": replace(LOAD, max_loras=2), "r2": LOAD}
+    metrics.read_engines(lambda: [ReplicaReading("m", name, True, load) for name, load in loads.items()])
+    families = {family.name: family for family in text_string_to_metric_families(metrics.page()[0].decode())}
+    shown = families[LORA_INFO]
+    assert shown.type == "gauge"
+    assert [sample.labels for sample in shown.samples] == [
+        {
+            "model_name": "m",
+            "engine": "r0",
+            "max_lora": "4",
+            "running_lora_adapters": "sql,acme/b",
+            "waiting_lora_adapters": "c",
+        },
+        {"model_name": "m", "engine": "r1", "max_lora": "2", "running_lora_adapters": "", "waiting_lora_adapters": ""},
+    ]
+    assert all(sample.value > 1e9 for sample in shown.samples), "Unix seconds"
+    assert LORA_INFO not in metrics.page(tenants=NO_TENANT)[0].decode()
+    assert LORA_INFO not in filled().page()[0].decode()
 
 
 def test_the_numbers_of_several_workers_have_labels_of_their_own_under_vllms_names_too() -> None:

@@ -9,7 +9,14 @@ from headrace.observe.request_log import FIELDS
 def finished(**fields: object) -> FinishedRequest:
     """A request that failed, with `fields` (see `FIELDS`)."""
     made = FinishedRequest(RequestArrival("abc", "POST", "/v1/chat/completions"), End(Outcome.FAILED))
-    places = {**FIELDS, "model": "asked.model", "version": "asked.version", "detail": "end.detail", "tier": "caller.tier"}
+    places = {
+        **FIELDS,
+        "model": "asked.model",
+        "adapter": "asked.adapter",
+        "version": "asked.version",
+        "detail": "end.detail",
+        "tier": "caller.tier",
+    }
     places["price"] = "answered.usage.price"
     for name, value in fields.items():
         part, *inner, last = places[name].split(".")

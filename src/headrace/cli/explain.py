@@ -43,7 +43,10 @@ def lines_of(explanation: Explanation) -> Iterator[str]:
     from headrace.observe.logs import timestamp
 
     yield f"request {explanation.request_id} of {explanation.tenant or 'an unknown caller'}, {timestamp(explanation.time)}"
-    yield f"{explanation.path}, {explanation.model or 'no model'}: {explanation.outcome} ({explanation.status})" + _why(explanation)
+    yield (
+        f"{explanation.path}, {explanation.adapter or explanation.model or 'no model'}: {explanation.outcome} ({explanation.status})"
+        + _why(explanation)
+    )
     yield _figures(explanation)
     yield from _miss(explanation)
     yield ""

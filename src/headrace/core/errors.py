@@ -122,10 +122,15 @@ class InvalidRequest(HeadraceError):
         return InvalidRequest(field, self.limit, self.given, self.remedy)
 
 
+MAX_NAMED_MODELS = 32
+
+
 class ModelNotFound(InvalidRequest):
     def __init__(self, name: str, served: list[str]) -> None:
         self.served = served
-        super().__init__("model", f"one of: {', '.join(served) or 'no model is served'}", name, "GET /v1/models lists what is served.")
+        more = f" and {len(served) - MAX_NAMED_MODELS} more" if len(served) > MAX_NAMED_MODELS else ""
+        shown = ", ".join(served[:MAX_NAMED_MODELS]) or "no model is served"
+        super().__init__("model", f"one of: {shown}{more}", name, "GET /v1/models lists what is served.")
 
 
 class RequestTooLarge(InvalidRequest):

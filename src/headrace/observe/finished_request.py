@@ -53,9 +53,12 @@ class Caller(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """version: of the model's weights, its system_fingerprint. From `n` on: parameters that the client gave, perhaps not valid ones"""
+    """model: of an adapter, its base model; version: of the model's weights, its system_fingerprint. From `n` on: parameters that the
+    client gave, perhaps not valid ones
+    """
 
     model: str | None = None
+    adapter: str | None = None
     version: str | None = None
     stream: bool | None = None
     n: int | None = None
@@ -175,6 +178,7 @@ class Answered(NamedTuple):
     """
 
     model: str | None = None
+    adapter: str | None = None
     version: str | None = None
     replica: str | None = None
     continued_id: str | None = None
@@ -225,6 +229,10 @@ class FinishedRequest(NamedTuple):
     @property
     def model(self) -> str | None:
         return self.answered.model or self.asked.model
+
+    @property
+    def adapter(self) -> str | None:
+        return self.answered.adapter if self.answered.model else self.asked.adapter
 
     @property
     def trace_id(self) -> str | None:

@@ -29,7 +29,7 @@ from headrace.observe.reading_metrics import (
 )
 from headrace.observe.tally import CountCollector, ReadCollector, TallyCollector, add_histogram
 from headrace.observe.tenant_metrics import EVERY_TENANT, ShownTenants, TenantMetrics
-from headrace.observe.vllm_metrics import vllm_families
+from headrace.observe.vllm_metrics import LORA_INFO, vllm_families
 
 WORKER = "worker"
 
@@ -112,6 +112,7 @@ def _engine_families(readings: Iterable[ReplicaReading]) -> Iterator[Metric]:
     yield from _gauges(known)
     yield from _counters(known)
     yield _steps(known)
+    yield from _adapters(known)
 
 
 GAUGES = (
@@ -151,6 +152,18 @@ def _counters(known: list[tuple[ReplicaReading, LoadSnapshot]]) -> Iterator[Metr
         for reading, snapshot in known:
             for values, count in counter.series(getattr(snapshot.counters, counted)):
                 family.add_metric((reading.model, reading.replica, *values), count)
+        yield family
+
+
+def _adapters(known: list[tuple[ReplicaReading, LoadSnapshot]]) -> Iterator[Metric]:
+    """As vLLM and the Gateway API's router have it: the value is the time, and the latest sample counts."""
+    labels = ("model_name", "engine", "max_lora", "running_lora_adapters", "waiting_lora_adapters")
+    family = GaugeMetricFamily(LORA_INFO, "Names of the LoRA adapters in use and waited for; the value is the Unix time.", labels=labels)
+    for reading, snapshot in known:
+        if snapshot.max_loras:
+            names = [",".join(adapters) for adapters in (snapshot.running_adapters, snapshot.waiting_adapters)]
+            family.add_metric((reading.model, reading.replica, str(snapshot.max_loras), *names), time.time())
+    if family.samples:
         yield family
 
 

@@ -36,6 +36,7 @@ FIELDS = {
     "user": "caller.user",
     "key_id": "caller.key_id",
     "model": "model",
+    "adapter": "adapter",
     "version": "version",
     "replica": "answered.replica",
     "stream": "asked.stream",
@@ -97,7 +98,7 @@ def _why(request: FinishedRequest) -> str:
 
 def _cost(request: FinishedRequest) -> str:
     usage, ttft_s, latency_s = request.answered.usage, request.answered.times.ttft_s, request.end.latency_s
-    parts = [request.model or ""]
+    parts = [request.adapter or request.model or ""]
     if usage.completion_tokens is not None:
         parts.append(f"{usage.prompt_tokens} tokens in, {usage.completion_tokens} out")
     if ttft_s is not None:

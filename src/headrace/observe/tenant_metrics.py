@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from headrace.core.money import NANOS
+from headrace.observe.vllm_metrics import LORA_INFO
 
 MAX_TENANTS = 20
 
@@ -117,11 +118,11 @@ class ShownTenants:
     has_site: bool = False
 
     def shown(self, families: Iterable[Metric]) -> list[Metric]:
-        """Tiers are hidden too: one may have a single tenant."""
+        """Tiers and adapters are hidden too: one may have a single tenant."""
         return list(families) if self.is_all else [kept for family in families if (kept := self._kept(family)) is not None]
 
     def _kept(self, family: Metric) -> Metric | None:
-        if family.name.startswith((TIER_PREFIX, BUDGET_PREFIX)):
+        if family.name.startswith((TIER_PREFIX, BUDGET_PREFIX, LORA_INFO)):
             return None
         if not family.name.startswith(TENANT_PREFIX):
             return family if self.has_site or family.name in FOR_EVERY_KEY else None

@@ -70,6 +70,7 @@ ATTRIBUTES = {
     "http.response.status_code": "end.status",
     "headrace.request_id": "arrival.request_id",
     "headrace.outcome": "end.outcome",
+    "headrace.adapter": "adapter",
     "headrace.tenant": "caller.tenant",
     "headrace.replica": "answered.replica",
     "headrace.cache_tier": "answered.cache_tier",

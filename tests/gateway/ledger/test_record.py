@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from finished import finished
 
 from headrace.gateway.ledger.record import COLUMNS, UsageRecord, decode_record, encode_record, is_recorded, usage_record
 from headrace.observe.finished_request import FinishedRequest, Outcome
+from headrace.observe.request_log import line_of, text_of
 from headrace.policy.limits.price import Price
 
 pytestmark = pytest.mark.pure
@@ -61,6 +63,14 @@ def test_the_cache_that_answered_is_named() -> None:
     tiers = [usage_record(ended(**changes)).cache_tier for changes in ({}, {"cached_tokens": 0})]
     assert tiers == ["prefix", ""]
     assert usage_record(ended(cache_tier="response")).cache_tier == "response"
+
+
+def test_an_adapter_is_named_beside_its_base_model() -> None:
+    request = ended(model="fox", adapter="sql")
+    record, line = usage_record(request), json.loads(line_of(request))
+    assert (record.model, record.adapter_id) == (line["model"], line["adapter"]) == ("fox", "sql")
+    assert text_of(request, is_short=True).count("sql") == 1
+    assert (usage_record(ended()).adapter_id, "adapter" in json.loads(line_of(ended()))) == ("", False)
 
 
 def test_json_has_what_is_known_and_reads_back() -> None:

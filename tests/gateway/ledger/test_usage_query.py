@@ -57,6 +57,16 @@ def test_each_group_has_its_rows_and_a_record_counts_once(connection: sqlite3.Co
     assert shown(connection, by=["day", "model"]) == [("2026-11-22", "fox", 1), ("2026-11-23", "fox", 1), ("2026-11-23", "owl", 1)]
 
 
+def test_adapters_are_told_apart_below_their_base_model(tmp_path: Path) -> None:
+    sink = UsageDb(str(tmp_path / FILE), retention_days=90, unix_time=lambda: NOON / 1000)
+    sink.ship([encode_record(usage(number, time_ms=NOON, adapter_id=name)) for number, name in enumerate(("", "sql", "sql"))])
+    sink.close()
+    connection = sqlite3.connect(tmp_path / FILE)
+    assert shown(connection, by=["adapter"]) == [("fox", "", 1), ("fox", "sql", 2)]
+    assert shown(connection, by=["model"]) == [("fox", 3)]
+    connection.close()
+
+
 def test_rows_have_every_sum(connection: sqlite3.Connection) -> None:
     [row] = usage_rows(connection, UsageQuery(by=["tenant"], tenant="globex"))
     assert row == {
@@ -116,7 +126,7 @@ def test_records_beyond_their_time_are_forgotten(tmp_path: Path) -> None:
 
 def test_words_may_hold_several_groups() -> None:
     assert groups_of(["tenant,day", "model", "day"]) == ["tenant", "day", "model"]
-    with pytest.raises(InvalidRequest, match="tenant, user, key, model, day"):
+    with pytest.raises(InvalidRequest, match="tenant, user, key, model, adapter, day"):
         groups_of(["colour"])
 
 

@@ -124,7 +124,8 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
     ) -> Self:
         """now: Unix seconds. Raises InvalidRequest."""
         ending = Ending(model)
-        exchange.asked = Asked(model.name, ending.version, parsed.is_streaming, *map(parsed.sampling.get, ASKED_PARAMETERS))
+        given = map(parsed.sampling.get, ASKED_PARAMETERS)
+        exchange.asked = Asked(model.base_name, model.adapter, ending.version, parsed.is_streaming, *given)
         params = SamplingParams(**parsed.sampling).checked()
         parsed.check_caps(exchange.principal.priority)
         request_s = config.timeouts.request_s
@@ -158,7 +159,7 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def price(self) -> Price:
-        return self.config.price_of(self.model.name)
+        return self.config.price_of(self.model.base_name)
 
     @property
     def shown_model(self) -> str:

@@ -27,4 +27,5 @@ class RequestConfig:
     log_prompt_blocks: bool
 
     def price_of(self, model: str) -> Price:
+        """model: `ServedModel.base_name`"""
         return self.prices.get(model, FREE)

@@ -109,6 +109,7 @@ class Explanation(Struct, omit_defaults=True, kw_only=True):
     outcome: str
     status: int
     model: str | None = None
+    adapter: str | None = None
     tenant: str | None = None
     error: str | None = None
     param: str | None = None
@@ -156,6 +157,7 @@ class KeptRequest(NamedTuple):
     limits: Sequence[LimitUse]
     cost_nanos: int
     is_in_ledger: bool
+    adapter: str | None = None
 
 
 _encode = msgspec.json.Encoder().encode
@@ -189,6 +191,7 @@ def kept(request: FinishedRequest, usage: UsageRecord | None, *, is_in_ledger: b
             answered.limits,
             0 if usage is None else usage.cost_nanos,
             is_in_ledger,
+            request.adapter,
         )
     )
 
@@ -215,6 +218,7 @@ def explained(request: KeptRequest) -> Explanation:
         outcome=end.outcome.value,
         status=end.status,
         model=request.model,
+        adapter=request.adapter,
         tenant=request.tenant,
         error=end.error,
         param=end.param,

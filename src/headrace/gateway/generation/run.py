@@ -70,9 +70,10 @@ def _answered(call: Call, ready: Ready | None, answer: _Answer | None) -> Answer
         usage = stream.usage() if side is None else added(side, ending.used or NO_USAGE)
         replica, num_resumes, times, failure = stream.facts(0).replica, stream.num_resumes or None, progress.times(), progress.failure
         finish_reasons = tuple(progress.finish_reasons) or None
-    price = call.config.price_of(ending.model.name)
+    price = call.config.price_of(ending.model.base_name)
     return Answered(
-        model=ending.model.name,
+        model=ending.model.base_name,
+        adapter=ending.model.adapter,
         version=ending.version,
         replica=replica,
         continued_id=ending.continued_id,
@@ -120,7 +121,7 @@ class _Answer:
             self.stream,
             num_sequences=ready.prepared.num_sequences,
             arrived_at=self.exchange.arrived_at,
-            instruments=partial(pipeline.metrics.replica, call.model.name),
+            instruments=partial(pipeline.metrics.replica, call.model.base_name),
         )
 
     async def write(self) -> None:
@@ -245,6 +246,6 @@ class _Answer:
         if has_run and self.ready.cache_tier is None:
             call.ending.used = stream.usage()
         if stream.num_resumes:
-            resumed = self.pipeline.metrics.sequences_resumed.labels(call.model.name, stream.facts(0).replica or "")
+            resumed = self.pipeline.metrics.sequences_resumed.labels(call.model.base_name, stream.facts(0).replica or "")
             resumed.inc(stream.num_resumes)
         progress.close(self.clock(), n=call.params.n)

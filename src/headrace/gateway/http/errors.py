@@ -40,9 +40,17 @@ class HeadRefused(HeadraceError):
         super().__init__(message)
 
 
+OPERATORS_COMMANDS = {
+    "/v1/load_lora_adapter": "An operator loads an adapter by the command `headrace adapters load NAME PATH`.",
+    "/v1/unload_lora_adapter": "An operator unloads an adapter by the command `headrace adapters unload NAME`.",
+}
+"""Instead of paths that vLLM has."""
+
+
 class RouteNotFound(HeadRefused):
     def __init__(self, path: str) -> None:
-        super().__init__(f"No such path: {shorten(path)}. GET /openapi.json lists what is served.", rule="No such path.")
+        remedy = OPERATORS_COMMANDS.get(path, "GET /openapi.json lists what is served.")
+        super().__init__(f"No such path: {shorten(path)}. {remedy}", rule="No such path.")
 
 
 class RequestNotFound(HeadRefused):

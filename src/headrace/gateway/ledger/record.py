@@ -48,9 +48,9 @@ class UsageRecord(Struct, frozen=True, omit_defaults=True, kw_only=True):
     user: Annotated[Word, _OF_KEY] = ""
     key_id: Annotated[Word, _OF_KEY] = ""
     tier: Annotated[Word, _OF_KEY] = ""
-    model: Annotated[Word, "name of the model"]
+    model: Annotated[Word, "name of the model; of an adapter, its base model's"]
     version: Annotated[Word, "`system_fingerprint` of the model's weights"] = ""
-    adapter_id: Annotated[Word, "adapters are not served yet: always empty"] = ""
+    adapter_id: Annotated[Word, "name of the LoRA adapter; empty: none"] = ""
     endpoint: Annotated[Word, "path of the request"] = ""
     route: Annotated[Word, "the replica or foreign server that answered"] = ""
     cache_tier: Annotated[
@@ -110,6 +110,7 @@ def usage_record(request: FinishedRequest, *, prompt: str | None = None) -> Usag
         tier=caller.tier,
         model=request.model or "",
         version=request.version or "",
+        adapter_id=request.adapter or "",
         endpoint=arrival.path,
         route=answered.replica or "",
         cache_tier=answered.cache_tier or ("prefix" if cached_tokens else ""),

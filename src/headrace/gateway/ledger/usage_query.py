@@ -1,4 +1,4 @@
-"""Asks a store for usage by tenant, user, key, model or day: sums over usage records, or other `Figures` of them.
+"""Asks a store for usage by tenant, user, key, model, adapter or day: sums over usage records, or other `Figures` of them.
 
 `usage_rows` asks usage.db, and reads whole days from its sums of days.
 """
@@ -23,12 +23,13 @@ from headrace.observe.finished_request import Outcome
 
 T = TypeVar("T")
 
-DAY = "day"
+DAY, ADAPTER = "day", "adapter"
 GROUPS: Mapping[str, Mapping[str, str]] = {
     "tenant": {"tenant": "tenant"},
     "user": {"tenant": "tenant", "user": "user"},
     "key": {"tenant": "tenant", "key": "key_id"},
     "model": {"model": "model"},
+    ADAPTER: {"model": "model", ADAPTER: "adapter_id"},
     DAY: {DAY: "time_ms"},
 }
 """A dialect makes a UTC day of time_ms. Two tenants may have users of one name."""
@@ -132,7 +133,7 @@ def explanation_statement(request_id: str, tenant: str | None, dialect: SqlDiale
 
 
 def usage_rows(connection: sqlite3.Connection, query: UsageQuery) -> list[dict[str, object]]:
-    has_days = query.figures.are_summed and has_table(connection, DAYS)
+    has_days = query.figures.are_summed and ADAPTER not in query.by and has_table(connection, DAYS)
     dialect = replace(SQLITE, table=table_of_days(query), requests="sum(requests)") if has_days else SQLITE
     connection.create_aggregate(QUANTILES_OF, 1, QuantilesOfGroup)  # type: ignore[arg-type]  # typed as of whole numbers alone
     return rows_of(query, connection.execute(usage_statement(query, dialect), query.values))

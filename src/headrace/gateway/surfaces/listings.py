@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from headrace.core.errors import InvalidRequest
 from headrace.gateway.access.principal import Principal
@@ -16,7 +17,7 @@ from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.ledger.usage_query import GROUPS, UsageQuery, groups_of, unix_ms_of
 from headrace.gateway.sessions.sessions import SessionKey, checked_session_id
 from headrace.gateway.surfaces.endpoint import QueryParameter, query_of
-from headrace.gateway.upstream.served_models import ServedModel
+from headrace.gateway.upstream.served_models import ModelTable, ServedModel
 
 MAX_ROWS = 1000
 
@@ -40,6 +41,7 @@ class UsageRow(Struct, omit_defaults=True):
     user: str | None = None
     key: str | None = None
     model: str | None = None
+    adapter: str | None = None
     day: str | None = None
 
 
@@ -146,7 +148,7 @@ class ModelCard(Struct):
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None
     max_model_len: int | None
     max_context_tokens: int | None
     rate_limits: RateLimits
@@ -161,7 +163,17 @@ class ModelList(Struct):
 async def list_models(service: Service, exchange: Exchange) -> None:
     usable = service.models.usable_by(exchange.principal)
     cards = [_card(model, name, exchange.principal) for model in usable.models for name in model.names]
+    cards += _adapter_cards(usable, exchange.principal)
     await exchange.reply(200, _encode(ModelList(object="list", data=cards)))
+
+
+def _adapter_cards(usable: ModelTable, principal: Principal) -> Iterator[ModelCard]:
+    """There may be thousands: those of one base model are alike but for their names."""
+    made: dict[str, ModelCard] = {}
+    for name, base in usable.adapters().items():
+        if base.name not in made:
+            made[base.name] = _card(usable.get(name), name, principal)
+        yield structs.replace(made[base.name], id=name, root=name)
 
 
 async def one_model(service: Service, exchange: Exchange) -> None:
@@ -178,7 +190,7 @@ def _card(model: ServedModel, name: str, principal: Principal) -> ModelCard:
         created=model.created,
         owned_by="headrace",
         root=model.name,
-        parent=None,
+        parent=model.parent or None,
         max_model_len=model.upstream.max_model_len,
         max_context_tokens=_least(model.upstream.max_model_len, tier.max_context_tokens),
         rate_limits=RateLimits(

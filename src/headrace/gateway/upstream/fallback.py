@@ -11,7 +11,7 @@ is too long for the replicas falls back only when a foreign server has a longer 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from headrace.core.clock import Clock
@@ -64,6 +64,13 @@ class FallbackUpstream(Upstream):
     @property
     def version(self) -> str:
         return self.own.version
+
+    def adapter_names(self) -> Collection[str]:
+        return self.own.adapter_names()
+
+    def adapted(self, name: str) -> Upstream | None:
+        """Foreign servers do not have it."""
+        return self.own.adapted(name)
 
     def replicas(self) -> list[ReplicaHealth]:
         return [*self.own.replicas(), *self.foreign.replicas()]

@@ -373,6 +373,14 @@ class Upstream(ABC):
         """Changes with all that an answer depends on. Empty: not known (yet)."""
         return ""
 
+    def adapter_names(self) -> Collection[str]:
+        """LoRA adapters that every connected replica has; while none is connected, those last known."""
+        return ()
+
+    def adapted(self, name: str) -> Upstream | None:
+        """The same with that adapter, whose digest stays what it is now. None: not every replica has it."""
+        return None
+
     @abstractmethod
     def replicas(self) -> list[ReplicaHealth]: ...
 

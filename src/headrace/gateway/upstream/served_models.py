@@ -1,9 +1,14 @@
-"""Finds the models that this gateway serves, by name and alias."""
+"""Finds the models that this gateway serves, by name and alias.
+
+A LoRA adapter that the engines of a model have is a model too. No configuration names it: it is made of its base model when it is asked
+for.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from headrace.core.errors import InvalidRequest, ModelNotFound, Unavailable
@@ -15,13 +20,20 @@ from headrace.gateway.upstream.seam import ReplicaHealth, Upstream
 from headrace.observe.metrics import ReplicaReading
 from headrace.policy.admission import OverloadWatch, UnsentRequests
 
+log = logging.getLogger("headrace.gateway")
+
+MAX_LOGGED = 100
+"""Names of a model's adapters that another model has, too."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServedModel:
     """One served model under one configuration.
 
-    users    count of the requests that asked for this model and have not ended
+    users    count of the requests that asked for this model or an adapter of it and have not ended
     overload  by class, whether more requests come than the model answers
+    parent   of an adapter, the name of its base model; else empty
+    hidden_adapters  names of adapters that are not served, since another model has the name; each was logged
     """
 
     name: str
@@ -32,10 +44,31 @@ class ServedModel:
     smaller: str = ""
     unsent: UnsentRequests = field(default_factory=UnsentRequests)
     overload: Mapping[PriorityClass, OverloadWatch] = field(default_factory=lambda: {each: OverloadWatch() for each in PriorityClass})
+    parent: str = ""
+    hidden_adapters: set[str] = field(default_factory=set)
 
     @property
     def names(self) -> tuple[str, ...]:
         return (self.name, *self.aliases)
+
+    @property
+    def base_name(self) -> str:
+        """The configured model's: of its price, and of its series on the metrics page."""
+        return self.parent or self.name
+
+    @property
+    def adapter(self) -> str | None:
+        return self.name if self.parent else None
+
+    def adapted(self, name: str) -> ServedModel | None:
+        """The model with that adapter, at the same engines and with the same queue. None: they do not all have it."""
+        upstream = self.upstream.adapted(name)
+        return None if upstream is None else replace(self, name=name, aliases=(), upstream=upstream, smaller="", parent=self.name)
+
+    def hide_adapter(self, name: str, other: ServedModel) -> None:
+        if name not in self.hidden_adapters and len(self.hidden_adapters) < MAX_LOGGED:
+            self.hidden_adapters.add(name)
+            log.warning("the adapter %s of %s is not served: %s has that name", name, self.name, other.name)
 
     @property
     def is_alive(self) -> bool:
@@ -47,23 +80,43 @@ class ServedModel:
 
 
 class ModelTable:
-    """The served models by name and alias. A client's name is only looked up here, and never used as a path."""
+    """The served models by name and alias. A client's name is only looked up here, and never used as a path.
 
-    def __init__(self, models: Iterable[ServedModel]) -> None:
-        self.models = tuple(models)
-        self._by_name = {name: model for model in self.models for name in model.names}
+    models  the configured ones; adapters of theirs are not among them
+    """
+
+    def __init__(self, models: Iterable[ServedModel], principal: Principal | None = None) -> None:
+        """principal: None, every model may be used"""
+        self._configured = tuple(models)
+        self._principal = principal
+        self._by_name = {name: model for model in self._configured for name in model.names}
+        self.models = tuple(model for model in self._configured if self._may_use(*model.names))
+
+    def _may_use(self, *names: str) -> bool:
+        return self._principal is None or self._principal.may_use(*names)
 
     @property
     def names(self) -> list[str]:
-        return list(self._by_name)
+        return [*(name for model in self.models for name in model.names), *self.adapters()]
+
+    def adapters(self) -> dict[str, ServedModel]:
+        """Name of each adapter -> its base model, which itself may be none that the caller may use."""
+        found: dict[str, ServedModel] = {}
+        for model in self._configured:
+            for name in sorted(model.upstream.adapter_names()):
+                if (other := self._by_name.get(name) or found.get(name)) is not None:
+                    model.hide_adapter(name, other)
+                elif self._may_use(name):
+                    found[name] = model
+        return found
 
     def usable_by(self, principal: Principal) -> ModelTable:
-        """Other models do not exist for the caller."""
-        return self if principal.may_use_all else ModelTable(model for model in self.models if principal.may_use(*model.names))
+        """Other models do not exist for the caller. An adapter may be one customer's: the permission for its base model is none for it."""
+        return self if principal.may_use_all else ModelTable(self._configured, principal)
 
     def get(self, name: str) -> ServedModel:
-        model = self._by_name.get(name)
-        if model is None:
+        model = self._by_name.get(name) or next(filter(None, (each.adapted(name) for each in self._configured)), None)
+        if model is None or not self._may_use(*model.names):
             raise ModelNotFound(name, self.names)
         return model
 

@@ -365,7 +365,7 @@ _VLLM = (
 )
 
 _SGLANG = (
-    _refused("lora_path", BOTH, "Adapters are not served yet."),
+    _refused("lora_path", BOTH, "Name the adapter as model; GET /v1/models lists those that are loaded."),
     _refused("stream_reasoning", CHAT, "Everything is streamed as it comes.", True),
     _refused("no_stop_trim", BOTH, "Use include_stop_str_in_output.", False),
     _refused("return_hidden_states", BOTH, "Hidden states are not shown.", False),

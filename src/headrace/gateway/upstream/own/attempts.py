@@ -275,6 +275,8 @@ class CallAttempts:
                 max_output_tokens=None if max_tokens is None else max_tokens - num_output,
                 tried=group.tried,
                 numerics=group.numerics,
+                adapter=whole.adapter,
+                adapter_digest=whole.adapter_digest,
                 preferred=self._call.preferred_replica,
             )
             group.tried.add(replica.instance)
@@ -386,4 +388,6 @@ class CallAttempts:
 
     def _give_up(self, numerics: Numerics | None, error: Exception) -> NoReturn:
         self._drop_all()
-        raise ReplicaLost(LOST, why_not_resume=self._pool.why_not_resume(numerics)) from error
+        request = self._call.request
+        why_not = self._pool.why_not_resume(numerics, request.adapter, request.adapter_digest)
+        raise ReplicaLost(LOST, why_not_resume=why_not) from error

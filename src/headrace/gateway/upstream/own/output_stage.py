@@ -158,6 +158,7 @@ class EarlierCallOutput(Struct, array_like=True, frozen=True):
 
     prompt_digest       digest of the prompt's ids: a template may write today's date, so that the same request has another prompt
     num_counted_tokens  output tokens that the requests so far were charged for; 0: written by a version without this field
+    adapter_digest      empty without an adapter
     """
 
     seed: int
@@ -166,6 +167,7 @@ class EarlierCallOutput(Struct, array_like=True, frozen=True):
     num_cached_tokens: int | None
     sequences: tuple[EarlierSequence, ...]
     num_counted_tokens: int = 0
+    adapter_digest: str = ""
 
     def up_to(self, offsets: Sequence[int]) -> EarlierCallOutput:
         """Cut at `OutputEvent.offset`s."""

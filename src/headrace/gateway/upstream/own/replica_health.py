@@ -6,7 +6,7 @@ fault of the engine counts too. `policy.routing.failures` decides what follows f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headrace.core.clock import Clock
@@ -171,6 +171,16 @@ class Replica:
         """Empty before its hello."""
         info = self.connection.info
         return info.model.numerics if info is not None else {}
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """Empty before its hello."""
+        info = self.connection.info
+        return info.model.adapters if info is not None else {}
+
+    def has_adapter(self, name: str | None, digest: str) -> bool:
+        """None: the base model, which every replica has."""
+        return name is None or self.adapters.get(name) == digest
 
     def health(self, reason: str, now: float) -> ReplicaHealth:
         connection = self.connection

@@ -85,7 +85,7 @@ class ReplicaPool:
         self._slow_start_s = slow_start_s
         self._on_closed = on_closed
         self._closing: set[asyncio.Task[None]] = set()
-        self._last_info: ModelInfo | None = None
+        self._last_models: Sequence[ModelInfo] = ()
 
     async def __aenter__(self) -> ReplicaPool:
         for replica in self.replicas:
@@ -137,9 +137,25 @@ class ReplicaPool:
     @property
     def info(self) -> ModelInfo | None:
         """From the replica with the largest `max_model_len`; without a connection, the last known facts."""
+        return max(self._models(), key=lambda model: model.max_model_len, default=None)
+
+    def _models(self) -> Sequence[ModelInfo]:
+        """Facts of each connected replica; without a connection, the last known ones."""
         models = [info.model for replica in self.replicas if (info := replica.connection.info) is not None]
-        self._last_info = max(models, key=lambda model: model.max_model_len, default=self._last_info)
-        return self._last_info
+        self._last_models = models or self._last_models
+        return self._last_models
+
+    def adapter_names(self) -> set[str]:
+        """Names of the adapters that every connected replica has."""
+        names = [set(model.adapters) for model in self._models()]
+        return set.intersection(*names) if names else set()
+
+    def adapter_digest(self, name: str) -> str | None:
+        """None: not every connected replica has it. Empty: it has another digest at another replica, as while it is loaded again."""
+        digests = {model.adapters.get(name) for model in self._models()}
+        if None in digests or not digests:
+            return None
+        return digests.pop() if len(digests) == 1 else ""
 
     @property
     def has_silent(self) -> bool:
@@ -153,18 +169,22 @@ class ReplicaPool:
         max_output_tokens: int | None = None,
         tried: Collection[ReplicaInstance] = (),
         numerics: Numerics | None = None,
+        adapter: str | None = None,
+        adapter_digest: str = "",
         preferred: str = "",
     ) -> tuple[Replica, ReplicaChoice]:
         """The replica for a request, and why it is that one. Raises Unavailable when no connected replica is left that fits the request and
         was not tried.
 
         numerics           for a resume, numerics of the replica that computed the output ids; only a replica of equal numerics is chosen
+        adapter            only a replica is chosen that has it with this digest
 
         A silent replica is never chosen; one that is not ready, or that failed several requests in a row, only when no other is left.
         """
         num_tokens = prompt_tokens + (max_output_tokens or 1)
         size = RequestSize(prompt_tokens, self._expected_output_tokens(max_output_tokens))
         left = [replica for replica in self.replicas if replica.instance not in tried and replica.max_model_len >= num_tokens]
+        left = [replica for replica in left if replica.has_adapter(adapter, adapter_digest)]
         if numerics is not None:
             left = [replica for replica in left if not why_not_resume(numerics, replica.numerics)]
         ready = self.ready()
@@ -244,10 +264,12 @@ class ReplicaPool:
         num_finished, num_tokens, _ = self._counted()
         return num_tokens // num_finished if num_finished else UNKNOWN_PROMPT_TOKENS
 
-    def why_not_resume(self, numerics: Numerics | None) -> str:
+    def why_not_resume(self, numerics: Numerics | None, adapter: str | None = None, adapter_digest: str = "") -> str:
         """Per connected replica; empty: one may. None: nothing was computed yet."""
         connected = [replica for replica in self.replicas if replica.connection.state is ConnectionState.CONNECTED]
         reasons = {replica.name: "" if numerics is None else why_not_resume(numerics, replica.numerics) for replica in connected}
+        lacking = [replica.name for replica in connected if not replica.has_adapter(adapter, adapter_digest)]
+        reasons |= dict.fromkeys(lacking, f"the adapter {adapter} has other files there, or is not loaded")
         if "" in reasons.values():
             return ""
         return "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "no other replica is connected"
@@ -296,7 +318,7 @@ class ReplicaPool:
             return
         reason = f"replica {name} {'hangs' if is_hanging else 'does not read what is sent'}"
         others = [other for other in self.ready() if other is not replica]
-        if not any(may_resume(numerics_digest(replica.numerics), numerics_digest(other.numerics)) for other in others):
+        if not any(_may_take_over(replica, other) for other in others):
             num_moved = connection.abandon_unbegun(reason) if others else 0
         elif is_hanging:
             num_moved = connection.num_open
@@ -316,3 +338,9 @@ class ReplicaPool:
 
     def _ready_instances(self) -> frozenset[tuple[str, str, str]]:
         return frozenset((*replica.instance, numerics_digest(replica.numerics)) for replica in self.ready())
+
+
+def _may_take_over(replica: Replica, other: Replica) -> bool:
+    """Whether any stream of `replica` may go on at the other one, with whatever adapter."""
+    is_equal = may_resume(numerics_digest(replica.numerics), numerics_digest(other.numerics))
+    return is_equal and all(other.has_adapter(*adapter) for adapter in replica.adapters.items())

@@ -109,6 +109,7 @@ class TokenStream(EventStream):
             self._assemblers[0].num_cached_tokens,
             tuple(sequences),
             max(self._num_earlier_tokens, self.usage().completion_tokens),
+            self.call.request.adapter_digest,
         )
         return state_of(call)
 

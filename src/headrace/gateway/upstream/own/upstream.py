@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -49,7 +49,18 @@ MAX_NAMED = 8
 class TokenUpstream(Upstream):
     """The upstream of one model at its replicas."""
 
-    def __init__(self, text: ModelText, pool: ReplicaPool, *, draw_seed: Callable[[], int], formats: ModelFormats) -> None:
+    def __init__(
+        self,
+        text: ModelText,
+        pool: ReplicaPool,
+        *,
+        draw_seed: Callable[[], int],
+        formats: ModelFormats,
+        adapter: str | None = None,
+        adapter_digest: str = "",
+    ) -> None:
+        """adapter_digest: empty where the replicas have different adapters under the name; requests are refused then"""
+        self._adapter, self._adapter_digest = adapter, adapter_digest
         self._formats = formats
         self._text = text
         self._pool = pool
@@ -64,7 +75,7 @@ class TokenUpstream(Upstream):
     def fingerprint(self) -> str | None:
         info = self._pool.info
         digest = info.digests.get("model", "") if info else ""
-        return f"fp_{digest[:12]}" if digest else None
+        return "_".join(["fp", digest[:12], *filter(None, [self._adapter_digest[:12]])]) if digest else None
 
     def queue(self, priority: PriorityClass, unsent: UnsentRequests) -> QueueState | None:
         return self._pool.queue(priority, unsent)
@@ -72,7 +83,16 @@ class TokenUpstream(Upstream):
     @property
     def version(self) -> str:
         info = self._pool.info
-        return info.version if info else ""
+        return f"{info.version}{self._adapter_digest}" if info else ""
+
+    def adapter_names(self) -> Collection[str]:
+        return self._pool.adapter_names()
+
+    def adapted(self, name: str) -> TokenUpstream | None:
+        digest = self._pool.adapter_digest(name)
+        if digest is None:
+            return None
+        return TokenUpstream(self._text, self._pool, draw_seed=self._draw_seed, formats=self._formats, adapter=name, adapter_digest=digest)
 
     def replicas(self) -> list[ReplicaHealth]:
         return self._pool.health()
@@ -106,6 +126,8 @@ class TokenUpstream(Upstream):
             bound = after_reasoning(self._formats, self._text.tokenizer, grammar, request.prompt, prompt.token_ids)
             parsing = OutputParsing.of(self._formats, self._text.tokenizer, request.prompt, prompt.token_ids)
             call = _call(number, prompt.token_ids, params, request, info, principal, grammar=bound, parsing=parsing)
+            if self._adapter is not None:
+                call = replace(call, request=replace(call.request, adapter=self._adapter, adapter_digest=self._adapter_digest))
             calls.append(call if earlier is None else _continued(call, earlier, number, request))
         prompt_tokens = sum([len(call.request.prompt_ids) for call in calls])
         return Prepared(
@@ -143,6 +165,8 @@ class TokenUpstream(Upstream):
             if self._pool.unavailable:
                 raise self._pool.why_unavailable()
             raise Unavailable(f"The model {self._pool.model} is still starting.", retry_after_s=2.0)
+        if self._adapter is not None and not self._adapter_digest:
+            raise Unavailable(f"The model {self._adapter} is being loaded again; try again.", retry_after_s=1.0)
         return info
 
     def _params(self, request: GenerationRequest, info: ModelInfo, earlier_seed: int | None) -> SamplingParams:
@@ -226,6 +250,8 @@ def _continued(call: PromptCall, earlier: Sequence[EarlierCallOutput], number: i
     assert request.earlier is not None
     if number >= len(earlier) or earlier[number].prompt_digest != prompt_digest(call.request.prompt_ids):
         raise StreamConflict("The prompt of this request has other tokens than it had: its chat template or tokenizer was changed.")
+    if earlier[number].adapter_digest != call.request.adapter_digest:
+        raise StreamConflict("The adapter that this request names has other weights than it had: it was loaded again.")
     return replace(call, earlier=earlier[number], answer_id=RequestId(f"{request.earlier.answer_id}-{number}"))
 
 

@@ -1,0 +1,231 @@
+"""Tests adapters as models: which are served, to whom, at which replicas, and that other files under a name are noticed."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from gateway_kit import MODEL, FakeReplica, TestBench, chat_body, eventually, metric, open_bench, snapshot, two_replicas
+from resume_kit import CHAT, NUMERICS, equal, kept, send, streaming_body
+from virtual_time import virtual_loop
+
+from headrace.core.errors import Unavailable
+from headrace.core.request import EngineRequest
+from headrace.gateway.upstream.served_models import MAX_LOGGED
+from headrace.text.folder import TextModel
+from headrace.wire.client import ConnectionState, SeenLoad
+from headrace.wire.stream import ReplicaStream
+
+pytestmark = pytest.mark.loop
+
+ADAPTER = "acme/sql"
+FIRST, SECOND = {ADAPTER: "aa"}, {ADAPTER: "cc"}
+
+
+def give(replica: FakeReplica, adapters: dict[str, str]) -> None:
+    """The replica announces these and no others."""
+    assert replica.info is not None
+    replica.info = replace(replica.info, model=replace(replica.info.model.with_adapters(adapters), numerics=NUMERICS))
+
+
+async def listed(bench: TestBench, key: str = "") -> list[str]:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    answer = await bench.client.get("/v1/models", headers=headers)
+    return [card["id"] for card in answer.json()["data"]]
+
+
+async def status(bench: TestBench, model: str = ADAPTER, key: str = "") -> int:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return (await bench.client.post(CHAT, json={**chat_body(max_tokens=2), "model": model}, headers=headers)).status_code
+
+
+def asked(replica: FakeReplica) -> list[tuple[str | None, str]]:
+    return [(request.adapter, request.adapter_digest) for request in replica.requests]
+
+
+async def test_an_adapter_is_a_model_beside_its_base(text: TextModel) -> None:
+    async with open_bench(text) as bench:
+        give(bench.replica, FIRST)
+        assert await listed(bench) == [MODEL, "gpt-4o", ADAPTER]
+        base, card = [(await bench.client.get(f"/v1/models/{name}")).json() for name in (MODEL, ADAPTER)]
+        assert card == {**base, "id": ADAPTER, "root": ADAPTER, "parent": MODEL}
+        assert base["parent"] is None
+        answer = await bench.chat(model=ADAPTER)
+        assert (answer.status_code, answer.json()["model"], answer.headers["x-headrace-model"]) == (200, ADAPTER, ADAPTER)
+        assert (await bench.chat()).json()["model"] == MODEL
+        assert asked(bench.replica) == [(ADAPTER, "aa"), (None, "")]
+        assert answer.json()["system_fingerprint"] == f"{(await bench.chat()).json()['system_fingerprint']}_aa"
+        counted = await bench.client.post("/v1/tokenize", json={"model": ADAPTER, "prompt": "Hello"})
+        assert counted.json() == (await bench.client.post("/v1/tokenize", json={"model": MODEL, "prompt": "Hello"})).json()
+        assert (await bench.client.get(f"/ready?model={ADAPTER}")).status_code == 200
+
+
+async def test_only_adapters_that_every_connected_replica_has_are_served(text: TextModel) -> None:
+    async with open_bench(text, models=two_replicas()) as bench:
+        first, second = bench.replicas.values()
+        give(first, {**FIRST, "b": "bb"})
+        give(second, FIRST)
+        assert await listed(bench) == [MODEL, ADAPTER]
+        unknown = await bench.chat(model="b")
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+        assert f"one of: {MODEL}, {ADAPTER}," in unknown.json()["error"]["message"]
+        second.die()
+        assert (await listed(bench), await status(bench, "b")) == ([MODEL, ADAPTER, "b"], 200)
+        first.die()
+        assert (await listed(bench), await status(bench, "b")) == ([MODEL, ADAPTER, "b"], 503), "the last known ones"
+
+
+async def test_while_replicas_differ_an_adapter_is_refused_for_a_moment_and_not_unknown(text: TextModel) -> None:
+    async with open_bench(text, models=two_replicas()) as bench:
+        first, second = bench.replicas.values()
+        give(first, SECOND)
+        give(second, FIRST)
+        refused = await bench.chat(model=ADAPTER)
+        assert (refused.status_code, refused.headers["retry-after"], ADAPTER in await listed(bench)) == (503, "1", True)
+        give(second, SECOND)
+        assert await status(bench) == 200
+        assert asked(first) + asked(second) == [(ADAPTER, "cc")]
+
+
+async def test_a_running_answer_ends_with_the_files_that_it_began_with(text: TextModel) -> None:
+    async with open_bench(text) as bench:
+        give(bench.replica, FIRST)
+        bench.replica.go.clear()
+        running = asyncio.create_task(bench.chat(model=ADAPTER))
+        await eventually(lambda: bool(bench.replica.requests))
+        give(bench.replica, SECOND)
+        bench.replica.go.set()
+        assert (await running).status_code == 200
+        assert await status(bench) == 200
+        assert asked(bench.replica) == [(ADAPTER, "aa"), (ADAPTER, "cc")]
+
+
+async def test_a_replica_whose_files_have_just_changed_is_not_the_last_word(text: TextModel) -> None:
+    """Its engine knows before the gateway does: the request goes to the other replica, and without one it may be sent again."""
+
+    def refuse(_request: EngineRequest, stream: ReplicaStream) -> None:
+        stream.reject(Unavailable("other files"))
+
+    async with open_bench(text, models=two_replicas()) as bench:
+        first, second = bench.replicas.values()
+        for replica in (first, second):
+            give(replica, FIRST)
+        first.on_submit = refuse
+        second.snapshot = SeenLoad(snapshot(num_running=5), virtual_loop().time() + 1e6)
+        assert (await status(bench), len(first.requests), len(second.requests)) == (200, 1, 1)
+        second.state = ConnectionState.DRAINING
+        refused = await bench.chat(model=ADAPTER)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+
+
+TIERS: dict[str, Any] = {
+    "tiers": {"base": {"models": [MODEL]}, "own": {"models": [ADAPTER]}, "every": {}},
+    "api_keys": [{"key": f"key-of-{tier}", "tenant": tier, "tier": tier} for tier in ("base", "own", "every")],
+}
+
+
+@pytest.mark.parametrize(
+    ("tier", "models", "of_base", "of_adapter"),
+    [("base", [MODEL, "gpt-4o"], 200, 404), ("own", [ADAPTER], 404, 200), ("every", [MODEL, "gpt-4o", ADAPTER], 200, 200)],
+)
+async def test_who_may_use_the_base_may_not_use_its_adapters_for_that(
+    text: TextModel, tier: str, models: list[str], of_base: int, of_adapter: int
+) -> None:
+    async with open_bench(text, **TIERS) as bench:
+        give(bench.replica, FIRST)
+        key = f"key-of-{tier}"
+        assert await listed(bench, key) == models
+        assert (await status(bench, MODEL, key), await status(bench, ADAPTER, key)) == (of_base, of_adapter)
+        unknown = await bench.client.post(CHAT, json=chat_body() | {"model": "nope"}, headers={"authorization": f"Bearer {key}"})
+        assert f"one of: {', '.join(models)}, got" in unknown.json()["error"]["message"]
+
+
+async def test_no_adapter_hides_a_model_that_is_configured(text: TextModel, caplog: pytest.LogCaptureFixture) -> None:
+    async with open_bench(text, **TIERS) as bench:
+        give(bench.replica, {MODEL: "aa", "gpt-4o": "aa"})
+        for _ in range(3):
+            assert await listed(bench, "key-of-every") == [MODEL, "gpt-4o"]
+        assert (await status(bench, MODEL, "key-of-every"), await status(bench, "gpt-4o", "key-of-every")) == (200, 200)
+        assert await status(bench, MODEL, "key-of-own") == 404
+        assert asked(bench.replica) == [(None, "")] * 2
+        assert caplog.text.count("is not served") == 2
+        model = bench.gateway.service.models.get(MODEL)
+        for number in range(2 * MAX_LOGGED):
+            model.hide_adapter(f"a{number}", model)
+        assert len(model.hidden_adapters) == MAX_LOGGED
+
+
+async def test_an_adapter_costs_what_its_base_does_and_is_counted_under_it(text: TextModel) -> None:
+    prices = {MODEL: {"input": 1.0, "output": 2.0}}
+    async with open_bench(text, prices=prices) as bench:
+        give(bench.replica, FIRST)
+        told = []
+        for name in (MODEL, ADAPTER):
+            answer = await bench.chat(model=name, max_tokens=4)
+            told.append((await bench.client.get(f"/v1/requests/{answer.headers['x-request-id']}/explain")).json())
+        assert [(each["model"], each.get("adapter")) for each in told] == [(MODEL, None), (MODEL, ADAPTER)]
+        assert told[0]["cost"] == told[1]["cost"] > 0
+        assert metric(bench.gateway, "headrace_requests_total", model=MODEL, replica="r0", outcome="length") == 2
+        assert metric(bench.gateway, "headrace_time_to_first_token_seconds_count", model=MODEL, replica="r0") == 2
+        assert ADAPTER not in (await bench.client.get("/metrics")).text
+
+
+async def test_an_answer_of_other_files_is_never_found_in_the_cache(text: TextModel) -> None:
+    async with open_bench(text, cache={"enabled": True, "models": [MODEL]}) as bench:
+
+        async def result(model: str) -> str:
+            answer = await bench.chat(model=model, temperature=0, max_tokens=4)
+            await eventually(lambda: not bench.gateway.service.answer_cache.num_computing)
+            return answer.headers["x-headrace-cache"]
+
+        give(bench.replica, FIRST)
+        assert [await result(name) for name in (MODEL, ADAPTER, ADAPTER)] == ["miss", "miss", "hit"]
+        give(bench.replica, SECOND)
+        assert [await result(name) for name in (MODEL, ADAPTER, ADAPTER)] == ["hit", "miss", "hit"]
+        bench.gateway.service.answer_cache.check()
+
+
+@pytest.mark.parametrize(("later", "expected"), [(FIRST, 200), (SECOND, 409)])
+async def test_a_stream_that_a_client_continues_needs_the_same_files(text: TextModel, later: dict[str, str], expected: int) -> None:
+    async with open_bench(text, timeouts={"stream_resume_s": 60}) as bench:
+        equal(bench.replica)
+        give(bench.replica, FIRST)
+        body = streaming_body(CHAT, model=ADAPTER, max_tokens=12, ignore_eos=True)
+        events = (await send(bench.gateway, CHAT, body, leave_after=4)).events
+        await kept(bench)
+        give(bench.replica, later)
+        again = await send(bench.gateway, CHAT, body, last_event=events[-1].id)
+        assert again.status == expected
+        if expected == 409:
+            assert "other weights" in again.error["message"]
+
+
+@pytest.mark.parametrize(("other", "expected"), [(FIRST, 200), (SECOND, 503)])
+async def test_a_lost_stream_goes_on_only_where_the_same_files_are(text: TextModel, other: dict[str, str], expected: int) -> None:
+    async with open_bench(text, models=two_replicas(), timeouts={"failover_s": 30}) as bench:
+        first, second = bench.replicas.values()
+        for replica in (first, second):
+            equal(replica)
+            give(replica, FIRST)
+        second.state = ConnectionState.DRAINING
+        first.token_delay_s = 0.1
+        running = asyncio.create_task(bench.chat(model=ADAPTER, max_tokens=20, ignore_eos=True))
+        await eventually(lambda: bool(first.requests))
+        await asyncio.sleep(0.55)
+        second.state = ConnectionState.CONNECTED
+        give(second, other)
+        first.die()
+        answer = await running
+        assert answer.status_code == expected
+        assert [bool(request.output_ids) for request in second.requests] == ([True] if expected == 200 else [])
+        told = (await bench.client.get(f"/v1/requests/{answer.headers['x-request-id']}/explain")).json()
+        assert (expected == 200) or f"the adapter {ADAPTER} has other files there" in told["detail"]
+
+
+async def test_vllms_path_names_the_command_instead(bench: TestBench) -> None:
+    for path, command in (("load_lora_adapter", "load NAME PATH"), ("unload_lora_adapter", "unload NAME")):
+        refused = await bench.client.post(f"/v1/{path}", json={"lora_name": "a", "lora_path": "/a"})
+        assert refused.status_code == 404
+        assert f"`headrace adapters {command}`" in refused.json()["error"]["message"]
