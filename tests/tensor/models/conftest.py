@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from headrace.tensor.batch import ForwardBatch, GroupBatch, allocate_kv
+from headrace.tensor.batch import ForwardBatch, GroupBatch, PackedAdapter, StepAdapters, allocate_kv
 from headrace.tensor.device import CPU
 from headrace.tensor.models.decoder import DecoderModel
 
@@ -89,14 +89,18 @@ class _Row:
     tokens: list[int]
     tables: list[list[int]]
     computed: int = 0
+    place: int = 0
     logits: list[Tensor] = field(default_factory=list)
 
 
 class PagedRun:
-    """Sequences over a paged cache with shuffled block ids, computed in ragged steps."""
+    """Sequences over a paged cache with shuffled block ids, computed in ragged steps. resident: adapters by place."""
 
-    def __init__(self, model: DecoderModel, *, num_blocks: int = 96, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
-        self.model = model
+    def __init__(
+        self, model: DecoderModel, *, num_blocks: int = 96, seed: int = 0, dtype: torch.dtype = torch.float32,
+        resident: tuple[PackedAdapter | None, ...] = (None,),
+    ) -> None:  # fmt: skip
+        self.model, self.resident = model, resident
         groups = len(model.kv_groups)
         self.kv = allocate_kv(model.kv_shapes, model.group_of, (num_blocks,) * groups, BLOCK_SIZE, dtype, CPU)
         for layer in self.kv.layers:
@@ -104,13 +108,13 @@ class PagedRun:
         self.pools = [random.Random(seed + group).sample(range(1, num_blocks), num_blocks - 1) for group in range(groups)]
         self.rows: list[_Row] = []
 
-    def add(self, tokens: list[int], *, prefix_of: int | None = None, shared_blocks: int = 0) -> int:
+    def add(self, tokens: list[int], *, prefix_of: int | None = None, shared_blocks: int = 0, place: int = 0) -> int:
         """A sequence; with prefix_of its first blocks are those of another, already computed one."""
         tables = [self.rows[prefix_of].tables[g][:shared_blocks] if prefix_of is not None else [] for g in range(len(self.pools))]
         needed = -(-len(tokens) // BLOCK_SIZE)
         for table, pool in zip(tables, self.pools, strict=True):
             table.extend(pool.pop() for _ in range(needed - len(table)))
-        self.rows.append(_Row(tokens, tables, shared_blocks * BLOCK_SIZE))
+        self.rows.append(_Row(tokens, tables, shared_blocks * BLOCK_SIZE, place))
         return len(self.rows) - 1
 
     def step(self, counts: dict[int, int], selected: list[int] | None = None) -> None:
@@ -127,6 +131,7 @@ class PagedRun:
             context_lens=torch.tensor([row.computed + count for row, count in rows], dtype=torch.int32),
             max_count=max(counts.values()),
             groups=tuple(self._group(g, rows) for g in range(len(self.pools))),
+            adapters=self._adapters(rows, selected),
             selected=None if selected is None else torch.tensor(selected, dtype=torch.int64),
         )
         with torch.inference_mode():
@@ -137,6 +142,10 @@ class PagedRun:
         for (row, count), start in zip(rows, starts[:-1], strict=True):
             row.logits.append(logits[[start <= token < start + count for token in tokens]])
             row.computed += count
+
+    def _adapters(self, rows: list[tuple[_Row, int]], selected: list[int] | None) -> StepAdapters | None:
+        slots = torch.tensor([row.place for row, count in rows for _ in range(count)], dtype=torch.int32)
+        return StepAdapters(slots, self.resident, None if selected is None else slots[selected]) if slots.any() else None
 
     def _group(self, group: int, rows: list[tuple[_Row, int]]) -> GroupBatch:
         width = max(-(-(row.computed + count) // BLOCK_SIZE) for row, count in rows)
