@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 _NO_CODE = "Code from a model's repository is never run; known architectures are built in."
 _TOKENIZER = "The tokenizer of the model's folder is used."
-_LORA = "Adapters are not served yet; merge the adapter into the base weights."
 _MEDIA = "Only text models are served."
 _TEXT_GENERATION = "Only text generation is served."
 
@@ -34,8 +33,6 @@ REMEDIES: Mapping[str, str] = {
     "hf_overrides": "Edit a copy of the model's config.json.",
     "download_dir": "Set HF_HOME, or give a local folder.",
     "cpu_offload_gb": "Weights stay where they are computed.",
-    "enable_lora": _LORA,
-    "max_loras": _LORA,
     "speculative_config": "Speculative decoding is not supported yet.",
     "limit_mm_per_prompt": _MEDIA,
     "mm_processor_kwargs": _MEDIA,
