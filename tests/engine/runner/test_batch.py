@@ -125,6 +125,29 @@ def test_untouched_slots_cost_no_memory() -> None:
     assert state.known[4095] == 3
 
 
+def test_each_token_has_the_adapter_of_its_row() -> None:
+    class Packed:
+        num_bytes = 1
+
+    slots, starts, counts, samples, places = (array("i", values) for values in ((5, 2), (0, 2), (6, 1), (1, 1), (2, 0)))
+    plan = Plan(step_id=1, slots=slots, starts=starts, counts=counts, samples=samples, adapter_slots=places)
+    resident, state = (None, None, Packed()), state_with_two_sequences()
+    rows = read_rows(plan, resident)
+    every = build_batch(rows, state, to_host, ALL, resident)[1]
+    some = build_batch(rows, state, to_host, Selection(np.array([5, 6])), resident)[1]
+    assert every.adapters is not None
+    assert some.adapters is not None
+    assert some.selected is not None
+    assert every.adapters.slots.tolist() == some.adapters.slots.tolist() == [2] * 6 + [0]
+    assert (every.adapters.selected_slots, every.adapters.resident) == (None, resident)
+    assert some.adapters.selected_slots is not None
+    assert (some.adapters.selected_slots.tolist(), some.selected.tolist()) == ([2, 0], [5, 6])
+    assert build_batch(rows.picked(np.array([1])), state, to_host, ALL, resident)[1].adapters is None
+    for others in ((None, Packed()), (None, Packed(), None), ()):
+        with pytest.raises(ValueError, match=r"adapter_slots: .* at place 2"):
+            read_rows(plan, others)
+
+
 def selection_of(rows: Rows, state: SlotState) -> Selection:
     return select_tokens(rows, count_prompt_logprobs(rows, state))
 

@@ -116,6 +116,10 @@ class AdapterPreparer(Generic[Weights]):
             except HeadraceError as error:
                 self._attached.failed(preparation_id, ADAPTER, error)
 
+    def put_first(self, weights: Weights) -> None:
+        """Into the first place, until an adapter is granted it: for steps that are made up."""
+        self._resident = (None, weights, *self._resident[2:])
+
     def _is_waiting(self, preparation_id: PreparationId, request: EngineRequest) -> bool:
         return self._places.is_waiting(preparation_id) or preparation_id in self._reading.get(request.adapter_digest, ())
 

@@ -1,6 +1,6 @@
 """Turns a plan's columns into the tensors of one forward pass, by index arithmetic over whole columns.
 
-What a plan may ask for and this runner cannot do (adapters, drafts, moves other than copies) is refused here by name.
+What a plan may ask for and this runner cannot do (drafts, moves other than copies) is refused here by name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headrace.core.plan import MoveKind, Plan
 from headrace.engine.runner.slots import Ints, SlotState, column
-from headrace.tensor.batch import ForwardBatch, GroupBatch
+from headrace.tensor.batch import ForwardBatch, GroupBatch, PackedAdapter, StepAdapters
 
 
 class UnknownToken(Exception):
@@ -32,6 +32,7 @@ class Rows:
     counts: Ints
     samples: Ints
     mask_slots: Ints
+    adapters: Ints
     row_starts: Ints
 
     @property
@@ -41,17 +42,24 @@ class Rows:
     def picked(self, places: Ints) -> Rows:
         counts = self.counts[places]
         return Rows(
-            self.slots[places], self.starts[places], counts, self.samples[places], self.mask_slots[places], _row_starts(counts)
+            self.slots[places], self.starts[places], counts, self.samples[places], self.mask_slots[places], self.adapters[places],
+            _row_starts(counts),
         )  # fmt: skip
 
 
-def read_rows(plan: Plan) -> Rows:
-    """Raises ValueError for adapters."""
+Resident = tuple[PackedAdapter | None, ...]
+"""Adapters by place; entry 0 is None."""
+
+
+def read_rows(plan: Plan, resident: Resident = ()) -> Rows:
+    """Raises ValueError for a place without an adapter."""
     slots, starts, counts, samples = (column(values) for values in (plan.slots, plan.starts, plan.counts, plan.samples))
     mask_slots = column(plan.mask_slots) if plan.mask_slots else np.full(len(slots), -1)
-    if any(plan.adapter_slots):
-        raise ValueError("adapter_slots: this runner holds no adapters; every row must say 0")
-    return Rows(slots, starts, counts, samples, mask_slots, _row_starts(counts))
+    adapters = column(plan.adapter_slots) if plan.adapter_slots else np.zeros(len(slots), dtype=np.int64)
+    for place in np.unique(adapters[adapters != 0]).tolist():
+        if not 0 < place < len(resident) or resident[place] is None:
+            raise ValueError(f"adapter_slots: this runner holds no adapter at place {place}")
+    return Rows(slots, starts, counts, samples, mask_slots, adapters, _row_starts(counts))
 
 
 def _row_starts(counts: Ints) -> Ints:
@@ -122,7 +130,9 @@ def refuse_unknown_ids(rows: Rows, known: Ints, failed: NDArray[np.bool_]) -> No
         raise UnknownToken(f"slot {rows.slots[row]} has {known[row]} known ids, the plan computes up to {rows.ends[row]}")
 
 
-def build_batch(rows: Rows, state: SlotState, upload: Upload, selected: Selection = ALL) -> tuple[Tensor, ForwardBatch]:
+def build_batch(
+    rows: Rows, state: SlotState, upload: Upload, selected: Selection = ALL, resident: Resident = ()
+) -> tuple[Tensor, ForwardBatch]:
     """Token ids [T] int64 and the batch that describes them."""
     token_slots, positions = token_places(rows)
     tables = state.tables
@@ -130,17 +140,22 @@ def build_batch(rows: Rows, state: SlotState, upload: Upload, selected: Selectio
     arrays.append(rows.ends.astype(np.int32))
     arrays += [_block_table(table, rows, state.block_size) for table in tables]
     arrays += state.cache_places(token_slots, positions)
+    num_groups = len(tables)
     if selected.tokens is not None:
         arrays.append(selected.tokens)
+    if has_adapters := bool(rows.adapters.any()):
+        slots = np.repeat(rows.adapters, rows.counts).astype(np.int32)
+        arrays += [slots] if selected.tokens is None else [slots, slots[selected.tokens]]
     ids, on_device, row_starts, context_lens, *rest = upload(arrays)
-    num_groups = len(tables)
+    adapters = rest[2 * num_groups + (selected.tokens is not None) :]
     batch = ForwardBatch(
         positions=on_device,
         row_starts=row_starts,
         context_lens=context_lens,
         max_count=int(rows.counts.max()),
         groups=tuple(GroupBatch(table, mapping) for table, mapping in zip(rest[:num_groups], rest[num_groups:], strict=False)),
-        selected=None if selected.tokens is None else rest[-1],
+        adapters=StepAdapters(adapters[0], resident, *adapters[1:]) if has_adapters else None,
+        selected=None if selected.tokens is None else rest[2 * num_groups],
     )
     return ids, batch
 

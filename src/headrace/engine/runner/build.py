@@ -25,20 +25,23 @@ from headrace.engine.grammar.preparer import GrammarCompiler, GrammarPreparer
 from headrace.engine.grammar.slots import SlotGrammars
 from headrace.engine.grammar.store import GrammarStore
 from headrace.engine.kv_sizing import KvMemoryBudget, KvSizing, activation_bytes, describe_bytes, out_of_memory, size_kv, step_tokens
+from headrace.engine.runner.batch import Resident
 from headrace.engine.runner.device.runner import DeviceRunner
 from headrace.engine.runner.masks import load_mask_kernel
 from headrace.engine.runner.model_runner import ModelRunner, OverlappedRunner
 from headrace.engine.runner.warmup import log_compiling, warm_up
 from headrace.machine.resources import Available
+from headrace.tensor.adapters.loader import AdapterLoader
 from headrace.tensor.backends import choose_backend, load_backend, try_kernels
 from headrace.tensor.batch import KvCache, PackedAdapter, allocate_kv, stored_as
 from headrace.tensor.device import DEVICES
 from headrace.tensor.host.cpu_features import CpuFeatures, read_cpu_features
 from headrace.tensor.host.threads import ThreadPlan, plan_threads
-from headrace.tensor.kernels import Backend
+from headrace.tensor.kernels import Backend, LowRankUpdate
 from headrace.tensor.kernels.filters import draw as plain_draw
 from headrace.tensor.kernels.rounding import Precision
 from headrace.tensor.launches import EagerLaunches
+from headrace.tensor.layers.adapted import ModelAdapters
 from headrace.tensor.layers.rope import LinearScaling
 from headrace.tensor.models import LoadedModel, ModelDescription, describe, load_model
 from headrace.tensor.models.spec import DecoderSpec
@@ -78,8 +81,6 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
     device = DEVICES[config.device]
     device.check()
     try_kernels(config.kernels, config.device)
-    if config.enable_lora:
-        raise ConfigError("enable_lora", "adapters are not computed by this version", "Leave it out.")
     described = describe(Path(config.model), max_model_len=config.max_model_len, quantization=config.quantization, has_fp8=device.has_fp8)
     choices = _choose(config, described, packed, features or read_cpu_features())
     with log_compiling(choices.backend.compiler):
@@ -87,12 +88,15 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
         peaks = measure_peaks(config.device, choices.dtype)
         kv_dtype, why_kv = _kv_dtype(config, choices.dtype, described.dtype_name, choices.features)
         groups = tuple(stored_as(group, kv_dtype) for group in loaded.model.kv_groups)
-        sizing = _size(config, loaded, groups)
+        loader = _adapter_loader(config, loaded)
+        sizing = _size(config, loaded, groups, 0 if loader is None else loader.max_bytes)
+        adapters = None if loader is None else _read_adapters(config, loader, loaded)
         compiler = GrammarCompiler(Path(config.model), loaded.vocab_size, loaded.eos_token_ids)
         grammars = GrammarStore(compiler)
         with _memory_errors_named(config, groups, sizing), ExitStack() as unless_ready:
             kv = allocate_kv(loaded.model.kv_shapes, loaded.model.group_of, sizing.num_blocks, config.block_size, kv_dtype, device)
-            runner = _make_runner(config, loaded, sizing, kv, choices.backend, SlotGrammars(grammars))
+            resident = None if adapters is None else adapters.resident
+            runner = _make_runner(config, loaded, sizing, kv, choices.backend, SlotGrammars(grammars), resident)
             unless_ready.callback(runner.close)
             load_mask_kernel(choices.backend.mask)
             seconds = _warm_up(runner, config, sizing, loaded)
@@ -106,13 +110,15 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
         *_linear_scaling(loaded.model.spec),
         f"KV dtype: {_name(kv_dtype)}, {why_kv}",
         *sizing.lines,
+        *_adapter_lines(config, loader, adapters),
         f"peaks, as measured: {peaks.read_bytes_per_s / 1e9:.1f} GB/s, {peaks.flops_per_s / 1e12:.2f} TFLOP/s",
         f"warm-up: {seconds:.1f} s",
     )
     numerics = _numerics(config, choices, loaded, _name(kv_dtype))
     weights = None if numerics[WEIGHTS] or loaded.weights is None else loaded.weights.compute
     info = _model_info(config, loaded, groups, sizing, _name(kv_dtype), decided, numerics, peaks)
-    return Built(runner, info, weights, GrammarPreparer(compiler, grammars), None, unwritten, device.read_gpu)
+    info = info if adapters is None else info.with_adapters(adapters.digests)
+    return Built(runner, info, weights, GrammarPreparer(compiler, grammars), adapters, unwritten, device.read_gpu)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +183,7 @@ def _load(config: EngineConfig, choices: _Choices, packed: PackedFolder | None) 
             max_model_len=config.max_model_len,
             quantization=config.quantization,
             packed=packed,
+            enable_lora=config.enable_lora,
         )
     except torch.OutOfMemoryError as error:
         reason = "the device's memory ran out while weights were loaded and packed"
@@ -266,7 +273,40 @@ def _check_weights_fit(described: ModelDescription, available: Available, num_by
         )
 
 
-def _size(config: EngineConfig, loaded: LoadedModel, groups: tuple[KvGroup, ...]) -> KvSizing:
+def _adapter_loader(config: EngineConfig, loaded: LoadedModel) -> AdapterLoader | None:
+    adapters = loaded.model.adapters
+    return None if adapters is None else AdapterLoader(adapters.linears, adapters.kernels, config.max_lora_rank)
+
+
+def _read_adapters(config: EngineConfig, loader: AdapterLoader, loaded: LoadedModel) -> AdapterPreparer[PackedAdapter]:
+    """Warm-up runs steps with an adapter of zeros. Raises CheckpointError for a listed adapter that cannot be loaded."""
+    adapters = AdapterPreparer(loader, max_loras=config.max_loras, max_cpu_loras=config.num_cpu_loras)
+    adapters.set(config.lora_modules)
+    assert loaded.model.adapters is not None
+    adapters.put_first(_adapter_of_zeros(loaded.model.adapters))
+    return adapters
+
+
+def _adapter_of_zeros(adapters: ModelAdapters) -> PackedAdapter:
+    return adapters.kernels.pack(
+        [
+            [
+                LowRankUpdate(down=torch.zeros(1, linear.in_features), up=torch.zeros(part.rows, 1), scale=1.0, first_row=part.first_row)
+                for part in linear.parts_of_output
+            ]
+            for linear in adapters.linears
+        ]
+    )
+
+
+def _adapter_lines(config: EngineConfig, loader: AdapterLoader | None, adapters: AdapterPreparer[PackedAdapter] | None) -> list[str]:
+    if loader is None or adapters is None:
+        return []
+    size = f"at most {describe_bytes(loader.max_bytes)} each (rank {config.max_lora_rank})"
+    return [f"adapters: {len(adapters.digests)}, {config.max_loras} in use at once, {config.num_cpu_loras} in memory, {size}"]
+
+
+def _size(config: EngineConfig, loaded: LoadedModel, groups: tuple[KvGroup, ...], adapter_bytes: int) -> KvSizing:
     device, model = DEVICES[config.device], loaded.model
     available, itemsize = device.free_memory(), device.step_itemsize(model.activations)
     step_bytes = activation_bytes(config, model.spec.hidden_size, loaded.vocab_size, loaded.max_model_len, itemsize)
@@ -275,6 +315,7 @@ def _size(config: EngineConfig, loaded: LoadedModel, groups: tuple[KvGroup, ...]
         source=available.source,
         weight_bytes=loaded.resident_bytes,
         activation_bytes=step_bytes + model.recorded_bytes + device.working_bytes(config.max_num_seqs, loaded.vocab_size),
+        adapter_bytes=(config.num_cpu_loras + 1) * adapter_bytes,
     )
     return size_kv(config, groups, loaded.max_model_len, budget)
 
@@ -300,7 +341,13 @@ def _compile_cache(backend: Backend) -> str:
 
 
 def _make_runner(
-    config: EngineConfig, loaded: LoadedModel, sizing: KvSizing, kv: KvCache, backend: Backend, masks: SlotGrammars
+    config: EngineConfig,
+    loaded: LoadedModel,
+    sizing: KvSizing,
+    kv: KvCache,
+    backend: Backend,
+    masks: SlotGrammars,
+    resident: Callable[[], Resident] | None,
 ) -> AnyRunner:
     launches = DEVICES[config.device].make_launches()
     if launches is not None and backend.choice is not None:
@@ -327,6 +374,7 @@ def _make_runner(
         draw=backend.draw,
         mask=backend.mask,
         masks=masks,
+        resident=resident,
     )
     return OverlappedRunner(runner) if config.depth > 1 else runner
 
@@ -341,7 +389,10 @@ def _warm_up(runner: AnyRunner, config: EngineConfig, sizing: KvSizing, loaded: 
             "%s of the device's memory are free once steps are prepared", describe_bytes(DEVICES[config.device].free_memory().num_bytes)
         )
         most_tokens = step_tokens(config, sizing.max_model_len)
-    warm_up(runner, config, max_model_len=sizing.max_model_len, vocab_size=loaded.vocab_size, most_tokens=most_tokens)
+    has_adapters = loaded.model.adapters is not None
+    warm_up(
+        runner, config, max_model_len=sizing.max_model_len, vocab_size=loaded.vocab_size, most_tokens=most_tokens, has_adapters=has_adapters
+    )
     return time.perf_counter() - began
 
 

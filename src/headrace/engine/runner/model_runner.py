@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Protocol
@@ -23,6 +24,7 @@ from headrace.core.errors import EngineFatal
 from headrace.core.plan import NO_LOGPROBS, Plan, Result
 from headrace.engine.failpoints import failpoint
 from headrace.engine.runner.batch import (
+    Resident,
     Rows,
     Selection,
     build_batch,
@@ -69,6 +71,7 @@ class ModelRunner:
     """Computes plans with one model, its KV cache and state by slot. Used by one thread at a time.
 
     masks          masks of sequences that have a grammar; None: a sequence with a grammar is refused
+    resident       the adapters by place, asked once for each step, which holds them until it is done; None: rows with adapters are refused
     """
 
     def __init__(
@@ -83,8 +86,9 @@ class ModelRunner:
         masks: MaskSource | None = None,
         eos_token_ids: tuple[int, ...] = (),
         device: str = "cpu",
+        resident: Callable[[], Resident] | None = None,
     ) -> None:
-        self.model, self.kv, self._device = model, kv, device
+        self.model, self.kv, self._device, self._resident = model, kv, device, resident
         self._slots = SlotState(max_num_seqs, max_model_len, len(kv.pools), kv.block_size)
         self._sampler = Sampler(model.vocab_size, eos_token_ids, draw, mask)
         self._masks = masks or NoGrammars()
@@ -113,7 +117,8 @@ class ModelRunner:
             raise EngineFatal(f"the {self._device} device failed") from error
 
     def _compute(self, plan: Plan) -> Result:
-        rows = read_rows(plan)
+        resident = self._resident() if self._resident is not None else ()
+        rows = read_rows(plan, resident)
         sampling = np.flatnonzero(rows.samples)
         self._state.rewind(rows, sampling)
         failpoint("runner.batch")
@@ -121,7 +126,7 @@ class ModelRunner:
         refuse_unknown_ids(rows, self._slots.known[rows.slots], failed_before)
         logprob_counts = count_prompt_logprobs(rows, self._slots)
         selected = select_tokens(rows, logprob_counts)
-        ids, batch = build_batch(rows, self._slots, self._upload, selected)
+        ids, batch = build_batch(rows, self._slots, self._upload, selected, resident)
         failpoint("runner.masks")
         self._masks.begin(rows.mask_slots[sampling].tolist())
         failpoint("runner.forward")

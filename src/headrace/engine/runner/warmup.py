@@ -7,6 +7,7 @@ import time
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import takewhile
 from typing import Protocol
 
@@ -31,8 +32,11 @@ class _Runner(Protocol):
     def submit(self, plan: Plan) -> _Ticket: ...
 
 
-def warm_up(runner: _Runner, config: EngineConfig, *, max_model_len: int, vocab_size: int, most_tokens: int = 0) -> None:
-    """most_tokens  also run prompts of 4, 8, .. up to this many tokens
+def warm_up(
+    runner: _Runner, config: EngineConfig, *, max_model_len: int, vocab_size: int, most_tokens: int = 0, has_adapters: bool = False
+) -> None:
+    """most_tokens   also run prompts of 4, 8, .. up to this many tokens
+    has_adapters  repeat all with the adapter in place 1
 
     No slot is left in use and no KV block is taken: the block tables are empty, which stands for the pad block. Raises a step's error:
     an engine whose warm-up fails cannot serve.
@@ -41,11 +45,16 @@ def warm_up(runner: _Runner, config: EngineConfig, *, max_model_len: int, vocab_
     length = min(config.max_num_batched_tokens, longest, _PROMPT_TOKENS)
     if length <= 0:
         return
-    for plan in _plans(length, min(config.max_num_seqs, _DECODE_ROWS), vocab_size):
-        runner.submit(plan).result()
-    for tokens in prompt_lengths(min(most_tokens, longest * config.max_num_seqs)):
-        runner.submit(_prompts(tokens, longest, vocab_size)).result()
-    runner.submit(_plan([], ended=range(config.max_num_seqs))).result()
+    for place in (0, 1) if has_adapters else (0,):
+        for plan in _plans(length, min(config.max_num_seqs, _DECODE_ROWS), vocab_size):
+            runner.submit(_adapted(plan, place)).result()
+        for tokens in prompt_lengths(min(most_tokens, longest * config.max_num_seqs)):
+            runner.submit(_adapted(_prompts(tokens, longest, vocab_size), place)).result()
+        runner.submit(_plan([], ended=range(config.max_num_seqs))).result()
+
+
+def _adapted(plan: Plan, place: int) -> Plan:
+    return replace(plan, adapter_slots=array("i", [place]) * plan.num_rows)
 
 
 def prompt_lengths(most: int) -> list[int]:
@@ -89,7 +98,6 @@ def _plan(rows: list[tuple[int, int, int, int]], *, started: tuple[Started, ...]
         starts=starts,
         counts=counts,
         samples=samples,
-        adapter_slots=array("i", [0] * len(rows)),
         mask_slots=array("i", [-1] * len(rows)),
         started=started,
         ended=array("i", ended),

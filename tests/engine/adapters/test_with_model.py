@@ -1,0 +1,103 @@
+"""Tests adapters in an engine with a real model: each request is answered with its adapter's weights, whatever is beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from real_engine import RealEngine, greedy_request
+from runner_kit import save_tiny_llama
+from safetensors.torch import save_file
+
+from headrace.core.adapters import AdapterSource
+from headrace.core.errors import CheckpointError
+from headrace.core.request import EngineRequest
+
+pytestmark = pytest.mark.socket
+
+SPACE: dict[str, Any] = {"kernels": "reference", "enable_lora": True, "max_lora_rank": 4}
+PROMPTS = ([5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 9, 11], [3])
+
+
+def save_adapter(folder: Path, base: Path, seed: int, rank: int = 4) -> Path:
+    """Of random weights for two linears of each layer."""
+    shape = json.loads((base / "config.json").read_text())
+    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+    drawn = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(shape["num_hidden_layers"]):
+        for name, inputs, outputs in (("self_attn.q_proj", hidden, None), ("mlp.up_proj", hidden, inner)):
+            outputs = outputs or shape["num_attention_heads"] * shape.get("head_dim", hidden // shape["num_attention_heads"])
+            path = f"base_model.model.model.layers.{layer}.{name}"
+            weights[f"{path}.lora_A.weight"] = torch.randn(rank, inputs, generator=drawn)
+            weights[f"{path}.lora_B.weight"] = torch.randn(outputs, rank, generator=drawn)
+    folder.mkdir(exist_ok=True)
+    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj", "up_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    save_file(weights, folder / "adapter_model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture
+def sources(base: Path, tmp_path: Path) -> tuple[AdapterSource, ...]:
+    return tuple(AdapterSource(name=name, path=str(save_adapter(tmp_path / name, base, seed))) for seed, name in enumerate("ab"))
+
+
+def asked(engine: RealEngine, name: str, adapter: str | None, prompt: list[int], **changes: Any) -> EngineRequest:
+    digest = engine.engine.info.adapters[adapter] if adapter else ""
+    return greedy_request(name, prompt, adapter=adapter, adapter_digest=digest, **changes)
+
+
+def everything(engine: RealEngine) -> list[EngineRequest]:
+    return [
+        asked(engine, f"{adapter} {number}", adapter, prompt, n=1 + number % 2, prompt_logprobs=0)
+        for number, prompt in enumerate(PROMPTS)
+        for adapter in (None, "a", "b")
+    ]
+
+
+@pytest.mark.parametrize(("depth", "max_loras"), [(1, 2), (2, 1)])
+def test_two_adapters_and_the_base_model_in_one_batch_answer_as_each_alone(
+    base: Path, sources: tuple[AdapterSource, ...], depth: int, max_loras: int
+) -> None:
+    with RealEngine(base, **SPACE, lora_modules=sources, max_loras=2) as engine:
+        for request in everything(engine):
+            engine.run(request)
+        alone = engine.answers()
+    assert len({tuple(alone[f"{adapter} 0", 0].token_ids) for adapter in (None, "a", "b")}) == 3
+    with RealEngine(base, kernels="reference") as engine:
+        engine.run(greedy_request("plain", PROMPTS[0]))
+        assert engine.answer("plain") == alone["None 0", 0].token_ids
+    with RealEngine(base, **SPACE, lora_modules=sources, max_loras=max_loras, depth=depth) as engine:
+        answers = engine.run(*everything(engine)).answers()
+        assert {key: answer.token_ids for key, answer in answers.items()} == {key: answer.token_ids for key, answer in alone.items()}
+        assert any(line.startswith(f"adapters: 2, {max_loras} in use at once") for line in engine.engine.info.decided)
+
+
+def test_an_adapter_that_is_loaded_anew_answers_with_its_new_weights(base: Path, sources: tuple[AdapterSource, ...]) -> None:
+    with RealEngine(base, **SPACE, lora_modules=sources, max_loras=1) as engine:
+        engine.run(asked(engine, "before", "a", PROMPTS[0]))
+        engine.submit(asked(engine, "runs", "a", PROMPTS[0], max_tokens=30))
+        while not engine.tokens["runs", 0]:
+            engine.engine.turn()
+        save_adapter(Path(sources[0].path), base, 7)
+        engine.engine.set_adapters(sources)
+        engine.run(asked(engine, "after", "a", PROMPTS[0]), asked(engine, "other", "b", PROMPTS[0]))
+        assert engine.cached["runs"] > 0
+        assert engine.cached["after"] == 0
+        assert engine.answer("runs")[:16] == engine.answer("before") != engine.answer("after")
+        assert len(engine.answer("runs")) == 30
+
+
+def test_a_listed_adapter_that_cannot_be_used_refuses_the_start(base: Path, tmp_path: Path) -> None:
+    source = AdapterSource(name="large", path=str(save_adapter(tmp_path / "large", base, 0, rank=5)))
+    with pytest.raises(CheckpointError, match="rank 5, more than max_lora_rank = 4"):
+        RealEngine(base, **SPACE, lora_modules=(source,))
