@@ -299,6 +299,7 @@ def test_model_facts_survive_the_wire_with_the_types_of_their_defaults() -> None
         ({"../x": "ab"}, "is not a model name"),
         ({"a": ""}, "its digest is not hex"),
         ({"a": "AB"}, "its digest is not hex"),
+        ({"a": "abc"}, "its digest is not hex"),
         ({"a": "ab" * 65}, "its digest is not hex"),
         ({f"a{number}": "ab" for number in range(MAX_ADAPTERS + 1)}, "adapters: 4097, more than 4096"),
     ],

@@ -224,6 +224,28 @@ async def test_a_lost_stream_goes_on_only_where_the_same_files_are(text: TextMod
         assert (expected == 200) or f"the adapter {ADAPTER} has other files there" in told["detail"]
 
 
+@pytest.mark.parametrize(("other", "has_moved"), [(FIRST, True), (SECOND, False)])
+async def test_a_hanging_replica_keeps_its_streams_where_no_other_has_its_adapters(
+    text: TextModel, other: dict[str, str], has_moved: bool
+) -> None:
+    async with open_bench(text, models=two_replicas(), timeouts={"failover_s": 30}) as bench:
+        first, second = bench.replicas.values()
+        give(second, FIRST)
+        give(first, FIRST)
+        now = virtual_loop().time()
+        second.snapshot = SeenLoad(snapshot(num_running=5), now + 1e6)
+        first.token_delay_s = 0.1
+        running = asyncio.create_task(bench.chat(model=ADAPTER, max_tokens=20, ignore_eos=True))
+        await asyncio.sleep(0.55)
+        give(second, other)
+        first.go.clear()
+        first.snapshot = SeenLoad(snapshot(step_age_s=5.0, step_predicted_s=0.1), virtual_loop().time())
+        await asyncio.sleep(3.0)
+        assert bool(second.requests) is has_moved
+        first.go.set()
+        assert (await running).status_code == 200
+
+
 async def test_vllms_path_names_the_command_instead(bench: TestBench) -> None:
     for path, command in (("load_lora_adapter", "load NAME PATH"), ("unload_lora_adapter", "unload NAME")):
         refused = await bench.client.post(f"/v1/{path}", json={"lora_name": "a", "lora_path": "/a"})

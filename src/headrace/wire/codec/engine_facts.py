@@ -43,7 +43,7 @@ def decode_model_info(message: pb.ModelFacts) -> ModelInfo:
     )
 
 
-_ADAPTER_DIGEST = re.compile("[0-9a-f]{2,128}")
+_ADAPTER_DIGEST = re.compile("(?:[0-9a-f]{2}){1,64}")
 
 
 def decode_adapters(digests: Mapping[str, str]) -> dict[str, str]:
