@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import cast
 
 from headrace.core.errors import shorten
+from headrace.tensor.adapters.patterns import NamePattern
 from headrace.tensor.checkpoint.config import ConfigFile
 
 CONFIG = "adapter_config.json"
 MAX_RANK = 2**20
 MAX_ALPHA = 2.0**20
 MAX_PATTERNS = 4096
-MAX_PATTERN_CHARS = 1024
 
 INERT = frozenset(
     ("auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "inference_mode", "loftq_config",
@@ -45,20 +45,21 @@ REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """Names are of linears, e.g. "model.layers.0.self_attn.q_proj". Strings of targets and excluded are patterns of whole names.
+    """Names are of linears, e.g. "model.layers.0.self_attn.q_proj".
 
-    ranks, alphas  patterns, of which the first that matches counts
-    layers         of targets; None: all
-    layer_lists    patterns of what stands before a layer's number
+    ranks, alphas      the first whose pattern matches the end of a name counts
+    targets, excluded  a pattern of whole names, or ends of names
+    layers             of targets; None: all
+    layer_lists        what stands before a layer's number; empty: anything
     """
 
     rank: int
     alpha: float
     is_rank_stabilized: bool
-    ranks: tuple[tuple[re.Pattern[str], float], ...]
-    alphas: tuple[tuple[re.Pattern[str], float], ...]
-    targets: str | frozenset[str]
-    excluded: str | frozenset[str]
+    ranks: tuple[tuple[NamePattern, float], ...]
+    alphas: tuple[tuple[NamePattern, float], ...]
+    targets: NamePattern | frozenset[str]
+    excluded: NamePattern | frozenset[str]
     layers: frozenset[int] | None
     layer_lists: tuple[str, ...]
 
@@ -73,24 +74,22 @@ class AdapterConfig:
         """Whether PEFT 0.21 would change the linear."""
         if _is_among(self.excluded, name):
             return False
-        if isinstance(self.targets, str) and self.targets.lower() == "all-linear":
-            return True
         return _is_among(self.targets, name) and (self.layers is None or self._layer_of(name) in self.layers)
 
     def _layer_of(self, name: str) -> int | None:
-        befores = [rf"(?:^|.*?\.){each}" for each in self.layer_lists] or [r".*?\.[^.]*"]
+        befores = [rf"(?:^|.*?\.){re.escape(each)}" for each in self.layer_lists] or [r".*?\.[^.]*"]
         found = next((match for before in befores if (match := re.match(rf"{before}\.(?P<layer_index>\d+)\.", name))), None)
         return None if found is None else int(found["layer_index"])
 
 
-def _is_among(modules: str | frozenset[str], name: str) -> bool:
-    if isinstance(modules, str):
-        return re.fullmatch(modules, name) is not None
+def _is_among(modules: NamePattern | frozenset[str], name: str) -> bool:
+    if isinstance(modules, NamePattern):
+        return modules.matches(name)
     return any(f".{name}".endswith(f".{each}") for each in modules)
 
 
-def _value_for(name: str, patterns: tuple[tuple[re.Pattern[str], float], ...], default: float) -> float:
-    return next((value for pattern, value in patterns if pattern.match(name)), default)
+def _value_for(name: str, patterns: tuple[tuple[NamePattern, float], ...], default: float) -> float:
+    return next((value for pattern, value in patterns if pattern.matches_end(name)), default)
 
 
 def parse_config(file: ConfigFile) -> AdapterConfig:
@@ -99,12 +98,12 @@ def parse_config(file: ConfigFile) -> AdapterConfig:
     targets, layers, lists = _modules(file, "target_modules"), _layers(file), _texts(file, "layers_pattern")
     if not targets:
         file.refuse("target_modules", "must name the linears that the adapter changes", "Save the adapter with PEFT's save_pretrained.")
-    if isinstance(targets, str) and file.has("layers_to_transform"):
+    if isinstance(targets, NamePattern) and file.has("layers_to_transform"):
         file.refuse("layers_to_transform", "must be null where target_modules is a string", "Write the layers into that pattern.")
     if lists and layers is None:
         file.refuse("layers_pattern", "must be null where no layers_to_transform are named")
-    for each in lists:
-        _compiled(file, "layers_pattern", each)
+    if not all(re.fullmatch(r"[\w.]+", each) for each in lists):
+        file.refuse("layers_pattern", 'must be a name, such as "layers", or a list of names')
     ranks, alphas = _patterns(file, "rank_pattern"), _patterns(file, "alpha_pattern")
     return AdapterConfig(
         rank=file.integer("r", 1, MAX_RANK, default=8),
@@ -138,12 +137,11 @@ def _check_method(file: ConfigFile) -> None:
             file.refuse(name, REFUSED.get(name, "a field that is not known here, and may change what is computed"), MERGE)
 
 
-def _modules(file: ConfigFile, name: str) -> str | frozenset[str]:
+def _modules(file: ConfigFile, name: str) -> NamePattern | frozenset[str]:
     value = file.values.get(name)
-    if isinstance(value, str):
-        _compiled(file, name, value)
-        return value
-    return frozenset(_texts(file, name))
+    if not isinstance(value, str):
+        return frozenset(_texts(file, name))
+    return _compiled(file, name, ".*" if name == "target_modules" and value.lower() == "all-linear" else value)
 
 
 def _texts(file: ConfigFile, name: str) -> tuple[str, ...]:
@@ -171,16 +169,12 @@ def _patterns(file: ConfigFile, name: str) -> ConfigFile:
     return section
 
 
-def _compiled_keys(file: ConfigFile, section: ConfigFile) -> list[tuple[str, re.Pattern[str]]]:
-    """A key matches the end of a name, from a dot on, as in PEFT 0.21."""
-    name = section.prefix.removesuffix(".")
-    return [(key, _compiled(file, name, key)) for key in section.values]
+def _compiled_keys(file: ConfigFile, section: ConfigFile) -> list[tuple[str, NamePattern]]:
+    return [(key, _compiled(file, section.prefix.removesuffix("."), key)) for key in section.values]
 
 
-def _compiled(file: ConfigFile, name: str, pattern: str) -> re.Pattern[str]:
-    if len(pattern) > MAX_PATTERN_CHARS:
-        file.refuse(name, f"has a pattern of more than {MAX_PATTERN_CHARS} characters")
+def _compiled(file: ConfigFile, name: str, pattern: str) -> NamePattern:
     try:
-        return re.compile(rf"(.*\.)?({pattern})$")
-    except (re.error, OverflowError, RecursionError) as error:
-        file.refuse(name, f"{shorten(pattern)} is not a regular expression ({error})")
+        return NamePattern(pattern)
+    except ValueError as error:
+        file.refuse(name, f"{shorten(pattern)}: {error}", "Write a simpler pattern, or a list of names.")
