@@ -129,7 +129,9 @@ def _full_blocks(pools: _Pools, budget: KvMemoryBudget) -> tuple[int, str]:
     kv_bytes = int(config.memory_fraction * total) - budget.weight_bytes - budget.activation_bytes - budget.adapter_bytes
     free, weights, step = (describe_bytes(n) for n in (budget.available_bytes, budget.weight_bytes, budget.activation_bytes))
     adapters = (
-        f"- {describe_bytes(budget.adapter_bytes)} for {config.num_cpu_loras} adapters and one being read " if budget.adapter_bytes else ""
+        f"- {describe_bytes(budget.adapter_bytes)} for {config.num_cpu_loras} adapters, one more while it is read "
+        if budget.adapter_bytes
+        else ""
     )
     line = (
         f"KV memory: {config.memory_fraction:g} x ({free} free by {budget.source} + {weights} weights) - weights - {step} for a step "

@@ -39,6 +39,16 @@ def test_the_share_of_memory_counts_the_weights_that_are_held_already() -> None:
     assert "0.5 x (3.00 GiB free by MemAvailable + 1.00 GiB weights) - weights - 256.00 MiB for a step = 768.00 MiB" in found.lines[0]
 
 
+def test_memory_of_adapters_is_not_given_to_the_cache() -> None:
+    config = replace(CONFIG, memory_fraction=0.5, max_num_seqs=32, max_loras=2, max_cpu_loras=3)
+    given = replace(budget(2 * GIB), adapter_bytes=4 * 64 * MIB)
+    found = size_kv(config, (FULL,), 100_000, given)
+    assert found.num_blocks == ((GIB - 256 * MIB) // BLOCK,)
+    assert "- 256.00 MiB for 3 adapters, one more while it is read = 768.00 MiB" in found.lines[0]
+    with pytest.raises(ConfigError, match=r"without the 256.00 MiB for adapters\. Use at most 1,879,048,192"):
+        size_kv(replace(config, kv_cache_bytes=2 * GIB), (FULL,), 100_000, given)
+
+
 def test_no_more_is_taken_than_all_sequences_at_full_length_need() -> None:
     found = size(CONFIG, length=100)
     assert found.num_blocks == (4 * 7 + 1,)
