@@ -36,7 +36,7 @@ class RecordedSteps:
     def __init__(self, executor: StepExecutor | None, layers: Layers) -> None:
         self._executor, self._layers = executor, layers
         self._kept: OrderedDict[tuple[object, ...], _Step] = OrderedDict()
-        self._most_tokens = sys.maxsize
+        self._most_tokens = {False: sys.maxsize, True: sys.maxsize}  # True: of steps with adapters
 
     @property
     def most_bytes(self) -> int:
@@ -60,7 +60,7 @@ class RecordedSteps:
             return self._layers(branch, residual, batch, kv)
 
     def _is_replayable(self, batch: ForwardBatch) -> bool:
-        return batch.max_count == 1 and batch.num_tokens <= self._most_tokens and batch.selected is None
+        return batch.max_count == 1 and batch.num_tokens <= self._most_tokens[batch.adapters is not None] and batch.selected is None
 
     def _replay(self, recording: AbstractContextManager[Recording], branch: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
         """Replay the recorded step of this shape; if there is none that can be replayed for this batch, record this step."""
@@ -76,7 +76,7 @@ class RecordedSteps:
             self._kept[key] = step
             self._forget()
         else:  # a larger step cannot be recorded whole either
-            self._most_tokens = batch.num_tokens - 1
+            self._most_tokens[batch.adapters is not None] = batch.num_tokens - 1
         return step.out.clone()
 
     def _forget(self) -> None:
