@@ -46,6 +46,10 @@ from headrace.lab.datasets import WorkloadShape, make_requests
 from headrace.lab.environment import environment
 from headrace.lab.offline import Collector, OfflineRun, decode_speed, run_offline
 from headrace.lab.report import write_json
+from headrace.tensor.backends import load_backend
+from headrace.tensor.batch import DeviceAdapter, StepAdapters
+from headrace.tensor.kernels import LowRankUpdate
+from headrace.tensor.launches import CudaLaunches
 from headrace.tensor.models import describe
 
 LLAMA_8B = {
@@ -246,6 +250,37 @@ def _prefill_rate(run: OfflineRun) -> float:
     return run.prompt_tokens / run.duration_s
 
 
+def adapters(report: Report) -> None:
+    """What the adapters of 32 rows add to a decode step of an 8B shape, alone in a graph: rank 16 of every linear, in bfloat16."""
+    kernels = load_backend("triton").adapters
+    assert kernels is not None
+    hidden, heads, inner, layers = 4096, 1024, 14336, 32  # of LLAMA_8B
+    shapes = [(hidden, (hidden, heads, heads)), (hidden, (hidden,)), (hidden, (inner, inner)), (inner, (hidden,))]
+    shapes *= layers
+
+    def update(inputs: int, rows: int, first_row: int) -> LowRankUpdate:
+        down, up = torch.zeros(16, inputs).to(torch.bfloat16), torch.zeros(rows, 16).to(torch.bfloat16)
+        return LowRankUpdate(down=down, up=up, scale=1.0, first_row=first_row)
+
+    linears = [[update(inputs, rows, sum(parts[:place])) for place, rows in enumerate(parts)] for inputs, parts in shapes]
+    held = [kernels.pack(linears) for _ in range(20)]
+    x = {inputs: torch.ones(32, inputs, device="cuda", dtype=torch.bfloat16) for inputs in (hidden, inner)}
+    y = {sum(parts): torch.zeros(32, sum(parts), device="cuda", dtype=torch.bfloat16) for _, parts in shapes}
+    addresses = torch.tensor([0, *(each.address for each in held if isinstance(each, DeviceAdapter))], device="cuda")
+    found = {}
+    for count in (4, 20):
+        slots = torch.arange(32, dtype=torch.int32, device="cuda") % count + 1
+
+        def step(slots: Tensor = slots) -> None:
+            adapters = StepAdapters(slots, (None, *held), addresses=addresses, max_rank=16)
+            for number, (inputs, parts) in enumerate(shapes):
+                kernels.apply(y[sum(parts)], x[inputs], number, adapters)
+
+        found[str(count)] = {"ms": milliseconds(CudaLaunches().capture(step)), "bytes": count * held[0].num_bytes}
+    report.values["adapters"] = found
+    report.row("adapters of 32 rows, rank 16, alone: " + ", ".join(f"{count}: {each['ms']:.2f} ms" for count, each in found.items()))
+
+
 def churn(report: Report, model: str, device: str, num_seqs: int, num_requests: int) -> None:
     """Requests that arrive as others end, a third of them cancelled on their way: their time against that of the same work without either.
 
@@ -303,6 +338,7 @@ def main() -> None:
         if given.device == "cuda":
             report.row(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
             report.part("ceilings", lambda: ceilings(report))
+            report.part("adapters", lambda: adapters(report))
         report.part("answers", lambda: answers(report, folder, given.device))
         model = write_folder(folder / "big", big)
         for quantization in given.formats.split(","):

@@ -78,7 +78,7 @@ FLOORS: dict[str, Floor] = {
     "headrace.tensor.kernels.cpu": Floor(
         _ours("core", "tensor.batch", "tensor.host", "tensor.kernels"), ("torch", "numpy", "numba", "llvmlite")
     ),
-    "headrace.tensor.kernels.gpu": Floor(_ours("core", "machine", "tensor.host", "tensor.kernels"), ("torch", "triton")),
+    "headrace.tensor.kernels.gpu": Floor(_ours("core", "machine", "tensor.batch", "tensor.host", "tensor.kernels"), ("torch", "triton")),
     # 3 engine: the loop knows no tensor, the runner no socket
     "headrace.engine": Floor(_ours("core", "machine", "policy", "tensor", "wire", "observe")),
     "headrace.engine.adapters": Floor(_ours("core", "policy")),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,12 +19,15 @@ from headrace.core.grammar import Grammar
 from headrace.core.ids import SlotId
 from headrace.core.plan import SYNCHRONOUS, Plan, Result, Started
 from headrace.core.sampling import SamplingParams
+from headrace.engine.runner.batch import Resident
 from headrace.engine.runner.masks import MaskSource
 from headrace.engine.runner.model_runner import Model, ModelRunner
 from headrace.tensor.backends import load_backend
-from headrace.tensor.batch import allocate_kv
+from headrace.tensor.batch import PackedAdapter, allocate_kv
 from headrace.tensor.device import CPU
+from headrace.tensor.kernels import LowRankUpdate
 from headrace.tensor.kernels.filters import draw
+from headrace.tensor.layers.adapted import AdaptedPart
 from headrace.tensor.models import load_model
 from headrace.tensor.models.decoder import DecoderModel
 
@@ -117,9 +120,32 @@ class DenseLlama:
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-def load_decoder(folder: Path) -> DecoderModel:
-    backend = load_backend("reference")
-    return load_model(folder, backend=backend, dtype=torch.float32, device=CPU, load_format="auto", seed=0, max_model_len=None).model
+def load_decoder(folder: Path, *, enable_lora: bool = False) -> DecoderModel:
+    return load_model(
+        folder, backend=load_backend("reference"), dtype=torch.float32, device=CPU, load_format="auto", seed=0, max_model_len=None,
+        enable_lora=enable_lora,
+    ).model  # fmt: skip
+
+
+ADAPTER_RANK = 3
+
+
+def random_adapter(decoder: DecoderModel, seed: int) -> PackedAdapter:
+    """Of every linear of a decoder loaded for adapters, and large enough to change most tokens."""
+    assert decoder.adapters is not None
+    generator = torch.Generator().manual_seed(seed)
+
+    def update(in_features: int, part: AdaptedPart) -> LowRankUpdate:
+        down, up = (torch.randn(shape, generator=generator) for shape in ((ADAPTER_RANK, in_features), (part.rows, ADAPTER_RANK)))
+        return LowRankUpdate(down=down, up=up, scale=2 / in_features, first_row=part.first_row)
+
+    linears = [[update(linear.in_features, part) for part in linear.parts_of_output] for linear in decoder.adapters.linears]
+    return decoder.adapters.kernels.pack(linears)
+
+
+def adapted(planner: Planner, place_of: dict[int, int], *rows: Row) -> Plan:
+    """place_of: the place of each slot's adapter"""
+    return replace(planner.plan(*rows), adapter_slots=array("i", [place_of[row[0]] for row in rows]))
 
 
 class MakeRunner(Protocol):
@@ -136,10 +162,11 @@ def make_runner(
     num_blocks: int = 64,
     slots: int = 8,
     masks: MaskSource | None = None,
+    resident: Callable[[], Resident] | None = None,
 ) -> ModelRunner:
     kv = allocate_kv(decoder.kv_shapes, decoder.group_of, (num_blocks,), block_size, torch.float32, CPU)
     return ModelRunner(
-        model or decoder, kv, max_num_seqs=slots, max_model_len=CONTEXT, draw=draw, eos_token_ids=(2,), masks=masks
+        model or decoder, kv, max_num_seqs=slots, max_model_len=CONTEXT, draw=draw, eos_token_ids=(2,), masks=masks, resident=resident
     )  # fmt: skip
 
 

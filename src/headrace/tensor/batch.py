@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -37,17 +37,31 @@ class PackedAdapter(Protocol):
     def num_bytes(self) -> int: ...
 
 
+@runtime_checkable
+class DeviceAdapter(Protocol):
+    """A `PackedAdapter` that a device finds by its address."""
+
+    address: int
+
+
 @dataclass(slots=True)
 class StepAdapters:
     """
     slots           [T] int32, the place of each token's adapter; 0 = base model
     selected_slots  [W], those of the batch's selected tokens; None where all tokens are
     resident        by place; entry 0 is None. Held until the step is done: a place may be given to another adapter meanwhile
+    addresses       [P + 1] int64, of the resident adapters by place, on a device that reads them itself; else None
+    max_rank        with addresses: the largest rank of an update
+    orders          of a backend: by number of tokens, what it made of their slots
     """
 
     slots: Tensor
     resident: tuple[PackedAdapter | None, ...]
     selected_slots: Tensor | None = None
+    _: KW_ONLY
+    addresses: Tensor | None = None
+    max_rank: int = 0
+    orders: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def slots_of(self, num_rows: int) -> Tensor:
         """The slots of all tokens; of the selected ones where a layer computes those alone."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from device_kit import HostLaunches
+from plain_choice import PlainChoice
 from real_engine import RealEngine, greedy_request
 from runner_kit import save_tiny_llama
 from safetensors.torch import save_file
@@ -15,6 +18,9 @@ from safetensors.torch import save_file
 from headrace.core.adapters import AdapterSource
 from headrace.core.errors import CheckpointError
 from headrace.core.request import EngineRequest
+from headrace.engine.runner.device.runner import DeviceRunner
+from headrace.tensor.device import Cpu
+from headrace.tensor.kernels import reference
 
 pytestmark = pytest.mark.socket
 
@@ -64,10 +70,11 @@ def everything(engine: RealEngine) -> list[EngineRequest]:
     ]
 
 
-@pytest.mark.parametrize(("depth", "max_loras"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("depth", "max_loras", "is_launched"), [(1, 2, False), (2, 1, False), (2, 2, True)])
 def test_two_adapters_and_the_base_model_in_one_batch_answer_as_each_alone(
-    base: Path, sources: tuple[AdapterSource, ...], depth: int, max_loras: int
+    base: Path, sources: tuple[AdapterSource, ...], depth: int, max_loras: int, is_launched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """is_launched: this CPU is a device whose steps are launched and finished apart"""
     with RealEngine(base, **SPACE, lora_modules=sources, max_loras=2) as engine:
         for request in everything(engine):
             engine.run(request)
@@ -76,7 +83,11 @@ def test_two_adapters_and_the_base_model_in_one_batch_answer_as_each_alone(
     with RealEngine(base, kernels="reference") as engine:
         engine.run(greedy_request("plain", PROMPTS[0]))
         assert engine.answer("plain") == alone["None 0", 0].token_ids
+    if is_launched:
+        monkeypatch.setattr(Cpu, "make_launches", lambda self: HostLaunches())
+        monkeypatch.setattr(reference, "BACKEND", replace(reference.BACKEND, choice=PlainChoice()))
     with RealEngine(base, **SPACE, lora_modules=sources, max_loras=max_loras, depth=depth) as engine:
+        assert isinstance(engine.engine._steps.runner, DeviceRunner) is is_launched
         answers = engine.run(*everything(engine)).answers()
         assert {key: answer.token_ids for key, answer in answers.items()} == {key: answer.token_ids for key, answer in alone.items()}
         assert any(line.startswith(f"adapters: 2, {max_loras} in use at once") for line in engine.engine.info.decided)

@@ -26,6 +26,7 @@ from headrace.engine.grammar.slots import SlotGrammars
 from headrace.engine.grammar.store import GrammarStore
 from headrace.engine.kv_sizing import KvMemoryBudget, KvSizing, activation_bytes, describe_bytes, out_of_memory, size_kv, step_tokens
 from headrace.engine.runner.batch import Resident
+from headrace.engine.runner.device.adapters import NO_PLACES, DevicePlaces
 from headrace.engine.runner.device.runner import DeviceRunner
 from headrace.engine.runner.masks import load_mask_kernel
 from headrace.engine.runner.model_runner import ModelRunner, OverlappedRunner
@@ -363,6 +364,7 @@ def _make_runner(
             device=config.device,
             masks=masks,
             eos_token_ids=loaded.eos_token_ids,
+            places=NO_PLACES if resident is None else DevicePlaces(resident, config.max_lora_rank),
         )
     runner = ModelRunner(
         loaded.model,

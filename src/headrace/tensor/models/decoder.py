@@ -186,6 +186,8 @@ class DecoderModel:
             self._steps.next_layer()
             selected = batch.selected if block is self.blocks[-1] else None
             branch, residual = block(branch, residual, batch, batch.groups[group], cache, selected)
+        if self.adapters is not None:
+            self.adapters.step = None  # it holds adapters that may leave meanwhile
         return self.final_norm(branch, residual) if len(residual) else residual
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
 """Captures the parts of a step as graphs: forward passes over rows of one token, forward passes over prompts, and the choice of tokens.
+Passes with adapters are captured beside those without, which are spared their launches.
 
 Passes and choices are captured apart: a kind of choice needs no capture of the whole model.
 """
@@ -10,6 +11,8 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from enum import IntEnum
+from functools import partial
+from itertools import product
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -101,23 +104,28 @@ class StepGraphs:
         launches: Launches,
         prompt_sizes: list[PromptSize],
         max_rows: int,
-        prompts: Callable[[PromptSize], None],
-        decode: Callable[[int], None],
+        prompts: Callable[[PromptSize, bool], None],
+        decode: Callable[[int, bool], None],
         choose: Callable[[int, ChoiceKind], None],
+        *,
+        has_adapters: bool,
     ) -> None:
+        """prompts, decode: the bool says whether the pass is one with adapters"""
         self.prompt_sizes = prompt_sizes
         self._launches, self._prompts, self._decode, self._choose = launches, prompts, decode, choose
+        self._adapted = (False, True) if has_adapters else (False,)
         self._sizes = [size for size in SIZES if size < max_rows] + [max_rows]
         self._captured: dict[object, Callable[[], None]] = {}
 
     def capture(self) -> None:
         """The largest first, so that smaller ones use its memory."""
         began = logged = time.perf_counter()
-        bodies: dict[object, Callable[[], None]] = {size: lambda size=size: self._prompts(size) for size in reversed(self.prompt_sizes)}  # type: ignore[misc]
-        for size in reversed(self._sizes):
-            bodies[size] = lambda size=size: self._decode(size)  # type: ignore[misc]
-            for kind in CHOICE_KINDS:
-                bodies[size, kind] = lambda size=size, kind=kind: self._choose(size, kind)  # type: ignore[misc]
+        bodies: dict[object, Callable[[], None]] = {}
+        for size, adapted in product(reversed(self.prompt_sizes), self._adapted):
+            bodies[size, adapted] = partial(self._prompts, size, adapted)
+        for rows in reversed(self._sizes):
+            bodies |= {(rows, adapted): partial(self._decode, rows, adapted) for adapted in self._adapted}
+            bodies |= {(rows, kind): partial(self._choose, rows, kind) for kind in CHOICE_KINDS}
         for key, body in bodies.items():
             self._captured[key] = self._launches.capture(body)
             if (now := time.perf_counter()) - logged >= LOG_INTERVAL_S:
@@ -127,14 +135,14 @@ class StepGraphs:
         log.info("prepared %d parts of steps, of %d rows and %d prompt tokens at most, in %.1f s", len(bodies), max(self._sizes), most,
                  time.perf_counter() - began)  # fmt: skip
 
-    def decode(self, count: int) -> None:
-        self._captured[self._padded(count)]()
+    def decode(self, count: int, adapted: bool) -> None:
+        self._captured[self._padded(count), adapted]()
 
     def choose(self, count: int, kind: ChoiceKind) -> None:
         self._captured[self._padded(count), kind]()
 
-    def prompts(self, size: PromptSize) -> None:
-        self._captured[size]()
+    def prompts(self, size: PromptSize, adapted: bool) -> None:
+        self._captured[size, adapted]()
 
     def prompt_size(self, num_tokens: int, num_rows: int) -> PromptSize | None:
         return next((size for size in self.prompt_sizes if size.takes(num_tokens, num_rows)), None)

@@ -29,6 +29,7 @@ from headrace.core.plan import Plan, Result
 from headrace.core.sampling import MAX_STOP_TOKEN_IDS
 from headrace.engine.failpoints import failpoint
 from headrace.engine.runner.batch import (
+    Resident,
     Rows,
     UnknownToken,
     build_batch,
@@ -37,6 +38,7 @@ from headrace.engine.runner.batch import (
     refuse_unknown_ids,
     select_tokens,
 )
+from headrace.engine.runner.device.adapters import NO_PLACES, DevicePlaces
 from headrace.engine.runner.device.choice import SlotChoice, read_chosen
 from headrace.engine.runner.device.steps import Choices, DeviceModel, DeviceSteps, TableChanges
 from headrace.engine.runner.masks import MaskSource, NoGrammars
@@ -78,6 +80,7 @@ class LaunchedStep:
     sampling       [S] the rows that sample, ascending; places [S]: their places in the choice
     generations    [R] generations of the rows' slots at the launch
     num_top        [S] most likely tokens to list per row; -1: no log-probabilities
+    adapters       whose memory the device may be reading
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class LaunchedStep:
         self._finish, self.plan, self.rows, self.choices = finish, plan, rows, choices
         self.sampling, self.places, self.generations, self.num_top = sampling, places, generations, num_top
         self.prompts, self.mask_failures = prompts, mask_failures
+        self.adapters: Resident = ()
         self.outcome: Result | Exception | None = None
 
     def result(self) -> Result:
@@ -121,6 +125,7 @@ class DeviceRunner:
         device: str,
         masks: MaskSource | None = None,
         eos_token_ids: tuple[int, ...] = (),
+        places: DevicePlaces = NO_PLACES,
     ) -> None:
         self._launches, self._device = launches, device
         self._slots = SlotState(max_num_seqs, max_model_len, len(kv.pools), kv.block_size)
@@ -128,7 +133,9 @@ class DeviceRunner:
         self._steps = DeviceSteps(
             model, kv, choice, launches, max_num_seqs=max_num_seqs, most_tokens=most_tokens,
             table_shape=(len(kv.pools), self._slots.table_width), max_ends=len(eos_token_ids) + MAX_STOP_TOKEN_IDS, device=device,
+            places=places,
         )  # fmt: skip
+        self._places = places
         self._choice = SlotChoice(self._slots, self._steps.slots, self._steps.upload, eos_token_ids)
         self._masks = masks or NoGrammars()
         self._state = RunnerState(kv, self._slots, self._choice, self._masks)
@@ -147,7 +154,8 @@ class DeviceRunner:
                 self._apply(plan)
                 if plan.num_rows == 0:
                     return CompletedStep(empty_result(plan))
-                return self._launch(plan, read_rows(plan))
+                adapters = self._places.resident() if any(plan.adapter_slots) else ()
+                return self._launch(plan, read_rows(plan, adapters), adapters)
         except Exception as error:
             self._choice.mark_unsent(plan.slots)
             return CompletedStep(self._reason(error))
@@ -177,7 +185,7 @@ class DeviceRunner:
         self._state.apply(plan)
         self._changes.add(plan)
 
-    def _launch(self, plan: Plan, rows: Rows) -> LaunchedStep:
+    def _launch(self, plan: Plan, rows: Rows, adapters: Resident) -> LaunchedStep:
         sampling = np.flatnonzero(rows.samples)
         self._finish_where_needed(rows)
         self._state.rewind(rows, sampling)
@@ -190,12 +198,14 @@ class DeviceRunner:
             self._begin_masks(masked)
         failpoint("device.inputs")
         kind = self._send(rows, layout, masked)
+        if adapters:
+            self._steps.adapters.send(adapters, rows.picked(layout.decodes), rows.picked(layout.prompts))
         failpoint("device.forward")
         if len(layout.decodes):
-            self._steps.decode(len(layout.decodes))
+            self._steps.decode(len(layout.decodes), bool(rows.adapters[layout.decodes].any()))
         else:
             self._steps.write_tables()
-        prompts = self._compute_prompts(rows, layout, logprob_counts)
+        prompts = self._compute_prompts(rows, layout, logprob_counts, adapters)
         if not is_early:  # the forward pass runs meanwhile
             while self._flight:
                 self._finish_oldest()
@@ -207,7 +217,10 @@ class DeviceRunner:
         if len(layout.chosen):
             self._steps.choose(len(layout.chosen), kind)
         self._changes.clear()
-        return self._launched(plan, rows, layout, kind, prompts, {int(layout.chosen[place]): why for place, why in masks.failures.items()})
+        mask_failures = {int(layout.chosen[place]): why for place, why in masks.failures.items()}
+        step = self._launched(plan, rows, layout, kind, prompts, mask_failures)
+        step.adapters = adapters
+        return step
 
     def _finish_where_needed(self, rows: Rows) -> None:
         in_flight = self._num_in_flight[rows.slots]
@@ -242,7 +255,7 @@ class DeviceRunner:
         self._steps.send(inputs)
         return kind
 
-    def _compute_prompts(self, rows: Rows, layout: RowLayout, logprob_counts: Ints) -> PromptLogprobColumns:
+    def _compute_prompts(self, rows: Rows, layout: RowLayout, logprob_counts: Ints, adapters: Resident) -> PromptLogprobColumns:
         left, place = layout.reported, len(layout.decodes)
         if len(layout.prompts):
             own = rows.picked(layout.prompts)
@@ -254,7 +267,7 @@ class DeviceRunner:
             return PromptLogprobColumns()
         own, counts = rows.picked(left), logprob_counts[left]
         selected = select_tokens(own, counts)
-        hidden = self._steps.forward(*build_batch(own, self._slots, self._steps.upload, selected))
+        hidden = self._steps.forward(*build_batch(own, self._slots, self._steps.upload, selected, adapters))
         sampling = np.flatnonzero(own.samples)
         if len(sampling):
             last = selected.places(own.row_starts[sampling + 1] - 1)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from headrace.core.plan import Plan
 from headrace.engine.runner.batch import Rows, Upload
+from headrace.engine.runner.device.adapters import NO_PLACES, AdapterInputs, DevicePlaces
 from headrace.engine.runner.device.graphs import TOKEN_LINES, PromptSize, RowLine, StepGraphs, fill, lines, sizes_up_to
 from headrace.engine.runner.slots import SlotState, column
 from headrace.tensor.batch import ForwardBatch, GroupBatch, KvCache
@@ -72,7 +73,7 @@ class DeviceSteps:
 
     def __init__(
         self, model: DeviceModel, kv: KvCache, choice: DeviceChoice, launches: Launches, *, max_num_seqs: int, most_tokens: int,
-        table_shape: tuple[int, int], max_ends: int, device: str,
+        table_shape: tuple[int, int], max_ends: int, device: str, places: DevicePlaces = NO_PLACES,
     ) -> None:  # fmt: skip
         self.model, self.kv = model, kv
         self.upload: Upload = partial(upload_together, device=device, launches=launches)
@@ -88,9 +89,11 @@ class DeviceSteps:
             self._fields = self._inputs[:num_field_values].view(NUM_FIELDS, max_num_seqs)
             self._changes = self._inputs[num_field_values:]
             self._graphs = StepGraphs(
-                launches, sizes_up_to(most_tokens, max_num_seqs), max_num_seqs, self._prompts, self._decode, self._choose
+                launches, sizes_up_to(most_tokens, max_num_seqs), max_num_seqs, self._prompts, self._decode, self._choose,
+                has_adapters=places.max_rank > 0,
             )  # fmt: skip
             largest = self._graphs.prompt_sizes[-1]
+            self.adapters = AdapterInputs(places, max_num_seqs, largest, launches, device)
             self._prompt_inputs = torch.zeros(largest.num_values(len(kv.pools)), dtype=torch.int64, device=device)
         self._padding = np.array([_bits(field) for field in Field], dtype=np.int32)[:, None]
         self._padding[[Field.ROW_SLOT, Field.SLOT]] = max_num_seqs
@@ -118,8 +121,8 @@ class DeviceSteps:
     def write_tables(self, changes: Tensor | None = None) -> None:
         self._choice.write_tables(self.slots.tables, self._changes if changes is None else changes)
 
-    def decode(self, count: int) -> None:
-        self._graphs.decode(count)
+    def decode(self, count: int, adapted: bool = False) -> None:
+        self._graphs.decode(count, adapted)
 
     def prompts(self, rows: Rows, state: SlotState, first_place: int) -> bool:
         """False: the rows fit no captured size."""
@@ -129,10 +132,12 @@ class DeviceSteps:
         buffer = pinned((size.num_values(len(state.tables)),), torch.int64, self._launches)
         fill(buffer.numpy(), size, rows, state, first_place)
         self._prompt_inputs[: len(buffer)].copy_(buffer, non_blocking=True)
-        self._graphs.prompts(size)
+        self._graphs.prompts(size, bool(rows.adapters.any()))
         return True
 
     def forward(self, ids: Tensor, batch: ForwardBatch) -> Tensor:
+        if batch.adapters is not None:
+            batch.adapters = self.adapters.placed(batch.adapters)
         return self.model.forward(ids, batch, self.kv)
 
     def put_hidden(self, hidden: Tensor, first_place: int) -> None:
@@ -148,23 +153,25 @@ class DeviceSteps:
         chosen.copy_(self._rows.chosen[:size, :count], non_blocking=True)
         return Choices(chosen, self._launches.mark())
 
-    def _decode(self, size: int) -> None:
+    def _decode(self, size: int, adapted: bool) -> None:
         self.write_tables()
         fields = self._fields[:, :size]
         rows = self._choice.decode_rows(fields, self.slots, self.kv.block_size)
         groups = tuple(GroupBatch(table, mapping) for table, mapping in zip(rows.block_tables, rows.slot_mappings, strict=True))
-        batch = ForwardBatch(rows.positions, self._row_starts[: size + 1], fields[Field.CONTEXT], 1, groups, num_decodes=size)
-        self.put_hidden(self.forward(rows.ids, batch), 0)
+        adapters = self.adapters.of_decodes(size) if adapted else None
+        batch = ForwardBatch(rows.positions, self._row_starts[: size + 1], fields[Field.CONTEXT], 1, groups, adapters, num_decodes=size)
+        self.put_hidden(self.model.forward(rows.ids, batch, self.kv), 0)
 
-    def _prompts(self, size: PromptSize) -> None:
+    def _prompts(self, size: PromptSize, adapted: bool) -> None:
         of_tokens, of_rows = lines(self._prompt_inputs, size, len(self.kv.pools))
         each = of_rows[:, : size.rows]
         tables = (table.index_select(0, each[RowLine.SLOT]) for table in self.slots.tables)
         groups = tuple(GroupBatch(table, mapping) for table, mapping in zip(tables, of_tokens[TOKEN_LINES:], strict=True))
         batch = ForwardBatch(
-            of_tokens[1], of_rows[RowLine.FIRST].int(), each[RowLine.CONTEXT].int(), size.tokens, groups, selected=each[RowLine.LAST]
+            of_tokens[1], of_rows[RowLine.FIRST].int(), each[RowLine.CONTEXT].int(), size.tokens, groups,
+            self.adapters.of_prompts(size) if adapted else None, selected=each[RowLine.LAST],
         )  # fmt: skip
-        self._hidden.index_copy_(0, each[RowLine.PLACE], self.forward(of_tokens[0], batch))
+        self._hidden.index_copy_(0, each[RowLine.PLACE], self.model.forward(of_tokens[0], batch, self.kv))
 
     def _choose(self, size: int, kind: ChoiceKind) -> None:
         self._choice.choose(self.model.head(self._hidden[:size]), self._fields[:, :size], self.slots, self._rows, kind)

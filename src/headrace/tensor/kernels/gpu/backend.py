@@ -18,6 +18,7 @@ from headrace.tensor.host.cpu_features import CpuFeatures
 from headrace.tensor.host.fresh_memory import empty
 from headrace.tensor.kernels import Backend
 from headrace.tensor.kernels.gpu import elementwise, rotary
+from headrace.tensor.kernels.gpu.adapters import TritonAdapters
 from headrace.tensor.kernels.gpu.attention import decode_attention, prefill_attention
 from headrace.tensor.kernels.gpu.choice import TritonChoice
 from headrace.tensor.kernels.gpu.compiler import TritonCompiler
@@ -101,6 +102,7 @@ def make_backend(*, deterministic: bool, features: CpuFeatures) -> Backend:
         packing=packing,
         compiler=TritonCompiler(),
         choice=TritonChoice(),
+        adapters=TritonAdapters("cuda"),
         group_experts=packing.group_experts,
         numerics=f"{name}, CUDA {torch.version.cuda}",
     )
