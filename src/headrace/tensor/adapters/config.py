@@ -1,23 +1,26 @@
 """adapter_config.json: which linears an adapter changes, and by how much.
 
-A field that is not known here, or that changes what PEFT computes in a way that is not computed here, must be empty.
+A field that is not known here, or that changes what PEFT computes in a way that is not computed here, must be empty. Patterns are matched
+in bounded time, since a folder may come from anywhere.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
 from headrace.core.errors import shorten
-from headrace.tensor.adapters.patterns import NamePattern
 from headrace.tensor.checkpoint.config import ConfigFile
+from headrace.tensor.checkpoint.formats.patterns import Name, read_patterns
 
 CONFIG = "adapter_config.json"
 MAX_RANK = 2**20
 MAX_ALPHA = 2.0**20
 MAX_PATTERNS = 4096
+MAX_PATTERN_CHARS = 1000
 
 INERT = frozenset(
     ("auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "inference_mode", "loftq_config",
@@ -43,25 +46,30 @@ REFUSED = {
 }
 
 
+_PLAIN = re.compile(r"[\w.]+")
+
+Matches = Callable[[Name], bool]
+"""Raises CheckpointError for a pattern that takes too long."""
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
     """Names are of linears, e.g. "model.layers.0.self_attn.q_proj".
 
-    ranks, alphas      the first whose pattern matches the end of a name counts
-    targets, excluded  a pattern of whole names, or ends of names
-    layers             of targets; None: all
-    layer_lists        what stands before a layer's number; empty: anything
+    ranks, alphas  of patterns, of which the first that matches counts
+    layers         of targets; None: all
+    layer_lists    patterns of what stands before a layer's number, and of the number
     """
 
     rank: int
     alpha: float
     is_rank_stabilized: bool
-    ranks: tuple[tuple[NamePattern, float], ...]
-    alphas: tuple[tuple[NamePattern, float], ...]
-    targets: NamePattern | frozenset[str]
-    excluded: NamePattern | frozenset[str]
+    ranks: tuple[tuple[Matches, float], ...]
+    alphas: tuple[tuple[Matches, float], ...]
+    is_target: Matches
+    is_excluded: Matches
     layers: frozenset[int] | None
-    layer_lists: tuple[str, ...]
+    layer_lists: tuple[Matches, ...]
 
     def rank_of(self, name: str) -> float:
         return _value_for(name, self.ranks, self.rank)
@@ -72,49 +80,45 @@ class AdapterConfig:
 
     def has_target(self, name: str) -> bool:
         """Whether PEFT 0.21 would change the linear."""
-        if _is_among(self.excluded, name):
+        if self.is_excluded(Name(name)):
             return False
-        return _is_among(self.targets, name) and (self.layers is None or self._layer_of(name) in self.layers)
+        return self.is_target(Name(name)) and (self.layers is None or self._layer_of(name) in self.layers)
 
     def _layer_of(self, name: str) -> int | None:
-        befores = [rf"(?:^|.*?\.){re.escape(each)}" for each in self.layer_lists] or [r".*?\.[^.]*"]
-        found = next((match for before in befores if (match := re.match(rf"{before}\.(?P<layer_index>\d+)\.", name))), None)
-        return None if found is None else int(found["layer_index"])
+        return layer_of(name) if not self.layer_lists or any(matches(Name(name)) for matches in self.layer_lists) else None
 
 
-def _is_among(modules: NamePattern | frozenset[str], name: str) -> bool:
-    if isinstance(modules, NamePattern):
-        return modules.matches(name)
-    return any(f".{name}".endswith(f".{each}") for each in modules)
+def layer_of(name: str) -> int | None:
+    """The one number in a linear's name."""
+    return next((int(part) for part in name.split(".") if part.isdecimal()), None)
 
 
-def _value_for(name: str, patterns: tuple[tuple[NamePattern, float], ...], default: float) -> float:
-    return next((value for pattern, value in patterns if pattern.matches_end(name)), default)
+def _value_for(text: str, patterns: tuple[tuple[Matches, float], ...], default: float) -> float:
+    name = Name(text)
+    return next((value for matches, value in patterns if matches(name)), default)
 
 
 def parse_config(file: ConfigFile) -> AdapterConfig:
     """Raises CheckpointError."""
     _check_method(file)
-    targets, layers, lists = _modules(file, "target_modules"), _layers(file), _texts(file, "layers_pattern")
+    targets, layers, lists = file.values.get("target_modules"), _layers(file), _texts(file, "layers_pattern")
     if not targets:
         file.refuse("target_modules", "must name the linears that the adapter changes", "Save the adapter with PEFT's save_pretrained.")
-    if isinstance(targets, NamePattern) and file.has("layers_to_transform"):
+    if isinstance(targets, str) and file.has("layers_to_transform"):
         file.refuse("layers_to_transform", "must be null where target_modules is a string", "Write the layers into that pattern.")
     if lists and layers is None:
         file.refuse("layers_pattern", "must be null where no layers_to_transform are named")
-    if not all(re.fullmatch(r"[\w.]+", each) for each in lists):
-        file.refuse("layers_pattern", 'must be a name, such as "layers", or a list of names')
     ranks, alphas = _patterns(file, "rank_pattern"), _patterns(file, "alpha_pattern")
     return AdapterConfig(
         rank=file.integer("r", 1, MAX_RANK, default=8),
         alpha=file.number("lora_alpha", -MAX_ALPHA, MAX_ALPHA, default=8),
         is_rank_stabilized=file.flag("use_rslora", False),
-        ranks=tuple((pattern, ranks.integer(key, 1, MAX_RANK)) for key, pattern in _compiled_keys(file, ranks)),
-        alphas=tuple((pattern, alphas.number(key, -MAX_ALPHA, MAX_ALPHA)) for key, pattern in _compiled_keys(file, alphas)),
-        targets=targets,
-        excluded=_modules(file, "exclude_modules"),
+        ranks=tuple((_suffix(file, "rank_pattern", key), ranks.integer(key, 1, MAX_RANK)) for key in ranks.values),
+        alphas=tuple((_suffix(file, "alpha_pattern", key), alphas.number(key, -MAX_ALPHA, MAX_ALPHA)) for key in alphas.values),
+        is_target=_modules(file, "target_modules"),
+        is_excluded=_modules(file, "exclude_modules"),
         layers=layers,
-        layer_lists=lists,
+        layer_lists=tuple(_compiled(file, "layers_pattern", each, r"(?:^|.*?\.){}\.\d+\.") for each in lists),
     )
 
 
@@ -137,11 +141,15 @@ def _check_method(file: ConfigFile) -> None:
             file.refuse(name, REFUSED.get(name, "a field that is not known here, and may change what is computed"), MERGE)
 
 
-def _modules(file: ConfigFile, name: str) -> NamePattern | frozenset[str]:
+def _modules(file: ConfigFile, name: str) -> Matches:
+    """A string is a pattern of whole names, unless it is target_modules' word for all."""
     value = file.values.get(name)
-    if not isinstance(value, str):
-        return frozenset(_texts(file, name))
-    return _compiled(file, name, ".*" if name == "target_modules" and value.lower() == "all-linear" else value)
+    if name == "target_modules" and isinstance(value, str) and value.lower() == "all-linear":
+        return lambda linear: True
+    if isinstance(value, str) and value:
+        return _compiled(file, name, value, r"(?:{})\Z")
+    modules = tuple(f".{each}" for each in _texts(file, name))
+    return lambda linear: f".{linear.text}".endswith(modules)
 
 
 def _texts(file: ConfigFile, name: str) -> tuple[str, ...]:
@@ -169,12 +177,20 @@ def _patterns(file: ConfigFile, name: str) -> ConfigFile:
     return section
 
 
-def _compiled_keys(file: ConfigFile, section: ConfigFile) -> list[tuple[str, NamePattern]]:
-    return [(key, _compiled(file, section.prefix.removesuffix("."), key)) for key in section.values]
+def _suffix(file: ConfigFile, field: str, key: str) -> Matches:
+    """A key matches the end of a name, from a dot on, as in PEFT 0.21."""
+    if len(key) <= MAX_PATTERN_CHARS and _PLAIN.fullmatch(key):  # of one repetition, which is soon done
+        plain = re.compile(rf"(.*\.)?({key})$")
+        return lambda name: plain.match(name.text) is not None
+    return _compiled(file, field, key, r"(.*\.)?({})$")
 
 
-def _compiled(file: ConfigFile, name: str, pattern: str) -> NamePattern:
+def _compiled(file: ConfigFile, field: str, pattern: str, form: str) -> Matches:
+    if len(pattern) > MAX_PATTERN_CHARS:
+        file.refuse(field, f"has a pattern of more than {MAX_PATTERN_CHARS} characters")
+    text = form.replace("{}", pattern)
     try:
-        return NamePattern(pattern)
-    except ValueError as error:
-        file.refuse(name, f"{shorten(pattern)}: {error}", "Write a simpler pattern, or a list of names.")
+        re.compile(text)
+    except (re.error, OverflowError, RecursionError) as error:
+        file.refuse(field, f"{shorten(pattern)} is not a regular expression ({error})")
+    return read_patterns(file.file, [text])[text].matches

@@ -1,6 +1,6 @@
 """Loads one adapter for one model: the whole folder is checked before a tensor is packed, and what is not computed is refused by name.
 
-The tensors decide: the linears of a model that the file leaves out stay as they are. adapter_config.json gives their scales and must agree.
+The tensors decide which linears change. adapter_config.json gives their scales and must agree.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from headrace.core.errors import CheckpointError, shorten
 from headrace.core.regular_files import read_file
 from headrace.machine.folders import inside
-from headrace.tensor.adapters.config import CONFIG, MERGE, AdapterConfig, parse_config
+from headrace.tensor.adapters.config import CONFIG, MERGE, AdapterConfig, layer_of, parse_config
 from headrace.tensor.batch import PackedAdapter
 from headrace.tensor.checkpoint.config import ConfigFile
 from headrace.tensor.checkpoint.files import MAX_JSON_BYTES, decode_json
@@ -145,7 +145,15 @@ class AdapterLoader:
                 missing = "B" if "A" in pair else "A"
                 raise CheckpointError(str(path), f"tensor {PREFIX}{linear}.lora_{missing}.weight is missing", DAMAGED)
             self._check_pair(path, linear, pair["A"], pair["B"], config)
+        self._check_layers(path, {layer_of(name) for name in sides}, config)
         return {linear: (pair["A"], pair["B"]) for linear, pair in sides.items()}
+
+    def _check_layers(self, path: Path, changed: set[int | None], config: AdapterConfig) -> None:
+        """A base with more layers of the same shapes would answer with half an adapter."""
+        for name in self._places:
+            if layer_of(name) not in changed and config.has_target(name):
+                reason = f"no tensor of layer {layer_of(name)}, with the target {name}: the adapter's own base may have fewer layers"
+                raise CheckpointError(str(path), reason, "Use its own base, or name its layers in layers_to_transform.")
 
     def _check_pair(self, path: Path, name: str, down: StoredTensor, up: StoredTensor, config: AdapterConfig) -> None:
         place, rank = self._places[name], down.shape[0] if down.shape else 0
@@ -160,6 +168,7 @@ class AdapterLoader:
         if rank != config.rank_of(name):
             reason = f"{name} has rank {config.rank_of(name)} by r and rank_pattern, and {rank} in {WEIGHTS}"
             raise CheckpointError(str(path.with_name(CONFIG)), reason, "Take both files from one adapter.")
+        config.scale_of(name)  # whose patterns may be refused
         if not config.has_target(name):
             reason = f"{WEIGHTS} changes {name}, which target_modules, exclude_modules and layers_to_transform leave alone"
             raise CheckpointError(str(path.with_name(CONFIG)), reason, "Take both files from one adapter.")
