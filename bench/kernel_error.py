@@ -21,7 +21,8 @@ from torch.nn import functional as F
 from bench.harness import RESULTS, ROOT, replace_block, write_portable
 from headrace.lab.environment import environment
 from headrace.tensor.backends import load_backend
-from headrace.tensor.kernels import Backend
+from headrace.tensor.batch import StepAdapters
+from headrace.tensor.kernels import Backend, LowRankUpdate
 from headrace.tensor.kernels.reference import gather_context
 from headrace.tensor.kernels.rounding import Precision, round_inputs, round_weight
 
@@ -92,6 +93,23 @@ def _integers(rows: int, dtype: torch.dtype, *, precision: Precision, is_same: b
     return lambda backend: (backend.packing.pack_rounded(rounded, None)(x), want)
 
 
+def _adapters(rows: int, dtype: torch.dtype) -> Case:
+    """Tokens of two adapters and of the base model, in turns."""
+    x, y, slots = torch.randn(rows, HIDDEN).to(dtype), torch.randn(rows, OUT).to(dtype), (torch.arange(rows, dtype=torch.int32) + 1) % 3
+    updates = [LowRankUpdate(down=torch.randn(rank, HIDDEN) / 32, up=torch.randn(OUT, rank), scale=0.5) for rank in (16, 13)]
+    want = y.double()
+    for place, each in enumerate(updates, 1):
+        added = each.scale * (x.double() @ each.down.double().T @ each.up.double().T)
+        want += added * (slots == place)[:, None]
+
+    def run(backend: Backend) -> tuple[Tensor, Tensor]:
+        assert backend.adapters is not None
+        packed = [backend.adapters.pack([[each]]) for each in updates]
+        return backend.adapters.apply(y.clone(), x, 0, StepAdapters(slots, (None, *packed))), want
+
+    return run
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
     """Attention over a paged cache. Decode: `rows` sequences of one token each, of different lengths; prefill: one
@@ -157,6 +175,7 @@ FLOATS: Mapping[str, Maker] = {
     "gated_activation gelu_tanh": partial(_gate, activation="gelu_tanh"),
     "linear": _linear,
     "linear, bfloat16-exact weight": partial(_linear, is_exact=True),
+    "adapters": _adapters,
     "linear int8, same integers": partial(_integers, precision=Precision.INT8, is_same=True),
     "linear int4, same integers": partial(_integers, precision=Precision.INT4, is_same=True),
     "attention, decode": Attention(),
