@@ -1,11 +1,12 @@
 """Measures what adapters cost a decode step: steps of no adapter, of 4 and of 20, in turns, in one process.
 
-    python -m bench.adapters [--rounds 40] [--layers 22] -> bench/results/MACHINE/adapters-llama-1.1b-int8.json
+    python -m bench.adapters [--rounds 100] [--layers 22] -> bench/results/MACHINE/adapters-llama-1.1b-int8.json
 
 A model of TinyLlama's shape with random weights in int8 takes 32 sequences a step, each with 128 tokens of context. All of them have an
 adapter of rank 16 in bfloat16, on q_proj and v_proj or on every linear, and sequences of one adapter stand apart from each other. Each
-round runs every variant once, in another order. `ratio` is the ratio of medians to steps without adapters, `bytes_ratio` what it would be
-if only the bytes that a step reads counted: (weights + the adapters of the step) / weights.
+round runs every variant once, in another order. `ratio` is the median over the rounds of a step's time to that of the same round's step
+without adapters, `ratio_low` and `ratio_high` the 95 % interval of this median; `bytes_ratio` is what it would be if only the bytes that a
+step reads counted: (weights + the adapters of the step) / weights.
 """
 
 from __future__ import annotations
@@ -106,11 +107,13 @@ def measure(loaded: LoadedModel, variants: list[Variant], rounds: int) -> list[l
 
 
 def entries_of(variants: list[Variant], seconds: list[list[float]], weight_bytes: int) -> list[dict[str, object]]:
-    plain, entries = statistics.median(seconds[0]), []
+    entries: list[dict[str, object]] = []
     for variant, steps in zip(variants, seconds, strict=True):
-        typical = statistics.median(steps)
+        typical, paired = statistics.median(steps), sorted(step / plain for step, plain in zip(steps, seconds[0], strict=True))
+        low = max(0, int(len(paired) / 2 - 0.98 * math.sqrt(len(paired))))  # by the signs of the differences from the median
         shown = {"targets": variant.targets, "num_adapters": variant.num_adapters, "adapter_bytes": variant.num_bytes}
-        ratios = {"ratio": typical / plain, "bytes_ratio": 1 + variant.num_bytes / weight_bytes}
+        interval = {"ratio_low": paired[low], "ratio_high": paired[-1 - low]}
+        ratios = {"ratio": statistics.median(paired), **interval, "bytes_ratio": 1 + variant.num_bytes / weight_bytes}
         entries.append({**shown, "median_s": typical, **ratios, "steps_s": steps})
         print(f"{variant.num_adapters} adapters, {variant.targets}: {typical * 1e3:.2f} ms, {ratios}", flush=True)
     return entries
@@ -118,7 +121,7 @@ def entries_of(variants: list[Variant], seconds: list[list[float]], weight_bytes
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"])
     given = parser.parse_args(arguments)
     torch.set_num_threads(thread_limit())

@@ -59,7 +59,10 @@ async def test_an_adapter_is_a_model_beside_its_base(text: TextModel) -> None:
         assert answer.json()["system_fingerprint"] == f"{(await bench.chat()).json()['system_fingerprint']}_aa"
         counted = await bench.client.post("/v1/tokenize", json={"model": ADAPTER, "prompt": "Hello"})
         assert counted.json() == (await bench.client.post("/v1/tokenize", json={"model": MODEL, "prompt": "Hello"})).json()
-        assert (await bench.client.get(f"/ready?model={ADAPTER}")).status_code == 200
+        probed = await bench.client.get(f"/ready?model={ADAPTER}")  # which sends no key
+        other = await bench.client.get("/ready?model=nope")
+        assert (probed.status_code, other.status_code) == (404, 404)
+        assert ADAPTER not in other.text
 
 
 async def test_only_adapters_that_every_connected_replica_has_are_served(text: TextModel) -> None:

@@ -120,6 +120,12 @@ class ModelTable:
             raise ModelNotFound(name, self.names)
         return model
 
+    def configured(self, name: str) -> ServedModel:
+        """Without adapters, for callers that show no key: an adapter's name may be one customer's secret. Raises ModelNotFound."""
+        if (model := self._by_name.get(name)) is None:
+            raise ModelNotFound(name, list(self._by_name))
+        return model
+
     def only(self, name: str | None) -> ServedModel:
         """None: the only served one, as vLLM's /tokenize allows. Raises ModelNotFound or InvalidRequest."""
         if name is not None:
