@@ -7,9 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from headrace.core.errors import Overloaded
 from headrace.core.ids import PreparationId
-from headrace.policy.adapter_places import FIRST_HOLD_S, MAX_WAITING_ADAPTERS, PATIENCE, AdapterPlaces
+from headrace.core.request import PriorityClass
+from headrace.policy.adapter_places import FIRST_HOLD_S, PATIENCE, AdapterPlaces, PlaceTurn
 
 pytestmark = pytest.mark.pure
 
@@ -17,16 +17,16 @@ pytestmark = pytest.mark.pure
 class Asked:
     """Places with requests that are named by number; `at` has the place of each that holds one."""
 
-    def __init__(self, num_places: int) -> None:
-        self.places = AdapterPlaces(num_places)
+    def __init__(self, num_places: int, max_holders: int = 1000) -> None:
+        self.places = AdapterPlaces(num_places, max_holders)
         self.at: dict[int, int] = {}
         self.digests: dict[int, str] = {}
         self.now = 0.0
 
-    def ask(self, digest: str, tenant: str = "t") -> int:
+    def ask(self, digest: str, tenant: str = "t", priority: PriorityClass = PriorityClass.STANDARD) -> int:
         number = len(self.digests) + 1
         self.digests[number] = digest
-        if (place := self.places.ask(PreparationId(number), digest, tenant, self.now)) is not None:
+        if (place := self.places.ask(PreparationId(number), digest, PlaceTurn(priority, tenant), self.now)) is not None:
             self.at[number] = place
         self.places.check()
         return number
@@ -35,10 +35,9 @@ class Asked:
         """Returns the adapters that were granted a place."""
         self.at.pop(number, None)
         granted = self.places.end(PreparationId(number), self.now)
-        for place, digest, holders in granted:
-            for holder in holders:
-                assert self.digests[holder] == digest
-                self.at[holder] = place
+        for place, digest, holder in granted:
+            assert self.digests[holder] == digest
+            self.at[holder] = place
         self.places.check()
         return [digest for _, digest, _ in granted]
 
@@ -62,13 +61,10 @@ def test_tenants_take_turns_and_each_is_served_in_order() -> None:
     for digest, tenant in (("a", "1"), ("b", "1"), ("c", "1"), ("d", "2"), ("b", "2"), ("e", "3")):
         asked.ask(digest, tenant)
     order: list[str] = []
-    while len(order) < 5:
-        (digest,) = asked.end(held)
-        order.append(digest)
-        held, *others = asked.at
-        for other in others:
-            asked.end(other)
-    assert order == ["a", "d", "e", "b", "c"]
+    while len(order) < 6:
+        order += asked.end(held)
+        held = next(iter(asked.at))
+    assert order == ["a", "d", "e", "b", "b", "c"]
 
 
 def test_the_place_granted_longest_ago_is_closed_for_each_adapter_that_waits() -> None:
@@ -131,19 +127,27 @@ def test_the_time_limit_and_the_retry_time_follow_the_turnover() -> None:
     for digest in "abcde":
         asked.ask(digest)
     assert asked.places.wait_limit_s(5.0) == PATIENCE * 2 * 4.0, "three wait for two places"
-    for number in range(MAX_WAITING_ADAPTERS - 3):
-        asked.ask(str(number))
-    with pytest.raises(Overloaded) as refused:
-        asked.ask("one more")
-    assert refused.value.retry_after_s == MAX_WAITING_ADAPTERS / 2 * 4.0
-    asked.ask("one more", "another tenant")
-    asked.ask("e")
+
+
+def test_a_backlog_holds_no_more_places_than_may_run_soon() -> None:
+    """The scenario of one tenant with many requests for all places, and others behind it."""
+    asked = Asked(2, max_holders=8)
+    backlog = [asked.ask("ab"[number % 2], "busy", PriorityClass.BATCH) for number in range(200)]
+    other, same = asked.ask("c", "other", PriorityClass.PREMIUM), asked.ask("a", "other")
+    assert len(asked.at) == 8
+    granted_after: dict[int, int] = {}
+    for num_ended, number in enumerate(backlog, 1):
+        asked.end(number)
+        for each in asked.at.keys() & {other, same}:
+            granted_after.setdefault(each, num_ended)
+    assert granted_after[other] <= 8, "those that held the closed place have ended"
+    assert granted_after[same] <= 3 * 8, "its adapter has lost that place, and gets the next one"
 
 
 class Places(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.asked = Asked(3)
+        self.asked = Asked(3, max_holders=5)
         self.open: list[int] = []
 
     @rule(digest=st.sampled_from("abcdef"), tenant=st.sampled_from("xyz"))
@@ -167,7 +171,8 @@ class Places(RuleBasedStateMachine):
         assert len(set(by_place.values())) == len(by_place), "an adapter in two places"
         assert all(self.asked.digests[number] == by_place[place] for number, place in self.asked.at.items())
         assert all(self.asked.places.adapters[place - 1] == digest for place, digest in by_place.items())
-        assert len(by_place) == 3 or set(self.asked.at) == set(self.open), "it waits beside a place that is not used"
+        is_full = len(by_place) == 3 or len(self.asked.at) == 5
+        assert is_full or set(self.asked.at) == set(self.open), "it waits beside a place that is not used"
 
     def teardown(self) -> None:
         """Whoever waits has a place once those before it have ended."""

@@ -110,7 +110,9 @@ def fake_engine(
     adapters = None
     if config.enable_lora:
         loader = FakeAdapterLoader()
-        adapters = AdapterPreparer(loader, max_loras=config.max_loras, max_cpu_loras=config.num_cpu_loras, clock=clock)
+        adapters = AdapterPreparer(
+            loader, max_loras=config.max_loras, max_cpu_loras=config.num_cpu_loras, max_num_seqs=config.max_num_seqs, clock=clock
+        )
         adapters.set(config.lora_modules)
         options = replace(options, adapters=adapters.digests)
     resident = (lambda: (None,)) if adapters is None else adapters.resident

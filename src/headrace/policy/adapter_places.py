@@ -1,21 +1,22 @@
 """Decides which adapters have the places of an engine, and which requests wait for one.
 
 A request holds its adapter's place from when it is granted until the request ends. A place that no request holds keeps its adapter until
-another adapter needs one, the least recently held first. Where all are held, requests wait: adapters take turns by tenant, first come,
-first served within a tenant. For each adapter that waits without a place, one more place is closed, the one granted longest ago first: new
-requests for its adapter wait too, so that it is given on once those that hold it have ended, and no adapter waits forever.
+another adapter needs one, the least recently held first. At most `max_holders` requests hold places, since they go on to the queue, where
+a backlog would keep the places from others: it waits here, where tenants take turns, for each class their own. For each adapter that
+waits without a place, one more place is closed, the one granted longest ago first: other requests for its adapter wait too, so that it is
+given on once those that hold it have ended.
 
 No thread, no tensor, no clock: the caller has a lock and says the time.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from itertools import islice
 from typing import NamedTuple
 
-from headrace.core.errors import Overloaded
 from headrace.core.ids import PreparationId
+from headrace.core.request import PriorityClass
 
 FIRST_HOLD_S = 60.0
 """How long a request is taken to hold a place before the first one has ended."""
@@ -25,30 +26,35 @@ NUM_RECENT = 64
 PATIENCE = 2.0
 """A request may wait this many times as long as the turnover of the places lets expect."""
 
-MAX_WAITING_ADAPTERS = 256
-"""Bounds a tenant's adapters. Its requests are bounded by the waiting queue."""
-
 
 class Granted(NamedTuple):
     place: int
     digest: str
-    holders: tuple[PreparationId, ...]
+    holder: PreparationId
+
+
+class PlaceTurn(NamedTuple):
+    priority: PriorityClass
+    tenant: str
 
 
 class AdapterPlaces:
-    """The places 1 .. num_places of one engine. An adapter is a digest, a request its `PreparationId`."""
+    """The places 1 .. num_places of one engine. An adapter is a digest, a request its `PreparationId`. The engine's waiting
+    queue bounds what waits.
+    """
 
-    def __init__(self, num_places: int) -> None:
+    def __init__(self, num_places: int, max_holders: int) -> None:
         self.adapters: list[str | None] = [None] * num_places
         """By place, the first one at 0."""
+        self._max_holders = max_holders
         self._place_of: dict[str, int] = {}
         self._held: dict[int, int] = {}  # place -> requests that hold it, in the order of the grants
         self._idle: dict[int, None] = dict.fromkeys(range(1, num_places + 1))  # least recently held first
         self._holders: dict[PreparationId, tuple[int, float]] = {}  # in the order of the grants
         self._recent: deque[float] = deque(maxlen=NUM_RECENT)
-        self._waiting: dict[str, dict[PreparationId, str]] = {}
-        self._turns: OrderedDict[str, dict[str, None]] = OrderedDict()  # tenant -> its waiting adapters
-        self._digest_of_waiting: dict[PreparationId, str] = {}
+        self._waiting: dict[PreparationId, tuple[PlaceTurn, str]] = {}
+        self._turns: OrderedDict[PlaceTurn, dict[PreparationId, str]] = OrderedDict()  # the next one first
+        self._num_waiting: Counter[str] = Counter()  # by adapter
 
     # questions
 
@@ -56,58 +62,81 @@ class AdapterPlaces:
         return digest in self._place_of
 
     def is_waiting(self, holder: PreparationId) -> bool:
-        return holder in self._digest_of_waiting
+        return holder in self._waiting
 
     def wait_limit_s(self, now: float) -> float:
         """How long a request may wait that has just begun to."""
-        return PATIENCE * self._expected_s(len(self._waiting), now)
+        return PATIENCE * self._expected_s(len(self._num_waiting), len(self._waiting), now)
 
-    def _expected_s(self, num_adapters: int, now: float) -> float:
-        """Until as many adapters have had their turns, if each place is held as long as the longest of the recent requests."""
+    def _expected_s(self, num_adapters: int, num_requests: int, now: float) -> float:
+        """Until as many have had their turns, if each holds its place as long as the longest of the recent requests."""
         oldest_s = next((now - since for _, since in self._holders.values()), 0.0)
-        return -(-num_adapters // len(self.adapters)) * max(max(self._recent, default=FIRST_HOLD_S), oldest_s)
+        num_turns = max(-(-num_adapters // len(self.adapters)), -(-num_requests // self._max_holders))
+        return num_turns * max(max(self._recent, default=FIRST_HOLD_S), oldest_s)
 
-    def _is_closed(self, place: int) -> bool:
-        num_closed = sum(digest not in self._place_of for digest in self._waiting)
-        return place in islice(self._held, num_closed)
+    def _closed(self) -> set[int]:
+        num_closed = sum(digest not in self._place_of for digest in self._num_waiting)
+        return set(islice(self._held, num_closed))
 
     # changes
 
-    def ask(self, holder: PreparationId, digest: str, tenant: str, now: float) -> int | None:
-        """The place; None: the request waits until `end` grants it one. Raises Overloaded."""
-        place = self._place_of.get(digest)
-        if digest not in self._waiting and place is not None and not self._is_closed(place):
-            return self._hold(place, holder, now)
-        if place is None and self._idle:
-            return self._hold(self._take_idle(digest), holder, now)
-        turns = self._turns.get(tenant, {})
-        if digest not in turns and len(turns) >= MAX_WAITING_ADAPTERS:
-            wait_s = self._expected_s(len(turns), now)
-            raise Overloaded(f"requests of this tenant wait for {len(turns)} adapters already", retry_after_s=wait_s)
-        self._turns.setdefault(tenant, {})[digest] = None
-        self._waiting.setdefault(digest, {})[holder] = tenant
-        self._digest_of_waiting[holder] = digest
+    def ask(self, holder: PreparationId, digest: str, turn: PlaceTurn, now: float) -> int | None:
+        """The place; None: the request waits until `end` grants it one."""
+        if digest not in self._num_waiting and (place := self._open_place(digest, self._closed())) is not None:
+            return self._hold(place, holder, digest, now)
+        self._waiting[holder] = turn, digest
+        self._turns.setdefault(turn, {})[holder] = digest
+        self._num_waiting[digest] += 1
         return None
 
     def end(self, holder: PreparationId, now: float) -> list[Granted]:
         """The request has ended, whether it holds a place or waits. Returns what others are granted."""
-        if (digest := self._digest_of_waiting.pop(holder, None)) is not None:
-            self._leave(holder, digest)
+        if holder in self._waiting:
+            self._leave(holder)
         else:
             self._release(holder, now)
-        return self._grant(now)
+        granted: list[Granted] = []
+        while (chosen := self._next()) is not None:
+            granted.append(self._admit(chosen, now))
+        return granted
 
-    def _leave(self, holder: PreparationId, digest: str) -> None:
-        tenant = self._waiting[digest].pop(holder)
-        if tenant not in self._waiting[digest].values():
-            self._leave_turn(tenant, digest)
-        if not self._waiting[digest]:
-            del self._waiting[digest]
+    def _open_place(self, digest: str, closed: set[int]) -> int | None:
+        """The place that one more request for this adapter would hold now, which may be another adapter's still."""
+        if len(self._holders) >= self._max_holders:
+            return None
+        place = self._place_of.get(digest)
+        if place is not None:
+            return None if place in closed else place
+        return next(iter(self._idle), None)
 
-    def _leave_turn(self, tenant: str, digest: str) -> None:
-        del self._turns[tenant][digest]
-        if not self._turns[tenant]:
-            del self._turns[tenant]
+    def _next(self) -> PreparationId | None:
+        """The first request that can have a place: by turns, then by arrival."""
+        if len(self._holders) >= self._max_holders:
+            return None
+        closed = self._closed()
+        for waiting in self._turns.values():
+            for digest in dict.fromkeys(waiting.values()):
+                if self._open_place(digest, closed) is not None:
+                    return next(holder for holder, wanted in waiting.items() if wanted == digest)
+        return None
+
+    def _admit(self, holder: PreparationId, now: float) -> Granted:
+        turn, digest = self._waiting[holder]
+        place = self._open_place(digest, set())
+        assert place is not None, "`_next` found it"
+        self._leave(holder)
+        if turn in self._turns:
+            self._turns.move_to_end(turn)
+        return Granted(self._hold(place, holder, digest, now), digest, holder)
+
+    def _leave(self, holder: PreparationId) -> None:
+        turn, digest = self._waiting.pop(holder)
+        del self._turns[turn][holder]
+        if not self._turns[turn]:
+            del self._turns[turn]
+        self._num_waiting[digest] -= 1
+        if not self._num_waiting[digest]:
+            del self._num_waiting[digest]
 
     def _release(self, holder: PreparationId, now: float) -> None:
         place, since = self._holders.pop(holder)
@@ -117,46 +146,16 @@ class AdapterPlaces:
             del self._held[place]
             self._idle[place] = None
 
-    def _hold(self, place: int, holder: PreparationId, now: float) -> int:
+    def _hold(self, place: int, holder: PreparationId, digest: str, now: float) -> int:
+        if (before := self.adapters[place - 1]) != digest:
+            if before is not None:
+                del self._place_of[before]
+            self.adapters[place - 1] = digest
+            self._place_of[digest] = place
         self._idle.pop(place, None)
         self._held[place] = self._held.get(place, 0) + 1
         self._holders[holder] = place, now
         return place
-
-    def _take_idle(self, digest: str) -> int:
-        place = next(iter(self._idle))
-        if (before := self.adapters[place - 1]) is not None:
-            del self._place_of[before]
-        self.adapters[place - 1] = digest
-        self._place_of[digest] = place
-        return place
-
-    def _grant(self, now: float) -> list[Granted]:
-        granted: list[Granted] = []
-        while self._idle and self._turns:
-            granted.append(self._take_turn(now))
-        for digest in list(self._waiting):  # places that have opened, since fewer adapters wait
-            if digest in self._place_of and not self._is_closed(self._place_of[digest]):
-                granted.append(self._admit(digest, now))
-        return granted
-
-    def _take_turn(self, now: float) -> Granted:
-        tenant, digests = next(iter(self._turns.items()))
-        self._turns.move_to_end(tenant)
-        return self._admit(next(iter(digests)), now)
-
-    def _admit(self, digest: str, now: float) -> Granted:
-        """All that wait for an adapter are granted its place at once, which counts as a new grant of it."""
-        place = self._place_of.get(digest) or self._take_idle(digest)
-        if (num_holders := self._held.pop(place, None)) is not None:
-            self._held[place] = num_holders
-        waiting = self._waiting.pop(digest)
-        for tenant in dict.fromkeys(waiting.values()):
-            self._leave_turn(tenant, digest)
-        for holder in waiting:
-            del self._digest_of_waiting[holder]
-            self._hold(place, holder, now)
-        return Granted(place, digest, tuple(waiting))
 
     # invariants
 
@@ -166,14 +165,10 @@ class AdapterPlaces:
         assert self._place_of == {digest: place for place, digest in enumerate(self.adapters, 1) if digest is not None}
         counts = [place for place, _ in self._holders.values()]
         assert self._held == {place: counts.count(place) for place in self._held}, "the holders of a place are miscounted"
-        assert sum(self._held.values()) == len(counts)
+        assert sum(self._held.values()) == len(counts) <= self._max_holders
         assert all(self.adapters[place - 1] is not None for place in self._held)
-        assert not (self._waiting and self._idle), "an adapter waits beside a place that is not held"
-        for digest, holders in self._waiting.items():
-            assert holders
-            assert digest not in self._place_of or self._is_closed(self._place_of[digest]), "it waits for a place that is open"
-            for tenant in holders.values():
-                assert digest in self._turns[tenant], "no turn will come"
-        assert self._digest_of_waiting == {holder: digest for digest, holders in self._waiting.items() for holder in holders}
-        assert all(1 <= len(turns) <= MAX_WAITING_ADAPTERS for turns in self._turns.values())
-        assert all(tenant in self._waiting[digest].values() for tenant, turns in self._turns.items() for digest in turns)
+        assert self._next() is None, "a request waits that could have a place"
+        assert self._num_waiting == Counter(digest for _, digest in self._waiting.values())
+        in_turns = {holder: (turn, digest) for turn, waiting in self._turns.items() for holder, digest in waiting.items()}
+        assert self._waiting == in_turns
+        assert all(self._turns.values())

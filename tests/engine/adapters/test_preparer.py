@@ -16,7 +16,7 @@ from patience import PATIENCE_S
 
 from headrace.core.adapters import AdapterSource
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, InvalidRequest, Unavailable
-from headrace.core.request import EngineRequest
+from headrace.core.request import EngineRequest, PriorityClass
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.adapters import catalogue
 from headrace.engine.adapters.preparer import AdapterPreparer, AdapterUse
@@ -63,7 +63,12 @@ class AdaptedEngine:
         self.requests: dict[str, EngineRequest] = {}
         self.errors: dict[str, Exception] = {}
         settings = EngineConfig(model="fake", enable_lora=True, **{"max_loras": 2, **config}).checked()
-        self.adapters = AdapterPreparer(self.loader, max_loras=settings.max_loras, max_cpu_loras=max_cpu_loras or settings.max_loras)
+        self.adapters = AdapterPreparer(
+            self.loader,
+            max_loras=settings.max_loras,
+            max_cpu_loras=max_cpu_loras or settings.max_loras,
+            max_num_seqs=settings.max_num_seqs,
+        )
         runner = FakeRunner(options, resident=self.adapters.resident)
         self.engine = assemble(settings, runner, fake_info(options), self._take, adapters=self.adapters)
         self.set(*[f"a{number}" for number in range(num_adapters)])
@@ -147,6 +152,20 @@ def test_adapters_share_batches_with_each_other_and_the_base_model(tmp_path: Pat
     assert len(made.loader.loaded) >= 5
     assert made.adapters.use == AdapterUse()
     assert num_blocks == 65 or made.engine.snapshot().counters.preemptions > 0
+
+
+def test_a_backlog_of_one_tenant_leaves_places_to_others(tmp_path: Path) -> None:
+    made = AdaptedEngine(tmp_path, 3, max_num_seqs=4)
+    for number in range(200):
+        made.submit(f"busy {number}", f"a{number % 2}", tenant="busy", priority=PriorityClass.BATCH, max_tokens=4)
+    for _ in range(20):
+        made.turn()
+    before = len({name for name, _ in made.open})
+    made.submit("other", "a2", tenant="other", priority=PriorityClass.PREMIUM, max_tokens=4)
+    made.turn_until_first_token("other")
+    assert before - len({name for name, _ in made.open}) <= 3 * 2 * 4, "it waited for the backlog"
+    made.run()
+    assert not made.errors
 
 
 def test_others_are_served_while_an_adapter_is_read_once_for_all_that_wait(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from headrace.core.ids import PreparationId
 from headrace.core.request import EngineRequest
 from headrace.engine.adapters.catalogue import AdapterCatalogue, InspectsAdapters
 from headrace.engine.adapters.pool import AdapterPool, AdapterWeights, Weights
-from headrace.policy.adapter_places import AdapterPlaces, Granted
+from headrace.policy.adapter_places import AdapterPlaces, Granted, PlaceTurn
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,9 @@ READ_TIMEOUT_S = 60.0
 """For each adapter that is read before, and for its own."""
 
 MAX_NAMES = 64
+
+HOLDERS_PER_RUNNING = 2
+"""A batch that runs, and one that is ready to: more would only wait in the queue with their places."""
 
 
 Loaded = TypeVar("Loaded", bound=AdapterWeights, covariant=True)
@@ -66,14 +69,17 @@ class AdapterPreparer(Generic[Weights]):
     """
     max_loras      places: adapters that unfinished requests use at once
     max_cpu_loras  adapters on the host, at least max_loras
+    max_num_seqs   sequences that run at once
     """
 
-    def __init__(self, loader: LoadsAdapters[Weights], *, max_loras: int, max_cpu_loras: int, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self, loader: LoadsAdapters[Weights], *, max_loras: int, max_cpu_loras: int, max_num_seqs: int, clock: Clock = time.monotonic
+    ) -> None:
         self.max_loras = max_loras
         self._loader = loader
         self._catalogue = AdapterCatalogue(loader)
         self._pool = AdapterPool[Weights](max_cpu_loras, loader.max_bytes)
-        self._places = AdapterPlaces(max_loras)
+        self._places = AdapterPlaces(max_loras, HOLDERS_PER_RUNNING * max_num_seqs)
         self._clock = clock
         self._engine: AdapterEngine | None = None
         self._lock = threading.Lock()
@@ -137,13 +143,13 @@ class AdapterPreparer(Generic[Weights]):
         with self._lock:
             self._catalogue.check(request)
             now = self._clock()
-            place = self._places.ask(preparation_id, request.adapter_digest, request.tenant, now)
+            place = self._places.ask(preparation_id, request.adapter_digest, PlaceTurn(request.priority, request.tenant), now)
             self._open[preparation_id] = request
             self._count(request, 1, is_running=place is not None)
             limit_s = READ_TIMEOUT_S * (1 + len(self._reading))
             if place is None:
                 return {ADAPTER: limit_s + self._places.wait_limit_s(now)}
-            self._hand_over([Granted(place, request.adapter_digest, (preparation_id,))])
+            self._hand_over([Granted(place, request.adapter_digest, preparation_id)])
         return {ADAPTER: limit_s}
 
     def end(self, preparation_id: PreparationId) -> None:
@@ -154,9 +160,8 @@ class AdapterPreparer(Generic[Weights]):
             self._reading.get(request.adapter_digest, {}).pop(preparation_id, None)
             granted = self._places.end(preparation_id, self._clock())
             for each in granted:
-                for holder in each.holders:
-                    self._count(self._open[holder], -1, is_running=False)
-                    self._count(self._open[holder], 1, is_running=True)
+                self._count(self._open[each.holder], -1, is_running=False)
+                self._count(self._open[each.holder], 1, is_running=True)
             self._hand_over(granted)
 
     def close(self) -> None:
@@ -184,17 +189,16 @@ class AdapterPreparer(Generic[Weights]):
         self._use = None
 
     def _hand_over(self, granted: Iterable[Granted]) -> None:
-        for place, digest, holders in granted:
+        for place, digest, holder in granted:
             if digest in self._reading:
-                self._reading[digest].update(dict.fromkeys(holders, place))
+                self._reading[digest][holder] = place
             elif digest in self._pool:
                 self._pool.use(digest)
                 if self._resident[place] is not self._pool.get(digest):
                     self._renew_resident()
-                for holder in holders:
-                    self._attached.satisfied(holder, ADAPTER, place)
+                self._attached.satisfied(holder, ADAPTER, place)
             else:
-                self._reading[digest] = dict.fromkeys(holders, place)
+                self._reading[digest] = {holder: place}
                 self._read_soon(digest)
 
     def _read_soon(self, digest: str) -> None:

@@ -281,7 +281,7 @@ def _adapter_loader(config: EngineConfig, loaded: LoadedModel) -> AdapterLoader 
 
 def _read_adapters(config: EngineConfig, loader: AdapterLoader, loaded: LoadedModel) -> AdapterPreparer[PackedAdapter]:
     """Warm-up runs steps with an adapter of zeros. Raises CheckpointError for a listed adapter that cannot be loaded."""
-    adapters = AdapterPreparer(loader, max_loras=config.max_loras, max_cpu_loras=config.num_cpu_loras)
+    adapters = AdapterPreparer(loader, max_loras=config.max_loras, max_cpu_loras=config.num_cpu_loras, max_num_seqs=config.max_num_seqs)
     adapters.set(config.lora_modules)
     assert loaded.model.adapters is not None
     adapters.put_first(_adapter_of_zeros(loaded.model.adapters))
