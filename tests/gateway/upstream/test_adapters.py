@@ -65,31 +65,35 @@ async def test_an_adapter_is_a_model_beside_its_base(text: TextModel) -> None:
         assert ADAPTER not in other.text
 
 
-async def test_only_adapters_that_every_connected_replica_has_are_served(text: TextModel) -> None:
+async def test_an_adapter_is_served_by_the_replicas_that_have_it(text: TextModel) -> None:
     async with open_bench(text, models=two_replicas()) as bench:
         first, second = bench.replicas.values()
         give(first, {**FIRST, "b": "bb"})
         give(second, FIRST)
-        assert await listed(bench) == [MODEL, ADAPTER]
-        unknown = await bench.chat(model="b")
+        assert await listed(bench) == [MODEL, ADAPTER, "b"]
+        assert [await status(bench, "b") for _ in range(4)] == [200] * 4
+        assert (len(asked(first)), asked(second)) == (4, [])
+        unknown = await bench.chat(model="c")
         assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
-        assert f"one of: {MODEL}, {ADAPTER}," in unknown.json()["error"]["message"]
-        second.die()
-        assert (await listed(bench), await status(bench, "b")) == ([MODEL, ADAPTER, "b"], 200)
+        first.state = ConnectionState.SILENT
+        assert (await listed(bench), await status(bench, "b"), await status(bench)) == ([MODEL, ADAPTER, "b"], 503, 200)
         first.die()
-        assert (await listed(bench), await status(bench, "b")) == ([MODEL, ADAPTER, "b"], 503), "the last known ones"
+        assert (await listed(bench), await status(bench, "b")) == ([MODEL, ADAPTER], 404)
+        second.die()
+        assert (await listed(bench), await status(bench)) == ([MODEL, ADAPTER], 503), "the last known ones"
 
 
-async def test_while_replicas_differ_an_adapter_is_refused_for_a_moment_and_not_unknown(text: TextModel) -> None:
+async def test_while_digests_differ_requests_go_where_most_ready_replicas_agree(text: TextModel) -> None:
     async with open_bench(text, models=two_replicas()) as bench:
         first, second = bench.replicas.values()
         give(first, SECOND)
         give(second, FIRST)
-        refused = await bench.chat(model=ADAPTER)
-        assert (refused.status_code, refused.headers["retry-after"], ADAPTER in await listed(bench)) == (503, "1", True)
-        give(second, SECOND)
+        assert [await status(bench) for _ in range(4)] == [200] * 4
+        assert len({digest for _, digest in asked(first) + asked(second)}) == 1
+        assert not (asked(first) and asked(second))
+        first.state = ConnectionState.DRAINING
         assert await status(bench) == 200
-        assert asked(first) + asked(second) == [(ADAPTER, "cc")]
+        assert asked(second)[-1] == (ADAPTER, "aa"), "those that are not ready do not count"
 
 
 async def test_a_running_answer_ends_with_the_files_that_it_began_with(text: TextModel) -> None:

@@ -374,11 +374,11 @@ class Upstream(ABC):
         return ""
 
     def adapter_names(self) -> Collection[str]:
-        """LoRA adapters that every connected replica has; while none is connected, those last known."""
+        """LoRA adapters of the connected replicas; while none is connected, those last known."""
         return ()
 
     def adapted(self, name: str) -> Upstream | None:
-        """The same with that adapter, whose digest stays what it is now. None: not every replica has it."""
+        """The same with that adapter, whose digest stays what it is now. None: none of them has it."""
         return None
 
     @abstractmethod

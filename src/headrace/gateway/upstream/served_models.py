@@ -61,7 +61,7 @@ class ServedModel:
         return self.name if self.parent else None
 
     def adapted(self, name: str) -> ServedModel | None:
-        """The model with that adapter, at the same engines and with the same queue. None: they do not all have it."""
+        """The model with that adapter, at the same engines and with the same queue. None: none of them has it."""
         upstream = self.upstream.adapted(name)
         return None if upstream is None else replace(self, name=name, aliases=(), upstream=upstream, smaller="", parent=self.name)
 

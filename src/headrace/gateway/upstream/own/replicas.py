@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -146,16 +147,16 @@ class ReplicaPool:
         return self._last_models
 
     def adapter_names(self) -> set[str]:
-        """Names of the adapters that every connected replica has."""
-        names = [set(model.adapters) for model in self._models()]
-        return set.intersection(*names) if names else set()
+        return {name for model in self._models() for name in model.adapters}
 
     def adapter_digest(self, name: str) -> str | None:
-        """None: not every connected replica has it. Empty: it has another digest at another replica, as while it is loaded again."""
-        digests = {model.adapters.get(name) for model in self._models()}
-        if None in digests or not digests:
-            return None
-        return digests.pop() if len(digests) == 1 else ""
+        """The one that most replicas have, of those that are ready if any has it: they differ during a reload. None: none has it."""
+        ready = [replica.adapters for replica in self.ready()]
+        for announced in (ready, [model.adapters for model in self._models()]):
+            counts = Counter(adapters[name] for adapters in announced if name in adapters)
+            if counts:
+                return max(counts, key=lambda digest: (counts[digest], digest))
+        return None
 
     @property
     def has_silent(self) -> bool:

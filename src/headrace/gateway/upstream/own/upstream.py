@@ -59,7 +59,6 @@ class TokenUpstream(Upstream):
         adapter: str | None = None,
         adapter_digest: str = "",
     ) -> None:
-        """adapter_digest: empty where the replicas have different adapters under the name; requests are refused then"""
         self._adapter, self._adapter_digest = adapter, adapter_digest
         self._formats = formats
         self._text = text
@@ -165,8 +164,6 @@ class TokenUpstream(Upstream):
             if self._pool.unavailable:
                 raise self._pool.why_unavailable()
             raise Unavailable(f"The model {self._pool.model} is still starting.", retry_after_s=2.0)
-        if self._adapter is not None and not self._adapter_digest:
-            raise Unavailable(f"The model {self._adapter} is being loaded again; try again.", retry_after_s=1.0)
         return info
 
     def _params(self, request: GenerationRequest, info: ModelInfo, earlier_seed: int | None) -> SamplingParams:
