@@ -295,6 +295,20 @@ def test_files_that_have_not_changed_are_not_read_again(tmp_path: Path, monkeypa
     assert made.loader.inspected == [*["a0", "a1"] * 3, "a1"]
 
 
+def test_a_folder_that_is_gone_hinders_no_change_of_other_adapters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = AdaptedEngine(tmp_path, 2)
+    before = made.engine.info.adapters
+    shutil.rmtree(tmp_path / "a0")
+    save_fake_adapter(tmp_path / "new", b"new")
+    made.engine.set_adapters(sources(tmp_path, "a0", "new"))
+    assert (made.engine.info.adapters["a0"], set(made.engine.info.adapters)) == (before["a0"], {"a0", "new"})
+    assert "the folder of the adapter a0 cannot be read now" in caplog.text
+    made.submit("r", "a0")
+    made.submit("n", "new")
+    made.run()
+    assert isinstance(made.errors["r"], Unavailable), "nothing else is computed in its place"
+
+
 def test_an_engine_without_adapters_takes_none(tmp_path: Path) -> None:
     engine = assemble(EngineConfig(model="fake").checked(), FakeRunner(OPTIONS), fake_info(OPTIONS), lambda updates: None)
     with pytest.raises(HeadraceError, match="lora_modules: this engine has no adapters"):

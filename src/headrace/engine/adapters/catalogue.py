@@ -66,9 +66,18 @@ class AdapterCatalogue:
         self._known = known
 
     def _inspect(self, source: AdapterSource) -> _Inspected:
-        folder, stamp = Path(source.path), _stamp(Path(source.path))
+        """A folder that has been read, and cannot be now, hinders no change of other adapters."""
+        folder = Path(source.path)
         before = self._known.get(source.name)
-        if before is not None and stamp is not None and (before.folder, before.stamp) == (folder, stamp):
+        before = before if before is not None and before.folder == folder else None
+        try:
+            stamp = _stamp(folder)
+        except OSError as error:
+            if before is None:
+                return _Inspected(folder, self._inspector.inspect(folder), None)
+            log.warning("the folder of the adapter %s cannot be read now (%s); it stays as it was read", source.name, error.strerror)
+            return before
+        if before is not None and stamp is not None and before.stamp == stamp:
             return before
         return _Inspected(folder, self._inspector.inspect(folder), stamp)
 
@@ -85,11 +94,8 @@ class AdapterCatalogue:
 
 
 def _stamp(folder: Path) -> Stamp | None:
-    """What changes whenever one of the files does; None where it may not."""
-    try:
-        stats = [(folder / name).stat() for name in FILES]
-    except OSError:
-        return None
+    """What changes whenever one of the files does; None where it may not. Raises OSError."""
+    stats = [(folder / name).stat() for name in FILES]
     if time.time_ns() - max(stat.st_ctime_ns for stat in stats) < SETTLED_NS:
         return None
     return tuple((stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for stat in stats)
