@@ -15,7 +15,7 @@ pytest.importorskip("numba")
 
 from headrace.bundled import bundled_path
 from headrace.core.model_info import may_resume, numerics_digest, why_not_resume
-from headrace.engine.build import build_served_engine
+from headrace.engine.build import WRITER, build_served_engine
 from headrace.engine.config import EngineConfig
 from headrace.tensor.backends import load_backend
 from headrace.tensor.checkpoint import weights_digest
@@ -60,7 +60,7 @@ def numerics(folder: Path, **changes: Any) -> tuple[dict[str, str], dict[str, st
     first = engine.info.numerics
     IS_STARTED.set()
     for thread in threading.enumerate():
-        if thread.name.startswith("headrace-"):
+        if thread.name == WRITER:
             thread.join(60.0)
     engine.stop()
     engine.run()
