@@ -123,7 +123,7 @@ derived: $(STAMP)
 	$(BIN)/python tools/folder_tables.py
 	$(BIN)/python -m tools.option_tables
 	$(BIN)/python -m tests.house.options > tests/house/options.txt
-	$(BIN)/python tools/plan_tables.py
+	$(BIN)/python -m tools.plan_tables
 	$(BIN)/python -m bench.precision_paths
 
 clean:

@@ -1,4 +1,4 @@
-"""Writes the tables of the planning pages, as the planner computes them: `python tools/plan_tables.py`.
+"""Writes the tables of the planning pages, as the planner computes them: `python -m tools.plan_tables`.
 
 A place is `<!-- plan: NAME -->` ... `<!-- end -->`. tests/tools/test_plan_tables.py fails where a page has another table than this gives.
 """
