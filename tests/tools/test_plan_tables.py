@@ -19,7 +19,7 @@ pytestmark = pytest.mark.pure
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_has_the_tables_that_the_planner_computes(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    assert text == with_tables(text, read_catalogue()), "python tools/plan_tables.py writes them"
+    assert text == with_tables(text, read_catalogue()), "python -m tools.plan_tables writes them"
 
 
 def test_every_table_has_its_place() -> None:
