@@ -119,7 +119,7 @@ def test_a_cancelled_request_gives_its_grammar_back(engine: RealEngine) -> None:
     engine.engine.cancel(endless.request_id)
     answered(engine)
     assert engine.finish["gone", 0] is FinishReason.CANCELLED
-    preparer: Any = engine.engine._preparations._preparer
+    preparer: Any = engine.engine._preparations._preparer._grammars  # type: ignore[attr-defined]
     assert not preparer._open
     assert all(not held.num_pins for held in preparer._store._compiled.values())
     preparer._store.check()

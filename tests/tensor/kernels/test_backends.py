@@ -25,7 +25,7 @@ def operations_of(made: type) -> set[str]:
 def test_the_reference_is_operations_and_nothing_else() -> None:
     assert operations_of(reference.ReferenceKernels) == operations_of(Kernels)
     made = load_backend("reference")
-    assert made == Backend(name="reference", kernels=reference.KERNELS, packing=reference.PACKING)
+    assert made == Backend(name="reference", kernels=reference.KERNELS, packing=reference.PACKING, adapters=reference.ADAPTERS)
     assert (made.executor, made.draw) == (None, draw)
 
 
