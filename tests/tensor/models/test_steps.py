@@ -157,19 +157,21 @@ def _adapter(loaded: LoadedModel, seed: int) -> PackedAdapter:
 @torch.inference_mode()
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_recorded_steps_with_adapters_have_the_bits_of_layers_called_one_by_one(quantization: str) -> None:
-    """Places are given to other adapters between two replays, and steps without adapters come between."""
+    """Twenty adapters in a step, each row as alone. Places are given to other adapters between two replays, and steps without adapters
+    come between.
+    """
     loaded, rng = _loaded(quantization, enable_lora=True), random.Random(2)
-    kv, twin = (_cache(loaded, torch.float32, 1 + 6 * 25) for _ in range(2))
-    adapters, bare = [_adapter(loaded, seed) for seed in range(5)], _loaded(quantization)
+    kv, twin = (_cache(loaded, torch.float32, 1 + 20 * 25) for _ in range(2))
+    adapters, bare = [_adapter(loaded, seed) for seed in range(24)], _loaded(quantization)
     for number in range(20):
-        rows = rng.sample(range(6), rng.choice([1, 2, 6]))
+        rows = rng.sample(range(20), rng.choice([1, 6, 20]))
         batch = _batch(rows, [rng.randint(1, 99) for _ in rows], 25)
         ids = torch.tensor([rng.randrange(4, loaded.vocab_size) for _ in rows])
         if number % 4 == 3:
             assert torch.equal(loaded.model.forward(ids, batch, kv), bare.model.forward(ids, batch, twin))
             continue
-        slots = torch.tensor([rng.randrange(4) for _ in rows], dtype=torch.int32)
-        batch.adapters = StepAdapters(slots, (None, *rng.sample(adapters, 3)))
+        slots = torch.tensor(rng.sample(range(21), len(rows)), dtype=torch.int32)
+        batch.adapters = StepAdapters(slots, (None, *rng.sample(adapters, 20)))
         got = loaded.model.forward(ids, batch, kv)
         assert torch.equal(got, _plain(loaded, ids, batch, twin))
         alone = [_alone(loaded, ids, batch, row, kv) for row in range(len(rows))]
