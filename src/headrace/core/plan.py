@@ -94,6 +94,8 @@ class Plan:
                      A plan names no token ids except drafted ones: the runner knows position p of a slot since `started`, or an
                      earlier plan sampled it
       drafts         flat, row by row: samples - 1 ids of each row with samples > 1, which stand at its last positions
+      num_drafts     most tokens that the runner drafts to follow the row (`Result.drafts`); the blocks of their positions are in the tables.
+                     Empty: none for any row
       adapter_slots  0 = base model
       mask_slots     the row's slot where its sequence has a grammar, whose mask then limits what is sampled; -1 = any token
 
@@ -110,6 +112,7 @@ class Plan:
     counts: array[int] = field(default_factory=int_column)
     samples: array[int] = field(default_factory=int_column)
     drafts: array[int] = field(default_factory=int_column)
+    num_drafts: array[int] = field(default_factory=int_column)
     adapter_slots: array[int] = field(default_factory=int_column)
     mask_slots: array[int] = field(default_factory=int_column)
     table_groups: array[int] = field(default_factory=int_column)

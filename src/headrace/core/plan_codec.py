@@ -24,7 +24,7 @@ from headrace.core.ids import SlotId
 from headrace.core.plan import UNKNOWN_COSTS, MoveKind, Plan, Started, StepCosts
 from headrace.core.sampling import SamplingParams
 
-MAGIC = b"HRPLAN2\n"
+MAGIC = b"HRPLAN3\n"
 MAX_PLAN_BYTES = 256 * 1024 * 1024
 COLUMNS = tuple(f.name for f in fields(Plan) if f.name not in ("step_id", "started", "costs"))
 MOVE_COLUMNS = tuple(name for name in COLUMNS if name.startswith("move_"))

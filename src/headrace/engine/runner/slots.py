@@ -23,7 +23,9 @@ class SlotPart(Protocol):
 
     def end(self, slots: Ints) -> None: ...
 
-    def commit(self, slots: Ints, token_ids: Ints) -> None: ...
+    def commit(self, slots: Ints, token_ids: Ints) -> None:
+        """slots [N], token_ids [N]: a slot's tokens stand one behind the other, in order."""
+        ...
 
     def retract(self, slot: int, token_ids: Ints) -> None:
         """The tokens' step was rolled back."""
