@@ -147,6 +147,36 @@ async def test_an_engine_that_starts_meanwhile_takes_the_list_once_it_serves(roo
         await eventually(lambda: served(site) == [digests(root, "sql")] * 2)
 
 
+async def test_an_engine_that_is_being_started_does_not_fail_by_a_load_that_is_refused(root: Path) -> None:
+    """It reads its file while another engine has not answered yet."""
+    script = Script(dying={"tiny-1"}, bad_adapters={str(root / "med"): "r is 64, more than max_lora_rank"})
+    async with adapted_site(root, "law", script=script, replicas=1) as site:
+        await site.do("scale", model="tiny", replicas=2)
+        assert await site.phases() == {"tiny-0": "serving", "tiny-1": "failed"}, "it is tried again later"
+        script.dying.clear()
+        script.holding.add("tiny-0")
+        loading = asyncio.create_task(site.do("load-adapter", name="sql", path="med"))
+        await eventually(lambda: served(site, "tiny-1") == [digests(root, "law")])
+        assert not loading.done()
+        assert (await loading)[-1] == {"event": "refused", "reason": "tiny-0: tiny-0 did not answer within 60 s"}
+        await site.all_serving()
+        assert served(site) == [digests(root, "law")] * 2
+
+
+async def test_an_engine_that_dies_while_a_load_is_refused_is_started_again_without_the_adapter(root: Path) -> None:
+    script = Script(holding={"tiny-0", "tiny-1"}, bad_adapters={str(root / "med"): "r is 64, more than max_lora_rank"})
+    async with adapted_site(root, "law", script=script) as site:
+        loading = asyncio.create_task(site.do("load-adapter", name="sql", path="med"))
+        await eventually(lambda: len(site.started_with("tiny-1")["lora_modules"]) == 2)
+        site.process("tiny-1").kill()
+        await eventually(lambda: len(site.pids("tiny-1")) == 2 and site.process("tiny-1").ready.done())
+        assert not loading.done()
+        assert served(site, "tiny-1") == [digests(root, "law")]
+        assert (await loading)[-1] == {"event": "refused", "reason": "tiny-0: tiny-0 did not answer within 60 s"}
+        assert len(site.pids("tiny-1")) == 2
+        assert served(site) == [digests(root, "law")] * 2
+
+
 async def test_a_reload_changes_adapters_of_running_engines_and_the_file_wins(root: Path) -> None:
     async with adapted_site(root, "law") as site:
         num_processes = len(site.launcher.launched)

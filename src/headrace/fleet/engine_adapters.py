@@ -29,13 +29,11 @@ class EngineAdapters:
     async def changed(self, lists: AdapterLists, models: Sequence[ModelSpec], required: str = "") -> AsyncIterator[None]:
         """In the block the engines of `models` have the new lists; if it raises, the ones before again.
 
-        required: an adapter that every engine must take. Raises ReloadRefused with the first reason, or ConfigError.
+        required: an adapter that every engine must take that serves. Raises ReloadRefused with the first reason, or ConfigError.
         """
         before, self.lists = self.lists, lists
         try:
             await self._offer(models, required)
-            if required:
-                self._write(models, "")
             yield
         except Exception:
             self.lists = before
@@ -48,29 +46,40 @@ class EngineAdapters:
         return {process.files.name: _mapping(process.keeper.facts.get("adapters")) for process in serving}
 
     async def _offer(self, models: Sequence[ModelSpec], required: str) -> None:
-        processes = self._write(models, required)
-        serving = [process for process in processes if process.keeper.is_serving]
-        for process in processes:
-            if process not in serving:  # it may have read its file already, and answers once it serves
-                task = asyncio.create_task(self._when_it_serves(process), name=f"adapters of {process.files.name}")
-                self._starting.add(task)
-                task.add_done_callback(self._starting.discard)
-        refusals = await asyncio.gather(*(process.keeper.reload() for process in serving))
+        serving = []
+        for process in self._following(models):
+            if process.keeper.is_serving:
+                self._write(process, required)
+                serving.append(process)
+                continue
+            self._write(process, "")
+            # It may have read its file already, and answers once it serves.
+            task = asyncio.create_task(self._when_it_serves(process), name=f"adapters of {process.files.name}")
+            self._starting.add(task)
+            task.add_done_callback(self._starting.discard)
+        refusals = await asyncio.gather(*(self._reload(process, required) for process in serving))
         for process, reason in zip(serving, refusals, strict=True):
             if reason:
                 raise ReloadRefused(f"{process.files.name}: {reason}")
 
-    def _write(self, models: Sequence[ModelSpec], required: str) -> list[ReplicaProcess]:
-        """Returns the processes whose files were written. One with other options is being replaced, and keeps its list."""
+    def _following(self, models: Sequence[ModelSpec]) -> list[ReplicaProcess]:
+        """One with other options is being replaced, and keeps its list."""
         specs = {spec.name: spec for spec in models}
-        processes = [
+        return [
             process
             for process in self._processes.values()
             if not process.is_unlisted and process.files.model in specs and runs_alike(process.spec, specs[process.files.model])
         ]
-        for process in processes:
-            write_adapters(process.files.config, self.lists.sources(process.files.model, required))
-        return processes
+
+    def _write(self, process: ReplicaProcess, required: str) -> None:
+        write_adapters(process.files.config, self.lists.sources(process.files.model, required))
+
+    async def _reload(self, process: ReplicaProcess, required: str) -> str:
+        """Once it has answered or died, nothing is required of an engine that is started again: others may take long to answer."""
+        reason = await process.keeper.reload()
+        if required and process in self._processes.values():
+            self._write(process, "")
+        return reason
 
     async def _when_it_serves(self, process: ReplicaProcess) -> None:
         if reason := await process.keeper.reload(timeout_s=None):
