@@ -65,7 +65,9 @@ async def test_an_adapter_is_loaded_into_every_replica_and_unloaded_without_a_ro
             "sql": ("run time", f"digest of {root / 'sql'}", ""),
         }
         for label in ("tiny-0", "tiny-1"):
-            assert [each["is_optional"] for each in site.started_with(label)["lora_modules"]] == [False, True], "a start goes on without it"
+            law, sql = site.started_with(label)["lora_modules"]
+            assert (law["is_optional"], sql["is_optional"]) == (False, True), "a start goes on without it"
+            assert (law["root"], sql["root"]) == (None, str(root)), "the engine looks where links lead when it reads the files"
         assert (await site.do("unload-adapter", name="sql"))[-1] == {"event": "done"}
         assert served(site) == [digests(root, "law")] * 2
         assert len(site.launcher.launched) == num_processes

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.core.adapters import ADAPTER_FILES
 from headrace.core.errors import ConfigError
 from headrace.fleet import adapters
 from headrace.fleet.adapters import AdapterLists, folder_below, keep, read_kept, read_lists
@@ -54,6 +55,17 @@ def test_nothing_outside_the_root_is_opened(path: str, root: Path, monkeypatch: 
     for each in (path, str(root.parent / path) if path.startswith("..") else path):
         with pytest.raises(ConfigError, match=r"^PATH: "):
             folder_below(root, each)
+
+
+@pytest.mark.parametrize("file", ADAPTER_FILES)
+def test_a_file_that_leads_out_of_the_root_is_refused(file: str, root: Path) -> None:
+    (root / "sql" / file).symlink_to(root / "deep" / file)
+    assert folder_below(root, "sql") == root / "sql"
+    (root / "sql" / file).unlink()
+    (root / "sql" / file).symlink_to(root.parent / "outside" / file)
+    for path in ("sql", "again"):
+        with pytest.raises(ConfigError, match=f"PATH: a file of '{path}' is not below lora_root"):
+            folder_below(root, path)
 
 
 def test_without_a_root_nothing_is_loaded() -> None:

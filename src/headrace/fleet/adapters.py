@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from headrace.core.adapters import MAX_ADAPTERS, AdapterSource
+from headrace.core.adapters import MAX_ADAPTERS, AdapterSource, resolve_below
 from headrace.core.errors import ConfigError
 from headrace.core.model_names import MODEL_NAME
 from headrace.core.regular_files import in_time, read_file
@@ -34,12 +34,14 @@ class AdapterLists:
     loaded      adapters that operators loaded, also of models that are not served now
     left_out    (model, name) of a loaded one -> why no engine gets it
     unloaded    (model, name) of configured ones that are not served until the next reload
+    root        below it are the folders of the loaded ones that are not left out
     """
 
     configured: Folders
     loaded: Folders = field(default_factory=dict)
     left_out: Mapping[tuple[str, str], str] = field(default_factory=dict)
     unloaded: frozenset[tuple[str, str]] = frozenset()
+    root: Path | None = None
 
     def sources(self, model: str, required: str = "") -> list[AdapterSource]:
         """What the model's engines are given. required: a loaded adapter without which they shall refuse the list"""
@@ -47,10 +49,11 @@ class AdapterLists:
             AdapterSource(name=name, path=path) for name, path in self._of(self.configured, model) if (model, name) not in self.unloaded
         ]
         loaded = [
-            AdapterSource(name=name, path=path, is_optional=name != required)
+            AdapterSource(name=name, path=path, root=str(self.root), is_optional=name != required)
             for name, path in self._of(self.loaded, model)
             if (model, name) not in self.left_out
         ]
+        assert self.root is not None or not loaded
         return [*configured, *loaded]
 
     def _of(self, folders: Folders, model: str) -> Iterator[tuple[str, str]]:
@@ -69,7 +72,7 @@ class AdapterLists:
         if len(loaded[model]) + len(self.configured.get(model, {})) > MAX_ADAPTERS:
             raise ConfigError("NAME", f"{model} has {MAX_ADAPTERS} adapters, and may have no more", "Unload one first.")
         left_out = {place: reason for place, reason in self.left_out.items() if place != (model, name)}
-        return replace(self, loaded=loaded, left_out=left_out)
+        return replace(self, loaded=loaded, left_out=left_out, root=config.lora_root)
 
     def without_configured(self, model: str, name: str) -> AdapterLists:
         return replace(self, unloaded=self.unloaded | {(model, name)})
@@ -108,7 +111,7 @@ def read_lists(config: FleetConfig) -> AdapterLists:
                 left_out[spec.name, name] = reason
             else:
                 models[name] = spec.name
-    return AdapterLists({spec.name: spec.adapters for spec in config.models}, loaded, left_out)
+    return AdapterLists({spec.name: spec.adapters for spec in config.models}, loaded, left_out, root=config.lora_root)
 
 
 def _why_taken(config: FleetConfig, name: str) -> str:
@@ -129,20 +132,17 @@ def _why_not_below(root: Path | None, path: str) -> str:
 
 
 def folder_below(root: Path | None, path: str) -> Path:
-    """The folder that `path` leads to, links followed; a relative path begins at `root`. Nothing is opened. Raises ConfigError unless it is
-    below `root`."""
+    """As `resolve_below`. Raises ConfigError alone, also where there is no such folder."""
     if root is None:
         remedy = "Name the folder below which adapters may be loaded: lora_root in the configuration, or --lora-root."
         raise ConfigError("PATH", "there is no lora_root", remedy)
     try:
-        home, found = in_time(lambda: (os.path.realpath(root), os.path.realpath(os.path.join(root, path))))
-        if not Path(found).is_relative_to(home) or found == home:
-            raise ConfigError("PATH", f"{path!r} is not below lora_root ({root})", "Copy the adapter's folder there.")
+        found = in_time(lambda: resolve_below(root, path))
         if not in_time(lambda: os.path.isdir(found)):
             raise ConfigError("PATH", f"there is no folder {path!r}", f"A relative path begins at lora_root ({root}).")
     except OSError as error:
         raise ConfigError("PATH", f"{path!r} cannot be resolved ({error.strerror})") from None
-    return Path(found)
+    return found
 
 
 def read_kept(file: Path) -> dict[str, dict[str, str]]:

@@ -18,7 +18,7 @@ from headrace.core.adapters import AdapterSource
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, InvalidRequest, Unavailable
 from headrace.core.request import EngineRequest, PriorityClass
 from headrace.core.update import Rejected, SequenceUpdate
-from headrace.engine.adapters import catalogue
+from headrace.engine.adapters import folders
 from headrace.engine.adapters.preparer import AdapterPreparer, AdapterUse
 from headrace.engine.build import assemble
 from headrace.engine.config import EngineConfig
@@ -224,6 +224,36 @@ def test_an_adapter_that_cannot_be_read_refuses_its_requests_alone(tmp_path: Pat
     assert len(made.errors) == 2
 
 
+@pytest.mark.parametrize("what", ["a0", "a0/adapter_config.json", "a0/adapter_model.safetensors"])
+@pytest.mark.parametrize("has_root", [True, False])
+def test_what_leads_out_of_its_root_by_now_is_not_read(tmp_path: Path, what: str, has_root: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Its bytes are the same: only where they are is not. An adapter of the configuration may be anywhere."""
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    made = AdaptedEngine(root, 2, max_loras=1)
+    first, second = (replace(each, root=str(root) if has_root else None) for each in sources(root, "a0", "a1"))
+    made.engine.set_adapters([first, second])
+    for name in ("a0", "a1"):
+        made.submit(f"before {name}", name)
+        made.run()
+    shutil.move(root / what, outside)
+    (root / what).symlink_to(outside)
+    made.submit("after", "a0")
+    made.run()
+    if not has_root:
+        made.engine.set_adapters([first, second])
+        assert not made.errors
+        return
+    assert isinstance(made.errors["after"], Unavailable)
+    assert str(made.errors["after"]) == "the adapter cannot be used: its folder or a file of it is not below lora_root"
+    before = made.engine.info.adapters
+    with pytest.raises(CheckpointError, match=r"^the adapter a0 \(.*/root/a0\): its folder or a file of it is not below lora_root"):
+        made.engine.set_adapters([first, second])
+    assert made.engine.info.adapters == before
+    made.engine.set_adapters([replace(first, is_optional=True), second])
+    assert set(made.engine.info.adapters) == {"a1"}
+    assert "the adapter a0 is left out" in caplog.text
+
+
 def test_those_that_wait_for_an_adapter_that_is_taken_away_are_refused(tmp_path: Path) -> None:
     made = AdaptedEngine(tmp_path, 3, max_loras=1)
     made.submit("runs", "a0", max_tokens=60)
@@ -288,7 +318,7 @@ def test_files_that_have_not_changed_are_not_read_again(tmp_path: Path, monkeypa
     made = AdaptedEngine(tmp_path, 2)
     made.set("a0", "a1")
     assert made.loader.inspected == ["a0", "a1"] * 2, "they were written a moment ago"
-    monkeypatch.setattr(catalogue, "SETTLED_NS", 0)
+    monkeypatch.setattr(folders, "SETTLED_NS", 0)
     made.set("a0", "a1")
     save_fake_adapter(tmp_path / "a1", b"other weights")
     made.set("a0", "a1")

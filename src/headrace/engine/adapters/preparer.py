@@ -12,16 +12,16 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol
 
 from headrace.core.adapters import AdapterSource
 from headrace.core.clock import Clock
 from headrace.core.errors import CheckpointError, HeadraceError, Unavailable
 from headrace.core.ids import PreparationId
 from headrace.core.request import EngineRequest
-from headrace.engine.adapters.catalogue import AdapterCatalogue, InspectsAdapters
-from headrace.engine.adapters.pool import AdapterPool, AdapterWeights, Weights
+from headrace.engine.adapters.catalogue import AdapterCatalogue
+from headrace.engine.adapters.folders import AdapterFolders, LoadsAdapters
+from headrace.engine.adapters.pool import AdapterPool, Weights
 from headrace.policy.adapter_places import AdapterPlaces, Granted, PlaceTurn
 
 log = logging.getLogger(__name__)
@@ -35,19 +35,6 @@ MAX_NAMES = 64
 
 HOLDERS_PER_RUNNING = 2
 """A batch that runs, and one that is ready to: more would only wait in the queue with their places."""
-
-
-Loaded = TypeVar("Loaded", bound=AdapterWeights, covariant=True)
-
-
-class LoadsAdapters(InspectsAdapters, Protocol[Loaded]):
-    """max_bytes: of the largest adapter that can be loaded"""
-
-    max_bytes: int
-
-    def load(self, folder: Path, digest: str) -> Loaded:
-        """Raises CheckpointError, also where the folder has another digest by now."""
-        ...
 
 
 class AdapterEngine(Protocol):
@@ -76,8 +63,8 @@ class AdapterPreparer(Generic[Weights]):
         self, loader: LoadsAdapters[Weights], *, max_loras: int, max_cpu_loras: int, max_num_seqs: int, clock: Clock = time.monotonic
     ) -> None:
         self.max_loras = max_loras
-        self._loader = loader
-        self._catalogue = AdapterCatalogue(loader)
+        self._folders = AdapterFolders[Weights](loader)
+        self._catalogue = AdapterCatalogue(self._folders)
         self._pool = AdapterPool[Weights](max_cpu_loras, loader.max_bytes)
         self._places = AdapterPlaces(max_loras, HOLDERS_PER_RUNNING * max_num_seqs)
         self._clock = clock
@@ -229,10 +216,10 @@ class AdapterPreparer(Generic[Weights]):
                 self._take_in(digest, weights)
 
     def _read(self, digest: str) -> Weights:
-        if (folder := self._catalogue.folder(digest)) is None:
+        if (source := self._catalogue.source(digest)) is None:
             raise Unavailable("the adapter has been taken off this engine")
         try:
-            return self._loader.load(folder, digest)
+            return self._folders.load(source, digest)
         except CheckpointError as error:
             log.error("an adapter cannot be used: %s", error)
             raise Unavailable(f"the adapter cannot be used: {error.reason}") from error
