@@ -133,13 +133,14 @@ def test_where_no_thread_can_be_started_the_file_cannot_be_read(tmp_path: Path, 
     assert reason(tmp_path / "file") == "can't start new thread"
 
 
-def test_a_file_system_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("limit_s", [None, 0.01])
+def test_a_file_system_that_does_not_answer_is_given_up(limit_s: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread is left behind, and the process ends without it."""
     answered = threading.Event()
-    monkeypatch.setattr(regular_files, "READ_S", 0.01)
+    monkeypatch.setattr(regular_files, "READ_S", 0.01 if limit_s is None else 3600.0)
     try:
         with pytest.raises(TimeoutError, match=r"no answer within 0\.01 s"):
-            in_time(answered.wait)
+            in_time(answered.wait, limit_s)
         [left] = [thread for thread in threading.enumerate() if thread.name == "file"]
         assert left.daemon
     finally:

@@ -117,22 +117,28 @@ async def test_what_was_loaded_survives_a_restart_of_the_engine_and_of_the_deplo
 
 async def test_what_cannot_be_used_any_more_keeps_nothing_from_starting(root: Path) -> None:
     """Its folder may be gone, or its files may be damaged, which only engines see."""
+    (root / "tax").mkdir()
     async with adapted_site(root) as site:
-        for name in ("sql", "law", "med"):
+        for name in ("sql", "tax", "law", "med"):
             assert (await site.do("load-adapter", name=name, path=name))[-1] == {"event": "done"}
     (root / "sql").rmdir()
+    (root / "tax").rmdir()
     script = Script(bad_adapters={str(root / "law"): "is cut short"})
     async with adapted_site(root, script=script) as site:
         assert served(site) == [digests(root, "med")] * 2
         assert {name: state for name, (_, _, state) in rows(site).items()} == {
             "sql": f"left out: there is no folder {str(root / 'sql')!r}",
+            "tax": f"left out: there is no folder {str(root / 'tax')!r}",
             "law": "not at tiny-0, tiny-1: the log says why",
             "med": "",
         }
-        assert (await site.do("unload-adapter", name="sql"))[-1] == {"event": "done"}
+        assert (await site.do("unload-adapter", name="tax"))[-1] == {"event": "done"}
         script.bad_adapters.clear()
-        assert (await site.do("load-adapter", name="law", path="law"))[-1] == {"event": "done"}
-        assert served(site) == [digests(root, "law", "med")] * 2
+        (root / "sql").mkdir()
+        for name in ("law", "sql"):
+            assert (await site.do("load-adapter", name=name, path=name))[-1] == {"event": "done"}
+        assert served(site) == [digests(root, "sql", "law", "med")] * 2
+        assert {state for _, _, state in rows(site).values()} == {""}
 
 
 async def test_an_engine_that_starts_meanwhile_takes_the_list_once_it_serves(root: Path) -> None:

@@ -48,10 +48,11 @@ class FileThread(threading.Thread):
         super().__init__(target=work, name="file", daemon=True)
 
 
-def in_time(work: Callable[[], Value]) -> Value:
+def in_time(work: Callable[[], Value], limit_s: float | None = None) -> Value:
     """The result of `work`, done by a `FileThread`. In such a thread it is done there, and without a limit.
 
-    Raises what `work` raises, OSError for a path with a NUL or where no thread can be started, or TimeoutError after READ_S seconds.
+    Raises what `work` raises, OSError for a path with a NUL or where no thread can be started, or TimeoutError after `limit_s` seconds
+    (None: READ_S).
     """
     if isinstance(threading.current_thread(), FileThread):
         return _asked(work)
@@ -67,8 +68,9 @@ def in_time(work: Callable[[], Value]) -> Value:
         FileThread(run).start()
     except RuntimeError as error:  # the limit of threads
         raise OSError(errno.EAGAIN, str(error)) from error
-    if not wait([done], READ_S).done:
-        raise TimeoutError(errno.ETIMEDOUT, f"no answer within {READ_S:g} s")
+    limit_s = READ_S if limit_s is None else limit_s
+    if not wait([done], limit_s).done:
+        raise TimeoutError(errno.ETIMEDOUT, f"no answer within {limit_s:g} s")
     return done.result()
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ import pytest
 from engine_kit import request
 from patience import PATIENCE_S
 
+from headrace.core import regular_files
 from headrace.core.adapters import AdapterSource
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, InvalidRequest, Unavailable
+from headrace.core.regular_files import FileThread
 from headrace.core.request import EngineRequest, PriorityClass
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.adapters import folders
@@ -31,20 +34,34 @@ OPTIONS = FakeOptions(vocab_size=997, block_size=4, num_blocks=65)
 
 
 class GatedLoader(FakeAdapterLoader):
-    """Loads while its gate is open. loaded: each digest that was"""
+    """Loads while its gate is open. loaded: each digest that was
+
+    hanging   names of folders whose file system does not answer until `answered` is set
+    is_stuck  one thread waits there
+    """
 
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.gate.set()
         self.inspected: list[str] = []
         self.loaded: list[str] = []
+        self.hanging: set[str] = set()
+        self.is_stuck: Future[None] = Future()
+        self.answered = threading.Event()
+
+    def hang(self, folder: Path) -> None:
+        if folder.name in self.hanging:
+            self.is_stuck.set_result(None)
+            assert self.answered.wait(PATIENCE_S)
 
     def inspect(self, folder: Path) -> str:
         self.inspected.append(folder.name)
+        self.hang(folder)
         return super().inspect(folder)
 
     def load(self, folder: Path, digest: str) -> FakeAdapter:
         assert self.gate.wait(PATIENCE_S)
+        self.hang(folder)
         self.loaded.append(digest)
         return super().load(folder, digest)
 
@@ -125,6 +142,43 @@ class AdaptedEngine:
             self.engine.turn()
             self.engine.scheduler.check()
             self.adapters.check()
+
+
+@pytest.fixture
+def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AdaptedEngine]:
+    """An engine with three adapters, whose loader may hang: the time of a read is over as soon as it does, and no sooner."""
+    made = AdaptedEngine(tmp_path, 3)
+    real_stamp = folders._stamp
+
+    def wait_until_stuck(reads: Sequence[Future[object]], limit_s: float) -> Any:
+        assert 0 < limit_s < 60.0
+        waited: list[Future[Any]] = [*reads, made.loader.is_stuck]
+        found = wait(waited, PATIENCE_S, FIRST_COMPLETED)
+        if made.loader.is_stuck not in found.done:
+            return found
+        made.loader.is_stuck = Future()
+        return wait([], 0)
+
+    def stamp(folder: Path) -> folders.Stamp | None:
+        made.loader.hang(folder)
+        return real_stamp(folder)
+
+    monkeypatch.setattr(regular_files, "wait", wait_until_stuck)
+    monkeypatch.setattr(folders, "_stamp", stamp)
+    yield made
+    answer(made)
+    made.run()
+
+
+def left_behind() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if isinstance(thread, FileThread)]
+
+
+def answer(made: AdaptedEngine) -> None:
+    made.loader.hanging.clear()
+    made.loader.answered.set()
+    for thread in left_behind():
+        thread.join(PATIENCE_S)
 
 
 def sources(folder: Path, *names: str) -> list[AdapterSource]:
@@ -222,6 +276,64 @@ def test_an_adapter_that_cannot_be_read_refuses_its_requests_alone(tmp_path: Pat
     made.submit("good again", "a0")
     made.run()
     assert len(made.errors) == 2
+
+
+def test_a_folder_that_does_not_answer_refuses_its_own_requests_alone(hanging: AdaptedEngine) -> None:
+    hanging.loader.hanging = {"a0"}
+    for number in range(2):
+        hanging.submit(f"waits {number}", "a0")
+    hanging.submit("behind it", "a1")
+    hanging.submit("waits for a place", "a2")
+    hanging.run()
+    assert set(hanging.errors) == {"waits 0", "waits 1"}
+    assert isinstance(hanging.errors["waits 0"], Unavailable)
+    assert str(hanging.errors["waits 0"]).startswith("the adapter cannot be used: cannot be read (no answer within 50 s)")
+    hanging.submit("later", "a0")
+    hanging.submit("again", "a1")
+    hanging.run()
+    assert "an earlier read of its folder has no answer yet" in str(hanging.errors.pop("later"))
+    assert len(left_behind()) == 1
+    answer(hanging)
+    hanging.submit("once it answers", "a0")
+    hanging.run()
+    assert set(hanging.errors) == {"waits 0", "waits 1"}
+
+
+def test_while_many_folders_do_not_answer_no_more_threads_are_kept(hanging: AdaptedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "MAX_UNANSWERED", 2)
+    hanging.loader.hanging = {"a0", "a1"}
+    for number in range(3):
+        hanging.submit(f"r{number}", f"a{number}")
+        hanging.run()
+    assert set(hanging.errors) == {"r0", "r1", "r2"}
+    assert "the folders of 2 other adapters do not answer" in str(hanging.errors["r2"])
+    assert len(left_behind()) == 2
+    answer(hanging)
+    for number in range(3):
+        hanging.submit(f"later {number}", f"a{number}")
+    hanging.run()
+    assert len(hanging.errors) == 3
+
+
+def test_a_folder_that_does_not_answer_hinders_no_change_of_other_adapters(
+    hanging: AdaptedEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = hanging.engine.info.adapters
+    hanging.loader.hanging = {"a0", "new"}
+    save_fake_adapter(tmp_path / "a1", b"other weights")
+    new = AdapterSource(name="new", path=str(save_fake_adapter(tmp_path / "new", b"new")))
+    with pytest.raises(CheckpointError, match="new: cannot be read"):
+        hanging.engine.set_adapters([*sources(tmp_path, "a0", "a1"), new])
+    assert hanging.engine.info.adapters == before
+    hanging.engine.set_adapters([*sources(tmp_path, "a0", "a1"), replace(new, is_optional=True)])
+    assert set(hanging.engine.info.adapters) == {"a0", "a1"}
+    assert hanging.engine.info.adapters["a0"] == before["a0"]
+    assert hanging.engine.info.adapters["a1"] != before["a1"]
+    assert "the folder of the adapter a0 cannot be read now (no answer within 5 s)" in caplog.text
+    assert len(left_behind()) == 2
+    answer(hanging)
+    hanging.engine.set_adapters([*sources(tmp_path, "a0", "a1"), new])
+    assert set(hanging.engine.info.adapters) == {"a0", "a1", "new"}
 
 
 @pytest.mark.parametrize("what", ["a0", "a0/adapter_config.json", "a0/adapter_model.safetensors"])

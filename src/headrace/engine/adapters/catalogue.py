@@ -55,7 +55,7 @@ class AdapterCatalogue:
         before = self._known.get(source.name)
         before = replace(before, source=source) if before is not None and before.source.path == source.path else None
         try:
-            stamp = self._folders.stamp(source)
+            stamp = self._folders.stamp(source, is_known=before is not None)
         except OSError as error:
             if before is None:
                 return _Inspected(source, self._folders.inspect(source), None)

@@ -165,6 +165,7 @@ class AdapterPreparer(Generic[Weights]):
         with self._lock:
             self._places.check()
             self._pool.check()
+            self._folders.check()
             assert sum(self._running.values()) + sum(self._waiting.values()) == len(self._open)
             assert all(self._places.has(digest) or not waiting for digest, waiting in self._reading.items())
 
