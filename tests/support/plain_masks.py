@@ -27,7 +27,7 @@ class PlainMasks:
         self.outputs: dict[int, list[int]] = {}
         self.broken: set[int] = set()
         self.is_closed = False
-        self._begun: dict[int, int] = {}
+        self._begun: dict[int, tuple[int, list[int]]] = {}
 
     def start(self, started: Started) -> None:
         self.outputs.pop(started.slot, None)
@@ -38,18 +38,29 @@ class PlainMasks:
         for slot in slots:
             self.outputs.pop(slot, None)
 
-    def begin(self, slots: Sequence[int]) -> None:
-        self._begun = {row: slot for row, slot in enumerate(slots) if slot >= 0}
-        assert set(self._begun.values()) <= self.outputs.keys(), "a slot without a grammar"
+    def begin(self, slots: Sequence[int], given: Sequence[int] = ()) -> None:
+        ahead: list[int] = []
+        self._begun = {}
+        for place, (slot, draft) in enumerate(zip(slots, given or [-1] * len(slots), strict=True)):
+            ahead = [] if draft < 0 else [*ahead, draft]
+            assert draft < 0 or slots[place - 1] == slot, "a draft of another slot than the position before it"
+            if slot >= 0:
+                assert slot in self.outputs, "a slot without a grammar"
+                self._begun[place] = slot, ahead
 
     def wait(self) -> StepMasks:
         begun, self._begun = self._begun, {}
         words = np.zeros((len(begun), num_words(self.vocab_size)), dtype=np.uint32)
-        for mask, slot in zip(words, begun.values(), strict=True):
-            for token in self.language(self.outputs[slot]):
+        unknown = []
+        for mask, (place, (slot, ahead)) in zip(words, begun.items(), strict=True):
+            outputs = self.outputs[slot]
+            if any(draft not in self.language([*outputs, *ahead[:count]]) for count, draft in enumerate(ahead)):
+                unknown.append(place)
+                continue
+            for token in self.language([*outputs, *ahead]):
                 mask[token // 32] |= np.uint32(1 << token % 32)
-        failures = {row: f"slot {slot} is broken" for row, slot in begun.items() if slot in self.broken}
-        return StepMasks(RowMasks(np.array(list(begun), dtype=np.int64), words), failures)
+        failures = {place: f"slot {slot} is broken" for place, (slot, ahead) in begun.items() if slot in self.broken and not ahead}
+        return StepMasks(RowMasks(np.array(list(begun), dtype=np.int64), words), failures, unknown)
 
     def commit(self, slots: Iterable[int], token_ids: Iterable[int]) -> None:
         for slot, token_id in zip(slots, token_ids, strict=True):

@@ -20,8 +20,10 @@ from headrace.core.ids import SlotId
 from headrace.core.plan import SYNCHRONOUS, Plan, Result, Started
 from headrace.core.sampling import SamplingParams
 from headrace.engine.runner.batch import Resident
+from headrace.engine.runner.drafts import Drafter
 from headrace.engine.runner.masks import MaskSource
 from headrace.engine.runner.model_runner import Model, ModelRunner
+from headrace.engine.runner.slots import SlotState
 from headrace.tensor.backends import load_backend
 from headrace.tensor.batch import PackedAdapter, allocate_kv
 from headrace.tensor.device import CPU
@@ -30,6 +32,7 @@ from headrace.tensor.kernels.filters import draw
 from headrace.tensor.layers.adapted import AdaptedPart
 from headrace.tensor.models import load_model
 from headrace.tensor.models.decoder import DecoderModel
+from headrace.tensor.sampling import Sampler
 
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, CONTEXT = 101, 32, 2, 4, 2, 8, 48, 96
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=None)
@@ -163,10 +166,12 @@ def make_runner(
     slots: int = 8,
     masks: MaskSource | None = None,
     resident: Callable[[], Resident] | None = None,
+    drafter: Callable[[SlotState, Sampler], Drafter] | None = None,
 ) -> ModelRunner:
     kv = allocate_kv(decoder.kv_shapes, decoder.group_of, (num_blocks,), block_size, torch.float32, CPU)
     return ModelRunner(
-        model or decoder, kv, max_num_seqs=slots, max_model_len=CONTEXT, draw=draw, eos_token_ids=(2,), masks=masks, resident=resident
+        model or decoder, kv, max_num_seqs=slots, max_model_len=CONTEXT, draw=draw, eos_token_ids=(2,), masks=masks, resident=resident,
+        drafter=drafter,
     )  # fmt: skip
 
 

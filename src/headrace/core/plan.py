@@ -94,7 +94,7 @@ class Plan:
                      A plan names no token ids except drafted ones: the runner knows position p of a slot since `started`, or an
                      earlier plan sampled it
       drafts         flat, row by row: samples - 1 ids of each row with samples > 1, which stand at its last positions
-      num_drafts     most tokens that the runner drafts to follow the row (`Result.drafts`); the blocks of their positions are in the tables.
+      num_drafts     most tokens that the runner drafts to follow the row (`Result.drafts`); their positions have blocks in the tables.
                      Empty: none for any row
       adapter_slots  0 = base model
       mask_slots     the row's slot where its sequence has a grammar, whose mask then limits what is sampled; -1 = any token

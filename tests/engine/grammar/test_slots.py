@@ -95,6 +95,41 @@ class SlotMachine(RuleBasedStateMachine):
             else:
                 self.model[slot][1].append(token)
 
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def step_with_drafts(self, data: st.DataObject) -> None:
+        """The masks behind drafts are those of a matcher that has consumed them, up to the first that is forbidden."""
+        slots, given = [], []
+        for slot in data.draw(st.lists(st.sampled_from(sorted(self.model)), unique=True, min_size=1)):
+            drafts = self._draft(data, *self.model[slot])
+            slots += [slot] * (1 + len(drafts))
+            given += [-1, *drafts]
+        self.slots.begin(slots, given)
+        masks, accepted = self.slots.wait(), []
+        assert not masks.failures
+        for place, (slot, draft) in enumerate(zip(slots, given, strict=True)):
+            accepted = [] if draft < 0 else [*accepted, draft]
+            grammar, outputs = self.model[slot]
+            if place in masks.unknown:
+                assert not allowed(masks, place)
+                assert place - 1 in masks.unknown or draft not in expected(grammar, [*outputs, *accepted[:-1]])
+            elif not set(accepted) & set(EOS):  # what follows an end token is not used
+                assert allowed(masks, place) == expected(grammar, [*outputs, *accepted])
+        kept = data.draw(st.sampled_from([place for place in range(len(slots)) if place not in masks.unknown and given[place] not in EOS]))
+        tokens = given[kept - given[kept::-1].index(-1) + 1 : kept + 1]
+        self.slots.commit([slots[kept]] * len(tokens), tokens)
+        self.model[slots[kept]][1].extend(tokens)
+
+    def _draft(self, data: st.DataObject, grammar: Grammar, outputs: list[int]) -> list[int]:
+        drafts: list[int] = []
+        for _ in range(data.draw(st.integers(0, 3))):
+            if data.draw(st.integers(0, 4)) == 0:
+                return [*drafts, data.draw(st.sampled_from([5, EOS[0]])), 6]
+            drafts.append(data.draw(st.sampled_from(sorted(expected(grammar, [*outputs, *drafts]) - set(EOS)) or [5])))
+            if drafts[-1] == 5:
+                break
+        return drafts
+
     @precondition(lambda self: any(outputs for _, outputs in self.model.values()))
     @rule(data=st.data())
     def retract(self, data: st.DataObject) -> None:

@@ -20,6 +20,7 @@ from headrace.engine.runner.batch import (
     count_prompt_logprobs,
     read_rows,
     refuse_unknown_ids,
+    sampled_positions,
     select_tokens,
     upload_each,
 )
@@ -149,7 +150,7 @@ def test_each_token_has_the_adapter_of_its_row() -> None:
 
 
 def selection_of(rows: Rows, state: SlotState) -> Selection:
-    return select_tokens(rows, count_prompt_logprobs(rows, state))
+    return select_tokens(rows, sampled_positions(rows, np.zeros(0, dtype=np.int64)), count_prompt_logprobs(rows, state))
 
 
 def test_only_tokens_that_are_looked_at_are_wanted() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from headrace.core.sampling import SamplingParams
 from headrace.tensor.kernels.filters import draw
 from headrace.tensor.sampling import Sampled, Sampler
+from headrace.tensor.sampling import sampler as sampler_module
 
 pytestmark = pytest.mark.pure
 
@@ -196,3 +198,23 @@ def test_a_slot_forgets_its_former_sequence(make_row: Any) -> None:
     sampler.end([0])
     sampler.start(make_row(SamplingParams(temperature=0.0, seed=0)).started(0))
     assert sampler.sample(logits.clone(), np.array([0]), np.array([3])).token_ids.tolist() == [1]
+
+
+@pytest.mark.parametrize("chunk", [1 << 20, 3 * VOCAB])
+def test_rows_behind_drafts_are_what_they_would_be_with_the_drafts_committed(
+    make_row: Any, sample: Sample, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    """Also where a sequence's rows are in different chunks; and nothing is left of the drafts."""
+    drafts, rows = [7, 7, 9, 30], mixed_rows(make_row, 5)
+    count = 1 + len(drafts)
+    logits = np.random.default_rng(5).normal(0, 2, (len(rows) * count, VOCAB)).astype(np.float32)
+    behind = [replace(row, outputs=[*row.outputs, *drafts[:ahead]]) for row in rows for ahead in range(count)]
+    wanted = sample(logits, behind).token_ids.tolist()
+    sampler = Sampler(VOCAB, (2, 5), draw)
+    for slot, row in enumerate(rows):
+        sampler.start(row.started(slot))
+    monkeypatch.setattr(sampler_module, "_CHUNK_ELEMENTS", chunk)
+    slots, positions = np.repeat(np.arange(len(rows)), count), np.array([row.position for row in behind])
+    for _ in range(2):
+        given = np.tile([-1, *drafts], len(rows))
+        assert sampler.sample(torch.from_numpy(logits.copy()), slots, positions, given=given).token_ids.tolist() == wanted

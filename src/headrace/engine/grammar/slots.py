@@ -58,6 +58,7 @@ class MatcherSource(Protocol):
 @dataclass(slots=True, eq=False)
 class _Slot:
     """token_ids    the sequence's output so far; the matcher has consumed the first `num_consumed`
+    num_ahead    drafts that the matcher has consumed beyond them, while masks are filled
     renewal_s    CPU time spent on new lexers for this sequence
     renewed_at   `num_consumed` when its lexer was last found full
     overspent_s  CPU time beyond MASK_CPU_S for each token; never below 0
@@ -68,6 +69,7 @@ class _Slot:
     matcher: LLMatcher | None = None
     template: LLMatcher | None = None
     num_consumed: int = 0
+    num_ahead: int = 0
     renewal_s: float = 0.0
     renewed_at: int = -MIN_SHARED_TOKENS
     overspent_s: float = 0.0
@@ -91,6 +93,29 @@ class _Slot:
         error: str = matcher.get_error()
         return error or (OVERSPENT if self.overspent_s > MASK_BURST_S else "")
 
+    def fill_ahead(self, draft: int, before: NDArray[np.uint32], words: NDArray[np.uint32]) -> bool:
+        """The mask behind a draft, whose own mask is `before`. False: there is none. Its time does not count, since drafts are no client's
+        choice; there is none where the grammar is short of time.
+        """
+        matcher = self.matcher
+        if matcher is None or self.overspent_s or not before[draft >> 5] >> np.uint32(draft & 31) & 1:
+            return False
+        self.num_ahead += 1
+        if not matcher.consume_token(draft):
+            return False
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        return not matcher.is_error()
+
+    def come_back(self) -> None:
+        """From drafts, which are consumed again once they are committed."""
+        if self.num_ahead and not (self.matcher is not None and self.matcher.rollback(self.num_ahead)):
+            self.matcher, self.num_consumed = None, 0
+        self.num_ahead = 0
+
+
+_Position = tuple[int, _Slot, int]
+"""Its place among those of the step, its slot, and the draft before it or -1."""
+
 
 class SlotGrammars:
     """Its thread is started at the first mask."""
@@ -99,7 +124,7 @@ class SlotGrammars:
         self._source = source
         self._slots: dict[int, _Slot] = {}
         self._filling: Future[StepMasks] | None = None
-        self._jobs: queue.SimpleQueue[tuple[list[tuple[int, _Slot]], Future[StepMasks]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[list[_Position], Future[StepMasks]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._words = np.zeros((0, 0), dtype=np.uint32)
 
@@ -115,17 +140,18 @@ class SlotGrammars:
         for slot in slots:
             self._slots.pop(slot, None)
 
-    def begin(self, slots: Sequence[int]) -> None:
+    def begin(self, slots: Sequence[int], given: Sequence[int] = ()) -> None:
         self._finish_filling()
         if unknown := [slot for slot in slots if slot >= 0 and slot not in self._slots]:
             raise ValueError(f"mask_slots: slots {unknown} hold no grammar")
-        rows = [(row, self._slots[slot]) for row, slot in enumerate(slots) if slot >= 0]
-        if not rows:
+        drafts = given or [-1] * len(slots)
+        positions = [(place, self._slots[slot], drafts[place]) for place, slot in enumerate(slots) if slot >= 0]
+        if not positions:
             return
         if self._thread is None:
             self._thread = start_deep_thread(self._run, "headrace-masks")
         self._filling = Future()
-        self._jobs.put((rows, self._filling))
+        self._jobs.put((positions, self._filling))
 
     def wait(self) -> StepMasks:
         filling, self._filling = self._filling, None
@@ -170,25 +196,34 @@ class SlotGrammars:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            rows, future = job
+            positions, future = job
             try:
-                future.set_result(self._fill(rows))
+                future.set_result(self._fill(positions))
             except BaseException as error:  # `wait` raises it
                 future.set_exception(error)
 
-    def _fill(self, rows: list[tuple[int, _Slot]]) -> StepMasks:
+    def _fill(self, positions: list[_Position]) -> StepMasks:
         failpoint("grammar.fill")
-        if len(self._words) < len(rows):
-            self._words = np.zeros((len(rows), self._source.num_words), dtype=np.uint32)
-        words = self._words[: len(rows)]
-        failures = {}
-        for place, (row, held) in enumerate(rows):
+        if len(self._words) < len(positions):
+            self._words = np.zeros((len(positions), self._source.num_words), dtype=np.uint32)
+        words = self._words[: len(positions)]
+        failures: dict[int, str] = {}
+        unknown: list[int] = []
+        for index, (place, held, draft) in enumerate(positions):
+            if draft >= 0:
+                is_behind_known = place - 1 not in failures and place - 1 not in unknown
+                if not (is_behind_known and held.fill_ahead(draft, words[index - 1], words[index])):
+                    words[index] = 0
+                    unknown.append(place)
+                continue
             if held.failure is None:
-                held.failure = self._fill_one(held, words[place])
+                held.failure = self._fill_one(held, words[index])
             if held.failure is not None:
-                words[place] = 0
-                failures[row] = held.failure
-        return StepMasks(RowMasks(np.array([row for row, _ in rows], dtype=np.int64), words), failures)
+                words[index] = 0
+                failures[place] = held.failure
+        for _, held, _ in positions:
+            held.come_back()
+        return StepMasks(RowMasks(np.array([place for place, _, _ in positions], dtype=np.int64), words), failures, unknown)
 
     def _fill_one(self, held: _Slot, words: NDArray[np.uint32]) -> str | None:
         try:

@@ -1,6 +1,6 @@
 """Turns a plan's columns into the tensors of one forward pass, by index arithmetic over whole columns.
 
-What a plan may ask for and this runner cannot do (drafts, moves other than copies) is refused here by name.
+What a plan may ask for and a runner cannot do (drafts on a device, moves other than copies) is refused here by name.
 """
 
 from __future__ import annotations
@@ -38,6 +38,15 @@ class Rows:
     @property
     def ends(self) -> Ints:
         return self.starts + self.counts
+
+    @property
+    def num_drafts(self) -> Ints:
+        return np.maximum(self.samples - 1, 0)
+
+    @property
+    def known_ends(self) -> Ints:
+        """Without the drafts."""
+        return self.ends - self.num_drafts
 
     def picked(self, places: Ints) -> Rows:
         counts = self.counts[places]
@@ -77,9 +86,66 @@ def refuse_moves_but_copies(plan: Plan) -> None:
 
 
 def refuse_drafts(plan: Plan) -> None:
-    """Raises ValueError for rows with drafted tokens."""
+    """Raises ValueError for rows with drafts, and rows for which some are to be made."""
     if plan.drafts:
-        raise ValueError(f"drafts: this runner verifies no drafted tokens; samples must be 0 or 1, got {max(plan.samples)}")
+        raise ValueError(f"drafts: this runner verifies none; samples must be 0 or 1, got {max(plan.samples)}")
+    if any(plan.num_drafts):
+        raise ValueError(f"num_drafts: this runner drafts nothing; every row must say 0, got {max(plan.num_drafts)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """The positions that a step samples [P], those of a row one behind the other.
+
+    rows      the row of each
+    tokens    the token of the step whose hidden state gives the logits
+    slots     of the rows
+    places    absolute position of the token that is chosen
+    drafts    the draft that the token stands for and is compared with; -1 at a row's last position
+    """
+
+    rows: Ints
+    tokens: Ints
+    slots: Ints
+    places: Ints
+    drafts: Ints
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def given(self) -> Ints:
+        """The draft before the position; -1 at a row's first."""
+        return np.concatenate(([-1], self.drafts[:-1])) if len(self) else self.drafts
+
+    def accepted(self, token_ids: Ints, unknown: Sequence[int]) -> NDArray[np.bool_]:
+        """[P] which tokens count: each row's first, and those behind drafts that are right.
+
+        unknown  positions whose token must not be used, none of them a row's first
+        """
+        is_kept = self.given < 0
+        is_right = np.zeros(len(self), dtype=np.bool_)
+        is_right[1:] = token_ids[:-1] == self.drafts[:-1]
+        is_right[list(unknown)] = False
+        for place in np.flatnonzero(is_right & ~is_kept).tolist():
+            is_kept[place] = is_kept[place - 1]
+        return is_kept
+
+
+def sampled_positions(rows: Rows, drafts: Ints) -> Positions:
+    """drafts: the plan's, row by row. Raises ValueError where their number is not that of the rows."""
+    if len(drafts) != rows.num_drafts.sum():
+        raise ValueError(f"drafts: {rows.num_drafts.sum()} are missing or left over: the plan has {len(drafts)}")
+    sampling = np.flatnonzero(rows.samples)
+    if not len(drafts):
+        slots, ends = rows.slots[sampling], rows.ends[sampling]
+        return Positions(sampling, rows.row_starts[sampling + 1] - 1, slots, ends, np.full(len(sampling), -1))
+    samples = rows.samples[sampling]
+    of_row = np.repeat(sampling, samples)
+    back = np.repeat(np.cumsum(samples), samples) - 1 - np.arange(len(of_row))  # positions of the row that follow
+    stands_for = np.full(len(of_row), -1)
+    stands_for[back > 0] = drafts
+    return Positions(of_row, rows.row_starts[of_row + 1] - 1 - back, rows.slots[of_row], rows.ends[of_row] - back, stands_for)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +169,12 @@ def count_prompt_logprobs(rows: Rows, state: SlotState) -> Ints:
     return np.where(asks, np.clip(state.num_prompt[rows.slots] - 1 - rows.starts, 0, rows.counts), 0)
 
 
-def select_tokens(rows: Rows, logprob_counts: Ints) -> Selection:
+def select_tokens(rows: Rows, positions: Positions, logprob_counts: Ints) -> Selection:
     num_tokens = int(rows.row_starts[-1])
     if num_tokens == len(rows.slots):
         return ALL
     is_wanted = np.zeros(num_tokens, dtype=np.bool_)
-    is_wanted[rows.row_starts[1:][rows.samples > 0] - 1] = True
+    is_wanted[positions.tokens] = True
     for row in np.flatnonzero(logprob_counts):
         is_wanted[rows.row_starts[row] : rows.row_starts[row] + logprob_counts[row]] = True
     tokens = np.flatnonzero(is_wanted)
@@ -124,10 +190,10 @@ def upload_each(arrays: Sequence[NDArray[Any]], device: str) -> list[Tensor]:
 
 def refuse_unknown_ids(rows: Rows, known: Ints, failed: NDArray[np.bool_]) -> None:
     """Raises UnknownToken for a row that needs more ids than its slot has."""
-    unknown = (rows.ends > known) & ~failed
+    unknown = (rows.known_ends > known) & ~failed
     if unknown.any():
         row = int(np.flatnonzero(unknown)[0])
-        raise UnknownToken(f"slot {rows.slots[row]} has {known[row]} known ids, the plan computes up to {rows.ends[row]}")
+        raise UnknownToken(f"slot {rows.slots[row]} has {known[row]} known ids, the plan computes up to {rows.known_ends[row]}")
 
 
 def build_batch(

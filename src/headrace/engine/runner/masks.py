@@ -16,10 +16,14 @@ from headrace.tensor.sampling import NO_ROWS_MASKED, RowMasks
 
 @dataclass(frozen=True, slots=True)
 class StepMasks:
-    """failures: row -> why its sequence cannot go on"""
+    """
+    failures  position -> why its sequence cannot go on
+    unknown   positions behind drafts whose mask could not be made: their tokens must not be used
+    """
 
     masks: RowMasks
     failures: Mapping[int, str] = field(default_factory=dict)
+    unknown: Sequence[int] = ()
 
 
 NO_MASKS = StepMasks(NO_ROWS_MASKED)
@@ -30,7 +34,11 @@ class MaskSource(SlotPart, Protocol):
     mask is asked for. Every method may be called while masks are being filled, since the step that began them may have failed.
     """
 
-    def begin(self, slots: Sequence[int]) -> None: ...
+    def begin(self, slots: Sequence[int], given: Sequence[int] = ()) -> None:
+        """slots: of each position that is sampled, those of a slot one behind the other; -1: no grammar. given: the draft before each
+        position, -1 at a slot's first; empty: no drafts.
+        """
+        ...
 
     def wait(self) -> StepMasks:
         """The masks' memory is valid until the next `begin`. Raises the error of filling them."""
@@ -46,7 +54,7 @@ class NoGrammars:
     def end(self, slots: Ints) -> None:
         pass
 
-    def begin(self, slots: Sequence[int]) -> None:
+    def begin(self, slots: Sequence[int], given: Sequence[int] = ()) -> None:
         if any(slot >= 0 for slot in slots):
             raise ValueError("mask_slots: this runner follows no grammars; every row must say -1")
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from array import array
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -24,6 +26,7 @@ from headrace.core.errors import EngineFatal
 from headrace.core.plan import NO_LOGPROBS, Plan, Result
 from headrace.engine.failpoints import failpoint
 from headrace.engine.runner.batch import (
+    Positions,
     Resident,
     Rows,
     Selection,
@@ -31,12 +34,14 @@ from headrace.engine.runner.batch import (
     count_prompt_logprobs,
     read_rows,
     refuse_unknown_ids,
+    sampled_positions,
     select_tokens,
     upload_each,
 )
+from headrace.engine.runner.drafts import Drafter
 from headrace.engine.runner.masks import MaskSource, NoGrammars
-from headrace.engine.runner.results import PromptLogprobs, empty_result, make_result, row_errors
-from headrace.engine.runner.slots import Ints, SlotState
+from headrace.engine.runner.results import PromptLogprobs, are_good, empty_result, make_result, row_errors
+from headrace.engine.runner.slots import SlotState, column
 from headrace.engine.runner.state import RunnerState
 from headrace.tensor.batch import ForwardBatch, KvCache
 from headrace.tensor.kernels.filters import ApplyMasks, Draw, apply_masks
@@ -72,6 +77,7 @@ class ModelRunner:
 
     masks          masks of sequences that have a grammar; None: a sequence with a grammar is refused
     resident       the adapters by place, asked once for each step, which holds them until it is done; None: rows with adapters are refused
+    drafter        made for the runner's slots and sampler; None: a plan that asks for drafts is refused
     """
 
     def __init__(
@@ -87,12 +93,15 @@ class ModelRunner:
         eos_token_ids: tuple[int, ...] = (),
         device: str = "cpu",
         resident: Callable[[], Resident] | None = None,
+        drafter: Callable[[SlotState, Sampler], Drafter] | None = None,
     ) -> None:
         self.model, self.kv, self._device, self._resident = model, kv, device, resident
         self._slots = SlotState(max_num_seqs, max_model_len, len(kv.pools), kv.block_size)
         self._sampler = Sampler(model.vocab_size, eos_token_ids, draw, mask)
         self._masks = masks or NoGrammars()
-        self._state = RunnerState(kv, self._slots, self._sampler, self._masks)
+        self._drafter = None if drafter is None else drafter(self._slots, self._sampler)
+        parts = () if self._drafter is None else (self._drafter,)
+        self._state = RunnerState(kv, self._slots, self._sampler, self._masks, *parts)
         self._prompts = PromptLogprobs(model.logits, model.vocab_size, self._slots)
         self._upload = partial(upload_each, device=device)
 
@@ -104,6 +113,8 @@ class ModelRunner:
 
     def close(self) -> None:
         self._masks.close()
+        if self._drafter is not None:
+            self._drafter.close()
 
     def execute(self, plan: Plan) -> Result:
         """Raises EngineFatal if the device itself failed, after which no result of it can be trusted."""
@@ -119,36 +130,52 @@ class ModelRunner:
     def _compute(self, plan: Plan) -> Result:
         resident = self._resident() if self._resident is not None else ()
         rows = read_rows(plan, resident)
-        sampling = np.flatnonzero(rows.samples)
-        self._state.rewind(rows, sampling)
+        positions = sampled_positions(rows, column(plan.drafts))
+        self._state.rewind(rows)
         failpoint("runner.batch")
         failed_before = self._slots.failed[rows.slots]
         refuse_unknown_ids(rows, self._slots.known[rows.slots], failed_before)
+        is_draft = positions.drafts >= 0
+        self._slots.place_drafts(positions.slots[is_draft], positions.places[is_draft], positions.drafts[is_draft])
         logprob_counts = count_prompt_logprobs(rows, self._slots)
-        selected = select_tokens(rows, logprob_counts)
+        selected = select_tokens(rows, positions, logprob_counts)
         ids, batch = build_batch(rows, self._slots, self._upload, selected, resident)
         failpoint("runner.masks")
-        self._masks.begin(rows.mask_slots[sampling].tolist())
+        self._masks.begin(rows.mask_slots[positions.rows].tolist(), positions.given.tolist() if plan.drafts else ())
         failpoint("runner.forward")
         hidden = self.model.forward(ids, batch, self.kv)
         prompts = self._prompts.compute(rows, logprob_counts, selected, hidden)
         masks = self._masks.wait()
-        sampled = self._sample(rows, sampling, selected, hidden, masks.masks)
-        mask_failures = {int(sampling[place]): why for place, why in masks.failures.items()}
-        errors = row_errors(sampling, sampled, prompts, failed_before, mask_failures)
+        sampled = self._sample(positions, selected, hidden, masks.masks)
+        is_kept = positions.accepted(sampled.token_ids, masks.unknown)
+        mask_failures = {int(positions.rows[place]): why for place, why in masks.failures.items()}
+        errors = row_errors(positions.rows[is_kept & sampled.failed], prompts, failed_before, mask_failures)
         failpoint("runner.commit")
-        good = np.array([row not in errors for row in sampling.tolist()], dtype=np.bool_)
-        self._state.commit(rows.slots[sampling[good]], sampled.token_ids[good], rows.slots[list(errors)])
-        return make_result(plan, sampling, sampled, prompts, errors)
+        is_kept &= are_good(positions.rows, errors)
+        self._state.commit(positions.slots[is_kept], sampled.token_ids[is_kept], rows.slots[list(errors)])
+        result = make_result(plan, positions.rows, is_kept, sampled, prompts, errors)
+        return self._with_drafts(plan, rows, result) if any(plan.num_drafts) else result
 
-    def _sample(self, rows: Rows, sampling: Ints, selected: Selection, hidden: Tensor, masks: RowMasks) -> Sampled:
-        if not len(sampling):
+    def _sample(self, positions: Positions, selected: Selection, hidden: Tensor, masks: RowMasks) -> Sampled:
+        if not len(positions):
             return Sampled(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.bool_), NO_LOGPROBS)
-        last = torch.from_numpy(selected.places(rows.row_starts[sampling + 1] - 1)).to(hidden.device)
+        tokens = torch.from_numpy(selected.places(positions.tokens)).to(hidden.device)
         failpoint("runner.logits")
-        logits = self.model.logits(hidden if len(last) == len(hidden) else hidden[last])
+        logits = self.model.logits(hidden if len(tokens) == len(hidden) else hidden[tokens])
         failpoint("runner.sample")
-        return self._sampler.sample(logits, rows.slots[sampling], rows.ends[sampling], masks)
+        return self._sampler.sample(logits, positions.slots, positions.places, masks, positions.given)
+
+    def _with_drafts(self, plan: Plan, rows: Rows, result: Result) -> Result:
+        """Of rows that gave a token."""
+        if self._drafter is None:
+            raise ValueError(f"num_drafts: this runner drafts nothing; every row must say 0, got {max(plan.num_drafts)}")
+        most = column(plan.num_drafts)
+        drafting = np.flatnonzero((most > 0) & (column(result.token_counts) > 0))
+        drafts = self._drafter.draft(rows.slots[drafting], most[drafting])
+        counts = np.zeros(len(rows.slots), dtype=np.int32)
+        counts[drafting] = [len(each) for each in drafts]
+        flat = np.concatenate(drafts).astype(np.int32) if counts.any() else np.zeros(0, dtype=np.int32)
+        return replace(result, draft_counts=array("i", counts.tobytes()), drafts=array("i", flat.tobytes()))
 
 
 CLOSE_TIMEOUT_S = 10.0

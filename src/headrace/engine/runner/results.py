@@ -68,27 +68,33 @@ class PromptLogprobs:
 
 
 def row_errors(
-    sampling: Ints, sampled: Sampled, prompts: PromptLogprobColumns, has_failed: NDArray[np.bool_], mask_failures: Mapping[int, str]
+    failed_positions: Ints, prompts: PromptLogprobColumns, has_failed: NDArray[np.bool_], mask_failures: Mapping[int, str]
 ) -> dict[int, str]:
-    """mask_failures: row -> why its grammar cannot go on"""
-    failed = {int(row) for row in np.flatnonzero(has_failed)} | prompts.failed | {int(row) for row in sampling[sampled.failed]}
+    """
+    failed_positions  rows of sampled positions that gave no token
+    has_failed        [R] whether the row's slot had failed before
+    mask_failures     row -> why its grammar cannot go on
+    """
+    failed = {*np.flatnonzero(has_failed).tolist(), *prompts.failed, *failed_positions.tolist()}
     return {**dict.fromkeys(failed, NOT_A_DISTRIBUTION), **mask_failures}
 
 
-def make_result(plan: Plan, sampling: Ints, sampled: Sampled, prompts: PromptLogprobColumns, errors: Mapping[int, str]) -> Result:
-    counts = array("i", bytes(4 * plan.num_rows))
-    token_ids = array("i")
-    kept: list[int] = []
-    for place, (row, token_id) in enumerate(zip(sampling.tolist(), sampled.token_ids.tolist(), strict=True)):
-        if row not in errors:
-            counts[row] = 1
-            token_ids.append(token_id)
-            kept.append(place)
+def are_good(rows: Ints, errors: Mapping[int, str]) -> NDArray[np.bool_]:
+    if not errors:
+        return np.ones(len(rows), dtype=np.bool_)
+    return ~np.isin(rows, list(errors))
+
+
+def make_result(
+    plan: Plan, rows: Ints, is_kept: NDArray[np.bool_], sampled: Sampled, prompts: PromptLogprobColumns, errors: Mapping[int, str]
+) -> Result:
+    """rows, is_kept [P]: the row of each sampled position, and whether its token counts"""
+    counts = np.bincount(rows[is_kept], minlength=plan.num_rows).astype(np.int32)
     return Result(
         step_id=plan.step_id,
-        token_counts=counts,
-        token_ids=token_ids,
-        logprobs=sampled.logprobs if len(kept) == len(sampling) else sampled.logprobs.picked(kept),
+        token_counts=array("i", counts.tobytes()),
+        token_ids=array("i", sampled.token_ids[is_kept].astype(np.int32).tobytes()),
+        logprobs=sampled.logprobs if is_kept.all() else sampled.logprobs.picked(np.flatnonzero(is_kept).tolist()),
         prompt_rows=prompts.rows,
         prompt_counts=prompts.counts,
         prompt_logprobs=prompts.logprobs,

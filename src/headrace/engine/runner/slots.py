@@ -87,9 +87,17 @@ class SlotState:
         size = self.block_size
         return [table[token_slots, positions // size].astype(np.int64) * size + positions % size for table in self.tables]
 
+    def place_drafts(self, slots: Ints, starts: Ints, drafts: Ints) -> None:
+        """Behind the known ids: the tokens of rows, which the next `commit` overwrites. slots, starts [D]: slot and position of each."""
+        self.token_ids[slots, starts] = drafts
+
     def commit(self, slots: Ints, token_ids: Ints) -> None:
-        self.token_ids[slots, self.known[slots]] = token_ids
-        self.known[slots] += 1
+        is_first = np.diff(slots, prepend=-1) != 0
+        first = np.flatnonzero(is_first)
+        counts = np.diff(np.append(first, len(slots)))
+        behind = np.arange(len(slots)) - np.repeat(first, counts)
+        self.token_ids[slots, self.known[slots] + behind] = token_ids
+        self.known[slots[first]] += counts
 
     def retract(self, slot: int, token_ids: Ints) -> None:
         self.known[slot] -= len(token_ids)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from headrace.core.plan import Plan
 from headrace.engine.failpoints import failpoint
-from headrace.engine.runner.batch import Rows, refuse_drafts, refuse_moves_but_copies
+from headrace.engine.runner.batch import Rows, refuse_moves_but_copies
 from headrace.engine.runner.slots import Ints, SlotPart, SlotState, column
 from headrace.tensor.batch import KvCache
 
@@ -23,10 +23,9 @@ class RunnerState:
         self._parts: tuple[SlotPart, ...] = (slots, *parts)
 
     def apply(self, plan: Plan) -> None:
-        """Points 1 to 4 of `core.plan`. Raises ValueError, with nothing applied, for a move or draft it cannot do."""
+        """Points 1 to 4 of `core.plan`. Raises ValueError, with nothing applied, for a move it cannot do."""
         failpoint("runner.apply")
         refuse_moves_but_copies(plan)
-        refuse_drafts(plan)
         ended = column(plan.ended)
         for part in self._parts:
             part.end(ended)
@@ -36,9 +35,9 @@ class RunnerState:
         for group, source, target in zip(plan.move_groups, plan.move_sources, plan.move_targets, strict=True):
             self.kv.copy_block(group, source, target)
 
-    def rewind(self, rows: Rows, sampling: Ints) -> None:
-        """Forget tokens of a plan that was rolled back. sampling: [S] rows"""
-        slots, ends = self.slots, rows.ends
+    def rewind(self, rows: Rows) -> None:
+        """Forget tokens of a plan that was rolled back."""
+        slots, ends, sampling = self.slots, rows.known_ends, np.flatnonzero(rows.samples)
         for row in sampling[slots.known[rows.slots[sampling]] > ends[sampling]]:
             slot = int(rows.slots[row])
             stale = slots.token_ids[slot, ends[row] : slots.known[slot]].astype(np.int64)
@@ -46,7 +45,7 @@ class RunnerState:
                 part.retract(slot, stale)
 
     def commit(self, slots: Ints, token_ids: Ints, failed: Ints | NDArray[np.bool_]) -> None:
-        """slots [N]: one sampled token each"""
+        """slots [N], token_ids [N]: as in `SlotPart.commit`"""
         for part in self._parts:
             part.commit(slots, token_ids)
         self.slots.failed[failed] = True

@@ -221,27 +221,38 @@ class Sampler:
             if counts is not None:
                 counts.add(int(token_ids[row]))
 
-    def sample(self, logits: Tensor, slots: Ints, positions: Ints, masks: RowMasks = NO_ROWS_MASKED) -> Sampled:
+    def sample(self, logits: Tensor, slots: Ints, positions: Ints, masks: RowMasks = NO_ROWS_MASKED, given: Ints | None = None) -> Sampled:
         """Choose one token per row.
 
         logits     [N, V], any float type and device; CONSUMED: a float32 host tensor is changed in place
-        slots      [N]
+        slots      [N], those of a slot one behind the other
         positions  [N] absolute position of the token being chosen
         masks      of the rows with a grammar
+        given      [N] the draft before the position, which penalties count for this and the slot's later rows; -1: none. None: no drafts
         A row whose logits hold NaN or +inf, or nothing finite among what its mask allows, fails alone.
         """
+        given = np.full(len(slots), -1) if given is None else given
         host = logits.detach().float().cpu().numpy()
         token_ids = np.full(len(slots), -1, dtype=np.int64)
         logprobs = LogprobColumns()
         size = max(1, _CHUNK_ELEMENTS // max(1, host.shape[1]))
-        with np.errstate(all="ignore"):
-            for begin in range(0, len(slots), size):
-                rows = slice(begin, begin + size)
-                token_ids[rows], found = self._sample_chunk(host[rows], slots[rows], positions[rows], masks.within(rows))
-                logprobs.extend(found)
+        counted: list[tuple[TokenCounts, int]] = []
+        try:
+            with np.errstate(all="ignore"):
+                for begin in range(0, len(slots), size):
+                    rows = slice(begin, begin + size)
+                    chunk = slots[rows], positions[rows], masks.within(rows), given[rows]
+                    token_ids[rows], found = self._sample_chunk(host[rows], *chunk, counted)
+                    logprobs.extend(found)
+        finally:
+            for counts, token_id in counted:
+                counts.retract(token_id)
         return Sampled(token_ids, token_ids < 0, logprobs if any(logprobs.ranks) else NO_LOGPROBS)
 
-    def _sample_chunk(self, logits: Floats, slots: Ints, positions: Ints, masks: RowMasks) -> tuple[Ints, LogprobColumns]:
+    def _sample_chunk(
+        self, logits: Floats, slots: Ints, positions: Ints, masks: RowMasks, given: Ints, counted: list[tuple[TokenCounts, int]]
+    ) -> tuple[Ints, LogprobColumns]:
+        """counted: receives the drafts that penalties count from now on"""
         columns = self._columns
         best, peak = best_tokens(logits)
         good = np.isfinite(peak)
@@ -249,7 +260,11 @@ class Sampler:
         raw = logits[asked]
         edited = np.flatnonzero(good & columns.edited[slots])
         for row in edited:
-            self._edits[int(slots[row])].apply(logits[row])
+            edits, draft = self._edits[int(slots[row])], int(given[row])
+            if draft >= 0 and edits.counts is not None:
+                edits.counts.add(draft)
+                counted.append((edits.counts, draft))
+            edits.apply(logits[row])
         masked = masks.where(good)
         if len(masked.rows):
             best[masked.rows], peak[masked.rows] = self._mask(logits, masked.rows, masked.words)

@@ -35,7 +35,9 @@ from headrace.engine.runner.batch import (
     build_batch,
     count_prompt_logprobs,
     read_rows,
+    refuse_drafts,
     refuse_unknown_ids,
+    sampled_positions,
     select_tokens,
 )
 from headrace.engine.runner.device.adapters import NO_PLACES, DevicePlaces
@@ -43,12 +45,14 @@ from headrace.engine.runner.device.choice import SlotChoice, read_chosen
 from headrace.engine.runner.device.steps import Choices, DeviceModel, DeviceSteps, TableChanges
 from headrace.engine.runner.masks import MaskSource, NoGrammars
 from headrace.engine.runner.model_runner import CompletedStep
-from headrace.engine.runner.results import PromptLogprobColumns, PromptLogprobs, empty_result, make_result, row_errors
+from headrace.engine.runner.results import PromptLogprobColumns, PromptLogprobs, are_good, empty_result, make_result, row_errors
 from headrace.engine.runner.slots import Ints, SlotState
 from headrace.engine.runner.state import RunnerState
 from headrace.tensor.batch import KvCache
 from headrace.tensor.kernels.choice import ChoiceKind, DeviceChoice, Field
 from headrace.tensor.launches import Launches
+
+NO_DRAFTS = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +183,7 @@ class DeviceRunner:
     # launching
 
     def _apply(self, plan: Plan) -> None:
+        refuse_drafts(plan)
         changed = [*plan.ended, *(started.slot for started in plan.started)]
         self._generations[changed] += 1
         self._num_in_flight[changed] = 0
@@ -186,9 +191,8 @@ class DeviceRunner:
         self._changes.add(plan)
 
     def _launch(self, plan: Plan, rows: Rows, adapters: Resident) -> LaunchedStep:
-        sampling = np.flatnonzero(rows.samples)
         self._finish_where_needed(rows)
-        self._state.rewind(rows, sampling)
+        self._state.rewind(rows)
         self._refuse_unknown(rows)
         logprob_counts = count_prompt_logprobs(rows, self._slots)
         layout = RowLayout.of(rows, logprob_counts)
@@ -266,11 +270,11 @@ class DeviceRunner:
         if not len(left):
             return PromptLogprobColumns()
         own, counts = rows.picked(left), logprob_counts[left]
-        selected = select_tokens(own, counts)
+        positions = sampled_positions(own, NO_DRAFTS)
+        selected = select_tokens(own, positions, counts)
         hidden = self._steps.forward(*build_batch(own, self._slots, self._steps.upload, selected, adapters))
-        sampling = np.flatnonzero(own.samples)
-        if len(sampling):
-            last = selected.places(own.row_starts[sampling + 1] - 1)
+        if len(positions):
+            last = selected.places(positions.tokens)
             wanted = hidden if len(last) == len(hidden) else hidden[self._steps.upload([last])[0]]
             self._steps.put_hidden(wanted, place)
         logprobs = self._prompts.compute(own, counts, selected, hidden)
@@ -317,10 +321,11 @@ class DeviceRunner:
         slots, ends, sampling = step.rows.slots, step.rows.ends, step.sampling
         sampled = read_chosen(step.choices.chosen.numpy()[:, step.places], step.num_top, self._vocab_size)
         is_live = self._is_live(step)
-        errors = row_errors(sampling, sampled, step.prompts, self._slots.failed[slots] & is_live, step.mask_failures)
-        good = is_live[sampling] & np.array([row not in errors for row in sampling.tolist()], dtype=np.bool_)
+        errors = row_errors(sampling[sampled.failed], step.prompts, self._slots.failed[slots] & is_live, step.mask_failures)
+        is_good = are_good(sampling, errors)
+        good = is_live[sampling] & is_good
         kept = sampling[good]
         if (self._slots.known[slots[kept]] != ends[kept]).any():
             raise UnknownToken(f"step {step.plan.step_id} counted on tokens of a step that failed")
         self._state.commit(slots[kept], sampled.token_ids[good], slots[[row for row in errors if is_live[row]]])
-        return make_result(step.plan, sampling, sampled, step.prompts, errors)
+        return make_result(step.plan, sampling, is_good, sampled, step.prompts, errors)

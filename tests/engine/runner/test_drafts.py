@@ -1,0 +1,175 @@
+"""Tests steps with drafts: random requests are answered as without them, whatever is drafted."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from failpoint_kit import sites
+from plain_masks import PlainMasks
+from random_lives import Key, Life, LifeEngine, RandomFaults, draw_lives, language
+from runner_kit import CONTEXT, VOCAB, make_runner
+
+from headrace.core.plan import Plan, Started
+from headrace.engine.runner.batch import Positions, read_rows, sampled_positions
+from headrace.engine.runner.model_runner import CompletedStep, ModelRunner
+from headrace.engine.runner.slots import Ints, SlotState
+from headrace.tensor.models.decoder import DecoderModel
+from headrace.tensor.sampling import Sampler
+
+pytestmark = pytest.mark.pure
+
+SEED, COUNT, MOST = 11, 200, 4
+FEW_BLOCKS = 40
+FAULTS = [name for name in sites() if name.startswith("runner.")]
+
+
+class PlantedDrafts:
+    """Drafts what the plain runner answered, with errors planted. It keeps each slot's tokens by itself, and compares them with the
+    runner's."""
+
+    def __init__(self, answers: dict[Key, list[int]], lives: Sequence[Life], slots: SlotState, accuracy: float) -> None:
+        self._by_seed = {life.request.params.seed: life for life in lives}
+        self._answers, self._slots, self._accuracy = answers, slots, accuracy
+        self._rng = random.Random(SEED)
+        self._held: dict[int, tuple[Key, int, list[int]]] = {}
+        self.counts: Counter[str] = Counter()
+
+    def start(self, started: Started) -> None:
+        request_id = str(self._by_seed[started.params.seed].request.request_id)
+        self._held[started.slot] = (request_id, started.index), started.num_prompt_tokens, started.token_ids.tolist()
+
+    def end(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self._held.pop(slot, None)
+
+    def commit(self, slots: Iterable[int], token_ids: Iterable[int]) -> None:
+        for slot, token_id in zip(slots, token_ids, strict=True):
+            self._held[slot][2].append(int(token_id))
+
+    def retract(self, slot: int, token_ids: Sequence[int]) -> None:
+        del self._held[slot][2][-len(token_ids) :]
+
+    def draft(self, slots: Ints, most: Ints) -> list[Ints]:
+        return [self._draft(int(slot), int(count)) for slot, count in zip(slots, most, strict=True)]
+
+    def _draft(self, slot: int, most: int) -> Ints:
+        key, num_prompt, tokens = self._held[slot]
+        known = int(self._slots.known[slot])
+        assert self._slots.token_ids[slot, :known].tolist() == tokens, "the drafter heard of other tokens than the runner has"
+        follows = self._answers[key][known - num_prompt :][:most]
+        drafts = [token if self._rng.random() < self._accuracy else self._rng.randrange(VOCAB) for token in follows]
+        self.counts["drafts"] += len(drafts)
+        return np.array(drafts, dtype=np.int64)
+
+    def close(self) -> None:
+        self.counts["closed"] += 1
+
+
+class Asking:
+    """Asks the runner for drafts after every row, as far as the context goes."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.num_accepted = self.num_drafted = 0
+
+    def submit(self, plan: Plan) -> CompletedStep:
+        most = array("i", [max(0, min(MOST, CONTEXT - start - count - 1)) for start, count in zip(plan.starts, plan.counts, strict=True)])
+        ticket = self.runner.submit(replace(plan, num_drafts=most))
+        if plan.drafts and not isinstance(ticket._outcome, Exception):
+            self.num_drafted += len(plan.drafts)
+            given = zip(ticket.result().token_counts, plan.samples, strict=True)
+            self.num_accepted += sum(count - 1 for count, samples in given if count and samples > 1)
+        return ticket
+
+    def close(self) -> None:
+        self.runner.close()
+
+
+@pytest.fixture(scope="module")
+def lives() -> list[Life]:
+    return draw_lives(COUNT, SEED)
+
+
+@pytest.fixture(scope="module")
+def kept() -> dict[str, LifeEngine]:
+    return {}
+
+
+@pytest.fixture
+def whole(decoder: DecoderModel, lives: list[Life], kept: dict[str, LifeEngine]) -> LifeEngine:
+    """The same requests without drafts, none cut off or preempted."""
+    if not kept:
+        engine = kept["whole"] = LifeEngine(
+            decoder, make_runner(decoder, masks=PlainMasks(language, VOCAB), num_blocks=400), num_blocks=400
+        )
+        engine.run([Life(life.request, None, None) for life in lives], random.Random(0), preempts=False)
+    return kept["whole"]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("accuracy", [0.0, 0.7, 1.0])
+def test_random_lives_are_answered_as_without_drafts(
+    decoder: DecoderModel, lives: list[Life], whole: LifeEngine, accuracy: float, depth: int
+) -> None:
+    made: list[PlantedDrafts] = []
+
+    def drafter(slots: SlotState, _: Sampler) -> PlantedDrafts:
+        made.append(PlantedDrafts(whole.tokens, lives, slots, accuracy))
+        return made[0]
+
+    runner = make_runner(decoder, num_blocks=FEW_BLOCKS, masks=PlainMasks(language, VOCAB), drafter=drafter)
+    asking = Asking(runner)
+    engine = LifeEngine(decoder, asking, depth=depth, num_blocks=FEW_BLOCKS)
+    faults = RandomFaults(random.Random(SEED), 0.04)
+    with faults.armed(FAULTS):
+        engine.run(lives, random.Random(SEED + depth), faults)
+    assert not engine.differences(lives, whole)
+    engine.check_idle()
+    assert asking.num_drafted >= 300
+    assert asking.num_accepted >= 0.9 * asking.num_drafted if accuracy == 1.0 else asking.num_accepted <= accuracy * asking.num_drafted + 60
+    assert min(engine.counts[name] for name in ("cancelled", "ended early", "preempted", "prefix hits")) >= 20, engine.counts
+
+
+def positions(samples: list[int], drafts: list[int]) -> Positions:
+    rows = range(len(samples))
+    counts = [max(each, 1) + (2 if not each else 0) for each in samples]
+    plan = Plan(
+        step_id=1, slots=array("i", rows), starts=array("i", [10 * row for row in rows]), counts=array("i", counts),
+        samples=array("i", samples), drafts=array("i", drafts),
+    )  # fmt: skip
+    return sampled_positions(read_rows(plan), np.array(drafts, dtype=np.int64))
+
+
+def test_positions_are_those_at_the_ends_of_rows() -> None:
+    found = positions([1, 0, 3, 1], [7, 8])
+    assert found.rows.tolist() == [0, 2, 2, 2, 3]
+    assert found.tokens.tolist() == [0, 4, 5, 6, 7]
+    assert found.places.tolist() == [1, 21, 22, 23, 31]
+    assert found.drafts.tolist() == [-1, 7, 8, -1, -1]
+    assert found.given.tolist() == [-1, -1, 7, 8, -1]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "unknown", "kept"),
+    [
+        ([5, 7, 8, 9, 5], [], [1, 1, 1, 1, 1]),
+        ([5, 6, 8, 9, 5], [], [1, 1, 0, 0, 1]),
+        ([5, 7, 9, 9, 5], [], [1, 1, 1, 0, 1]),
+        ([5, 7, 8, 9, 5], [2], [1, 1, 0, 0, 1]),
+        ([-1, 7, 8, -1, -1], [3], [1, 1, 1, 0, 1]),
+    ],
+)
+def test_the_first_draft_that_is_wrong_ends_its_row(tokens: list[int], unknown: list[int], kept: list[int]) -> None:
+    found = positions([1, 0, 3, 1], [7, 8])
+    assert found.accepted(np.array(tokens, dtype=np.int64), unknown).astype(int).tolist() == kept
+
+
+def test_drafts_that_no_row_has_are_refused() -> None:
+    with pytest.raises(ValueError, match="drafts: 0 are missing or left over: the plan has 1"):
+        positions([1, 1], [7])
