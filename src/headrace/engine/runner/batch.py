@@ -119,7 +119,7 @@ class Positions:
         return np.concatenate(([-1], self.drafts[:-1])) if len(self) else self.drafts
 
     def accepted(self, token_ids: Ints, unknown: Sequence[int]) -> NDArray[np.bool_]:
-        """[P] which tokens count: each row's first, and those behind drafts that are right.
+        """[P] which tokens count: each row's first, and every other that follows a draft that is right.
 
         unknown  positions whose token must not be used, none of them a row's first
         """

@@ -166,7 +166,7 @@ class ModelRunner:
         return self._sampler.sample(logits, positions.slots, positions.places, masks, positions.given)
 
     def _with_drafts(self, plan: Plan, rows: Rows, result: Result) -> Result:
-        """Of rows that gave a token."""
+        """Drafts follow the rows that gave a token."""
         if self._drafter is None:
             raise ValueError(f"num_drafts: this runner drafts nothing; every row must say 0, got {max(plan.num_drafts)}")
         most = column(plan.num_drafts)
