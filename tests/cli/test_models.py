@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,13 @@ import torch
 from gguf_files import byte_level_keys, entry, gguf_bytes, model_keys
 from tiny_models import TINY
 
-from headrace.bundled import FOLDER
+from headrace.bundled import DEFAULT_MODEL, FOLDER
 from headrace.cli.models import adapter_names, describe_folder, model_folders, models
 from headrace.core.errors import ConfigError
+from headrace.core.speculation import SpeculativeConfig
+from headrace.core.strict_decode import decode
+from headrace.engine.config import EngineConfig
+from headrace.fleet.weights import resolve_model
 
 pytestmark = pytest.mark.pure
 
@@ -43,6 +48,15 @@ def test_folders_are_described_or_say_what_is_wrong(tmp_path: Path, capsys: pyte
     text = capsys.readouterr().out
     assert "context 512 tokens" in text
     assert "UnknownForCausalLM" in text
+
+
+def test_the_bundled_draft_says_how_it_drafts(capsys: pytest.CaptureFixture[str]) -> None:
+    models(None, as_json=False)
+    [said] = re.findall(r"drafts for headrace-tiny: --speculative-config '(.*?)'", capsys.readouterr().out)
+    drafting = decode(EngineConfig, {"model": DEFAULT_MODEL, "device": "cpu", "speculative_config": json.loads(said)}).checked()
+    assert drafting.with_draft_folder(resolve_model).speculative_config == SpeculativeConfig(
+        method="draft_model", model=str(FOLDER / "headrace-draft")
+    )
 
 
 def test_the_name_is_what_the_model_is_served_as(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -26,6 +28,13 @@ class Whole:
     spare: Part | None = None
     log: bool | str = "on"
     hidden: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choosy:
+    INSTEAD: ClassVar[Mapping[str, str]] = {"weight": "It is always 1."}
+
+    size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +74,14 @@ def test_what_does_not_fit_is_named_by_its_path(raw: object, words: str) -> None
     with pytest.raises(ConfigError) as caught:
         decode(Whole, raw)
     assert str(caught.value) == words
+
+
+def test_a_key_of_another_program_is_refused_with_why_it_is_not_here() -> None:
+    assert decode(Choosy, {"size": 1}) == Choosy(size=1)
+    for key, words in (("weight", "is not supported. It is always 1."), ("INSTEAD", "is not a known key. Known: size.")):
+        with pytest.raises(ConfigError) as caught:
+            decode(Choosy, {"size": 1, key: 2}, "part")
+        assert str(caught.value) == f"part.{key}: {words}"
 
 
 def test_errors_show_no_value() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
 
 from headrace import LLM, SamplingParams
+from headrace.bundled import bundled_path
 from headrace.cli.flags.vllm import translated
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.core.option import options
+from headrace.core.speculation import SpeculativeConfig
 from headrace.core.vllm_options import WITHOUT_EFFECT
 from headrace.engine.config import EngineConfig
 from headrace.llm import api
@@ -58,6 +61,7 @@ def test_vllms_names_reach_the_engines_configuration(built: list[EngineConfig], 
             max_loras=3,
             max_cpu_loras=6,
             max_lora_rank=8,
+            speculative_config={"method": "draft_model", "model": "headrace-draft", "num_speculative_tokens": 4},
         )
     assert built == [
         EngineConfig(
@@ -84,6 +88,7 @@ def test_vllms_names_reach_the_engines_configuration(built: list[EngineConfig], 
             max_loras=3,
             max_cpu_loras=6,
             max_lora_rank=8,
+            speculative_config=SpeculativeConfig(method="draft_model", model=str(bundled_path("headrace-draft")), num_speculative_tokens=4),
         )
     ]
 
@@ -94,6 +99,7 @@ def test_the_signature_has_every_option_of_the_engine_with_its_type() -> None:
     described = dict(options(EngineConfig))
     offered = {keyword: hints[field] for keyword, field in ENGINE_FIELDS.items() if described[field].flags != ()}
     assert {*offered, "experimental"} == api._KEYWORDS
+    offered["speculative_config"] = Mapping[str, object]  # vLLM's form
     assert [keyword for keyword, hint in offered.items() if signature[keyword] not in (hint, hint | None)] == []
 
 
@@ -118,9 +124,9 @@ def test_every_keyword_changes_the_configuration(model_folder: Path) -> None:
     }
     changed |= dict.fromkeys(["max_model_len", "max_num_seqs", "block_size", "num_gpu_blocks_override", "num_threads", "seed"], 7)
     changed |= dict.fromkeys(["max_loras", "max_lora_rank"], 7)
-    changed |= {"kv_cache_memory_bytes": 2**20}
+    changed |= {"kv_cache_memory_bytes": 2**20, "speculative_config": {"method": "suffix"}}
     assert {*changed, "experimental"} == api._KEYWORDS
-    plain = {"dtype": "auto"}
+    plain = {"dtype": "auto", "device": "cpu"}
     for name, value in changed.items():
         assert engine_config(model_folder, plain | {name: value}) != engine_config(model_folder, plain), name
 
@@ -170,8 +176,26 @@ def test_no_keyword_is_suggested_that_is_then_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "where"),
+    [
+        ({"method": "eagle"}, "speculative_config.method"),
+        ({"method": "ngram", "disable_by_batch_size": 4}, "speculative_config.disable_by_batch_size"),
+        ({"method": "draft_model", "model": "./no-folder"}, "speculative_config.model"),
+        ("ngram", "speculative_config"),
+    ],
+)
+def test_a_key_of_speculation_is_refused_by_its_name(built: list[EngineConfig], model_folder: Path, given: Any, where: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LLM(model_folder, device="cpu", speculative_config=given)
+    assert caught.value.where == where
+    assert built == []
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("speculative_model", "org/draft"),
+        ("num_speculative_tokens", 5),
         ("tensor_parallel_size", 2),
         ("tensor_parallel_size", True),
         ("quantization", "awq"),

@@ -12,7 +12,10 @@ import typer
 from headrace.bundled import DEFAULT_MODEL, DRAFT_MODEL, bundled_names, bundled_path
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.core.model_names import name_of_file
+from headrace.core.speculation import DRAFT_MODEL as DRAFT_METHOD
 from headrace.tensor.checkpoint.gguf.paths import SUFFIX, is_first, is_gguf, model_name
+
+_DRAFTS = {"method": DRAFT_METHOD, "model": DRAFT_MODEL}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +112,7 @@ def shown(row: ModelRow) -> list[str]:
         size = f"{row.num_parameters / 1e6:,.1f} M parameters, {row.weight_bytes / 2**20:,.1f} MiB as {row.dtype}"
         lines.append(f"  {row.architecture}, {size}, context {row.max_model_len} tokens")
     if row.name == DRAFT_MODEL:
-        lines.append("  a draft for speculation, which is not done yet; it is served as a model of its own")
+        lines.append(f"  drafts for {DEFAULT_MODEL}: --speculative-config '{json.dumps(_DRAFTS)}'; it is served as a model of its own too")
     if row.adapters:
         lines.append(f"  adapters: {', '.join(row.adapters)}")
     if row.problem:

@@ -1,25 +1,80 @@
-"""Names how drafts are made (docs/speculation.md)."""
+"""Options of speculation, and the names of its methods (docs/speculation.md)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
+
+from headrace.core.errors import ConfigError
+from headrace.core.option import check_options, option, required
+from headrace.core.vllm_options import SPECULATIVE_KEYS, SPECULATIVE_METHOD_REMEDIES
 
 NGRAM, SUFFIX, DRAFT_MODEL = "ngram", "suffix", "draft_model"
 SPECULATIVE_METHODS = (NGRAM, SUFFIX, DRAFT_MODEL)
 
 MAX_SPECULATIVE_TOKENS = 16
+MAX_LOOKUP_TOKENS = 64
+
+_FLAG = "--speculative-config"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """
-    num_speculative_tokens   most tokens drafted to follow a token, 1 .. MAX_SPECULATIVE_TOKENS
-    prompt_lookup_min, prompt_lookup_max   ngram: how many of the last tokens are looked for, the longest first
-    model                    draft_model: the folder of a model with the same tokenizer, or the name of a bundled one
-    """
+    """vLLM's keys. Those that it has and this class has not are in `INSTEAD`, with why."""
 
-    method: str
-    num_speculative_tokens: int = 5
-    prompt_lookup_min: int = 3
-    prompt_lookup_max: int = 5
-    model: str = ""
+    INSTEAD: ClassVar[Mapping[str, str]] = SPECULATIVE_KEYS
+
+    method: str = required(
+        "`ngram` copies what followed the last tokens where they occur earlier in the sequence, `suffix` what followed the longest such "
+        "match, `draft_model` runs a smaller model. The flag has vLLM's JSON: an object of these keys.",
+        _FLAG,
+        one_of=SPECULATIVE_METHODS,
+    )
+    num_speculative_tokens: int = option(
+        5,
+        "Most tokens drafted to follow a token; how many are, adapts by itself.",
+        _FLAG,
+        low=1,
+        high=MAX_SPECULATIVE_TOKENS,
+    )
+    prompt_lookup_min: int | None = option(
+        None,
+        "`ngram`: fewest of the last tokens that must occur earlier. Less drafts more often, and worse.",
+        _FLAG,
+        shown="3, or `prompt_lookup_max` if that is less",
+        low=1,
+        high=MAX_LOOKUP_TOKENS,
+    )
+    prompt_lookup_max: int | None = option(
+        None,
+        "`ngram`: how many of the last tokens are looked for first.",
+        _FLAG,
+        shown="5, or `prompt_lookup_min` if that is more",
+        low=1,
+        high=MAX_LOOKUP_TOKENS,
+    )
+    model: str = option(
+        "", "`draft_model`: the folder of a smaller model with the same tokenizer, or a bundled one (`headrace-draft`).", _FLAG
+    )
+
+    @property
+    def prompt_lookup(self) -> tuple[int, int]:
+        """(fewest, most) of the last tokens that `ngram` looks for."""
+        fewest, most = self.prompt_lookup_min, self.prompt_lookup_max
+        return min(3, most or 3) if fewest is None else fewest, max(5, fewest or 5) if most is None else most
+
+    def check(self, where: str) -> None:
+        """Raises ConfigError naming the key, below `where`."""
+        if (remedy := SPECULATIVE_METHOD_REMEDIES.get(self.method)) is not None:
+            raise ConfigError(f"{where}.method", f"{self.method!r} is not supported", remedy)
+        check_options(self, where)
+        for name, method in (("prompt_lookup_min", NGRAM), ("prompt_lookup_max", NGRAM), ("model", DRAFT_MODEL)):
+            if getattr(self, name) and self.method != method:
+                raise ConfigError(f"{where}.{name}", f"is for the method {method}, and this one is {self.method}", "Leave it out.")
+        if self.method == DRAFT_MODEL and not self.model:
+            remedy = "Give the folder of a smaller model with the same tokenizer; headrace-draft is one for headrace-tiny."
+            raise ConfigError(f"{where}.model", "is missing", remedy)
+        fewest, most = self.prompt_lookup
+        if fewest > most:
+            raise ConfigError(f"{where}.prompt_lookup_min", f"{fewest} is more than prompt_lookup_max ({most})")

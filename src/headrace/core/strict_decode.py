@@ -1,7 +1,8 @@
 """Plain data (parsed JSON or YAML) -> a frozen dataclass: the decoder of every configuration. `plain` is the way back.
 
 Nothing is converted except a list to a tuple, a mapping to a nested dataclass, and an integer where a float is wanted. A key that is a
-word of Python's (class) is the field with an underscore behind it. Errors show no value, because it may be a secret.
+word of Python's (class) is the field with an underscore behind it. A class may say in `INSTEAD` why it lacks keys of other programs. Errors
+show no value, because it may be a secret.
 """
 
 from __future__ import annotations
@@ -137,6 +138,8 @@ def _object(kind: type, data: Mapping[object, object], where: str, elsewhere: Ma
     hints, names = _fields_of(kind)
     for key in data:
         if key not in names:
+            if (why := getattr(kind, "INSTEAD", {}).get(key)) is not None:
+                raise ConfigError(joined(where, str(key)), "is not supported", why)
             raise UnknownKey(joined(where, str(key)), names, elsewhere)
     # Unknown keys are reported before missing ones: a misspelt key may be why another is missing.
     values = {names[str(key)]: _decoded(hints[names[str(key)]], value, joined(where, str(key)), elsewhere) for key, value in data.items()}
@@ -150,7 +153,7 @@ def _object(kind: type, data: Mapping[object, object], where: str, elsewhere: Ma
 def _fields_of(kind: type) -> tuple[Mapping[str, object], Mapping[str, str]]:
     """The type of each field of a dataclass, and the field of each key. Cached: Python evaluates the types anew each time."""
     hints = get_type_hints(kind)
-    return hints, {key_of(name): name for name in hints}
+    return hints, {key_of(item.name): item.name for item in fields(kind)}
 
 
 def _name(hint: object) -> str:

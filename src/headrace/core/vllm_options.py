@@ -9,6 +9,8 @@ _TOKENIZER = "The tokenizer of the model's folder is used."
 _MEDIA = "Only text models are served."
 _TEXT_GENERATION = "Only text generation is served."
 
+_SPECULATIVE = 'Write speculative_config: {"method": "draft_model", "model": FOLDER, "num_speculative_tokens": N}.'
+
 _SWAP = "preempted sequences are recomputed, nothing is swapped"
 
 WITHOUT_EFFECT: Mapping[str, str] = {
@@ -33,7 +35,8 @@ REMEDIES: Mapping[str, str] = {
     "hf_overrides": "Edit a copy of the model's config.json.",
     "download_dir": "Set HF_HOME, or give a local folder.",
     "cpu_offload_gb": "Weights stay where they are computed.",
-    "speculative_config": "Speculative decoding is not supported yet.",
+    "speculative_model": _SPECULATIVE,
+    "num_speculative_tokens": _SPECULATIVE,
     "limit_mm_per_prompt": _MEDIA,
     "mm_processor_kwargs": _MEDIA,
     "allowed_local_media_path": _MEDIA,
@@ -42,3 +45,38 @@ REMEDIES: Mapping[str, str] = {
     "convert": _TEXT_GENERATION,
 }
 """What to do instead, as one sentence."""
+
+_HIDDEN_STATES = "Nothing is drafted from the target's hidden states: use ngram, suffix or draft_model."
+_ADAPTS = "How many tokens are drafted adapts by itself."
+_OF_ENGINE = "The draft model is computed as the target is."
+_BOUNDS = "A sequence is matched with itself alone, within bounds that are built in."
+_EXACT = "A draft is accepted if it is the token that the target samples at its place."
+_ONE_PROCESS = "A replica is one process."
+
+SPECULATIVE_METHOD_REMEDIES: Mapping[str, str] = {
+    **dict.fromkeys(("eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "dflash", "dspark", "extract_hidden_states"), _HIDDEN_STATES),
+    "ngram_gpu": "Use ngram.",
+    "custom_class": "Code that a configuration names is never loaded: use ngram, suffix or draft_model.",
+}
+"""vLLM's methods of drafting that are not here."""
+
+SPECULATIVE_KEYS: Mapping[str, str] = {
+    **dict.fromkeys(("disable_by_batch_size", "num_speculative_tokens_per_batch_size", "enable_adaptive_verification"), _ADAPTS),
+    **dict.fromkeys(("rejection_sample_method", "synthetic_acceptance_rates", "synthetic_acceptance_length"), _EXACT),
+    "draft_sample_method": "The draft model's tokens are chosen as the target's are.",
+    **dict.fromkeys((f"suffix_decoding_{name}" for name in ("max_tree_depth", "max_cached_requests", "max_spec_factor")), _BOUNDS),
+    "suffix_decoding_min_token_prob": _BOUNDS,
+    **dict.fromkeys(("draft_tensor_parallel_size", "tensor_parallel_size", "use_local_argmax_reduction"), _ONE_PROCESS),
+    "quantization": "The draft model's weights are computed with as its checkpoint has them.",
+    **dict.fromkeys(("moe_backend", "attention_backend", "kv_cache_dtype", "enforce_eager", "draft_load_config"), _OF_ENGINE),
+    "max_model_len": "It is that of the draft model's config.json.",
+    "revision": REMEDIES["revision"],
+    "code_revision": REMEDIES["code_revision"],
+    "use_heterogeneous_vocab": "A draft model has the target's tokenizer.",
+    **dict.fromkeys(("parallel_drafting", "speculative_token_tree"), "Tokens are drafted one after another."),
+    **dict.fromkeys(
+        ("disable_padded_drafter_batch", "disable_eagle_block_drop", "index_share_for_mtp_iteration", "dspark_draft_topk"),
+        "It is for methods that are not supported.",
+    ),
+}
+"""Keys of vLLM's speculative_config that are not here -> why, as one sentence."""

@@ -7,13 +7,16 @@ the table in docs/config.md are made from it.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 
 from headrace.core.adapters import MAX_ADAPTERS, AdapterSource, check_adapters
 from headrace.core.errors import ConfigError
 from headrace.core.model_info import LOAD_FORMATS
 from headrace.core.option import Option, Reload, Role, by_device, check_options, option, options, required
+from headrace.core.speculation import SpeculativeConfig
 from headrace.machine.gpus import Gpus, find_gpus
 from headrace.policy.queues import QUEUES
 from headrace.tensor.backends import BACKENDS, find_working_gpus
@@ -34,7 +37,7 @@ DEVICES = ("auto", "cuda", "cpu")
 class EngineConfig:
     """The options of one replica. Of `checked` and `resolve`: with the device and its defaults; None before stands for such a default.
 
-    The fleet resolves `model` to a local folder.
+    The fleet resolves models to local folders.
     """
 
     model: str = required(
@@ -175,6 +178,13 @@ class EngineConfig:
     )
     max_lora_rank: int = option(16, "Highest rank of an adapter: memory is set aside for `max_cpu_loras` of it.", low=1, high=512)
 
+    speculative_config: SpeculativeConfig | None = option(
+        None,
+        "Draft tokens and compute them together with the known one: `method`, `num_speculative_tokens` and more, in JSON "
+        "([speculation.md](speculation.md)). Few streams at once are faster; drafting switches itself off where it does not pay.",
+        is_common=True,
+    )
+
     @property
     def num_cpu_loras(self) -> int:
         return self.max_cpu_loras or self.max_loras
@@ -198,6 +208,7 @@ class EngineConfig:
                 "Every running sequence needs one token per step.",
             )
         config._check_adapters()
+        config._check_speculation()
         return config
 
     def _check_adapters(self) -> None:
@@ -207,6 +218,23 @@ class EngineConfig:
         if self.lora_modules and not self.enable_lora:
             raise ConfigError("lora_modules", "names adapters, and enable_lora is off", "Set enable_lora.")
         check_adapters(self.lora_modules)
+
+    def _check_speculation(self) -> None:
+        if self.speculative_config is None:
+            return
+        self.speculative_config.check("speculative_config")
+        if self.device == "cuda":
+            raise ConfigError("speculative_config", "is not supported on a GPU yet", "Leave it out, or use device = cpu.")
+
+    def with_draft_folder(self, resolve: Callable[[str], Path]) -> EngineConfig:
+        """With the local folder of the model that drafts, if one does. Raises what `resolve` raises, and its ConfigError with the key."""
+        drafting = self.speculative_config
+        if drafting is None or not drafting.model:
+            return self
+        try:
+            return replace(self, speculative_config=replace(drafting, model=str(resolve(drafting.model))))
+        except ConfigError as error:
+            raise error.at("speculative_config.model") from error
 
     def on_this_machine(self) -> EngineConfig:
         return resolve(self, _gpus_here() if self.device == "auto" else Gpus())

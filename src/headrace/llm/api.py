@@ -7,6 +7,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from threading import Lock
@@ -86,13 +87,15 @@ class LLM:
         max_loras: int | None = None,
         max_cpu_loras: int | None = None,
         max_lora_rank: int | None = None,
+        speculative_config: Mapping[str, object] | None = None,
         experimental: bool = False,
         **unsupported: object,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in ENGINE_FIELDS}
         refuse_unsupported(unsupported, _KEYWORDS)
-        folder = _resolve(model, experimental)
-        self._start(engine_config(folder, given), load_text(folder), seed, _build_engine)
+        folder = _resolve(model, experimental=experimental)
+        config = engine_config(folder, given).with_draft_folder(partial(_resolve, experimental=experimental))
+        self._start(config, load_text(folder), seed, _build_engine)
 
     @classmethod
     def over(cls, build: Build, text: TextModel, *, config: EngineConfig, seed: int | None = None) -> Self:
@@ -295,7 +298,7 @@ _KEYWORDS = frozenset(LLM.__init__.__kwdefaults__ or ())
 LLM.__doc__ = (LLM.__doc__ or "").replace("{engine_options}", described(_KEYWORDS))
 
 
-def _resolve(model: str | Path | None, experimental: bool) -> Path:
+def _resolve(model: str | Path | None, *, experimental: bool) -> Path:
     if model is None:
         folder = bundled_path(DEFAULT_MODEL)
         if folder is None:

@@ -21,9 +21,12 @@ from headrace.cli.config.yaml_files import Raw, dump_yaml, parse_yaml
 from headrace.cli.flags.flag import GivenFlags
 from headrace.core.errors import ConfigError
 from headrace.core.option import Reload, leaves, options
-from headrace.fleet.config import FIXED, FIXED_GATEWAY
+from headrace.core.strict_decode import decode
+from headrace.engine.config import EngineConfig
+from headrace.fleet.config import FIXED, FIXED_GATEWAY, ModelSpec, runs_alike
 from headrace.fleet.files import ReplicaFiles, gateway_content
 from headrace.fleet.launcher import SECRET_VARIABLES, without_secrets
+from headrace.fleet.weights import resolve_model
 from headrace.gateway.config import GatewayConfig, config_from
 from headrace.gateway.http.config import HttpTls
 from headrace.machine.hosts import is_loopback
@@ -187,6 +190,61 @@ def test_adapters_are_named_in_one_place_and_of_engines_that_run_here(tmp_path: 
     assert str(refusal(tmp_path, text)) == "models[0].engine.lora_modules: is not set here. Name adapters in models[N].adapters."
     text = "models: [{name: far, adapters: {sql: pirate}, upstreams: [{url: 'http://127.0.0.1/v1', model: m}]}]"
     assert str(refusal(tmp_path, text)).startswith("models[0].adapters: are of engines that are started here")
+
+
+DRAFTING = {"method": "draft_model", "model": "headrace-draft"}
+
+
+def drafting(section: str, model_folder: Path) -> str:
+    return f"models: [{{engine: {{model: {model_folder}, device: cpu, speculative_config: {section}}}}}]"
+
+
+def test_speculation_is_set_in_the_file_by_variables_and_by_a_flag(tmp_path: Path, model_folder: Path) -> None:
+    file = load_text(tmp_path, drafting(json.dumps(DRAFTING), model_folder))
+    prefix = "HEADRACE_MODELS__0__ENGINE__SPECULATIVE_CONFIG"
+    without = drafting("null", model_folder)
+    assert load_text(tmp_path, without, {f"{prefix}__{key.upper()}": value for key, value in DRAFTING.items()}) == file
+    assert load_text(tmp_path, without, {prefix: json.dumps(DRAFTING)}) == file
+    assert load_text(tmp_path, without, model__engine__speculative_config=DRAFTING) == file
+    assert load_text(tmp_path, without) != file
+
+
+def test_a_reload_with_other_speculation_starts_engines_anew(tmp_path: Path, model_folder: Path) -> None:
+    def spec(section: str) -> ModelSpec:
+        [model] = load_text(tmp_path, drafting(section, model_folder)).fleet(resolve_model).models
+        return model
+
+    held = spec(json.dumps(DRAFTING))
+    assert held.engine["speculative_config"]["model"] == str(resolve_model("headrace-draft"))  # type: ignore[index]
+    assert runs_alike(held, spec(json.dumps(DRAFTING)))
+    assert not runs_alike(held, spec(json.dumps({**DRAFTING, "num_speculative_tokens": 3})))
+    assert not runs_alike(held, spec("null"))
+    assert decode(EngineConfig, {**held.engine, "model": "m"}).checked().speculative_config is not None
+
+
+@pytest.mark.parametrize(
+    ("section", "where", "what"),
+    [
+        ("{method: eagle}", ".method", "'eagle' is not supported."),
+        ("{method: ngram, revision: main}", ".revision", "is not supported. Download the revision you want"),
+        ("{method: ngram, methods: x}", ".methods", "is not a known key. Did you mean method?"),
+        ("{method: draft_model, model: ./no-folder}", ".model", "there is no folder './no-folder'"),
+        ("{method: draft_model, model: headrace-tiny, prompt_lookup_max: 2}", ".prompt_lookup_max", "is for the method ngram"),
+        ("[ngram]", "", "expected object or null, got array."),
+    ],
+)
+def test_speculation_is_refused_under_its_key_and_the_name_of_what_set_it(
+    section: str, where: str, what: str, tmp_path: Path, model_folder: Path
+) -> None:
+    path = "models[0].engine.speculative_config"
+    assert str(refusal(tmp_path, drafting(section, model_folder))).startswith(f"{path}{where}: {what}")
+    (tmp_path / "headrace.yaml").write_text(drafting("null", model_folder))
+    given = GivenFlags(
+        {"model.engine.speculative_config": parse_yaml(section, "x")}, {"model.engine.speculative_config": "--speculative-config"}
+    )
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path / "headrace.yaml", {"XDG_STATE_HOME": str(tmp_path)}, given)
+    assert str(caught.value).startswith(f"--speculative-config{where}: {what}")
 
 
 def test_environment_wins_over_the_file_and_flags_over_both(tmp_path: Path, model_folder: Path) -> None:

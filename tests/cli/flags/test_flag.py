@@ -17,11 +17,14 @@ from headrace.cli.exits import UsageRefused
 from headrace.cli.flags.flag import GivenFlags, given_flags, whole_number, with_flags
 from headrace.cli.flags.rows import ENGINE_FLAGS, ENGINE_PROCESS_FLAGS, SERVE_FLAGS, engine_flags
 from headrace.core.option import options
+from headrace.core.strict_decode import decode
 from headrace.engine.config import EngineConfig
 
 pytestmark = pytest.mark.pure
 
 WITHOUT_A_FLAG = {"model", "lora_modules", "max_waiting", "max_waiting_per_tenant"}
+
+DRAFTING = {"method": "ngram", "num_speculative_tokens": 3}
 
 
 def given_by(*arguments: str) -> Mapping[str, object]:
@@ -49,10 +52,33 @@ def test_each_flag_reaches_its_field(flag: object) -> None:
     (found,) = [each for each in ENGINE_FLAGS if each is flag]
     name = found.names[0].partition("/")[0]
     text = {bool: [], int: ["2"], float: ["0.5"], str: [(*found.option.one_of, "x")[0]]}[found.kind]
-    config = EngineConfig(model="m", **given_by(name, *text))  # type: ignore[arg-type]
+    text = [json.dumps(DRAFTING)] if found.about.get("metavar") == "JSON" else text
+    config = decode(EngineConfig, {"model": "m", **given_by(name, *text)})
     hint = get_type_hints(EngineConfig)[found.field]
     assert list(given_by(name, *text)) == [found.field]
     assert isinstance(getattr(config, found.field), hint)
+
+
+def test_a_section_is_given_in_json() -> None:
+    assert given_by("--speculative-config", json.dumps(DRAFTING)) == {"speculative_config": DRAFTING}
+
+
+@pytest.mark.parametrize(
+    ("word", "what"),
+    [
+        ("ngram", "'ngram' is not JSON"),
+        ("{'method': 'ngram'}", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ('"ngram"', '"ngram" is not a JSON object'),
+        ("[]", "[] is not a JSON object"),
+        ("null", "null is not a JSON object"),
+    ],
+)
+def test_a_section_that_is_no_object_is_refused(word: str, what: str) -> None:
+    [flag] = engine_flags("speculative_config")
+    with pytest.raises(UsageRefused, match=re.escape(what)) as caught:
+        flag.values(word)
+    assert str(caught.value).startswith("--speculative-config: ")
 
 
 NAMED = {"name": "sql", "path": "/adapters/sql"}

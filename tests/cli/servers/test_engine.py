@@ -17,6 +17,7 @@ from headrace.cli.admin.tls import init
 from headrace.cli.exits import CommandExitCode
 from headrace.cli.main import main
 from headrace.core.adapters import AdapterSource
+from headrace.core.speculation import SpeculativeConfig
 from headrace.engine.config import EngineConfig
 from headrace.engine.server.config import ProcessConfig
 
@@ -157,6 +158,30 @@ def test_an_engine_by_hand_has_adapters_too(
         [(_, engine)] = started
         assert engine.lora_modules == (AdapterSource(name="sql", path=str(bundled_adapter("pirate"))),)
         assert engine.enable_lora
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"method": "draft_model", "model": "headrace-draft"}, ""),
+        ({"method": "eagle"}, "headrace: speculative_config.method: 'eagle' is not supported."),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 9}, ".suffix_decoding_max_tree_depth: is not supported."),
+        ({"method": "draft_model", "model": "./no-folder"}, "headrace: speculative_config.model: there is no folder ./no-folder."),
+    ],
+)
+def test_an_engine_by_hand_drafts_too(
+    given: dict[str, object], reason: str, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[tuple[ProcessConfig, EngineConfig]] = []
+    monkeypatch.setattr("headrace.engine.main.run_engine", lambda read: started.append(read()))
+    arguments = ["--listen", "unix:/run/e.sock", "--device", "cpu", "--speculative-config", json.dumps(given)]
+    monkeypatch.setattr(sys, "argv", ["headrace", "engine", str(model_folder), *arguments])
+    with pytest.raises(SystemExit):
+        main()
+    assert reason in capsys.readouterr().err
+    assert [engine.speculative_config for _, engine in started] == (
+        [] if reason else [SpeculativeConfig(method="draft_model", model=str(bundled_path("headrace-draft")))]
+    )
 
 
 def test_a_yaml_file_holds_what_the_flags_say(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

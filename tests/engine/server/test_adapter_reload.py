@@ -122,5 +122,7 @@ def test_nothing_but_the_adapters_may_change(tmp_path: Path) -> None:
     assert read(engine={**engine, "lora_modules": []}) == ()
     with pytest.raises(ConfigError, match=r"^engine\.max_lora_rank: cannot change while the engine runs"):
         read(engine={**engine, "max_lora_rank": 64})
+    with pytest.raises(ConfigError, match=r"^engine\.speculative_config: cannot change while the engine runs"):
+        read(engine={**engine, "speculative_config": {"method": "suffix"}})
     with pytest.raises(ConfigError, match=r"^replica: cannot change"):
         read(replica="m-1")

@@ -200,7 +200,7 @@ def _built(config: EngineConfig, outbox: Outbox) -> Engine:
     from headrace.engine.build import build_engine
     from headrace.fleet.weights import resolve_model
 
-    return build_engine(replace(config, model=str(resolve_model(config.model))), outbox)
+    return build_engine(replace(config, model=str(resolve_model(config.model))).with_draft_folder(resolve_model), outbox)
 
 
 def _finish(result: dict[str, object], records: Sequence[LoadRecord], output_json: Path | None, as_json: bool) -> None:

@@ -256,8 +256,8 @@ def named_by_origin(environment: Mapping[str, str], flags: GivenFlags) -> Iterat
 def origin_of(where: str, environment: Mapping[str, str], flags: GivenFlags = NO_FLAGS) -> str | None:
     """The flag or variable that set the value at `where`; None: the file. Flags win over variables, later variables over earlier ones."""
     for path, name in flags.names.items():
-        if rest_within(where, shown_path(_flag_steps(path))) is not None:
-            return name
+        if (rest := rest_within(where, shown_path(_flag_steps(path)))) is not None:
+            return name + (rest if rest.startswith(".") else "")  # a flag may hold a whole section
     places = [(name, rest_within(where, shown_path(steps))) for name, steps in variables(environment)]
     return next((name + rest for name, rest in reversed(places) if rest is not None), None)  # a variable may hold a whole section
 

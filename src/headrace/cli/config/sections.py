@@ -124,10 +124,10 @@ class ModelSection:
         smaller = {"smaller": self.smaller} if self.smaller else {}
         return {**smaller, **(self.parsers if self.engine is not None or self.remote is not None else {})}
 
-    def engine_options(self) -> dict[str, Any]:
-        """The options of engines that are started here, but for their adapters."""
+    def engine_options(self, resolve: Callable[[str], Path]) -> dict[str, Any]:
+        """The options of engines that are started here, but for their adapters. resolve: as of `ServeConfig.fleet`"""
         assert self.engine is not None
-        engine = self.engine.on_this_machine()
+        engine = self.engine.on_this_machine().with_draft_folder(resolve)
         made: dict[str, Any] = plain(replace(engine, enable_lora=engine.enable_lora or bool(self.adapters)))
         return made
 
@@ -297,6 +297,8 @@ class ServeConfig:
         except ConfigError as error:
             raise error.at(f"{where}.engine.{error.where}") from error
         _check_folder(f"{where}.engine.model", engine.model)
+        if engine.speculative_config is not None and engine.speculative_config.model:
+            _check_folder(f"{where}.engine.speculative_config.model", engine.speculative_config.model)
 
     def _check_gateway(self) -> None:
         try:
@@ -322,7 +324,7 @@ class ServeConfig:
         for model in self.models:
             spec = ModelSpec(name=model.served_name, aliases=model.aliases, replicas=model.num_engines, gateway=model.of_gateway)
             if model.engine is not None:
-                engine = model.engine_options()
+                engine = model.engine_options(resolve)
                 folders = {name: str(resolve_adapter(path)) for name, path in model.adapters.items()}
                 spec = replace(spec, folder=resolve(engine.pop("model")), engine=engine, adapters=folders)
             elif model.remote is not None:

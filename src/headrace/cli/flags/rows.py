@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from headrace.cli.exits import UsageRefused
 from headrace.cli.flags.flag import CommandFlag, whole_number
 from headrace.core.option import Option, options
+from headrace.core.strict_decode import inner
 from headrace.engine.config import EngineConfig
 
 MODEL, ENGINE, NETWORK, SECURITY, OPERATION = "Model", "Engine", "Network", "Security", "Operation"
@@ -50,18 +53,36 @@ def _text(path: Path) -> tuple[str]:
     return (str(path),)
 
 
+def _json_object(flag: str, word: str) -> dict[str, Any]:
+    try:
+        given = json.loads(word)
+    except (ValueError, RecursionError) as error:
+        raise UsageRefused(f"{flag}: {word!r} is not JSON ({error})") from None
+    if not isinstance(given, dict):
+        raise UsageRefused(f"{flag}: {word} is not a JSON object")
+    return given
+
+
 def _engine_flags() -> Iterator[CommandFlag]:
     hints = get_type_hints(EngineConfig)
     for name, option in options(EngineConfig):
         if name == "lora_modules":  # each command declares its own
             continue
-        kind = bool if option.switch else next(kind for kind in (bool, int, float, str) if hints[name] in (kind, kind | None))
         word = name.replace("_", "-")
+        if is_dataclass(inner(hints[name])):
+            split = partial(_section, f"--{word}")
+            yield CommandFlag(group=ENGINE, paths=(name,), names=(f"--{word}",), option=option, split=split, about={"metavar": "JSON"})
+            continue
+        kind = bool if option.switch else next(kind for kind in (bool, int, float, str) if hints[name] in (kind, kind | None))
         made = f"--{word}/--no-{word}" if kind is bool else f"--{word}"
         names = (made,) if option.flags is None else option.flags
         if names and name != "model":  # an argument as well, which each command declares
             about = {"parser": whole_number, "metavar": "<int>"} if kind is int else {}
             yield CommandFlag(group=ENGINE, paths=(name,), names=names, kind=kind, option=option, split=_converter(option), about=about)
+
+
+def _section(flag: str, word: str) -> tuple[object]:
+    return (_json_object(flag, word),)
 
 
 def _converter(option: Option) -> Callable[[Any], Sequence[object]]:
@@ -99,10 +120,7 @@ def _adapter(word: str) -> tuple[str, str]:
         if not (name and separator and path):
             raise UsageRefused(f"--lora-modules: {word!r} is not NAME=FOLDER. Write --lora-modules sql=/adapters/sql.")
         return name, path
-    try:
-        given = json.loads(word)
-    except ValueError as error:
-        raise UsageRefused(f"--lora-modules: {word!r} is not JSON ({error})") from None
+    given = _json_object("--lora-modules", word)
     name, path, base = (given.pop(key, None) for key in ("name", "path", "base_model_name"))
     if given or not (isinstance(name, str) and isinstance(path, str)):
         raise UsageRefused(f'--lora-modules: {word} is not {{"name": NAME, "path": FOLDER}}; base_model_name is the only other key.')

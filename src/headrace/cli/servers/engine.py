@@ -75,18 +75,19 @@ def _from_file(path: Path, given: Sequence[str], *, experimental: bool) -> tuple
     """given: flags beside the file. Raises ConfigError, or UsageRefused for such a flag."""
     from headrace.cli.config.yaml_files import read_yaml
     from headrace.engine.server.config import process_config_from
-    from headrace.fleet.weights import resolve_model
 
     for flag in given:
         raise UsageRefused(f"{flag}: the file given with --config holds everything. Leave one of them out.")
     process, engine = process_config_from(read_yaml(path))
-    return process, _with_adapters(replace(engine, model=str(resolve_model(engine.model, experimental=experimental))))
+    return process, _with_folders(engine, experimental=experimental)
 
 
-def _with_adapters(config: EngineConfig) -> EngineConfig:
-    """With the folders of its adapters. Raises ConfigError."""
-    from headrace.fleet.weights import resolve_adapter
+def _with_folders(config: EngineConfig, *, experimental: bool) -> EngineConfig:
+    """With those of its models and adapters. Raises ConfigError."""
+    from headrace.fleet.weights import resolve_adapter, resolve_model
 
+    resolve = partial(resolve_model, experimental=experimental)
+    config = replace(config, model=str(resolve(config.model))).with_draft_folder(resolve)
     folders = []
     for index, adapter in enumerate(config.lora_modules):
         try:
@@ -114,6 +115,6 @@ def _from_flags(given: Mapping[str, object], names: Mapping[str, str], *, experi
     spellings = {path.removeprefix("engine."): name for path, name in {**known, **names}.items()}  # errors name fields of `EngineConfig`
     try:
         process, engine = process_config_from(data)
-        return process, _with_adapters(engine)
+        return process, _with_folders(engine, experimental=experimental)
     except ConfigError as error:
         raise error.at(spellings.get(error.where.removeprefix("engine."), error.where)) from error

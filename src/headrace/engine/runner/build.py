@@ -112,6 +112,7 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
         f"KV dtype: {_name(kv_dtype)}, {why_kv}",
         *sizing.lines,
         *_adapter_lines(config, loader, adapters),
+        *_speculation_lines(config),
         f"peaks, as measured: {peaks.read_bytes_per_s / 1e9:.1f} GB/s, {peaks.flops_per_s / 1e12:.2f} TFLOP/s",
         f"warm-up: {seconds:.1f} s",
     )
@@ -298,6 +299,12 @@ def _adapter_of_zeros(adapters: ModelAdapters) -> PackedAdapter:
             for linear in adapters.linears
         ]
     )
+
+
+def _speculation_lines(config: EngineConfig) -> list[str]:
+    if config.speculative_config is None:
+        return []
+    return [f"speculation: {config.speculative_config.method}, at most {config.speculative_config.num_speculative_tokens} drafted tokens"]
 
 
 def _adapter_lines(config: EngineConfig, loader: AdapterLoader | None, adapters: AdapterPreparer[PackedAdapter] | None) -> list[str]:
