@@ -16,6 +16,7 @@ from failpoint_kit import Injected, armed
 from runner_kit import CONTEXT, VOCAB, DenseLlama, Planner, row_tokens
 
 from headrace.core.errors import CheckpointError, ConfigError
+from headrace.core.speculation import SpeculativeConfig
 from headrace.engine.config import EngineConfig
 from headrace.engine.runner import build as runner_build
 from headrace.engine.runner.build import AnyRunner, build_runner
@@ -61,6 +62,12 @@ def test_the_runner_answers_and_its_facts_are_right(tiny_folder: Path, dense: De
         "peaks, as measured",
         "warm-up",
     }
+
+
+def test_speculation_is_among_what_was_decided(tiny_folder: Path) -> None:
+    drafting = SpeculativeConfig(method="suffix", num_speculative_tokens=7)
+    _, info = build_runner(config(tiny_folder, device="cpu", speculative_config=drafting))
+    assert "speculation: suffix, at most 7 drafted tokens" in info.decided
 
 
 def test_context_is_costly_where_attention_takes_as_long_as_the_products(decoder: DecoderModel) -> None:
