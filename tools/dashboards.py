@@ -158,6 +158,11 @@ ENGINES = (
         f"({engine_rate('headrace_prefix_cache_query_tokens_total')} > 0)",
     ),
     engine_rates("Preemptions", "headrace_preemptions", "Sequences that lost their KV blocks, a second."),
+    share(
+        "Drafted tokens that were right",
+        engine_rate("headrace_spec_decode_accepted_tokens_total"),
+        f"({engine_rate('headrace_spec_decode_draft_tokens_total')} > 0)",
+    ),
 )
 
 UTILISATION = (

@@ -18,8 +18,9 @@ pytestmark = [
     pytest.mark.skipif(PROGRAM is None, reason=MISSING),
 ]
 
-WITHOUT_SERIES = ("GPU", "Budgets", "Resumed", "Refused", "Limits", "Foreign", "Lost", "Usage records that wait")
-"""Beginnings of the panels that show nothing of a healthy machine without a GPU, budgets, refusals, foreign servers and a ledger."""
+WITHOUT_SERIES = ("GPU", "Drafted", "Budgets", "Resumed", "Refused", "Limits", "Foreign", "Lost", "Usage records that wait")
+"""Beginnings of the panels that show nothing of a healthy machine without a GPU, speculation, budgets, refusals, foreign servers and a
+ledger."""
 
 
 @pytest.fixture(scope="module")
