@@ -99,6 +99,7 @@ class FakeReplica(ReplicaClient):
 
     hold      set: requests are taken but nothing is said until `go` is set
     on_submit called before anything is said; may reject the stream or raise
+    counted   requests that its load snapshot counts
     """
 
     text: TextModel
@@ -115,6 +116,7 @@ class FakeReplica(ReplicaClient):
     go: asyncio.Event = field(default_factory=asyncio.Event)
     requests: list[EngineRequest] = field(default_factory=list)
     streams: dict[RequestId, ReplicaStream] = field(default_factory=dict)
+    counted: set[RequestId] = field(default_factory=set)
     cancelled: list[RequestId] = field(default_factory=list)
     finished: list[tuple[RequestId, int, int, FinishReason]] = field(default_factory=list)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -132,6 +134,10 @@ class FakeReplica(ReplicaClient):
     @property
     def num_open(self) -> int:
         return len(self.streams)
+
+    @property
+    def unseen_handles(self) -> frozenset[Handle]:
+        return frozenset(stream.handle for request_id, stream in self.streams.items() if request_id not in self.counted)
 
     def sent_since_snapshot(self, lowest: PriorityClass = PriorityClass.BATCH) -> list[int]:
         return [num_tokens for priority in PriorityClass if priority <= lowest for num_tokens in self.sent.get(priority, ())]
@@ -180,23 +186,12 @@ class FakeReplica(ReplicaClient):
         if (stream := self.streams.get(request_id)) is not None:
             stream.end_sequence(index)
 
-    def abandon(self, reason: str) -> None:
-        for request_id, stream in list(self.streams.items()):
+    def abandon(self, reason: str, may_move: Callable[[ReplicaStream], bool]) -> int:
+        moved = [(request_id, stream) for request_id, stream in self.streams.items() if may_move(stream)]
+        for request_id, stream in moved:
             self.cancelled.append(request_id)
             stream.fail(Unavailable(reason))
-
-    def abandon_unbegun(self, reason: str) -> int:
-        found = [(request_id, stream) for request_id, stream in self.streams.items() if stream.is_unbegun]
-        for request_id, stream in found:
-            self.cancelled.append(request_id)
-            stream.fail(Unavailable(reason))
-        return len(found)
-
-    def abandon_unseen(self, reason: str) -> int:
-        """Of a replica that does not read: it has counted none."""
-        num_open = len(self.streams)
-        self.abandon(reason)
-        return num_open
+        return len(moved)
 
     def die(self) -> None:
         self.state, self.info, self.snapshot = ConnectionState.DOWN, None, None

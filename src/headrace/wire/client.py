@@ -11,7 +11,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -25,7 +25,7 @@ from headrace.core.update import FinishReason
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import decode_model_info
 from headrace.wire.dial import Dialer
-from headrace.wire.service import NOT_READING_AFTER_S, SILENT_AFTER_S, Expectation, check_model, check_protocol
+from headrace.wire.service import NOT_READING_AFTER_S, SILENT_AFTER_S, Expectation, Handle, check_model, check_protocol
 from headrace.wire.session import NotListening, Session
 from headrace.wire.stream import NO_NUMERICS, ReplicaStream
 from headrace.wire.target import parse_target
@@ -139,6 +139,11 @@ class ReplicaClient:
     def num_open(self) -> int:
         return len(self._streams)
 
+    @property
+    def unseen_handles(self) -> frozenset[Handle]:
+        """The handles of requests that no load snapshot has counted: the engine may never read them."""
+        return frozenset(self._session.unseen_handles) if self._session is not None else frozenset()
+
     def sent_since_snapshot(self, lowest: PriorityClass = PriorityClass.BATCH) -> list[int]:
         """Tokens to compute of each request that the last load snapshot does not count, of class `lowest` or a higher one."""
         return self._session.unseen_tokens_of(lowest) if self._session else []
@@ -190,30 +195,14 @@ class ReplicaClient:
                 self._session.send_finish(stream.handle, index, keep_tokens, reason)
             stream.end_sequence(index)
 
-    def abandon(self, reason: str) -> None:
-        """Every open stream raises Unavailable, and the engine is sent a cancel for each."""
-        self._abandon_all(list(self._streams.values()), reason)
-
-    def abandon_unseen(self, reason: str) -> int:
-        """Requests that no load snapshot has counted: the engine may never read them."""
-        if self._session is None:
-            return 0
-        unseen = [stream for handle in self._session.unseen_handles if (stream := self._session.streams.get(handle)) is not None]
-        return self._abandon_all(unseen, reason)
-
-    def abandon_unbegun(self, reason: str) -> int:
-        """Requests without any update so far that resume no earlier output."""
-        return self._abandon_all([stream for stream in self._streams.values() if stream.is_unbegun], reason)
-
-    def _abandon_all(self, streams: Sequence[ReplicaStream], reason: str) -> int:
-        for stream in streams:
-            self._abandon(stream, reason)
-        return len(streams)
-
-    def _abandon(self, stream: ReplicaStream, reason: str) -> None:
-        if self._session is not None:
-            self._session.send_cancel(stream.handle)
-        stream.fail(Unavailable(reason))
+    def abandon(self, reason: str, may_move: Callable[[ReplicaStream], bool]) -> int:
+        """Each open stream that may move raises Unavailable, and the engine is sent a cancel. Returns how many."""
+        moved = [stream for stream in self._streams.values() if may_move(stream)]
+        for stream in moved:
+            if self._session is not None:
+                self._session.send_cancel(stream.handle)
+            stream.fail(Unavailable(reason))
+        return len(moved)
 
     def _ended(self, stream: ReplicaStream) -> None:
         self._streams.pop(stream.request_id, None)

@@ -61,6 +61,8 @@ class ReplicaStream:
         "_unread_bytes",
         "_updates",
         "_waiter",
+        "adapter",
+        "adapter_digest",
         "attempt",
         "first_index",
         "handle",
@@ -81,9 +83,10 @@ class ReplicaStream:
     ) -> None:
         """request_delivery  called when data arrives and no delivery is pending. The callee must call `deliver`, now or later"""
         self.attempt = Attempt(request.request_id, request.epoch)
+        self.adapter, self.adapter_digest = request.adapter, request.adapter_digest
         self.handle = handle
         self.is_unbegun = not request.output_ids
-        """Whether any replica may compute the request: no update has come, and it resumes nothing."""
+        """Whether any replica with its adapter may compute the request: no update has come, and it resumes nothing."""
         self.numerics = numerics
         self._open_indices = set(request.indices)
         self.first_index = min(self._open_indices)

@@ -253,6 +253,28 @@ async def test_a_hanging_replica_keeps_its_streams_where_no_other_has_its_adapte
         assert (await running).status_code == 200
 
 
+async def test_of_a_hanging_replica_the_streams_of_the_base_model_move_and_those_of_an_adapter_that_no_other_has_stay(
+    text: TextModel,
+) -> None:
+    async with open_bench(text, models=two_replicas(), timeouts={"failover_s": 30}) as bench:
+        first, second = bench.replicas.values()
+        give(first, FIRST)
+        give(second, {})
+        second.snapshot = SeenLoad(snapshot(num_running=5), virtual_loop().time() + 1e6)
+        first.token_delay_s = 0.1
+        plain, adapted = [asyncio.create_task(bench.chat(model=name, max_tokens=20, ignore_eos=True)) for name in (MODEL, ADAPTER)]
+        await asyncio.sleep(0.55)
+        assert asked(second) == []
+        first.go.clear()
+        first.snapshot = SeenLoad(snapshot(step_age_s=5.0, step_predicted_s=0.1), virtual_loop().time())
+        assert (await plain).status_code == 200
+        [moved] = second.requests
+        assert (moved.adapter, bool(moved.output_ids), adapted.done()) == (None, True, False)
+        first.go.set()
+        assert (await adapted).status_code == 200
+        assert len(second.requests) == 1
+
+
 async def test_vllms_path_names_the_command_instead(bench: TestBench) -> None:
     for path, command in (("load_lora_adapter", "load NAME PATH"), ("unload_lora_adapter", "unload NAME")):
         refused = await bench.client.post(f"/v1/{path}", json={"lora_name": "a", "lora_path": "/a"})

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -472,6 +473,59 @@ async def test_what_has_not_begun_leaves_a_replica_that_hangs_for_one_of_other_n
         hanging.go.set()
         await readers[0]
         assert begun_answer.num_tokens == 40
+
+
+def announce(replica: FakeReplica, draw: random.Random) -> None:
+    """Some numerics and adapters."""
+    assert replica.info is not None
+    numerics = draw.choice([NUMERICS, NUMERICS, NUMERICS | {"weights": "cd"}, NUMERICS | {"weights": ""}])
+    adapters = {name: draw.choice(["aa", "bb"]) for name in "ab" if draw.random() < 0.7}
+    replica.info = replace(replica.info, model=replace(replica.info.model, numerics=numerics, adapters=adapters))
+
+
+@pytest.mark.parametrize("is_hanging", [True, False])
+@pytest.mark.parametrize("seed", range(50))
+async def test_a_stream_moves_exactly_where_routing_then_finds_a_ready_replica(text: TextModel, seed: int, is_hanging: bool) -> None:
+    """Of a replica that does not read, only what it has not counted moves."""
+    draw, may_move = random.Random(seed), set[RequestId]()
+    async with open_bench(text, models=some_replicas(3)) as bench:
+        upstream = bench.gateway.service.models.get(MODEL).upstream
+        assert isinstance(upstream, TokenUpstream)
+        pool, (bad, *others) = upstream._pool, bench.replicas.values()
+        for replica in bench.replicas.values():
+            announce(replica, draw)
+        for other in others:
+            other.state = draw.choice([ConnectionState.CONNECTED, ConnectionState.CONNECTED, ConnectionState.DRAINING])
+        assert bad.info is not None
+        bad.go.clear()
+        for number in range(24):
+            adapter, digest = draw.choice([(None, ""), *bad.info.model.adapters.items()])
+            asked = EngineRequest(
+                request_id=RequestId(f"r{number}"), prompt_ids=(1, 2), params=SamplingParams(seed=1), adapter=adapter, adapter_digest=digest
+            )
+            is_resumed, has_update = draw.random() < 0.2, draw.random() < 0.5
+            stream = bad.submit(asked.resumed(0, [7], "") if is_resumed else asked)
+            if has_update:
+                stream.put(update_of(asked, 0))
+            if draw.random() < 0.5:
+                bad.counted.add(asked.request_id)
+            with suppress(Unavailable):
+                pool.pick(
+                    prompt_tokens=3,
+                    tried={pool.replicas[0].instance},
+                    numerics=stream.numerics if is_resumed or has_update else None,
+                    adapter=adapter,
+                    adapter_digest=digest,
+                )
+                may_move.add(asked.request_id)
+        if is_hanging:
+            bad.state, bad.silent_s = ConnectionState.SILENT, MOVE_AFTER_S
+        else:
+            bad.state, bad.unread_s = ConnectionState.NOT_READING, MOVE_AFTER_S
+        pool._look_at(pool.replicas[0])
+        assert set(bad.cancelled) == (may_move if is_hanging else may_move - bad.counted)
+        for request_id in list(bad.streams):
+            bad.cancel(request_id)
 
 
 @pytest.mark.pure

@@ -27,6 +27,7 @@ from headrace.policy.routing.choice import ONLY, Random, ReplicaChoice, ReplicaI
 from headrace.policy.routing.failures import RetryBudget, ejected
 from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince, mean_output_tokens
 from headrace.wire.client import ConnectionState
+from headrace.wire.stream import ReplicaStream
 
 log = logging.getLogger(__name__)
 
@@ -309,9 +310,9 @@ class ReplicaPool:
                 log.exception("looking at the replicas failed")
 
     def _look_at(self, replica: Replica) -> None:
-        """Move requests off a replica that hangs (all), or does not read (those that it has not counted).
+        """Move requests off a replica that hangs (any), or does not read (those that it has not counted).
 
-        Requests without output may move to any ready replica, others only if one has equal numerics.
+        A request moves if another ready replica has its adapter, and equal numerics unless nothing of it has come.
         """
         connection, name = replica.connection, replica.instance[0]
         is_hanging = stalled_s(connection.state, connection.snapshot, connection.silent_s, self.clock()) >= MOVE_AFTER_S
@@ -319,14 +320,15 @@ class ReplicaPool:
             return
         reason = f"replica {name} {'hangs' if is_hanging else 'does not read what is sent'}"
         others = [other for other in self.ready() if other is not replica]
-        if not any(_may_take_over(replica, other) for other in others):
-            num_moved = connection.abandon_unbegun(reason) if others else 0
-        elif is_hanging:
-            num_moved = connection.num_open
-            connection.abandon(reason)
-        else:
-            num_moved = connection.abandon_unseen(reason)
-        if num_moved:
+        digest = numerics_digest(replica.numerics)
+        equal = [other for other in others if may_resume(digest, numerics_digest(other.numerics))]
+        unseen = connection.unseen_handles
+
+        def may_move(stream: ReplicaStream) -> bool:
+            able = others if stream.is_unbegun else equal
+            return (is_hanging or stream.handle in unseen) and any(each.has_adapter(stream.adapter, stream.adapter_digest) for each in able)
+
+        if num_moved := connection.abandon(reason, may_move):
             log.warning("%s: %d of its requests move to another one", reason, num_moved)
 
     def _wake(self) -> None:
@@ -339,9 +341,3 @@ class ReplicaPool:
 
     def _ready_instances(self) -> frozenset[tuple[str, str, str]]:
         return frozenset((*replica.instance, numerics_digest(replica.numerics)) for replica in self.ready())
-
-
-def _may_take_over(replica: Replica, other: Replica) -> bool:
-    """Whether any stream of `replica` may go on at the other one, with whatever adapter."""
-    is_equal = may_resume(numerics_digest(replica.numerics), numerics_digest(other.numerics))
-    return is_equal and all(other.has_adapter(*adapter) for adapter in replica.adapters.items())
