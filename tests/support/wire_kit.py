@@ -23,11 +23,10 @@ from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import Rejected, SequenceUpdate
-from headrace.engine.build import assemble
 from headrace.engine.config import EngineConfig
 from headrace.engine.server.dispatcher import AsyncioOutbox
 from headrace.engine.server.service import EngineService
-from headrace.lab.fake_runner import FakeOptions, FakeRunner, fake_info
+from headrace.lab.fake_runner import FakeOptions, fake_engine
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.client import ReplicaClient
 from headrace.wire.codec.update import RowExtras, UpdateRows, update_of
@@ -82,8 +81,8 @@ class Served:
         token, tls = service.pop("token", None), service.pop("tls", None)
         self.options = options
         self.address = address
-        self.runner = FakeRunner(options)
-        self.engine = assemble(config.checked(), self.runner, fake_info(options), bridge)
+        self.engine = fake_engine(bridge, options, config)
+        self.runner = self.engine._steps.runner
         self.service = EngineService(self.engine, bridge, parse_target(address, token, tls), replica="fake-0", **service)
         self.thread = threading.Thread(target=self.engine.run, daemon=True)
 

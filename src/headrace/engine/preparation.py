@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Protocol
 
-from headrace.core.errors import EngineFatal, InvalidRequest
+from headrace.core.errors import EngineFatal, InvalidRequest, Unavailable
 from headrace.core.ids import PreparationId
 from headrace.core.load import FailureKind
 from headrace.core.request import EngineRequest
@@ -40,7 +40,7 @@ class Preparers:
         if request.grammar is not None and self._grammars is None:
             raise InvalidRequest("grammar", "none: this engine compiles no grammars", request.grammar.kind.value)
         if request.adapter is not None and self._adapters is None:
-            raise InvalidRequest("adapter", "none: this engine serves the base model only", request.adapter, "Start it with enable_lora.")
+            raise Unavailable(f"this engine serves the base model only, not {request.adapter}; the request can be sent again")
         needs: dict[str, float] = {}
         with ExitStack() as unless_begun:
             for each in self._preparers:

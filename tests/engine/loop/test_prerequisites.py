@@ -128,7 +128,8 @@ def test_an_engine_that_prepares_nothing_refuses_grammars_and_adapters_by_name()
     driven.submit(request("c", [1], adapter="pirate", adapter_digest="ab"))
     driven.run()
     assert str(driven.errors["a"]).startswith("grammar: expected none: this engine compiles no grammars")
-    assert str(driven.errors["c"]).startswith("adapter: expected none: this engine serves the base model only")
+    assert isinstance(driven.errors["c"], Unavailable)
+    assert str(driven.errors["c"]).startswith("this engine serves the base model only, not pirate")
     assert driven.finish == {("b", 0): FinishReason.LENGTH}
 
 

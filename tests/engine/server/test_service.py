@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,6 +15,7 @@ from patience import PATIENCE_S, eventually
 from virtual_wire import linked_virtually
 from wire_kit import Served, connected, read_all, read_updates, request, served
 
+from headrace.core.adapters import AdapterSource
 from headrace.core.errors import InvalidRequest, Overloaded, RequestTooLarge, Unavailable
 from headrace.core.ids import RequestId
 from headrace.core.load import ClassLoad, summed
@@ -22,6 +24,7 @@ from headrace.core.request import PriorityClass
 from headrace.core.update import FinishReason, SequenceUpdate
 from headrace.engine import build
 from headrace.engine.config import EngineConfig
+from headrace.lab.fake_adapters import save_fake_adapter
 from headrace.lab.fake_runner import FakeOptions, fake_answer
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.client import ConnectionState, ReplicaClient
@@ -122,26 +125,32 @@ async def test_a_stream_keeps_the_numerics_of_its_replica_as_they_are_learnt_and
         assert may_resume(numerics_digest(stream.numerics), engine.engine.info.numerics_digest)
 
 
-async def test_adapters_that_change_reach_every_gateway_and_decide_which_requests_are_taken() -> None:
+async def test_adapters_that_change_reach_every_gateway_and_decide_which_requests_are_taken(tmp_path: Path) -> None:
     """The last of two changes is what counts, an empty list too; a request for files that the engine has not may be sent elsewhere."""
-    async with served(FakeOptions(adapters={"a": "aa"})) as engine, connected(engine) as early:
+    a, b = (AdapterSource(name=name, path=str(save_fake_adapter(tmp_path / name, name.encode()))) for name in "ab")
+    config = EngineConfig(model="fake", enable_lora=True, lora_modules=(a,))
+    async with served(config=config) as engine, connected(engine) as early:
         assert early.info is not None
-        assert early.info.model.adapters == {"a": "aa"}
+        assert set(early.info.model.adapters) == {"a"}
 
-        def change(adapters: dict[str, str]) -> None:
-            engine.engine.info = engine.engine.info.with_adapters(adapters)
+        def change(*sources: AdapterSource) -> dict[str, str]:
+            engine.engine.set_adapters(sources)
             engine.service.announce()
+            return dict(engine.engine.info.adapters)
 
-        change({"a": "aa", "b": "bb"})
-        change({"a": "cc"})
-        await eventually(lambda: early.info is not None and early.info.model.adapters == {"a": "cc"})
-        for name, digest in (("a", "aa"), ("b", "bb")):
-            with pytest.raises(Unavailable, match=f"the adapter {name}"):
+        before = change(a, b)
+        save_fake_adapter(tmp_path / "a", b"other weights")
+        after = change(a)
+        await eventually(lambda: early.info is not None and early.info.model.adapters == after)
+        for name, digest in before.items():
+            with pytest.raises(Unavailable, match=f"the adapter {name} was loaded again or unloaded"):
                 await read_all(early.submit(replace(request("r"), adapter=name, adapter_digest=digest)))
+        asked = replace(request("r"), adapter="a", adapter_digest=after["a"])
+        assert await read_all(early.submit(asked)) == {0: fake_answer(asked, 0, 8, engine.options)}
         async with connected(engine) as late:
             assert late.info is not None
             assert late.info.model == engine.engine.info
-        change({})
+        change()
         await eventually(lambda: early.info is not None and early.info.model.adapters == {})
 
 

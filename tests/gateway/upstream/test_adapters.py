@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from gateway_kit import MODEL, FakeReplica, TestBench, chat_body, eventually, metric, open_bench, snapshot, two_replicas
 from resume_kit import CHAT, NUMERICS, equal, kept, send, streaming_body
 from virtual_time import virtual_loop
+from wire_kit import connected, request, served
 
+from headrace.core.adapters import AdapterSource
 from headrace.core.errors import Unavailable
 from headrace.core.request import EngineRequest
+from headrace.engine.config import EngineConfig
+from headrace.gateway.upstream.own.attempts import CallAttempts, PromptCall
+from headrace.gateway.upstream.own.replica_health import Replica
+from headrace.gateway.upstream.own.replicas import ReplicaPool
 from headrace.gateway.upstream.served_models import MAX_LOGGED
+from headrace.lab.fake_adapters import save_fake_adapter
+from headrace.lab.fake_runner import fake_answer
+from headrace.policy.routing.choice import ReplicaId
 from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState, SeenLoad
 from headrace.wire.stream import ReplicaStream
@@ -125,6 +136,31 @@ async def test_a_replica_whose_files_have_just_changed_is_not_the_last_word(text
         second.state = ConnectionState.DRAINING
         refused = await bench.chat(model=ADAPTER)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+
+
+@pytest.mark.socket
+@pytest.mark.parametrize("is_unloaded", [True, False])
+async def test_a_request_that_an_engine_refuses_for_its_new_files_is_answered_by_another_engine(tmp_path: Path, is_unloaded: bool) -> None:
+    """Real engines. The first one's adapters change, and the gateway does not know it yet."""
+    folders = [save_fake_adapter(tmp_path / name, b"weights") for name in ("first", "second")]
+    sources = [AdapterSource(name=ADAPTER, path=str(folder)) for folder in folders]
+    configs = [EngineConfig(model="fake", enable_lora=True, lora_modules=(source,)) for source in sources]
+    async with served(config=configs[0]) as first, served(config=configs[1]) as second, connected(first) as near, connected(second) as far:
+        pool = ReplicaPool(MODEL, [Replica(ReplicaId("near"), near), Replica(ReplicaId("far"), far)], random=random.Random(3))
+        digest = second.engine.info.adapters[ADAPTER]
+        save_fake_adapter(folders[0], b"other weights")
+        first.engine.set_adapters([] if is_unloaded else sources[:1])
+        assert pool.adapter_digest(ADAPTER) == digest
+        whole = request("r", adapter=ADAPTER, adapter_digest=digest)
+        attempts = CallAttempts(pool, PromptCall(request=whole, max_output_tokens=8, preferred_replica="near"))
+        while updates := await attempts.batch():
+            for update in updates:
+                attempts.keep(update.index, update.token_ids)
+                if update.finish is not None:
+                    attempts.end(update.index, update.finish)
+        assert (attempts.replicas, attempts.epoch) == (["far"], 1), "the first attempt went to the engine that refused it"
+        assert list(attempts.output_ids[0]) == fake_answer(whole, 0, 8, second.options)
+        await attempts.close()
 
 
 TIERS: dict[str, Any] = {

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from headrace.core.adapters import AdapterSource, check_adapters
-from headrace.core.errors import CheckpointError, InvalidRequest, Unavailable
+from headrace.core.errors import CheckpointError, Unavailable
 from headrace.core.request import EngineRequest
 from headrace.engine.adapters.folders import AdapterFolders, Stamp
 from headrace.engine.adapters.pool import AdapterWeights
@@ -66,12 +66,10 @@ class AdapterCatalogue:
         return _Inspected(source, self._folders.inspect(source), stamp)
 
     def check(self, request: EngineRequest) -> None:
-        """Raises InvalidRequest for an adapter that is not here, and Unavailable where its name has other weights."""
+        """Raises Unavailable for an adapter that is not here with these weights: it was when the sender chose this engine."""
         found = self._known.get(request.adapter or "")
-        if found is None:
-            raise InvalidRequest("adapter", "one that this engine has", request.adapter, "GET /v1/models lists what is served.")
-        if found.digest != request.adapter_digest:
-            raise Unavailable(f"the adapter {request.adapter} has other weights here than the request asks for; it can be sent again")
+        if found is None or found.digest != request.adapter_digest:
+            raise Unavailable(f"the adapter {request.adapter} was loaded again or unloaded a moment ago; the request can be sent again")
 
     def source(self, digest: str) -> AdapterSource | None:
         return next((found.source for found in self._known.values() if found.digest == digest), None)

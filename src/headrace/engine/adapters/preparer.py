@@ -16,7 +16,7 @@ from typing import Generic, NamedTuple, Protocol
 
 from headrace.core.adapters import AdapterSource
 from headrace.core.clock import Clock
-from headrace.core.errors import CheckpointError, HeadraceError, Unavailable
+from headrace.core.errors import CheckpointError, Unavailable
 from headrace.core.ids import PreparationId
 from headrace.core.request import EngineRequest
 from headrace.engine.adapters.catalogue import AdapterCatalogue
@@ -106,7 +106,7 @@ class AdapterPreparer(Generic[Weights]):
         for preparation_id, request in waiting:
             try:
                 self._catalogue.check(request)
-            except HeadraceError as error:
+            except Unavailable as error:
                 self._attached.failed(preparation_id, ADAPTER, error)
 
     def put_first(self, weights: Weights) -> None:

@@ -204,8 +204,6 @@ class RequestDispatcher:
         request.params.checked()
         if request.output_ids and not may_resume(request.numerics_digest, self._engine.info.numerics_digest):
             raise Unavailable("this replica cannot go on from output_ids: their numerics_digest is not its own, or not known yet")
-        if request.adapter is not None and self._engine.info.adapters.get(request.adapter) != request.adapter_digest:
-            raise Unavailable(f"the adapter {request.adapter} was loaded again or unloaded a moment ago; the request can be sent again")
         older = self._routes.of_request(request.request_id)
         if older is not None:
             if older.epoch >= request.epoch:
