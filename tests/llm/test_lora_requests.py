@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from headrace import LLM, LoRARequest, SamplingParams
+from headrace.core.adapters import MAX_ADAPTERS
 from headrace.core.errors import CheckpointError, ConfigError, InvalidRequest
 from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
 from headrace.engine.config import EngineConfig
 from headrace.lab.fake_adapters import FakeAdapterLoader, save_fake_adapter
 from headrace.lab.fake_runner import FakeOptions, fake_answer, fake_engine
-from headrace.llm.adapters import with_requests
+from headrace.llm.adapters import folders_to_read
 from headrace.llm.outputs import RequestOutput
 from headrace.text.folder import TextModel
 
@@ -51,25 +52,19 @@ def test_a_request_with_a_wrong_value_is_refused_by_name(changes: dict[str, Any]
     ("known", "asked", "read"),
     [
         ([], [A, B, A], [A, B]),
-        ([A, B], [B, A], None),
-        ([A], [B], [A, B]),
-        ([A, B], [AGAIN], [AGAIN, B]),
-        ([AGAIN], [A], None),
+        ([A, B], [B, A], []),
+        ([A], [B], [B]),
+        ([A, B], [AGAIN], [AGAIN]),
+        ([AGAIN], [A], []),
         ([AGAIN], [AGAIN], [AGAIN]),
         ([A], [MOVED, MOVED], [MOVED]),
-        ([MOVED], [LoRARequest("a", 1, "/moved")], None),
+        ([MOVED], [LoRARequest("a", 1, "/moved")], []),
     ],
 )
 def test_folders_are_read_at_first_use_and_when_it_is_asked_for(
-    known: list[LoRARequest], asked: list[LoRARequest], read: list[LoRARequest] | None
+    known: list[LoRARequest], asked: list[LoRARequest], read: list[LoRARequest]
 ) -> None:
-    before = {one.lora_name: one for one in known}
-    after = with_requests(before, asked)
-    if read is None:
-        assert after is before
-    else:
-        assert after is not before
-        assert list(after.values()) == read
+    assert folders_to_read({one.lora_name: one for one in known}, asked) == {one.lora_name: one for one in read}
 
 
 @pytest.mark.parametrize(
@@ -83,7 +78,15 @@ def test_folders_are_read_at_first_use_and_when_it_is_asked_for(
 )
 def test_what_vllm_would_answer_with_other_weights_is_refused(asked: list[LoRARequest], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
-        with_requests({"a": A}, asked)
+        folders_to_read({"a": A}, asked)
+
+
+def test_a_name_beyond_the_most_that_an_engine_takes_is_refused() -> None:
+    known = {str(number): LoRARequest(str(number), number, f"/{number}") for number in range(1, MAX_ADAPTERS + 1)}
+    again = LoRARequest("7", 7, "/other", load_inplace=True)
+    assert folders_to_read(known, [again]) == {"7": again}
+    with pytest.raises(InvalidRequest, match=r"at most 4096 lora_names in the life of an LLM, got 4097.*load_inplace=True"):
+        folders_to_read(known, [LoRARequest("more", MAX_ADAPTERS + 1, "/more")])
 
 
 PARAMS = SamplingParams(seed=7, max_tokens=6)
@@ -136,6 +139,27 @@ def test_a_folder_that_changed_is_read_when_it_is_asked_for(llm: LLM, options: F
     for asked in (again, one):
         (output,) = llm.generate("Hello", PARAMS, lora_request=asked)
         assert output.outputs[0].token_ids == expected(output, options, one.lora_path) != before
+
+
+@pytest.mark.socket
+def test_a_new_adapter_costs_its_own_read_alone(
+    llm: LLM, adapters: list[LoRARequest], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Folders read before are not looked at: one that has been moved away refuses no other adapter."""
+    inspected, inspect = [], FakeAdapterLoader.inspect
+
+    def noted(loader: FakeAdapterLoader, folder: Path) -> str:
+        inspected.append(folder.name)
+        return inspect(loader, folder)
+
+    gone, *others = adapters
+    llm.generate("Hello", PARAMS, lora_request=gone)
+    Path(gone.lora_path).rename(tmp_path / "elsewhere")
+    monkeypatch.setattr(FakeAdapterLoader, "inspect", noted)
+    for one in others:
+        llm.generate("Hello", PARAMS, lora_request=one)
+    assert inspected == ["b", "b", "c", "c", "d", "d"], "each is inspected, and read"
+    assert set(llm.engine.info.adapters) == set("abcd")
 
 
 @pytest.mark.socket

@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -109,15 +109,17 @@ class Engine:
         check_prerequisite(what)
         self._inbox.put(PrerequisiteFailed(preparation_id, what, error))
 
-    def set_adapters(self, sources: Sequence[AdapterSource]) -> None:
+    def set_adapters(self, sources: Sequence[AdapterSource], changed: Collection[str] | None = None) -> None:
         """Replace the adapters that may be asked for; `info` names them from then on. All or nothing. Reads files, and blocks meanwhile.
+
+        changed  names of known adapters whose folders are looked at again; None: all
 
         Raises ConfigError, CheckpointError.
         """
         if self._adapters is None:
             raise ConfigError("lora_modules", "this engine has no adapters", "Start it with enable_lora.")
         with self._info_changes:
-            self._adapters.set(sources)
+            self._adapters.set(sources, changed)
             self.info = self.info.with_adapters(self._adapters.digests)
 
     def set_weights_digest(self, digest: str) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from headrace.core.adapters import MAX_ADAPTERS
 from headrace.core.errors import InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """An adapter, for `LLM.generate` and `LLM.chat`. Its folder is read when its name is first used. What changed in it since is read with
-    load_inplace, or with the next new adapter.
+    """An adapter, for `LLM.generate` and `LLM.chat`. Its folder is read when its name is first used, and what changed in it since with
+    load_inplace alone. An LLM takes at most `core.adapters.MAX_ADAPTERS` names.
 
     lora_int_id      one per adapter, >= 1
     lora_path        a folder as PEFT saves it, or the name of a bundled adapter
@@ -56,9 +57,9 @@ def parse_lora_requests(given: LoRARequests, count: int) -> list[LoRARequest | N
     return requests
 
 
-def with_requests(known: Mapping[str, LoRARequest], asked: Iterable[LoRARequest]) -> Mapping[str, LoRARequest]:
-    """`known` itself where no folder is to be read. Another path or id under a known name is refused: vLLM would answer with what it read
-    first.
+def folders_to_read(known: Mapping[str, LoRARequest], asked: Iterable[LoRARequest]) -> dict[str, LoRARequest]:
+    """By name, the requests whose folders are read before the call. Another path or id under a known name is refused: vLLM would answer
+    with what it read first.
 
     Raises InvalidRequest.
     """
@@ -66,7 +67,8 @@ def with_requests(known: Mapping[str, LoRARequest], asked: Iterable[LoRARequest]
     for one in asked:
         if named.setdefault(one.lora_name, one) != one:
             raise InvalidRequest("lora_request", "one LoRARequest per lora_name in a call", one.lora_name)
-    merged = {**known, **{name: one for name, one in named.items() if one.load_inplace or name not in known}}
+    new = {name: one for name, one in named.items() if one.load_inplace or name not in known}
+    merged = {**known, **new}
     id_to_name: dict[int, str] = {}
     for name, one in {**merged, **named}.items():
         before = merged[name]
@@ -79,4 +81,7 @@ def with_requests(known: Mapping[str, LoRARequest], asked: Iterable[LoRARequest]
             )
         if id_to_name.setdefault(one.lora_int_id, name) != name:
             raise InvalidRequest("lora_int_id", f"an id of its own for {name!r}: {id_to_name[one.lora_int_id]!r} has it", one.lora_int_id)
-    return merged if merged != known or any(one.load_inplace for one in named.values()) else known
+    if len(merged) > MAX_ADAPTERS:
+        remedy = "Set load_inplace=True to read another adapter under a known name, or make a new LLM."
+        raise InvalidRequest("lora_request", f"at most {MAX_ADAPTERS} lora_names in the life of an LLM", len(merged), remedy)
+    return new

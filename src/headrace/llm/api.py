@@ -25,7 +25,7 @@ from headrace.core.structured import StructuredOutputsParams
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine, Outbox
-from headrace.llm.adapters import LoRARequest, LoRARequests, parse_lora_requests, with_requests
+from headrace.llm.adapters import LoRARequest, LoRARequests, folders_to_read, parse_lora_requests
 from headrace.llm.batch import ProgressLine, PromptBatch, PromptJob, outputs_of
 from headrace.llm.options import ENGINE_FIELDS, described, engine_config, refuse_unsupported
 from headrace.llm.outputs import RequestOutput
@@ -110,6 +110,7 @@ class LLM:
         self._random = random.SystemRandom() if seed is None else random.Random(seed)
         self._numbers = count()
         self._adapters: Mapping[str, LoRARequest] = {}
+        self._adapter_sources: Mapping[str, AdapterSource] = {}
         self._lock = Lock()
         self._is_open = True
         self._num_forks = FORKS.count
@@ -277,12 +278,12 @@ class LLM:
         """Raises InvalidRequest, CheckpointError."""
         if asked and not self._config.enable_lora:
             raise InvalidRequest("lora_request", "None: this LLM has no adapters", asked[0].lora_name, "Make it with enable_lora=True.")
-        known = with_requests(self._adapters, asked)
-        if known is not self._adapters:
-            self._engine.set_adapters(
-                [AdapterSource(name=one.lora_name, path=str(_resolve_adapter(one.lora_path))) for one in known.values()]
-            )
-            self._adapters = known
+        new = folders_to_read(self._adapters, asked)
+        if new:
+            read = {name: AdapterSource(name=name, path=str(_resolve_adapter(one.lora_path))) for name, one in new.items()}
+            sources = {**self._adapter_sources, **read}
+            self._engine.set_adapters(list(sources.values()), changed=new)
+            self._adapters, self._adapter_sources = {**self._adapters, **new}, sources
 
     def _grammar(self, structured: StructuredOutputsParams, prompt: ParsedPrompt) -> Grammar:
         """In a conversation, as on a server, it binds after the model's reasoning."""

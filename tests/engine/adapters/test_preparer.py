@@ -433,6 +433,19 @@ def test_files_that_have_not_changed_are_not_read_again(tmp_path: Path, monkeypa
     assert made.loader.inspected == [*["a0", "a1"] * 3, "a1"]
 
 
+def test_only_the_folders_that_are_named_are_looked_at_again(tmp_path: Path) -> None:
+    made = AdaptedEngine(tmp_path, 2)
+    before = made.engine.info.adapters
+    for name in ("a0", "a1", "elsewhere", "new"):
+        save_fake_adapter(tmp_path / name, b"other weights")
+    made.engine.set_adapters(sources(tmp_path, "a0", "a1", "new"), changed={"a1"})
+    assert made.loader.inspected == ["a0", "a1", "a1", "new"]
+    assert made.engine.info.adapters["a0"] == before["a0"]
+    assert made.engine.info.adapters["a1"] == made.engine.info.adapters["new"] != before["a1"]
+    made.engine.set_adapters([AdapterSource(name="a0", path=str(tmp_path / "elsewhere"))], changed=())
+    assert made.engine.info.adapters["a0"] != before["a0"], "a known name with another folder is a new adapter"
+
+
 def test_a_folder_that_is_gone_hinders_no_change_of_other_adapters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made = AdaptedEngine(tmp_path, 2)
     before = made.engine.info.adapters

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from headrace.core.adapters import AdapterSource, check_adapters
@@ -35,25 +35,29 @@ class AdapterCatalogue:
     def digests(self) -> dict[str, str]:
         return {name: found.digest for name, found in self._known.items()}
 
-    def set(self, sources: Sequence[AdapterSource]) -> None:
+    def set(self, sources: Sequence[AdapterSource], changed: Collection[str] | None = None) -> None:
         """All or nothing; reads each folder whose files are new. Raises ConfigError and CheckpointError. One that is optional and cannot be
         used is left out.
+
+        changed  names of known adapters whose folders are looked at again; None: all
         """
         check_adapters(sources)
         known: dict[str, _Inspected] = {}
         for source in sources:
             try:
-                known[source.name] = self._inspect(source)
+                known[source.name] = self._inspect(source, looks_again=changed is None or source.name in changed)
             except CheckpointError as error:
                 if not source.is_optional:
                     raise
                 log.warning("the adapter %s is left out: %s", source.name, error)
         self._known = known
 
-    def _inspect(self, source: AdapterSource) -> _Inspected:
+    def _inspect(self, source: AdapterSource, *, looks_again: bool) -> _Inspected:
         """A folder that has been read, and cannot be now, hinders no change of other adapters."""
         before = self._known.get(source.name)
         before = replace(before, source=source) if before is not None and before.source.path == source.path else None
+        if before is not None and not looks_again:
+            return before
         try:
             stamp = self._folders.stamp(source, is_known=before is not None)
         except OSError as error:

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Generic, NamedTuple, Protocol
 
 from headrace.core.adapters import AdapterSource
@@ -98,9 +98,9 @@ class AdapterPreparer(Generic[Weights]):
         """The weights by place. None: entry 0, and a place whose adapter is not read yet, which no row names."""
         return self._resident
 
-    def set(self, sources: Sequence[AdapterSource]) -> None:
+    def set(self, sources: Sequence[AdapterSource], changed: Collection[str] | None = None) -> None:
         """As `AdapterCatalogue.set`. Requests that run keep their weights; those that wait for an adapter that is gone are refused."""
-        self._catalogue.set(sources)
+        self._catalogue.set(sources, changed)
         with self._lock:
             waiting = [(each, request) for each, request in self._open.items() if self._is_waiting(each, request)]
         for preparation_id, request in waiting:
