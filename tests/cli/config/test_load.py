@@ -247,6 +247,23 @@ def test_speculation_is_refused_under_its_key_and_the_name_of_what_set_it(
     assert str(caught.value).startswith(f"--speculative-config{where}: {what}")
 
 
+def test_adapters_that_are_turned_off_are_refused_by_both_names(tmp_path: Path, model_folder: Path) -> None:
+    text = f"models: [{{engine: {{model: {model_folder}, enable_lora: false}}, adapters: {{sql: pirate}}}}]"
+    why = "is off, and there are adapters (--lora-modules). Leave out one of the two."
+    assert str(refusal(tmp_path, text)) == f"models[0].engine.enable_lora: {why}"
+    file = tmp_path / "headrace.yaml"
+    file.write_text(f"models: [{{engine: {{model: {model_folder}}}}}]")
+    values = {"model.engine.enable_lora": False, "model.adapters": {"sql": "pirate"}}
+    flags = GivenFlags(values, {"model.engine.enable_lora": "--no-enable-lora", "model.adapters": "--lora-modules"})
+    for given in (None, file):
+        with pytest.raises(ConfigError) as caught:
+            load(given, {}, flags)
+        assert str(caught.value) == f"--no-enable-lora: {why}"
+    alone = load(file, {}, GivenFlags({"model.engine.enable_lora": False}, {"model.engine.enable_lora": "--no-enable-lora"}))
+    both = load(file, {}, GivenFlags(values | {"model.engine.enable_lora": True}, flags.names))
+    assert [config.fleet(Path).models[0].engine["enable_lora"] for config in (alone, both)] == [False, True]
+
+
 def test_environment_wins_over_the_file_and_flags_over_both(tmp_path: Path, model_folder: Path) -> None:
     text = f"models: [{{engine: {{model: {model_folder}, seed: 1, max_num_seqs: 4}}}}]\ngateway: {{port: 1000}}"
     environment = {

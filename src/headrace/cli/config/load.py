@@ -102,7 +102,9 @@ def check_wants_keys(config: ServeConfig) -> None:
 
 def from_raw(raw: Raw, default_model: str | None = None) -> ServeConfig:
     """Missing parts are added to `raw`, in place. Raises ConfigError with the path in `raw`."""
-    config = decoded(raw, default_model).checked()
+    config = decoded(raw, default_model)
+    _refuse_adapters_that_are_off(raw)
+    config = config.checked()
     return replace(config, gateway=_with_hashed_keys(config.gateway))
 
 
@@ -135,6 +137,14 @@ def _refuse_computed(raw: Raw) -> None:
         for where, section in _sections(raw, sections):
             if isinstance(section, dict) and name in section:
                 raise ConfigError(joined(where, name), "is not set here", remedy)
+
+
+def _refuse_adapters_that_are_off(raw: Raw) -> None:
+    """Adapters set `enable_lora`, unless it is set to off: decoded, that looks like the default."""
+    for where, model in _sections(raw, ["models[N]"]):
+        if isinstance(model, dict) and model.get("adapters") and (model.get("engine") or {}).get("enable_lora") is False:
+            remedy = "Leave out one of the two."
+            raise ConfigError(joined(where, "engine.enable_lora"), "is off, and there are adapters (--lora-modules)", remedy)
 
 
 def _sections(place: object, steps: Sequence[str], where: str = "") -> Iterator[tuple[str, object]]:
