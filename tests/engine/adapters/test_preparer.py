@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
@@ -126,8 +127,11 @@ class AdaptedEngine:
             self.engine.idle()
 
     def turn_until_first_token(self, name: str) -> None:
+        """An adapter is read between two turns, so that the turns that it takes do not depend on the machine."""
         while not self.tokens.get((name, 0)):
             self.turn()
+            while self.adapters._reading:
+                time.sleep(0.001)
 
     def run(self, *, but: frozenset[str] = frozenset()) -> None:
         """Until all have ended but some; each answer is that of its adapter's weights."""
