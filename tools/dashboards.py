@@ -163,6 +163,7 @@ ENGINES = (
         engine_rate("headrace_spec_decode_accepted_tokens_total"),
         f"({engine_rate('headrace_spec_decode_draft_tokens_total')} > 0)",
     ),
+    engine_rates("Adapters read", "headrace_adapter_reads", "LoRA adapters that were not in the engine's memory, a second."),
 )
 
 UTILISATION = (

@@ -110,7 +110,7 @@ class TurnedEngine:
         adapters = self.engine._adapters
         assert adapters is not None
         adapters.check()
-        return adapters.num_bytes
+        return adapters.reads_done.pool_bytes
 
     def check_idle(self) -> None:
         self.engine.scheduler.check()

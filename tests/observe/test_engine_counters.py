@@ -65,6 +65,10 @@ def test_published_names_stay() -> None:
         ("headrace_steps", ""),
         ("headrace_read_bytes", "vllm:estimated_read_bytes_per_gpu"),
         ("headrace_flops", "vllm:estimated_flops_per_gpu"),
+        ("headrace_adapter_reads", ""),
+        ("headrace_adapter_read_seconds", ""),
+        ("headrace_adapter_reads_failed", ""),
+        ("headrace_adapter_evictions", ""),
         ("headrace_sequences_finished", "vllm:request_success", "reason"),
         ("headrace_engine_failures", "", "kind"),
     ]

@@ -81,6 +81,14 @@ def test_kv_blocks_come_by_state() -> None:
     assert states == {"free": 5, "cached": 3, "used": 2}
 
 
+def test_the_pool_of_adapters_is_shown_of_engines_that_have_adapters() -> None:
+    metrics, adapted = Metrics(), replace(LOAD, adapter_pool_bytes=300, adapter_pool_highest_bytes=500)
+    metrics.read_engines(lambda: [ReplicaReading("m", name, True, load) for name, load in {"r0": adapted, "r1": LOAD}.items()])
+    for state, shown in (("", 300), ("highest_", 500)):
+        name = f"headrace_adapter_pool_{state}bytes"
+        assert [value(metrics, name, model="m", replica=replica) for replica in ("r0", "r1")] == [shown, None]
+
+
 def test_engine_counters_are_read_not_added() -> None:
     metrics = filled()
     for _ in range(3):

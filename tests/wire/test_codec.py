@@ -234,6 +234,8 @@ def test_finish_survives_the_wire(index: int, keep: int, reason: FinishReason) -
         running_adapters=st.lists(text, max_size=3).map(tuple),
         waiting_adapters=st.lists(text, max_size=3).map(tuple),
         max_loras=counts,
+        adapter_pool_bytes=st.none() | counts,
+        adapter_pool_highest_bytes=st.none() | counts,
         classes=st.just(()) | st.tuples(*[st.builds(ClassLoad, counts, counts, counts)] * 3),
         counters=st.builds(
             EngineCounters,

@@ -46,13 +46,13 @@ class Counter:
     vllm: str = ""
     label: str = ""
     values: tuple[str, ...] = ()
-    scale: int = 1
+    scale: float = 1
 
     @property
     def labels(self) -> tuple[str, ...]:
         return (self.label,) if self.label else ()
 
-    def series(self, counted: Any) -> list[tuple[tuple[str, ...], int]]:
+    def series(self, counted: Any) -> list[tuple[tuple[str, ...], float]]:
         """Pairs of label values and count. counted: the row's value."""
         if not self.label:
             return [((), counted * self.scale)]
@@ -100,6 +100,16 @@ class EngineCounters:
             "vllm:estimated_flops_per_gpu",
             scale=10**6,
         ),
+    ] = 0
+    adapter_reads: Annotated[int, Counter("headrace_adapter_reads", "Adapters read from their folders into the pool on the host.")] = 0
+    adapter_read_microseconds: Annotated[
+        int, Counter("headrace_adapter_read_seconds", "Time of these reads, in which other requests are served.", scale=1e-6)
+    ] = 0
+    adapter_reads_failed: Annotated[
+        int, Counter("headrace_adapter_reads_failed", "Reads of adapters that failed, with the requests that waited for them.")
+    ] = 0
+    adapter_evictions: Annotated[
+        int, Counter("headrace_adapter_evictions", "Adapters that left the pool on the host to make room for others.")
     ] = 0
     finished: Annotated[
         dict[str, int],
@@ -195,6 +205,7 @@ class LoadSnapshot:
     cpu_s, resident_bytes  of the engine's process: processor seconds, and memory
     peak_*              what the device was measured to read and to compute at the engine's start; 0: not measured
     *_adapters          names: those that unfinished requests use, and those that requests wait for; max_loras: most used at once, 0: none
+    adapter_pool_*      of the weights of adapters on the host, now and at most since the engine started; None: no adapters
     gpu_*               None: there is no GPU, or for the utilization no NVML. gpu_utilization: 0..1
     """
 
@@ -225,3 +236,5 @@ class LoadSnapshot:
     running_adapters: tuple[str, ...] = ()
     waiting_adapters: tuple[str, ...] = ()
     max_loras: int = 0
+    adapter_pool_bytes: int | None = None
+    adapter_pool_highest_bytes: int | None = None

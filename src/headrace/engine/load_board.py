@@ -10,7 +10,7 @@ from typing import Any
 
 from headrace.core.clock import Clock
 from headrace.core.load import LoadSnapshot, plus, summed
-from headrace.engine.adapters.preparer import AdapterPreparer, AdapterUse
+from headrace.engine.adapters.preparer import AdapterPreparer
 from headrace.engine.inbox import Inbox, SubmittedWork
 from headrace.engine.steps import StepQueue
 from headrace.engine.utilisation import NO_USE, EngineMeter
@@ -50,7 +50,6 @@ class LoadBoard:
         classes, costs = scheduler.class_loads, self._steps.costs
         total = summed(classes)
         self._num_running_highest = max(self._num_running_highest, total.num_running)
-        adapters = AdapterUse() if self._adapters is None else self._adapters.use
         load = LoadSnapshot(
             num_running=total.num_running,
             num_waiting=total.num_waiting,
@@ -66,10 +65,9 @@ class LoadBoard:
             step_prompt_tokens=scheduler.step_prompt_tokens,
             classes=classes,
             num_running_highest=self._num_running_highest,
-            running_adapters=adapters.running,
-            waiting_adapters=adapters.waiting,
-            max_loras=0 if self._adapters is None else self._adapters.max_loras,
         )
+        if self._adapters is not None:
+            load = _with_adapters(load, self._adapters)
         self._published = _Published(load, self._inbox.taken, self._clock())
 
     def snapshot(self) -> LoadSnapshot:
@@ -88,3 +86,23 @@ class LoadBoard:
             classes=plus(published.load.classes, submitted),
             **(NO_USE if self._meter is None else self._meter.read(now)),
         )
+
+
+def _with_adapters(load: LoadSnapshot, adapters: AdapterPreparer[Any]) -> LoadSnapshot:
+    use, reads = adapters.use, adapters.reads_done
+    counters = replace(
+        load.counters,
+        adapter_reads=reads.num,
+        adapter_read_microseconds=round(reads.read_s * 1e6),
+        adapter_reads_failed=reads.num_failed,
+        adapter_evictions=reads.num_evicted,
+    )
+    return replace(
+        load,
+        counters=counters,
+        running_adapters=use.running,
+        waiting_adapters=use.waiting,
+        max_loras=adapters.max_loras,
+        adapter_pool_bytes=reads.pool_bytes,
+        adapter_pool_highest_bytes=reads.pool_highest_bytes,
+    )

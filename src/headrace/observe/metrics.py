@@ -122,6 +122,8 @@ GAUGES = (
     ("headrace_peak_read_bytes_per_second", "What the device read at most, measured at the engine's start.", "peak_read_bytes_per_s"),
     ("headrace_peak_flops_per_second", "What the device computed at most, measured at the engine's start.", "peak_flops_per_s"),
     ("headrace_engine_resident_bytes", "Memory of the engine's process.", "resident_bytes"),
+    ("headrace_adapter_pool_bytes", "Weights of adapters in the pool on the host.", "adapter_pool_bytes"),
+    ("headrace_adapter_pool_highest_bytes", "Most of them since the engine started.", "adapter_pool_highest_bytes"),
     ("headrace_gpu_utilization_ratio", "Share of time in which a kernel ran, as nvidia-smi's utilization.gpu.", "gpu_utilization"),
     ("headrace_gpu_memory_used_bytes", "As nvidia-smi's memory.used.", "gpu_memory_used_bytes"),
     ("headrace_gpu_memory_total_bytes", "As nvidia-smi's memory.total.", "gpu_memory_total_bytes"),

@@ -18,6 +18,7 @@ from patience import PATIENCE_S
 
 from headrace.core import regular_files
 from headrace.core.adapters import AdapterSource
+from headrace.core.clock import Clock
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, InvalidRequest, Unavailable
 from headrace.core.regular_files import FileThread
 from headrace.core.request import EngineRequest, PriorityClass
@@ -35,7 +36,7 @@ OPTIONS = FakeOptions(vocab_size=997, block_size=4, num_blocks=65)
 
 
 class GatedLoader(FakeAdapterLoader):
-    """Loads while its gate is open. loaded: each digest that was
+    """Loads while its gate is open. loaded: each digest that was; now: a clock, at which a read takes two seconds
 
     hanging   names of folders whose file system does not answer until `answered` is set
     is_stuck  one thread waits there
@@ -46,6 +47,7 @@ class GatedLoader(FakeAdapterLoader):
         self.gate.set()
         self.inspected: list[str] = []
         self.loaded: list[str] = []
+        self.now = 0.0
         self.hanging: set[str] = set()
         self.is_stuck: Future[None] = Future()
         self.answered = threading.Event()
@@ -64,6 +66,7 @@ class GatedLoader(FakeAdapterLoader):
         assert self.gate.wait(PATIENCE_S)
         self.hang(folder)
         self.loaded.append(digest)
+        self.now += 2.0
         return super().load(folder, digest)
 
 
@@ -71,9 +74,17 @@ class AdaptedEngine:
     """An engine turned by hand, with the adapters `a0` .. of a folder."""
 
     def __init__(
-        self, folder: Path, num_adapters: int, *, max_cpu_loras: int | None = None, options: FakeOptions = OPTIONS, **config: Any
+        self,
+        folder: Path,
+        num_adapters: int,
+        *,
+        loader: GatedLoader | None = None,
+        clock: Clock = time.monotonic,
+        max_cpu_loras: int | None = None,
+        options: FakeOptions = OPTIONS,
+        **config: Any,
     ) -> None:
-        self.folder, self.loader = folder, GatedLoader()
+        self.folder, self.loader = folder, loader or GatedLoader()
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.cached: dict[str, int] = {}
         self.open: set[tuple[str, int]] = set()
@@ -86,6 +97,7 @@ class AdaptedEngine:
             max_loras=settings.max_loras,
             max_cpu_loras=max_cpu_loras or settings.max_loras,
             max_num_seqs=settings.max_num_seqs,
+            clock=clock,
         )
         runner = FakeRunner(options, resident=self.adapters.resident)
         self.engine = assemble(settings, runner, fake_info(options), self._take, adapters=self.adapters)
@@ -204,7 +216,7 @@ def test_adapters_share_batches_with_each_other_and_the_base_model(tmp_path: Pat
             made.cancel(f"r{number}")
         for _ in range(draw.randrange(3)):
             made.turn()
-        assert made.adapters.num_bytes <= max_cpu_loras * made.loader.max_bytes
+        assert made.adapters.reads_done.pool_bytes <= max_cpu_loras * made.loader.max_bytes
     made.run()
     assert not made.errors
     assert len(made.loader.loaded) >= 5
@@ -220,8 +232,10 @@ def test_a_backlog_of_one_tenant_leaves_places_to_others(tmp_path: Path) -> None
         made.turn()
     before = len({name for name, _ in made.open})
     made.submit("other", "a2", tenant="other", priority=PriorityClass.PREMIUM, max_tokens=4)
-    made.turn_until_first_token("other")
+    while "a2" not in made.adapters.use.running:  # from then on it is read, on a thread of its own
+        made.turn()
     assert before - len({name for name, _ in made.open}) <= 3 * 2 * 4, "it waited for the backlog"
+    made.turn_until_first_token("other")
     made.run()
     assert not made.errors
 
@@ -370,6 +384,35 @@ def test_what_leads_out_of_its_root_by_now_is_not_read(tmp_path: Path, what: str
     assert "the adapter a0 is left out" in caplog.text
 
 
+def test_reads_and_the_bytes_of_the_pool_are_in_the_load(tmp_path: Path) -> None:
+    loader = GatedLoader()
+    made = AdaptedEngine(tmp_path, 3, loader=loader, clock=lambda: loader.now, max_loras=1, max_cpu_loras=2)
+    shown = []
+    for number, name in enumerate(("a0", "a1", "a0", "a2", "a1", "gone")):
+        if name == "gone":
+            shutil.rmtree(tmp_path / "a0")
+            name = "a0"
+        made.submit(f"r{number}", name)
+        made.run()
+        made.engine.turn()
+        load = made.engine.snapshot()
+        counters = load.counters
+        shown.append(
+            (
+                (counters.adapter_reads, counters.adapter_read_microseconds, counters.adapter_reads_failed, counters.adapter_evictions),
+                (load.adapter_pool_bytes, load.adapter_pool_highest_bytes),
+            )
+        )
+    assert shown == [
+        ((1, 2_000_000, 0, 0), (2, 2)),
+        ((2, 4_000_000, 0, 0), (4, 4)),
+        ((2, 4_000_000, 0, 0), (4, 4)),
+        ((3, 6_000_000, 0, 1), (4, 4)),
+        ((4, 8_000_000, 0, 2), (4, 4)),
+        ((4, 8_000_000, 1, 3), (2, 4)),
+    ]
+
+
 def test_those_that_wait_for_an_adapter_that_is_taken_away_are_refused(tmp_path: Path) -> None:
     made = AdaptedEngine(tmp_path, 3, max_loras=1)
     made.submit("runs", "a0", max_tokens=60)
@@ -469,3 +512,4 @@ def test_an_engine_without_adapters_takes_none(tmp_path: Path) -> None:
     with pytest.raises(HeadraceError, match="lora_modules: this engine has no adapters"):
         engine.set_adapters(sources(tmp_path, "a0"))
     assert engine.snapshot().max_loras == 0
+    assert engine.snapshot().adapter_pool_bytes is None

@@ -52,6 +52,17 @@ class AdapterUse(NamedTuple):
     waiting: tuple[str, ...] = ()
 
 
+class AdapterReads(NamedTuple):
+    """Reads of adapters since the engine started, and the pool that they go to. read_s: of those that succeeded"""
+
+    num: int = 0
+    read_s: float = 0.0
+    num_failed: int = 0
+    num_evicted: int = 0
+    pool_bytes: int = 0
+    pool_highest_bytes: int = 0
+
+
 class AdapterPreparer(Generic[Weights]):
     """
     max_loras      places: adapters that unfinished requests use at once
@@ -78,6 +89,7 @@ class AdapterPreparer(Generic[Weights]):
         self._running: Counter[str] = Counter()
         self._waiting: Counter[str] = Counter()
         self._use: AdapterUse | None = AdapterUse()
+        self.reads_done = AdapterReads()  # replaced as a whole: whoever reads it takes no lock from the thread that reads adapters
 
     def attach(self, engine: AdapterEngine) -> None:
         self._engine = engine
@@ -87,12 +99,6 @@ class AdapterPreparer(Generic[Weights]):
     @property
     def digests(self) -> dict[str, str]:
         return self._catalogue.digests
-
-    @property
-    def num_bytes(self) -> int:
-        """How much the weights on the host take."""
-        with self._lock:
-            return self._pool.num_bytes
 
     def resident(self) -> tuple[Weights | None, ...]:
         """The weights by place. None: entry 0, and a place whose adapter is not read yet, which no row names."""
@@ -209,12 +215,13 @@ class AdapterPreparer(Generic[Weights]):
                     continue
                 self._renew_resident()
                 self._pool.make_room(self._places.adapters)
+            began = self._clock()
             try:
                 weights = self._read(digest)
             except Exception as error:  # the outermost border of this thread: the loop logs what is not ours
                 self._fail(digest, error)
             else:
-                self._take_in(digest, weights)
+                self._take_in(digest, weights, self._clock() - began)
 
     def _read(self, digest: str) -> Weights:
         if (source := self._catalogue.source(digest)) is None:
@@ -228,18 +235,25 @@ class AdapterPreparer(Generic[Weights]):
     def _fail(self, digest: str, error: Exception) -> None:
         with self._lock:
             waiting = self._reading.pop(digest)
+            self._note_read(num_failed=1)
         for preparation_id in waiting:
             self._attached.failed(preparation_id, ADAPTER, error)
 
-    def _take_in(self, digest: str, weights: Weights) -> None:
+    def _take_in(self, digest: str, weights: Weights, read_s: float) -> None:
         with self._lock:
             waiting = self._reading.pop(digest)
-            if not self._places.has(digest):
-                return  # its place was given on meanwhile
-            self._pool.add(digest, weights)
+            if self._places.has(digest):  # else its place was given on meanwhile, and no request waits
+                self._pool.add(digest, weights)
+            self._note_read(num=1, read_s=read_s)
             self._renew_resident()
             for preparation_id, place in waiting.items():
                 self._attached.satisfied(preparation_id, ADAPTER, place)
+
+    def _note_read(self, *, num: int = 0, read_s: float = 0.0, num_failed: int = 0) -> None:
+        done, pool = self.reads_done, self._pool
+        self.reads_done = AdapterReads(
+            done.num + num, done.read_s + read_s, done.num_failed + num_failed, pool.num_evicted, pool.num_bytes, pool.highest_bytes
+        )
 
 
 def _names(counts: Counter[str]) -> tuple[str, ...]:
