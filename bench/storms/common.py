@@ -20,6 +20,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import psutil
+
 import headrace
 from headrace.lab.report import write_json
 
@@ -51,6 +53,12 @@ class Served:
         found = re.search(r"VmRSS:\s+(\d+) kB", text)
         assert found is not None, "the gateway is gone"
         return round(int(found.group(1)) * 1024 / 1e6, 1)
+
+    @property
+    def engine_pids(self) -> list[int]:
+        supervisor = psutil.Process(self.gateway_pid).parent()
+        assert supervisor is not None
+        return [child.pid for child in supervisor.children() if "engine" in child.cmdline()]
 
     def watch(self) -> None:
         """Begin to look at the gateway's event loop. It was `served` with a file for what is seen."""

@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import psutil
 
 from bench.storms.common import RESULTS, Served, served
 from headrace.lab.environment import environment
@@ -93,21 +92,37 @@ def body_of(kind: str, seed: int) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Answer:
-    """What a client saw. error: "" for a whole answer. first_at: when its first piece came. gap_s: the longest time between two pieces."""
+    """What a client saw. error: "" for a whole answer. pieces_at: when each piece came. gap_s: the longest time between two of them"""
 
     error: str = "no end"
     parts: dict[str, Any] = field(default_factory=dict)
     began_at: float = 0.0
-    first_at: float = 0.0
+    pieces_at: list[float] = field(default_factory=list)
     ended_at: float = 0.0
-    gap_s: float = 0.0
+
+    @property
+    def first_at(self) -> float:
+        return self.pieces_at[0] if self.pieces_at else 0.0
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return [later - earlier for earlier, later in itertools.pairwise(self.pieces_at)]
+
+    @property
+    def gap_s(self) -> float:
+        return max(self.gaps_s, default=0.0)
 
 
 async def ask(session: aiohttp.ClientSession, port: int, kind: str, seed: int, *, host: str = "127.0.0.1") -> Answer:
+    return await streamed(session, port, body_of(kind, seed), host=host)
+
+
+async def streamed(session: aiohttp.ClientSession, port: int, body: dict[str, Any], *, host: str = "127.0.0.1") -> Answer:
+    """body: of a chat request with `stream`"""
     answer = Answer(began_at=time.monotonic())
     try:
         url = f"http://{host}:{port}/v1/chat/completions"
-        async with asyncio.timeout(PATIENCE_S), session.post(url, json=body_of(kind, seed)) as response:
+        async with asyncio.timeout(PATIENCE_S), session.post(url, json=body) as response:
             if response.status != 200:
                 answer.error = f"{response.status} {(await response.text())[:120]}"
             else:
@@ -119,17 +134,11 @@ async def ask(session: aiohttp.ClientSession, port: int, kind: str, seed: int, *
 
 
 async def _read(response: aiohttp.ClientResponse, answer: Answer) -> None:
-    last = None
     async for raw in response.content:
         line = raw.strip()
         if not line.startswith(b"data: "):
             continue
-        now = time.monotonic()
-        if last is None:
-            answer.first_at = now
-        else:
-            answer.gap_s = max(answer.gap_s, now - last)
-        last = now
+        answer.pieces_at.append(time.monotonic())
         if line == b"data: [DONE]":
             answer.error = ""
             return
@@ -168,7 +177,7 @@ class Faults:
     async def run(self, session: aiohttp.ClientSession) -> None:
         while True:
             await asyncio.sleep(self._every_s * self._draw.uniform(0.5, 1.5))
-            engines = self._engines()
+            engines = self._server.engine_pids
             if not engines:
                 continue
             pid = self._draw.choice(engines)
@@ -182,11 +191,6 @@ class Faults:
                     await asyncio.sleep(self._draw.uniform(1.0, 4.0))
                 finally:
                     os.kill(pid, signal.SIGCONT)
-
-    def _engines(self) -> list[int]:
-        supervisor = psutil.Process(self._server.gateway_pid).parent()
-        assert supervisor is not None
-        return [child.pid for child in supervisor.children() if "engine" in child.cmdline()]
 
     async def _until_ready(self, session: aiohttp.ClientSession) -> None:
         began = time.monotonic()
