@@ -105,7 +105,7 @@ class SlotMachine(RuleBasedStateMachine):
             slots += [slot] * (1 + len(drafts))
             given += [-1, *drafts]
         self.slots.begin(slots, given)
-        masks, accepted = self.slots.wait(), []
+        masks, accepted = self.slots.wait(), list[int]()
         assert not masks.failures
         for place, (slot, draft) in enumerate(zip(slots, given, strict=True)):
             accepted = [] if draft < 0 else [*accepted, draft]

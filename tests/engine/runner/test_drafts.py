@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -44,15 +44,15 @@ class PlantedDrafts:
         request_id = str(self._by_seed[started.params.seed].request.request_id)
         self._held[started.slot] = (request_id, started.index), started.num_prompt_tokens, started.token_ids.tolist()
 
-    def end(self, slots: Iterable[int]) -> None:
+    def end(self, slots: Ints) -> None:
         for slot in slots:
             self._held.pop(slot, None)
 
-    def commit(self, slots: Iterable[int], token_ids: Iterable[int]) -> None:
+    def commit(self, slots: Ints, token_ids: Ints) -> None:
         for slot, token_id in zip(slots, token_ids, strict=True):
             self._held[slot][2].append(int(token_id))
 
-    def retract(self, slot: int, token_ids: Sequence[int]) -> None:
+    def retract(self, slot: int, token_ids: Ints) -> None:
         del self._held[slot][2][-len(token_ids) :]
 
     def draft(self, slots: Ints, most: Ints) -> list[Ints]:

@@ -78,7 +78,8 @@ class LookupDrafter:
 def make_lookup(config: SpeculativeConfig) -> LookupDrafter:
     """For the methods `ngram` and `suffix`."""
     if config.method == NGRAM:
-        return LookupDrafter(shortest=config.prompt_lookup_min, longest=config.prompt_lookup_max, max_matches=1)
+        shortest, longest = config.prompt_lookup
+        return LookupDrafter(shortest=shortest, longest=longest, max_matches=1)
     return LookupDrafter(shortest=2, longest=16, max_matches=4)
 
 
