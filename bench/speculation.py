@@ -1,0 +1,223 @@
+"""Measures what speculation gives, and what it costs where it gives nothing: the same requests with drafts and without, in turns, in one
+process.
+
+    python -m bench.speculation [--quantization int8] [--rounds 6] [--tokens 96] -> bench/results/MACHINE/speculation-llama-1.1b-*.json
+
+First, the bundled model answers its held-out prompts, and the drafters without a model are asked what follows each token: how often they
+draft, and how often a draft is right if those before it were. Then a model of TinyLlama's shape with random weights answers, whose text
+has nothing to copy. Its drafter is given the tokens that the engine without speculation gave, with errors planted: at the rate of the
+bundled model's copying, at 0.6 and at 0.3. All that decides how many drafts are computed is the product's. Both engines are
+`deterministic`, so that the text to draft is the same.
+
+ratio      seconds with drafts over seconds without: geometric mean of the rounds and its 95 % interval
+right      share of the drafts that were computed and right; drafted: drafts computed for each token given
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from unittest import mock
+
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: see headrace.tensor.host.openmp
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from bench.harness import write_portable
+from bench.machine import results_file
+from bench.pairs import paired_ratio
+from bench.tinyllama import write_tinyllama
+from headrace import LLM, SamplingParams
+from headrace.bundled import DEFAULT_MODEL
+from headrace.core.ids import SlotId
+from headrace.core.plan import Started, int_column
+from headrace.core.sampling import SamplingParams as CoreParams
+from headrace.core.speculation import NGRAM, SUFFIX, SpeculativeConfig
+from headrace.engine.runner import build as engine_build
+from headrace.engine.runner.drafts.lookup import make_lookup
+from headrace.engine.runner.slots import Ints
+from headrace.fleet.weights import resolve_model
+from headrace.lab.environment import bandwidth_facts, bandwidth_script, environment, measure_bandwidth
+from tools.train_tiny.corpus import held_out_examples
+
+MOST = 5
+OTHER_RATES = (0.6, 0.3)
+COPYING = "copy"
+NUM_NAMING = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """streams  sequences at once; long_prompts: of LONG_PROMPT tokens, that come while they decode"""
+
+    streams: int
+    long_prompts: int = 0
+
+
+SHORT_PROMPT, LONG_PROMPT = 32, 768
+LOADS: Mapping[str, Load] = {
+    "1 stream": Load(1), "8 streams": Load(8), "32 streams": Load(32), "4 streams and long prompts": Load(4, 4),
+}  # fmt: skip
+
+
+class GivenDrafts:
+    """A drafter that is given what to draft, by the first tokens of a prompt, which no two have in common.
+
+    coverage  how often there are drafts; rate: how often a draft is what it was given
+    """
+
+    def __init__(self) -> None:
+        self.answers: dict[tuple[int, ...], Sequence[int]] = {}
+        self.coverage, self.rate, self._rng = 1.0, 0.0, np.random.default_rng(0)
+        self._prompts: dict[int, tuple[int, ...]] = {}
+        self._num_outputs: Counter[int] = Counter()
+
+    def start(self, started: Started) -> None:
+        prompt = started.token_ids[: started.num_prompt_tokens]
+        self._prompts[started.slot] = tuple(prompt[:NUM_NAMING])
+        self._num_outputs[started.slot] = len(started.token_ids) - len(prompt)
+
+    def end(self, slots: Ints) -> None: ...
+
+    def commit(self, slots: Ints, token_ids: Ints) -> None:
+        self._num_outputs.update(slots.tolist())
+
+    def retract(self, slot: int, token_ids: Ints) -> None:
+        self._num_outputs[slot] -= len(token_ids)
+
+    def close(self) -> None: ...
+
+    def draft(self, slots: Ints, most: Ints) -> list[Ints]:
+        return [self._draft(slot, count) for slot, count in zip(slots.tolist(), most.tolist(), strict=True)]
+
+    def _draft(self, slot: int, most: int) -> Ints:
+        begin = self._num_outputs[slot]
+        most = most if self._rng.random() < self.coverage else 0
+        drafts = np.array(self.answers.get(self._prompts[slot], ())[begin : begin + most], dtype=np.int64)
+        is_wrong = self._rng.random(len(drafts)) >= self.rate
+        drafts[is_wrong] = 3 + (drafts[is_wrong] - 2) % 2000
+        return drafts
+
+
+def answer(llm: LLM, prompts: Sequence[list[int]], params: list[SamplingParams]) -> list[list[int]]:
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def copying(num_per_task: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Method -> task -> coverage (tokens for which there are drafts) and rate (drafts that are right, of those tried)."""
+    folder = str(resolve_model(DEFAULT_MODEL))
+    tokenizer, examples = AutoTokenizer.from_pretrained(folder), held_out_examples(num_per_task)
+    prompts = {
+        task: [list(tokenizer(one.prompt(), add_special_tokens=False)["input_ids"]) for one in found] for task, found in examples.items()
+    }
+    with LLM(folder) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=64, detokenize=False)
+        answers = {
+            task: [
+                list(out.outputs[0].token_ids) for out in llm.generate([{"prompt_token_ids": ids} for ids in own], params, use_tqdm=False)
+            ]
+            for task, own in prompts.items()
+        }
+    return {method: {task: _lookup_rate(method, prompts[task], answers[task]) for task in sorted(prompts)} for method in (NGRAM, SUFFIX)}
+
+
+def _lookup_rate(method: str, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> dict[str, float]:
+    num_tokens = num_drafted = num_tried = num_right = 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        drafter = make_lookup(SpeculativeConfig(method=method))
+        drafter.start(Started(SlotId(0), int_column(prompt), len(prompt), CoreParams(), 0))
+        for place, token in enumerate(answer):
+            [drafts] = drafter.draft(np.zeros(1, dtype=np.int64), np.array([MOST]))
+            follows = answer[place : place + len(drafts)]
+            right = next((count for count, (draft, is_) in enumerate(zip(drafts, follows, strict=False)) if draft != is_), len(follows))
+            num_tokens, num_drafted = num_tokens + 1, num_drafted + bool(len(drafts))
+            num_right, num_tried = num_right + right, num_tried + right + (right < len(follows))
+            drafter.commit(np.zeros(1, dtype=np.int64), np.array([token]))
+    return {"coverage": num_drafted / max(1, num_tokens), "rate": num_right / max(1, num_tried)}
+
+
+def make_prompts(load: Load, vocab_size: int, seed: int) -> list[list[int]]:
+    draw = random.Random(seed)
+    lengths = [SHORT_PROMPT] * load.streams + [LONG_PROMPT] * load.long_prompts
+    return [[draw.randrange(3, vocab_size) for _ in range(length)] for length in lengths]
+
+
+def generate(llm: LLM, load: Load, prompts: list[list[int]], num_tokens: int) -> tuple[float, list[list[int]]]:
+    """Seconds, and the tokens of each prompt. Long prompts have few tokens to give: their streams are the load beside the others."""
+    params = [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=num_tokens, detokenize=False)] * load.streams
+    params += [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=4, detokenize=False)] * load.long_prompts
+    began = time.perf_counter()
+    answers = answer(llm, prompts, params)
+    return time.perf_counter() - began, answers
+
+
+def measure(plain: LLM, drafting: LLM, given: GivenDrafts, load: Load, rounds: int, num_tokens: int) -> dict[str, object]:
+    """The first round warms up, and is not kept."""
+    seconds: dict[str, list[float]] = {"without": [], "with": []}
+    before = drafting.engine.snapshot().counters
+    for number in range(-1, rounds):
+        prompts = make_prompts(load, 2000, seed=number)
+        took, answers = generate(plain, load, prompts, num_tokens)
+        given.answers = {tuple(prompt[:NUM_NAMING]): answer for prompt, answer in zip(prompts, answers, strict=True)}
+        if number % 2:  # the other order, with what is known already
+            took_with, drafted = generate(drafting, load, prompts, num_tokens)
+            took, _ = generate(plain, load, prompts, num_tokens)
+        else:
+            took_with, drafted = generate(drafting, load, prompts, num_tokens)
+        assert drafted == answers, "drafts changed the text"
+        if number >= 0:
+            seconds["without"].append(took)
+            seconds["with"].append(took_with)
+    after, ratio = drafting.engine.snapshot().counters, paired_ratio(seconds["without"], seconds["with"])
+    computed, right = after.draft_tokens - before.draft_tokens, after.accepted_tokens - before.accepted_tokens
+    shares = {"right": right / max(1, computed), "drafted": computed / (after.generation_tokens - before.generation_tokens)}
+    return {"coverage": given.coverage, "rate": given.rate, "ratio": asdict(ratio), **shares, "seconds": seconds}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quantization", choices=("none", "int8"), default="int8")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--prompts-per-task", type=int, default=40)
+    asked = parser.parse_args(arguments)
+    found = copying(asked.prompts_per_task)
+    rates = [(found[NGRAM][COPYING]["coverage"], found[NGRAM][COPYING]["rate"]), *((1.0, rate) for rate in OTHER_RATES)]
+    print(found, flush=True)
+    bandwidth, given = measure_bandwidth(bandwidth_script()), GivenDrafts()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        write_tinyllama(folder)
+        dtype = "float32" if asked.quantization == "int8" else "bfloat16"
+        options = {
+            "dtype": dtype, "quantization": asked.quantization, "load_format": "dummy", "max_num_seqs": 32, "deterministic": True,
+            "enable_prefix_caching": False, "gpu_memory_utilization": 0.2,
+        }  # fmt: skip
+        plain = stack.enter_context(LLM(str(folder), **options))
+        with mock.patch.object(engine_build, "make_lookup", return_value=given):
+            drafting = stack.enter_context(
+                LLM(str(folder), speculative_config={"method": NGRAM, "num_speculative_tokens": MOST}, **options)
+            )
+        entries: list[dict[str, object]] = []
+        for name, load in LOADS.items():
+            for given.coverage, given.rate in rates:
+                entry = measure(plain, drafting, given, load, asked.rounds, asked.tokens)
+                print(name, {key: value for key, value in entry.items() if key != "seconds"}, flush=True)
+                entries.append({"load": name, **entry})
+    name = "bf16" if asked.quantization == "none" else "int8"
+    here = {"environment": environment(), **bandwidth_facts(bandwidth), "tokens": asked.tokens, "most": MOST, "lookup": found}
+    write_portable(results_file(f"speculation-llama-1.1b-{name}"), {**here, "entries": entries})
+
+
+if __name__ == "__main__":
+    main()
