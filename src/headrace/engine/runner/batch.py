@@ -71,6 +71,11 @@ def read_rows(plan: Plan, resident: Resident = ()) -> Rows:
     return Rows(slots, starts, counts, samples, mask_slots, adapters, _row_starts(counts))
 
 
+def base_rows(slots: Ints, starts: Ints, counts: Ints, samples: Ints) -> Rows:
+    """Rows without adapters and without grammars."""
+    return Rows(slots, starts, counts, samples, np.full(len(slots), -1), np.zeros(len(slots), dtype=np.int64), _row_starts(counts))
+
+
 def _row_starts(counts: Ints) -> Ints:
     starts = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(counts, out=starts[1:])
