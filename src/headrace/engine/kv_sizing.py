@@ -19,18 +19,24 @@ MAX_BLOCKS = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvSizing:
-    """num_blocks: per KV group, pad block included; lines: the arithmetic, for the operator"""
+    """
+    num_blocks  per KV group, pad block included
+    num_bytes   of all pools, a draft model's included
+    lines       the arithmetic, for the operator
+    """
 
     num_blocks: tuple[int, ...]
+    num_bytes: int
     max_model_len: int
     lines: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvMemoryBudget:
-    """weight_bytes      count towards `memory_fraction`
-    activation_bytes  reserved for a step's tensors
-    adapter_bytes     reserved for adapters
+    """
+    weight_bytes, draft_bytes   weights of the model and of its draft model, which count towards `memory_fraction`
+    activation_bytes            reserved for a step's tensors
+    adapter_bytes               reserved for adapters
     """
 
     available_bytes: int
@@ -38,13 +44,23 @@ class KvMemoryBudget:
     weight_bytes: int
     activation_bytes: int
     adapter_bytes: int = 0
+    draft_bytes: int = 0
 
 
-def size_kv(config: EngineConfig, groups: tuple[KvGroup, ...], max_model_len: int, budget: KvMemoryBudget) -> KvSizing:
-    """Raises ConfigError if no sequence of the asked length fits, or if the operator set more than there is free memory."""
+def size_kv(
+    config: EngineConfig,
+    groups: tuple[KvGroup, ...],
+    max_model_len: int,
+    budget: KvMemoryBudget,
+    draft_groups: tuple[KvGroup, ...] = (),
+) -> KvSizing:
+    """draft_groups: of the draft model, whose KV is in the blocks of a full-attention group, whatever its layers see
+
+    Raises ConfigError if no sequence of the asked length fits, or if the operator set more than there is free memory.
+    """
     if not groups:
-        return KvSizing(num_blocks=(), max_model_len=max_model_len, lines=("KV cache: this model needs none",))
-    pools = _Pools(config, groups, max_model_len)
+        return KvSizing(num_blocks=(), num_bytes=0, max_model_len=max_model_len, lines=("KV cache: this model needs none",))
+    pools = _Pools(config, groups, max_model_len, draft_groups)
     full_blocks, line = _full_blocks(pools, budget)
     _check_fits(pools, full_blocks, budget)
     length = pools.longest(full_blocks)
@@ -55,7 +71,9 @@ def size_kv(config: EngineConfig, groups: tuple[KvGroup, ...], max_model_len: in
         lines.append(f"max_model_len: reduced from {max_model_len:,} to {length:,}, the longest sequence that fits the KV cache")
     num_blocks = pools.counts(full_blocks)
     lines += [_describe(config, group, count, length) for group, count in zip(groups, num_blocks, strict=True)]
-    return KvSizing(num_blocks=num_blocks, max_model_len=length, lines=tuple(lines))
+    if draft_groups:
+        lines.append(_describe_draft(pools, 1 + full_blocks))
+    return KvSizing(num_blocks=num_blocks, num_bytes=pools.num_bytes(full_blocks), max_model_len=length, lines=tuple(lines))
 
 
 def step_tokens(config: EngineConfig, max_model_len: int) -> int:
@@ -67,8 +85,8 @@ def activation_bytes(config: EngineConfig, hidden_size: int, vocab_size: int, ma
     return itemsize * 32 * step_tokens(config, max_model_len) * hidden_size + 4 * 3 * config.max_num_seqs * vocab_size
 
 
-def out_of_memory(config: EngineConfig, groups: tuple[KvGroup, ...], sizing: KvSizing, wanted_bytes: int) -> ConfigError:
-    taken = sum(count * group.block_bytes(config.block_size) for count, group in zip(sizing.num_blocks, groups, strict=True))
+def out_of_memory(sizing: KvSizing, wanted_bytes: int) -> ConfigError:
+    taken = sizing.num_bytes
     fits = taken - wanted_bytes - SPARE_BYTES
     rule = f"the device's memory ran out beside {taken:,} bytes ({describe_bytes(taken)}) of KV cache"
     if fits <= 0:
@@ -83,6 +101,11 @@ class _Pools:
     config: EngineConfig
     groups: tuple[KvGroup, ...]
     max_model_len: int
+    draft_groups: tuple[KvGroup, ...] = ()
+
+    @property
+    def draft_block_bytes(self) -> int:
+        return sum(group.block_bytes(self.config.block_size) for group in self.draft_groups)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.block_size)
@@ -101,7 +124,8 @@ class _Pools:
 
     def num_bytes(self, full_blocks: int) -> int:
         size = self.config.block_size
-        return sum(count * group.block_bytes(size) for count, group in zip(self.counts(full_blocks), self.groups, strict=True))
+        own = sum(count * group.block_bytes(size) for count, group in zip(self.counts(full_blocks), self.groups, strict=True))
+        return own + (1 + full_blocks) * self.draft_block_bytes
 
     def within(self, max_bytes: int) -> int:
         """The most `full_blocks` within the bytes; -1: not even the pad blocks fit."""
@@ -125,17 +149,18 @@ def _full_blocks(pools: _Pools, budget: KvMemoryBudget) -> tuple[int, str]:
         return config.num_kv_blocks - 1, f"KV memory: {config.num_kv_blocks:,} blocks per group, as num_kv_blocks says"
     if config.kv_cache_bytes is not None:
         return pools.within(config.kv_cache_bytes), f"KV memory: {describe_bytes(config.kv_cache_bytes)}, as kv_cache_bytes says"
-    total = budget.available_bytes + budget.weight_bytes
-    kv_bytes = int(config.memory_fraction * total) - budget.weight_bytes - budget.activation_bytes - budget.adapter_bytes
+    held = budget.weight_bytes + budget.draft_bytes
+    kv_bytes = int(config.memory_fraction * (budget.available_bytes + held)) - held - budget.activation_bytes - budget.adapter_bytes
     free, weights, step = (describe_bytes(n) for n in (budget.available_bytes, budget.weight_bytes, budget.activation_bytes))
     adapters = (
         f"- {describe_bytes(budget.adapter_bytes)} for {config.num_cpu_loras} adapters, one more while it is read "
         if budget.adapter_bytes
         else ""
     )
+    draft = f" + {describe_bytes(budget.draft_bytes)} of a draft model" if budget.draft_bytes else ""
     line = (
-        f"KV memory: {config.memory_fraction:g} x ({free} free by {budget.source} + {weights} weights) - weights - {step} for a step "
-        f"{adapters}= {describe_bytes(kv_bytes)}"
+        f"KV memory: {config.memory_fraction:g} x ({free} free by {budget.source} + {weights} weights{draft}) "
+        f"- weights - {step} for a step {adapters}= {describe_bytes(kv_bytes)}"
     )
     within, enough = pools.within(kv_bytes), config.max_num_seqs * pools.blocks_for(pools.max_model_len)
     if enough < within:
@@ -186,6 +211,14 @@ def _describe(config: EngineConfig, group: KvGroup, count: int, max_model_len: i
     return (
         f"KV cache: {count:,} blocks of {config.block_size} tokens x {len(group.layers)} layers ({kind}), "
         f"{describe_bytes(size)} each = {describe_bytes(count * size)}; {tokens:,} tokens{fits}"
+    )
+
+
+def _describe_draft(pools: _Pools, count: int) -> str:
+    num_layers, size = sum(len(group.layers) for group in pools.draft_groups), pools.draft_block_bytes
+    return (
+        f"KV cache of the draft model: the same {count:,} blocks of {pools.config.block_size} tokens x {num_layers} layers, "
+        f"{describe_bytes(size)} each = {describe_bytes(count * size)}"
     )
 
 

@@ -49,6 +49,27 @@ def test_memory_of_adapters_is_not_given_to_the_cache() -> None:
         size_kv(replace(config, kv_cache_bytes=2 * GIB), (FULL,), 100_000, given)
 
 
+def test_a_draft_models_weights_and_blocks_come_out_of_the_same_share() -> None:
+    """Its KV is in the blocks of full attention, layers with a window included."""
+    config, draft = replace(CONFIG, memory_fraction=0.5, max_num_seqs=32), (FULL, replace(FULL, layers=(2,), window=64))
+    given = replace(budget(3 * GIB, weights=GIB, activations=256 * MIB), draft_bytes=128 * MIB)
+    found = size_kv(config, (FULL,), 100_000, given, draft)
+    kv_bytes = (4 * GIB + 128 * MIB) // 2 - GIB - 128 * MIB - 256 * MIB
+    assert found.num_blocks == (kv_bytes * 2 // (BLOCK * 5),)
+    assert kv_bytes - BLOCK * 5 // 2 < found.num_bytes == found.num_blocks[0] * BLOCK * 5 // 2 <= kv_bytes
+    assert "+ 1.00 GiB weights + 128.00 MiB of a draft model) - weights - 256.00 MiB for a step = 704.00 MiB" in found.lines[0]
+    count = found.num_blocks[0]
+    assert f"draft model: the same {count:,} blocks of 16 tokens x 3 layers, 24.0 KiB each = 422.39 MiB" in found.lines[-1]
+
+
+def test_a_draft_models_blocks_are_as_many_as_those_of_full_attention() -> None:
+    config = replace(CONFIG, kv_cache_bytes=200 * BLOCK, max_model_len=None)
+    found = size_kv(config, (FULL, WINDOW), 1024, budget(64 * GIB), (FULL,))
+    full, window = found.num_blocks
+    assert found.num_bytes == (2 * full + 2 * window) * BLOCK <= 200 * BLOCK < (2 * (full + 1) + 2 * window) * BLOCK
+    assert window == 29
+
+
 def test_no_more_is_taken_than_all_sequences_at_full_length_need() -> None:
     found = size(CONFIG, length=100)
     assert found.num_blocks == (4 * 7 + 1,)

@@ -28,8 +28,11 @@ from headrace.engine.kv_sizing import KvMemoryBudget, KvSizing, activation_bytes
 from headrace.engine.runner.batch import Resident
 from headrace.engine.runner.device.adapters import NO_PLACES, DevicePlaces
 from headrace.engine.runner.device.runner import DeviceRunner
+from headrace.engine.runner.drafts import Drafter
+from headrace.engine.runner.drafts.load import DraftDescription, LoadedDraft, describe_draft, load_draft
 from headrace.engine.runner.masks import load_mask_kernel
 from headrace.engine.runner.model_runner import ModelRunner, OverlappedRunner
+from headrace.engine.runner.slots import SlotState
 from headrace.engine.runner.warmup import log_compiling, warm_up
 from headrace.machine.resources import Available
 from headrace.tensor.adapters.loader import AdapterLoader
@@ -49,6 +52,7 @@ from headrace.tensor.models.spec import DecoderSpec
 from headrace.tensor.packed.file import PackedFolder
 from headrace.tensor.packed.store import Pieces
 from headrace.tensor.peaks import Peaks, measure_peaks
+from headrace.tensor.sampling import Sampler
 
 log = logging.getLogger(__name__)
 
@@ -83,21 +87,24 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
     device.check()
     try_kernels(config.kernels, config.device)
     described = describe(Path(config.model), max_model_len=config.max_model_len, quantization=config.quantization, has_fp8=device.has_fp8)
-    choices = _choose(config, described, packed, features or read_cpu_features())
+    drafting = describe_draft(config, described)
+    choices = _choose(config, described, drafting, packed, features or read_cpu_features())
     with log_compiling(choices.backend.compiler):
         loaded = _load(config, choices, packed)
         peaks = measure_peaks(config.device, choices.dtype)
         kv_dtype, why_kv = _kv_dtype(config, choices.dtype, described.dtype_name, choices.features)
         groups = tuple(stored_as(group, kv_dtype) for group in loaded.model.kv_groups)
+        draft = None if drafting is None else load_draft(drafting, config, choices.backend, choices.dtype, kv_dtype)
         loader = _adapter_loader(config, loaded)
-        sizing = _size(config, loaded, groups, 0 if loader is None else loader.max_bytes)
+        sizing = _size(config, loaded, groups, 0 if loader is None else loader.max_bytes, draft)
         adapters = None if loader is None else _read_adapters(config, loader, loaded)
         compiler = GrammarCompiler(Path(config.model), loaded.vocab_size, loaded.eos_token_ids)
         grammars = GrammarStore(compiler)
-        with _memory_errors_named(config, groups, sizing), ExitStack() as unless_ready:
+        with _memory_errors_named(sizing), ExitStack() as unless_ready:
             kv = allocate_kv(loaded.model.kv_shapes, loaded.model.group_of, sizing.num_blocks, config.block_size, kv_dtype, device)
             resident = None if adapters is None else adapters.resident
-            runner = _make_runner(config, loaded, sizing, kv, choices.backend, SlotGrammars(grammars), resident)
+            drafter = None if draft is None else draft.allocate(sizing.num_blocks, config)
+            runner = _make_runner(config, loaded, sizing, kv, choices.backend, SlotGrammars(grammars), resident, drafter)
             unless_ready.callback(runner.close)
             load_mask_kernel(choices.backend.mask)
             seconds = _warm_up(runner, config, sizing, loaded)
@@ -106,6 +113,7 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
     unwritten = None if loaded.store is None else loaded.store.save()  # only now: it holds the weights, which a failed start must release
     decided = (
         f"model: {loaded.architecture} from {config.model}, {describe_bytes(loaded.resident_bytes)} of weights{_rounded(loaded)}",
+        *(() if draft is None else (draft.line,)),
         *choices.lines(config),
         *(f"LongRoPE: {choice}" for choice in _longrope(loaded).values()),
         *_linear_scaling(loaded.model.spec),
@@ -148,14 +156,21 @@ class _Choices:
         return "plain NumPy, slow for large vocabularies" if self.backend.draw is plain_draw else "compiled"
 
 
-def _choose(config: EngineConfig, described: ModelDescription, packed: PackedFolder | None, features: CpuFeatures) -> _Choices:
+def _choose(
+    config: EngineConfig,
+    described: ModelDescription,
+    drafting: DraftDescription | None,
+    packed: PackedFolder | None,
+    features: CpuFeatures,
+) -> _Choices:
     """Sets the threads. Raises ConfigError, also if the weights do not fit the free memory."""
     device, is_rounded = DEVICES[config.device], described.held in (Precision.INT8, Precision.INT4)
     for name, wanted in (("quantization", described.precision.value), ("kv_cache_dtype", config.kv_cache_dtype)):
         if wanted == "fp8" and not device.has_fp8:
             raise ConfigError(name, f"{device.title} does not compute fp8", "Use int8.")
     dtype, why_dtype = device.resolve_dtype(config.dtype, described.dtype_name, features, is_rounded=is_rounded)
-    _check_weights_fit(described, device.free_memory(), 0 if packed is None else packed.num_bytes_ahead)
+    draft_bytes = 0 if drafting is None else drafting.model.resident_bytes
+    _check_weights_fit(described, draft_bytes, device.free_memory(), 0 if packed is None else packed.num_bytes_ahead)
     kernels, why_kernels = choose_backend(config.kernels, config.device)
     backend = load_backend(kernels, deterministic=config.deterministic, features=features)
     threads = plan_threads(config.num_threads)
@@ -264,14 +279,15 @@ def _rounded(loaded: LoadedModel) -> str:
     return stored if loaded.precision is Precision.NONE else f"{stored}, linears rounded to {loaded.precision.value}"
 
 
-def _check_weights_fit(described: ModelDescription, available: Available, num_bytes_ahead: int) -> None:
+def _check_weights_fit(described: ModelDescription, draft_bytes: int, available: Available, num_bytes_ahead: int) -> None:
     """Raises ConfigError before loading: the system would kill the process halfway."""
-    if described.resident_bytes > available.num_bytes + num_bytes_ahead:
+    if described.resident_bytes + draft_bytes > available.num_bytes + num_bytes_ahead:
+        draft = f" and {describe_bytes(draft_bytes)} of a draft model's" if draft_bytes else ""
         raise ConfigError(
             "model",
-            f"{describe_bytes(described.resident_bytes)} of {described.dtype_name} weights do not fit the "
+            f"{describe_bytes(described.resident_bytes)} of {described.dtype_name} weights{draft} do not fit the "
             f"{describe_bytes(available.num_bytes + num_bytes_ahead)} that {available.source} leaves",
-            "Free memory or use a smaller model.",
+            f"Free memory or use a smaller model{', or no draft model' if draft_bytes else ''}.",
         )
 
 
@@ -314,22 +330,28 @@ def _adapter_lines(config: EngineConfig, loader: AdapterLoader | None, adapters:
     return [f"adapters: {len(adapters.digests)}, {config.max_loras} in use at once, {config.num_cpu_loras} in memory, {size}"]
 
 
-def _size(config: EngineConfig, loaded: LoadedModel, groups: tuple[KvGroup, ...], adapter_bytes: int) -> KvSizing:
+def _size(
+    config: EngineConfig, loaded: LoadedModel, groups: tuple[KvGroup, ...], adapter_bytes: int, draft: LoadedDraft | None
+) -> KvSizing:
     device, model = DEVICES[config.device], loaded.model
+    models = [model] if draft is None else [model, draft.loaded.model]
     available, itemsize = device.free_memory(), device.step_itemsize(model.activations)
-    step_bytes = activation_bytes(config, model.spec.hidden_size, loaded.vocab_size, loaded.max_model_len, itemsize)
+    widest = max(each.hidden_size for each in models)  # they compute one after the other
+    step_bytes = activation_bytes(config, widest, loaded.vocab_size, loaded.max_model_len, itemsize)
+    step_bytes += sum(each.recorded_bytes for each in models)
     budget = KvMemoryBudget(
         available_bytes=available.num_bytes,
         source=available.source,
         weight_bytes=loaded.resident_bytes,
-        activation_bytes=step_bytes + model.recorded_bytes + device.working_bytes(config.max_num_seqs, loaded.vocab_size),
+        activation_bytes=step_bytes + device.working_bytes(config.max_num_seqs, loaded.vocab_size),
         adapter_bytes=(config.num_cpu_loras + 1) * adapter_bytes,
+        draft_bytes=0 if draft is None else draft.loaded.resident_bytes,
     )
-    return size_kv(config, groups, loaded.max_model_len, budget)
+    return size_kv(config, groups, loaded.max_model_len, budget, () if draft is None else draft.kv_groups)
 
 
 @contextmanager
-def _memory_errors_named(config: EngineConfig, groups: tuple[KvGroup, ...], sizing: KvSizing) -> Iterator[None]:
+def _memory_errors_named(sizing: KvSizing) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # torch's, the device's own, and Triton's: each says so in words
@@ -337,7 +359,7 @@ def _memory_errors_named(config: EngineConfig, groups: tuple[KvGroup, ...], sizi
             raise
         match = re.search(r"Tried to allocate ([\d.]+) ([KMG])iB", str(error))
         wanted = int(float(match.group(1)) * {"K": 2**10, "M": 2**20, "G": 2**30}[match.group(2)]) if match else 0
-        raise out_of_memory(config, groups, sizing, wanted) from error
+        raise out_of_memory(sizing, wanted) from error
 
 
 def _invariant(config: EngineConfig) -> str:
@@ -356,6 +378,7 @@ def _make_runner(
     backend: Backend,
     masks: SlotGrammars,
     resident: Callable[[], Resident] | None,
+    drafter: Callable[[SlotState, Sampler], Drafter] | None,
 ) -> AnyRunner:
     launches = DEVICES[config.device].make_launches()
     if launches is not None and backend.choice is not None:
@@ -384,6 +407,7 @@ def _make_runner(
         mask=backend.mask,
         masks=masks,
         resident=resident,
+        drafter=drafter,
     )
     return OverlappedRunner(runner) if config.depth > 1 else runner
 
