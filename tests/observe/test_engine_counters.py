@@ -69,6 +69,10 @@ def test_published_names_stay() -> None:
         ("headrace_adapter_read_seconds", ""),
         ("headrace_adapter_reads_failed", ""),
         ("headrace_adapter_evictions", ""),
+        ("headrace_spec_decode_drafts", "vllm:spec_decode_num_drafts"),
+        ("headrace_spec_decode_draft_tokens", "vllm:spec_decode_num_draft_tokens"),
+        ("headrace_spec_decode_accepted_tokens", "vllm:spec_decode_num_accepted_tokens"),
+        ("headrace_spec_decode_accepted_tokens_per_pos", "vllm:spec_decode_num_accepted_tokens_per_pos", "position"),
         ("headrace_sequences_finished", "vllm:request_success", "reason"),
         ("headrace_engine_failures", "", "kind"),
     ]
@@ -80,6 +84,7 @@ def test_a_copy_shares_nothing_with_what_is_counted_on() -> None:
     counters.steps += 1
     counters.note_step(0.1)
     counters.note_finished("stop")
+    counters.note_verified(3, 2)
     for name in LABELLED_COUNTERS:
         getattr(counters, name)["more"] = 1
     assert copied == counted()

@@ -23,6 +23,7 @@ from headrace.core.update import Rejected, SequenceUpdate
 from headrace.policy.schedule.scheduler import Scheduler
 
 POISON = 96
+LATER_COLUMNS = ("move_ids", "drafts", "num_drafts")
 TOLD = (
     "request_id",
     "epoch",
@@ -102,7 +103,7 @@ def recorded_bytes(plan: Plan) -> bytes:
         {"slot": s.slot, "num_prompt_tokens": s.num_prompt_tokens, "index": s.index, "params": _recorded_params(s.params)}
         for s in plan.started
     ]
-    columns = [getattr(plan, name) for name in COLUMNS if name not in ("move_ids", "drafts")] + [s.token_ids for s in plan.started]
+    columns = [getattr(plan, name) for name in COLUMNS if name not in LATER_COLUMNS] + [s.token_ids for s in plan.started]
     header = {"step_id": plan.step_id, "columns": [len(column) for column in columns], "started": started}
     text = json.dumps(header, separators=(",", ":")).encode()
     return struct.pack("<I", len(text)) + text + b"".join(column.tobytes() for column in columns)

@@ -111,6 +111,24 @@ class EngineCounters:
     adapter_evictions: Annotated[
         int, Counter("headrace_adapter_evictions", "Adapters that left the pool on the host to make room for others.")
     ] = 0
+    drafts: Annotated[
+        int, Counter("headrace_spec_decode_drafts", "Rows whose drafted tokens were verified.", "vllm:spec_decode_num_drafts")
+    ] = 0
+    draft_tokens: Annotated[
+        int, Counter("headrace_spec_decode_draft_tokens", "Drafted tokens that were verified.", "vllm:spec_decode_num_draft_tokens")
+    ] = 0
+    accepted_tokens: Annotated[
+        int, Counter("headrace_spec_decode_accepted_tokens", "Drafted tokens that were right.", "vllm:spec_decode_num_accepted_tokens")
+    ] = 0
+    accepted_per_position: Annotated[
+        dict[str, int],
+        Counter(
+            "headrace_spec_decode_accepted_tokens_per_pos",
+            "Drafted tokens that were right, by their place among those of their row, from 0.",
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            label="position",
+        ),
+    ] = field(default_factory=dict)
     finished: Annotated[
         dict[str, int],
         Counter("headrace_sequences_finished", "Sequences by finish reason, as the engine counts.", "vllm:request_success", label="reason"),
@@ -131,6 +149,14 @@ class EngineCounters:
         self.steps += 1
         self.step_seconds += seconds
         self.step_buckets[bisect_left(STEP_BOUNDS_S, seconds)] += 1
+
+    def note_verified(self, num_drafts: int, num_accepted: int) -> None:
+        """Of one row with drafts."""
+        self.drafts += 1
+        self.draft_tokens += num_drafts
+        self.accepted_tokens += num_accepted
+        for place in map(str, range(num_accepted)):
+            self.accepted_per_position[place] = self.accepted_per_position.get(place, 0) + 1
 
     def note_finished(self, reason: str) -> None:
         self.finished[reason] = self.finished.get(reason, 0) + 1
