@@ -9,18 +9,34 @@ from dataclasses import dataclass, field, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_speculation import decide_at_random
 
 from headrace.core.ids import RequestId, SlotId
 from headrace.core.plan import Plan, Result, Started, int_column
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
+from headrace.core.speculation import NGRAM, SpeculativeConfig
 from headrace.core.update import FinishReason, Rejected, SequenceUpdate
 from headrace.engine.config import EngineConfig
 from headrace.lab.fake_runner import FakeOptions, FakeRunner, fake_answer, fake_engine
 
 pytestmark = pytest.mark.pure
 
-OPTIONS = FakeOptions(block_size=4, num_blocks=20, max_model_len=48, vocab_size=50, max_drafts=4)
+OPTIONS = FakeOptions(block_size=4, num_blocks=20, max_model_len=48, vocab_size=50)
+FOUR = SpeculativeConfig(method=NGRAM, num_speculative_tokens=4)
+
+
+class VirtualClock:
+    """A clock that moves on only when code waits."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
 
 
 @dataclass
@@ -29,13 +45,17 @@ class Driven:
 
     options: FakeOptions
     config: EngineConfig
+    speculative: SpeculativeConfig | None = None
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     ends: dict[tuple[str, int], SequenceUpdate] = field(default_factory=dict)
     most: int = 0
     num_drafted_rows: int = 0
 
     def __post_init__(self) -> None:
-        self.engine = fake_engine(self.take, self.options, self.config, clock=lambda: 0.0)
+        self.clock = VirtualClock()
+        self.engine = fake_engine(
+            self.take, self.options, self.config, clock=self.clock, wait=self.clock.wait, speculative=self.speculative
+        )
         submit, commit = self.engine._steps.runner.submit, self.engine.scheduler.commit
         in_flight: dict[int, set[int]] = {}
 
@@ -43,6 +63,7 @@ class Driven:
             drafted = {slot for slot, samples in zip(plan.slots, plan.samples, strict=True) if samples > 1}
             assert len(plan.drafts) == sum(max(samples - 1, 0) for samples in plan.samples)
             assert not any(drafted & earlier for earlier in in_flight.values()), "verified while another row of it is in flight"
+            assert not plan.num_drafts or len(plan.num_drafts) == plan.num_rows
             self.num_drafted_rows += len(drafted)
             in_flight[plan.step_id] = set(plan.slots) - set(plan.ended)
             return submit(plan)
@@ -107,24 +128,36 @@ requests = st.builds(
     drawn=st.lists(requests, min_size=1, max_size=7),
     cancels=st.dictionaries(st.integers(0, 6), st.integers(1, 25), max_size=2),
     options=st.builds(
-        lambda blocks, drafts, withhold, eos: replace(
-            OPTIONS, num_blocks=blocks, max_drafts=drafts, withhold_every=withhold, eos_after=eos
+        lambda blocks, accuracy, rate, withhold, eos: replace(
+            OPTIONS, num_blocks=blocks, draft_accuracy=accuracy, draft_rate=rate, withhold_every=withhold, eos_after=eos
         ),
         st.integers(14, 40),
-        st.integers(0, 5),
+        st.sampled_from([0.0, 0.5, 0.8, 1.0]),
+        st.sampled_from([0.5, 1.0]),
         st.sampled_from([0, 2, 5]),
         st.none() | st.integers(1, 12),
     ),
     batched=st.sampled_from([5, 8, 64]),
     caching=st.booleans(),
+    most=st.integers(1, 5),
+    seed=st.integers(0, 2**16),
 )
 def test_drafted_answers_are_the_plain_twins(
-    depth: int, drawn: list[dict[str, int]], cancels: dict[int, int], options: FakeOptions, batched: int, caching: bool
+    depth: int,
+    drawn: list[dict[str, int]],
+    cancels: dict[int, int],
+    options: FakeOptions,
+    batched: int,
+    caching: bool,
+    most: int,
+    seed: int,
 ) -> None:
+    """Whatever is decided about drafts."""
     config = EngineConfig(
         model="fake", max_num_seqs=5, max_num_batched_tokens=batched, block_size=4, depth=depth, enable_prefix_caching=caching
     )
-    driven = Driven(options, config)
+    driven = Driven(options, config, SpeculativeConfig(method=NGRAM, num_speculative_tokens=most))
+    decide_at_random(driven.engine.scheduler, seed)
     asked = [request(number, **one) for number, one in enumerate(drawn)]
     for one in asked:
         driven.engine.submit(one)
@@ -148,23 +181,28 @@ def test_drafted_answers_are_the_plain_twins(
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_drafts_save_steps(depth: int) -> None:
-    steps = {}
-    for max_drafts in (0, 4):
-        driven = Driven(replace(OPTIONS, num_blocks=200, max_drafts=max_drafts), EngineConfig(model="fake", block_size=4, depth=depth))
+    steps: dict[SpeculativeConfig | None, int] = {}
+    options = replace(OPTIONS, num_blocks=200, step_seconds=0.01, token_seconds=0.0001)
+    for speculative in (None, FOUR):
+        driven = Driven(options, EngineConfig(model="fake", block_size=4, depth=depth), speculative)
         for number in range(4):
             driven.engine.submit(request(number, 6, max_tokens=40))
         driven.run()
         assert [len(driven.tokens[f"r{number}", 0]) for number in range(4)] == [40] * 4
-        steps[max_drafts] = driven.engine.snapshot().counters.steps
-        assert (driven.most > 1) == (driven.num_drafted_rows > 0) == (max_drafts > 0)
-    if depth == 1:
-        assert steps[4] < 0.7 * steps[0]
+        counters = driven.engine.snapshot().counters
+        steps[speculative] = counters.steps
+        assert (driven.most > 1) == (driven.num_drafted_rows > 0) == (speculative is not None)
+        assert counters.drafts == driven.num_drafted_rows
+        assert counters.draft_tokens >= counters.accepted_tokens == sum(counters.accepted_per_position.values())
+        assert counters.generation_tokens == 160
+    assert steps[FOUR] < 0.6 * steps[None]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_memory_that_is_short_preempts_sequences_with_drafts(depth: int) -> None:
     config = EngineConfig(model="fake", max_num_seqs=5, max_num_batched_tokens=32, block_size=4, depth=depth)
-    driven = Driven(replace(OPTIONS, num_blocks=18, withhold_every=4), config)
+    driven = Driven(replace(OPTIONS, num_blocks=18, withhold_every=4), config, FOUR)
+    decide_at_random(driven.engine.scheduler, 1)
     asked = [request(number, 8, max_tokens=30) for number in range(6)]
     for one in asked:
         driven.engine.submit(one)
@@ -175,7 +213,7 @@ def test_memory_that_is_short_preempts_sequences_with_drafts(depth: int) -> None
 
 
 def test_a_row_behind_a_withheld_token_gives_none_and_the_token_comes_when_asked_again() -> None:
-    runner = FakeRunner(replace(OPTIONS, max_drafts=0, withhold_every=1))
+    runner = FakeRunner(replace(OPTIONS, withhold_every=1))
     started = Started(SlotId(0), int_column([1, 2, 3]), 3, SamplingParams(seed=0), 0)
     one = Plan(
         step_id=1,

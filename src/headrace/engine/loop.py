@@ -313,6 +313,7 @@ class Engine:
         if step.plan.num_rows:
             self._sequences.counters.note_step(seconds)
             self._work.add(step.plan, self._sequences.counters)
+            self.scheduler.end_step(step.plan, seconds, step.gap_s)
 
     def _recover(self, failed: Plan) -> None:
         later = self._steps.take_all()

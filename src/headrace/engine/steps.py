@@ -88,11 +88,12 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class UncommittedStep:
-    """submitted: when the runner got the plan, on the engine's clock"""
+    """submitted: when the runner got the plan, on the engine's clock; gap_s: seconds since the end of the step before, 0 where it runs"""
 
     plan: Plan
     ticket: Ticket
     submitted: float
+    gap_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,7 @@ class StepQueue:
         self.recent: deque[Plan] = deque(maxlen=PLAN_RING)
         self.running: RunningStep | None = None
         self._clock = clock
+        self._ended: float | None = None
         self._timer = StepTimer()
         self._steps: deque[UncommittedStep] = deque()
         self.costs = StepCosts()
@@ -127,7 +129,8 @@ class StepQueue:
             self.recent.append(plan)
         now = self._clock()
         self.running = RunningStep(now if self.running is None else self.running.started, self._timer.predict(plan.num_tokens))
-        self._steps.append(UncommittedStep(plan, self._ticket(plan), now))
+        gap_s = 0.0 if self._steps or self._ended is None else now - self._ended
+        self._steps.append(UncommittedStep(plan, self._ticket(plan), now, gap_s))
 
     def _ticket(self, plan: Plan) -> Ticket:
         try:
@@ -153,7 +156,7 @@ class StepQueue:
 
     def end(self, step: UncommittedStep) -> float:
         """Returns the seconds that it took by itself."""
-        now = self._clock()
+        now = self._ended = self._clock()
         began = step.submitted if self.running is None else max(step.submitted, self.running.started)
         self.running = replace(self.running, started=now) if self._steps and self.running is not None else None
         if step.plan.num_rows:

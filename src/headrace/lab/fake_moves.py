@@ -44,6 +44,12 @@ class PagedIds:
                 held = self.block(group, table[index])[: len(known)]
                 assert held == known, f"slot {slot}, group {group}, block {table[index]} at {index}: holds {held}, not {known}"
 
+    def check_held(self, slot: int, num_tokens: int) -> None:
+        """Raises AssertionError unless there are blocks for so many tokens."""
+        for group in self._groups:
+            last = (num_tokens - 1) // self._block_size
+            assert last in self._tables[group, slot], f"slot {slot}, group {group}: no block for position {num_tokens - 1}"
+
     def block(self, group: int, block: int) -> array[int]:
         return self._blocks.setdefault((group, block), array("i", [EMPTY] * self._block_size))
 

@@ -18,6 +18,7 @@ from headrace.core.errors import CheckpointError, EngineFatal
 from headrace.core.model_info import KvGroup, ModelInfo
 from headrace.core.plan import NO_LOGPROBS, LogprobColumns, Plan, Result, Started, TokenLogprobs, int_column
 from headrace.core.request import EngineRequest
+from headrace.core.speculation import SpeculativeConfig
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.adapters.preparer import AdapterPreparer
 from headrace.engine.build import assemble
@@ -27,6 +28,7 @@ from headrace.lab.fake_adapters import FakeAdapter, FakeAdapterLoader
 from headrace.lab.fake_moves import Moves, PagedIds
 
 MASK = 2**64 - 1
+DRAWN = 1000
 
 Wait = Callable[[float], object]
 
@@ -39,7 +41,10 @@ class FakeOptions:
     verify            whether to keep the paged memory and check it
     host_slots        blocks of host memory. Needs `verify`
     move_steps        (least, most) steps that a move to or from it takes, drawn for each from move_seed
-    max_drafts        most tokens drafted to follow a row
+    step_seconds, token_seconds, free_tokens  a step takes the first, and the second for each token beyond free_tokens
+    draft_seconds     more for each place that is drafted
+    draft_accuracy    part of the drafts that are right
+    draft_rate        part of the rows that are followed by drafts
     withhold_every    about 1 of N sampling rows gives no token at its first try; 0: every row gives one
     """
 
@@ -51,6 +56,7 @@ class FakeOptions:
     eos_after: int | None = None
     step_seconds: float = 0.0
     token_seconds: float = 0.0
+    free_tokens: int = 0
     stall_after_steps: int | None = None
     stall_seconds: float = 3600.0
     die_after_steps: int | None = None
@@ -63,7 +69,9 @@ class FakeOptions:
     numerics: dict[str, str] = field(default_factory=dict)
     adapters: dict[str, str] = field(default_factory=dict)
     has_kv: bool = True
-    max_drafts: int = 0
+    draft_seconds: float = 0.0
+    draft_accuracy: float = 0.8
+    draft_rate: float = 1.0
     withhold_every: int = 0
 
     @property
@@ -101,6 +109,7 @@ def fake_engine(
     block_key: str = "",
     clock: Clock = time.monotonic,
     wait: Wait | None = None,
+    speculative: SpeculativeConfig | None = None,
 ) -> Engine:
     """Raises CheckpointError if the options say that loading fails."""
     options = options or FakeOptions()
@@ -117,7 +126,9 @@ def fake_engine(
         options = replace(options, adapters=adapters.digests)
     resident = (lambda: (None,)) if adapters is None else adapters.resident
     runner = FakeRunner(options, resident=resident, clock=clock, wait=wait)
-    return assemble(config, runner, fake_info(options), outbox, block_key=block_key, clock=clock, adapters=adapters)
+    return assemble(
+        config, runner, fake_info(options), outbox, block_key=block_key, clock=clock, adapters=adapters, speculative=speculative
+    )
 
 
 def fake_token(seed: int, index: int, position: int, previous: int, vocab_size: int) -> int:
@@ -202,7 +213,9 @@ class FakeRunner:
             return 0.0
         if self.num_steps == self.options.stall_after_steps:
             return self.options.stall_seconds
-        return self.options.step_seconds + self.options.token_seconds * plan.num_tokens
+        options = self.options
+        drafting_s = options.draft_seconds * max(plan.num_drafts, default=0)
+        return options.step_seconds + options.token_seconds * max(0, plan.num_tokens - options.free_tokens) + drafting_s
 
     def _compute(self, plan: Plan) -> Result:
         if any(mask_slot >= 0 for mask_slot in plan.mask_slots):
@@ -216,7 +229,9 @@ class FakeRunner:
         prompt_rows, prompt_counts = int_column(), int_column()
         logprobs, prompt_logprobs = LogprobColumns(), LogprobColumns()
         draft_counts, next_drafts, given_drafts = int_column(), int_column(), iter(plan.drafts)
-        for row, (slot_id, start, count, samples) in enumerate(zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True)):
+        num_drafts = plan.num_drafts or int_column([0]) * plan.num_rows
+        columns = zip(plan.slots, plan.starts, plan.counts, plan.samples, num_drafts, strict=True)
+        for row, (slot_id, start, count, samples, most) in enumerate(columns):
             slot = self._slots[slot_id]
             drafts = list(islice(given_drafts, max(samples - 1, 0)))
             tokens: list[int] = []
@@ -230,7 +245,7 @@ class FakeRunner:
             token_ids.extend(tokens)
             for token_id in tokens:
                 logprobs.append(self._logprobs(token_id, slot.started.params.logprobs))
-            following = self._draft(slot) if tokens else []
+            following = self._draft(slot_id, slot, most) if tokens and most else []
             draft_counts.append(len(following))
             next_drafts.extend(following)
         self._moves.advance()
@@ -297,16 +312,23 @@ class FakeRunner:
             return self.options.eos_token_id
         return self.options.token(slot.seed, started.index, position, slot.ids[position - 1])
 
-    def _draft(self, slot: _Slot) -> list[int]:
+    def _draft(self, slot_id: int, slot: _Slot, most: int) -> list[int]:
         known = len(slot.ids)
-        count = fake_token(slot.seed, slot.started.index, known, 2, self.options.max_drafts + 2) if self.options.max_drafts else 0
-        for place in range(count):
-            token_id = self._token(slot, known + place)
-            is_wrong = fake_token(slot.seed, slot.started.index, known + place, 3, 5) == 0
-            slot.ids.append((token_id + 1) % self.options.vocab_size if is_wrong else token_id)
+        if self._verifies:
+            self._memory.check_held(slot_id, known + most)
+        if not self._draw(slot, known, 2, self.options.draft_rate):
+            return []
+        for position in range(known, known + most):
+            token_id = self._token(slot, position)
+            is_right = self._draw(slot, position, 3, self.options.draft_accuracy)
+            slot.ids.append(token_id if is_right else (token_id + 1) % self.options.vocab_size)
         drafts = slot.ids[known:].tolist()
         del slot.ids[known:]
         return drafts
+
+    @staticmethod
+    def _draw(slot: _Slot, position: int, what: int, chance: float) -> bool:
+        return fake_token(slot.seed, slot.started.index, position, what, DRAWN + 1) < chance * DRAWN
 
     def _add_prompt_logprobs(self, slot: _Slot, start: int, count: int, logprobs: LogprobColumns) -> int:
         last = min(start + count, slot.started.num_prompt_tokens - 1)

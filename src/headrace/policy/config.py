@@ -9,7 +9,11 @@ from headrace.core.option import option
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """max_waiting_bytes: memory that waiting requests may hold"""
+    """
+    max_waiting_bytes        memory that waiting requests may hold
+    num_speculative_tokens   most tokens drafted to follow a token; 0: the runner drafts none
+    has_free_drafts          drafting takes no time that counts; else it takes that of a draft model
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -22,6 +26,8 @@ class SchedulerConfig:
     enable_chunked_prefill: bool = True
     depth: int = 1
     costly_context: int = 0
+    num_speculative_tokens: int = 0
+    has_free_drafts: bool = True
 
     @property
     def uncommitted_tokens(self) -> int:

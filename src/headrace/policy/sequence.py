@@ -14,6 +14,7 @@ from headrace.core.hashing import BlockHash
 from headrace.core.ids import PreparationId, RequestId, SeqId
 from headrace.core.request import EngineRequest
 from headrace.core.update import MAX_ENTERED, FinishReason, MissReason
+from headrace.policy.speculation import DraftRecord
 
 NO_SLOT = -1
 NO_PREPARATION = PreparationId(0)
@@ -83,7 +84,8 @@ class Sequence:
                        window; 0 = check the sequence in full
     end_ids      tokens that end the sequence once it has `min_tokens` outputs. With a grammar they end it at any time: an end token is then
                  sampled early only where no other token is allowed
-    waits_for_commit  no row is planned while another one is in flight
+    drafts       that follow its tokens and may stand in its next row
+    waits_for_commit  no row is planned while another one is in flight: its next position depends on what that row gives
     num_prompt_logprobs_emitted  prompt positions whose log-probabilities were emitted; a prompt computed again after a preemption does
                                  not emit them again
     stage, stage_since, stage_seconds  the current stage, when it began, and the seconds spent in each stage before it
@@ -116,6 +118,7 @@ class Sequence:
     facts: RunningFacts = NO_FACTS
     drafts: array[int] = field(default_factory=lambda: NO_DRAFTS)
     waits_for_commit: bool = False
+    draft_record: DraftRecord = field(default_factory=DraftRecord)
     registered: list[int] = field(default_factory=list)
     root: BlockHash = field(default_factory=lambda: BlockHash(b""))
     hashes: list[BlockHash] = field(default_factory=list)
@@ -145,6 +148,7 @@ class Sequence:
         self.num_planned += count
         self.num_expected += samples
         self.drafts = NO_DRAFTS
+        self.waits_for_commit = self.waits_for_commit or samples > 1
         self.bulk_decode_limit = min(self.allocated_until, self.limit - 1) if samples == 1 and not self.waits_for_commit else 0
 
     def ungrant(self, samples: int) -> None:
@@ -173,10 +177,9 @@ class Sequence:
         return kept, reason, stop_token
 
     def draft(self, drafts: array[int]) -> None:
-        self.waits_for_commit = self.waits_for_commit or bool(drafts)
-        self.drafts = NO_DRAFTS if self.has_rows_in_flight or self.num_in_flight else drafts
-        if self.waits_for_commit:
-            self.bulk_decode_limit = self.bulk_commit_limit = 0
+        """The caller asked `follows_all`."""
+        self.drafts = drafts
+        self.bulk_decode_limit = 0
 
     def discard_rows(self) -> None:
         """Discard the rows in flight, which were planned on more tokens than an earlier row gave."""
@@ -268,9 +271,14 @@ class Sequence:
     @property
     def num_uncomputed(self) -> int:
         """Tokens that could be computed now, drafts not counted."""
-        if self.waits_for_commit and (self.has_rows_in_flight or self.num_in_flight):
+        if self.waits_for_commit and not self.follows_all:
             return 0
         return self.num_expected - self.num_planned
+
+    @property
+    def follows_all(self) -> bool:
+        """Whether what follows its tokens follows all that was planned for it."""
+        return not (self.has_rows_in_flight or self.num_in_flight)
 
     @property
     def num_in_flight(self) -> int:

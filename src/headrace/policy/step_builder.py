@@ -92,6 +92,7 @@ class StepRows:
         "drafts",
         "mask_slots",
         "num_decodes",
+        "num_drafts",
         "plan_epochs",
         "samples",
         "seqs",
@@ -105,6 +106,7 @@ class StepRows:
         self.counts = array("i")
         self.samples = array("i")
         self.drafts = array("i")
+        self.num_drafts = array("i")
         self.num_decodes = 0
         self.slots = array("i")
         self.mask_slots = array("i")
@@ -234,6 +236,7 @@ class StepBuilder:
             counts=rows.counts,
             samples=rows.samples,
             drafts=rows.drafts,
+            num_drafts=rows.num_drafts,
             adapter_slots=rows.adapter_slots,
             mask_slots=rows.mask_slots,
             table_groups=array("i", self.table_groups),

@@ -15,6 +15,7 @@ from headrace.core.plan import Started
 from headrace.core.request import PriorityClass
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.manager import KvManager
+from headrace.policy.schedule.drafting import Drafting
 from headrace.policy.schedule.sequence_table import SequenceTable
 from headrace.policy.schedule.start_rules import StartRules
 from headrace.policy.schedule.step_budget import ChunkPrice, prefill_part, tightest_tpot_s, tokens_within
@@ -26,14 +27,15 @@ CHARGE_STEPS = 16
 
 
 class Planner:
-    """Fills a step with rows: running sequences first, then waiting ones."""
+    """Fills a step with rows: running sequences first, then waiting ones. drafting: None: the runner drafts nothing"""
 
-    def __init__(self, config: SchedulerConfig, kv: KvManager, sequences: SequenceTable) -> None:
+    def __init__(self, config: SchedulerConfig, kv: KvManager, sequences: SequenceTable, drafting: Drafting | None = None) -> None:
         self.config = config
         self.kv = kv
         self.sequences = sequences
         self.start_rules = StartRules(config, kv, sequences)
         self.is_static = False
+        self._drafting = drafting
         self._price = ChunkPrice(config.costly_context if config.enable_chunked_prefill else 0)
         self._charge_at = 0
         self.prompt_tokens_left = [0] * len(PriorityClass)
@@ -42,11 +44,13 @@ class Planner:
     def fill(self, step: StepBuilder) -> None:
         step.first = self.start_rules.preempt_for_head(step.now, step.costs)
         prefilling, drafted = self._plan_decodes(step)
-        for seq in drafted:
-            self._plan_drafted(seq, step)
+        if self._drafting is not None:
+            self._plan_drafts(self._drafting, drafted, prefilling, step)
         self._plan_prefills(prefilling, step)
         self.prompt_tokens_left = _tokens_left({*prefilling, *step.rows.seqs[step.rows.num_decodes :]})
         self.charge(step)
+        if self._drafting is not None:
+            self._drafting.ask(step)
         if not (step.rows.seqs or len(self.sequences.slots)):
             self._forget_bounds()
 
@@ -93,15 +97,19 @@ class Planner:
         step.rows.num_decodes = len(seqs)
         return prefilling, drafted
 
-    def _plan_drafted(self, seq: Sequence, step: StepBuilder) -> None:
-        if seq.state is not RUNNING:
-            return  # preempted earlier in this plan
-        drafts = seq.drafts[: max(0, min(step.budget - 1, seq.limit - 1 - len(seq.tokens)))]
-        if drafts and self.kv.grow(seq, seq.num_planned + 1 + len(drafts), step):
-            step.rows.drafts.extend(drafts)
-            self._add_row(seq, 1 + len(drafts), step, samples=1 + len(drafts))
-        else:
-            self._plan_decode(seq, step)
+    def _plan_drafts(self, drafting: Drafting, drafted: list[Sequence], prefilling: list[Sequence], step: StepBuilder) -> None:
+        num_prompt_tokens = sum([seq.num_uncomputed for seq in prefilling])
+        if self._may_start():
+            num_prompt_tokens += sum(self.sequences.waiting.num_tokens)
+        for seq, count in zip(drafted, drafting.counts(drafted, num_prompt_tokens, step), strict=True):
+            if seq.state is not RUNNING:
+                continue  # preempted earlier in this plan
+            if count and self.kv.grow(seq, seq.num_planned + 1 + count, step):
+                step.rows.drafts.extend(seq.drafts[:count])
+                self._add_row(seq, 1 + count, step, samples=1 + count)
+            else:
+                drafting.leave(seq)
+                self._plan_decode(seq, step)
 
     def _plan_prefills(self, prefilling: list[Sequence], step: StepBuilder) -> None:
         """Four passes: running prefills ahead of the first long prompt in the queue policy's order; the other running prefills that are
@@ -136,10 +144,10 @@ class Planner:
                 self._plan_row(seq, step)
 
     def _within_goals(self, step: StepBuilder, budget: int) -> int:
-        """Tokens that prompts may take so that the step keeps the decoding rows' goals."""
+        """Tokens that prompts may take so that the step, which has no others yet, keeps the decoding rows' goals."""
         if not self.sequences.slots.num_goals or not self.config.enable_chunked_prefill or budget <= 0:
             return budget
-        most = tokens_within(tightest_tpot_s(step.rows.seqs[: step.rows.num_decodes]), step.costs)
+        most = tokens_within(tightest_tpot_s(step.rows.seqs), step.costs)
         return int(min(budget, max(most - (step.max_tokens - budget), prefill_part(most, step.max_tokens))))
 
     def _start_ahead(self, prefilling: list[Sequence], step: StepBuilder) -> None:

@@ -1,6 +1,7 @@
 """Decides which sequences compute which positions into which blocks in the next step, and commits or rolls back what a step computed.
 
     plan(now, costs)    -> Plan | None     decides; nothing is computed
+    end_step(plan, seconds, gap_s)         learns from how long a step took
     commit(plan, result, now) -> updates   appends tokens, finishes, frees
     rollback(plan)                         the step raised: nothing of it happened
 
@@ -20,6 +21,7 @@ from headrace.core.update import SequenceUpdate
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.host_tier import HostTier
 from headrace.policy.kvcache.manager import KvManager
+from headrace.policy.schedule.drafting import Drafting
 from headrace.policy.schedule.planner import Planner
 from headrace.policy.schedule.sequence_table import SequenceTable
 from headrace.policy.schedule.updates import NOTHING, RowOutput, are_plain, outputs, take_not_emitted
@@ -39,7 +41,8 @@ class Scheduler:
         self.tier = tier
         self.sequences = SequenceTable(config, kv, tier)
         self._rows: dict[int, StepRows] = {}
-        self._planner = Planner(config, kv, self.sequences)
+        self._drafting = Drafting(config, kv, self.sequences) if config.num_speculative_tokens else None
+        self._planner = Planner(config, kv, self.sequences, self._drafting)
         self._decode_columns = NO_ROWS
         self._unsent: StepBuilder | None = None
         self._next_step = 1
@@ -77,6 +80,8 @@ class Scheduler:
         """None when nothing can be computed now."""
         if (unsent := self.unsent_plan()) is not None:
             return unsent
+        if self._rows and self._drafting is not None and self._drafting.is_on:
+            return None  # drafts follow what the step in flight gives
         self.kv.begin_plan(now)
         self.sequences.expire(now)
         step = StepBuilder(self._next_step, self.config.max_num_batched_tokens, now, costs)
@@ -122,6 +127,11 @@ class Scheduler:
 
     # results
 
+    def end_step(self, plan: Plan, seconds: float, gap_s: float) -> None:
+        """Of a plan with rows, before its commit: what it took, and the time for which the runner waited for it."""
+        if self._drafting is not None:
+            self._drafting.end_step(plan, seconds, gap_s)
+
     def commit(self, plan: Plan, result: Result, now: float) -> list[SequenceUpdate]:
         """Includes updates of sequences that ended otherwise since the last commit."""
         rows = self._rows.pop(plan.step_id)
@@ -129,6 +139,8 @@ class Scheduler:
         if num_decodes:
             self._commit_decodes(rows, result.token_ids[:num_decodes], now)
         self._commit_rows(rows, result, num_decodes, now)
+        if self._drafting is not None:
+            self._drafting.take(rows, result)
         self.kv.release_pending(plan.step_id)
         self.end_moves(result.moves_done)
         return self.sequences.take_updates()
@@ -187,6 +199,8 @@ class Scheduler:
         if error is not None:
             self.sequences.fail(seq, error, now)
             return
+        if row.samples > 1 and output.token_ids and self._drafting is not None:
+            self._drafting.verify(row, len(output.token_ids))
         if output.token_ids and row.first_sampled != len(seq.tokens):
             output = output._replace(token_ids=NOTHING.token_ids, logprobs=())  # an earlier row gave no token
         if output.prompt_logprobs:
@@ -204,17 +218,16 @@ class Scheduler:
         if is_current and reason is None:
             if seq.first_token_emitted:
                 seq.bulk_commit_limit = min(next_block_commit, seq.limit - 1)
-            if output.drafts or seq.waits_for_commit or kept < row.samples:
-                self._look_ahead(seq, row, kept, output.drafts)
+            seq.waits_for_commit = False
+            if kept < row.samples:
+                self._roll_back(seq, row)
 
-    def _look_ahead(self, seq: Sequence, row: StepRow, kept: int, drafts: array[int]) -> None:
-        seq.waits_for_commit = False
-        if kept < row.samples:
-            is_last = seq.num_planned == row.start + row.count
-            seq.roll_back(seq.num_computed)
-            if not is_last:
-                self.sequences.slots.discard_rows(seq)
-        seq.draft(drafts)
+    def _roll_back(self, seq: Sequence, row: StepRow) -> None:
+        """The row gave fewer tokens than it might have."""
+        is_last = seq.num_planned == row.start + row.count
+        seq.roll_back(seq.num_computed)
+        if not is_last:
+            self.sequences.slots.discard_rows(seq)
 
     def end_moves(self, move_ids: array[int]) -> None:
         """Raises LeaseError: see `Leases`."""
@@ -278,6 +291,8 @@ class Scheduler:
         assert seq.state is not RUNNING or bool(seq.adapter_slot) == (seq.request.adapter is not None), "it runs with other weights"
         current = sum(row.count for row in in_flight if row.plan_epoch == seq.plan_epoch)
         assert seq.state is not RUNNING or seq.num_planned == seq.num_computed + current, "planned and computed differ"
+        assert not seq.drafts or (self._drafting and seq.state is RUNNING and seq.follows_all), "its drafts follow something else"
+        assert len(in_flight) < 2 or all(row.samples < 2 for row in in_flight if row.is_current), "planned while its drafts are verified"
         if seq.num_planned < seq.bulk_decode_limit:
             assert seq.state is RUNNING, "planned in bulk, but does not run"
             assert seq.num_uncomputed == 1, "planned in bulk, but does not decode"

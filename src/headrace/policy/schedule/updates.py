@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from headrace.core.plan import Result, TokenLogprobs
 from headrace.core.update import FinishReason, SequenceUpdate, StageSeconds
-from headrace.policy.sequence import NO_DRAFTS, QUEUE, Sequence
+from headrace.policy.sequence import QUEUE, Sequence
 from headrace.policy.step_builder import RunningColumns, StepRow, StepRows
 
 
@@ -17,7 +17,6 @@ class RowOutput(NamedTuple):
     token_ids: array[int]
     logprobs: Items[TokenLogprobs | None] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    drafts: array[int] = NO_DRAFTS
 
 
 NOTHING = RowOutput(array("i"))
@@ -27,7 +26,7 @@ def are_plain(rows: StepRows, result: Result) -> bool:
     count = rows.num_decodes
     if result.logprobs or (result.errors and min(row for row, _ in result.errors) < count):
         return False
-    if (result.prompt_rows and min(result.prompt_rows) < count) or (result.draft_counts and any(result.draft_counts[:count])):
+    if result.prompt_rows and min(result.prompt_rows) < count:
         return False
     return result.token_counts[:count] == rows.samples[:count]
 
@@ -35,19 +34,14 @@ def are_plain(rows: StepRows, result: Result) -> bool:
 def outputs(result: Result, first: int) -> list[RowOutput]:
     ends = accumulate(result.token_counts[first:], initial=first)
     plain = [RowOutput(result.token_ids[begin:end]) for begin, end in pairwise(ends)]
-    if not (result.logprobs or result.prompt_rows or result.draft_counts):
+    if not (result.logprobs or result.prompt_rows):
         return plain
-    logprobs, prompts, drafts = result.logprobs.entries(), result.prompt_entries(), _drafts_of(result)
+    logprobs, prompts = result.logprobs.entries(), result.prompt_entries()
     ends = accumulate(result.token_counts[first:], initial=first)
     return [
-        output._replace(logprobs=logprobs[begin:end], prompt_logprobs=prompts.get(row, ()), drafts=drafts.get(row, NO_DRAFTS))
+        output._replace(logprobs=logprobs[begin:end], prompt_logprobs=prompts.get(row, ()))
         for row, (output, (begin, end)) in enumerate(zip(plain, pairwise(ends), strict=True), first)
     ]
-
-
-def _drafts_of(result: Result) -> dict[int, array[int]]:
-    ends = accumulate(result.draft_counts)
-    return {row: result.drafts[end - count : end] for row, (count, end) in enumerate(zip(result.draft_counts, ends, strict=True)) if count}
 
 
 def take_not_emitted(row: StepRow, entries: tuple[TokenLogprobs, ...]) -> tuple[TokenLogprobs, ...]:

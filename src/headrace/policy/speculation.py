@@ -1,0 +1,277 @@
+"""Decides how many drafted tokens are computed (docs/speculation.md, How many).
+
+A draft is worth computing while it makes the tokens more that are expected per second. Two estimates say so: how often the drafts of a
+sequence are right, and how long steps of so many tokens take (`policy.cost_curve`). What speculation has cost beyond what it gave is
+added up as measured, whatever the estimates say: after a loss, speculation rests until the loss is MAX_LOSS_SHARE of the time since.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from headrace.policy.cost_curve import CostCurve
+
+FIRST_CHANCE, FIRST_WEIGHT = 0.7, 4.0
+"""What is expected of drafts before any was seen, and as how many drafts that counts."""
+
+MEAN_WEIGHT = 2.0
+"""As how many drafts the mean of all sequences counts in the estimate for one."""
+
+FADING, MEAN_FADING = 0.9, 0.98
+
+LEAST_CHANCE = 0.05
+"""A draft that is right less often is never computed."""
+
+MIN_GAIN, LEAST_GAIN = 0.05, 0.01
+"""Speculation begins above a predicted gain of the first, and ends below the second."""
+
+WEIGHT_OFF, WEIGHT_ON = 0.5, 0.125
+
+MAX_LOSS_STEPS = 4
+MAX_LOSS_SHARE = 0.01
+
+ASK_EVERY = 4
+"""While speculation is off, drafts that cost nothing are asked for in one step of N, and compared with the tokens that come."""
+
+CONSIDER_EVERY = 8
+"""Steps after which it is considered anew how many drafts a draft model makes."""
+
+RETRY_EVERY = 32
+"""In one consideration of N, a sequence without drafts gets one."""
+
+NUM_EXACT = 16
+EVERY_BEYOND = 4
+
+NOTHING_OFFERED = array("i")
+
+
+@dataclass(slots=True)
+class DraftRecord:
+    """What drafts of one sequence were worth.
+
+    right, tried  fading counts of drafts that were right, and of those that were tried: drafts behind a wrong one were not
+    offered, at   drafts that no step computes, and the position of the first: they are compared with the tokens that come
+    is_new        they were offered since the last plan
+    wanted        drafts that a draft model makes in each step
+    era           in which they were counted
+    """
+
+    right: float = 0.0
+    tried: float = 0.0
+    offered: array[int] = field(default_factory=lambda: NOTHING_OFFERED)
+    at: int = 0
+    is_new: bool = False
+    wanted: int = 0
+    era: int = 0
+
+
+class Offer(NamedTuple):
+    """chance: that a draft is right where those before it are"""
+
+    chance: float
+    num_drafts: int
+
+
+class StepShape(NamedTuple):
+    """A step without drafts. most: drafts that it has room for; token_s: of a token more, in a large step"""
+
+    num_rows: int
+    num_prompt_tokens: int
+    most: int
+    token_s: float
+
+
+class Speculation:
+    """The estimates and decisions of one engine.
+
+    is_free        drafts take no time that counts
+    is_overlapped  without speculation a step is planned while the one before runs; with it none is, and `gap_s` passes between two
+    """
+
+    def __init__(self, most: int, *, is_free: bool, is_overlapped: bool) -> None:
+        self.most = most
+        self.is_on = False
+        self._is_free = is_free
+        self._is_overlapped = is_overlapped
+        self._curve = CostCurve()
+        self._right = self._tried = 0.0
+        self._era = 0
+        self._gap_s = self._draft_s = 0.0
+        self._gain: float | None = None
+        self._loss_s = self._total_s = self._resume_at_s = 0.0
+        self._value_s = self._rows_s = 0.0
+        self._since_asked = self._since_considered = RETRY_EVERY
+        self._num_considered = 0
+        self._has_offers = False
+
+    # how often drafts are right
+
+    def chance(self, record: DraftRecord) -> float:
+        mean = (self._right + FIRST_CHANCE * FIRST_WEIGHT) / (self._tried + FIRST_WEIGHT)
+        if record.era != self._era:
+            return mean
+        return (record.right + MEAN_WEIGHT * mean) / (record.tried + MEAN_WEIGHT)
+
+    def observe(self, record: DraftRecord, num_right: int, num_drafts: int) -> None:
+        tried = num_right + (num_right < num_drafts)
+        if record.era != self._era:
+            record.era, record.right, record.tried = self._era, 0.0, 0.0
+        record.right, record.tried = FADING * record.right + num_right, FADING * record.tried + tried
+        self._right, self._tried = MEAN_FADING * self._right + num_right, MEAN_FADING * self._tried + tried
+
+    def note_accepted(self, num_accepted: int) -> None:
+        """Of the step that `end_step` was called for."""
+        self._loss_s -= num_accepted * self._value_s
+
+    def leave(self, record: DraftRecord, drafts: array[int], tokens: array[int]) -> None:
+        """No step computes the drafts, which follow `tokens`: what comes instead says whether they were right."""
+        self.compare(record, tokens)
+        record.is_new = self._has_offers = True
+        if not record.offered:
+            record.offered, record.at = drafts, len(tokens)
+
+    def compare(self, record: DraftRecord, tokens: array[int]) -> None:
+        """Drafts stay until one was wrong or all came: else only the first would ever be compared."""
+        offered = record.offered
+        came = tokens[record.at : record.at + len(offered)]
+        right = next((place for place, (draft, token) in enumerate(zip(offered, came, strict=False)) if draft != token), len(came))
+        if offered and (right < len(came) or len(came) == len(offered)):
+            self.observe(record, right, len(came))
+            record.offered = NOTHING_OFFERED
+
+    # how long steps take
+
+    def end_step(self, shape: StepShape, num_drafts: int, most_asked: int, seconds: float, gap_s: float) -> None:
+        """seconds: that the step took; gap_s: that the runner had waited for it"""
+        num_plain = shape.num_rows + shape.num_prompt_tokens
+        num_tokens = num_plain + num_drafts
+        drafting_s = 0.0 if self._is_free else most_asked * self._draft_s
+        step_s = self._curve.seconds(num_tokens, shape.token_s)
+        predicted_s = step_s + drafting_s
+        self._rows_s = self._curve.seconds(shape.num_rows, shape.token_s)
+        self._value_s = self._rows_s / max(1, shape.num_rows)
+        usual_s = min(max(seconds, predicted_s / 2), 1.5 * predicted_s) if step_s else seconds
+        self._total_s += usual_s
+        self._loss_s = max(0.0, self._loss_s)
+        if self.is_on and shape.num_rows and step_s:
+            gap_s = min(gap_s, self._rows_s) if self._is_overlapped else 0.0
+            self._gap_s += 0.1 * (gap_s - self._gap_s)
+            self._loss_s += usual_s + gap_s - self._curve.seconds(num_plain, shape.token_s)
+        if self._is_free or not most_asked:
+            self._curve.observe(num_tokens, seconds)
+        elif step_s:
+            measured = max(0.0, seconds - step_s) / most_asked
+            self._draft_s += 0.2 * (min(measured, 2 * self._draft_s) - self._draft_s) if self._draft_s else measured
+
+    # decisions
+
+    def choose(self, offers: Items[Offer], shape: StepShape) -> list[int]:
+        """How many of each sequence's drafts the step computes."""
+        if not self.is_on:
+            return [0] * len(offers)
+        counts, gain = best_counts(offers, shape, self._curve, self._gap_s)
+        if self._is_free:
+            self._note_gain(gain)
+        return counts
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `consider` is to be called in this plan; called once in each."""
+        self._since_considered += 1
+        if self._is_free:
+            return self._has_offers and not self.is_on
+        if self._since_considered < CONSIDER_EVERY or (not self.is_on and self._total_s < self._resume_at_s):
+            return False
+        self._since_considered = 0
+        return True
+
+    def consider(self, records: Items[DraftRecord], shape: StepShape) -> None:
+        """Turn speculation on or off. records: of the sequences that decode"""
+        if self._is_free:
+            offers = [Offer(self.chance(record), len(record.offered)) for record in records if record.is_new]
+            self._note_gain(best_counts(offers, shape, self._curve, self._gap_s)[1])
+            for record in records:
+                record.is_new = False
+            self._has_offers = False
+            return
+        chances = [self.chance(record) for record in records]
+        counts, gain = [0] * len(records), -1.0
+        for most in range(1, self.most + 1):
+            extra_s = self._gap_s + most * self._draft_s
+            found, found_gain = best_counts([Offer(chance, most) for chance in chances], shape, self._curve, extra_s)
+            if found_gain > gain:
+                counts, gain = found, found_gain
+        self._note_gain(gain)
+        self._num_considered += 1
+        least = int(self._num_considered % RETRY_EVERY == 0)
+        for record, count in zip(records, counts, strict=True):
+            record.wanted = max(count, least)
+
+    def most_asked(self) -> int:
+        """Drafts that are asked for in this plan, for each of its rows; a draft model's are `DraftRecord.wanted` at most. Called once in
+        each plan with rows.
+        """
+        if self.is_on:
+            return self.most
+        self._since_asked += 1
+        if not self._is_free or self._since_asked < ASK_EVERY:
+            return 0
+        self._since_asked = 0
+        return self.most
+
+    def asked_for(self, record: DraftRecord, most: int) -> int:
+        return most if self._is_free else min(most, record.wanted)
+
+    def _note_gain(self, gain: float) -> None:
+        weight = WEIGHT_ON if self.is_on else WEIGHT_OFF
+        self._gain = gain if self._gain is None else self._gain + weight * (gain - self._gain)
+        if self.is_on:
+            if self._gain < LEAST_GAIN or self._loss_s > MAX_LOSS_STEPS * self._rows_s:
+                self._turn_off()
+        elif self._gain > MIN_GAIN and self._total_s >= self._resume_at_s:
+            self.is_on, self._loss_s = True, 0.0
+
+    def _turn_off(self) -> None:
+        self.is_on = False
+        self._resume_at_s = self._total_s + max(0.0, self._loss_s) / MAX_LOSS_SHARE
+        if not self._is_free:  # nothing is learned of its drafts until it is tried again
+            self._right = self._tried = 0.0
+            self._era += 1
+            self._gain = None
+
+
+def best_counts(offers: Items[Offer], shape: StepShape, curve: CostCurve, extra_s: float) -> tuple[list[int], float]:
+    """The drafts that make the most tokens per second, and the gain over the step without speculation; drafts are added in order of the
+    chance that they count.
+
+    extra_s  that speculation takes beside the drafts' share of the step
+
+    The time of prompts is left out: a draft is worth what a row's token costs in a step of rows alone.
+    """
+    counts = [0] * len(offers)
+    num_rows, num_prompt_tokens, most, token_s = shape
+    rows_s = curve.seconds(num_rows, token_s) if num_rows else 0.0
+    if not rows_s:
+        return counts, 0.0
+    chances = sorted(
+        (-chance, place, i)
+        for i, offer in enumerate(offers)
+        for place in range(offer.num_drafts)
+        if (chance := offer.chance ** (place + 1)) >= LEAST_CHANCE
+    )[: max(0, most)]
+    num_plain = num_rows + num_prompt_tokens
+    others_s = rows_s + extra_s - curve.seconds(num_plain, token_s)
+    expected, best_rate, best = float(num_rows), num_rows / (rows_s + extra_s), 0
+    for num_drafts, (chance, _, _) in enumerate(chances, 1):
+        expected -= chance
+        if num_drafts > NUM_EXACT and num_drafts % EVERY_BEYOND and num_drafts < len(chances):
+            continue
+        rate = expected / (others_s + curve.seconds(num_plain + num_drafts, token_s))
+        if rate > best_rate:
+            best_rate, best = rate, num_drafts
+    for _, _, i in chances[:best]:
+        counts[i] += 1
+    return counts, best_rate * rows_s / num_rows - 1
