@@ -28,15 +28,18 @@ LEAST_CHANCE = 0.05
 MIN_GAIN, LEAST_GAIN = 0.05, 0.01
 """Speculation begins above a predicted gain of the first, and ends below the second."""
 
-WEIGHT_OFF, WEIGHT_ON = 0.5, 0.125
+QUICK_WEIGHT, SLOW_WEIGHT = 0.5, 0.125
+"""Of a gain in the mean of gains. Slow: drafts that cost nothing are offered in some steps and not in others."""
 
-MAX_LOSS_STEPS = 4
+MAX_LOSS_STEPS, MAX_CREDIT_STEPS = 2, 10
+"""Speculation ends when it has lost the time of so many steps. What it gained before is set off against it, up to the second."""
+
 MAX_LOSS_SHARE = 0.01
 
 ASK_EVERY = 4
 """While speculation is off, drafts that cost nothing are asked for in one step of N, and compared with the tokens that come."""
 
-CONSIDER_EVERY = 8
+CONSIDER_EVERY_ON, CONSIDER_EVERY_OFF = 4, 16
 """Steps after which it is considered anew how many drafts a draft model makes."""
 
 RETRY_EVERY = 32
@@ -103,7 +106,7 @@ class Speculation:
         self._gain: float | None = None
         self._loss_s = self._total_s = self._resume_at_s = 0.0
         self._value_s = self._rows_s = 0.0
-        self._since_asked = self._since_considered = RETRY_EVERY
+        self._since_asked, self._since_considered = ASK_EVERY, CONSIDER_EVERY_OFF
         self._num_considered = 0
         self._has_offers = False
 
@@ -155,21 +158,23 @@ class Speculation:
         self._value_s = self._rows_s / max(1, shape.num_rows)
         usual_s = min(max(seconds, predicted_s / 2), 1.5 * predicted_s) if step_s else seconds
         self._total_s += usual_s
-        self._loss_s = max(0.0, self._loss_s)
+        self._loss_s = max(-MAX_CREDIT_STEPS * self._rows_s, self._loss_s)
         if self.is_on and shape.num_rows and step_s:
             gap_s = min(gap_s, self._rows_s) if self._is_overlapped else 0.0
             self._gap_s += 0.1 * (gap_s - self._gap_s)
             self._loss_s += usual_s + gap_s - self._curve.seconds(num_plain, shape.token_s)
-        if self._is_free or not most_asked:
-            self._curve.observe(num_tokens, seconds)
-        elif step_s:
-            measured = max(0.0, seconds - step_s) / most_asked
-            self._draft_s += 0.2 * (min(measured, 2 * self._draft_s) - self._draft_s) if self._draft_s else measured
+        if not self._is_free and most_asked and not num_drafts:
+            measured_s = max(0.0, seconds - step_s) / most_asked  # as the step would have taken this long without it
+            self._draft_s += 0.2 * (min(measured_s, 2 * self._draft_s) - self._draft_s) if self._draft_s else measured_s
+        elif seconds > drafting_s:
+            self._curve.observe(num_tokens, seconds - drafting_s)
 
     # decisions
 
     def choose(self, offers: Items[Offer], shape: StepShape) -> list[int]:
         """How many of each sequence's drafts the step computes."""
+        if self.is_on and self._loss_s > MAX_LOSS_STEPS * self._rows_s > 0.0:
+            self._turn_off()
         if not self.is_on:
             return [0] * len(offers)
         counts, gain = best_counts(offers, shape, self._curve, self._gap_s)
@@ -183,7 +188,9 @@ class Speculation:
         self._since_considered += 1
         if self._is_free:
             return self._has_offers and not self.is_on
-        if self._since_considered < CONSIDER_EVERY or (not self.is_on and self._total_s < self._resume_at_s):
+        if self._since_considered < (CONSIDER_EVERY_ON if self.is_on else CONSIDER_EVERY_OFF):
+            return False
+        if not self.is_on and self._total_s < self._resume_at_s:
             return False
         self._since_considered = 0
         return True
@@ -226,10 +233,10 @@ class Speculation:
         return most if self._is_free else min(most, record.wanted)
 
     def _note_gain(self, gain: float) -> None:
-        weight = WEIGHT_ON if self.is_on else WEIGHT_OFF
+        weight = SLOW_WEIGHT if self.is_on and self._is_free else QUICK_WEIGHT
         self._gain = gain if self._gain is None else self._gain + weight * (gain - self._gain)
         if self.is_on:
-            if self._gain < LEAST_GAIN or self._loss_s > MAX_LOSS_STEPS * self._rows_s:
+            if self._gain < LEAST_GAIN:
                 self._turn_off()
         elif self._gain > MIN_GAIN and self._total_s >= self._resume_at_s:
             self.is_on, self._loss_s = True, 0.0
