@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from hashlib import blake2b
+from itertools import islice
 
 from headrace.core.model_info import KvGroup
 from headrace.core.plan import LogprobColumns, MoveKind, Plan, Result, Started, TokenLogprobs, int_column
@@ -98,9 +99,14 @@ class OracleRunner:
         rows = list(zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True))
         if len(set(plan.slots)) < len(plan.slots):
             raise Corruption(f"a slot has two rows: {list(plan.slots)}")
-        for slot, start, count, _ in rows:
+        given_drafts = iter(plan.drafts)
+        drafts = [list(islice(given_drafts, max(samples - 1, 0))) for samples in plan.samples]
+        for (slot, start, count, _), given in zip(rows, drafts, strict=True):
+            if given:
+                self.tokens[slot][start + count - len(given) :] = given
             self._write(slot, start, count)
-        sampled = [self._read_and_sample(*row) for row in rows]
+        sampled = [self._read_and_sample(*row, given) for row, given in zip(rows, drafts, strict=True)]
+        following = [self._draft(slot, count) for slot, count in zip(plan.slots, plan.num_drafts, strict=False)]
         counts = array("i", [len(tokens) for tokens in sampled])
         prompt_rows, prompt_counts, prompt_logprobs = int_column(), int_column(), LogprobColumns()
         for i, row in enumerate(rows):
@@ -117,6 +123,8 @@ class OracleRunner:
             prompt_rows=prompt_rows,
             prompt_counts=prompt_counts,
             prompt_logprobs=prompt_logprobs,
+            draft_counts=array("i", map(len, following)),
+            drafts=array("i", [draft for drafts in following for draft in drafts]),
         )
 
     def _apply(self, plan: Plan) -> None:
@@ -164,7 +172,7 @@ class OracleRunner:
             raise Corruption("the pad block is in use")
         return self.memory[group][block]
 
-    def _read_and_sample(self, slot: int, start: int, count: int, samples: int) -> list[int]:
+    def _read_and_sample(self, slot: int, start: int, count: int, samples: int, drafts: list[int]) -> list[int]:
         end = start + count
         tokens = self.tokens[slot]
         for index, group in enumerate(self.groups):
@@ -175,7 +183,20 @@ class OracleRunner:
                     raise Corruption(f"slot {slot} position {position}: cache holds {found}, sequence has {tokens[position]}")
         if not samples:
             return []
-        token = next_token(tokens[:end], self.vocab_size, self.started[slot].index)
-        del tokens[end:]
-        tokens.append(token)
-        return [token]
+        known = end - len(drafts)
+        del tokens[known:]
+        for draft in [*drafts, None]:
+            tokens.append(next_token(tokens, self.vocab_size, self.started[slot].index))
+            if tokens[-1] != draft:
+                break
+        return tokens[known:]
+
+    def _draft(self, slot: int, count: int) -> list[int]:
+        """The tokens that will follow, about one in three replaced by another."""
+        context = list(self.tokens[slot])
+        for position in range(len(context), len(context) + count):
+            for group in range(len(self.groups)):
+                self._cell(group, slot, position)
+            token = next_token(context, self.vocab_size, self.started[slot].index)
+            context.append((token + 1) % (self.vocab_size - 1) if token % 3 == 0 else token)
+        return context[len(context) - count :] if count else []

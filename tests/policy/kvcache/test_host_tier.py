@@ -10,6 +10,7 @@ from failing_plans import SITES, fail_next_plan
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from random_speculation import decide_at_random
 from tiered_engine import OPTIONS, Failure, TieredEngine
 
 from headrace.core.ids import RequestId
@@ -284,9 +285,10 @@ class TierMachine(RuleBasedStateMachine):
     def build(
         self, depth: int, num_blocks: int, slots: int, slowest: int, seed: int, outs: int, lease: float, chunked: bool, drafts: int
     ) -> None:
-        options = replace(OPTIONS, num_blocks=num_blocks, host_slots=slots, move_steps=(0, slowest), move_seed=seed, max_drafts=drafts)
+        options = replace(OPTIONS, num_blocks=num_blocks, host_slots=slots, move_steps=(0, slowest), move_seed=seed)
         tier = HostTierConfig(num_slots=slots, idle_s=0.5, lease_s=lease, max_outs=outs)
-        self.driven = TieredEngine(options, tier=tier, depth=depth, enable_chunked_prefill=chunked)
+        self.driven = TieredEngine(options, tier=tier, depth=depth, enable_chunked_prefill=chunked, num_speculative_tokens=drafts)
+        decide_at_random(self.driven.scheduler, seed)
         self.num_requests = 0
 
     @rule(

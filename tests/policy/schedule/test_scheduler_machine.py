@@ -11,6 +11,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from kv_oracle import expected_tokens
+from random_speculation import decide_at_random
 
 from headrace.core.errors import Overloaded
 from headrace.core.ids import RequestId
@@ -37,6 +38,8 @@ class EngineMachine(RuleBasedStateMachine):
         per_tenant=st.sampled_from([None, 2, 6]),
         most_waiting=st.sampled_from([3, 8, 1024]),
         most_bytes=st.sampled_from([4_000, 12_000, 10**6]),
+        drafts=st.sampled_from([0, 1, 4]),
+        seed=st.integers(0, 2**16),
     )
     def build(
         self,
@@ -51,6 +54,8 @@ class EngineMachine(RuleBasedStateMachine):
         per_tenant: int | None,
         most_waiting: int,
         most_bytes: int,
+        drafts: int,
+        seed: int,
     ) -> None:
         self.driven = DrivenEngine(
             depth=depth,
@@ -68,7 +73,9 @@ class EngineMachine(RuleBasedStateMachine):
             max_waiting=most_waiting,
             max_waiting_bytes=most_bytes,
             prerequisite_timeout_s=20.0,
+            num_speculative_tokens=drafts,
         )
+        decide_at_random(self.driven.scheduler, seed)
         self.most_bytes = most_bytes
         self.driven.runner.fail_when = [POISON]
         self.prompts: dict[tuple[str, int], list[int]] = {}
@@ -79,6 +86,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         n=st.integers(1, 3),
         extra=st.booleans(),
+        prompt_logprobs=st.sampled_from([None, None, 0]),
         poisoned=st.sampled_from([False] * 9 + [True]),
         deadline=st.sampled_from([None, None, 5.0]),
         priority=st.sampled_from(PriorityClass),
@@ -90,6 +98,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens: int,
         n: int,
         extra: bool,
+        prompt_logprobs: int | None,
         poisoned: bool,
         deadline: float | None,
         priority: PriorityClass,
@@ -107,6 +116,7 @@ class EngineMachine(RuleBasedStateMachine):
                 prompt,
                 max_tokens=max_tokens,
                 n=n,
+                prompt_logprobs=prompt_logprobs,
                 deadline_at=None if deadline is None else self.driven.clock.now + deadline,
                 priority=priority,
                 tenant=str(family),
@@ -134,6 +144,12 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 30))
     def fail_to_prepare(self, which: int) -> None:
         self.driven.failed(f"r{which}", "thing", RuntimeError("no thing"))
+
+    @rule(which=st.integers(0, 4))
+    def preempt(self, which: int) -> None:
+        running = self.driven.scheduler.sequences.slots.running
+        if running:
+            self.driven.scheduler.sequences.preempt(running[which % len(running)], self.driven.clock.now)
 
     @rule(seconds=st.sampled_from([0.5, 3.0, 25.0]))
     def wait(self, seconds: float) -> None:

@@ -46,10 +46,7 @@ class Drafting:
         shape = StepShape(len(decoding), num_prompt_tokens, most, step.costs.token_s)
         if self.speculation.is_due:
             self.speculation.consider([seq.draft_record for seq in decoding], shape)
-        offers = [
-            Offer(self.speculation.chance(seq.draft_record), min(len(seq.drafts), max(0, seq.limit - 1 - len(seq.tokens))))
-            for seq in drafted
-        ]
+        offers = [Offer(self.speculation.chance(seq.draft_record), len(seq.drafts)) for seq in drafted]
         return self.speculation.choose(offers, shape)
 
     def leave(self, seq: Sequence) -> None:
