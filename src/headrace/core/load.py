@@ -151,7 +151,7 @@ class EngineCounters:
         self.step_buckets[bisect_left(STEP_BOUNDS_S, seconds)] += 1
 
     def note_verified(self, num_drafts: int, num_accepted: int) -> None:
-        """Of one row with drafts."""
+        """One row with drafts was verified."""
         self.drafts += 1
         self.draft_tokens += num_drafts
         self.accepted_tokens += num_accepted

@@ -45,7 +45,7 @@ class PagedIds:
                 assert held == known, f"slot {slot}, group {group}, block {table[index]} at {index}: holds {held}, not {known}"
 
     def check_held(self, slot: int, num_tokens: int) -> None:
-        """Raises AssertionError unless there are blocks for so many tokens."""
+        """Raises AssertionError unless there are blocks for this number of tokens."""
         for group in self._groups:
             last = (num_tokens - 1) // self._block_size
             assert last in self._tables[group, slot], f"slot {slot}, group {group}: no block for position {num_tokens - 1}"

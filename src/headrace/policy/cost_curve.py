@@ -21,7 +21,7 @@ LEAST_WEIGHT = 0.1
 MAX_RATIO = 1.25
 
 MAX_AGE_STEPS = 1024
-"""A size that was not seen for so many steps is forgotten: meanwhile contexts may have grown or shrunk."""
+"""A size that was not seen for this number of steps is forgotten: meanwhile contexts may have grown or shrunk."""
 
 
 def size_of(num_tokens: int) -> int:

@@ -1,7 +1,7 @@
 """Decides how many drafted tokens are computed (docs/speculation.md, How many).
 
 A draft is worth computing while it makes the tokens more that are expected per second. Two estimates say so: how often the drafts of a
-sequence are right, and how long steps of so many tokens take (`policy.cost_curve`). What speculation has cost beyond what it gave is
+sequence are right, and how long steps take by their number of tokens (`policy.cost_curve`). What speculation has cost beyond what it gave is
 added up as measured, whatever the estimates say: after a loss, speculation rests until the loss is MAX_LOSS_SHARE of the time since.
 """
 
@@ -29,10 +29,10 @@ MIN_GAIN, LEAST_GAIN = 0.05, 0.01
 """Speculation begins above a predicted gain of the first, and ends below the second."""
 
 QUICK_WEIGHT, SLOW_WEIGHT = 0.5, 0.125
-"""Of a gain in the mean of gains. Slow: drafts that cost nothing are offered in some steps and not in others."""
+"""The weight of a gain in the mean of gains. Slow: drafts that cost nothing are offered in some steps and not in others."""
 
 MAX_LOSS_STEPS, MAX_CREDIT_STEPS = 2, 10
-"""Speculation ends when it has lost the time of so many steps. What it gained before is set off against it, up to the second."""
+"""Speculation ends when it has lost the time of MAX_LOSS_STEPS steps. What it gained before is set off against it, up to the second."""
 
 MAX_LOSS_SHARE = 0.01
 
@@ -126,7 +126,7 @@ class Speculation:
         self._right, self._tried = MEAN_FADING * self._right + num_right, MEAN_FADING * self._tried + tried
 
     def note_accepted(self, num_accepted: int) -> None:
-        """Of the step that `end_step` was called for."""
+        """Drafts of the step that `end_step` was called for last."""
         self._loss_s -= num_accepted * self._value_s
 
     def leave(self, record: DraftRecord, drafts: array[int], tokens: array[int]) -> None:

@@ -91,7 +91,7 @@ class Drafting:
         self._sequences.counters.note_verified(num_drafts, num_accepted)
 
     def take(self, rows: StepRows, result: Result) -> None:
-        """Of a step that was committed. Drafts that do not follow all that is planned for their sequence are compared, and not computed."""
+        """Called after the commit. Drafts that do not follow all that is planned for their sequence are compared, and not computed."""
         end = 0
         for i, count in enumerate(result.draft_counts):
             if not count:

@@ -128,7 +128,7 @@ class Scheduler:
     # results
 
     def end_step(self, plan: Plan, seconds: float, gap_s: float) -> None:
-        """Of a plan with rows, before its commit: what it took, and the time for which the runner waited for it."""
+        """Called before the commit of a plan with rows. seconds: that it took; gap_s: for which the runner had waited for it"""
         if self._drafting is not None:
             self._drafting.end_step(plan, seconds, gap_s)
 
