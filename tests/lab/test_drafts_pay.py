@@ -28,6 +28,11 @@ SMALL = replace(LARGE, step_seconds=0.002, free_tokens=0, token_seconds=0.001)
 
 PLAN_S = 0.0003
 
+METHODS = {
+    NGRAM: SpeculativeConfig(method=NGRAM, num_speculative_tokens=5),
+    DRAFT_MODEL: SpeculativeConfig(method=DRAFT_MODEL, num_speculative_tokens=5, model="headrace-draft"),
+}
+
 
 @dataclass
 class Timed:
@@ -42,9 +47,16 @@ class Timed:
     plans: list[Plan] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        speculative = None if self.method is None else SpeculativeConfig(method=self.method, num_speculative_tokens=5)
-        config = EngineConfig(model="fake", depth=self.depth, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=512, block_size=16)
-        self.engine = fake_engine(self.take, self.options, config, clock=lambda: self.now, wait=self.wait, speculative=speculative)
+        config = EngineConfig(
+            model="fake",
+            device="cpu",
+            depth=self.depth,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=512,
+            block_size=16,
+            speculative_config=None if self.method is None else METHODS[self.method],
+        )
+        self.engine = fake_engine(self.take, self.options, config, clock=lambda: self.now, wait=self.wait)
         scheduler = self.engine.scheduler
         plan = scheduler.plan
 

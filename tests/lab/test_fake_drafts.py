@@ -45,7 +45,6 @@ class Driven:
 
     options: FakeOptions
     config: EngineConfig
-    speculative: SpeculativeConfig | None = None
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     ends: dict[tuple[str, int], SequenceUpdate] = field(default_factory=dict)
     most: int = 0
@@ -54,9 +53,7 @@ class Driven:
 
     def __post_init__(self) -> None:
         self.clock = VirtualClock()
-        self.engine = fake_engine(
-            self.take, self.options, self.config, clock=self.clock, wait=self.clock.wait, speculative=self.speculative
-        )
+        self.engine = fake_engine(self.take, self.options, self.config, clock=self.clock, wait=self.clock.wait)
         submit, commit = self.engine._steps.runner.submit, self.engine.scheduler.commit
         in_flight: dict[int, set[int]] = {}
 
@@ -156,9 +153,15 @@ def test_drafted_answers_are_the_plain_twins(
 ) -> None:
     """Whatever is decided about drafts."""
     config = EngineConfig(
-        model="fake", max_num_seqs=5, max_num_batched_tokens=batched, block_size=4, depth=depth, enable_prefix_caching=caching
+        model="fake",
+        max_num_seqs=5,
+        max_num_batched_tokens=batched,
+        block_size=4,
+        depth=depth,
+        enable_prefix_caching=caching,
+        speculative_config=SpeculativeConfig(method=NGRAM, num_speculative_tokens=most),
     )
-    driven = Driven(options, config, SpeculativeConfig(method=NGRAM, num_speculative_tokens=most))
+    driven = Driven(options, config)
     decide_at_random(driven.engine.scheduler, seed)
     asked = [request(number, **one) for number, one in enumerate(drawn)]
     for one in asked:
@@ -186,7 +189,7 @@ def test_drafts_save_steps(depth: int) -> None:
     steps: dict[SpeculativeConfig | None, int] = {}
     options = replace(OPTIONS, num_blocks=200, step_seconds=0.01, token_seconds=0.0001)
     for speculative in (None, FOUR):
-        driven = Driven(options, EngineConfig(model="fake", block_size=4, depth=depth), speculative)
+        driven = Driven(options, EngineConfig(model="fake", block_size=4, depth=depth, speculative_config=speculative))
         for number in range(4):
             driven.engine.submit(request(number, 6, max_tokens=40))
         driven.run()
@@ -202,8 +205,8 @@ def test_drafts_save_steps(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_memory_that_is_short_preempts_sequences_with_drafts(depth: int) -> None:
-    config = EngineConfig(model="fake", max_num_seqs=5, max_num_batched_tokens=32, block_size=4, depth=depth)
-    driven = Driven(replace(OPTIONS, num_blocks=18, withhold_every=4), config, FOUR)
+    config = EngineConfig(model="fake", max_num_seqs=5, max_num_batched_tokens=32, block_size=4, depth=depth, speculative_config=FOUR)
+    driven = Driven(replace(OPTIONS, num_blocks=18, withhold_every=4), config)
     decide_at_random(driven.engine.scheduler, 1)
     asked = [request(number, 8, max_tokens=30) for number in range(6)]
     for one in asked:

@@ -142,6 +142,29 @@ def test_a_machine_that_stands_still_does_not_switch_drafting_off() -> None:
     assert sum(count == 0 for count in counts[20:]) < 10
 
 
+def test_what_was_lost_ends_speculation_whatever_is_predicted_and_it_rests() -> None:
+    speculation, record, shape = Speculation(4, is_free=True, is_overlapped=False), DraftRecord(), StepShape(1, 0, 100, 0.0)
+    speculation.end_step(shape, 0, 4, 0.010, 0.0)
+    offered, tokens = array("i", [-1] * 4), array("i")
+
+    def consider() -> bool:
+        speculation.leave(record, offered, tokens)
+        speculation.consider([record], shape)
+        return speculation.is_on
+
+    assert consider()
+    num_on = 0
+    while speculation.choose([Offer(0.7, 4)], shape)[0]:  # nothing says that no draft was right
+        num_on += 1
+        speculation.end_step(shape, 4, 4, 0.014, 0.0)
+        assert num_on < 10
+    rest = 0
+    while not consider():
+        rest += 1
+        speculation.end_step(shape, 0, 0, 0.010, 0.0)
+    assert 150 < rest < 400, "a hundred times what was lost"
+
+
 def test_while_speculation_is_off_most_steps_ask_for_nothing() -> None:
     speculation = Speculation(4, is_free=True, is_overlapped=True)
     asked = [speculation.most_asked() for _ in range(8 * ASK_EVERY)]

@@ -13,7 +13,7 @@ from typing import Any
 
 from headrace.core.clock import Clock
 from headrace.core.model_info import ModelInfo
-from headrace.core.speculation import DRAFT_MODEL, SpeculativeConfig
+from headrace.core.speculation import DRAFT_MODEL
 from headrace.engine.adapters.preparer import AdapterPreparer
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine, Outbox
@@ -90,10 +90,9 @@ CACHED_SHARE = 0.5
 JOIN_S = 2.0
 
 
-def make_scheduler(
-    config: EngineConfig, info: ModelInfo, *, block_key: str = "", speculative: SpeculativeConfig | None = None
-) -> Scheduler:
-    """block_key: secret (hex) of block hashes; empty: a random one. speculative: how the runner drafts; None: it does not"""
+def make_scheduler(config: EngineConfig, info: ModelInfo, *, block_key: str = "") -> Scheduler:
+    """block_key: secret (hex) of block hashes; empty: a random one"""
+    drafting = config.speculative_config
     key = bytes.fromhex(block_key) or secrets.token_bytes(32)
     kv = KvManager(
         info.kv_groups,
@@ -118,8 +117,8 @@ def make_scheduler(
             enable_chunked_prefill=config.enable_chunked_prefill,
             depth=config.depth,
             costly_context=info.costly_context,
-            num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
-            has_free_drafts=speculative is None or speculative.method != DRAFT_MODEL,
+            num_speculative_tokens=0 if drafting is None else drafting.num_speculative_tokens,
+            has_free_drafts=drafting is None or drafting.method != DRAFT_MODEL,
         ),
         kv,
     )
@@ -136,9 +135,8 @@ def assemble(
     preparer: Preparer | None = None,
     adapters: AdapterPreparer[Any] | None = None,
     meter: EngineMeter | None = None,
-    speculative: SpeculativeConfig | None = None,
 ) -> Engine:
-    scheduler = make_scheduler(config, info, block_key=block_key, speculative=speculative)
+    scheduler = make_scheduler(config, info, block_key=block_key)
     info = replace(info, queue_policy=config.queue_policy)
     engine = Engine(scheduler, runner, info=info, outbox=outbox, preparer=preparer, adapters=adapters, clock=clock, meter=meter)
     if adapters is not None:

@@ -18,7 +18,6 @@ from headrace.core.errors import CheckpointError, EngineFatal
 from headrace.core.model_info import KvGroup, ModelInfo
 from headrace.core.plan import NO_LOGPROBS, LogprobColumns, Plan, Result, Started, TokenLogprobs, int_column
 from headrace.core.request import EngineRequest
-from headrace.core.speculation import SpeculativeConfig
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.adapters.preparer import AdapterPreparer
 from headrace.engine.build import assemble
@@ -109,7 +108,6 @@ def fake_engine(
     block_key: str = "",
     clock: Clock = time.monotonic,
     wait: Wait | None = None,
-    speculative: SpeculativeConfig | None = None,
 ) -> Engine:
     """Raises CheckpointError if the options say that loading fails."""
     options = options or FakeOptions()
@@ -126,9 +124,7 @@ def fake_engine(
         options = replace(options, adapters=adapters.digests)
     resident = (lambda: (None,)) if adapters is None else adapters.resident
     runner = FakeRunner(options, resident=resident, clock=clock, wait=wait)
-    return assemble(
-        config, runner, fake_info(options), outbox, block_key=block_key, clock=clock, adapters=adapters, speculative=speculative
-    )
+    return assemble(config, runner, fake_info(options), outbox, block_key=block_key, clock=clock, adapters=adapters)
 
 
 def fake_token(seed: int, index: int, position: int, previous: int, vocab_size: int) -> int:

@@ -1,8 +1,8 @@
 """Decides how many drafted tokens are computed (docs/speculation.md, How many).
 
 A draft is worth computing while it makes the tokens more that are expected per second. Two estimates say so: how often the drafts of a
-sequence are right, and how long steps take by their number of tokens (`policy.cost_curve`). What speculation has cost beyond what it gave is
-added up as measured, whatever the estimates say: after a loss, speculation rests until the loss is MAX_LOSS_SHARE of the time since.
+sequence are right, and how long steps take by their number of tokens (`policy.cost_curve`). What speculation has cost beyond what it gave
+is added up as measured, whatever the estimates say: after a loss, speculation rests until the loss is MAX_LOSS_SHARE of the time since.
 """
 
 from __future__ import annotations
