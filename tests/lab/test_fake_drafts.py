@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from random_speculation import decide_at_random
 
@@ -121,7 +121,7 @@ requests = st.builds(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(
     depth=st.sampled_from([1, 2]),
     drawn=st.lists(requests, min_size=1, max_size=7),
