@@ -1,4 +1,4 @@
-"""Tests recorded decode steps against the layers called one by one, on a whole model: the same bits, whatever came before."""
+"""Tests recorded steps against the layers called one by one, on a whole model: the same bits, whatever came before."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import random
 import sys
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate
+from pathlib import Path
 
 import pytest
 import torch
 from cpu_families import AVX2, AVX512_BF16
+from tiny_models import save_tiny_model
 from torch import Tensor
 
 pytest.importorskip("numba")
@@ -32,13 +35,15 @@ BLOCK_SIZE, BLOCKS_PER_ROW, MOST_ROWS = 4, 400, 20
 
 
 @cache
-def _loaded(quantization: str, dtype: torch.dtype = torch.float32, *, enable_lora: bool = False) -> LoadedModel:
-    folder = bundled_path(DEFAULT_MODEL)
+def _loaded(quantization: str, dtype: torch.dtype = torch.float32, *, enable_lora: bool = False, folder: Path | None = None) -> LoadedModel:
+    """The bundled model, or random weights for the configuration in a folder."""
+    load_format = "auto" if folder is None else "dummy"
+    folder = folder or bundled_path(DEFAULT_MODEL)
     if folder is None:
         pytest.skip("no bundled model in this checkout")
     backend = STRIPS if dtype == torch.float32 else BF16_STRIPS
     return load_model(
-        folder, backend=backend, dtype=dtype, device=CPU, load_format="auto", seed=0, max_model_len=None,
+        folder, backend=backend, dtype=dtype, device=CPU, load_format=load_format, seed=0, max_model_len=None,
         quantization=quantization, enable_lora=enable_lora,
     )  # fmt: skip
 
@@ -50,24 +55,30 @@ def _filling(num_slots: int, heads: int, dim: int) -> Tensor:
 
 def _cache(loaded: LoadedModel, dtype: torch.dtype, num_blocks: int = 1 + MOST_ROWS * BLOCKS_PER_ROW) -> KvCache:
     model = loaded.model
-    kv = allocate_kv(model.kv_shapes, model.group_of, (num_blocks,), BLOCK_SIZE, dtype, CPU)
+    kv = allocate_kv(model.kv_shapes, model.group_of, (num_blocks,) * len(model.kv_groups), BLOCK_SIZE, dtype, CPU)
     filling = _filling(num_blocks * BLOCK_SIZE, *model.kv_shapes[0])
     for layer in kv.layers:
         STRIPS.kernels.scatter_kv(filling, filling, layer.values, torch.arange(len(filling)), kv_scales=layer.scales)
     return kv
 
 
-def _batch(rows: list[int], contexts: list[int], blocks_per_row: int = BLOCKS_PER_ROW) -> ForwardBatch:
-    """One token of each row, which then has that context."""
+def _batch(
+    rows: list[int], contexts: list[int], blocks_per_row: int = BLOCKS_PER_ROW, *, counts: list[int] | None = None, num_groups: int = 1
+) -> ForwardBatch:
+    """The last tokens of each row (one, if no counts are given), which then has that context. All groups have the same tables."""
+    counts = counts or [1] * len(rows)
     width = max(-(-context // BLOCK_SIZE) for context in contexts)
     table = torch.zeros((len(rows), width), dtype=torch.int32)
-    for place, (row, context) in enumerate(zip(rows, contexts, strict=True)):
+    positions: list[int] = []
+    slots: list[int] = []
+    for place, (row, context, count) in enumerate(zip(rows, contexts, counts, strict=True)):
         used = -(-context // BLOCK_SIZE)
         table[place, :used] = torch.arange(used, dtype=torch.int32) + 1 + row * blocks_per_row
-    positions = torch.tensor(contexts) - 1
-    slots = torch.tensor([(1 + row * blocks_per_row) * BLOCK_SIZE + context - 1 for row, context in zip(rows, contexts, strict=True)])
-    starts = torch.arange(len(rows) + 1, dtype=torch.int32)
-    return ForwardBatch(positions, starts, torch.tensor(contexts, dtype=torch.int32), 1, (GroupBatch(table, slots),))
+        positions += range(context - count, context)
+        slots += [(1 + row * blocks_per_row) * BLOCK_SIZE + position for position in range(context - count, context)]
+    starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+    groups = tuple(GroupBatch(table.clone(), torch.tensor(slots)) for _ in range(num_groups))
+    return ForwardBatch(torch.tensor(positions), starts, torch.tensor(contexts, dtype=torch.int32), max(counts), groups)
 
 
 def _plain(loaded: LoadedModel, ids: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
@@ -118,7 +129,61 @@ def test_steps_of_as_many_rows_as_are_recorded_have_the_same_bits(quantization: 
         batch = _batch(rows, [rng.randint(1, BLOCK_SIZE * blocks) for _ in rows], blocks)
         ids = torch.tensor([rng.randrange(4, loaded.vocab_size) for _ in rows])
         assert torch.equal(loaded.model.forward(ids, batch, kv), _plain(loaded, ids, batch, twin))
-    assert {count for _, count, cache, _ in loaded.model._steps._kept if cache == id(kv)} == {20, 33, cpu.FEW_TOKENS}
+    assert {count for count, cache, _ in loaded.model._steps._kept if cache == id(kv)} == {20, 33, cpu.FEW_TOKENS}
+
+
+def _ragged(rng: random.Random, blocks: int, num_groups: int) -> ForwardBatch:
+    """Rows of a token and up to four drafts, at most as many as are recorded."""
+    counts = [rng.randint(1, 5) for _ in range(rng.choice([1, 1, 2, 3, 8]))]
+    while sum(counts) > module.MAX_RAGGED_TOKENS:
+        counts.pop()
+    longest = rng.choice([5, 60, BLOCK_SIZE * blocks])
+    contexts = [rng.randint(count, longest) for count in counts]
+    return _batch(rng.sample(range(8), len(counts)), contexts, blocks, counts=counts, num_groups=num_groups)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("model", "quantization", "dtype", "stored"),
+    [
+        ("", "none", torch.float32, torch.float32),
+        ("", "none", torch.bfloat16, torch.bfloat16),
+        ("", "int8", torch.float32, torch.int8),
+        ("gemma3", "none", torch.float32, torch.int8),
+    ],
+)
+def test_steps_of_rows_with_drafts_have_the_bits_of_layers_called_one_by_one(
+    model: str, quantization: str, dtype: torch.dtype, stored: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma has layers with and without a window."""
+    loaded = _loaded(quantization, dtype, folder=save_tiny_model(model, tmp_path) if model else None)
+    rng, blocks = random.Random(3), 300
+    kv, twin = (_cache(loaded, stored, 1 + 8 * blocks) for _ in range(2))
+    calls, num_steps = _count_calls(monkeypatch, loaded), 40
+    for _ in range(num_steps):
+        batch = _ragged(rng, blocks, len(kv.pools))
+        ids = torch.tensor([rng.randrange(4, loaded.vocab_size) for _ in range(batch.num_tokens)])
+        assert torch.equal(loaded.model.forward(ids, batch, kv), _plain(loaded, ids, batch, twin))
+    assert len(calls) < 2 * num_steps - 5, "hardly a step was repeated"
+    assert all(torch.equal(own, other) for own, other in zip(kv.pools, twin.pools, strict=True))
+
+
+@torch.inference_mode()
+def test_a_recorded_step_is_repeated_however_its_tokens_are_divided_among_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The context of one row is shared by workers, those of eight rows are not."""
+    loaded = _loaded("none")
+    kv, twin, model = _cache(loaded, torch.float32), _cache(loaded, torch.float32), loaded.model
+    calls = _count_calls(monkeypatch, loaded)
+    ids = torch.arange(8) + 5
+    for counts in ([1] * 8, [8], [3, 5], [1, 6, 1], [8], [2] * 4):
+        batch = _batch(list(range(len(counts))), [1500 - 7 * count for count in counts], counts=counts)
+        got = model.forward(ids, batch, kv)
+        assert calls == [8]
+        assert torch.equal(got, _plain(loaded, ids, batch, twin))
+        calls[:] = [8]
+    for _ in range(2):
+        model.forward(torch.arange(33) + 5, _batch([0, 1, 2], [20, 20, 20], counts=[1, 16, 16]), kv)
+    assert calls == [8, 33, 33]
 
 
 def test_inputs_of_a_recorded_step_are_on_the_batchs_device() -> None:
@@ -152,6 +217,21 @@ def _adapter(loaded: LoadedModel, seed: int) -> PackedAdapter:
         ]
         linears.append(updates if (seed + number) % 3 else [])
     return loaded.model.adapters.kernels.pack(linears)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_steps_of_rows_with_drafts_and_adapters_have_the_bits_of_layers_called_one_by_one(quantization: str) -> None:
+    loaded, rng = _loaded(quantization, enable_lora=True), random.Random(4)
+    kv, twin = (_cache(loaded, torch.float32, 1 + 8 * 25) for _ in range(2))
+    adapters = [_adapter(loaded, seed) for seed in range(6)]
+    for _ in range(20):
+        batch = _ragged(rng, 25, 1)
+        counts = batch.row_starts.diff()
+        slots = torch.tensor([rng.randrange(5) for _ in counts], dtype=torch.int32).repeat_interleave(counts)
+        batch.adapters = StepAdapters(slots, (None, *rng.sample(adapters, 4)))
+        ids = torch.tensor([rng.randrange(4, loaded.vocab_size) for _ in range(batch.num_tokens)])
+        assert torch.equal(loaded.model.forward(ids, batch, kv), _plain(loaded, ids, batch, twin))
 
 
 @torch.inference_mode()
@@ -195,18 +275,24 @@ def _alone(loaded: LoadedModel, ids: Tensor, batch: ForwardBatch, row: int, kv: 
     return loaded.model.forward(ids[row : row + 1], one, kv)
 
 
-@torch.inference_mode()
-def test_a_step_like_the_last_is_repeated_and_a_long_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = _loaded("none")
-    kv, model = _cache(loaded, torch.float32), loaded.model
+def _count_calls(monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel) -> list[int]:
+    """Number of tokens of each step whose layers are called."""
     calls: list[int] = []
-    layers = model._steps._layers
+    layers = loaded.model._steps._layers
 
     def counted(branch: Tensor, residual: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
         calls.append(batch.num_tokens)
         return layers(branch, residual, batch, kv)
 
-    monkeypatch.setattr(model._steps, "_layers", counted)
+    monkeypatch.setattr(loaded.model._steps, "_layers", counted)
+    return calls
+
+
+@torch.inference_mode()
+def test_a_step_like_the_last_is_repeated_and_a_long_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = _loaded("none")
+    kv, model = _cache(loaded, torch.float32), loaded.model
+    calls = _count_calls(monkeypatch, loaded)
     for context in range(20, 40):
         model.forward(torch.tensor([5, 6]), _batch([0, 1], [context, 2 * context]), kv)
     assert len(calls) == 1

@@ -1,7 +1,8 @@
 """Runs a model's layers for a step: at once, deferred by the backend's `StepExecutor`, or recorded and replayed.
 
-Every decode step of one shape runs the same operations on other token ids, positions, block tables and lengths. These are copied into
-input tensors that stay in place; the next step of that shape is a few copies and one call, as with CUDA graphs.
+Every step of so many tokens runs the same operations on other token ids, positions, block tables and lengths. These are copied into input
+tensors that stay in place; the next step of as many tokens is a few copies and one call, as with CUDA graphs. How the tokens are divided
+among rows is one more input: a recorded step has as many rows as tokens, and those behind the batch's are empty.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from headrace.tensor.kernels import Recording, StepExecutor
 
 MAX_SHAPES = 32
 """Under load the number of sequences, and with it the shape of a step, changes with every arrival."""
+MAX_RAGGED_TOKENS = 32
+"""Steps of rows with several tokens (drafts, or a short prompt beside many decodes) are recorded up to this number, so that they are no more
+than MAX_SHAPES by themselves. A prompt's step wants few of its hidden states, and is not recorded. What is saved, the launches, is the same
+for any number of tokens, so that it matters less the more there are. Tokens are not padded: one costs what its launches would."""
 MAX_LARGEST = 4
 """Memory limit of all recorded steps, in units of the largest possible step (`StepExecutor.max_recorded_bytes`). Beyond it the least
 recently used step is dropped first."""
@@ -60,11 +65,12 @@ class RecordedSteps:
             return self._layers(branch, residual, batch, kv)
 
     def _is_replayable(self, batch: ForwardBatch) -> bool:
-        return batch.max_count == 1 and batch.num_tokens <= self._most_tokens[batch.adapters is not None] and batch.selected is None
+        most = self._most_tokens[batch.adapters is not None]
+        return batch.selected is None and batch.num_tokens <= (most if batch.max_count == 1 else min(most, MAX_RAGGED_TOKENS))
 
     def _replay(self, recording: AbstractContextManager[Recording], branch: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
-        """Replay the recorded step of this shape; if there is none that can be replayed for this batch, record this step."""
-        key = (len(batch.context_lens), batch.num_tokens, id(kv), batch.adapters is None)
+        """Replay the recorded step of as many tokens; if there is none that can be replayed for this batch, record this step."""
+        key = (batch.num_tokens, id(kv), batch.adapters is None)
         step = self._kept.pop(key, None)
         if step is None or not step.load(branch, batch) or not step.recording.replay():
             inputs = _Inputs.of(branch, batch)
@@ -89,7 +95,7 @@ class RecordedSteps:
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """Copies of the first step's inputs, with wider block tables."""
+    """Copies of the first step's inputs, with wider block tables and as many rows as tokens."""
 
     branch: Tensor
     residual: Tensor
@@ -97,25 +103,30 @@ class _Inputs:
 
     @classmethod
     def of(cls, branch: Tensor, batch: ForwardBatch) -> _Inputs:
+        num_rows = batch.num_tokens
         with torch.inference_mode(False):  # so that they may be written in any mode later
-            groups = tuple(GroupBatch(_widened(group.block_table), _copied(group.slot_mapping)) for group in batch.groups)
-            positions, starts, lens = _copied(batch.positions), _copied(batch.row_starts), _copied(batch.context_lens)
-            adapters = None if batch.adapters is None else replace(batch.adapters, slots=_copied(batch.adapters.slots), selected_slots=None)
-            own = ForwardBatch(positions, starts, lens, batch.max_count, groups, adapters)
-            return cls(_copied(branch), torch.zeros(branch.shape, dtype=branch.dtype, device=branch.device), own)
+            groups = tuple(GroupBatch(_widened(group.block_table, num_rows), _like(group.slot_mapping)) for group in batch.groups)
+            starts, lens = batch.row_starts.new_empty(num_rows + 1), batch.context_lens.new_empty(num_rows)
+            adapters = None if batch.adapters is None else replace(batch.adapters, slots=_like(batch.adapters.slots), selected_slots=None)
+            own = ForwardBatch(_like(batch.positions), starts, lens, batch.max_count, groups, adapters)
+            inputs = cls(_like(branch), _like(branch), own)
+        assert inputs.load(branch, batch)
+        return inputs
 
     def load(self, branch: Tensor, batch: ForwardBatch) -> bool:
         """False if a block table is too wide."""
-        mine = self.batch
+        mine, num_rows = self.batch, len(batch.context_lens)
         for own, group in zip(mine.groups, batch.groups, strict=True):
             width = group.block_table.shape[1]
             if width > own.block_table.shape[1]:
                 return False
-            own.block_table[:, :width] = group.block_table
+            own.block_table[:num_rows, :width] = group.block_table
             own.slot_mapping.copy_(group.slot_mapping)
         mine.positions.copy_(batch.positions)
-        mine.row_starts.copy_(batch.row_starts)
-        mine.context_lens.copy_(batch.context_lens)
+        mine.row_starts[: num_rows + 1] = batch.row_starts
+        mine.row_starts[num_rows + 1 :] = batch.num_tokens
+        mine.context_lens[:num_rows] = batch.context_lens
+        mine.context_lens[num_rows:] = 0
         if mine.adapters is not None and batch.adapters is not None:
             mine.adapters.slots.copy_(batch.adapters.slots)
             mine.adapters.resident = batch.adapters.resident
@@ -142,12 +153,9 @@ class _Step:
         return self.inputs.load(branch, batch)
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
-def _widened(table: Tensor) -> Tensor:
-    rows, width = table.shape
-    wide = torch.zeros((rows, -(-(width + 1) // TABLE_MULTIPLE) * TABLE_MULTIPLE), dtype=table.dtype, device=table.device)
-    wide[:, :width] = table
-    return wide
+def _widened(table: Tensor, num_rows: int) -> Tensor:
+    return table.new_zeros((num_rows, -(-(table.shape[1] + 1) // TABLE_MULTIPLE) * TABLE_MULTIPLE))

@@ -207,13 +207,12 @@ class Replan:
 
     def __call__(self, recorded: RecordedLaunches) -> bool:
         plan = make_plan(self.kind)
-        if (plan.has_parts, plan.tokens) != (self.plan.has_parts, self.plan.tokens):
+        if plan.tokens != self.plan.tokens:
             return False
         self.plan = plan  # keeps the arrays alive whose addresses the arguments hold
         for memory, place in self.places:
             memory[ITEMS], memory[NUM_ITEMS], memory[PARTS], memory[VECTORS] = plan.items_at, plan.num_items, plan.parts_at, plan.vectors
-            if not memory[JOINS]:
-                recorded.set_workers(place, plan.workers)
+            recorded.set_workers(place, int(plan.has_parts) if memory[JOINS] else plan.workers)
         return True
 
 
@@ -321,7 +320,10 @@ def paged_attention(
     memory = with_counter(arguments)
     kernel, recorded = _kernel(query.dtype, cache_.dtype), current_recording()
     replan = None if recorded is None else recorded.argument_update(kind, lambda: Replan(kind, plan))
-    for place, workers in ((memory, plan.workers), (_joining(memory), 1)) if plan.has_parts else ((memory, plan.workers),):
+    launches = [(memory, plan.workers)]
+    if plan.has_parts or recorded is not None:  # a recorded one is passed over while no context is shared
+        launches.append((_joining(memory), int(plan.has_parts)))
+    for place, workers in launches:
         if recorded is not None and replan is not None:
             replan.places.append((place, recorded.num_entries))
         scales = () if kv_scales is None else (kv_scales,)
