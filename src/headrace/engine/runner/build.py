@@ -28,11 +28,11 @@ from headrace.engine.kv_sizing import KvMemoryBudget, KvSizing, activation_bytes
 from headrace.engine.runner.batch import Resident
 from headrace.engine.runner.device.adapters import NO_PLACES, DevicePlaces
 from headrace.engine.runner.device.runner import DeviceRunner
-from headrace.engine.runner.drafts import Drafter
+from headrace.engine.runner.drafts import MakeDrafter
 from headrace.engine.runner.drafts.load import DraftDescription, LoadedDraft, describe_draft, load_draft
+from headrace.engine.runner.drafts.lookup import make_lookup
 from headrace.engine.runner.masks import load_mask_kernel
 from headrace.engine.runner.model_runner import ModelRunner, OverlappedRunner
-from headrace.engine.runner.slots import SlotState
 from headrace.engine.runner.warmup import log_compiling, warm_up
 from headrace.machine.resources import Available
 from headrace.tensor.adapters.loader import AdapterLoader
@@ -52,7 +52,6 @@ from headrace.tensor.models.spec import DecoderSpec
 from headrace.tensor.packed.file import PackedFolder
 from headrace.tensor.packed.store import Pieces
 from headrace.tensor.peaks import Peaks, measure_peaks
-from headrace.tensor.sampling import Sampler
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +102,7 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
         with _memory_errors_named(sizing), ExitStack() as unless_ready:
             kv = allocate_kv(loaded.model.kv_shapes, loaded.model.group_of, sizing.num_blocks, config.block_size, kv_dtype, device)
             resident = None if adapters is None else adapters.resident
-            drafter = None if draft is None else draft.allocate(sizing.num_blocks, config)
+            drafter = _lookup(config) if draft is None else draft.allocate(sizing.num_blocks, config)
             runner = _make_runner(config, loaded, sizing, kv, choices.backend, SlotGrammars(grammars), resident, drafter)
             unless_ready.callback(runner.close)
             load_mask_kernel(choices.backend.mask)
@@ -370,6 +369,11 @@ def _compile_cache(backend: Backend) -> str:
     return "" if backend.compiler is None else f"; {backend.compiler.kept()[1]}"
 
 
+def _lookup(config: EngineConfig) -> MakeDrafter | None:
+    asked = config.speculative_config
+    return None if asked is None else lambda slots, sampler: make_lookup(asked)
+
+
 def _make_runner(
     config: EngineConfig,
     loaded: LoadedModel,
@@ -378,7 +382,7 @@ def _make_runner(
     backend: Backend,
     masks: SlotGrammars,
     resident: Callable[[], Resident] | None,
-    drafter: Callable[[SlotState, Sampler], Drafter] | None,
+    drafter: MakeDrafter | None,
 ) -> AnyRunner:
     launches = DEVICES[config.device].make_launches()
     if launches is not None and backend.choice is not None:

@@ -38,7 +38,7 @@ from headrace.engine.runner.batch import (
     select_tokens,
     upload_each,
 )
-from headrace.engine.runner.drafts import Drafter
+from headrace.engine.runner.drafts import MakeDrafter
 from headrace.engine.runner.masks import MaskSource, NoGrammars
 from headrace.engine.runner.results import PromptLogprobs, are_good, empty_result, make_result, row_errors
 from headrace.engine.runner.slots import SlotState, column
@@ -77,7 +77,7 @@ class ModelRunner:
 
     masks          masks of sequences that have a grammar; None: a sequence with a grammar is refused
     resident       the adapters by place, asked once for each step, which holds them until it is done; None: rows with adapters are refused
-    drafter        made for the runner's slots and sampler; None: a plan that asks for drafts is refused
+    drafter        None: a plan that asks for drafts is refused
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ModelRunner:
         eos_token_ids: tuple[int, ...] = (),
         device: str = "cpu",
         resident: Callable[[], Resident] | None = None,
-        drafter: Callable[[SlotState, Sampler], Drafter] | None = None,
+        drafter: MakeDrafter | None = None,
     ) -> None:
         self.model, self.kv, self._device, self._resident = model, kv, device, resident
         self._slots = SlotState(max_num_seqs, max_model_len, len(kv.pools), kv.block_size)

@@ -22,9 +22,9 @@ from headrace.tensor.kernels import Recording, StepExecutor
 MAX_SHAPES = 32
 """Under load the number of sequences, and with it the shape of a step, changes with every arrival."""
 MAX_RAGGED_TOKENS = 32
-"""Steps of rows with several tokens (drafts, or a short prompt beside many decodes) are recorded up to this number, so that they are no more
-than MAX_SHAPES by themselves. A prompt's step wants few of its hidden states, and is not recorded. What is saved, the launches, is the same
-for any number of tokens, so that it matters less the more there are. Tokens are not padded: one costs what its launches would."""
+"""Steps of rows with several tokens (drafts, or a short prompt beside many decodes) are recorded up to this number, so that they are at
+most MAX_SHAPES by themselves. A prompt's step wants few of its hidden states, and is not recorded. What is saved, the launches, is the
+same for any number of tokens, so that it matters less the more there are. Tokens are not padded: one costs what its launches would."""
 MAX_LARGEST = 4
 """Memory limit of all recorded steps, in units of the largest possible step (`StepExecutor.max_recorded_bytes`). Beyond it the least
 recently used step is dropped first."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from headrace.engine.runner.slots import Ints, SlotPart
+from headrace.engine.runner.slots import Ints, SlotPart, SlotState
+from headrace.tensor.sampling import Sampler
 
 
 class Drafter(SlotPart, Protocol):
@@ -18,3 +19,7 @@ class Drafter(SlotPart, Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+MakeDrafter = Callable[[SlotState, Sampler], Drafter]
+"""For the slots and the sampler of one runner."""
