@@ -1,8 +1,8 @@
 """Runs a model's layers for a step: at once, deferred by the backend's `StepExecutor`, or recorded and replayed.
 
-Every step of so many tokens runs the same operations on other token ids, positions, block tables and lengths. These are copied into input
-tensors that stay in place; the next step of as many tokens is a few copies and one call, as with CUDA graphs. How the tokens are divided
-among rows is one more input: a recorded step has as many rows as tokens, and those behind the batch's are empty.
+Steps of one number of tokens run the same operations on other token ids, positions, block tables and lengths. These are copied into input
+tensors that stay in place; the next step of that number is a few copies and one call, as with CUDA graphs. How the tokens are divided
+among rows is one more input: a recorded step has as many rows as tokens, of which the last are empty.
 """
 
 from __future__ import annotations
