@@ -257,9 +257,10 @@ def test_one_kernel_of_a_recorded_step_can_be_run_alone_and_has_a_name() -> None
         assert torch.equal(multiplied, want[1])
 
 
-def test_a_recorded_steps_attention_is_planned_for_the_new_lengths(paged_batch: Any) -> None:
-    """Also where several workers share a context, by more and by fewer parts. Where none does any more, or the first does, the list is
-    another: then it says so, and runs nothing."""
+@pytest.mark.parametrize("recorded_at", [1300, 200])
+def test_a_recorded_steps_attention_is_planned_for_the_new_lengths(paged_batch: Any, recorded_at: int) -> None:
+    """Also where several workers share a context, by more and by fewer parts, where none does any more, and where the first does. A step of
+    fewer tokens needs another list: then it says so, and runs nothing."""
     if thread_limit() == 1:
         pytest.skip("one CPU: nothing is shared")
     batch = paged_batch([(1, 3000)], heads=3, kv_heads=1, head_dim=32)
@@ -269,14 +270,17 @@ def test_a_recorded_steps_attention_is_planned_for_the_new_lengths(paged_batch: 
         seen: torch.Tensor = batch.attend(KERNELS)
         return seen
 
-    for first, same, others in ((1300, (2000, 3000, 600, 1300), (512, 40)), (200, (1, 512, 511, 40), (513, 3000))):
-        with launch_list.recording() as recorded:
-            got = attend(first)
-        for length in (*same, *others, *same):
-            want = attend(length)
-            got.fill_(7.0)
-            assert recorded.replay() == (length in same), length
-            assert torch.equal(got, want if length in same else torch.full_like(want, 7.0)), length
+    with launch_list.recording() as recorded:
+        got = attend(recorded_at)
+    for length in (2000, 3000, 512, 600, 1, 511, 513, 40, 1300):
+        want = attend(length)
+        got.fill_(7.0)
+        assert recorded.replay(), length
+        assert torch.equal(got, want), length
+    got.fill_(7.0)
+    batch.row_starts.fill_(0)
+    assert not recorded.replay()
+    assert torch.all(got == 7.0)
 
 
 def test_a_recording_whose_results_were_read_cannot_be_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
