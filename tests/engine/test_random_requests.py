@@ -14,12 +14,15 @@ from typing import Any
 import pytest
 from grammar_kit import vetting_here
 from random_requests import LONGEST_OUTPUT, LONGEST_PROMPT, Crowd, Trial, draw_trials
+from random_speculation import decide_at_random
 from real_engine import RealEngine
 from results import save_result
 
 pytest.importorskip("numba")
 
+from headrace.bundled import DRAFT_MODEL as DRAFT
 from headrace.bundled import bundled_path
+from headrace.core.speculation import DRAFT_MODEL, SUFFIX, SpeculativeConfig
 
 pytestmark = pytest.mark.socket
 
@@ -37,6 +40,16 @@ ENGINES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"dtype": "float32", **RANDOM_WEIGHTS}, {"enable_chunked_prefill": False, "max_num_batched_tokens": 256}),
     ({"dtype": "float32", "quantization": "int8", "kv_cache_dtype": "bfloat16"}, {"max_num_batched_tokens": 13}),
     ({"dtype": "bfloat16"}, {"depth": 2, "num_threads": 2, "queue_policy": "fcfs"}),
+]
+SUFFIXES, SMALLER = SpeculativeConfig(method=SUFFIX), SpeculativeConfig(method=DRAFT_MODEL, model=str(bundled_path(DRAFT)))
+SPECULATING: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"dtype": "float32"}, {"speculative_config": SMALLER}),
+    ({"dtype": "bfloat16"}, {"speculative_config": SUFFIXES, "num_threads": 2}),
+    ({"dtype": "float32", "quantization": "int8", "kv_cache_dtype": "int8"}, {"speculative_config": SUFFIXES, "depth": 2}),
+    (
+        {"dtype": "bfloat16", **RANDOM_WEIGHTS},
+        {"speculative_config": SMALLER, "depth": 2, "enable_chunked_prefill": False, "max_num_batched_tokens": 256},
+    ),
 ]
 """What is computed, by the solo runs and the crowd alike, and how the crowd is run beside CROWDED."""
 
@@ -56,11 +69,14 @@ def run_crowd(trials: Sequence[Trial], path: dict[str, Any], schedule: dict[str,
             alone.run(trial.request)
         solo = alone.answers()
     with RealEngine(folder, **{**SPACE, **path, **CROWDED, **schedule}) as engine:
+        decide_at_random(engine.engine.scheduler, SEED)
         crowd = Crowd(engine, solo, random.Random(SEED))
         crowd.run(trials)
         differences = crowd.differences()
         assert not engine.refused
         crowd.counts["preemptions"] = engine.preemptions
+        counters = engine.engine.snapshot().counters
+        crowd.counts["drafted"], crowd.counts["accepted"] = counters.draft_tokens, counters.accepted_tokens
         crowd.counts["prefix hits"] = sum(cached > 0 for cached in engine.cached.values())
         return crowd.counts, differences
 
@@ -74,16 +90,38 @@ def test_a_few_random_requests_equal_their_solo_runs() -> None:
     assert min(counts[name] for name in ("tools", "schema", "resumed", "aborted", "preemptions", "prefix hits", "n > 1")) >= 2, counts
 
 
+def test_a_few_random_requests_with_drafts_equal_their_solo_runs_without() -> None:
+    trials, counts = draw_trials(44, SEED + 1), Counter[str]()
+    for number, (path, schedule) in enumerate(SPECULATING[:2]):
+        counted, differences = run_crowd(trials[number::2], path, schedule)
+        assert not differences
+        counts += counted
+    assert min(counts[name] for name in ("drafted", "accepted", "tools", "resumed", "aborted", "preemptions", "prefix hits")) >= 2, counts
+
+
+@pytest.mark.slow
+def test_a_thousand_random_requests_with_drafts_equal_their_solo_runs_without() -> None:
+    _judge("random-requests-with-drafts", draw_trials(1000, SEED + 1), SPECULATING)
+
+
 @pytest.mark.slow
 def test_two_thousand_random_requests_equal_their_solo_runs() -> None:
+    _judge("random-requests", draw_trials(2000, SEED), ENGINES)
+
+
+def _judge(name: str, trials: Sequence[Trial], engines: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
     """Written before it is judged: a result that fails shows what differed."""
-    trials, counts, differences = draw_trials(2000, SEED), Counter[str](), list[str]()
-    for number, (path, schedule) in enumerate(ENGINES):
-        counted, found = run_crowd(trials[number :: len(ENGINES)], path, schedule)
+    counts, differences = Counter[str](), list[str]()
+    for number, (path, schedule) in enumerate(engines):
+        counted, found = run_crowd(trials[number :: len(engines)], path, schedule)
         counts += counted
         differences += found
-    engines = [{"computed": path, "crowd": {**CROWDED, **schedule}} for path, schedule in ENGINES]
     values = {"seed": SEED, "counts": dict(sorted(counts.items())), "num_differences": len(differences), "differences": differences[:20]}
-    save_result("random-requests", {**values, "engines": engines})
+    shown = [{"computed": path, "crowd": {**CROWDED, **schedule, **_method(schedule)}} for path, schedule in engines]
+    save_result(name, {**values, "engines": shown})
     assert not differences
-    assert counts["requests"] == 2000
+    assert counts["requests"] == len(trials)
+
+
+def _method(schedule: dict[str, Any]) -> dict[str, str]:
+    return {"speculative_config": schedule["speculative_config"].method} if "speculative_config" in schedule else {}

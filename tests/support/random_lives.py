@@ -21,6 +21,7 @@ from headrace.core.model_info import ModelInfo
 from headrace.core.plan import Plan, TokenLogprobs
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
+from headrace.core.speculation import SpeculativeConfig
 from headrace.core.update import FinishReason, Rejected, SequenceUpdate
 from headrace.engine.build import assemble
 from headrace.engine.config import EngineConfig
@@ -154,8 +155,12 @@ class _Prepared:
 
 
 class LifeEngine:
-    def __init__(self, decoder: DecoderModel, runner: Runner, *, num_blocks: int, depth: int = 1) -> None:
-        config = EngineConfig(model="tiny", depth=depth, block_size=4, max_num_seqs=8, max_num_batched_tokens=24)
+    def __init__(
+        self, decoder: DecoderModel, runner: Runner, *, num_blocks: int, depth: int = 1, speculative: SpeculativeConfig | None = None
+    ) -> None:
+        config = EngineConfig(
+            model="tiny", depth=depth, block_size=4, max_num_seqs=8, max_num_batched_tokens=24, speculative_config=speculative
+        )
         info = ModelInfo(
             architecture="LlamaForCausalLM", vocab_size=VOCAB, max_model_len=CONTEXT, eos_token_ids=(EOS,), kv_groups=decoder.kv_groups,
             block_size=4, num_blocks=(num_blocks,), dtype="float32", weight_bytes=1,

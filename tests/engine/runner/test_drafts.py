@@ -6,18 +6,18 @@ import random
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from failpoint_kit import sites
 from plain_masks import PlainMasks
 from random_lives import Key, Life, LifeEngine, RandomFaults, draw_lives, language
-from runner_kit import CONTEXT, VOCAB, make_runner
+from random_speculation import decide_at_random
+from runner_kit import VOCAB, make_runner
 
 from headrace.core.plan import Plan, Started
+from headrace.core.speculation import NGRAM, SpeculativeConfig
 from headrace.engine.runner.batch import Positions, read_rows, sampled_positions
-from headrace.engine.runner.model_runner import CompletedStep, ModelRunner
 from headrace.engine.runner.slots import Ints, SlotState
 from headrace.tensor.models.decoder import DecoderModel
 from headrace.tensor.sampling import Sampler
@@ -71,26 +71,6 @@ class PlantedDrafts:
         self.counts["closed"] += 1
 
 
-class Asking:
-    """Asks the runner for drafts after every row, as far as the context goes."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self.runner = runner
-        self.num_accepted = self.num_drafted = 0
-
-    def submit(self, plan: Plan) -> CompletedStep:
-        most = array("i", [max(0, min(MOST, CONTEXT - start - count - 1)) for start, count in zip(plan.starts, plan.counts, strict=True)])
-        ticket = self.runner.submit(replace(plan, num_drafts=most))
-        if plan.drafts and not isinstance(ticket._outcome, Exception):
-            self.num_drafted += len(plan.drafts)
-            given = zip(ticket.result().token_counts, plan.samples, strict=True)
-            self.num_accepted += sum(count - 1 for count, samples in given if count and samples > 1)
-        return ticket
-
-    def close(self) -> None:
-        self.runner.close()
-
-
 @pytest.fixture(scope="module")
 def lives() -> list[Life]:
     return draw_lives(COUNT, SEED)
@@ -124,15 +104,18 @@ def test_random_lives_are_answered_as_without_drafts(
         return made[0]
 
     runner = make_runner(decoder, num_blocks=FEW_BLOCKS, masks=PlainMasks(language, VOCAB), drafter=drafter)
-    asking = Asking(runner)
-    engine = LifeEngine(decoder, asking, depth=depth, num_blocks=FEW_BLOCKS)
+    speculative = SpeculativeConfig(method=NGRAM, num_speculative_tokens=MOST)
+    engine = LifeEngine(decoder, runner, depth=depth, num_blocks=FEW_BLOCKS, speculative=speculative)
+    decide_at_random(engine.engine.scheduler, SEED)
     faults = RandomFaults(random.Random(SEED), 0.04)
     with faults.armed(FAULTS):
         engine.run(lives, random.Random(SEED + depth), faults)
     assert not engine.differences(lives, whole)
     engine.check_idle()
-    assert asking.num_drafted >= 300
-    assert asking.num_accepted >= 0.9 * asking.num_drafted if accuracy == 1.0 else asking.num_accepted <= accuracy * asking.num_drafted + 60
+    counters = engine.engine.snapshot().counters
+    assert counters.draft_tokens >= 150
+    assert counters.accepted_tokens >= 0.9 * counters.draft_tokens or accuracy < 1
+    assert counters.accepted_tokens <= accuracy * counters.draft_tokens + 60
     assert min(engine.counts[name] for name in ("cancelled", "ended early", "preempted", "prefix hits")) >= 20, engine.counts
 
 

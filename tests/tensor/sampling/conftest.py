@@ -24,7 +24,7 @@ from headrace.tensor.backends import load_backend
 from headrace.tensor.kernels import Backend
 from headrace.tensor.kernels.choice import NUM_FIELDS, RowTensors, SlotTensors
 from headrace.tensor.kernels.filters import Words, num_words
-from headrace.tensor.sampling import Purpose, RowMasks, Sampled, Sampler, uniform
+from headrace.tensor.sampling import RowMasks, Sampled, Sampler, uniform
 
 EOS = (2, 5)
 
@@ -49,7 +49,7 @@ class Row:
     @property
     def u(self) -> float:
         seeds = np.array([(self.params.seed or 0) & (2**64 - 1)], dtype=np.uint64)
-        return float(uniform(seeds, np.array([self.index]), np.array([self.position]), Purpose.SAMPLE)[0])
+        return float(uniform(seeds, np.array([self.index]), np.array([self.position]))[0])
 
 
 def words_of(allowed: Collection[int], vocab: int) -> Words:

@@ -5,7 +5,7 @@ most expensive parts, the filters of random rows and grammar masks, instead (`ke
 """
 
 from headrace.tensor.sampling.logprobs import prompt_logprobs, top_tokens
-from headrace.tensor.sampling.philox import Purpose, uniform
+from headrace.tensor.sampling.philox import uniform
 from headrace.tensor.sampling.sampler import NO_ROWS_MASKED, RowMasks, Sampled, Sampler
 
-__all__ = ["NO_ROWS_MASKED", "Purpose", "RowMasks", "Sampled", "Sampler", "prompt_logprobs", "top_tokens", "uniform"]
+__all__ = ["NO_ROWS_MASKED", "RowMasks", "Sampled", "Sampler", "prompt_logprobs", "top_tokens", "uniform"]

@@ -1,12 +1,10 @@
-"""Counter-based random numbers: a pure function of (seed, sequence index, position, purpose), so never of the batch or of history.
+"""Counter-based random numbers: a pure function of (seed, sequence index, position), so never of the batch or of history.
 
 Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), vectorised. The key is the 64-bit seed; the counter
-is (position, sequence index, purpose, 0).
+is (position, sequence index, 0, 0).
 """
 
 from __future__ import annotations
-
-from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,16 +14,6 @@ _KEY_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)
 _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
 _ROUNDS = np.arange(10, dtype=np.uint64)[:, None, None]
-
-
-class Purpose(IntEnum):
-    """Numbers of different purposes at one position are independent."""
-
-    SAMPLE = 0
-    ACCEPT = 1
-    """Whether to accept a drafted token. Reserved for speculation: nothing draws it yet."""
-    RESIDUAL = 2
-    """The token that replaces a rejected draft. Reserved for speculation: nothing draws it yet."""
 
 
 def philox4x32(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -40,16 +28,14 @@ def philox4x32(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[
     return np.stack((even[0], odd[0], even[1], odd[1]))
 
 
-def uniform(
-    seeds: NDArray[np.uint64], indices: NDArray[np.int64], positions: NDArray[np.int64], purpose: Purpose = Purpose.SAMPLE
-) -> NDArray[np.float64]:
+def uniform(seeds: NDArray[np.uint64], indices: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
     """One number in [0, 1) with 53 random bits per row.
 
     seeds [N] (a negative seed enters as its two's complement), indices [N] sequence index within the request, positions [N] absolute
     position of the token being chosen, below 2**32.
     """
     counter = np.zeros((4, len(seeds)), dtype=np.uint64)
-    counter[0], counter[1], counter[2] = positions, indices, int(purpose)
+    counter[0], counter[1] = positions, indices
     words = philox4x32(counter, np.stack((seeds & _LOW, seeds >> _SHIFT)))
     bits = ((words[0] << _SHIFT) | words[1]) >> np.uint64(11)
     numbers: NDArray[np.float64] = bits.astype(np.float64) * 2.0**-53

@@ -26,7 +26,7 @@ from headrace.core.plan import NO_LOGPROBS, LogprobColumns, Started
 from headrace.core.sampling import SamplingParams
 from headrace.tensor.kernels.filters import ApplyMasks, Draw, FilterLimits, Floats, Ints, Words, apply_masks, best_tokens
 from headrace.tensor.sampling.logprobs import not_asked, scattered, token_logprobs
-from headrace.tensor.sampling.philox import Purpose, uniform
+from headrace.tensor.sampling.philox import uniform
 
 _CHUNK_ELEMENTS = 1 << 20
 """Logits processed at a time, 4 MiB of float32: the passes over a chunk stay in a cache, and several threads still have rows each."""
@@ -282,7 +282,7 @@ class Sampler:
 
     def _drawn(self, logits: Floats, peak: Floats, slots: Ints, positions: Ints) -> Ints:
         columns = self._columns
-        u = uniform(columns.seed[slots], columns.index[slots], positions, Purpose.SAMPLE)
+        u = uniform(columns.seed[slots], columns.index[slots], positions)
         limits = FilterLimits(columns.temperature[slots], columns.top_k[slots], columns.top_p[slots], columns.min_p[slots])
         return self._draw(logits, peak, u, limits)
 

@@ -19,7 +19,7 @@ from headrace.core.sampling import MAX_LOGPROBS
 from headrace.engine.runner.batch import Upload
 from headrace.engine.runner.slots import Ints, SlotState
 from headrace.tensor.kernels.choice import IN_PROMPT, ChoiceKind, Chosen, Field, SlotTensors
-from headrace.tensor.sampling import Purpose, Sampled, uniform
+from headrace.tensor.sampling import Sampled, uniform
 from headrace.tensor.sampling.logprobs import scattered
 from headrace.tensor.sampling.sampler import SamplingColumns
 
@@ -131,7 +131,7 @@ class SlotChoice:
         fields[Field.NUM_ENDS] = np.where(positions < self._ends_allowed_from[slots], self._num_ends[slots], 0)
         fields[Field.MASK], fields[Field.NUM_TOP] = mask_places, columns.num_top[slots]
         if not is_greedy.all():
-            numbers = uniform(columns.seed[slots], columns.index[slots], positions, Purpose.SAMPLE)
+            numbers = uniform(columns.seed[slots], columns.index[slots], positions)
             floats[Field.UNIFORM] = np.minimum(numbers, _BELOW_ONE)
         is_filtered = (columns.top_k[slots] < self._vocab_size) | (columns.top_p[slots] < 1.0)
         return ChoiceKind(
