@@ -100,11 +100,13 @@ def test_a_few_random_requests_with_drafts_equal_their_solo_runs_without() -> No
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_a_thousand_random_requests_with_drafts_equal_their_solo_runs_without() -> None:
     _judge("random-requests-with-drafts", draw_trials(1000, SEED + 1), SPECULATING)
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_two_thousand_random_requests_equal_their_solo_runs() -> None:
     _judge("random-requests", draw_trials(2000, SEED), ENGINES)
 
