@@ -76,6 +76,19 @@ async def test_an_adapter_is_a_model_beside_its_base(text: TextModel) -> None:
         assert ADAPTER not in other.text
 
 
+async def test_a_name_that_may_be_an_adapters_can_be_tried_again_while_the_base_is_starting(text: TextModel) -> None:
+    async with open_bench(text) as bench:
+        connected = bench.replica.info
+        bench.replica.info = None
+        answer = await bench.chat(model=ADAPTER)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
+        assert "may be an adapter of one that is still starting" in answer.json()["error"]["message"]
+        bench.replica.info = connected
+        assert await status(bench) == 404
+        bench.replica.info = None  # it starts again: what it had is known
+        assert await status(bench) == 404
+
+
 async def test_an_adapter_is_served_by_the_replicas_that_have_it(text: TextModel) -> None:
     async with open_bench(text, models=two_replicas()) as bench:
         first, second = bench.replicas.values()

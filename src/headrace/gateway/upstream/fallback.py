@@ -65,6 +65,10 @@ class FallbackUpstream(Upstream):
     def version(self) -> str:
         return self.own.version
 
+    @property
+    def knows_adapters(self) -> bool:
+        return self.own.knows_adapters
+
     def adapter_names(self) -> Collection[str]:
         return self.own.adapter_names()
 

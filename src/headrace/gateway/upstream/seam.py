@@ -373,6 +373,11 @@ class Upstream(ABC):
         """Changes with all that an answer depends on. Empty: not known (yet)."""
         return ""
 
+    @property
+    def knows_adapters(self) -> bool:
+        """False until a first replica has said which it has."""
+        return True
+
     def adapter_names(self) -> Collection[str]:
         """LoRA adapters of the connected replicas; while none is connected, those last known."""
         return ()

@@ -115,10 +115,13 @@ class ModelTable:
         return self if principal.may_use_all else ModelTable(self._configured, principal)
 
     def get(self, name: str) -> ServedModel:
+        """Raises ModelNotFound; Unavailable while the name may be that of an adapter."""
         model = self._by_name.get(name) or next(filter(None, (each.adapted(name) for each in self._configured)), None)
-        if model is None or not self._may_use(*model.names):
-            raise ModelNotFound(name, self.names)
-        return model
+        if model is not None and self._may_use(*model.names):
+            return model
+        if model is None and self._may_use(name) and not all(each.upstream.knows_adapters for each in self._configured):
+            raise Unavailable(f"{name} is no model here, but may be an adapter of one that is still starting.", retry_after_s=2.0)
+        raise ModelNotFound(name, self.names)
 
     def configured(self, name: str) -> ServedModel:
         """Without adapters, for callers that show no key: an adapter's name may be one customer's secret. Raises ModelNotFound."""

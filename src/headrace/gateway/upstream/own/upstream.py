@@ -84,6 +84,10 @@ class TokenUpstream(Upstream):
         info = self._pool.info
         return f"{info.version}{self._adapter_digest}" if info else ""
 
+    @property
+    def knows_adapters(self) -> bool:
+        return self._pool.info is not None or bool(self._pool.unavailable)
+
     def adapter_names(self) -> Collection[str]:
         return self._pool.adapter_names()
 
