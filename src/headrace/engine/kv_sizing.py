@@ -81,8 +81,11 @@ def step_tokens(config: EngineConfig, max_model_len: int) -> int:
 
 
 def activation_bytes(config: EngineConfig, hidden_size: int, vocab_size: int, max_model_len: int, itemsize: int) -> int:
-    """A generous bound: 32 times the hidden size per token, and three copies of the sampled rows' logits in float32."""
-    return itemsize * 32 * step_tokens(config, max_model_len) * hidden_size + 4 * 3 * config.max_num_seqs * vocab_size
+    """A generous bound: 32 times the hidden size per token, and three copies of the sampled positions' logits in float32."""
+    num_tokens = step_tokens(config, max_model_len)
+    num_drafts = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
+    num_sampled = min(config.max_num_seqs * (1 + num_drafts), num_tokens)
+    return itemsize * 32 * num_tokens * hidden_size + 4 * 3 * num_sampled * vocab_size
 
 
 def out_of_memory(sizing: KvSizing, wanted_bytes: int) -> ConfigError:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from headrace.core.errors import ConfigError
 from headrace.core.model_info import KvGroup
+from headrace.core.speculation import NGRAM, SpeculativeConfig
 from headrace.engine.config import EngineConfig
-from headrace.engine.kv_sizing import GIB, MIB, KvMemoryBudget, KvSizing, size_kv
+from headrace.engine.kv_sizing import GIB, MIB, KvMemoryBudget, KvSizing, activation_bytes, size_kv
 from headrace.policy.kvcache.manager import KvManager
 
 pytestmark = pytest.mark.pure
@@ -37,6 +38,18 @@ def test_the_share_of_memory_counts_the_weights_that_are_held_already() -> None:
     found = size_kv(config, (FULL,), 100_000, budget(3 * GIB, weights=GIB, activations=256 * MIB))
     assert found.num_blocks == ((2 * GIB - GIB - 256 * MIB) // BLOCK,)
     assert "0.5 x (3.00 GiB free by MemAvailable + 1.00 GiB weights) - weights - 256.00 MiB for a step = 768.00 MiB" in found.lines[0]
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "chunked", "num_tokens", "num_sampled"),
+    [(0, True, 32, 4), (5, True, 32, 24), (16, True, 32, 32), (16, False, 1024, 68)],
+)
+def test_a_step_has_room_for_the_logits_of_all_drafts(num_drafts: int, chunked: bool, num_tokens: int, num_sampled: int) -> None:
+    """Four sequences; no step samples more positions than it has tokens."""
+    drafting = SpeculativeConfig(method=NGRAM, num_speculative_tokens=num_drafts) if num_drafts else None
+    config = replace(CONFIG, speculative_config=drafting, enable_chunked_prefill=chunked)
+    found = activation_bytes(config, hidden_size=64, vocab_size=50_000, max_model_len=1024, itemsize=2)
+    assert found == 2 * 32 * num_tokens * 64 + 3 * 4 * num_sampled * 50_000
 
 
 def test_memory_of_adapters_is_not_given_to_the_cache() -> None:
