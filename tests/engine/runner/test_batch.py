@@ -150,7 +150,7 @@ def test_each_token_has_the_adapter_of_its_row() -> None:
 
 
 def selection_of(rows: Rows, state: SlotState) -> Selection:
-    return select_tokens(rows, sampled_positions(rows, np.zeros(0, dtype=np.int64)), count_prompt_logprobs(rows, state))
+    return select_tokens(rows, sampled_positions(rows), count_prompt_logprobs(rows, state))
 
 
 def test_only_tokens_that_are_looked_at_are_wanted() -> None:

@@ -41,7 +41,7 @@ class Rows:
 
     @property
     def num_drafts(self) -> Ints:
-        return np.maximum(self.samples - 1, 0)
+        return self.samples - (self.samples > 0)
 
     @property
     def known_ends(self) -> Ints:
@@ -98,6 +98,9 @@ def refuse_drafts(plan: Plan) -> None:
         raise ValueError(f"num_drafts: this runner drafts nothing; every row must say 0, got {max(plan.num_drafts)}")
 
 
+NO_DRAFTS = np.zeros(0, dtype=np.int64)
+
+
 @dataclass(frozen=True, slots=True)
 class Positions:
     """The positions that a step samples [P], those of a row one behind the other.
@@ -106,29 +109,32 @@ class Positions:
     tokens    the token of the step whose hidden state gives the logits
     slots     of the rows
     places    absolute position of the token that is chosen
-    drafts    the draft that the token stands for and is compared with; -1 at a row's last position
+    drafts    the draft that the token stands for and is compared with; -1 at a row's last position. None: no row has drafts
     """
 
     rows: Ints
     tokens: Ints
     slots: Ints
     places: Ints
-    drafts: Ints
+    drafts: Ints | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @property
-    def given(self) -> Ints:
-        """The draft before the position; -1 at a row's first."""
-        return np.concatenate(([-1], self.drafts[:-1])) if len(self) else self.drafts
+    def given(self) -> Ints | None:
+        """The draft before the position; -1 at a row's first. None: no row has drafts."""
+        return None if self.drafts is None else np.concatenate(([-1], self.drafts[:-1]))
 
     def accepted(self, token_ids: Ints, unknown: Sequence[int]) -> NDArray[np.bool_]:
         """[P] which tokens count: each row's first, and every other that follows a draft that is right.
 
         unknown  positions whose token must not be used, none of them a row's first
         """
-        is_kept = self.given < 0
+        given = self.given
+        assert self.drafts is not None, "without drafts every token counts"
+        assert given is not None
+        is_kept = given < 0
         is_right = np.zeros(len(self), dtype=np.bool_)
         is_right[1:] = token_ids[:-1] == self.drafts[:-1]
         is_right[list(unknown)] = False
@@ -137,15 +143,15 @@ class Positions:
         return is_kept
 
 
-def sampled_positions(rows: Rows, drafts: Ints) -> Positions:
+def sampled_positions(rows: Rows, drafts: Ints = NO_DRAFTS) -> Positions:
     """drafts: the plan's, row by row. Raises ValueError where their number is not that of the rows."""
-    if len(drafts) != rows.num_drafts.sum():
-        raise ValueError(f"drafts: {rows.num_drafts.sum()} are missing or left over: the plan has {len(drafts)}")
     sampling = np.flatnonzero(rows.samples)
-    if not len(drafts):
+    if not len(drafts) and not np.count_nonzero(rows.samples > 1):
         slots, ends = rows.slots[sampling], rows.ends[sampling]
-        return Positions(sampling, rows.row_starts[sampling + 1] - 1, slots, ends, np.full(len(sampling), -1))
+        return Positions(sampling, rows.row_starts[sampling + 1] - 1, slots, ends)
     samples = rows.samples[sampling]
+    if len(drafts) != (num_drafts := int(samples.sum()) - len(sampling)):
+        raise ValueError(f"drafts: {num_drafts} are missing or left over: the plan has {len(drafts)}")
     of_row = np.repeat(sampling, samples)
     back = np.repeat(np.cumsum(samples), samples) - 1 - np.arange(len(of_row))  # positions of the row that follow
     stands_for = np.full(len(of_row), -1)
@@ -195,8 +201,8 @@ def upload_each(arrays: Sequence[NDArray[Any]], device: str) -> list[Tensor]:
 
 def refuse_unknown_ids(rows: Rows, known: Ints, failed: NDArray[np.bool_]) -> None:
     """Raises UnknownToken for a row that needs more ids than its slot has."""
-    unknown = (rows.known_ends > known) & ~failed
-    if unknown.any():
+    unknown = (rows.ends > known) & ~failed
+    if unknown.any() and (unknown := unknown & (rows.known_ends > known)).any():
         row = int(np.flatnonzero(unknown)[0])
         raise UnknownToken(f"slot {rows.slots[row]} has {known[row]} known ids, the plan computes up to {rows.known_ends[row]}")
 

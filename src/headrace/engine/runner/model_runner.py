@@ -26,6 +26,7 @@ from headrace.core.errors import EngineFatal
 from headrace.core.plan import NO_LOGPROBS, Plan, Result
 from headrace.engine.failpoints import failpoint
 from headrace.engine.runner.batch import (
+    NO_DRAFTS,
     Positions,
     Resident,
     Rows,
@@ -130,28 +131,34 @@ class ModelRunner:
     def _compute(self, plan: Plan) -> Result:
         resident = self._resident() if self._resident is not None else ()
         rows = read_rows(plan, resident)
-        positions = sampled_positions(rows, column(plan.drafts))
+        positions = sampled_positions(rows, column(plan.drafts) if plan.drafts else NO_DRAFTS)
         self._state.rewind(rows)
         failpoint("runner.batch")
         failed_before = self._slots.failed[rows.slots]
         refuse_unknown_ids(rows, self._slots.known[rows.slots], failed_before)
-        is_draft = positions.drafts >= 0
-        self._slots.place_drafts(positions.slots[is_draft], positions.places[is_draft], positions.drafts[is_draft])
+        if positions.drafts is not None:
+            is_draft = positions.drafts >= 0
+            self._slots.place_drafts(positions.slots[is_draft], positions.places[is_draft], positions.drafts[is_draft])
         logprob_counts = count_prompt_logprobs(rows, self._slots)
         selected = select_tokens(rows, positions, logprob_counts)
         ids, batch = build_batch(rows, self._slots, self._upload, selected, resident)
         failpoint("runner.masks")
-        self._masks.begin(rows.mask_slots[positions.rows].tolist(), positions.given.tolist() if plan.drafts else ())
+        self._masks.begin(rows.mask_slots[positions.rows].tolist(), () if positions.given is None else positions.given.tolist())
         failpoint("runner.forward")
         hidden = self.model.forward(ids, batch, self.kv)
         prompts = self._prompts.compute(rows, logprob_counts, selected, hidden)
         masks = self._masks.wait()
         sampled = self._sample(positions, selected, hidden, masks.masks)
-        is_kept = positions.accepted(sampled.token_ids, masks.unknown)
+        failed = sampled.failed
+        if positions.drafts is not None:
+            is_accepted = positions.accepted(sampled.token_ids, masks.unknown)
+            failed = failed & is_accepted
         mask_failures = {int(positions.rows[place]): why for place, why in masks.failures.items()}
-        errors = row_errors(positions.rows[is_kept & sampled.failed], prompts, failed_before, mask_failures)
+        errors = row_errors(positions.rows[failed], prompts, failed_before, mask_failures)
         failpoint("runner.commit")
-        is_kept &= are_good(positions.rows, errors)
+        is_kept = are_good(positions.rows, errors)
+        if positions.drafts is not None:
+            is_kept &= is_accepted
         self._state.commit(positions.slots[is_kept], sampled.token_ids[is_kept], rows.slots[list(errors)])
         result = make_result(plan, positions.rows, is_kept, sampled, prompts, errors)
         return self._with_drafts(plan, rows, result) if any(plan.num_drafts) else result

@@ -90,11 +90,12 @@ def make_result(
 ) -> Result:
     """rows, is_kept [P]: the row of each sampled position, and whether its token counts"""
     counts = np.bincount(rows[is_kept], minlength=plan.num_rows).astype(np.int32)
+    token_ids = sampled.token_ids[is_kept].astype(np.int32)
     return Result(
         step_id=plan.step_id,
         token_counts=array("i", counts.tobytes()),
-        token_ids=array("i", sampled.token_ids[is_kept].astype(np.int32).tobytes()),
-        logprobs=sampled.logprobs if is_kept.all() else sampled.logprobs.picked(np.flatnonzero(is_kept).tolist()),
+        token_ids=array("i", token_ids.tobytes()),
+        logprobs=sampled.logprobs if len(token_ids) == len(rows) else sampled.logprobs.picked(np.flatnonzero(is_kept).tolist()),
         prompt_rows=prompts.rows,
         prompt_counts=prompts.counts,
         prompt_logprobs=prompts.logprobs,

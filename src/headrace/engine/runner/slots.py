@@ -105,8 +105,12 @@ class SlotState:
         self.token_ids[slots, starts] = drafts
 
     def commit(self, slots: Ints, token_ids: Ints) -> None:
-        is_first = np.diff(slots, prepend=-1) != 0
-        first = np.flatnonzero(is_first)
+        repeats = slots[1:] == slots[:-1]
+        if len(slots) < 2 or not np.count_nonzero(repeats):  # the usual case
+            self.token_ids[slots, self.known[slots]] = token_ids
+            self.known[slots] += 1
+            return
+        first = np.flatnonzero(np.append(True, ~repeats))
         counts = np.diff(np.append(first, len(slots)))
         behind = np.arange(len(slots)) - np.repeat(first, counts)
         self.token_ids[slots, self.known[slots] + behind] = token_ids

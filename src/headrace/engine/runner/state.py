@@ -37,10 +37,10 @@ class RunnerState:
 
     def rewind(self, rows: Rows) -> None:
         """Forget tokens of a plan that was rolled back."""
-        slots, ends, sampling = self.slots, rows.known_ends, np.flatnonzero(rows.samples)
-        for row in sampling[slots.known[rows.slots[sampling]] > ends[sampling]]:
+        slots, ends, sampling = self.slots, rows.ends, np.flatnonzero(rows.samples)
+        for row in sampling[slots.known[rows.slots[sampling]] + rows.samples[sampling] > ends[sampling] + 1]:
             slot = int(rows.slots[row])
-            stale = slots.token_ids[slot, ends[row] : slots.known[slot]].astype(np.int64)
+            stale = slots.token_ids[slot, rows.known_ends[row] : slots.known[slot]].astype(np.int64)
             for part in self._parts:
                 part.retract(slot, stale)
 

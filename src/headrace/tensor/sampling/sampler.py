@@ -231,7 +231,6 @@ class Sampler:
         given      [N] the draft before the position, which penalties count for this and the slot's later rows; -1: none. None: no drafts
         A row whose logits hold NaN or +inf, or nothing finite among what its mask allows, fails alone.
         """
-        given = np.full(len(slots), -1) if given is None else given
         host = logits.detach().float().cpu().numpy()
         token_ids = np.full(len(slots), -1, dtype=np.int64)
         logprobs = LogprobColumns()
@@ -241,7 +240,7 @@ class Sampler:
             with np.errstate(all="ignore"):
                 for begin in range(0, len(slots), size):
                     rows = slice(begin, begin + size)
-                    chunk = slots[rows], positions[rows], masks.within(rows), given[rows]
+                    chunk = slots[rows], positions[rows], masks.within(rows), None if given is None else given[rows]
                     token_ids[rows], found = self._sample_chunk(host[rows], *chunk, counted)
                     logprobs.extend(found)
         finally:
@@ -250,7 +249,7 @@ class Sampler:
         return Sampled(token_ids, token_ids < 0, logprobs if any(logprobs.ranks) else NO_LOGPROBS)
 
     def _sample_chunk(
-        self, logits: Floats, slots: Ints, positions: Ints, masks: RowMasks, given: Ints, counted: list[tuple[TokenCounts, int]]
+        self, logits: Floats, slots: Ints, positions: Ints, masks: RowMasks, given: Ints | None, counted: list[tuple[TokenCounts, int]]
     ) -> tuple[Ints, LogprobColumns]:
         """counted: receives the drafts that penalties count from now on"""
         columns = self._columns
@@ -260,7 +259,7 @@ class Sampler:
         raw = logits[asked]
         edited = np.flatnonzero(good & columns.edited[slots])
         for row in edited:
-            edits, draft = self._edits[int(slots[row])], int(given[row])
+            edits, draft = self._edits[int(slots[row])], -1 if given is None else int(given[row])
             if draft >= 0 and edits.counts is not None:
                 edits.counts.add(draft)
                 counted.append((edits.counts, draft))

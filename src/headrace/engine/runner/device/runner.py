@@ -52,8 +52,6 @@ from headrace.tensor.batch import KvCache
 from headrace.tensor.kernels.choice import ChoiceKind, DeviceChoice, Field
 from headrace.tensor.launches import Launches
 
-NO_DRAFTS = np.zeros(0, dtype=np.int64)
-
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
@@ -270,7 +268,7 @@ class DeviceRunner:
         if not len(left):
             return PromptLogprobColumns()
         own, counts = rows.picked(left), logprob_counts[left]
-        positions = sampled_positions(own, NO_DRAFTS)
+        positions = sampled_positions(own)
         selected = select_tokens(own, positions, counts)
         hidden = self._steps.forward(*build_batch(own, self._slots, self._steps.upload, selected, adapters))
         if len(positions):

@@ -25,7 +25,6 @@ from headrace.tensor.sampling import Sampler
 MAX_CATCH_UP_TOKENS = 256
 """Known tokens that one call computes over all slots: a long prompt is drafted for some steps later, and delays no other sequence."""
 
-_NO_DRAFTS = np.zeros(0, dtype=np.int64)
 _WARM_UP_COUNTS = ((2,), (1,), (1, 1, 1, 1), (2, 1))
 
 
@@ -133,13 +132,13 @@ class ModelDrafter:
 
     def _choose(self, rows: Rows) -> Ints:
         """The token chosen after each row that samples; -1: none could be."""
-        positions = sampled_positions(rows, _NO_DRAFTS)
+        positions = sampled_positions(rows)
         return self._sampler.sample(self._logits(rows), positions.slots, positions.places).token_ids
 
     @torch.inference_mode()
     def _logits(self, rows: Rows) -> Tensor:
         """One pass. Those of the last token of each row that samples."""
-        positions = sampled_positions(rows, _NO_DRAFTS)
+        positions = sampled_positions(rows)
         selected = select_tokens(rows, positions, np.zeros(len(rows.slots), dtype=np.int64))
         ids, batch = build_batch(rows, self._state, partial(upload_each, device="cpu"), selected)
         hidden = self._model.forward(ids, batch, self._kv)
