@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -308,4 +309,65 @@ def test_a_mask_that_takes_long_once_is_forgiven(num_between: int, fails: bool, 
         slots.commit([0], encode("1"))
     slots.begin([0])
     assert bool(slots.wait().failures) == fails
+    slots.close()
+
+
+def test_masks_behind_drafts_are_filled_until_the_steps_time_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sequences have 5 ms together; each mask takes 2 ms here. What a sequence may spend itself is not touched."""
+    now = [0.0]
+
+    def thread_time() -> float:
+        now[0] += 0.002
+        return now[0]
+
+    slots = SlotGrammars(CompilingSource())
+    for slot in range(3):
+        slots.start(started(slot, regex("[0-9]{40}"), []))
+    monkeypatch.setattr("headrace.engine.grammar.slots.time", SimpleNamespace(thread_time=thread_time))
+    one = encode("1")[0]
+    for _ in range(2):
+        slots.begin([0, 0, 0, 1, 1, 1, 2], [-1, one, one, -1, one, one, -1])
+        masks = slots.wait()
+        assert (masks.unknown, masks.failures) == ([5], {})
+        assert [slots._slots[slot].overspent_s for slot in range(3)] == [0, 0, 0]
+    slots.close()
+
+
+class OneWayMatcher:
+    """Cannot go back, as after an error."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._matcher, name)
+
+    def deep_copy(self) -> OneWayMatcher:
+        return OneWayMatcher(self._matcher.deep_copy())
+
+    def rollback(self, _: int) -> bool:
+        return False
+
+
+class OneWaySource(CompilingSource):
+    num_asked = 0
+
+    def template(self, grammar: Grammar) -> Any:
+        self.num_asked += 1
+        return OneWayMatcher(super().template(grammar))
+
+
+def test_a_sequence_that_erred_behind_a_draft_is_filled_ahead_no_more() -> None:
+    """Its matcher would be built anew in each step."""
+    source, letter, grammar = OneWaySource(), encode("a")[0], regex("[a-z]{40}")
+    slots = SlotGrammars(source)
+    slots.start(started(0, grammar, []))
+    for num_known in range(5):
+        slots.begin([0, 0], [-1, letter])
+        masks = slots.wait()
+        assert (list(masks.unknown), masks.failures) == ([1] if num_known else [], {})
+        assert allowed(masks, 0) == expected(grammar, [letter] * num_known)
+        slots.commit([0], [letter])
+        slots.check()
+    assert source.num_asked == 2, "at the first mask, and after the error"
     slots.close()

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Sequence, Sized
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -59,6 +60,7 @@ class MatcherSource(Protocol):
 class _Slot:
     """token_ids    the sequence's output so far; the matcher has consumed the first `num_consumed`
     num_ahead    drafts that the matcher has consumed beyond them, while masks are filled
+    has_erred_ahead   on a draft: no more is filled ahead for this sequence, since the matcher has to be built anew then
     renewal_s    CPU time spent on new lexers for this sequence
     renewed_at   `num_consumed` when its lexer was last found full
     overspent_s  CPU time beyond MASK_CPU_S for each token; never below 0
@@ -70,6 +72,7 @@ class _Slot:
     template: LLMatcher | None = None
     num_consumed: int = 0
     num_ahead: int = 0
+    has_erred_ahead: bool = False
     renewal_s: float = 0.0
     renewed_at: int = -MIN_SHARED_TOKENS
     overspent_s: float = 0.0
@@ -94,11 +97,11 @@ class _Slot:
         return error or (OVERSPENT if self.overspent_s > MASK_BURST_S else "")
 
     def fill_ahead(self, draft: int, before: NDArray[np.uint32], words: NDArray[np.uint32]) -> bool:
-        """The mask behind a draft, whose own mask is `before`. False: there is none. Its time does not count, since drafts are no client's
-        choice; there is none where the grammar is short of time.
+        """The mask behind a draft, whose own mask is `before`. False: there is none. Its time is not charged to the sequence, since drafts
+        are no client's choice; there is none where the grammar is short of time.
         """
         matcher = self.matcher
-        if matcher is None or self.overspent_s or not before[draft >> 5] >> np.uint32(draft & 31) & 1:
+        if matcher is None or self.has_erred_ahead or self.overspent_s or not before[draft >> 5] >> np.uint32(draft & 31) & 1:
             return False
         self.num_ahead += 1
         if not matcher.consume_token(draft):
@@ -109,7 +112,7 @@ class _Slot:
     def come_back(self) -> None:
         """From drafts, which are consumed again once they are committed."""
         if self.num_ahead and not (self.matcher is not None and self.matcher.rollback(self.num_ahead)):
-            self.matcher, self.num_consumed = None, 0
+            self.matcher, self.num_consumed, self.has_erred_ahead = None, 0, True
         self.num_ahead = 0
 
 
@@ -209,12 +212,16 @@ class SlotGrammars:
         words = self._words[: len(positions)]
         failures: dict[int, str] = {}
         unknown: list[int] = []
+        num_with_drafts = sum(draft < 0 <= following for (_, _, draft), (_, _, following) in pairwise(positions))
+        left_s = MASK_CPU_S * num_with_drafts  # for filling ahead: the whole step waits for this thread
         for index, (place, held, draft) in enumerate(positions):
             if draft >= 0:
                 is_behind_known = place - 1 not in failures and place - 1 not in unknown
-                if not (is_behind_known and held.fill_ahead(draft, words[index - 1], words[index])):
+                begin = time.thread_time()
+                if not (is_behind_known and left_s > 0 and held.fill_ahead(draft, words[index - 1], words[index])):
                     words[index] = 0
                     unknown.append(place)
+                left_s -= time.thread_time() - begin
                 continue
             if held.failure is None:
                 held.failure = self._fill_one(held, words[index])
