@@ -218,3 +218,17 @@ def test_rows_behind_drafts_are_what_they_would_be_with_the_drafts_committed(
     for _ in range(2):
         given = np.tile([-1, *drafts], len(rows))
         assert sampler.sample(torch.from_numpy(logits.copy()), slots, positions, given=given).token_ids.tolist() == wanted
+
+
+def test_wrong_drafts_leave_no_ids_behind(make_row: Any) -> None:
+    """Each later step walks the ids that are held."""
+    sampler, rng = Sampler(VOCAB, (), draw), np.random.default_rng(2)
+    row = make_row(SamplingParams(repetition_penalty=1.3, presence_penalty=0.5, seed=0), prompt=[1, 2, 3], outputs=[4, 5])
+    sampler.start(row.started(0))
+    counts = sampler._edits[0].counts
+    assert counts is not None
+    for _ in range(50):
+        drafts = rng.integers(0, VOCAB, 6)
+        logits = torch.from_numpy(rng.normal(0, 2, (7, VOCAB)).astype(np.float32))
+        sampler.sample(logits, np.zeros(7, dtype=np.int64), row.position + np.arange(7), given=np.concatenate(([-1], drafts)))
+        assert len(counts) == 5

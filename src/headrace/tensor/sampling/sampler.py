@@ -64,8 +64,15 @@ class TokenCounts:
         self._counts[place] += 1
 
     def retract(self, token_id: int) -> None:
-        """Uncount one generated token, when its step is repeated."""
-        self._counts[self._place[token_id]] -= 1
+        """Uncount one generated token: its step is repeated, or it was a draft. An id that came last and counts no more is forgotten."""
+        place = self._place[token_id]
+        self._counts[place] -= 1
+        if place == len(self._place) - 1 and not self._counts[place] and not self._in_prompt[place]:
+            del self._place[token_id]
+
+    def __len__(self) -> int:
+        """The number of ids held."""
+        return len(self._place)
 
     def _grow(self) -> None:
         for name in ("_ids", "_counts", "_in_prompt"):
@@ -244,7 +251,7 @@ class Sampler:
                     token_ids[rows], found = self._sample_chunk(host[rows], *chunk, counted)
                     logprobs.extend(found)
         finally:
-            for counts, token_id in counted:
+            for counts, token_id in reversed(counted):
                 counts.retract(token_id)
         return Sampled(token_ids, token_ids < 0, logprobs if any(logprobs.ranks) else NO_LOGPROBS)
 
