@@ -68,11 +68,13 @@ def folders_to_read(known: Mapping[str, LoRARequest], asked: Iterable[LoRAReques
         if named.setdefault(one.lora_name, one) != one:
             raise InvalidRequest("lora_request", "one LoRARequest per lora_name in a call", one.lora_name)
     new = {name: one for name, one in named.items() if one.load_inplace or name not in known}
+    if not new and all(_is_same(one, known[name]) for name, one in named.items()):
+        return new
     merged = {**known, **new}
     id_to_name: dict[int, str] = {}
     for name, one in {**merged, **named}.items():
         before = merged[name]
-        if (one.lora_path, one.lora_int_id) != (before.lora_path, before.lora_int_id):
+        if not _is_same(one, before):
             raise InvalidRequest(
                 "lora_request",
                 f"{before.lora_path!r} with the id {before.lora_int_id} for {name!r}, as when it was read",
@@ -85,3 +87,7 @@ def folders_to_read(known: Mapping[str, LoRARequest], asked: Iterable[LoRAReques
         remedy = "Set load_inplace=True to read another adapter under a known name, or make a new LLM."
         raise InvalidRequest("lora_request", f"at most {MAX_ADAPTERS} lora_names in the life of an LLM", len(merged), remedy)
     return new
+
+
+def _is_same(one: LoRARequest, other: LoRARequest) -> bool:
+    return (one.lora_path, one.lora_int_id) == (other.lora_path, other.lora_int_id)
