@@ -61,7 +61,8 @@ NGRAM: dict[str, Any] = {"method": "ngram"}
 @pytest.mark.parametrize(
     ("given", "where", "what"),
     [
-        ({}, ".method", "is missing"),
+        ({}, ".method", "is missing. Give one of ngram, suffix, draft_model"),
+        ({"model": "x", "num_speculative_tokens": 5}, ".method", "is missing. Give one of ngram, suffix, draft_model; with `model`, "),
         ([], "", "expected object or null, got array"),
         ("ngram", "", "expected object or null, got str"),
         ({"method": "lookahead"}, ".method", "'lookahead' is not one of ngram, suffix, draft_model"),

@@ -21,9 +21,12 @@ _FLAG = "--speculative-config"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """vLLM's keys. Those that it has and this class has not are in `INSTEAD`, with why."""
+    """vLLM's keys. Those that it has and this class has not are in `INSTEAD`, with why. vLLM finds out a method that is not given."""
 
     INSTEAD: ClassVar[Mapping[str, str]] = SPECULATIVE_KEYS
+    IF_MISSING: ClassVar[Mapping[str, str]] = {
+        "method": f"Give one of {', '.join(SPECULATIVE_METHODS)}; with `model`, the folder of a smaller model, it is {DRAFT_MODEL}."
+    }
 
     method: str = required(
         "`ngram` copies what followed the last tokens where they occur earlier in the sequence, `suffix` what followed the longest such "

@@ -1,7 +1,8 @@
 """Plain data (parsed JSON or YAML) -> a frozen dataclass: the decoder of every configuration. `plain` is the way back.
 
 Nothing is converted except a list to a tuple, a mapping to a nested dataclass, and an integer where a float is wanted. A key that is a
-word of Python's (class) is the field with an underscore behind it. A class may say in `INSTEAD` why it lacks keys of other programs. Errors
+word of Python's (class) is the field with an underscore behind it. A class may say in `INSTEAD` why it lacks keys of other programs,
+and in `IF_MISSING` what to give for a field that is missing. Errors
 show no value, because it may be a secret.
 """
 
@@ -54,8 +55,8 @@ class UnknownKey(ConfigError):
 
 
 class MissingKey(ConfigError):
-    def __init__(self, where: str) -> None:
-        super().__init__(where, "is missing")
+    def __init__(self, where: str, remedy: str = "") -> None:
+        super().__init__(where, "is missing", remedy)
 
 
 class NeedsExactlyOne(ConfigError):
@@ -145,7 +146,7 @@ def _object(kind: type, data: Mapping[object, object], where: str, elsewhere: Ma
     values = {names[str(key)]: _decoded(hints[names[str(key)]], value, joined(where, str(key)), elsewhere) for key, value in data.items()}
     for item in fields(kind):
         if item.default is MISSING and item.default_factory is MISSING and item.name not in values:
-            raise MissingKey(joined(where, key_of(item.name)))
+            raise MissingKey(joined(where, key_of(item.name)), getattr(kind, "IF_MISSING", {}).get(item.name, ""))
     return kind(**values)
 
 
