@@ -185,6 +185,26 @@ async def test_an_engine_that_dies_while_a_load_is_refused_is_started_again_with
         assert served(site) == [digests(root, "law")] * 2
 
 
+async def test_a_load_that_is_cancelled_leaves_the_list_before_it(root: Path) -> None:
+    """Nothing is required of an engine that is started again."""
+    script = Script(holding={"tiny-1"})
+    async with adapted_site(root, "law", script=script) as site:
+        assert site._operator is not None
+        assert site._operator._server is not None
+        loading = asyncio.create_task(site._operator._server._control.adapters.load("sql", "sql", None, lambda _: None))
+        await eventually(lambda: served(site, "tiny-0") == [digests(root, "law", "sql")])
+        assert [each["is_optional"] for each in site.started_with("tiny-1")["lora_modules"]] == [False, False]
+        script.holding.clear()
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        assert served(site) == [digests(root, "law")] * 2
+        assert list(rows(site)) == ["law"]
+        for label in ("tiny-0", "tiny-1"):
+            assert [each["name"] for each in site.started_with(label)["lora_modules"]] == ["law"]
+        assert (await site.do("load-adapter", name="sql", path="sql"))[-1] == {"event": "done"}
+
+
 async def test_a_reload_changes_adapters_of_running_engines_and_the_file_wins(root: Path) -> None:
     async with adapted_site(root, "law") as site:
         num_processes = len(site.launcher.launched)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from headrace.core.errors import ConfigError
 from headrace.fleet.adapters import AdapterLists
@@ -23,11 +24,11 @@ class EngineAdapters:
     def __init__(self, lists: AdapterLists, processes: ReplicaProcesses) -> None:
         self.lists = lists
         self._processes = processes
-        self._starting: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
     async def changed(self, lists: AdapterLists, models: Sequence[ModelSpec], required: str = "") -> AsyncIterator[None]:
-        """In the block the engines of `models` have the new lists; if it raises, the ones before again.
+        """In the block the engines of `models` have the new lists; if it raises or is cancelled, the ones before again.
 
         required: an adapter that every engine must take that serves. Raises ReloadRefused with the first reason, or ConfigError.
         """
@@ -35,9 +36,9 @@ class EngineAdapters:
         try:
             await self._offer(models, required)
             yield
-        except Exception:
+        except (Exception, asyncio.CancelledError):
             self.lists = before
-            await self._go_back(models)
+            await asyncio.shield(self._kept_task(self._go_back(models), "adapters before"))
             raise
 
     def digests(self, model: str) -> dict[str, Mapping[str, str]]:
@@ -54,13 +55,17 @@ class EngineAdapters:
                 continue
             self._write(process, "")
             # It may have read its file already, and answers once it serves.
-            task = asyncio.create_task(self._when_it_serves(process), name=f"adapters of {process.files.name}")
-            self._starting.add(task)
-            task.add_done_callback(self._starting.discard)
+            self._kept_task(self._when_it_serves(process), f"adapters of {process.files.name}")
         refusals = await asyncio.gather(*(self._reload(process, required) for process in serving))
         for process, reason in zip(serving, refusals, strict=True):
             if reason:
                 raise ReloadRefused(f"{process.files.name}: {reason}")
+
+    def _kept_task(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def _following(self, models: Sequence[ModelSpec]) -> list[ReplicaProcess]:
         """One with other options is being replaced, and keeps its list."""
