@@ -67,6 +67,7 @@ class ReplicaStream:
         "first_index",
         "handle",
         "is_unbegun",
+        "num_tokens",
         "numerics",
         "plain_row_handler",
     )
@@ -87,6 +88,9 @@ class ReplicaStream:
         self.handle = handle
         self.is_unbegun = not request.output_ids
         """Whether any replica with its adapter may compute the request: no update has come, and it resumes nothing."""
+        max_tokens = request.params.max_tokens
+        self.num_tokens = len(request.prompt_ids) + (len(request.output_ids) + 1 if max_tokens is None else max_tokens)
+        """For which a replica that continues it must have room; without max_tokens the next one at the request's beginning."""
         self.numerics = numerics
         self._open_indices = set(request.indices)
         self.first_index = min(self._open_indices)

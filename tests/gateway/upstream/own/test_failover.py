@@ -476,11 +476,12 @@ async def test_what_has_not_begun_leaves_a_replica_that_hangs_for_one_of_other_n
 
 
 def announce(replica: FakeReplica, draw: random.Random) -> None:
-    """Some numerics and adapters."""
+    """Some numerics, adapters and a context."""
     assert replica.info is not None
     numerics = draw.choice([NUMERICS, NUMERICS, NUMERICS | {"weights": "cd"}, NUMERICS | {"weights": ""}])
     adapters = {name: draw.choice(["aa", "bb"]) for name in "ab" if draw.random() < 0.7}
-    replica.info = replace(replica.info, model=replace(replica.info.model, numerics=numerics, adapters=adapters))
+    model = replace(replica.info.model, numerics=numerics, adapters=adapters, max_model_len=draw.choice([10, 64, 64]))
+    replica.info = replace(replica.info, model=model)
 
 
 @pytest.mark.parametrize("is_hanging", [True, False])
@@ -500,8 +501,9 @@ async def test_a_stream_moves_exactly_where_routing_then_finds_a_ready_replica(t
         bad.go.clear()
         for number in range(24):
             adapter, digest = draw.choice([(None, ""), *bad.info.model.adapters.items()])
+            params = SamplingParams(seed=1, max_tokens=draw.choice([None, 8, 9]))  # 9 do not fit a context of 10
             asked = EngineRequest(
-                request_id=RequestId(f"r{number}"), prompt_ids=(1, 2), params=SamplingParams(seed=1), adapter=adapter, adapter_digest=digest
+                request_id=RequestId(f"r{number}"), prompt_ids=(1, 2), params=params, adapter=adapter, adapter_digest=digest
             )
             is_resumed, has_update = draw.random() < 0.2, draw.random() < 0.5
             stream = bad.submit(asked.resumed(0, [7], "") if is_resumed else asked)
@@ -512,6 +514,7 @@ async def test_a_stream_moves_exactly_where_routing_then_finds_a_ready_replica(t
             with suppress(Unavailable):
                 pool.pick(
                     prompt_tokens=3,
+                    max_output_tokens=None if params.max_tokens is None else params.max_tokens - 1,
                     tried={pool.replicas[0].instance},
                     numerics=stream.numerics if is_resumed or has_update else None,
                     adapter=adapter,

@@ -312,7 +312,7 @@ class ReplicaPool:
     def _look_at(self, replica: Replica) -> None:
         """Move requests off a replica that hangs (any), or does not read (those that it has not counted).
 
-        A request moves if another ready replica has its adapter, and equal numerics unless nothing of it has come.
+        A request moves if another ready replica has its adapter, room for all its tokens, and equal numerics unless nothing of it has come.
         """
         connection, name = replica.connection, replica.instance[0]
         is_hanging = stalled_s(connection.state, connection.snapshot, connection.silent_s, self.clock()) >= MOVE_AFTER_S
@@ -325,7 +325,7 @@ class ReplicaPool:
         unseen = connection.unseen_handles
 
         def may_move(stream: ReplicaStream) -> bool:
-            able = others if stream.is_unbegun else equal
+            able = [each for each in (others if stream.is_unbegun else equal) if each.max_model_len >= stream.num_tokens]
             return (is_hanging or stream.handle in unseen) and any(each.has_adapter(stream.adapter, stream.adapter_digest) for each in able)
 
         if num_moved := connection.abandon(reason, may_move):
