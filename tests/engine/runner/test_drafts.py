@@ -134,6 +134,8 @@ def test_positions_are_those_at_the_ends_of_rows() -> None:
     assert found.rows.tolist() == [0, 2, 2, 2, 3]
     assert found.tokens.tolist() == [0, 4, 5, 6, 7]
     assert found.places.tolist() == [1, 21, 22, 23, 31]
+    assert found.drafts is not None
+    assert found.given is not None
     assert found.drafts.tolist() == [-1, 7, 8, -1, -1]
     assert found.given.tolist() == [-1, -1, 7, 8, -1]
 
