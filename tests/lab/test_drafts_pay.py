@@ -88,10 +88,12 @@ class Timed:
         return self
 
 
-def served(options: FakeOptions, method: str | None, depth: int, num_sequences: int, num_prompts: int) -> Timed:
+def served(
+    options: FakeOptions, method: str | None, depth: int, num_sequences: int, num_prompts: int, length: int = 20, least: int = 160
+) -> Timed:
     timed = Timed(options, method, depth, max_num_seqs=num_sequences + 2 * bool(num_prompts))
     for number in range(num_sequences):
-        timed.submit(f"r{number}", 20, 160 + number * 7 % 40, number)
+        timed.submit(f"r{number}", length, least + number * 7 % 40, number)
     for number in range(num_prompts):
         timed.submit(f"p{number}", 900, 20, 1000 + number)
     return timed.run()
@@ -158,3 +160,26 @@ def test_drafts_keep_the_goals_of_rows_and_leave_prompts_their_part() -> None:
     assert sum(num_tokens >= 512 // 64 for num_tokens in prompts) > 20
     most_within = 16 + (14.0 - 10.0) / 0.3
     assert all(plan.num_tokens - num_tokens <= most_within for plan, num_tokens in zip(steps, prompts, strict=True))
+
+
+@pytest.mark.parametrize("length", [20, 100, 600])
+@pytest.mark.parametrize("num_sequences", [1, 8])
+def test_a_draft_model_that_computes_prompts_pays_as_one_that_knows_them(length: int, num_sequences: int) -> None:
+    """Its prompts take their time, and what is drafted later while they are computed is missed."""
+    at_once = replace(LARGE, draft_seconds=0.0006)
+    catching_up = replace(at_once, catch_up_seconds=0.00003)
+    prompts_s = num_sequences * length * catching_up.catch_up_seconds
+    plain = served(LARGE, None, 2, num_sequences, 0, length, 500)
+    for accuracy, least in {0.0: 0.97, 0.3: 0.97, 0.6: 1.15, 0.95: 1.8}.items():
+        paces = (replace(paced, draft_accuracy=accuracy) for paced in (at_once, catching_up))
+        known, drafted = (served(paced, DRAFT_MODEL, 2, num_sequences, 0, length, 500) for paced in paces)
+        assert drafted.tokens == plain.tokens
+        assert plain.now / drafted.now > least
+        assert drafted.now < 1.03 * known.now + 2 * prompts_s or plain.now < 1.1 * known.now
+
+
+def test_short_answers_are_not_delayed_by_what_a_draft_model_computes_of_their_prompts() -> None:
+    paced = replace(LARGE, draft_seconds=0.0006, catch_up_seconds=0.00003)
+    for length, accuracy in ((20, 0.3), (100, 0.0), (600, 0.0), (600, 0.3)):
+        plain = served(LARGE, None, 2, 8, 0, length)
+        assert served(replace(paced, draft_accuracy=accuracy), DRAFT_MODEL, 2, 8, 0, length).now < 1.03 * plain.now

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.policy.cost_curve import CostCurve
-from headrace.policy.speculation import ASK_EVERY, DraftRecord, Offer, Speculation, StepShape, best_counts
+from headrace.policy.speculation import ASK_EVERY, DraftRecord, Offer, Speculation, StepShape, StepTime, best_counts
 
 pytestmark = pytest.mark.pure
 
@@ -94,9 +94,10 @@ class Machine:
             speculation.leave(self.record, self.drafts, self.tokens)
         asked = speculation.most_asked()
         asked = speculation.asked_for(self.record, asked)
-        seconds = (0.01 + self.token_s * count + self.draft_s * asked) * self.random.uniform(0.9, 1.1) + extra_s
+        noise, drafting_s = self.random.uniform(0.9, 1.1), self.draft_s * asked
+        seconds = (0.01 + self.token_s * count + drafting_s) * noise + extra_s
         self.now += seconds
-        speculation.end_step(shape, count, asked, seconds, 0.0)
+        speculation.end_step(shape, count, StepTime(seconds, drafting_s=drafting_s * noise, num_drafted=asked))
         given, known = self.drafts[:count], len(self.tokens)
         for draft in given:
             self.tokens.append(len(self.tokens))
@@ -144,7 +145,7 @@ def test_a_machine_that_stands_still_does_not_switch_drafting_off() -> None:
 
 def test_what_was_lost_ends_speculation_whatever_is_predicted_and_it_rests() -> None:
     speculation, record, shape = Speculation(4, is_free=True, is_overlapped=False), DraftRecord(), StepShape(1, 0, 100, 0.0)
-    speculation.end_step(shape, 0, 4, 0.010, 0.0)
+    speculation.end_step(shape, 0, StepTime(0.010))
     offered, tokens = array("i", [-1] * 4), array("i")
 
     def consider() -> bool:
@@ -156,12 +157,12 @@ def test_what_was_lost_ends_speculation_whatever_is_predicted_and_it_rests() -> 
     num_on = 0
     while speculation.choose([Offer(0.7, 4)], shape)[0]:  # nothing says that no draft was right
         num_on += 1
-        speculation.end_step(shape, 4, 4, 0.014, 0.0)
+        speculation.end_step(shape, 4, StepTime(0.014))
         assert num_on < 10
     rest = 0
     while not consider():
         rest += 1
-        speculation.end_step(shape, 0, 0, 0.010, 0.0)
+        speculation.end_step(shape, 0, StepTime(0.010))
     assert 150 < rest < 400, "a hundred times what was lost"
 
 

@@ -280,6 +280,7 @@ class Result:
     prompt_logprobs  of these positions, flat
     draft_counts     per row, tokens drafted to follow its tokens; empty when nothing is drafted. The next plan may take all, fewer or none
     drafts           flat
+    drafting_s       seconds of the step in which they were made
     moves_done       ids of asynchronous moves that ended since the last result, whichever plan began them; each id is reported once.
                      A step that raises reports none: moves that ended meanwhile are in the next result
     errors           (row, message): this sequence alone failed; it produced no token
@@ -294,6 +295,7 @@ class Result:
     prompt_logprobs: LogprobColumns = NO_LOGPROBS
     draft_counts: array[int] = field(default_factory=int_column)
     drafts: array[int] = field(default_factory=int_column)
+    drafting_s: float = 0.0
     moves_done: array[int] = field(default_factory=int_column)
     errors: tuple[tuple[int, str], ...] = ()
 

@@ -302,18 +302,18 @@ class Engine:
         except Exception as error:
             self._failures.note(FailureKind.STEP, f"step {plan.step_id} of {plan.num_rows} rows failed: it is repeated in parts", error)
             self._recover(plan)
-            self._end_step(step)
+            self._end_step(step, None)
             self._emit(self._sequences.take_updates())
         else:
-            self._end_step(step)
+            self._end_step(step, result)
             self._deliver(plan, result)
 
-    def _end_step(self, step: UncommittedStep) -> None:
+    def _end_step(self, step: UncommittedStep, result: Result | None) -> None:
         seconds = self._steps.end(step)
         if step.plan.num_rows:
             self._sequences.counters.note_step(seconds)
             self._work.add(step.plan, self._sequences.counters)
-            self.scheduler.end_step(step.plan, seconds, step.gap_s)
+            self.scheduler.end_step(step.plan, result, seconds, step.gap_s)
 
     def _recover(self, failed: Plan) -> None:
         later = self._steps.take_all()

@@ -29,6 +29,8 @@ from headrace.lab.fake_moves import Moves, PagedIds
 MASK = 2**64 - 1
 DRAWN = 1000
 
+CATCH_UP_TOKENS = 256
+
 Wait = Callable[[float], object]
 
 
@@ -42,6 +44,8 @@ class FakeOptions:
     move_steps        (least, most) steps that a move to or from it takes, drawn for each from move_seed
     step_seconds, token_seconds, free_tokens  a step takes the first, and the second for each token beyond free_tokens
     draft_seconds     more for each place that is drafted
+    catch_up_seconds  more for each known token that the draft model has not computed, at most CATCH_UP_TOKENS in a step, the rows with the
+                      fewest first; a row that has some left is followed by no drafts. 0: it knows them all
     draft_accuracy    part of the drafts that are right
     draft_rate        part of the rows that are followed by drafts
     withhold_every    about 1 of N sampling rows gives no token at its first try; 0: every row gives one
@@ -69,6 +73,7 @@ class FakeOptions:
     adapters: dict[str, str] = field(default_factory=dict)
     has_kv: bool = True
     draft_seconds: float = 0.0
+    catch_up_seconds: float = 0.0
     draft_accuracy: float = 0.8
     draft_rate: float = 1.0
     withhold_every: int = 0
@@ -156,6 +161,7 @@ class _Slot:
     ids: array[int]
     adapter_digest: str = ""
     withheld: int | None = None
+    num_caught_up: int = 0
 
     @property
     def seed(self) -> int:
@@ -198,19 +204,18 @@ class FakeRunner:
         if self.options.die_after_steps is not None and self.num_steps >= self.options.die_after_steps:
             raise EngineFatal("the fake device is gone")
         result = self._compute(plan)
-        self._free_at = max(self._free_at, self._clock()) + self._duration(plan)
+        self._free_at = max(self._free_at, self._clock()) + self._duration(plan, result.drafting_s)
         return FakeTicket(result, self._free_at, self._clock, self._wait)
 
     def close(self) -> None:
         self._closed.set()
 
-    def _duration(self, plan: Plan) -> float:
+    def _duration(self, plan: Plan, drafting_s: float) -> float:
         if not plan.num_rows:
             return 0.0
         if self.num_steps == self.options.stall_after_steps:
             return self.options.stall_seconds
         options = self.options
-        drafting_s = options.draft_seconds * max(plan.num_drafts, default=0)
         return options.step_seconds + options.token_seconds * max(0, plan.num_tokens - options.free_tokens) + drafting_s
 
     def _compute(self, plan: Plan) -> Result:
@@ -224,7 +229,7 @@ class FakeRunner:
         counts, token_ids = int_column(), int_column()
         prompt_rows, prompt_counts = int_column(), int_column()
         logprobs, prompt_logprobs = LogprobColumns(), LogprobColumns()
-        draft_counts, next_drafts, given_drafts = int_column(), int_column(), iter(plan.drafts)
+        asked, given_drafts = [0] * plan.num_rows, iter(plan.drafts)
         num_drafts = plan.num_drafts or int_column([0]) * plan.num_rows
         columns = zip(plan.slots, plan.starts, plan.counts, plan.samples, num_drafts, strict=True)
         for row, (slot_id, start, count, samples, most) in enumerate(columns):
@@ -241,9 +246,8 @@ class FakeRunner:
             token_ids.extend(tokens)
             for token_id in tokens:
                 logprobs.append(self._logprobs(token_id, slot.started.params.logprobs))
-            following = self._draft(slot_id, slot, most) if tokens and most else []
-            draft_counts.append(len(following))
-            next_drafts.extend(following)
+            asked[row] = most if tokens else 0
+        draft_counts, next_drafts, drafting_s = self._draft_rows(plan, asked)
         self._moves.advance()
         return Result(
             step_id=plan.step_id,
@@ -255,6 +259,7 @@ class FakeRunner:
             prompt_logprobs=prompt_logprobs,
             draft_counts=draft_counts if next_drafts else int_column(),
             drafts=next_drafts,
+            drafting_s=drafting_s,
             moves_done=self._moves.take_done(),
         )
 
@@ -307,6 +312,32 @@ class FakeRunner:
         if self.options.eos_after is not None and position - started.num_prompt_tokens >= self.options.eos_after:
             return self.options.eos_token_id
         return self.options.token(slot.seed, started.index, position, slot.ids[position - 1])
+
+    def _draft_rows(self, plan: Plan, asked: list[int]) -> tuple[array[int], array[int], float]:
+        """Returns their counts, the drafts, and the seconds that they took."""
+        slots = [self._slots[slot_id] for slot_id in plan.slots]
+        catch_up_s = self._catch_up([slot for slot, most in zip(slots, asked, strict=True) if most])
+        counts, drafts = int_column(), int_column()
+        for slot_id, slot, most in zip(plan.slots, slots, asked, strict=True):
+            can_draft = most and (not catch_up_s or slot.num_caught_up == len(slot.ids))
+            following = self._draft(slot_id, slot, most) if can_draft else []
+            slot.num_caught_up += max(0, len(following) - 1)
+            counts.append(len(following))
+            drafts.extend(following)
+        return counts, drafts, catch_up_s + self.options.draft_seconds * max(counts, default=0)
+
+    def _catch_up(self, slots: list[_Slot]) -> float:
+        """Returns the seconds that it takes."""
+        if not self.options.catch_up_seconds:
+            return 0.0
+        left = CATCH_UP_TOKENS
+        for slot in slots:
+            slot.num_caught_up = min(slot.num_caught_up, len(slot.ids) - 1)
+        for slot in sorted(slots, key=lambda slot: len(slot.ids) - slot.num_caught_up):
+            count = min(left, len(slot.ids) - slot.num_caught_up)
+            slot.num_caught_up += count
+            left -= count
+        return (CATCH_UP_TOKENS - left) * self.options.catch_up_seconds
 
     def _draft(self, slot_id: int, slot: _Slot, most: int) -> list[int]:
         known = len(slot.ids)

@@ -8,11 +8,12 @@ is added up as measured, whatever the estimates say: after a loss, speculation r
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from headrace.policy.cost_curve import CostCurve
+from headrace.policy.cost_curve import MAX_CURVE_TOKENS, CostCurve
 
 FIRST_CHANCE, FIRST_WEIGHT = 0.7, 4.0
 """What is expected of drafts before any was seen, and as how many drafts that counts."""
@@ -35,6 +36,21 @@ MAX_LOSS_STEPS, MAX_CREDIT_STEPS = 2, 10
 """Speculation ends when it has lost the time of MAX_LOSS_STEPS steps. What it gained before is set off against it, up to the second."""
 
 MAX_LOSS_SHARE = 0.01
+
+CATCH_UP_STEPS = 64
+"""What a draft model took for a prompt is charged over about this number of steps. For at most as many in a row its drafts' time is not
+learned, because it catches up in them.
+"""
+
+MAX_CATCH_UP_STEPS = 4
+"""Catching up counts in one step as the time of at most this number of steps: the machine may have stood still."""
+
+NUM_DRAFT_TIMES = 8
+
+START_EVERY, MAX_DEBT_STEPS = 2, 3
+"""A draft model begins with one sequence, and doubles their number after so many steps, except while it owes the time of more than
+MAX_DEBT_STEPS steps: prompts are caught up for as long as that pays.
+"""
 
 ASK_EVERY = 4
 """While speculation is off, drafts that cost nothing are asked for in one step of N, and compared with the tokens that come."""
@@ -87,6 +103,21 @@ class StepShape(NamedTuple):
     token_s: float
 
 
+class StepTime(NamedTuple):
+    """seconds that a step took, and gap_s for which the runner had waited for it
+
+    drafting_s   of the seconds
+    num_drafted  most drafts that a row got
+    catches_up   a row that was asked for got none
+    """
+
+    seconds: float
+    gap_s: float = 0.0
+    drafting_s: float = 0.0
+    num_drafted: int = 0
+    catches_up: bool = False
+
+
 class Speculation:
     """The estimates and decisions of one engine.
 
@@ -102,7 +133,9 @@ class Speculation:
         self._curve = CostCurve()
         self._right = self._tried = 0.0
         self._era = 0
-        self._gap_s = self._draft_s = 0.0
+        self._gap_s = self._catch_up_s = 0.0
+        self._draft_times: deque[float] = deque(maxlen=NUM_DRAFT_TIMES)
+        self._num_catching_up = 0
         self._gain: float | None = None
         self._loss_s = self._total_s = self._resume_at_s = 0.0
         self._value_s = self._rows_s = 0.0
@@ -147,27 +180,43 @@ class Speculation:
 
     # how long steps take
 
-    def end_step(self, shape: StepShape, num_drafts: int, most_asked: int, seconds: float, gap_s: float) -> None:
-        """seconds: that the step took; gap_s: that the runner had waited for it"""
+    def end_step(self, shape: StepShape, num_drafts: int, time: StepTime) -> None:
         num_plain = shape.num_rows + shape.num_prompt_tokens
         num_tokens = num_plain + num_drafts
-        drafting_s = 0.0 if self._is_free else most_asked * self._draft_s
         step_s = self._curve.seconds(num_tokens, shape.token_s)
-        predicted_s = step_s + drafting_s
         self._rows_s = self._curve.seconds(shape.num_rows, shape.token_s)
         self._value_s = self._rows_s / max(1, shape.num_rows)
-        usual_s = min(max(seconds, predicted_s / 2), 1.5 * predicted_s) if step_s else seconds
-        self._total_s += usual_s
+        seconds = max(0.0, time.seconds - time.drafting_s)
+        usual_s = min(max(seconds, step_s / 2), 1.5 * step_s) if step_s else seconds
+        drafting_s = self._usual_drafting_s(time)
+        self._total_s += usual_s + drafting_s
         self._loss_s = max(-MAX_CREDIT_STEPS * self._rows_s, self._loss_s)
         if self.is_on and shape.num_rows and step_s:
-            gap_s = min(gap_s, self._rows_s) if self._is_overlapped else 0.0
+            gap_s = min(time.gap_s, self._rows_s) if self._is_overlapped else 0.0
             self._gap_s += 0.1 * (gap_s - self._gap_s)
-            self._loss_s += usual_s + gap_s - self._curve.seconds(num_plain, shape.token_s)
-        if not self._is_free and most_asked and not num_drafts:
-            measured_s = max(0.0, seconds - step_s) / most_asked  # as the step would have taken this long without it
-            self._draft_s += 0.2 * (min(measured_s, 2 * self._draft_s) - self._draft_s) if self._draft_s else measured_s
-        elif seconds > drafting_s:
-            self._curve.observe(num_tokens, seconds - drafting_s)
+            is_long = num_plain > MAX_CURVE_TOKENS  # the estimate of its seconds may be further off than drafts cost
+            over_s = (step_s if is_long else usual_s) + gap_s - self._curve.seconds(num_plain, shape.token_s)
+            self._catch_up_s += min(time.drafting_s - drafting_s, MAX_CATCH_UP_STEPS * self._rows_s)
+            charged_s = self._catch_up_s / CATCH_UP_STEPS
+            self._catch_up_s -= charged_s
+            self._loss_s += min(over_s, self._rows_s) + drafting_s + charged_s
+        if seconds:
+            self._curve.observe(num_tokens, seconds)
+
+    @property
+    def _draft_s(self) -> float:
+        """The least of the last ones: in some of them the draft model caught up too."""
+        return min(self._draft_times, default=0.0)
+
+    def _usual_drafting_s(self, time: StepTime) -> float:
+        """What drafting took without catching up, which is charged apart from it."""
+        if self._is_free or not time.num_drafted:
+            return 0.0
+        self._num_catching_up = self._num_catching_up + 1 if time.catches_up else 0
+        is_first = not self._draft_times  # nothing says yet how much of it was catching up
+        if not time.catches_up or self._num_catching_up > CATCH_UP_STEPS:
+            self._draft_times.append(time.drafting_s / time.num_drafted)
+        return 0.0 if is_first else min(time.drafting_s, time.num_drafted * self._draft_s)
 
     # decisions
 
@@ -180,7 +229,7 @@ class Speculation:
         counts, gain = best_counts(offers, shape, self._curve, self._gap_s)
         if self._is_free:
             self._note_gain(gain)
-        return counts
+        return counts if self.is_on else [0] * len(offers)
 
     @property
     def is_due(self) -> bool:
@@ -206,16 +255,25 @@ class Speculation:
             return
         chances = [self.chance(record) for record in records]
         counts, gain = [0] * len(records), -1.0
-        for most in range(1, self.most + 1):
+        for most in sorted({min(most, self.most) for most in (1, 2, 4, 8, self.most)}):
             extra_s = self._gap_s + most * self._draft_s
             found, found_gain = best_counts([Offer(chance, most) for chance in chances], shape, self._curve, extra_s)
             if found_gain > gain:
                 counts, gain = found, found_gain
+        was_on = self.is_on
         self._note_gain(gain)
         self._num_considered += 1
         least = int(self._num_considered % RETRY_EVERY == 0)
+        num_started = sum(record.wanted > 0 for record in records) if was_on else 0
+        can_start = self._loss_s + self._catch_up_s <= MAX_DEBT_STEPS * self._rows_s
+        left = max(1, num_started) if can_start else 0
         for record, count in zip(records, counts, strict=True):
-            record.wanted = max(count, least)
+            is_started, wanted = was_on and record.wanted > 0, max(count, least)
+            if wanted and not is_started:
+                left -= 1
+            record.wanted = wanted if is_started or left >= 0 else 0
+        if left < 0:
+            self._since_considered = CONSIDER_EVERY_ON - START_EVERY
 
     def most_asked(self) -> int:
         """Drafts that are asked for in this plan, for each of its rows; a draft model's are `DraftRecord.wanted` at most. Called once in
@@ -243,11 +301,13 @@ class Speculation:
 
     def _turn_off(self) -> None:
         self.is_on = False
-        self._resume_at_s = self._total_s + max(0.0, self._loss_s) / MAX_LOSS_SHARE
+        self._resume_at_s = self._total_s + max(0.0, self._loss_s + self._catch_up_s) / MAX_LOSS_SHARE
+        self._catch_up_s = 0.0
         if not self._is_free:  # nothing is learned of its drafts until it is tried again
             self._right = self._tried = 0.0
             self._era += 1
             self._gain = None
+            self._draft_times.clear()
 
 
 def best_counts(offers: Items[Offer], shape: StepShape, curve: CostCurve, extra_s: float) -> tuple[list[int], float]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from array import array
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -178,11 +179,14 @@ class ModelRunner:
             raise ValueError(f"num_drafts: this runner drafts nothing; every row must say 0, got {max(plan.num_drafts)}")
         most = column(plan.num_drafts)
         drafting = np.flatnonzero((most > 0) & (column(result.token_counts) > 0))
+        begun = time.monotonic()
         drafts = self._drafter.draft(rows.slots[drafting], most[drafting])
+        drafting_s = time.monotonic() - begun
         counts = np.zeros(len(rows.slots), dtype=np.int32)
         counts[drafting] = [len(each) for each in drafts]
         flat = np.concatenate(drafts).astype(np.int32) if counts.any() else np.zeros(0, dtype=np.int32)
-        return replace(result, draft_counts=array("i", counts.tobytes()), drafts=array("i", flat.tobytes()))
+        draft_counts, flat_drafts = array("i", counts.tobytes()), array("i", flat.tobytes())
+        return replace(result, draft_counts=draft_counts, drafts=flat_drafts, drafting_s=drafting_s)
 
 
 CLOSE_TIMEOUT_S = 10.0

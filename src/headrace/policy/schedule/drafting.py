@@ -11,7 +11,7 @@ from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.schedule.sequence_table import SequenceTable
 from headrace.policy.schedule.step_budget import prefill_part, tightest_tpot_s, tokens_within
 from headrace.policy.sequence import Sequence
-from headrace.policy.speculation import Offer, Speculation, StepShape
+from headrace.policy.speculation import Offer, Speculation, StepShape, StepTime
 from headrace.policy.step_builder import StepBuilder, StepRow, StepRows
 
 LEAST_ROOM_DIVISOR = 4
@@ -36,6 +36,8 @@ class Drafting:
         num_prompt_tokens  that could be computed
         """
         decoding = [*step.rows.seqs, *drafted]
+        if not decoding:
+            return []
         room = max(0, step.budget - len(drafted))
         num_prompt_tokens = min(num_prompt_tokens, room)
         most = max(room - num_prompt_tokens, room // LEAST_ROOM_DIVISOR)
@@ -78,10 +80,13 @@ class Drafting:
 
     # results
 
-    def end_step(self, plan: Plan, seconds: float, gap_s: float) -> None:
+    def end_step(self, plan: Plan, result: Result, seconds: float, gap_s: float) -> None:
         num_rows, num_drafts = sum(map(eq, plan.counts, plan.samples)), len(plan.drafts)
         shape = StepShape(num_rows, plan.num_tokens - num_rows - num_drafts, 0, plan.costs.token_s)
-        self.speculation.end_step(shape, num_drafts, max(plan.num_drafts, default=0), seconds, gap_s)
+        made = result.draft_counts or bytes(plan.num_rows)
+        catches_up = any(map(_has_none, plan.num_drafts, result.token_counts, made))
+        time = StepTime(seconds, gap_s, result.drafting_s, max(made, default=0), catches_up)
+        self.speculation.end_step(shape, num_drafts, time)
 
     def verify(self, row: StepRow, num_tokens: int) -> None:
         """num_tokens: that the row gave"""
@@ -104,3 +109,7 @@ class Drafting:
                 seq.draft(drafts)
             else:
                 self.speculation.leave(seq.draft_record, drafts, seq.tokens)
+
+
+def _has_none(num_asked: int, num_given: int, num_made: int) -> bool:
+    return num_asked > 0 and num_given > 0 and not num_made

@@ -1,7 +1,7 @@
 """Decides which sequences compute which positions into which blocks in the next step, and commits or rolls back what a step computed.
 
     plan(now, costs)    -> Plan | None     decides; nothing is computed
-    end_step(plan, seconds, gap_s)         learns from how long a step took
+    end_step(plan, result, seconds, gap_s) learns from how long a step took
     commit(plan, result, now) -> updates   appends tokens, finishes, frees
     rollback(plan)                         the step raised: nothing of it happened
 
@@ -127,10 +127,12 @@ class Scheduler:
 
     # results
 
-    def end_step(self, plan: Plan, seconds: float, gap_s: float) -> None:
-        """Called before the commit of a plan with rows. seconds: that it took; gap_s: for which the runner had waited for it"""
-        if self._drafting is not None:
-            self._drafting.end_step(plan, seconds, gap_s)
+    def end_step(self, plan: Plan, result: Result | None, seconds: float, gap_s: float) -> None:
+        """Called before the commit of a plan with rows. result: None for a step that raised; seconds: that it took; gap_s: for which the
+        runner had waited for it
+        """
+        if self._drafting is not None and result is not None:
+            self._drafting.end_step(plan, result, seconds, gap_s)
 
     def commit(self, plan: Plan, result: Result, now: float) -> list[SequenceUpdate]:
         """Includes updates of sequences that ended otherwise since the last commit."""
