@@ -26,6 +26,14 @@ LARGE = FakeOptions(verify=False, num_blocks=8000, max_model_len=2048, step_seco
 SMALL = replace(LARGE, step_seconds=0.002, free_tokens=0, token_seconds=0.001)
 """Each token takes half as long as reading the weights."""
 
+STAIRS = replace(
+    LARGE,
+    paces=tuple((tokens, ms / 1000) for tokens, ms in ((2, 33), (4, 42), (5, 50), (8, 52), (16, 77), (24, 102), (32, 119), (40, 144))),
+    token_seconds=0.003,
+    noise=0.05,
+)
+"""A CPU's, whose kernels compute eight rows as one: a step of 9 tokens takes as long as one of 16."""
+
 PLAN_S = 0.0003
 
 METHODS = {
@@ -100,7 +108,7 @@ def served(
 
 
 @pytest.mark.parametrize(("depth", "num_sequences", "num_prompts"), [(1, 1, 0), (2, 1, 0), (2, 8, 0), (2, 32, 0), (1, 4, 12), (2, 4, 12)])
-@pytest.mark.parametrize("options", [LARGE, SMALL], ids=["large", "small"])
+@pytest.mark.parametrize("options", [LARGE, SMALL, STAIRS], ids=["large", "small", "stairs"])
 def test_answers_are_the_same_and_come_no_later(options: FakeOptions, depth: int, num_sequences: int, num_prompts: int) -> None:
     plain = served(options, None, depth, num_sequences, num_prompts)
     for method in (NGRAM, DRAFT_MODEL):
@@ -175,7 +183,7 @@ def test_a_draft_model_that_computes_prompts_pays_as_one_that_knows_them(length:
         known, drafted = (served(paced, DRAFT_MODEL, 2, num_sequences, 0, length, 500) for paced in paces)
         assert drafted.tokens == plain.tokens
         assert plain.now / drafted.now > least
-        assert drafted.now < 1.03 * known.now + 2 * prompts_s or plain.now < 1.1 * known.now
+        assert drafted.now < 1.05 * known.now + 3 * prompts_s or plain.now < 1.1 * known.now
 
 
 def test_short_answers_are_not_delayed_by_what_a_draft_model_computes_of_their_prompts() -> None:

@@ -19,6 +19,7 @@ from headrace.core.speculation import NGRAM, SpeculativeConfig
 from headrace.core.update import FinishReason, Rejected, SequenceUpdate
 from headrace.engine.config import EngineConfig
 from headrace.lab.fake_runner import FakeOptions, FakeRunner, fake_answer, fake_engine
+from headrace.policy.step_builder import StepBuilder
 
 pytestmark = pytest.mark.pure
 
@@ -236,3 +237,48 @@ def test_a_row_behind_a_withheld_token_gives_none_and_the_token_comes_when_asked
     again = replace(one, step_id=2, starts=int_column([3]), counts=int_column([1]), started=())
     plans = [one, again, replace(again, step_id=3, starts=int_column([2]))]
     assert [list(runner.submit(plan).result().token_counts) for plan in plans] == [[0], [0], [1]]
+
+
+def test_plans_without_decoding_rows_leave_speculation_as_it_is() -> None:
+    driven = Driven(replace(OPTIONS, num_blocks=200, step_seconds=0.01), EngineConfig(model="fake", block_size=4, speculative_config=FOUR))
+    speculation = driven.engine.scheduler._drafting.speculation  # type: ignore[union-attr]
+    driven.engine.submit(request(0, 6, max_tokens=40))
+    driven.run()
+    assert speculation.is_on
+    for _ in range(50):
+        driven.engine.turn()
+    assert speculation.is_on
+
+
+def test_drafts_behind_an_end_token_are_not_accepted_ones() -> None:
+    options = replace(OPTIONS, num_blocks=200, draft_accuracy=1.0, eos_after=9)
+    driven = Driven(options, EngineConfig(model="fake", block_size=4, speculative_config=FOUR))
+    decide_at_random(driven.engine.scheduler, 3)
+    for number in range(12):
+        driven.engine.submit(request(number, 6, max_tokens=30))
+    driven.run()
+    counters = driven.engine.snapshot().counters
+    assert counters.accepted_tokens > 0
+    assert counters.generation_tokens == driven.num_sampling_rows + counters.accepted_tokens
+
+
+@pytest.mark.parametrize("num_blocks", range(20, 40))
+def test_asking_for_drafts_leaves_a_block_for_each_sequence(num_blocks: int) -> None:
+    options = replace(OPTIONS, num_blocks=num_blocks, draft_accuracy=0.9)
+    driven = Driven(options, EngineConfig(model="fake", max_num_seqs=6, block_size=4, speculative_config=FOUR))
+    decide_at_random(driven.engine.scheduler, num_blocks)
+    scheduler = driven.engine.scheduler
+    drafting, pool = scheduler._drafting, scheduler.kv.pools[0]
+    assert drafting is not None
+    ask = drafting.ask
+
+    def watched(step: StepBuilder) -> None:
+        before = pool.num_available
+        ask(step)
+        assert pool.num_available == before or pool.num_available >= len(scheduler.sequences.slots)
+
+    drafting.ask = watched  # type: ignore[method-assign]
+    for number in range(6):
+        driven.engine.submit(request(number, 6, max_tokens=30))
+    driven.run()
+    assert driven.num_drafted_rows > 0

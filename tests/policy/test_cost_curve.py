@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.policy.cost_curve import MAX_AGE_STEPS, MAX_CURVE_TOKENS, CostCurve, size_of
+from headrace.policy.cost_curve import MAX_AGE_STEPS, MAX_CURVE_TOKENS, STALE_STEPS, CostCurve, size_of
 
 pytestmark = pytest.mark.pure
 
@@ -77,3 +77,24 @@ def test_an_octave_has_eight_sizes() -> None:
     assert [size_of(n) for n in range(1, 16)] == list(range(1, 16))
     assert len({size_of(n) for n in range(64, 128)}) == 8
     assert all(size_of(n) <= n < 1.125 * size_of(n) + 1 for n in range(1, 300))
+
+
+def test_sizes_are_forgotten_in_a_long_step_too() -> None:
+    curve = CostCurve()
+    curve.observe(8, 0.5)
+    for _ in range(2 * MAX_AGE_STEPS):
+        curve.observe(MAX_CURVE_TOKENS + 1, 1.0)
+    assert curve.num_steps_since(8) is None
+    assert curve.seconds(8, TOKEN_S) == 0.0
+
+
+def test_what_was_seen_long_ago_counts_less() -> None:
+    curve = CostCurve()
+    for _ in range(60):
+        curve.observe(8, 0.07)
+    for _ in range(2):
+        for _ in range(STALE_STEPS):
+            curve.observe(9, 0.1)
+        assert curve.num_steps_since(8) == STALE_STEPS
+        curve.observe(8, 0.05)
+    assert curve.seconds(8, TOKEN_S) < 0.0626

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.policy.cost_curve import CostCurve
+from headrace.policy.cost_curve import STALE_STEPS, CostCurve
 from headrace.policy.speculation import ASK_EVERY, DraftRecord, Offer, Speculation, StepShape, StepTime, best_counts
 
 pytestmark = pytest.mark.pure
@@ -171,3 +171,17 @@ def test_while_speculation_is_off_most_steps_ask_for_nothing() -> None:
     asked = [speculation.most_asked() for _ in range(8 * ASK_EVERY)]
     assert asked.count(4) == 8
     assert asked.count(0) == len(asked) - 8
+
+
+def test_the_plan_that_ends_speculation_has_no_drafts() -> None:
+    speculation, shape = Speculation(1, is_free=True, is_overlapped=True), StepShape(1, 0, 100, 0.0)
+    speculation.end_step(shape, 0, StepTime(0.01))
+    speculation.is_on, speculation._gain = True, -1.0
+    assert speculation.choose([Offer(0.5, 1)], shape) == [0]
+    assert not speculation.is_on
+
+
+def test_what_a_step_without_drafts_takes_is_seen_again_now_and_then() -> None:
+    machine = Machine(accuracy=0.95)
+    counts = [machine.step() for _ in range(1000)]
+    assert 4 <= counts[200:].count(0) <= 800 // STALE_STEPS + 1

@@ -43,6 +43,9 @@ class FakeOptions:
     host_slots        blocks of host memory. Needs `verify`
     move_steps        (least, most) steps that a move to or from it takes, drawn for each from move_seed
     step_seconds, token_seconds, free_tokens  a step takes the first, and the second for each token beyond free_tokens
+    paces             (tokens, seconds), rising tokens: a step of at most the first takes the second instead; beyond the last, token_seconds
+                      more for each token
+    noise             part by which a step takes more or less, drawn for each
     draft_seconds     more for each place that is drafted
     catch_up_seconds  more for each known token that the draft model has not computed, at most CATCH_UP_TOKENS in a step, the rows with the
                       fewest first; a row that has some left is followed by no drafts. 0: it knows them all
@@ -72,6 +75,8 @@ class FakeOptions:
     numerics: dict[str, str] = field(default_factory=dict)
     adapters: dict[str, str] = field(default_factory=dict)
     has_kv: bool = True
+    paces: tuple[tuple[int, float], ...] = ()
+    noise: float = 0.0
     draft_seconds: float = 0.0
     catch_up_seconds: float = 0.0
     draft_accuracy: float = 0.8
@@ -216,7 +221,11 @@ class FakeRunner:
         if self.num_steps == self.options.stall_after_steps:
             return self.options.stall_seconds
         options = self.options
-        return options.step_seconds + options.token_seconds * max(0, plan.num_tokens - options.free_tokens) + drafting_s
+        free, seconds = options.free_tokens, options.step_seconds
+        if options.paces:
+            free, seconds = next((pace for pace in options.paces if pace[0] >= plan.num_tokens), options.paces[-1])
+        drawn = fake_token(0, 0, self.num_steps, 4, 2 * DRAWN + 2) / DRAWN - 1
+        return (seconds + options.token_seconds * max(0, plan.num_tokens - free)) * (1 + options.noise * drawn) + drafting_s
 
     def _compute(self, plan: Plan) -> Result:
         if any(mask_slot >= 0 for mask_slot in plan.mask_slots):

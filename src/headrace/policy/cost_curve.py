@@ -20,6 +20,8 @@ NUM_RECENT = 7
 LEAST_WEIGHT = 0.1
 MAX_RATIO = 1.25
 
+STALE_STEPS = 128
+
 MAX_AGE_STEPS = 1024
 """A size that was not seen for this number of steps is forgotten: meanwhile contexts may have grown or shrunk."""
 
@@ -41,6 +43,9 @@ class _Size:
         self.num_seen = self.last_step = 0
 
     def observe(self, num_tokens: int, seconds: float, step: int) -> None:
+        if step - self.last_step > STALE_STEPS:  # what was seen then counts less
+            self.recent = deque(list(self.recent)[-2:], maxlen=NUM_RECENT)
+            self.num_seen = min(self.num_seen, 2)
         self.recent.append(seconds)
         self.num_seen += 1
         self.last_step = step
@@ -63,13 +68,19 @@ class CostCurve:
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         self._num_steps += 1
+        if self._num_steps % MAX_AGE_STEPS == 0:
+            oldest = self._num_steps - MAX_AGE_STEPS
+            self._sizes = {size: seen for size, seen in self._sizes.items() if seen.last_step > oldest}
+            self._points = None
         if not 0 < num_tokens <= MAX_CURVE_TOKENS:
             return
         self._sizes.setdefault(size_of(num_tokens), _Size()).observe(num_tokens, seconds, self._num_steps)
         self._points = None
-        if self._num_steps % MAX_AGE_STEPS == 0:
-            oldest = self._num_steps - MAX_AGE_STEPS
-            self._sizes = {size: seen for size, seen in self._sizes.items() if seen.last_step > oldest}
+
+    def num_steps_since(self, num_tokens: int) -> int | None:
+        """Steps since the size of `num_tokens` was seen; None: it was not."""
+        seen = self._sizes.get(size_of(num_tokens))
+        return None if seen is None else self._num_steps - seen.last_step
 
     def seconds(self, num_tokens: int, token_s: float) -> float:
         """0 where nothing was seen. token_s: of one token more, beyond what was seen"""

@@ -13,7 +13,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from headrace.policy.cost_curve import MAX_CURVE_TOKENS, CostCurve
+from headrace.policy.cost_curve import MAX_CURVE_TOKENS, STALE_STEPS, CostCurve
 
 FIRST_CHANCE, FIRST_WEIGHT = 0.7, 4.0
 """What is expected of drafts before any was seen, and as how many drafts that counts."""
@@ -47,8 +47,11 @@ MAX_CATCH_UP_STEPS = 4
 
 NUM_DRAFT_TIMES = 8
 
+PLAIN_EVERY = 16
+"""At most one step of N is made without drafts because what such a step takes was not seen for long."""
+
 START_EVERY, MAX_DEBT_STEPS = 2, 3
-"""A draft model begins with one sequence, and doubles their number after so many steps, except while it owes the time of more than
+"""A draft model begins with one sequence, and doubles their number every START_EVERY steps, except while it owes the time of more than
 MAX_DEBT_STEPS steps: prompts are caught up for as long as that pays.
 """
 
@@ -135,7 +138,7 @@ class Speculation:
         self._era = 0
         self._gap_s = self._catch_up_s = 0.0
         self._draft_times: deque[float] = deque(maxlen=NUM_DRAFT_TIMES)
-        self._num_catching_up = 0
+        self._num_catching_up = self._since_plain = 0
         self._gain: float | None = None
         self._loss_s = self._total_s = self._resume_at_s = 0.0
         self._value_s = self._rows_s = 0.0
@@ -229,7 +232,16 @@ class Speculation:
         counts, gain = best_counts(offers, shape, self._curve, self._gap_s)
         if self._is_free:
             self._note_gain(gain)
-        return counts if self.is_on else [0] * len(offers)
+        return counts if self.is_on and not self._needs_plain_step(shape) else [0] * len(offers)
+
+    def _needs_plain_step(self, shape: StepShape) -> bool:
+        """What a step of the rows alone takes is what loss and gain are judged by."""
+        self._since_plain += 1
+        since = self._curve.num_steps_since(shape.num_rows)
+        if shape.num_prompt_tokens or self._since_plain < PLAIN_EVERY or (since is not None and since < STALE_STEPS):
+            return False
+        self._since_plain = 0
+        return True
 
     @property
     def is_due(self) -> bool:

@@ -61,22 +61,24 @@ class Drafting:
         if not rows.seqs or not (most := self.speculation.most_asked()):
             return
         rows.fill()
-        has_room = self.is_on and all(pool.num_available > len(self._sequences.slots) for pool in self._kv.pools)
         columns = zip(rows.seqs, rows.starts, rows.samples, strict=True)
-        rows.num_drafts = array(
-            "i", [self._num_asked(seq, start, most, step, has_room) if samples else 0 for seq, start, samples in columns]
-        )
+        rows.num_drafts = array("i", [self._num_asked(seq, start, most, step) if samples else 0 for seq, start, samples in columns])
 
-    def _num_asked(self, seq: Sequence, start: int, most: int, step: StepBuilder, has_room: bool) -> int:
+    def _num_asked(self, seq: Sequence, start: int, most: int, step: StepBuilder) -> int:
         if start < seq.num_prompt and seq.needs_prompt_logprobs:
             return 0
         count = min(self.speculation.asked_for(seq.draft_record, most), seq.limit - 1 - seq.num_expected)
         if count <= 0:
             return 0
         end = seq.num_planned + 1 + count
-        if end <= seq.allocated_until or (has_room and self._kv.grow(seq, end, step)):
+        if end <= seq.allocated_until or (self._has_room(count) and self._kv.grow(seq, end, step)):
             return count
         return max(0, seq.allocated_until - seq.num_planned - 1)
+
+    def _has_room(self, count: int) -> bool:
+        """Whether each running sequence can have a block in the next plan too: a row may begin one beside its drafts', and copy one."""
+        least = len(self._sequences.slots) + self._kv.blocks_for(count) + 2
+        return self.is_on and all(pool.num_available >= least for pool in self._kv.pools)
 
     # results
 
@@ -89,7 +91,7 @@ class Drafting:
         self.speculation.end_step(shape, num_drafts, time)
 
     def verify(self, row: StepRow, num_tokens: int) -> None:
-        """num_tokens: that the row gave"""
+        """num_tokens: that the row gave and the sequence kept"""
         num_drafts, num_accepted = row.samples - 1, num_tokens - 1
         self.speculation.observe(row.seq.draft_record, num_accepted, num_drafts)
         self.speculation.note_accepted(num_accepted)

@@ -235,7 +235,7 @@ class Planner:
         if samples is None:
             samples = int(start + count == seq.num_expected)
         step.rows.add(seq, start, count, samples)
-        step.num_spent_beyond_rows += count - 1 + self._price.surcharge(start, count)
+        step.num_spent_beyond_rows += count - 1 + (self._price.surcharge(start, count) if samples < 2 else 0)
         step.num_prefills += count > max(samples, 1)
         if seq.needs_prompt_logprobs and start < seq.num_prompt:
             step.logprob_budget -= count

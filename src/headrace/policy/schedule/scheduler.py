@@ -201,13 +201,13 @@ class Scheduler:
         if error is not None:
             self.sequences.fail(seq, error, now)
             return
-        if row.samples > 1 and output.token_ids and self._drafting is not None:
-            self._drafting.verify(row, len(output.token_ids))
         if output.token_ids and row.first_sampled != len(seq.tokens):
             output = output._replace(token_ids=NOTHING.token_ids, logprobs=())  # an earlier row gave no token
         if output.prompt_logprobs:
             output = output._replace(prompt_logprobs=take_not_emitted(row, output.prompt_logprobs))
         appended = kept, reason, _ = seq.append(output.token_ids)
+        if row.samples > 1 and kept and self._drafting is not None:
+            self._drafting.verify(row, kept)
         is_current = row.is_current
         if is_current:
             seq.commit(row.num_computed(kept))
