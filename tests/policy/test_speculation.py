@@ -82,7 +82,7 @@ class Machine:
         self.record, self.tokens, self.random = DraftRecord(), array("i", [0]), Random(seed)
         self.accuracy, self.token_s, self.draft_s = accuracy, token_s, draft_s
         self.drafts = array("i")
-        self.now = 0.0
+        self.now, self.plain_s = 0.0, 0.01
 
     def step(self, extra_s: float = 0.0) -> int:
         """Returns the number of drafts it computed."""
@@ -95,7 +95,7 @@ class Machine:
         asked = speculation.most_asked()
         asked = speculation.asked_for(self.record, asked)
         noise, drafting_s = self.random.uniform(0.9, 1.1), self.draft_s * asked
-        seconds = (0.01 + self.token_s * count + drafting_s) * noise + extra_s
+        seconds = (self.plain_s + self.token_s * count + drafting_s) * noise + extra_s
         self.now += seconds
         speculation.end_step(shape, count, StepTime(seconds, drafting_s=drafting_s * noise, num_drafted=asked))
         given, known = self.drafts[:count], len(self.tokens)
@@ -185,3 +185,13 @@ def test_what_a_step_without_drafts_takes_is_seen_again_now_and_then() -> None:
     machine = Machine(accuracy=0.95)
     counts = [machine.step() for _ in range(1000)]
     assert 4 <= counts[200:].count(0) <= 800 // STALE_STEPS + 1
+
+
+def test_drafts_end_that_paid_only_beside_steps_that_were_slow_at_first() -> None:
+    machine = Machine(accuracy=0.3, token_s=0.004)
+    machine.plain_s = 0.02
+    for _ in range(40):
+        machine.step()
+    machine.plain_s = 0.01
+    counts = [machine.step() for _ in range(2000)]
+    assert sum(count > 0 for count in counts[1000:]) < 100
