@@ -70,8 +70,8 @@ class Drafting:
         count = min(self.speculation.asked_for(seq.draft_record, most), seq.limit - 1 - seq.num_expected)
         if count <= 0:
             return 0
-        end = seq.num_planned + 1 + count
-        if end <= seq.allocated_until or (self._has_room(count) and self._kv.grow(seq, end, step)):
+        end, has_room = seq.num_planned + 1 + count, self._has_room(count)
+        if end <= seq.allocated_until or (has_room and self._kv.grow(seq, end, step)):
             return count
         return max(0, seq.allocated_until - seq.num_planned - 1)
 
