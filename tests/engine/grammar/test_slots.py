@@ -116,10 +116,26 @@ class SlotMachine(RuleBasedStateMachine):
                 assert place - 1 in masks.unknown or draft not in expected(grammar, [*outputs, *accepted[:-1]])
             elif not set(accepted) & set(EOS):  # what follows an end token is not used
                 assert allowed(masks, place) == expected(grammar, [*outputs, *accepted])
-        kept = data.draw(st.sampled_from([place for place in range(len(slots)) if place not in masks.unknown and given[place] not in EOS]))
+        kept = data.draw(st.sampled_from([place for place in range(len(slots)) if place not in masks.unknown]))
         tokens = given[kept - given[kept::-1].index(-1) + 1 : kept + 1]
+        if set(tokens) & set(EOS):
+            self._commit_behind_an_end(data, slots[kept], [*tokens, *sorted(allowed(masks, kept))[:1]])
+            return
         self.slots.commit([slots[kept]] * len(tokens), tokens)
         self.model[slots[kept]][1].extend(tokens)
+
+    def _commit_behind_an_end(self, data: st.DataObject, slot: int, tokens: list[int]) -> None:
+        """A runner commits what it sampled behind drafts that are right, and hears in a later plan that the sequence has ended."""
+        self.slots.commit([slot] * len(tokens), tokens)
+        if data.draw(st.booleans(), label="one step more"):
+            self.slots.begin([slot])
+            self.slots.wait()
+            self.slots.check()
+        if data.draw(st.booleans(), label="the step is rolled back"):
+            self.slots.retract(slot, tokens)
+            return
+        self.slots.end([slot])
+        del self.model[slot]
 
     def _draft(self, data: st.DataObject, grammar: Grammar, outputs: list[int]) -> list[int]:
         drafts: list[int] = []

@@ -30,8 +30,8 @@ FAULTS = [name for name in sites() if name.startswith("runner.")]
 
 
 class PlantedDrafts:
-    """Drafts what the plain runner answered, with errors planted. It keeps each slot's tokens by itself, and compares them with the
-    runner's."""
+    """Drafts what the plain runner answered, with errors planted, and goes on behind its end, as real drafters do. It keeps each slot's
+    tokens by itself, and compares them with the runner's."""
 
     def __init__(self, answers: dict[Key, list[int]], lives: Sequence[Life], slots: SlotState, accuracy: float) -> None:
         self._by_seed = {life.request.params.seed: life for life in lives}
@@ -62,7 +62,10 @@ class PlantedDrafts:
         key, num_prompt, tokens = self._held[slot]
         known = int(self._slots.known[slot])
         assert self._slots.token_ids[slot, :known].tolist() == tokens, "the drafter heard of other tokens than the runner has"
-        follows = self._answers[key][known - num_prompt :][:most]
+        answer = self._answers[key]
+        behind = [answer[-1], answer[-1], self._rng.randrange(VOCAB)] if self._accuracy < 1 and answer else []
+        follows = [*answer, *behind][known - num_prompt :][:most]
+        self.counts["behind the end"] += known - num_prompt + len(follows) > len(answer)
         drafts = [token if self._rng.random() < self._accuracy else self._rng.randrange(VOCAB) for token in follows]
         self.counts["drafts"] += len(drafts)
         return np.array(drafts, dtype=np.int64)
@@ -115,6 +118,7 @@ def test_random_lives_are_answered_as_without_drafts(
     counters = engine.engine.snapshot().counters
     assert counters.draft_tokens >= 150
     assert counters.accepted_tokens >= 0.9 * counters.draft_tokens or accuracy < 1
+    assert made[0].counts["behind the end"] >= 10 or accuracy == 1
     assert counters.accepted_tokens <= accuracy * counters.draft_tokens + 60
     assert min(engine.counts[name] for name in ("cancelled", "ended early", "preempted", "prefix hits")) >= 20, engine.counts
 
