@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.core.plan import NO_LOGPROBS
 from headrace.core.sampling import SamplingParams
 from headrace.tensor.kernels.filters import draw
 from headrace.tensor.sampling import Sampled, Sampler
@@ -232,3 +233,14 @@ def test_wrong_drafts_leave_no_ids_behind(make_row: Any) -> None:
         logits = torch.from_numpy(rng.normal(0, 2, (7, VOCAB)).astype(np.float32))
         sampler.sample(logits, np.zeros(7, dtype=np.int64), row.position + np.arange(7), given=np.concatenate(([-1], drafts)))
         assert len(counts) == 5
+
+
+def test_log_probabilities_that_are_left_out_are_not_computed(make_row: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler, logits = Sampler(VOCAB, (), draw), torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
+    sampler.start(make_row(SamplingParams(seed=4, logprobs=3)).started(0))
+    slots, positions = np.array([0]), np.array([3])
+    whole = sampler.sample(logits.clone(), slots, positions)
+    assert whole.logprobs
+    monkeypatch.delattr(sampler_module, "token_logprobs")
+    short = sampler.sample(logits.clone(), slots, positions, has_logprobs=False)
+    assert (short.token_ids.tolist(), short.logprobs) == (whole.token_ids.tolist(), NO_LOGPROBS)

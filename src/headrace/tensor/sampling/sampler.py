@@ -228,7 +228,16 @@ class Sampler:
             if counts is not None:
                 counts.add(int(token_ids[row]))
 
-    def sample(self, logits: Tensor, slots: Ints, positions: Ints, masks: RowMasks = NO_ROWS_MASKED, given: Ints | None = None) -> Sampled:
+    def sample(
+        self,
+        logits: Tensor,
+        slots: Ints,
+        positions: Ints,
+        masks: RowMasks = NO_ROWS_MASKED,
+        given: Ints | None = None,
+        *,
+        has_logprobs: bool = True,
+    ) -> Sampled:
         """Choose one token per row.
 
         logits     [N, V], any float type and device; CONSUMED: a float32 host tensor is changed in place
@@ -236,8 +245,10 @@ class Sampler:
         positions  [N] absolute position of the token being chosen
         masks      of the rows with a grammar
         given      [N] the draft before the position, which penalties count for this and the slot's later rows; -1: none. None: no drafts
+        has_logprobs  False: log-probabilities are left out though a slot asks for them
         A row whose logits hold NaN or +inf, or nothing finite among what its mask allows, fails alone.
         """
+        num_top = self._columns.num_top[slots] if has_logprobs else np.full(len(slots), -1)
         host = logits.detach().float().cpu().numpy()
         token_ids = np.full(len(slots), -1, dtype=np.int64)
         logprobs = LogprobColumns()
@@ -247,7 +258,7 @@ class Sampler:
             with np.errstate(all="ignore"):
                 for begin in range(0, len(slots), size):
                     rows = slice(begin, begin + size)
-                    chunk = slots[rows], positions[rows], masks.within(rows), None if given is None else given[rows]
+                    chunk = slots[rows], positions[rows], num_top[rows], masks.within(rows), None if given is None else given[rows]
                     token_ids[rows], found = self._sample_chunk(host[rows], *chunk, counted)
                     logprobs.extend(found)
         finally:
@@ -256,13 +267,20 @@ class Sampler:
         return Sampled(token_ids, token_ids < 0, logprobs if any(logprobs.ranks) else NO_LOGPROBS)
 
     def _sample_chunk(
-        self, logits: Floats, slots: Ints, positions: Ints, masks: RowMasks, given: Ints | None, counted: list[tuple[TokenCounts, int]]
+        self,
+        logits: Floats,
+        slots: Ints,
+        positions: Ints,
+        num_top: Ints,
+        masks: RowMasks,
+        given: Ints | None,
+        counted: list[tuple[TokenCounts, int]],
     ) -> tuple[Ints, LogprobColumns]:
         """counted: receives the drafts that penalties count from now on"""
         columns = self._columns
         best, peak = best_tokens(logits)
         good = np.isfinite(peak)
-        asked = np.flatnonzero(good & (columns.num_top[slots] >= 0))
+        asked = np.flatnonzero(good & (num_top >= 0))
         raw = logits[asked]
         edited = np.flatnonzero(good & columns.edited[slots])
         for row in edited:
@@ -284,7 +302,7 @@ class Sampler:
         if len(random):
             chosen = logits if len(random) == len(logits) else logits[random]
             token_ids[random] = self._drawn(chosen, peak[random], slots[random], positions[random])
-        return token_ids, self._report(raw, asked, token_ids, slots)
+        return token_ids, self._report(raw, asked, token_ids, num_top)
 
     def _drawn(self, logits: Floats, peak: Floats, slots: Ints, positions: Ints) -> Ints:
         columns = self._columns
@@ -292,10 +310,11 @@ class Sampler:
         limits = FilterLimits(columns.temperature[slots], columns.top_k[slots], columns.top_p[slots], columns.min_p[slots])
         return self._draw(logits, peak, u, limits)
 
-    def _report(self, raw: Floats, asked: Ints, token_ids: Ints, slots: Ints) -> LogprobColumns:
+    @staticmethod
+    def _report(raw: Floats, asked: Ints, token_ids: Ints, num_top: Ints) -> LogprobColumns:
         """One position per row. raw: the logits of the rows that asked."""
         if not len(asked):
             return not_asked(len(token_ids))
         good = token_ids[asked] >= 0
         asked = asked[good]
-        return scattered(token_logprobs(raw[good], token_ids[asked], self._columns.num_top[slots[asked]]), asked, len(token_ids))
+        return scattered(token_logprobs(raw[good], token_ids[asked], num_top[asked]), asked, len(token_ids))

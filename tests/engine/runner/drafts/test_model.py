@@ -68,6 +68,17 @@ def test_slots_are_drafted_in_one_batch(draft_folder: Path) -> None:
     assert [len(drafts[slot]) for slot in range(3)] == [1, 3, 4]
 
 
+def test_no_log_probabilities_are_computed_for_drafts(decoder: DecoderModel, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, drafter = with_drafter(decoder, load_decoder(tiny_folder))
+    planner = Planner()
+    planner.start(0, [5, 6, 7], replace(GREEDY, logprobs=2))
+    result = runner.submit(planner.plan((0, 0, 3, 1))).result()
+    assert result.logprobs
+    monkeypatch.delattr("headrace.tensor.sampling.sampler.token_logprobs")
+    [drafts] = drafter.draft(np.array([0]), np.array([1]))
+    assert len(drafts) == 1
+
+
 def with_drafter(target: DecoderModel, draft: DecoderModel) -> tuple[ModelRunner, ModelDrafter]:
     made: list[ModelDrafter] = []
 

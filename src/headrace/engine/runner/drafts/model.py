@@ -133,7 +133,7 @@ class ModelDrafter:
     def _choose(self, rows: Rows) -> Ints:
         """The token chosen after each row that samples; -1: none could be."""
         positions = sampled_positions(rows)
-        return self._sampler.sample(self._logits(rows), positions.slots, positions.places).token_ids
+        return self._sampler.sample(self._logits(rows), positions.slots, positions.places, has_logprobs=False).token_ids
 
     @torch.inference_mode()
     def _logits(self, rows: Rows) -> Tensor:
