@@ -24,7 +24,7 @@ from headrace.tensor.sampling import Sampler
 
 pytestmark = pytest.mark.pure
 
-SEED, COUNT, MOST = 11, 200, 4
+SEED, COUNT, MOST = 11, 200, 8
 FEW_BLOCKS = 40
 FAULTS = [name for name in sites() if name.startswith("runner.")]
 
@@ -118,7 +118,7 @@ def test_random_lives_are_answered_as_without_drafts(
     counters = engine.engine.snapshot().counters
     assert counters.draft_tokens >= 150
     assert counters.accepted_tokens >= 0.9 * counters.draft_tokens or accuracy < 1
-    assert made[0].counts["behind the end"] >= 10 or accuracy == 1
+    assert made[0].counts["behind the end"] >= 10 or accuracy in (0, 1), made[0].counts
     assert counters.accepted_tokens <= accuracy * counters.draft_tokens + 60
     assert min(engine.counts[name] for name in ("cancelled", "ended early", "preempted", "prefix hits")) >= 20, engine.counts
 
