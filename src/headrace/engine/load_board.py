@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.core.clock import Clock
-from headrace.core.load import LoadSnapshot, plus, summed
+from headrace.core.load import EngineCounters, LoadSnapshot, plus, summed
 from headrace.engine.adapters.preparer import AdapterPreparer
 from headrace.engine.inbox import Inbox, SubmittedWork
 from headrace.engine.steps import StepQueue
@@ -50,6 +50,7 @@ class LoadBoard:
         classes, costs = scheduler.class_loads, self._steps.costs
         total = summed(classes)
         self._num_running_highest = max(self._num_running_highest, total.num_running)
+        counters = scheduler.sequences.counters.copy()
         load = LoadSnapshot(
             num_running=total.num_running,
             num_waiting=total.num_waiting,
@@ -57,7 +58,7 @@ class LoadBoard:
             kv_blocks_cached=sum(pool.num_cached for pool in pools),
             kv_blocks_used=sum(pool.num_used for pool in pools),
             kv_blocks_total=sum(pool.total for pool in pools),
-            counters=scheduler.sequences.counters.copy(),
+            counters=counters,
             num_queued_tokens=total.num_queued_tokens,
             max_num_seqs=scheduler.max_running,
             step_fixed_s=costs.fixed_s,
@@ -65,9 +66,8 @@ class LoadBoard:
             step_prompt_tokens=scheduler.step_prompt_tokens,
             classes=classes,
             num_running_highest=self._num_running_highest,
+            **({} if self._adapters is None else _adapter_load(self._adapters, counters)),
         )
-        if self._adapters is not None:
-            load = _with_adapters(load, self._adapters)
         self._published = _Published(load, self._inbox.taken, self._clock())
 
     def snapshot(self) -> LoadSnapshot:
@@ -88,21 +88,15 @@ class LoadBoard:
         )
 
 
-def _with_adapters(load: LoadSnapshot, adapters: AdapterPreparer[Any]) -> LoadSnapshot:
+def _adapter_load(adapters: AdapterPreparer[Any], counters: EngineCounters) -> dict[str, Any]:
+    """Fields of the snapshot; those of `counters` are set."""
     use, reads = adapters.use, adapters.reads_done
-    counters = replace(
-        load.counters,
-        adapter_reads=reads.num,
-        adapter_read_microseconds=round(reads.read_s * 1e6),
-        adapter_reads_failed=reads.num_failed,
-        adapter_evictions=reads.num_evicted,
-    )
-    return replace(
-        load,
-        counters=counters,
-        running_adapters=use.running,
-        waiting_adapters=use.waiting,
-        max_loras=adapters.max_loras,
-        adapter_pool_bytes=reads.pool_bytes,
-        adapter_pool_highest_bytes=reads.pool_highest_bytes,
-    )
+    counters.adapter_reads, counters.adapter_reads_failed = reads.num, reads.num_failed
+    counters.adapter_read_microseconds, counters.adapter_evictions = round(reads.read_s * 1e6), reads.num_evicted
+    return {
+        "running_adapters": use.running,
+        "waiting_adapters": use.waiting,
+        "max_loras": adapters.max_loras,
+        "adapter_pool_bytes": reads.pool_bytes,
+        "adapter_pool_highest_bytes": reads.pool_highest_bytes,
+    }
