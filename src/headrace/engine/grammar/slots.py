@@ -212,22 +212,27 @@ class SlotGrammars:
         words = self._words[: len(positions)]
         failures: dict[int, str] = {}
         unknown: list[int] = []
+        is_known = False  # the mask of the position before
         num_with_drafts = sum(draft < 0 <= following for (_, _, draft), (_, _, following) in pairwise(positions))
         left_s = MASK_CPU_S * num_with_drafts  # for filling ahead: the whole step waits for this thread
         for index, (place, held, draft) in enumerate(positions):
             if draft >= 0:
-                is_behind_known = place - 1 not in failures and place - 1 not in unknown
-                begin = time.thread_time()
-                if not (is_behind_known and left_s > 0 and held.fill_ahead(draft, words[index - 1], words[index])):
+                if is_known and left_s > 0:
+                    begin = time.thread_time()
+                    is_known = held.fill_ahead(draft, words[index - 1], words[index])
+                    left_s -= time.thread_time() - begin
+                else:
+                    is_known = False
+                if not is_known:
                     words[index] = 0
                     unknown.append(place)
-                left_s -= time.thread_time() - begin
                 continue
             if held.failure is None:
                 held.failure = self._fill_one(held, words[index])
             if held.failure is not None:
                 words[index] = 0
                 failures[place] = held.failure
+            is_known = held.failure is None
         for _, held, _ in positions:
             held.come_back()
         return StepMasks(RowMasks(np.array([place for place, _, _ in positions], dtype=np.int64), words), failures, unknown)
