@@ -9,6 +9,9 @@ has nothing to copy. Its drafter is given the tokens that the engine without spe
 bundled model's copying, at 0.6 and at 0.3. All that decides how many drafts are computed is the product's. Both engines are
 `deterministic`, so that the text to draft is the same.
 
+A load keeps its streams busy: it has several requests for each, of different lengths. In one batch of equal lengths drafts would let some
+answers end early, and the last few rows would take steps of their own: that measures the batch's end, and not its pace.
+
 ratio      seconds with drafts over seconds without: geometric mean of the rounds and its 95 % interval
 right      share of the drafts that were computed and right; drafted: drafts computed for each token given
 """
@@ -25,6 +28,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: see headrace.tensor.host.openmp
@@ -57,15 +61,20 @@ NUM_NAMING = 16
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """streams  sequences at once; long_prompts: of LONG_PROMPT tokens, that come while they decode"""
+    """streams  sequences at once, each of num_waves requests one after another; long_prompts: of LONG_PROMPT tokens, beside the first"""
 
     streams: int
+    num_waves: int
     long_prompts: int = 0
+
+    @property
+    def num_short(self) -> int:
+        return self.streams * self.num_waves
 
 
 SHORT_PROMPT, LONG_PROMPT = 32, 768
 LOADS: Mapping[str, Load] = {
-    "1 stream": Load(1), "8 streams": Load(8), "32 streams": Load(32), "4 streams and long prompts": Load(4, 4),
+    "1 stream": Load(1, 2), "8 streams": Load(8, 4), "32 streams": Load(32, 2), "4 streams and long prompts": Load(4, 4, 4),
 }  # fmt: skip
 
 
@@ -148,14 +157,14 @@ def _lookup_rate(method: str, prompts: Sequence[list[int]], answers: Sequence[li
 
 def make_prompts(load: Load, vocab_size: int, seed: int) -> list[list[int]]:
     draw = random.Random(seed)
-    lengths = [SHORT_PROMPT] * load.streams + [LONG_PROMPT] * load.long_prompts
+    lengths = [SHORT_PROMPT] * load.num_short + [LONG_PROMPT] * load.long_prompts
     return [[draw.randrange(3, vocab_size) for _ in range(length)] for length in lengths]
 
 
 def generate(llm: LLM, load: Load, prompts: list[list[int]], num_tokens: int) -> tuple[float, list[list[int]]]:
     """Seconds, and the tokens of each prompt. Long prompts have few tokens to give: their streams are the load beside the others."""
-    params = [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=num_tokens, detokenize=False)] * load.streams
-    params += [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=4, detokenize=False)] * load.long_prompts
+    limits = [num_tokens - number * 7 % (num_tokens // 2) for number in range(load.num_short)] + [4] * load.long_prompts
+    params = [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=limit, detokenize=False) for limit in limits]
     began = time.perf_counter()
     answers = answer(llm, prompts, params)
     return time.perf_counter() - began, answers
@@ -184,6 +193,18 @@ def measure(plain: LLM, drafting: LLM, given: GivenDrafts, load: Load, rounds: i
     return {"coverage": given.coverage, "rate": given.rate, "ratio": asdict(ratio), **shares, "seconds": seconds}
 
 
+def open_engines(stack: ExitStack, folder: str, quantization: str, max_num_seqs: int, given: GivenDrafts) -> tuple[LLM, LLM]:
+    """Without drafts, and with the given ones."""
+    options: dict[str, Any] = {
+        "dtype": "float32" if quantization == "int8" else "bfloat16", "quantization": quantization, "load_format": "dummy",
+        "max_num_seqs": max_num_seqs, "deterministic": True, "enable_prefix_caching": False, "gpu_memory_utilization": 0.2,
+    }  # fmt: skip
+    plain = stack.enter_context(LLM(folder, **options))
+    with mock.patch.object(engine_build, "make_lookup", return_value=given):
+        drafting = LLM(folder, speculative_config={"method": NGRAM, "num_speculative_tokens": MOST}, **options)
+    return plain, stack.enter_context(drafting)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quantization", choices=("none", "int8"), default="int8")
@@ -195,25 +216,16 @@ def main(arguments: list[str] | None = None) -> None:
     rates = [(found[NGRAM][COPYING]["coverage"], found[NGRAM][COPYING]["rate"]), *((1.0, rate) for rate in OTHER_RATES)]
     print(found, flush=True)
     bandwidth, given = measure_bandwidth(bandwidth_script()), GivenDrafts()
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        write_tinyllama(folder)
-        dtype = "float32" if asked.quantization == "int8" else "bfloat16"
-        options = {
-            "dtype": dtype, "quantization": asked.quantization, "load_format": "dummy", "max_num_seqs": 32, "deterministic": True,
-            "enable_prefix_caching": False, "gpu_memory_utilization": 0.2,
-        }  # fmt: skip
-        plain = stack.enter_context(LLM(str(folder), **options))
-        with mock.patch.object(engine_build, "make_lookup", return_value=given):
-            drafting = stack.enter_context(
-                LLM(str(folder), speculative_config={"method": NGRAM, "num_speculative_tokens": MOST}, **options)
-            )
-        entries: list[dict[str, object]] = []
+    entries: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        write_tinyllama(Path(folder))
         for name, load in LOADS.items():
-            for given.coverage, given.rate in rates:
-                entry = measure(plain, drafting, given, load, asked.rounds, asked.tokens)
-                print(name, {key: value for key, value in entry.items() if key != "seconds"}, flush=True)
-                entries.append({"load": name, **entry})
+            with ExitStack() as stack:
+                plain, drafting = open_engines(stack, folder, asked.quantization, load.streams + load.long_prompts, given)
+                for given.coverage, given.rate in rates:
+                    entry = measure(plain, drafting, given, load, asked.rounds, asked.tokens)
+                    print(name, {key: value for key, value in entry.items() if key != "seconds"}, flush=True)
+                    entries.append({"load": name, **entry})
     name = "bf16" if asked.quantization == "none" else "int8"
     here = {"environment": environment(), **bandwidth_facts(bandwidth), "tokens": asked.tokens, "most": MOST, "lookup": found}
     write_portable(results_file(f"speculation-llama-1.1b-{name}"), {**here, "entries": entries})

@@ -125,6 +125,22 @@ def test_answers_are_the_same_and_come_no_later(options: FakeOptions, depth: int
             assert speedups[0.95] > 2.0
 
 
+@pytest.mark.parametrize("num_streams", [8, 32])
+def test_streams_that_follow_one_another_are_never_slower(num_streams: int) -> None:
+    """In one batch of equal lengths the last answers alone would take longer steps for each token."""
+
+    def follow(method: str | None, accuracy: float) -> float:
+        timed = Timed(replace(STAIRS, draft_accuracy=accuracy), method, max_num_seqs=num_streams)
+        for number in range(6 * num_streams):
+            timed.submit(f"r{number}", 32, 48 - number * 7 % 24, number)
+        return timed.run().now
+
+    plain = follow(None, 0.0)
+    speedups = {accuracy: plain / follow(NGRAM, accuracy) for accuracy in (0.3, 0.6, 0.8, 0.95)}
+    assert min(speedups.values()) > 0.98, speedups
+    assert speedups[0.95] > {8: 1.3, 32: 1.03}[num_streams], speedups
+
+
 def test_drafts_that_are_offered_now_and_then_pay_too() -> None:
     options = replace(LARGE, draft_accuracy=0.95, draft_rate=0.3)
     assert served(LARGE, None, 2, 1, 0).now > 1.8 * served(options, NGRAM, 2, 1, 0).now
