@@ -109,6 +109,17 @@ class Compared(NamedTuple):
     predicted_s: float | None = None
 
 
+class ModelStep(NamedTuple):
+    """A model that was chosen to answer, or passed over.
+
+    reason  one sentence, for a person: why it was chosen, or why it did not answer
+    """
+
+    model: str
+    is_chosen: bool
+    reason: str
+
+
 class AnswerAttempt(NamedTuple):
     """One try of a request, or of some of its sequences, at a replica or a foreign server.
 

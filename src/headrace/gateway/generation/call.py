@@ -33,7 +33,7 @@ from headrace.gateway.sessions.history import History
 from headrace.gateway.upstream.generation_request import Conversation, EarlierOutput, GenerationRequest, PrincipalFacts
 from headrace.gateway.upstream.seam import NO_USAGE, EventStream, Prepared, TokenUsage
 from headrace.gateway.upstream.served_models import ModelTable, ServedModel
-from headrace.observe.finished_request import Asked
+from headrace.observe.finished_request import Asked, ModelStep
 from headrace.policy.admission import UnsentRequest
 from headrace.policy.limits.price import Price
 
@@ -52,9 +52,10 @@ class Ending:
     side_usage          of other requests that were made for this one, such as a summary
     used                None: no engine began an answer
     is_refused_at_end   a hook of `Ready.before_end` raised
+    steps               the models that were chosen or passed over, in order
     """
 
-    __slots__ = ("continued_id", "ends", "is_refused_at_end", "model", "prepared", "side_usage", "stream", "used", "version")
+    __slots__ = ("continued_id", "ends", "is_refused_at_end", "model", "prepared", "side_usage", "steps", "stream", "used", "version")
 
     def __init__(self, model: ServedModel) -> None:
         self.ends = AsyncExitStack()
@@ -65,6 +66,7 @@ class Ending:
         self.stream: EventStream | None = None
         self.used: TokenUsage | None = None
         self.is_refused_at_end = False
+        self.steps: list[ModelStep] = []
 
     def answered_by(self, model: ServedModel) -> None:
         self.model, self.version = model, model.upstream.fingerprint

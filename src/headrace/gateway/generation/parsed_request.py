@@ -12,6 +12,7 @@ from headrace.core.request import PriorityClass
 from headrace.gateway.cache.control import NO_WISH, CacheControl
 from headrace.gateway.sessions.history import ContextFitting
 from headrace.gateway.upstream.generation_request import Conversation, PlainPrompts, RequestedGrammar
+from headrace.policy.routing.wishes import NO_WISHES, RoutingWishes
 
 MAX_SEQUENCES = 128
 """Sequences of one request: prompts times `n`."""
@@ -46,6 +47,7 @@ class ParsedRequest(Struct, frozen=True, kw_only=True):
     fitting: ContextFitting = ContextFitting.REFUSE
     metadata: Mapping[str, str] = field(default_factory=dict)
     foreign_fields: Mapping[str, Any] = field(default_factory=dict)
+    routing: RoutingWishes = NO_WISHES
 
     def with_prompt(self, prompt: Conversation | PlainPrompts) -> ParsedRequest:
         return structs.replace(self, prompt=prompt)
