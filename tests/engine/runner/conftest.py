@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import pytest
 import runner_kit
 import torch
 from device_kit import make_device_runner
-from runner_kit import DenseLlama, MakeRunner, load_decoder, save_tiny_llama
+from plain_masks import PlainMasks
+from random_lives import Life, LifeEngine, language
+from runner_kit import VOCAB, DenseLlama, MakeRunner, load_decoder, save_tiny_llama
 
 from headrace.tensor.host.fresh_memory import poisoned
 from headrace.tensor.models.decoder import DecoderModel
@@ -34,6 +37,22 @@ def decoder(tiny_folder: Path) -> DecoderModel:
 def make_runner(request: pytest.FixtureRequest) -> MakeRunner:
     """A runner that computes in `submit`, and one whose steps are launched and finished apart."""
     return runner_kit.make_runner if request.param == "plain" else make_device_runner
+
+
+@pytest.fixture(scope="module")
+def kept() -> dict[str, LifeEngine]:
+    """What `whole` made for this module, in the surroundings of a test: on one thread."""
+    return {}
+
+
+@pytest.fixture
+def whole(decoder: DecoderModel, lives: list[Life], kept: dict[str, LifeEngine]) -> LifeEngine:
+    """The requests of the module's `lives` by the plain runner and without drafts, none cut off or preempted."""
+    if not kept:
+        runner = runner_kit.make_runner(decoder, masks=PlainMasks(language, VOCAB), num_blocks=400)
+        engine = kept["whole"] = LifeEngine(decoder, runner, num_blocks=400)
+        engine.run([Life(life.request, None, None) for life in lives], random.Random(0), preempts=False)
+    return kept["whole"]
 
 
 @pytest.fixture(autouse=True)

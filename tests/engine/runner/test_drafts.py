@@ -79,22 +79,6 @@ def lives() -> list[Life]:
     return draw_lives(COUNT, SEED)
 
 
-@pytest.fixture(scope="module")
-def kept() -> dict[str, LifeEngine]:
-    return {}
-
-
-@pytest.fixture
-def whole(decoder: DecoderModel, lives: list[Life], kept: dict[str, LifeEngine]) -> LifeEngine:
-    """The same requests without drafts, none cut off or preempted."""
-    if not kept:
-        engine = kept["whole"] = LifeEngine(
-            decoder, make_runner(decoder, masks=PlainMasks(language, VOCAB), num_blocks=400), num_blocks=400
-        )
-        engine.run([Life(life.request, None, None) for life in lives], random.Random(0), preempts=False)
-    return kept["whole"]
-
-
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("accuracy", [0.0, 0.7, 1.0])
 def test_random_lives_are_answered_as_without_drafts(

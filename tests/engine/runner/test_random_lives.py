@@ -10,7 +10,7 @@ from device_kit import make_device_runner
 from failpoint_kit import Injected, sites
 from plain_masks import PlainMasks
 from random_lives import Life, LifeEngine, RandomFaults, draw_lives, language
-from runner_kit import VOCAB, make_runner
+from runner_kit import VOCAB
 from torch import Tensor
 
 from headrace.core.update import FinishReason
@@ -30,23 +30,6 @@ FAULTS = [name for name in sites() if name.startswith(("device.", "runner.apply"
 @pytest.fixture(scope="module")
 def lives() -> list[Life]:
     return draw_lives(COUNT, SEED)
-
-
-@pytest.fixture
-def whole(decoder: DecoderModel, lives: list[Life], kept: dict[str, LifeEngine]) -> LifeEngine:
-    """The same requests by the plain runner, none cut off or preempted."""
-    if not kept:
-        engine = kept["whole"] = LifeEngine(
-            decoder, make_runner(decoder, masks=PlainMasks(language, VOCAB), num_blocks=400), num_blocks=400
-        )
-        engine.run([Life(life.request, None, None) for life in lives], random.Random(0), preempts=False)
-    return kept["whole"]
-
-
-@pytest.fixture(scope="module")
-def kept() -> dict[str, LifeEngine]:
-    """The plain runner's answers, made once, in the surroundings of a test: on one thread."""
-    return {}
 
 
 def check_forgotten(runner: DeviceRunner) -> None:

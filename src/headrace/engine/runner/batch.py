@@ -95,7 +95,11 @@ def refuse_drafts(plan: Plan) -> None:
     if plan.drafts:
         raise ValueError(f"drafts: this runner verifies none; samples must be 0 or 1, got {max(plan.samples)}")
     if any(plan.num_drafts):
-        raise ValueError(f"num_drafts: this runner drafts nothing; every row must say 0, got {max(plan.num_drafts)}")
+        raise drafts_nothing(plan)
+
+
+def drafts_nothing(plan: Plan) -> ValueError:
+    return ValueError(f"num_drafts: this runner drafts nothing; every row must say 0, got {max(plan.num_drafts)}")
 
 
 NO_DRAFTS = np.zeros(0, dtype=np.int64)

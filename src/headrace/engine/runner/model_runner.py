@@ -34,6 +34,7 @@ from headrace.engine.runner.batch import (
     Selection,
     build_batch,
     count_prompt_logprobs,
+    drafts_nothing,
     read_rows,
     refuse_unknown_ids,
     sampled_positions,
@@ -176,7 +177,7 @@ class ModelRunner:
     def _with_drafts(self, plan: Plan, rows: Rows, result: Result) -> Result:
         """Drafts follow the rows that gave a token."""
         if self._drafter is None:
-            raise ValueError(f"num_drafts: this runner drafts nothing; every row must say 0, got {max(plan.num_drafts)}")
+            raise drafts_nothing(plan)
         most = column(plan.num_drafts)
         drafting = np.flatnonzero((most > 0) & (column(result.token_counts) > 0))
         begun = time.monotonic()

@@ -43,8 +43,8 @@ class SlotState:
     prompt_logprobs  [N] number of most likely tokens to list per prompt token; -1: prompt log-probabilities are not asked for
     failed           [N] whether the slot's last row failed, so that its next token will never be known
     tables           per KV group, [N, M] int32 block ids
-    moved_from       per KV group, [N] the first position whose block was written into the table since the reader of this column, which
-                     keeps KV of its own in the same blocks, set it to `unmoved`
+    moved_from       for KV groups in whose blocks a reader of this column keeps KV of its own, [N] the first position whose block was
+                     written into the table since the reader set it to `unmoved`
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, num_groups: int, block_size: int) -> None:
@@ -57,7 +57,7 @@ class SlotState:
         self.table_width = -(-max_model_len // block_size) + 1
         self.tables = [np.zeros((max_num_seqs, self.table_width), dtype=np.int32) for _ in range(num_groups)]
         self.unmoved = self.table_width * block_size
-        self.moved_from = [np.full(max_num_seqs, self.unmoved, dtype=np.int64) for _ in range(num_groups)]
+        self.moved_from: dict[int, Ints] = {}
 
     def with_groups(self, groups: Sequence[int]) -> SlotState:
         """The same state, seen by a model whose KV group i has its blocks where group groups[i] of the target has them."""
@@ -93,7 +93,8 @@ class SlotState:
             _, from_the_end = np.unique(places[::-1], return_index=True)
             last = len(places) - 1 - from_the_end
             table.ravel()[places[last]] = blocks[mine[last]]
-            np.minimum.at(self.moved_from[group], slots[mine], indices[mine] * self.block_size)
+            if group in self.moved_from:
+                np.minimum.at(self.moved_from[group], slots[mine], indices[mine] * self.block_size)
 
     def cache_places(self, token_slots: Ints, positions: Ints) -> list[Ints]:
         """Per KV group, the KV slots [T]."""

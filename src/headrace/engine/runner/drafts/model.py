@@ -44,7 +44,8 @@ class ModelDrafter:
         num_slots, num_positions = slots.token_ids.shape
         self._slots, self._sampler, self._model, self._kv = slots, sampler, model, kv
         self._state = slots.with_groups([group] * len(kv.pools))
-        self._table, self._moved_from = slots.tables[group], slots.moved_from[group]
+        self._table = slots.tables[group]
+        self._moved_from = slots.moved_from[group] = np.full(num_slots, slots.unmoved, dtype=np.int64)
         self._max_model_len = min(max_model_len, num_positions - 1)
         self.num_filled = np.zeros(num_slots, dtype=np.int64)
         self._drafted_from = np.zeros(num_slots, dtype=np.int64)
