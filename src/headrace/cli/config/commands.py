@@ -1,4 +1,4 @@
-"""`headrace config check|show|init`."""
+"""`headrace config check|show|init|import`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from headrace.policy.queues import QUEUES
 if TYPE_CHECKING:
     from headrace.cli.config.sections import ServeConfig
 
-config_app = typer.Typer(help="Check, show or begin a configuration file.", no_args_is_help=True, rich_markup_mode=None)
+config_app = typer.Typer(help="Check, show, begin or import a configuration file.", no_args_is_help=True, rich_markup_mode=None)
 
 TEMPLATE = """\
 # Headrace: what `headrace serve --config FILE` starts. Every option: docs/config.md. Check it: headrace config check FILE
@@ -112,6 +112,13 @@ def begun_file(model: str, digest: str) -> str:
 def init(file: Annotated[Path | None, typer.Argument(help="Where to write it; default: standard output.")] = None) -> None:
     """Begin a configuration file with the options that are changed most often."""
     text = begun_file(DEFAULT_MODEL, _EXAMPLE_DIGEST)
+    _write(text, file)
+    if file is not None:
+        print(f"{file}: written. Next: headrace serve --config {file}")
+
+
+def _write(text: str, file: Path | None) -> None:
+    """file: None: standard output. Raises ConfigError for one that exists or cannot be written."""
     if file is None:
         print(text, end="")
         return
@@ -120,7 +127,30 @@ def init(file: Annotated[Path | None, typer.Argument(help="Where to write it; de
             stream.write(text)
     except OSError as error:
         raise ConfigError(str(file), f"cannot be written ({error.strerror})", "An existing file is left alone.") from error
-    print(f"{file}: written. Next: headrace serve --config {file}")
+
+
+@config_app.command("import")
+def import_litellm(
+    file: Annotated[Path, typer.Argument(help="The config.yaml of a LiteLLM proxy.")],
+    output: Annotated[Path | None, typer.Option(help="Where to write it; default: standard output.")] = None,
+) -> None:
+    """Make a configuration of a LiteLLM proxy's. Keys that are not mapped are listed on stderr and at its end, with what to do."""
+    from headrace.cli.config.litellm import imported
+    from headrace.cli.config.load import from_raw
+    from headrace.cli.config.yaml_files import dump_yaml, mapping_of, parse_yaml, read_yaml
+
+    config, missed = imported(read_yaml(file))
+    notes = [str(note).encode("unicode_escape").decode("ascii") for note in missed]  # a key may hold the end of a line
+    for note in notes:
+        print(f"headrace: {note}", file=sys.stderr)
+    if not config["models"]:
+        raise ConfigError(str(file), "names no model that could be imported", "The lines above say why.")
+    text = dump_yaml(config) + "".join(f"# {note}\n" for note in ["Not mapped:", *notes] if notes)
+    try:
+        from_raw(mapping_of(parse_yaml(text, str(file)), file))
+    except ConfigError as error:
+        raise error.at(f"{file}: imported, {error.where}") from error
+    _write(text, output)
 
 
 def shown(value: object, where: str = "") -> object:
