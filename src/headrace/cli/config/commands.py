@@ -151,6 +151,8 @@ def import_litellm(
     except ConfigError as error:
         raise error.at(f"{file}: imported, {error.where}") from error
     _write(text, output)
+    if output is not None:
+        print(f"{output}: written. Next: headrace config check {output}")  # which looks for the keys' variables and files too
 
 
 def shown(value: object, where: str = "") -> object:

@@ -109,7 +109,6 @@ WAYS = {
     )
     for name in names.split()
 }
-NO_WAY = "Headrace has nothing like it."
 
 
 def imported(raw: Raw) -> tuple[Raw, Missed]:
@@ -156,7 +155,7 @@ def _left(section: Raw, where: str) -> Iterator[ConfigError]:
         elif key in SECTIONS and isinstance(value, dict):
             yield from _left(value, path)
         elif value not in ({}, None):
-            yield ConfigError(path, "is not mapped", WAYS.get(key, NO_WAY))
+            yield ConfigError(path, "is not mapped", WAYS.get(key, "Headrace has nothing like it."))
 
 
 def _deployment(where: str, entry: Raw, models: Models, prices: Models, missed: Missed) -> None:
@@ -246,9 +245,9 @@ def _price(where: str, section: Raw, missed: Missed) -> dict[str, float]:
     return price
 
 
-def _place_last(upstreams: list[Raw]) -> None:
+def _place_last(upstreams: list[dict[str, Any]]) -> None:
     """Servers without an order come after those with one, as in LiteLLM."""
-    if orders := [int(str(each["order"])) for each in upstreams if "order" in each]:
+    if orders := [each["order"] for each in upstreams if "order" in each]:
         for each in upstreams:
             each.setdefault("order", min(MAX_ORDER, max(orders) + 1))
 
