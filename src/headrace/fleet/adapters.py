@@ -115,6 +115,8 @@ def read_lists(config: FleetConfig) -> AdapterLists:
 
 
 def _why_taken(config: FleetConfig, name: str) -> str:
+    if name in config.routes:
+        return "is a route's name in the configuration"
     for spec in config.models:
         if name in (spec.name, *spec.aliases):
             return f"is a model's name in the configuration: {spec.name}"

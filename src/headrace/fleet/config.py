@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import sys
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -79,6 +79,8 @@ class FleetConfig:
         names: set[str] = set()
         for index, model in enumerate(self.models):
             _check_model(f"models[{index}]", model, names)
+        for route in self.routes:
+            check_free_name(f"routes.{route}", route, names)
         if "models" in self.gateway:
             raise ConfigError("gateway.models", "is not a key of this file", "Models are declared once, under `models`.")
         for name in ("drain_timeout_s", "start_timeout_s", "hang_timeout_s"):
@@ -101,6 +103,11 @@ class FleetConfig:
     @property
     def gateway_address(self) -> tuple[str, int]:
         return str(self.gateway.get("host", "127.0.0.1")), int(str(self.gateway.get("port", 0)))
+
+    @property
+    def routes(self) -> Sequence[str]:
+        given = self.gateway.get("routes", {})
+        return list(given) if isinstance(given, Mapping) else []
 
     @property
     def adapters_file(self) -> Path | None:

@@ -31,6 +31,7 @@ from headrace.gateway.generation.explanations import Explanations
 from headrace.gateway.generation.kept_streams import KeptStreams
 from headrace.gateway.generation.run import Pipeline
 from headrace.gateway.generation.service import Service
+from headrace.gateway.generation.shadows import ShadowCopies
 from headrace.gateway.generation.stages import chain
 from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.ledger.ledger import Ledger, open_ledger
@@ -150,13 +151,15 @@ async def _open_service(
         unix_time=sources.unix_time,
     )
     ledger = await _ledger(stack, config, metrics, sources)
+    shadows = ShadowCopies(memory, metrics, sources.clock)
+    stack.push_async_callback(shadows.close)
     return Service(
         config=config.requests,
-        models=ModelTable(models.served),
+        models=ModelTable(models.served, config.routes),
         stored_keys=stored_keys,
         open_requests=open_requests,
         text_pool=text_pool,
-        pipeline=Pipeline(stages, watch, encoding, metrics, sources.clock),
+        pipeline=Pipeline(stages, watch, encoding, shadows, metrics, sources.clock),
         memory=memory,
         tenant_share=share,
         kept_streams=kept_streams,

@@ -32,10 +32,11 @@ from headrace.gateway.http.config import HttpTls, Limits, ServerConfig, Timeouts
 from headrace.gateway.ledger.config import UsageConfig
 from headrace.gateway.sessions.config import SessionConfig
 from headrace.gateway.stores.config import StoreConfig
-from headrace.gateway.upstream.model_config import ModelConfig, check_models, check_url
+from headrace.gateway.upstream.model_config import ModelConfig, check_models, check_routes, check_url
 from headrace.policy.config import AdmissionRules
 from headrace.policy.limits.price import Price
 from headrace.policy.limits.tier import Tier, all_tiers
+from headrace.policy.routing.routes import ModelRoute
 
 LOG_TARGETS = ("on", "off", "stderr")
 LOG_WORDS = {*LOG_TARGETS, "", "true", "false", "yes", "no", "none", "null", "stdout"}
@@ -143,11 +144,13 @@ class GatewayConfig:
     state: str = ""
     tiers: dict[str, Tier] = section(dict, reload=Reload.LIVE)
     prices: dict[str, Price] = section(dict, reload=Reload.LIVE)
+    routes: dict[str, ModelRoute] = section(dict, reload=Reload.LIVE)
     usage: UsageConfig = section(UsageConfig, reload=Reload.LIVE)
 
     def checked(self) -> GatewayConfig:
         """This value. Raises ConfigError for the first broken rule."""
         check_models(self.models)
+        check_routes(self.routes, self.models)
         tiers = all_tiers(self.tiers)
         for index, key in enumerate(self.api_keys):
             check_key(f"api_keys[{index}]", key, tiers)

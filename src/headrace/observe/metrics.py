@@ -206,6 +206,9 @@ class Metrics:
         self.sequences_resumed = self._counted(
             "headrace_sequences_resumed", "Sequences submitted again after the loss of their engine, by the replica of the last.", LABELS
         )
+        self.shadow_requests = self._counted(
+            "headrace_shadow_requests", "Copies of requests for the shadow model of their route.", ("model", "result")
+        )
         self.time_to_first_token = self._tallied(
             "headrace_time_to_first_token_seconds", "Arrival at the gateway to the first token.", LABELS, TTFT_BUCKETS
         )
@@ -272,7 +275,7 @@ class Metrics:
             self.tenants.forget_model(model)
         for labels in [labels for labels in self._replicas if labels[: len(leading)] == leading]:
             del self._replicas[labels]
-        for metric in (self.requests, self.sequences_resumed):
+        for metric in (self.requests, self.sequences_resumed, self.shadow_requests):
             metric.remove(*leading)
         for histogram in (
             self.time_to_first_token,

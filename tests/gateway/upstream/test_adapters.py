@@ -209,7 +209,7 @@ async def test_no_adapter_hides_a_model_that_is_configured(text: TextModel, capl
         assert caplog.text.count("is not served") == 2
         model = bench.gateway.service.models.get(MODEL)
         for number in range(2 * MAX_LOGGED):
-            model.hide_adapter(f"a{number}", model)
+            model.hide_adapter(f"a{number}", model.name)
         assert len(model.hidden_adapters) == MAX_LOGGED
 
 

@@ -84,7 +84,8 @@ class KeyDirectory:
             print("headrace: --budget: it counts by the server's `prices`; give --config to have them looked at", file=sys.stderr)
             return
         config = settings_of(self.file, self.state)
-        sections = [section for section in config.models if not names or {section.served_name, *section.aliases} & set(names)]
+        used = {*names, *(model for name in names if name in config.routes for model in config.routes[name].models)}
+        sections = [section for section in config.models if not names or {section.served_name, *section.aliases} & used]
         if unpriced := [section.served_name for section in sections if section.served_name not in config.prices]:
             print(f"headrace: --budget: {self.file} has no price of {', '.join(unpriced)}: such requests cost nothing", file=sys.stderr)
 
@@ -92,7 +93,8 @@ class KeyDirectory:
         """Print on stderr which of these models the configuration lacks."""
         if self.file is None or not names:
             return
-        served = [model for section in settings_of(self.file, self.state).models for model in (section.served_name, *section.aliases)]
+        config = settings_of(self.file, self.state)
+        served = [*(model for section in config.models for model in (section.served_name, *section.aliases)), *config.routes]
         for name in names:
             if name not in served:
                 print(f"headrace: {self.file} has no model {name}; it has {', '.join(served)}", file=sys.stderr)

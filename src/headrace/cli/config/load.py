@@ -40,6 +40,7 @@ ELSEWHERE = {
     "gateway.state": "Set state at the top level.",
     "gateway.tiers": "Declare tiers at the top level.",
     "gateway.prices": "Declare prices at the top level.",
+    "gateway.routes": "Declare routes at the top level.",
     "gateway.usage": "Set usage at the top level.",
     "gateway.timeouts.drain_s": "Set drain_timeout_s at the top level.",
     "gateway.limits.max_text_workers": "Each gateway worker has one or two: set gateway.workers.",
@@ -193,7 +194,7 @@ def _apply_flags(raw: Raw, flags: GivenFlags) -> None:
 
 
 def known_variables(number: str = "0") -> Iterator[str]:
-    """The variable of every value that can be set, except below names chosen in the file (tiers, prices). number: of every list item"""
+    """The variable of every value that can be set, except below names chosen in the file (tiers, routes). number: of every list item"""
     for leaf in file_keys():
         if "[NAME]" not in leaf.path:
             yield ENV_PREFIX + leaf.path.upper().replace("[N]", f".{number}").replace(".", "__")

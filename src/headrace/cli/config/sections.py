@@ -25,6 +25,7 @@ from headrace.machine.folders import expanded
 from headrace.observe.logs import LogFormat
 from headrace.policy.limits.price import Price
 from headrace.policy.limits.tier import Tier
+from headrace.policy.routing.routes import ModelRoute
 from headrace.tensor.checkpoint.gguf.paths import SUFFIX, is_first, is_gguf, model_name
 from headrace.text.output.formats import AUTO, reasoning_format, tool_format
 from headrace.wire.tls.files import token_path
@@ -178,6 +179,7 @@ class ServeConfig:
     )
     tiers: dict[str, Tier] = section(dict, reload=Reload.LIVE, role=Role.TENANTS)
     prices: dict[str, Price] = section(dict, reload=Reload.LIVE, role=Role.TENANTS)
+    routes: dict[str, ModelRoute] = section(dict, reload=Reload.LIVE, role=Role.OPERATOR)
     usage: UsageConfig = section(UsageConfig, reload=Reload.LIVE, role=Role.BILLING)
     gateway: GatewayConfig = section(lambda: GatewayConfig(models=()), role=Role.OPERATOR)
     drain_timeout_s: float = option(
@@ -307,10 +309,11 @@ class ServeConfig:
         except ConfigError as error:
             # Replicas that this file does not name have made-up addresses, which are right.
             where = re.sub(r"^(models\[\d+\])\.replicas", r"\1.remote.replicas", error.where)
-            raise error.at(where if where.startswith(("models", "state", "tiers", "prices", "usage")) else f"gateway.{where}") from error
+            is_on_top = where.startswith(("models", "state", "tiers", "prices", "routes", "usage"))
+            raise error.at(where if is_on_top else f"gateway.{where}") from error
 
     def whole_gateway(self) -> GatewayConfig:
-        return replace(self.gateway, state=self.state, tiers=self.tiers, prices=self.prices, usage=self.usage)
+        return replace(self.gateway, state=self.state, tiers=self.tiers, prices=self.prices, routes=self.routes, usage=self.usage)
 
     def gateway_before_start(self) -> GatewayConfig:
         """Engines that are not started yet have placeholders for addresses."""

@@ -93,7 +93,7 @@ class Reloader:
         former_log, self._app.request_log = self._app.request_log, request_log
         apply_models(self._app.active.requests_without_model)
         self._texts.apply(texts)
-        served = replace(self._app.service, config=config.requests, models=ModelTable(self._models.served))
+        served = replace(self._app.service, config=config.requests, models=ModelTable(self._models.served, config.routes))
         self._app.active = ActiveConfig(config, served)
         for apply in follows:
             apply()

@@ -32,7 +32,7 @@ from headrace.gateway.sessions.fitting import Fitted
 from headrace.gateway.sessions.history import History
 from headrace.gateway.upstream.generation_request import Conversation, EarlierOutput, GenerationRequest, PrincipalFacts
 from headrace.gateway.upstream.seam import NO_USAGE, EventStream, Prepared, TokenUsage
-from headrace.gateway.upstream.served_models import ModelTable, ServedModel
+from headrace.gateway.upstream.served_models import ChosenModel, ModelTable, ServedModel
 from headrace.observe.finished_request import Asked, ModelStep
 from headrace.policy.admission import UnsentRequest
 from headrace.policy.limits.price import Price
@@ -57,7 +57,7 @@ class Ending:
 
     __slots__ = ("continued_id", "ends", "is_refused_at_end", "model", "prepared", "side_usage", "steps", "stream", "used", "version")
 
-    def __init__(self, model: ServedModel) -> None:
+    def __init__(self, model: ServedModel, steps: Sequence[ModelStep] = ()) -> None:
         self.ends = AsyncExitStack()
         self.answered_by(model)
         self.continued_id: RequestId | None = None
@@ -66,7 +66,7 @@ class Ending:
         self.stream: EventStream | None = None
         self.used: TokenUsage | None = None
         self.is_refused_at_end = False
-        self.steps: list[ModelStep] = []
+        self.steps = list(steps)
 
     def answered_by(self, model: ServedModel) -> None:
         self.model, self.version = model, model.upstream.fingerprint
@@ -80,7 +80,8 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
 
     config, models     of the configuration that the request began with
     parsed             the request's body; the session stage puts the session's history before the messages
-    asked, model       the model that the client named, and the model that answers, which `choose_model` may change
+    asked, model       the model that the client named, or its route chose, and the model that answers, which `choose_model` may change
+    shadow             gets a copy of the request
     memory             the part of `charges` that the answer uses
     deadline_at        on the clock of `Exchange.arrived_at`; None: no deadline
     answer_id          id of the request that began the stream
@@ -101,6 +102,7 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
     ending: Ending
     asked: ServedModel
     model: ServedModel
+    shadow: ServedModel | None
     salt: bytes
     deadline_at: float | None
     answer_id: RequestId
@@ -119,13 +121,14 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
         *,
         config: RequestConfig,
         models: ModelTable,
-        model: ServedModel,
+        chosen: ChosenModel,
         reservation: LimitReservation,
         salt_key: bytes,
         now: int,
     ) -> Self:
         """now: Unix seconds. Raises InvalidRequest."""
-        ending = Ending(model)
+        model = chosen.model
+        ending = Ending(model, chosen.steps)
         given = map(parsed.sampling.get, ASKED_PARAMETERS)
         exchange.asked = Asked(model.base_name, model.adapter, ending.version, parsed.is_streaming, *given)
         params = SamplingParams(**parsed.sampling).checked()
@@ -143,6 +146,7 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
             ending=ending,
             asked=model,
             model=model,
+            shadow=chosen.shadow,
             salt=_salt(exchange.principal, parsed, salt_key),
             deadline_at=None if request_s is None else exchange.arrived_at + request_s,
             answer_id=exchange.request_id,

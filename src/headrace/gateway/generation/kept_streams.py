@@ -59,6 +59,7 @@ class KeptStream(StoredEntry, frozen=True):
     body           digest of the path and the body of the stream's request
     entries        bytes of `EventLog.entries`
     is_claimed     a request continues the stream now; entries are empty, and state is random, so that no two claims are equal
+    model          that answered it; empty: an earlier version of the server kept the stream
     """
 
     tenant: str
@@ -68,6 +69,7 @@ class KeptStream(StoredEntry, frozen=True):
     entries: bytes
     state: bytes
     is_claimed: bool = False
+    model: str = ""
 
 
 _encode, _decoder = msgspec.msgpack.encode, msgspec.msgpack.Decoder(KeptStream)

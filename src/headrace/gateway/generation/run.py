@@ -22,6 +22,7 @@ from headrace.core.errors import DeadlineExceeded, HeadraceError, Unavailable
 from headrace.gateway.generation.answer_encoder import AnswerEncoder, DirectChunkWriter, EncodingTurns
 from headrace.gateway.generation.call import Call, CallNext, Ready
 from headrace.gateway.generation.progress import DEADLINE_PASSED, RequestProgress, raise_if_failed
+from headrace.gateway.generation.shadows import ShadowCopies
 from headrace.gateway.http.sse import SseStream, StreamWatch
 from headrace.gateway.upstream.seam import NO_USAGE, EventStream, OutputEvent, Prepared, added
 from headrace.observe.finished_request import MAX_DETAIL_CHARS, Answered, AnswerHandling, PromptMiss, Times, Usage
@@ -39,6 +40,7 @@ class Pipeline:
     stages: CallNext
     watch: StreamWatch
     encoding: EncodingTurns
+    shadows: ShadowCopies
     metrics: Metrics
     clock: Clock
 
@@ -51,6 +53,7 @@ class Pipeline:
             async with exchange.watching(), ending.ends:
                 ready = await exchange.unless_ended(self.stages(call))
                 exchange.marks.enter(ANSWER)
+                self.shadows.send(ready)
                 ending.ends.callback(exchange.marks.enter, CLOSE)
                 answer = _Answer(self, ready, encoder_of(ready))
                 await answer.write()

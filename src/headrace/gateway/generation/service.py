@@ -15,16 +15,20 @@ from headrace.gateway.cache.replays import Replays
 from headrace.gateway.generation.config import RequestConfig
 from headrace.gateway.generation.explanations import Explanations
 from headrace.gateway.generation.kept_streams import KeptStreams
+from headrace.gateway.generation.parsed_request import ParsedRequest
 from headrace.gateway.generation.run import Pipeline
+from headrace.gateway.generation.stages.session import named_session
+from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.ledger.ledger import Ledger
 from headrace.gateway.limits.limiter import Limiter
 from headrace.gateway.sessions.sessions import Sessions
 from headrace.gateway.site.memory import TenantShare
 from headrace.gateway.site.worker import SiteMetrics
 from headrace.gateway.text_workers.pool import TextPool
-from headrace.gateway.upstream.served_models import ModelTable
+from headrace.gateway.upstream.served_models import ChosenModel, ModelTable
 from headrace.observe.metrics import Metrics
 from headrace.observe.tenant_metrics import ShownTenants
+from headrace.policy.routing.routes import Sender
 
 if TYPE_CHECKING:
     from headrace.observe.traces import TraceExporter
@@ -61,6 +65,15 @@ class Service:
     salt_key: bytes
     clock: Clock
     unix_time: Clock
+
+    def choose_model(self, exchange: Exchange, parsed: ParsedRequest) -> ChosenModel:
+        """Raises ModelNotFound, InvalidRequest, or Unavailable while the name may be that of an adapter."""
+        principal = exchange.principal
+
+        def sender() -> Sender:
+            return Sender(principal.tenant_key, named_session(exchange, parsed) or "", exchange.request_id)
+
+        return self.models.usable_by(principal).choose(parsed.model, sender)
 
     def shown_tenants(self, reader: Principal) -> ShownTenants:
         return self.config.metrics.shown_to(reader, has_several=self.tenant_share.has_several)

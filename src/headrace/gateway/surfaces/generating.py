@@ -77,16 +77,16 @@ class GeneratingSurface(Generic[RequestT]):
 
 
 def _call(service: Service, exchange: Exchange, charges: RequestCharges, parsed: ParsedRequest) -> Call:
-    """Raises ModelNotFound or InvalidRequest."""
-    model = service.models.usable_by(exchange.principal).only(parsed.model)
-    service.open_requests.use(exchange.request_id, exchange.principal.tenant, model.users)
+    """Raises ModelNotFound, InvalidRequest or Unavailable."""
+    chosen = service.choose_model(exchange, parsed)
+    service.open_requests.use(exchange.request_id, exchange.principal.tenant, chosen.model.users)
     return Call.opened(
         exchange,
         charges,
         parsed,
         config=service.config,
         models=service.models,
-        model=model,
+        chosen=chosen,
         reservation=service.limiter.reservation(exchange.request_id),
         salt_key=service.salt_key,
         now=int(service.unix_time()),

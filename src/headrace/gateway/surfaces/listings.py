@@ -17,7 +17,7 @@ from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.ledger.usage_query import GROUPS, UsageQuery, groups_of, unix_ms_of
 from headrace.gateway.sessions.sessions import SessionKey, checked_session_id
 from headrace.gateway.surfaces.endpoint import QueryParameter, query_of
-from headrace.gateway.upstream.served_models import ModelTable, ServedModel
+from headrace.gateway.upstream.served_models import ModelTable, NamedModels
 
 MAX_ROWS = 1000
 
@@ -162,7 +162,8 @@ class ModelList(Struct):
 
 async def list_models(service: Service, exchange: Exchange) -> None:
     usable = service.models.usable_by(exchange.principal)
-    cards = [_card(model, name, exchange.principal) for model in usable.models for name in model.names]
+    names = [*(name for model in usable.models for name in model.names), *usable.routes]
+    cards = [_card(usable.find(name), name, exchange.principal) for name in names]
     cards += _adapter_cards(usable, exchange.principal)
     await exchange.reply(200, _encode(ModelList(object="list", data=cards)))
 
@@ -172,27 +173,28 @@ def _adapter_cards(usable: ModelTable, principal: Principal) -> Iterator[ModelCa
     made: dict[str, ModelCard] = {}
     for name, base in usable.adapters().items():
         if base.name not in made:
-            made[base.name] = _card(usable.get(name), name, principal)
+            made[base.name] = _card(usable.find(name), name, principal)
         yield structs.replace(made[base.name], id=name, root=name)
 
 
 async def one_model(service: Service, exchange: Exchange) -> None:
     name: str = exchange.scope["path_params"]["model"]
-    model = service.models.usable_by(exchange.principal).get(name)
-    await exchange.reply(200, _encode(_card(model, name, exchange.principal)))
+    found = service.models.usable_by(exchange.principal).find(name)
+    await exchange.reply(200, _encode(_card(found, name, exchange.principal)))
 
 
-def _card(model: ServedModel, name: str, principal: Principal) -> ModelCard:
-    tier = principal.tier
+def _card(found: NamedModels, name: str, principal: Principal) -> ModelCard:
+    model, tier = found.models[0], principal.tier
+    max_model_len = _least(*(each.upstream.max_model_len for each in found.models))
     return ModelCard(
         id=name,
         object="model",
         created=model.created,
         owned_by="headrace",
-        root=model.name,
+        root=model.name if found.route is None else found.wish.route,
         parent=model.parent or None,
-        max_model_len=model.upstream.max_model_len,
-        max_context_tokens=_least(model.upstream.max_model_len, tier.max_context_tokens),
+        max_model_len=max_model_len,
+        max_context_tokens=_least(max_model_len, tier.max_context_tokens),
         rate_limits=RateLimits(
             tier=principal.tier_name,
             requests_per_minute=_least(tier.requests_per_minute, principal.limits.requests_per_minute),
@@ -200,7 +202,7 @@ def _card(model: ServedModel, name: str, principal: Principal) -> ModelCard:
             output_tokens_per_minute=tier.output_tokens_per_minute,
             max_concurrent_requests=tier.max_concurrent_requests,
         ),
-        status="ready" if any(not replica.reason for replica in model.upstream.replicas()) else "starting",
+        status="ready" if any(not replica.reason for each in found.models for replica in each.upstream.replicas()) else "starting",
     )
 
 

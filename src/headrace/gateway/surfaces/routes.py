@@ -34,7 +34,7 @@ ENDPOINTS: tuple[Endpoint[Handler], ...] = (
         "/v1/models",
         listings.list_models,
         "What the key may use, with `max_model_len`, `max_context_tokens` (the smaller of that and the tier's) and its `rate_limits`. "
-        "Aliases are listed as models of their own (`root` is the model), and so are adapters (`parent` is the base model).",
+        "Aliases are listed as models of their own (`root` is the model), and so are routes, and adapters (`parent` is the base model).",
         reply=listings.ModelList,
         for_readers=True,
     ),

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import SplitResult, urlsplit
 
 from headrace.core.errors import ConfigError
-from headrace.core.model_names import check_model_names
+from headrace.core.model_names import check_free_name, check_model_names
 from headrace.core.option import Role, check_options, option, required
 from headrace.machine.hosts import is_link_local
+from headrace.policy.routing.routes import ModelRoute, RouteTarget, ShadowTarget
 from headrace.text.output.formats import AUTO
 from headrace.wire.target import GrpcTarget, check_target, target_of
 
@@ -143,6 +144,38 @@ def _check_smaller(models: tuple[ModelConfig, ...]) -> None:
             raise ConfigError(f"models[{index}].smaller", f"{model.smaller!r} is not the name of another model here")
         if smaller.smaller:
             raise ConfigError(f"models[{index}].smaller", f"{model.smaller!r} has a smaller model itself", "Requests go down one step.")
+
+
+def check_routes(routes: Mapping[str, ModelRoute], models: Sequence[ModelConfig]) -> None:
+    served = {name for model in models for name in (model.name, *model.aliases)}
+    taken = set(served)
+    for name, route in routes.items():
+        where = f"routes.{name}"
+        check_free_name(where, name, taken)
+        if set(name) & set(":@"):
+            raise ConfigError(where, f"{name!r} has a : or @", "A client writes a size behind :, a version behind @.")
+        check_options(route, where)
+        parts: dict[str, RouteTarget | ShadowTarget] = {f"{where}.targets[{index}]": each for index, each in enumerate(route.targets)}
+        for place, part in (parts | ({} if route.shadow is None else {f"{where}.shadow": route.shadow})).items():
+            check_options(part, place)
+            if part.model not in served:
+                raise ConfigError(f"{place}.model", f"{part.model!r} is not a model's name", f"There are: {', '.join(sorted(served))}.")
+        _check_targets(f"{where}.targets", route)
+
+
+def _check_targets(where: str, route: ModelRoute) -> None:
+    if not route.targets:
+        raise ConfigError(where, "is empty", "Name at least one model.")
+    for index, target in enumerate(route.targets):
+        for key, value in (("size", target.size), ("version", target.version)):
+            if value and REPLICA_NAME.fullmatch(value) is None:
+                raise ConfigError(f"{where}[{index}].{key}", f"{value!r} is not one word", "Letters, digits and ._- only, at most 128.")
+        if target.model in route.models[:index]:
+            raise ConfigError(f"{where}[{index}].model", f"{target.model!r} is a target twice", "Add the weights up.")
+        if bool(target.size) != bool(route.targets[0].size):
+            raise ConfigError(f"{where}[{index}].size", "is given to some targets alone", "Give each target a size, or none.")
+        if not any(each.weight for each in route.targets if each.size == target.size):
+            raise ConfigError(f"{where}[{index}].weight", "is 0, as is that of all targets of its size", "Give one of them a weight.")
 
 
 def text_folders(models: Iterable[ModelConfig]) -> dict[str, str]:

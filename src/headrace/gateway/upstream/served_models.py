@@ -1,4 +1,4 @@
-"""Finds the models that this gateway serves, by name and alias.
+"""Finds the models that this gateway serves, by name and alias, or by the name of a route (`policy.routing.routes`).
 
 A LoRA adapter that the engines of a model have is a model too. No configuration names it: it is made of its base model when it is asked
 for.
@@ -7,9 +7,9 @@ for.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from headrace.core.errors import InvalidRequest, ModelNotFound, Unavailable
 from headrace.core.request import PriorityClass
@@ -17,8 +17,10 @@ from headrace.gateway.access.open_requests import UseCount
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PlainPrompts, PrincipalFacts
 from headrace.gateway.upstream.seam import ReplicaHealth, Upstream
+from headrace.observe.finished_request import ModelStep
 from headrace.observe.metrics import ReplicaReading
 from headrace.policy.admission import OverloadWatch, UnsentRequests
+from headrace.policy.routing.routes import FIRST_SIZE, ModelRoute, RouteWish, Sender, SizeHint, choose_target, is_copied, wish_of
 
 log = logging.getLogger("headrace.gateway")
 
@@ -65,10 +67,10 @@ class ServedModel:
         upstream = self.upstream.adapted(name)
         return None if upstream is None else replace(self, name=name, aliases=(), upstream=upstream, smaller="", parent=self.name)
 
-    def hide_adapter(self, name: str, other: ServedModel) -> None:
+    def hide_adapter(self, name: str, other: str) -> None:
         if name not in self.hidden_adapters and len(self.hidden_adapters) < MAX_LOGGED:
             self.hidden_adapters.add(name)
-            log.warning("the adapter %s of %s is not served: %s has that name", name, self.name, other.name)
+            log.warning("the adapter %s of %s is not served: %s has that name", name, self.name, other)
 
     @property
     def is_alive(self) -> bool:
@@ -79,46 +81,80 @@ class ServedModel:
             yield ReplicaReading(self.name, replica.name, not replica.reason, replica.load)
 
 
+class NamedModels(NamedTuple):
+    """The models that a client's name may lead to: one, or those of a route that have the size and the version of the name."""
+
+    models: Sequence[ServedModel]
+    route: ModelRoute | None = None
+    wish: RouteWish = RouteWish("")
+
+
+class ChosenModel(NamedTuple):
+    """steps: the choice that a route made; shadow: gets a copy of the request"""
+
+    model: ServedModel
+    steps: Sequence[ModelStep] = ()
+    shadow: ServedModel | None = None
+
+
 class ModelTable:
-    """The served models by name and alias. A client's name is only looked up here, and never used as a path.
+    """The served models by name, alias and route. A client's name is only looked up here, and never used as a path.
 
     models  the configured ones; adapters of theirs are not among them
+    routes  that the caller may use, by name
     """
 
-    def __init__(self, models: Iterable[ServedModel], principal: Principal | None = None) -> None:
+    def __init__(self, models: Iterable[ServedModel], routes: Mapping[str, ModelRoute], principal: Principal | None = None) -> None:
         """principal: None, every model may be used"""
         self._configured = tuple(models)
+        self._all_routes = routes
         self._principal = principal
         self._by_name = {name: model for model in self._configured for name in model.names}
         self.models = tuple(model for model in self._configured if self._may_use(*model.names))
+        self.routes = {name: route for name, route in routes.items() if self._may_use(name)}
 
     def _may_use(self, *names: str) -> bool:
         return self._principal is None or self._principal.may_use(*names)
 
     @property
     def names(self) -> list[str]:
-        return [*(name for model in self.models for name in model.names), *self.adapters()]
+        return [*(name for model in self.models for name in model.names), *self.routes, *self.adapters()]
 
     def adapters(self) -> dict[str, ServedModel]:
         """Name of each adapter -> its base model, which itself may be none that the caller may use."""
         found: dict[str, ServedModel] = {}
         for model in self._configured:
             for name in sorted(model.upstream.adapter_names()):
-                if (other := self._by_name.get(name) or found.get(name)) is not None:
-                    model.hide_adapter(name, other)
+                if (other := self._by_name.get(name) or found.get(name)) is not None or name in self._all_routes:
+                    model.hide_adapter(name, "a route" if other is None else other.name)
                 elif self._may_use(name):
                     found[name] = model
         return found
 
     def usable_by(self, principal: Principal) -> ModelTable:
-        """Other models do not exist for the caller. An adapter may be one customer's: the permission for its base model is none for it."""
-        return self if principal.may_use_all else ModelTable(self._configured, principal)
+        """Other models do not exist for the caller, but a route that it may use leads to any. An adapter may be one customer's: the
+        permission for its base model is none for it.
+        """
+        return self if principal.may_use_all else ModelTable(self._configured, self._all_routes, principal)
 
     def get(self, name: str) -> ServedModel:
-        """Raises ModelNotFound; Unavailable while the name may be that of an adapter."""
-        model = self._by_name.get(name) or next(filter(None, (each.adapted(name) for each in self._configured)), None)
+        """A route's name stands for its first target of that size and version. Raises as `find`."""
+        return self.find(name).models[0]
+
+    def find(self, name: str) -> NamedModels:
+        """A name that is served as it is comes before a route's size and version. Raises ModelNotFound; Unavailable while the name may be
+        that of an adapter.
+        """
+        model = self._by_name.get(name)
+        if model is None and name not in self._all_routes:
+            model = next(filter(None, (each.adapted(name) for each in self._configured)), None)
+        if model is None and (wish := wish_of(name)) is not None and (route := self.routes.get(wish.route)) is not None:
+            models = [self._by_name[target.model] for target in route.matching(wish)]
+            if not models:
+                raise ModelNotFound(name, route.forms(wish.route))
+            return NamedModels(models, route, wish)
         if model is not None and self._may_use(*model.names):
-            return model
+            return NamedModels((model,))
         if model is None and self._may_use(name) and not all(each.upstream.knows_adapters for each in self._configured):
             raise Unavailable(f"{name} is no model here, but may be an adapter of one that is still starting.", retry_after_s=2.0)
         raise ModelNotFound(name, self.names)
@@ -128,6 +164,20 @@ class ModelTable:
         if (model := self._by_name.get(name)) is None:
             raise ModelNotFound(name, list(self._by_name))
         return model
+
+    def choose(self, name: str | None, sender_of: Callable[[], Sender], hint: Callable[[], SizeHint] = lambda: FIRST_SIZE) -> ChosenModel:
+        """Raises as `only`. sender_of: asked for a route alone; hint: as in `choose_target`"""
+        if name is None:
+            return ChosenModel(self.only(None))
+        (first, *_), route, wish = self.find(name)
+        if route is None:
+            return ChosenModel(first)
+        sender, shadow = sender_of(), None
+        target, reason = choose_target(name, route, wish, sender, hint)
+        model = self._by_name[target.model]
+        if route.shadow is not None and is_copied(route.shadow.share, wish.route, sender.request_id):
+            shadow = self._by_name[route.shadow.model]
+        return ChosenModel(model, (ModelStep(model.name, True, reason),), shadow)
 
     def only(self, name: str | None) -> ServedModel:
         """None: the only served one, as vLLM's /tokenize allows. Raises ModelNotFound or InvalidRequest."""

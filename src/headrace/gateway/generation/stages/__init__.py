@@ -54,7 +54,8 @@ def chain(
         ("idempotency", partial(answer_once, replays=replays, metrics=answer_cache.metrics, unix_time=unix_time)),
         # nor a hit: what every request is to pass stands before
         ("response_cache", partial(use_cache, cache=answer_cache, unix_time=unix_time)),
-        ("resume_stream", partial(resume, kept_streams=kept_streams)),  # before the choice: a continued stream keeps its model
+        # before the choice: a continued stream keeps its model
+        ("resume_stream", partial(resume, kept_streams=kept_streams, open_requests=open_requests)),
         ("choose_model", partial(choose_model, clock=clock, open_requests=open_requests)),
     )
     stage: CallNext = partial(_prepared, clock=clock)

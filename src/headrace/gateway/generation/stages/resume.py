@@ -9,7 +9,8 @@ import asyncio
 from itertools import groupby
 from types import TracebackType
 
-from headrace.core.errors import InvalidRequest, Unavailable
+from headrace.core.errors import InvalidRequest, ModelNotFound, Unavailable
+from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.generation.answer_encoder import AnswerEncoder, RecordEvents
 from headrace.gateway.generation.call import Call, CallNext, Ready
 from headrace.gateway.generation.event_log import HEADER, LAST_EVENT_ID, EventLog, offsets_of
@@ -18,12 +19,13 @@ from headrace.gateway.generation.progress import RequestProgress
 from headrace.gateway.http.errors import StreamConflict
 from headrace.gateway.http.sse import SseStream
 from headrace.gateway.upstream.seam import EventStream
+from headrace.observe.finished_request import ModelStep
 
 REPLAY_STEP = 64
 """Other requests have their turn then: each event takes about 10 us."""
 
 
-async def resume(call: Call, call_next: CallNext, *, kept_streams: KeptStreams) -> Ready:
+async def resume(call: Call, call_next: CallNext, *, kept_streams: KeptStreams, open_requests: OpenRequests) -> Ready:
     """Raises InvalidRequest, UnknownStream when the stream is not kept, StreamConflict when another request continues it or no server of
     the model can, and Unavailable.
     """
@@ -36,6 +38,9 @@ async def resume(call: Call, call_next: CallNext, *, kept_streams: KeptStreams) 
     if continued is not None:
         call = call.changed(earlier=continued.earlier, answer_id=continued.answer_id, created=continued.kept.created)
         call.ending.continued_id = continued.answer_id
+        if continued.kept.model not in ("", call.model.name):
+            call = _of_model(call, continued.kept.model)
+            open_requests.use(exchange.request_id, call.principal.tenant, call.model.users)
     ready = await call_next(call)
     has_ids = ready.call.model is call.asked  # another one may not answer the next time
     if not (has_ids and kept_streams.is_on and is_streaming and ready.prepared.keeps_events):
@@ -50,6 +55,16 @@ async def resume(call: Call, call_next: CallNext, *, kept_streams: KeptStreams) 
     kept_streams.begin(call.answer_id, exchange)
     call.ending.ends.push(stream.end)
     return ready.changed(event_log=event_log, replay=None if continued is None else stream.replay)
+
+
+def _of_model(call: Call, name: str) -> Call:
+    """A route may have led the same request to another model now. Raises StreamConflict."""
+    try:
+        model = call.models.get(name)
+    except ModelNotFound:
+        raise StreamConflict("The model of this stream is not served any more; send the request again.") from None
+    call.ending.steps = [ModelStep(name, True, "it began the stream that this request continues")]
+    return call.answered_by(model).changed(asked=model)
 
 
 class ResumableStream:
@@ -109,4 +124,5 @@ class ResumableStream:
             num_sequences=log.num_sequences,
             entries=log.entries.tobytes(),
             state=state,
+            model=call.model.name,
         )

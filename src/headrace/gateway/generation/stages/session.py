@@ -16,6 +16,7 @@ from headrace.gateway.generation.call import Call, CallNext, Ready
 from headrace.gateway.generation.event_log import last_event
 from headrace.gateway.generation.parsed_request import MAX_MESSAGES, ParsedRequest
 from headrace.gateway.generation.stages.kept_answers import IDEMPOTENCY
+from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.sessions.history import FORM, History, Message, StoredSession, messages_json, prompt_messages
 from headrace.gateway.sessions.sessions import HEADER as SESSION_HEADER
 from headrace.gateway.sessions.sessions import (
@@ -43,9 +44,9 @@ async def take_turn(call: Call, call_next: CallNext, *, sessions: Sessions) -> R
         if exchange.header(RAW_HEADER) is not None:
             exchange.ignored.append(SESSION_HEADER)
         return await call_next(call)
-    session_id = _named_session(call, sessions)
-    if session_id is None:
+    if (session_id := named_session(exchange, parsed)) is None:
         return await call_next(call)
+    sessions.check_on(SESSION_HEADER if exchange.has_header(RAW_HEADER) else METADATA_FIELD)
     _check_one_line(parsed, parsed.prompt)
     key = retry_key(exchange)
     continued = last_event(exchange)
@@ -59,18 +60,17 @@ async def take_turn(call: Call, call_next: CallNext, *, sessions: Sessions) -> R
     return ready if ready.cache_tier == IDEMPOTENCY else turn.recording(ready)
 
 
-def _named_session(call: Call, sessions: Sessions) -> str | None:
-    exchange, metadata = call.exchange, call.parsed.metadata
-    given = [(SESSION_HEADER, value.decode("latin-1")) for name, value in exchange.headers if name == RAW_HEADER]
-    if "session_id" in metadata:
-        given.append((METADATA_FIELD, metadata["session_id"]))
-    if not given:
+def named_session(exchange: Exchange, parsed: ParsedRequest) -> str | None:
+    """None: the request is of no session. Raises InvalidRequest."""
+    if not isinstance(parsed.prompt, Conversation):
         return None
+    given = [(SESSION_HEADER, value.decode("latin-1")) for name, value in exchange.headers if name == RAW_HEADER]
+    if "session_id" in parsed.metadata:
+        given.append((METADATA_FIELD, parsed.metadata["session_id"]))
     names = {checked_session_id(field, value) for field, value in given}
     if len(names) > 1:
         raise InvalidRequest(given[-1][0], f"the same session as {given[0][0]}", None)
-    sessions.check_on(given[0][0])
-    return names.pop()
+    return names.pop() if names else None
 
 
 def _check_one_line(parsed: ParsedRequest, prompt: Conversation) -> None:

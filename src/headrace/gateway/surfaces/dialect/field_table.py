@@ -128,7 +128,11 @@ def _passed(name: str, note: str) -> FieldRule:
 
 
 _SERVED = (
-    _honoured("model", BOTH, "A name or alias that GET /v1/models lists; may be left out where one model is served."),
+    _honoured(
+        "model",
+        BOTH,
+        "A name that GET /v1/models lists, or `ROUTE:SIZE@VERSION`; may be left out where one model is served.",
+    ),
     _honoured("messages", CHAT, "At least one; required."),
     _honoured("prompt", COMPLETIONS, "A string, a list of strings, a list of token ids, or a list of such lists; required."),
     _honoured("stream", BOTH, "Server-sent events instead of one answer."),

@@ -1,0 +1,305 @@
+"""Tests routes: one name for several models, what stays with which, continued streams, and copies that no client notices."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from gateway_kit import TestBench, chat_body, eventually, gateway_config, metric, model_info, open_bench, snapshot, used
+from resume_kit import CHAT, answer_of, equal, kept, send, streaming_body
+
+from headrace.core.errors import ConfigError
+from headrace.core.request import EngineRequest, PriorityClass
+from headrace.gateway.generation.shadows import MAX_COPIES, ShadowResult
+from headrace.gateway.ledger.usage_query import UsageQuery
+from headrace.policy.routing.routes import Sender
+from headrace.text.folder import TextModel
+from headrace.wire.client import SeenLoad
+from headrace.wire.stream import ReplicaStream
+
+pytestmark = pytest.mark.loop
+
+ONE, TWO, LARGE, SHADOW = "small-1", "small-2", "large-1", "small-3"
+SHARED = [
+    {"model": ONE, "size": "small", "version": "1", "weight": 1},
+    {"model": TWO, "size": "small", "version": "2", "weight": 1},
+    {"model": LARGE, "size": "large"},
+]
+KEYS = [
+    {"key": "key-of-acme", "tenant": "acme", "tier": "routed"},
+    {"key": "key-of-globex", "tenant": "globex"},
+]
+TIERS = {"routed": {"models": ["assistant"], "daily_tokens": 100_000}}
+
+
+def served(*names: str) -> list[dict[str, Any]]:
+    """Each with a replica of its name, less the size."""
+    replicas = [[{"name": name.partition(":")[0], "address": "unix:/nowhere"}] for name in names]
+    return [{"name": name, "folder": "/nowhere", "replicas": each} for name, each in zip(names, replicas, strict=True)]
+
+
+def routed(targets: list[dict[str, Any]] | None = None, **more: Any) -> dict[str, Any]:
+    """Of a configuration: four models and one route."""
+    route = {"targets": SHARED if targets is None else targets, "sticky": "tenant", **more}
+    return {"models": served(ONE, TWO, LARGE, SHADOW), "routes": {"assistant": route}}
+
+
+def of_version(weight: float, sticky: str = "request") -> dict[str, Any]:
+    """Version 2 gets this weight of 100."""
+    return routed([{"model": ONE, "version": "1", "weight": 100 - weight}, {"model": TWO, "version": "2", "weight": weight}], sticky=sticky)
+
+
+async def ask(bench: TestBench, name: str = "assistant", key: str = "", session: str = "", **fields: Any) -> httpx2.Response:
+    headers = ({"authorization": f"Bearer {key}"} if key else {}) | ({"x-session-id": session} if session else {})
+    return await bench.client.post(CHAT, json=chat_body(**{"model": name, "max_tokens": 2, **fields}), headers=headers)
+
+
+async def answered_by(bench: TestBench, name: str = "assistant", key: str = "", session: str = "") -> str:
+    response = await ask(bench, name, key, session)
+    assert response.status_code == 200, response.text
+    assert response.json()["model"] == response.headers["x-headrace-model"]
+    return response.headers["x-headrace-model"]
+
+
+async def apply(bench: TestBench, config: Mapping[str, Any]) -> None:
+    changed = gateway_config(**config)
+    await bench.reloader.reload(lambda: changed)
+
+
+async def test_a_name_leads_to_the_target_of_its_size_and_version(text: TextModel) -> None:
+    async with open_bench(text, **routed()) as bench:
+        for name, model in {"assistant:large": LARGE, "assistant@2": TWO, "assistant:small@1": ONE, SHADOW: SHADOW}.items():
+            assert await answered_by(bench, name) == model
+        assert await answered_by(bench) in (ONE, TWO), "the first size is the default"
+        for name in ("assistant:huge", "assistant@3", "assistant:large@1"):
+            missing = await ask(bench, name)
+            assert missing.status_code == 404
+            assert "assistant:small, assistant:large, assistant@1, assistant@2" in missing.text
+
+
+async def test_a_served_name_comes_before_a_routes_size(text: TextModel) -> None:
+    config = {**routed(), "models": [*served(ONE, TWO, LARGE), *served("assistant:small")]}
+    async with open_bench(text, **config) as bench:
+        assert await answered_by(bench, "assistant:small") == "assistant:small"
+
+
+async def test_a_route_is_listed_with_what_all_of_its_targets_can_do(text: TextModel) -> None:
+    async with open_bench(text, **routed()) as bench:
+        for number, name in enumerate((ONE, TWO, LARGE)):
+            bench.replicas[name].info = replace(bench.replicas[name].info, model=model_info(text, max_model_len=400 - number))  # type: ignore[type-var]
+        listed = (await bench.client.get("/v1/models")).json()["data"]
+        assert [card["id"] for card in listed] == [ONE, TWO, LARGE, SHADOW, "assistant"]
+        assert (listed[-1]["root"], listed[-1]["max_model_len"], listed[-1]["status"]) == ("assistant", 398, "ready")
+        assert (await bench.client.get("/v1/models/assistant")).json() == listed[-1]
+        assert (await bench.client.get("/v1/models/assistant:small")).json()["max_model_len"] == 399
+        counted = await bench.client.post("/tokenize", json={"model": "assistant", "prompt": "Hello"})
+        assert counted.json()["max_model_len"] == 400, "the first target's tokenizer"
+        read = await bench.client.post("/detokenize", json={"model": "assistant", "tokens": counted.json()["tokens"]})
+        assert "Hello" in read.json()["prompt"]
+
+
+async def test_a_key_for_a_route_uses_its_targets_through_it_alone(text: TextModel) -> None:
+    async with open_bench(text, **routed(), api_keys=KEYS, tiers=TIERS) as bench:
+        acme = {"authorization": "Bearer key-of-acme"}
+        assert [card["id"] for card in (await bench.client.get("/v1/models", headers=acme)).json()["data"]] == ["assistant"]
+        assert await answered_by(bench, "assistant:large", "key-of-acme") == LARGE
+        assert (await ask(bench, LARGE, "key-of-acme")).status_code == 404
+        assert await answered_by(bench, LARGE, "key-of-globex") == LARGE
+
+
+async def test_a_tenant_or_a_session_stays_with_its_version_and_a_request_does_not(text: TextModel) -> None:
+    async with open_bench(text, **of_version(50, "tenant")) as bench:
+        assert len({await answered_by(bench) for _ in range(12)}) == 1
+        for sticky in ("session", "request"):
+            await apply(bench, of_version(50, sticky))
+            of_sessions = [{await answered_by(bench, session=f"s-{number}") for _ in range(3)} for number in range(8)]
+            assert {len(models) for models in of_sessions} == {1}, "a session's turns have one cached prefix"
+            assert set().union(*of_sessions) == {ONE, TWO}
+        assert {await answered_by(bench) for _ in range(40)} == {ONE, TWO}
+
+
+async def test_a_reload_changes_routes(text: TextModel) -> None:
+    async with open_bench(text, **of_version(0)) as bench:
+        assert {await answered_by(bench) for _ in range(8)} == {ONE}
+        await apply(bench, of_version(100))
+        assert {await answered_by(bench) for _ in range(8)} == {TWO}
+        await apply(bench, {"models": served(ONE)})
+        assert (await ask(bench)).status_code == 404
+
+
+async def test_the_choice_has_a_reason(text: TextModel) -> None:
+    async with open_bench(text, **of_version(100)) as bench:
+        (step,) = bench.gateway.service.models.choose("assistant", lambda: Sender("t", "", "r")).steps
+        assert (step.model, step.is_chosen) == (TWO, True)
+        assert step.reason == "assistant leads to it, by its weight of 100 in 100 for each request"
+
+
+async def test_a_continued_stream_stays_with_its_model_whatever_the_weights_are_then(text: TextModel) -> None:
+    body = streaming_body(CHAT, model="assistant", max_tokens=12, ignore_eos=True)
+    async with open_bench(text, **of_version(0), timeouts={"stream_resume_s": 60}) as bench:
+        for replica in bench.replicas.values():
+            equal(replica)
+        whole: dict[Any, Any] = answer_of((await send(bench.gateway, CHAT, body)).events)
+        first = (await send(bench.gateway, CHAT, body, leave_after=4)).events
+        await kept(bench)
+        await apply(bench, {**of_version(100), "timeouts": {"stream_resume_s": 60}})
+        rest = await send(bench.gateway, CHAT, body, last_event=first[-1].id)
+        assert rest.status == 200, rest.body
+        made: dict[Any, Any] = answer_of([*first, *rest.events])
+        assert made[0] == whole[0]
+        assert made["constants"]["model"] == ONE
+        assert not bench.replicas[TWO].requests
+        again = (await send(bench.gateway, CHAT, body, leave_after=4)).events
+        await kept(bench)
+        left = {"models": served(ONE), "routes": {"assistant": {"targets": [{"model": ONE}]}}}
+        await apply(bench, {**left, "timeouts": {"stream_resume_s": 60}})
+        refused = await send(bench.gateway, CHAT, body, last_event=again[-1].id)
+        assert (refused.status, "not served any more" in refused.error["message"]) == (409, True)
+
+
+def copied(share: float = 1.0) -> dict[str, Any]:
+    return routed([{"model": ONE}], shadow={"model": SHADOW, "share": share})
+
+
+def num_copies(bench: TestBench, result: ShadowResult) -> float:
+    return metric(bench.gateway, "headrace_shadow_requests_total", model=SHADOW, result=result)
+
+
+def without_ids(response: httpx2.Response) -> tuple[bytes, dict[str, str]]:
+    """Body and headers without what the time makes of them."""
+    body = re.sub(rb"[0-9a-f]{24}|\"created\":\d+", b"", response.content)
+    return body, {name: value for name, value in response.headers.items() if name not in ("x-request-id", "x-ratelimit-reset-tokens")}
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True, "stream_options": {"include_usage": True}}, {"logprobs": True, "n": 2}])
+async def test_a_copy_changes_no_byte_and_costs_nothing(text: TextModel, tmp_path: Path, fields: dict[str, Any]) -> None:
+    answers, figures = [], []
+    for name, config in (("plain", routed([{"model": ONE}])), ("copied", copied())):
+        (tmp_path / name).mkdir()
+        more: dict[str, Any] = {"api_keys": KEYS, "tiers": TIERS, "prices": {SHADOW: {"output": 5.0}}, "state": str(tmp_path / name)}
+        async with open_bench(text, **config, **more) as bench:
+            bench.replicas[SHADOW].said = "Another answer."
+            answers.append(without_ids(await ask(bench, key="key-of-acme", max_tokens=8, seed=1, **fields)))
+            await eventually(lambda bench=bench, name=name: num_copies(bench, ShadowResult.ANSWERED) == (name == "copied"))  # type: ignore[misc]
+            ledger = bench.gateway.service.ledger
+            assert ledger is not None
+            rows: list[Any] = []
+            while not rows:
+                rows = list(await ledger.rows(UsageQuery(by=["model"])))
+                await asyncio.sleep(0.01)
+            figures.append((rows, await used(bench, "daily_tokens", "key-of-acme")))
+            sent = bench.replicas[SHADOW].requests
+        assert len(bench.replicas[ONE].requests) == 1
+    assert answers[0] == answers[1]
+    assert figures[0] == figures[1]
+    assert [row["model"] for row in figures[0][0]] == [ONE]
+    (copy,) = sent
+    assert copy.priority is PriorityClass.BATCH
+    assert copy.prompt_ids == bench.replicas[ONE].requests[0].prompt_ids
+    assert (copy.params.n, copy.params.logprobs) == (fields.get("n", 1), None)
+
+
+async def test_a_share_of_the_requests_is_copied(text: TextModel) -> None:
+    async with open_bench(text, **copied(0.5)) as bench:
+        for _ in range(40):
+            await answered_by(bench)
+        await eventually(lambda: num_copies(bench, ShadowResult.ANSWERED) == len(bench.replicas[SHADOW].requests))
+        assert 5 < len(bench.replicas[SHADOW].requests) < 35
+
+
+async def test_a_shadow_that_fails_is_counted_and_not_noticed(text: TextModel) -> None:
+    def refuse(_request: EngineRequest, _stream: ReplicaStream) -> None:
+        raise RuntimeError("a fault")
+
+    async with open_bench(text, **copied()) as bench:
+        bench.replicas[SHADOW].on_submit = refuse
+        assert await answered_by(bench) == ONE
+        await eventually(lambda: num_copies(bench, ShadowResult.FAILED) == 1)
+
+
+async def test_a_busy_shadow_gets_no_copy(text: TextModel) -> None:
+    async with open_bench(text, **copied()) as bench:
+        shadow = bench.replicas[SHADOW]
+        assert shadow.snapshot is not None
+        shadow.snapshot = SeenLoad(snapshot(num_running=4, num_waiting=3, max_num_seqs=4), shadow.snapshot.received_s)
+        assert await answered_by(bench) == ONE
+        assert num_copies(bench, ShadowResult.SKIPPED) == 1
+        assert not shadow.requests
+
+
+async def test_few_copies_run_at_once_and_a_shutdown_ends_them(text: TextModel) -> None:
+    async with open_bench(text, **copied()) as bench:
+        shadow = bench.replicas[SHADOW]
+        shadow.go.clear()
+        for _ in range(MAX_COPIES + 2):
+            assert await answered_by(bench) == ONE
+        await eventually(lambda: len(shadow.requests) == MAX_COPIES)
+        assert num_copies(bench, ShadowResult.SKIPPED) == 2
+        memory = bench.gateway.service.memory
+        assert memory.prompts.held > 0, "copies are charged"
+        memory.check()
+        await bench.gateway.service.pipeline.shadows.close()
+        assert len(shadow.cancelled) == MAX_COPIES
+        assert memory.held == 0
+        assert not bench.gateway.service.models.get(SHADOW).users.num_users
+
+
+async def test_a_removed_shadow_stays_open_until_its_copy_has_ended(text: TextModel) -> None:
+    async with open_bench(text, **copied()) as bench:
+        shadow = bench.replicas[SHADOW]
+        shadow.go.clear()
+        await answered_by(bench)
+        await eventually(lambda: len(shadow.requests) == 1)
+        await apply(bench, {"models": served(ONE)})
+        assert not shadow.is_closed
+        shadow.go.set()
+        await eventually(lambda: shadow.is_closed)
+        assert not shadow.cancelled
+
+
+async def test_neither_a_caches_answer_nor_the_shadows_own_is_copied(text: TextModel) -> None:
+    config = routed([{"model": ONE, "size": "a"}, {"model": SHADOW, "size": "b"}], shadow={"model": SHADOW})
+    async with open_bench(text, **config, cache={"enabled": True}) as bench:
+        assert await answered_by(bench, "assistant:b") == SHADOW
+        for _ in range(2):
+            assert (await ask(bench, "assistant:a", temperature=0)).status_code == 200
+        await eventually(lambda: num_copies(bench, ShadowResult.ANSWERED) == 1)
+        assert len(bench.replicas[ONE].requests) == 1
+        assert len(bench.replicas[SHADOW].requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("route", "where", "reason"),
+    [
+        ({"targets": []}, "targets", "is empty"),
+        ({"targets": [{"model": "nobody"}]}, "targets[0].model", "is not a model's name"),
+        ({"targets": [{"model": ONE}, {"model": ONE}]}, "targets[1].model", "is a target twice"),
+        ({"targets": [{"model": ONE, "size": "s"}, {"model": TWO}]}, "targets[1].size", "is given to some targets alone"),
+        ({"targets": [{"model": ONE, "size": "a:b"}]}, "targets[0].size", "is not one word"),
+        ({"targets": [{"model": ONE, "version": "a@b"}]}, "targets[0].version", "is not one word"),
+        ({"targets": [{"model": ONE, "weight": 0}]}, "targets[0].weight", "is 0, as is that of all targets of its size"),
+        ({"targets": [{"model": ONE, "weight": -1}]}, "targets[0].weight", "is outside"),
+        ({"targets": [{"model": ONE}], "sticky": "user"}, "sticky", "is not one of request, session, tenant"),
+        ({"targets": [{"model": ONE}], "shadow": {"model": "assistant"}}, "shadow.model", "is not a model's name"),
+        ({"targets": [{"model": ONE}], "shadow": {"model": TWO, "share": 0}}, "shadow.share", "is outside"),
+    ],
+)
+def test_a_wrong_route_is_refused_by_its_key(route: dict[str, Any], where: str, reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        gateway_config(models=served(ONE, TWO), routes={"assistant": route})
+    assert caught.value.where == f"routes.assistant.{where}"
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [(ONE, "is served twice"), ("a:b", "has a : or @"), ("a@2", "has a : or @"), ("a b", "not a model name")]
+)
+def test_a_routes_name_is_a_models_name_without_size_and_version(name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        gateway_config(models=served(ONE, TWO), routes={name: {"targets": [{"model": ONE}]}})
