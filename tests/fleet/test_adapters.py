@@ -131,14 +131,16 @@ def deployment(state: Path, root: Path | None = None, **adapters: str) -> FleetC
     tiny = ModelSpec(name="tiny", folder=Path("none"), aliases=("small",), engine={"enable_lora": True}, adapters=adapters)
     other = replace(tiny, name="other", aliases=(), adapters={})
     plain = ModelSpec(name="plain", folder=Path("none"))
-    return FleetConfig(models=(tiny, other, plain), gateway={"state": str(state)}, lora_root=root)
+    gateway = {"state": str(state), "routes": {"chat": {"targets": [{"model": "tiny"}]}}}
+    return FleetConfig(models=(tiny, other, plain), gateway=gateway, lora_root=root)
 
 
 def test_the_file_wins_and_what_is_gone_is_left_out(tmp_path: Path, root: Path) -> None:
     config = deployment(tmp_path, root, law="/m/law").checked()
     assert config.adapters_file is not None
     sql = str(root / "sql")
-    keep(config.adapters_file, "tiny", dict.fromkeys(("sql", "law", "small", "other"), sql) | {"gone": str(root / "none"), "out": "/etc"})
+    below = dict.fromkeys(("sql", "law", "small", "other", "chat"), sql)
+    keep(config.adapters_file, "tiny", below | {"gone": str(root / "none"), "out": "/etc"})
     keep(config.adapters_file, "other", {"sql": sql, "med": sql})
     keep(config.adapters_file, "plain", {"plain-sql": sql})
     keep(config.adapters_file, "elsewhere", {"x": sql})
@@ -152,12 +154,13 @@ def test_the_file_wins_and_what_is_gone_is_left_out(tmp_path: Path, root: Path) 
         "law": "law is an adapter of tiny in the configuration",
         "small": "small is a model's name in the configuration: tiny",
         "other": "other is a model's name in the configuration: other",
+        "chat": "chat is a route's name in the configuration",
         "gone": f"there is no folder {str(root / 'none')!r}",
         "out": "'/etc' is not below lora_root",
         "plain-sql": "plain has no adapters now",
     }
     assert lists.left_out["other", "sql"] == "sql is an adapter of tiny"
-    assert len(lists.lines()) == 7
+    assert len(lists.lines()) == 8
 
 
 @pytest.mark.parametrize(

@@ -181,10 +181,12 @@ def test_the_deployments_budget_is_shown_without_any_tenant(tmp_path: Path) -> N
 
 def test_what_a_command_does_not_know_is_said(tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
-    file.write_text("tiers: {free: {requests_per_minute: 3}}\n")
-    made = CliRunner().invoke(app, ["keys", "create", "--tenant", "acme", "--models", "nosuch,headrace-tiny", "--config", str(file)])
+    file.write_text("tiers: {free: {requests_per_minute: 3}}\nroutes: {chat: {targets: [{model: headrace-tiny}]}}\n")
+    create = ["keys", "create", "--tenant", "acme", "--budget", "5", "--config", str(file), "--models"]
+    made = CliRunner().invoke(app, [*create, "nosuch,chat"])
     assert made.exit_code == 0
-    assert "has no model nosuch; it has headrace-tiny" in made.stderr
+    assert "has no model nosuch; it has headrace-tiny, chat" in made.stderr
+    assert "no price of headrace-tiny" in made.stderr, "the key's route leads to it"
     assert "built-in tiers" in CliRunner().invoke(app, ["tenants", "show", "acme"]).stderr
     assert "built-in tiers" not in CliRunner().invoke(app, ["tenants", "show", "acme", "--config", str(file)]).stderr
 

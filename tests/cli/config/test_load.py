@@ -176,6 +176,7 @@ def test_adapters_of_the_file_are_the_engines(tmp_path: Path, model_folder: Path
         ("adapters: {sql: 7}", "", "models[0].adapters.sql: expected str"),
         ("adapters: [sql]", "", "models[0].adapters: expected object, got array"),
         ("adapters: {}", "lora_root: /none", "lora_root: there is no folder '/none'."),
+        ("adapters: {sql: pirate}", "routes: {sql: {targets: [{model: tiny}]}}", "routes.sql: 'sql' is served twice."),
     ],
 )
 def test_adapters_that_cannot_be_served_are_refused(model: str, more: str, reason: str, tmp_path: Path, model_folder: Path) -> None:
@@ -332,6 +333,14 @@ def test_default_model_is_served_when_nothing_names_one(tmp_path: Path, model_fo
         ("models: [{engine: {model: M}}]\ngateway: {tiers: {free: {daily_tokens: 1}}}", "gateway.tiers", "Declare tiers at the top level"),
         ("models: [{engine: {model: M}}]\ngateway: {salt_key: 0123456789}", "gateway.salt_key", "Set site_key at the top level"),
         ("models: [{engine: {model: M}}]\ngateway: {prices: {M: {input: 1}}}", "gateway.prices", "Declare prices at the top level"),
+        ("models: [{engine: {model: M}}]\ngateway: {routes: {}}", "gateway.routes", "Declare routes at the top level"),
+        ("models: [{engine: {model: M}, name: a}]\nroutes: {r: {targets: [{model: b}]}}", "routes.r.targets[0].model", "There are: a."),
+        ("models: [{engine: {model: M}, name: a}]\nroutes: {a: {targets: [{model: a}]}}", "routes.a", "is served twice"),
+        (
+            "models: [{engine: {model: M}, name: a}]\nroutes: {r: {targets: [{model: a, version: 2}]}}",
+            "routes.r.targets[0].version",
+            "Write it in quotes",
+        ),
         ("models: [{engine: {model: M}}]\ngateway: {usage: {retention_days: 1}}", "gateway.usage", "Set usage at the top level"),
         ("models: [{engine: {model: M}}]\ngateway: {state: /s}", "gateway.state", "Set state at the top level"),
         ("models: [{engine: {model: M}}]\ndrain_timeout_s: -1", "drain_timeout_s", "outside 0..86400"),
