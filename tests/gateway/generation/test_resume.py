@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from gateway_kit import TestBench, eventually, metric, open_bench
+from gateway_kit import MODEL, TestBench, eventually, metric, open_bench
 from loop_network import NetworkedLoop
 from resume_kit import CHAT, COMPLETIONS, Event, answer_of, equal, kept, send, streaming_body, two_gateways
 
@@ -406,6 +406,17 @@ async def test_an_entry_of_another_version_is_unknown(text: TextModel) -> None:
         for other in (msgspec.msgpack.encode(newer), b"\xc1 what is this"):
             await store.put(answer_id, other, tenant="default", ttl_s=60)
             assert (await go_on(bench, events[-1].id)).status == 404
+
+
+async def test_a_stream_that_an_earlier_version_kept_goes_on_at_the_model_of_the_name(text: TextModel) -> None:
+    async with open_bench(text, timeouts=ON) as bench:
+        equal(bench.replica)
+        events = await left(bench)
+        answer_id = events[-1].id.partition("/")[0]
+        *older, model = msgspec.msgpack.decode(await _store(bench).get(answer_id) or b"")
+        assert model == MODEL
+        await _store(bench).put(answer_id, msgspec.msgpack.encode(older), tenant="default", ttl_s=60)
+        assert (await go_on(bench, events[-1].id)).status == 200
 
 
 async def test_the_log_line_of_a_resume_names_the_stream(text: TextModel, tmp_path: Path) -> None:

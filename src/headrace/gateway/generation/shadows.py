@@ -89,6 +89,7 @@ async def _answered(call: Call, model: ServedModel) -> None:
         sampling={name: value for name, value in call.parsed.sampling.items() if name not in NOT_COPIED},
         preferred_replica="",
         unsent=None,
+        has_fallback=True,  # a copy waits for no replica
         trace_headers={},
     )
     facts = PrincipalFacts(priority=PriorityClass.BATCH, salt=call.salt, ceiling=call.reservation.ceiling(call.price))
