@@ -108,7 +108,7 @@ def test_the_hint_decides_between_the_first_and_the_last_size() -> None:
     assert set(spread(ASSISTANT)) == {"small-1", "small-2"}
     assert set(spread(ASSISTANT, hint=lambda: LARGE)) == {"large-1"}
     target, reason = choose_target("assistant", ASSISTANT, RouteWish("assistant"), sender(1), lambda: LARGE)
-    assert (target.model, reason) == ("large-1", "assistant leads to it in the size large, since it is code")
+    assert (target.model, reason) == ("large-1", "assistant leads to it in the size large (it is code)")
 
 
 def test_a_choice_by_weight_says_so() -> None:

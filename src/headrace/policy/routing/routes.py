@@ -62,12 +62,17 @@ class ModelRoute:
     def models(self) -> list[str]:
         return [target.model for target in self.targets]
 
+    @property
+    def sizes(self) -> list[str]:
+        """The smallest first."""
+        return _distinct(each.size for each in self.targets)
+
     def matching(self, wish: RouteWish) -> list[RouteTarget]:
         return [each for each in self.targets if wish.size in ("", each.size) and wish.version in ("", each.version)]
 
     def forms(self, name: str) -> list[str]:
-        sizes, versions = _distinct(each.size for each in self.targets), _distinct(each.version for each in self.targets)
-        return [name, *(f"{name}:{size}" for size in sizes if size), *(f"{name}@{version}" for version in versions if version)]
+        versions = _distinct(each.version for each in self.targets)
+        return [name, *(f"{name}:{size}" for size in self.sizes if size), *(f"{name}@{version}" for version in versions if version)]
 
 
 class RouteWish(NamedTuple):
@@ -99,13 +104,13 @@ class Sender(NamedTuple):
 
 
 class SizeHint(NamedTuple):
-    """is_large: the last of the sizes, else the first; reason: a clause that follows "since\""""
+    """is_large: the last of the sizes, else the first; reason: a part of a sentence"""
 
     is_large: bool
     reason: str
 
 
-FIRST_SIZE = SizeHint(False, "it is the first")
+FIRST_SIZE = SizeHint(False, "the first one")
 
 
 def choose_target(name: str, route: ModelRoute, wish: RouteWish, sender: Sender, hint: Callable[[], SizeHint]) -> tuple[RouteTarget, str]:
@@ -117,7 +122,7 @@ def choose_target(name: str, route: ModelRoute, wish: RouteWish, sender: Sender,
     if len(sizes) > 1:
         is_large, reason = hint()
         size = sizes[-1 if is_large else 0]
-        among, why = [each for each in among if each.size == size], f"{why} in the size {size}, since {reason}"
+        among, why = [each for each in among if each.size == size], f"{why} in the size {size} ({reason})"
     if len(among) > 1:
         key = sender.key(route.sticky)
         chosen = max(among, key=lambda each: -each.weight / math.log(_point(wish.route, each.model, key)))
