@@ -273,9 +273,10 @@ class Metrics:
         leading = (model,) if replica is None else (model, replica)
         if replica is None:
             self.tenants.forget_model(model)
+            self.shadow_requests.remove(model)
         for labels in [labels for labels in self._replicas if labels[: len(leading)] == leading]:
             del self._replicas[labels]
-        for metric in (self.requests, self.sequences_resumed, self.shadow_requests):
+        for metric in (self.requests, self.sequences_resumed):
             metric.remove(*leading)
         for histogram in (
             self.time_to_first_token,
