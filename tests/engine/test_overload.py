@@ -36,7 +36,7 @@ class AdmittingEngine(VirtualEngine):
         queue = queue_state(served_before(load, request.priority), NOTHING_SENT, size, block_size=16)
         queue = self.watch.arrive(queue, rules, num_open=load.num_running + load.num_waiting + 1, now=self.now)
         goal_s = None if request.tier.ttft_ms is None else request.tier.ttft_ms / 1000
-        verdict = decide(queue, None, has_smaller=False, priority=request.priority, rules=rules, ttft_goal_s=goal_s)
+        verdict = decide(queue, rules=rules, ttft_goal_s=goal_s)
         if verdict.outcome is AdmissionOutcome.REFUSED:
             self.watch.refuse(queue, rules, now=self.now)
             self.refused[request.request_id] = Overloaded("busy", retry_after_s=verdict.retry_after_s)

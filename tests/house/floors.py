@@ -130,7 +130,9 @@ FLOORS: dict[str, Floor] = {
         ),
         ("msgspec",),
     ),
-    "headrace.gateway.generation.run": Floor(_ours("core", *ABOVE_THE_SEAM, "gateway.generation", "observe.metrics")),
+    "headrace.gateway.generation.run": Floor(
+        _ours("core", *ABOVE_THE_SEAM, "gateway.generation", "gateway.upstream.fallback", "observe.metrics")
+    ),
     "headrace.gateway.generation.stages": Floor(
         _ours(
             "core",
@@ -139,7 +141,9 @@ FLOORS: dict[str, Floor] = {
             "gateway.generation",
             "gateway.ledger.record",
             "gateway.sessions",
+            "observe.metrics",
             "observe.store_metrics",
+            "policy.fallbacks",
         )
     ),
     "headrace.gateway.cache": Floor(

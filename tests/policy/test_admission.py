@@ -45,10 +45,8 @@ def bound_s(queue: QueueState, goal_s: float | None = None) -> float:
     return RULES.wait_bound_s(queue.answer_s, goal_s, is_overloaded=queue.is_overloaded)
 
 
-def outcome(
-    queue: QueueState | None, smaller: QueueState | None = None, *, has_smaller: bool = False, priority: PriorityClass = STANDARD
-) -> AdmissionOutcome:
-    return decide(queue, smaller, has_smaller=has_smaller, priority=priority, rules=RULES).outcome
+def outcome(queue: QueueState | None) -> AdmissionOutcome:
+    return decide(queue, rules=RULES).outcome
 
 
 @given(own=st.integers(1, 50), others=st.lists(st.integers(1, 50), max_size=5), depth=st.integers(0, 2000), wait_s=st.floats(0, 1000))
@@ -70,31 +68,14 @@ def test_a_short_queue_is_joined_as_if_there_were_no_rules() -> None:
     assert outcome(None) is AdmissionOutcome.SERVED, "a server that does not report its load"
 
 
-def test_a_deep_queue_sends_what_is_not_premium_to_the_smaller_model() -> None:
-    for priority, expected in (
-        (PREMIUM, AdmissionOutcome.QUEUED),
-        (STANDARD, AdmissionOutcome.SMALLER_MODEL),
-        (BATCH, AdmissionOutcome.SMALLER_MODEL),
-    ):
-        assert outcome(DEEP, IDLE, has_smaller=True, priority=priority) is expected
-    assert outcome(DEEP) is AdmissionOutcome.QUEUED, "there is no smaller one"
-    assert outcome(DEEP, DEEP, has_smaller=True) is AdmissionOutcome.QUEUED, "it is busy, too"
-
-
-def test_a_premium_request_takes_the_smaller_model_before_it_is_refused() -> None:
-    assert outcome(LONG, IDLE, has_smaller=True, priority=PREMIUM) is AdmissionOutcome.SMALLER_MODEL
-    assert outcome(LONG, LONG, has_smaller=True, priority=PREMIUM) is AdmissionOutcome.REFUSED
-
-
-def test_every_class_joins_up_to_the_same_wait() -> None:
-    for priority in PriorityClass:
-        assert outcome(QueueState(0, 8.0), priority=priority) is AdmissionOutcome.SERVED
-        assert outcome(QueueState(0, 8.01), priority=priority) is AdmissionOutcome.REFUSED
+def test_a_wait_is_joined_up_to_its_bound() -> None:
+    assert outcome(QueueState(0, 8.0)) is AdmissionOutcome.SERVED
+    assert outcome(QueueState(0, 8.01)) is AdmissionOutcome.REFUSED
 
 
 def test_a_goal_for_the_first_token_shortens_the_wait_and_never_lengthens_it() -> None:
     def with_goal(goal_s: float) -> AdmissionOutcome:
-        return decide(QueueState(0, 3.0), None, has_smaller=False, priority=STANDARD, rules=RULES, ttft_goal_s=goal_s).outcome
+        return decide(QueueState(0, 3.0), rules=RULES, ttft_goal_s=goal_s).outcome
 
     assert with_goal(2.0) is AdmissionOutcome.REFUSED
     assert with_goal(4.0) is AdmissionOutcome.REFUSED, "its own prompt would take the rest of the goal"
@@ -110,24 +91,19 @@ def test_a_lasting_overload_allows_a_short_wait_and_a_peak_a_longer_one() -> Non
     assert AdmissionRules().wait_bound_s(0.3, None, is_overloaded=False) == 10.0
 
 
-@given(states, states, st.booleans(), st.sampled_from(PriorityClass), st.none() | st.floats(0.1, 100))
-def test_a_refusal_is_the_last_resort_and_says_when_to_come_back(
-    queue: QueueState | None, smaller: QueueState | None, has_smaller: bool, priority: PriorityClass, goal_s: float | None
-) -> None:
-    verdict = decide(queue, smaller, has_smaller=has_smaller, priority=priority, rules=RULES, ttft_goal_s=goal_s)
+@given(states, st.none() | st.floats(0.1, 100))
+def test_a_refusal_is_the_last_resort_and_says_when_to_come_back(queue: QueueState | None, goal_s: float | None) -> None:
+    verdict = decide(queue, rules=RULES, ttft_goal_s=goal_s)
     if verdict.outcome is AdmissionOutcome.REFUSED:
         assert queue is not None
         assert queue.wait_s > bound_s(queue, goal_s)
         assert MIN_RETRY_S <= verdict.retry_after_s <= MAX_RETRY_S
-        assert not has_smaller or (smaller is not None and (smaller.depth > BUSY_DEPTH or smaller.wait_s > bound_s(smaller, goal_s)))
         back = replace(queue, wait_s=max(0.0, queue.wait_s - verdict.retry_after_s - 1e-6), depth=0, is_overloaded=True)
         assert verdict.retry_after_s == MAX_RETRY_S or outcome(back) is AdmissionOutcome.SERVED or goal_s, "it comes back in time"
     if verdict.outcome is AdmissionOutcome.QUEUED:
         assert queue is not None
         assert queue.wait_s <= bound_s(queue, goal_s)
         assert queue.depth > BUSY_DEPTH
-    if verdict.outcome is AdmissionOutcome.SMALLER_MODEL:
-        assert has_smaller
 
 
 def load(**changes: float) -> LoadSnapshot:
@@ -173,10 +149,7 @@ def test_a_premium_request_waits_for_no_batch_request() -> None:
 
 @given(class_loads, st.none() | st.floats(0.1, 100))
 def test_a_higher_class_is_never_refused_where_a_lower_one_is_not(classes: list[ClassLoad], goal_s: float | None) -> None:
-    verdicts = [
-        decide(wait_of(priority, classes), None, has_smaller=False, priority=priority, rules=RULES, ttft_goal_s=goal_s)
-        for priority in PriorityClass
-    ]
+    verdicts = [decide(wait_of(priority, classes), rules=RULES, ttft_goal_s=goal_s) for priority in PriorityClass]
     refused = [verdict.outcome is AdmissionOutcome.REFUSED for verdict in verdicts]
     assert refused == sorted(refused)
     retries = [verdict.retry_after_s for verdict in verdicts if verdict.outcome is AdmissionOutcome.REFUSED]
@@ -193,7 +166,7 @@ def test_a_full_queue_and_the_ladder_make_one_retry_time_of_one_wait() -> None:
     queue = queue_state(seen, SentSince(), RequestSize(0, 128), block_size=16)
     assert full_queue_retry_s(seen, BATCH, block_size=16) == retry_after_s(queue, 0.0) == pytest.approx(queue.wait_s)
     assert MIN_RETRY_S < queue.wait_s < MAX_RETRY_S
-    refused = decide(queue, None, has_smaller=False, priority=STANDARD, rules=RULES)
+    refused = decide(queue, rules=RULES)
     assert refused.retry_after_s == retry_after_s(queue, bound_s(replace(queue, is_overloaded=True)))
 
 
@@ -245,7 +218,7 @@ class Server:
         queue = self.watch.arrive(queue, DEFAULT_RULES, num_open=len(self.ends) + 1, now=now)
         if queue.is_overloaded:
             self.overloaded.append(now)
-        verdict = decide(queue, None, has_smaller=False, priority=PriorityClass.STANDARD, rules=DEFAULT_RULES, ttft_goal_s=goal_s)
+        verdict = decide(queue, rules=DEFAULT_RULES, ttft_goal_s=goal_s)
         if verdict.outcome is AdmissionOutcome.REFUSED:
             self.watch.refuse(queue, DEFAULT_RULES, now=now)
             self.refused.append(now)
@@ -358,7 +331,7 @@ class FairServer:
         whole = QueueState(num_open - 1, max(0.0, self.free_at - now) + (num_open - 1) / self.rate, num_slots=1, answer_s=0.5)
         turn = TenantTurn(counts[tenant], num_open, sum(map(bool, counts.values())))
         queue = self.watch.arrive(whole, DEFAULT_RULES, num_open=num_open, now=now).at_turn(turn)
-        if decide(queue, None, has_smaller=False, priority=PriorityClass.STANDARD, rules=DEFAULT_RULES).outcome is AdmissionOutcome.REFUSED:
+        if decide(queue, rules=DEFAULT_RULES).outcome is AdmissionOutcome.REFUSED:
             self.watch.refuse(queue, DEFAULT_RULES, now=now)
             self.refused[tenant] += 1
         else:

@@ -102,6 +102,8 @@ def _stages(explanation: Explanation) -> Iterator[str]:
 
 def _route(explanation: Explanation) -> Iterator[str]:
     route = explanation.route
+    for each in route.models:
+        yield f"model     {each.model}{'' if each.is_chosen else ', passed over'}: {each.reason}"
     if route.cache_tier is not None:
         yield f"answered  from the {route.cache_tier} cache"
     for attempt in route.attempts:

@@ -147,6 +147,7 @@ async def _open_service(
         answer_cache=answer_cache,
         kept_streams=kept_streams,
         open_requests=open_requests,
+        metrics=metrics,
         clock=sources.clock,
         unix_time=sources.unix_time,
     )

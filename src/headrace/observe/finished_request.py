@@ -186,6 +186,7 @@ class Answered(NamedTuple):
     failure       the engine's message, for the operator, where it ended a sequence without an answer
     prompt_blocks  of a single prompt, where `log_prompt_blocks` is set (`core.hashing.recorded_blocks`)
     limits        that the request counted in
+    models        that were chosen or passed over, where the model has fallbacks
     """
 
     model: str | None = None
@@ -204,6 +205,7 @@ class Answered(NamedTuple):
     handling: AnswerHandling = AnswerHandling()
     miss: PromptMiss | None = None
     limits: tuple[LimitUse, ...] = ()
+    models: tuple[ModelStep, ...] = ()
 
 
 class End(NamedTuple):

@@ -209,6 +209,9 @@ class Metrics:
         self.shadow_requests = self._counted(
             "headrace_shadow_requests", "Copies of requests for the shadow model of their route.", ("model", "result")
         )
+        self.fallbacks = self._counted(
+            "headrace_fallbacks", "Requests given to a fallback of their model, by why that did not answer.", ("model", "to", "reason")
+        )
         self.time_to_first_token = self._tallied(
             "headrace_time_to_first_token_seconds", "Arrival at the gateway to the first token.", LABELS, TTFT_BUCKETS
         )
@@ -273,6 +276,7 @@ class Metrics:
         leading = (model,) if replica is None else (model, replica)
         if replica is None:
             self.tenants.forget_model(model)
+            self.fallbacks.remove(model)
             self.shadow_requests.remove(model)
         for labels in [labels for labels in self._replicas if labels[: len(leading)] == leading]:
             del self._replicas[labels]

@@ -1,9 +1,9 @@
-"""Decides what becomes of a request whose model is busy, and tells a lasting overload from a peak. The first outcome that is possible is
-taken:
+"""Decides what becomes of a request at a model that may be busy, and tells a lasting overload from a peak. The first outcome that is
+possible is taken:
 
-    served -> smaller model -> queued -> refused
+    served -> queued -> refused
 
-See docs/tenancy.md, "Busy models".
+`policy.fallbacks` decides whether another model answers. See docs/tenancy.md, "Busy models".
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class AdmissionOutcome(StrEnum):
 
     SERVED = "served"
     CACHED_ANSWER = "cached_answer"
-    SMALLER_MODEL = "smaller_model"
+    FALLBACK = "fallback"
     QUEUED = "queued"
     REFUSED = "refused"
 
@@ -78,23 +78,10 @@ class AdmissionVerdict:
     retry_after_s: float = 0.0
 
 
-def decide(
-    queue: QueueState | None,
-    smaller: QueueState | None,
-    *,
-    has_smaller: bool,
-    priority: PriorityClass,
-    rules: AdmissionRules,
-    ttft_goal_s: float | None = None,
-) -> AdmissionVerdict:
-    if not _is_busy(queue, rules, ttft_goal_s):
+def decide(queue: QueueState | None, *, rules: AdmissionRules, ttft_goal_s: float | None = None) -> AdmissionVerdict:
+    if queue is None or not _is_busy(queue, rules, ttft_goal_s):
         return AdmissionVerdict(AdmissionOutcome.SERVED)
-    assert queue is not None
-    may_wait = queue.wait_s <= _bound_s(queue, rules, ttft_goal_s)
-    takes_smaller = has_smaller and not _is_busy(smaller, rules, ttft_goal_s)
-    if takes_smaller and (priority is not PriorityClass.PREMIUM or not may_wait):
-        return AdmissionVerdict(AdmissionOutcome.SMALLER_MODEL)
-    if may_wait:
+    if queue.wait_s <= _bound_s(queue, rules, ttft_goal_s):
         return AdmissionVerdict(AdmissionOutcome.QUEUED)
     # A refusal begins or continues an overload, so that the short wait will be asked of the request when it comes back.
     back_s = _bound_s(replace(queue, is_overloaded=True), rules, ttft_goal_s)
@@ -133,8 +120,8 @@ def _bound_s(queue: QueueState, rules: AdmissionRules, ttft_goal_s: float | None
     return rules.wait_bound_s(queue.answer_s, ttft_goal_s, is_overloaded=queue.is_overloaded)
 
 
-def _is_busy(queue: QueueState | None, rules: AdmissionRules, ttft_goal_s: float | None) -> bool:
-    return queue is not None and (queue.depth > BUSY_DEPTH or queue.wait_s > _bound_s(queue, rules, ttft_goal_s))
+def _is_busy(queue: QueueState, rules: AdmissionRules, ttft_goal_s: float | None) -> bool:
+    return queue.depth > BUSY_DEPTH or queue.wait_s > _bound_s(queue, rules, ttft_goal_s)
 
 
 GROWTH_SHARE = 0.2

@@ -25,7 +25,7 @@ SMALL = "cub"
 
 def two_models(**more: Any) -> list[dict[str, Any]]:
     replica = {"address": "unix:/nowhere"}
-    big = {"name": MODEL, "folder": "/nowhere", "replicas": [{"name": "big", **replica}], "smaller": SMALL}
+    big = {"name": MODEL, "folder": "/nowhere", "replicas": [{"name": "big", **replica}], "fallbacks": {"busy": [SMALL]}}
     return [{**big, **more}, {"name": SMALL, "folder": "/nowhere", "replicas": [{"name": "small", **replica}]}]
 
 
@@ -61,15 +61,15 @@ async def test_a_busy_models_requests_go_to_the_smaller_one_unless_they_are_prem
         assert await asked(bench, "key-standard") == (200, MODEL, MODEL, "served")
         load_of(big, num_running=4, num_waiting=11)
         assert await asked(bench, "key-premium-0") == (200, MODEL, MODEL, "queued")
-        assert await asked(bench, "key-standard") == (200, SMALL, SMALL, "smaller_model")
-        assert await asked(bench, "key-batch-000") == (200, SMALL, SMALL, "smaller_model")
+        assert await asked(bench, "key-standard") == (200, SMALL, SMALL, "fallback")
+        assert await asked(bench, "key-batch-000") == (200, SMALL, SMALL, "fallback")
         load_of(small, num_running=4, num_waiting=11)
         assert await asked(bench, "key-standard") == (200, MODEL, MODEL, "queued")
         assert (len(big.requests), len(small.requests)) == (3, 2)
 
 
 async def test_a_queue_longer_than_the_wait_is_refused_before_a_prompt_is_read(text: TextModel) -> None:
-    async with open_bench(text, models=two_models(smaller=""), api_keys=KEYS, admission={"max_wait_s": 5.0}) as bench:
+    async with open_bench(text, models=two_models(fallbacks={}), api_keys=KEYS, admission={"max_wait_s": 5.0}) as bench:
         load_of(bench.replicas["big"], num_queued_tokens=20_000, step_fixed_s=0.01, step_token_s=0.001)
         jobs = bench.gateway.service.text_pool.reading()
         response = await post(bench, "key-standard")
@@ -83,7 +83,7 @@ async def test_a_queue_longer_than_the_wait_is_refused_before_a_prompt_is_read(t
 
 async def test_each_class_waits_for_itself_and_the_classes_above_it(text: TextModel) -> None:
     """A flood of batch requests refuses itself, with the time that it takes, and neither standard nor premium ones."""
-    async with open_bench(text, models=two_models(smaller=""), api_keys=KEYS, admission={"max_wait_s": 5.0}) as bench:
+    async with open_bench(text, models=two_models(fallbacks={}), api_keys=KEYS, admission={"max_wait_s": 5.0}) as bench:
         big = bench.replicas["big"]
         assert big.info is not None
         big.info = replace(big.info, model=replace(big.info.model, queue_policy="priority"))
@@ -102,7 +102,7 @@ async def test_each_class_waits_for_itself_and_the_classes_above_it(text: TextMo
 
 
 async def test_a_tenant_with_few_requests_is_not_refused_for_the_flood_of_another(text: TextModel) -> None:
-    async with open_bench(text, models=two_models(smaller=""), api_keys=KEYS, admission={"max_wait_s": 5.0}) as bench:
+    async with open_bench(text, models=two_models(fallbacks={}), api_keys=KEYS, admission={"max_wait_s": 5.0}) as bench:
         big = bench.replicas["big"]
         assert big.info is not None
         big.info = replace(big.info, model=replace(big.info.model, queue_policy="fair"))
@@ -115,7 +115,7 @@ async def test_a_tenant_with_few_requests_is_not_refused_for_the_flood_of_anothe
 
 async def test_open_requests_of_another_model_excuse_no_flood(text: TextModel) -> None:
     """Half of its queue would be within the bound."""
-    async with open_bench(text, models=two_models(smaller=""), api_keys=KEYS, admission={"max_wait_s": 5.0}) as bench:
+    async with open_bench(text, models=two_models(fallbacks={}), api_keys=KEYS, admission={"max_wait_s": 5.0}) as bench:
         big, service = bench.replicas["big"], bench.gateway.service
         assert big.info is not None
         big.info = replace(big.info, model=replace(big.info.model, queue_policy="fair"))
@@ -129,7 +129,7 @@ async def test_open_requests_of_another_model_excuse_no_flood(text: TextModel) -
 
 
 async def test_one_tenant_has_its_part_of_the_open_requests(text: TextModel) -> None:
-    async with open_bench(text, models=two_models(smaller=""), api_keys=KEYS, limits={"max_requests": 8}) as bench:
+    async with open_bench(text, models=two_models(fallbacks={}), api_keys=KEYS, limits={"max_requests": 8}) as bench:
         open_requests = bench.gateway.service.open_requests
         with ExitStack() as flood:
             for number in range(2):
@@ -142,7 +142,7 @@ async def test_one_tenant_has_its_part_of_the_open_requests(text: TextModel) -> 
 
 
 async def test_an_engine_whose_order_knows_no_classes_has_one_queue_for_all(text: TextModel) -> None:
-    async with open_bench(text, models=two_models(smaller=""), api_keys=KEYS, admission={"max_wait_s": 5.0}) as bench:
+    async with open_bench(text, models=two_models(fallbacks={}), api_keys=KEYS, admission={"max_wait_s": 5.0}) as bench:
         big = bench.replicas["big"]
         assert big.info is not None
         big.info = replace(big.info, model=replace(big.info.model, queue_policy="fcfs"))
@@ -160,7 +160,7 @@ async def test_an_engine_whose_order_knows_no_classes_has_one_queue_for_all(text
 
 async def test_requests_that_no_replica_was_sent_yet_are_part_of_the_queue(text: TextModel) -> None:
     """Else all that arrive while the event loop is busy would be admitted by the same short queue."""
-    async with open_bench(text, models=two_models(smaller=""), api_keys=KEYS, admission={"max_wait_s": 5.0}) as bench:
+    async with open_bench(text, models=two_models(fallbacks={}), api_keys=KEYS, admission={"max_wait_s": 5.0}) as bench:
         load_of(bench.replicas["big"], step_fixed_s=0.01, step_token_s=0.001)
         unsent = bench.gateway.service.models.get(MODEL).unsent
         others = [unsent.add(PriorityClass.STANDARD) for _ in range(300)]
@@ -178,7 +178,7 @@ async def test_requests_that_no_replica_was_sent_yet_are_part_of_the_queue(text:
 
 async def test_the_queue_of_a_replica_that_is_not_ready_has_its_bound_too(text: TextModel) -> None:
     """A replica that is silent for a moment is waited for. All that arrives in that moment would be let in."""
-    async with open_bench(text, models=two_models(smaller=""), api_keys=KEYS) as bench:
+    async with open_bench(text, models=two_models(fallbacks={}), api_keys=KEYS) as bench:
         big = bench.replicas["big"]
         load_of(big, num_queued_tokens=20_000, step_fixed_s=0.01, step_token_s=0.001)
         big.state = ConnectionState.SILENT
@@ -194,7 +194,7 @@ async def test_the_queue_of_a_replica_that_is_not_ready_has_its_bound_too(text: 
 
 
 async def test_a_request_that_is_refused_later_joins_no_longer(text: TextModel) -> None:
-    async with open_bench(text, models=two_models(smaller=""), api_keys=KEYS) as bench:
+    async with open_bench(text, models=two_models(fallbacks={}), api_keys=KEYS) as bench:
         body = {"model": MODEL, "messages": [{"role": "user", "content": "word " * 2000}]}
         response = await bench.client.post("/v1/chat/completions", json=body, headers={"authorization": "Bearer key-standard"})
         assert response.status_code == 400
@@ -203,7 +203,7 @@ async def test_a_request_that_is_refused_later_joins_no_longer(text: TextModel) 
 
 async def test_a_tiers_goal_bounds_its_wait(text: TextModel) -> None:
     keys = [{"key": "key-hurried-0", "tenant": "hurried", "tier": "hurried"}, {"key": "key-patient-0", "tenant": "patient"}]
-    async with open_bench(text, models=two_models(smaller=""), api_keys=keys, tiers={"hurried": {"ttft_ms": 500.0}}) as bench:
+    async with open_bench(text, models=two_models(fallbacks={}), api_keys=keys, tiers={"hurried": {"ttft_ms": 500.0}}) as bench:
         load_of(bench.replicas["big"], num_queued_tokens=2_000, step_fixed_s=0.01, step_token_s=0.001)
         assert (await asked(bench, "key-hurried-0"))[0] == 429
         assert (await asked(bench, "key-patient-0"))[0] == 200
@@ -221,7 +221,7 @@ async def test_a_smaller_model_that_the_key_may_not_use_is_not_used(text: TextMo
 async def test_a_request_that_its_engine_refuses_says_so_whatever_was_decided_before(
     text: TextModel, num_waiting: int, step: str, is_streaming: bool
 ) -> None:
-    async with open_bench(text, models=two_models(smaller=""), api_keys=KEYS) as bench:
+    async with open_bench(text, models=two_models(fallbacks={}), api_keys=KEYS) as bench:
         big = bench.replicas["big"]
         load_of(big, num_running=4, num_waiting=num_waiting)
         assert (await asked(bench, "key-standard"))[3] == step
@@ -233,16 +233,16 @@ async def test_a_request_that_its_engine_refuses_says_so_whatever_was_decided_be
         assert response.headers["x-headrace-model"] == MODEL
 
 
-@pytest.mark.parametrize("smaller", [MODEL, "nowhere"])
+@pytest.mark.parametrize(
+    ("fallbacks", "match"),
+    [
+        ({"busy": [MODEL]}, r"models\[0\].fallbacks.busy: 'fox' is not the name of another model"),
+        ({"failed": ["nowhere"]}, "'nowhere' is not the name of another model"),
+        ({"failed": [SMALL, SMALL]}, "names 'cub' twice"),
+        ({"slow": [SMALL]}, "models.0..fallbacks.slow: is not a known key"),
+    ],
+)
 @pytest.mark.pure
-def test_a_smaller_model_is_another_one_that_is_served(smaller: str) -> None:
-    with pytest.raises(ConfigError, match="another model"):
-        config_from({"models": two_models(smaller=smaller)})
-
-
-@pytest.mark.pure
-def test_requests_go_down_one_step() -> None:
-    models = two_models()
-    models[1]["smaller"] = MODEL
-    with pytest.raises(ConfigError, match="has a smaller model itself"):
-        config_from({"models": models})
+def test_fallbacks_are_other_models_that_are_served(fallbacks: dict[str, list[str]], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        config_from({"models": two_models(fallbacks=fallbacks)})

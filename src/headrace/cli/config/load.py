@@ -51,6 +51,7 @@ ELSEWHERE = {
 """Keys of the packages' configs that are computed from other keys, or have one good value -> what to do instead."""
 
 REMOVED = {
+    "models[N].smaller": "Write fallbacks: {busy: [NAME]}: the models that answer while this one is busy.",
     "models[N].upstreams[N].first_token_s": "silence_s holds before the first token too.",
     "models[N].upstreams[N].allow_link_local": "A server at a link-local address is never connected to: name it by another address.",
     "gateway.timeouts.sse_ping_s": "A quiet stream gets a comment line every 10 s: give proxies a longer time.",

@@ -23,6 +23,7 @@ from headrace.gateway.ledger.config import UsageConfig
 from headrace.gateway.upstream.model_config import ForeignConfig, ModelConfig, ReplicaConfig
 from headrace.machine.folders import expanded
 from headrace.observe.logs import LogFormat
+from headrace.policy.fallbacks import NO_FALLBACKS, Fallbacks
 from headrace.policy.limits.price import Price
 from headrace.policy.limits.tier import Tier
 from headrace.policy.routing.routes import ModelRoute
@@ -98,11 +99,7 @@ class ModelSection:
         "JSON.",
         "--lora-modules",
     )
-    smaller: str = option(
-        "",
-        "Name of another served model that answers, by its own name, while this one is busy ([tenancy.md](tenancy.md#busy-models)).",
-        role=Role.TENANTS,
-    )
+    fallbacks: Fallbacks = section(Fallbacks, role=Role.TENANTS)
     tool_call_parser: str = option(
         AUTO,
         "How the model writes calls: a name that vLLM has for it (`hermes`, `llama3_json`, `mistral`, `pythonic`, ...), or `none`. `auto`: "
@@ -122,8 +119,8 @@ class ModelSection:
 
     @property
     def of_gateway(self) -> dict[str, object]:
-        smaller = {"smaller": self.smaller} if self.smaller else {}
-        return {**smaller, **(self.parsers if self.engine is not None or self.remote is not None else {})}
+        fallbacks = {} if self.fallbacks == NO_FALLBACKS else {"fallbacks": plain(self.fallbacks)}
+        return {**fallbacks, **(self.parsers if self.engine is not None or self.remote is not None else {})}
 
     def engine_options(self, resolve: Callable[[str], Path]) -> dict[str, Any]:
         """The options of engines that are started here, but for their adapters. resolve: as of `ServeConfig.fleet`"""
@@ -350,7 +347,7 @@ class ServeConfig:
 
 
 def _as_gateway_model(model: ModelSection) -> ModelConfig:
-    answered = ModelConfig(name=model.served_name, aliases=model.aliases, upstreams=model.upstreams, smaller=model.smaller)
+    answered = ModelConfig(name=model.served_name, aliases=model.aliases, upstreams=model.upstreams, fallbacks=model.fallbacks)
     if model.remote is not None:
         return replace(answered, folder=model.remote.model, replicas=model.remote.gateway_replicas())
     if model.engine is not None:

@@ -156,7 +156,7 @@ class ModelOpener:
         upstream = model.served.upstream
         if model.pool is not None and model.text is not None:
             upstream = self._engines(config, model.text, model.pool, model.foreign)
-        return replace(model.served, aliases=config.aliases, upstream=upstream, smaller=config.smaller)
+        return replace(model.served, aliases=config.aliases, upstream=upstream, fallbacks=config.fallbacks)
 
     def _engines(self, config: ModelConfig, text: LoadedText, pool: ReplicaPool, foreign: HttpUpstream | None) -> Upstream:
         model_text = ModelText(self._text_pool, text.name, text.model.tokenizer)
@@ -170,7 +170,7 @@ class ModelOpener:
         return OpenModel(config, self._served(config, upstream), stack, foreign, failure=text.error)
 
     def _served(self, config: ModelConfig, upstream: Upstream) -> ServedModel:
-        return ServedModel(config.name, config.aliases, upstream, int(self._sources.unix_time()), smaller=config.smaller)
+        return ServedModel(config.name, config.aliases, upstream, int(self._sources.unix_time()), fallbacks=config.fallbacks)
 
     def _replica(self, config: ReplicaConfig, text: LoadedText, circuit: ReplicaCircuit) -> Replica:
         return Replica(ReplicaId(config.name), self._connect(config, text.model, self._sources.clock), circuit)

@@ -13,7 +13,7 @@ from typing import Any, Self
 from msgspec import Struct, structs
 
 from headrace.core.clock import Clock
-from headrace.core.errors import DeadlineBeforeStart
+from headrace.core.errors import DeadlineBeforeStart, HeadraceError
 from headrace.core.hashing import TENANT_SALT_BYTES
 from headrace.core.ids import RequestId
 from headrace.core.sampling import SamplingParams
@@ -23,6 +23,7 @@ from headrace.gateway.generation.answer_encoder import AnswerEncoder, EventRecor
 from headrace.gateway.generation.answer_memory import AnswerMemory
 from headrace.gateway.generation.config import RequestConfig
 from headrace.gateway.generation.event_log import LAST_EVENT_ID, EventLog
+from headrace.gateway.generation.fallback_chain import FallbackChain, fallback_chain
 from headrace.gateway.generation.parsed_request import ParsedRequest
 from headrace.gateway.generation.progress import RequestProgress
 from headrace.gateway.http.exchange import Exchange
@@ -35,7 +36,7 @@ from headrace.gateway.upstream.seam import NO_USAGE, EventStream, Prepared, Toke
 from headrace.gateway.upstream.served_models import ChosenModel, ModelTable, ServedModel
 from headrace.observe.finished_request import Asked, ModelStep
 from headrace.policy.admission import UnsentRequest
-from headrace.policy.limits.price import Price
+from headrace.policy.limits.price import Price, highest
 
 ASKED_PARAMETERS = Asked._fields[Asked._fields.index("n") :]
 
@@ -82,13 +83,16 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
     parsed             the request's body; the session stage puts the session's history before the messages
     asked, model       the model that the client named, or its route chose, and the model that answers, which `choose_model` may change
     shadow             gets a copy of the request
+    fallbacks          models that may answer in the place of `asked`
+    after              the same call at the model that may answer after a failure; raises an error where there is none. None: no
+                       other model may answer
     memory             the part of `charges` that the answer uses
     deadline_at        on the clock of `Exchange.arrived_at`; None: no deadline
     answer_id          id of the request that began the stream
     created            Unix seconds at which the answer was begun
     history            messages of a chat, from `take_turn` on with the session's; empty for a completion
     earlier            output of the stream that this request continues, set by `resume`
-    preferred_replica, unsent  see `GenerationRequest`
+    preferred_replica, unsent, has_fallback  see `GenerationRequest`
     """
 
     exchange: Exchange
@@ -111,6 +115,9 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
     earlier: EarlierOutput | None = None
     preferred_replica: str = ""
     unsent: UnsentRequest | None = None
+    fallbacks: FallbackChain = ()
+    has_fallback: bool = False
+    after: Callable[[HeadraceError], Call] | None = None
 
     @classmethod
     def opened(
@@ -126,7 +133,7 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
         salt_key: bytes,
         now: int,
     ) -> Self:
-        """now: Unix seconds. Raises InvalidRequest."""
+        """now: Unix seconds. Raises InvalidRequest, and Unavailable for a fallback that may be the adapter of a model that starts."""
         model = chosen.model
         ending = Ending(model, chosen.steps)
         given = map(parsed.sampling.get, ASKED_PARAMETERS)
@@ -152,6 +159,7 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
             answer_id=exchange.request_id,
             created=now,
             history=History(parsed.prompt.messages) if isinstance(parsed.prompt, Conversation) else History(),
+            fallbacks=fallback_chain(model, parsed.routing, models.usable_by(exchange.principal)),
         )
 
     @property
@@ -168,6 +176,14 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
         return self.config.price_of(self.model.base_name)
 
     @property
+    def highest_price(self) -> Price:
+        """What the dearest of the models that may answer costs."""
+        if not self.fallbacks:
+            return self.price
+        models = (self.asked, *[model for _, model in self.fallbacks])
+        return highest([self.config.price_of(name) for name in {model.base_name for model in models}])
+
+    @property
     def shown_model(self) -> str:
         """The name or alias that the client sent, unless another model answers."""
         asked = self.parsed.model
@@ -177,9 +193,9 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
         return structs.replace(self, **values)
 
     def answered_by(self, model: ServedModel) -> Self:
-        """The model of the call's `Ending` becomes the same."""
+        """The model of the call's `Ending` becomes the same. Replicas of two models may have one name."""
         self.ending.answered_by(model)
-        return self.changed(model=model)
+        return self.changed(model=model, preferred_replica=self.preferred_replica if model is self.model else "")
 
     def remaining_s(self, clock: Clock) -> float | None:
         if self.deadline_at is None:
@@ -201,6 +217,7 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
             earlier=self.earlier,
             preferred_replica=self.preferred_replica,
             unsent=self.unsent,
+            has_fallback=self.has_fallback,
             foreign_fields=parsed.foreign_fields,
             trace_headers={} if self.exchange.trace is None else self.exchange.trace.headers(),
         )
@@ -212,7 +229,7 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
             priority=self.parsed.priority,
             tier=principal.tier.terms(principal.tier_name),
             salt=self.salt,
-            ceiling=self.reservation.ceiling(self.price),
+            ceiling=self.reservation.ceiling(self.highest_price),
         )
 
 
@@ -244,8 +261,11 @@ class Ready(Struct, frozen=True, kw_only=True, eq=False):
     event_log        None: the events have no ids
     replay           called before the first new event; sends what the client of a continued stream lacks
     recorders        each is given every event of the answer, also of a cache's
-    before_end       each is awaited with the replica's name before the last bytes are sent; when one raises, the answer ends with it
+    before_end       each is awaited with the answer as it was made, and the replica's name, before the last bytes are sent; when one
+                     raises, the answer ends with it
     outlives_client  whether the answer goes on when the client has disconnected
+    following        after a failure without output, the answer of the model that may follow; raises an error where there is none. None:
+                     no other model may answer
     """
 
     call: Call
@@ -255,8 +275,9 @@ class Ready(Struct, frozen=True, kw_only=True, eq=False):
     event_log: EventLog | None = None
     replay: Replay | None = None
     recorders: Sequence[EventRecorder] = ()
-    before_end: Sequence[Callable[[str | None], Awaitable[None]]] = ()
+    before_end: Sequence[Callable[[Ready, str | None], Awaitable[None]]] = ()
     outlives_client: Callable[[], bool] = never
+    following: Callable[[HeadraceError], Coroutine[Any, Any, Ready]] | None = None
 
     def changed(self, **values: object) -> Self:
         return structs.replace(self, **values)

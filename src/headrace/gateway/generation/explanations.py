@@ -14,7 +14,7 @@ from headrace.gateway.access.principal import Principal
 from headrace.gateway.generation.kept_streams import OtherWorkers
 from headrace.gateway.ledger.ledger import Ledger
 from headrace.gateway.ledger.record import UsageRecord
-from headrace.observe.finished_request import AnswerAttempt, AnswerHandling, End, FinishedRequest, LimitUse, PromptMiss
+from headrace.observe.finished_request import AnswerAttempt, AnswerHandling, End, FinishedRequest, LimitUse, ModelStep, PromptMiss
 from headrace.observe.timeline import stages_of
 
 MAX_BYTES = 16 << 20
@@ -59,9 +59,19 @@ class ExplainedAttempt(Struct, omit_defaults=True):
     compared: list[ComparedReplica] = []
 
 
-class ExplainedRoute(Struct, omit_defaults=True):
-    """replica: of the first sequence at its end; cache_tier: the cache that answered instead"""
+class ExplainedModel(Struct, frozen=True, omit_defaults=True):
+    """A model that was chosen to answer, or passed over, and why."""
 
+    model: str
+    reason: str
+    is_chosen: bool = False
+
+
+class ExplainedRoute(Struct, omit_defaults=True):
+    """models: in the order in which they were looked at, where the model has fallbacks; replica: of the first sequence at its end;
+    cache_tier: the cache that answered instead"""
+
+    models: list[ExplainedModel] = []
     replica: str | None = None
     cache_tier: str | None = None
     num_resumes: int | None = None
@@ -158,6 +168,7 @@ class KeptRequest(NamedTuple):
     cost_nanos: int
     is_in_ledger: bool
     adapter: str | None = None
+    models: Sequence[ModelStep] = ()
 
 
 _encode = msgspec.json.Encoder().encode
@@ -192,6 +203,7 @@ def kept(request: FinishedRequest, usage: UsageRecord | None, *, is_in_ledger: b
             0 if usage is None else usage.cost_nanos,
             is_in_ledger,
             request.adapter,
+            answered.models,
         )
     )
 
@@ -207,6 +219,7 @@ def explained(request: KeptRequest) -> Explanation:
         stages=stages,
         unattributed_s=round(wall_s - sum([stage.seconds for stage in stages]), 6),
         route=ExplainedRoute(
+            [ExplainedModel(each.model, each.reason, each.is_chosen) for each in request.models],
             request.replica,
             request.cache_tier,
             request.num_resumes,

@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 
 from headrace.core.clock import Clock
 from headrace.core.errors import DeadlineExceeded, HeadraceError, Unavailable
@@ -24,6 +24,7 @@ from headrace.gateway.generation.call import Call, CallNext, Ready
 from headrace.gateway.generation.progress import DEADLINE_PASSED, RequestProgress, raise_if_failed
 from headrace.gateway.generation.shadows import ShadowCopies
 from headrace.gateway.http.sse import SseStream, StreamWatch
+from headrace.gateway.upstream.fallback import FallbackStream
 from headrace.gateway.upstream.seam import NO_USAGE, EventStream, OutputEvent, Prepared, added
 from headrace.observe.finished_request import MAX_DETAIL_CHARS, Answered, AnswerHandling, PromptMiss, Times, Usage
 from headrace.observe.metrics import Metrics
@@ -55,10 +56,10 @@ class Pipeline:
                 exchange.marks.enter(ANSWER)
                 self.shadows.send(ready)
                 ending.ends.callback(exchange.marks.enter, CLOSE)
-                answer = _Answer(self, ready, encoder_of(ready))
+                answer = _Answer(self, ready, encoder_of)
                 await answer.write()
         finally:
-            exchange.answered = _answered(call, ready, answer)
+            exchange.answered = _answered(call, ready if answer is None else answer.ready, answer)
 
 
 def _answered(call: Call, ready: Ready | None, answer: _Answer | None) -> Answered:
@@ -93,6 +94,7 @@ def _answered(call: Call, ready: Ready | None, answer: _Answer | None) -> Answer
         handling=AnswerHandling() if answer is None else answer.stream.handling().bounded(),
         miss=None if answer is None or answered_with is None else _miss(answer.stream, answered_with),
         limits=call.reservation.limits_used(),
+        models=tuple(ending.steps),
     )
 
 
@@ -109,23 +111,46 @@ def _prompt_blocks(call: Call, answered_with: Prepared | None) -> str | None:
 
 
 class _Answer:
-    """Writes one prepared request's answer, streamed or whole, and closes its stream."""
+    """Writes one prepared request's answer, streamed or whole, and closes its stream.
 
-    def __init__(self, pipeline: Pipeline, ready: Ready, encoder: AnswerEncoder) -> None:
+    ready  of the model that answers: until the first output another one may follow
+    """
+
+    def __init__(self, pipeline: Pipeline, ready: Ready, encoder_of: Callable[[Ready], AnswerEncoder]) -> None:
         call = ready.call
-        self.pipeline, self.ready, self.call, self.encoder = pipeline, ready, call, encoder
+        self.pipeline, self.ready, self.encoder_of = pipeline, ready, encoder_of
         self.exchange, self.memory, self.clock = call.exchange, call.memory, pipeline.clock
         self.hooks = ready.before_end
         self._raise_if_ended()
         self.deadline_timer = self._start_deadline_timer()
         self.stream: EventStream = ready.prepared.stream()
+        if ready.following is not None:
+            self.stream = FallbackStream(self.stream, self._following, num_sequences=ready.prepared.num_sequences)
         call.ending.stream = self.stream
         self.progress = RequestProgress(
             self.stream,
             num_sequences=ready.prepared.num_sequences,
             arrived_at=self.exchange.arrived_at,
-            instruments=partial(pipeline.metrics.replica, call.model.base_name),
+            instruments=lambda replica: pipeline.metrics.replica(self.call.model.base_name, replica),
         )
+
+    @property
+    def call(self) -> Call:
+        return self.ready.call
+
+    @cached_property
+    def encoder(self) -> AnswerEncoder:
+        """Made with the first events: it shows the model that answers."""
+        return self.encoder_of(self.ready)
+
+    async def _following(self, error: HeadraceError) -> EventStream:
+        """The events of another model have no ids, since it may not answer the next time."""
+        assert self.ready.following is not None
+        ready = await self.ready.following(error)
+        self.ready = self.ready.changed(
+            call=ready.call, prepared=ready.prepared, fitted=ready.fitted, following=ready.following, event_log=None
+        )
+        return ready.prepared.stream()
 
     async def write(self) -> None:
         stream, outlives_client = self.stream, self.ready.outlives_client
@@ -173,7 +198,7 @@ class _Answer:
 
     async def _stream(self) -> None:
         """Response headers wait for the first event, for at most PING_S, so that a refusal has its own status."""
-        stream, encoder, progress, replay = self.stream, self.encoder, self.progress, self.ready.replay
+        stream, progress, replay = self.stream, self.progress, self.ready.replay
         first: list[OutputEvent] | None = None
         if replay is None:
             with suppress(TimeoutError):
@@ -183,18 +208,18 @@ class _Answer:
         async with self.pipeline.watch.open(self.exchange, lambda: stream.unread_bytes, logprob_bytes=logprob_bytes) as sse:
             if replay is not None:
                 self.exchange.marks.enter(REPLAY)
-                await replay(stream, progress, encoder, sse, self._record)
+                await replay(stream, progress, self.encoder, sse, self._record)
                 self.exchange.marks.enter(ANSWER)
             events = first if first is not None else await self._events()
             if self.memory.is_plain_inline:
                 record = self._record if self.ready.recorders else None
-                stream.listen(DirectChunkWriter(encoder, progress, sse, self.clock, record))
+                stream.listen(DirectChunkWriter(self.encoder, progress, sse, self.clock, record))
             while events:
                 await self._write(events, sse)
                 events = await self._events()
             stream.listen(None)
             await self._before_end()
-            await sse.end(encoder.encode_end(stream.usage()))
+            await sse.end(self.encoder.encode_end(stream.usage()))
 
     async def _write(self, events: Sequence[OutputEvent], sse: SseStream) -> None:
         if self.memory.is_inline(events):
@@ -234,7 +259,7 @@ class _Answer:
         hooks, self.hooks = self.hooks, ()
         try:
             for hook in hooks:
-                await hook(self.stream.facts(0).replica)
+                await hook(self.ready, self.stream.facts(0).replica)
         except BaseException:
             self.call.ending.is_refused_at_end = True
             raise

@@ -7,6 +7,8 @@ to the log, its text, which may quote a prompt, a path or a key, goes nowhere.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import msgspec
@@ -99,11 +101,15 @@ class BodyTooLarge(RequestTooLarge):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """The message and code are OpenAI's, since clients recognize the error by them."""
+    """The message and code are OpenAI's, since clients recognize the error by them. is_of_tier: no model would take the request"""
+
+    is_of_tier = False
 
     def of_tier(self, tier: str) -> ContextLengthExceeded:
         limit = self.limit.replace(_MODELS_CONTEXT, f"The tier {tier}'s maximum context length (max_context_tokens)", 1)
-        return ContextLengthExceeded(self.field, limit, None, self.remedy)
+        error = ContextLengthExceeded(self.field, limit, None, self.remedy)
+        error.is_of_tier = True
+        return error
 
     def __str__(self) -> str:
         return f"{self.limit} {self.remedy}"
@@ -267,6 +273,17 @@ def error_reply(error: BaseException) -> ErrorReply:
     message = printable(str(error)[:MAX_MESSAGE_CHARS])[:MAX_MESSAGE_CHARS] if row is not INTERNAL else INTERNAL_MESSAGE
     param = printable(error.field)[:MAX_PARAM_CHARS] if isinstance(error, InvalidRequest) else None
     return ErrorReply(row.status, ErrorObject(message, row.type, param, row.code), tuple(_headers(error)))
+
+
+def naming(error: HeadraceError, fallbacks: Sequence[str]) -> HeadraceError:
+    """The error with the names of the models that could not answer either."""
+    if not fallbacks:
+        return error
+    named, more = copy(error), f"Its {'fallback' if len(fallbacks) == 1 else 'fallbacks'} {', '.join(fallbacks)} did not answer either."
+    named.args = (f"{error} {more}",)
+    if isinstance(named, InvalidRequest):
+        named.remedy = f"{named.remedy} {more}".strip()
+    return named
 
 
 def row_of(error: BaseException) -> ErrorRow:

@@ -31,7 +31,8 @@ DEFAULT_HEADERS = b"authorization, content-type"
 """Where the preflight names none that are well-formed."""
 
 EXPOSED = (
-    b"x-request-id, x-headrace-ignored, x-headrace-context, x-headrace-cache, age, idempotent-replayed, retry-after,"
+    b"x-request-id, x-headrace-ignored, x-headrace-context, x-headrace-cache, x-headrace-model,"
+    b" x-headrace-reason, age, idempotent-replayed, retry-after,"
     b" x-ratelimit-limit-requests, x-ratelimit-remaining-requests, x-ratelimit-reset-requests,"
     b" x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
 )

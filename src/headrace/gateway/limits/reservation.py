@@ -57,6 +57,7 @@ class LimitReservation:
         "_prompt_tokens",
         "_reserved",
         "_tokens_taken",
+        "_uncounted",
         "_usage",
         "is_held",
         "principal",
@@ -79,7 +80,7 @@ class LimitReservation:
         self._limits = limits_of(principal, budget)
         self.is_held = False
         self.used = self.saved = NOTHING
-        self._reserved = NOTHING
+        self._reserved = self._uncounted = NOTHING
         self._price: Price = FREE
         self._usage: Callable[[], TokenUsage] | None = None
         self._num_sequences = 1
@@ -110,8 +111,14 @@ class LimitReservation:
             self.is_held = limits.takes_open
             await self._take(limits.first_rules, limits.first_claims)
 
-    async def reserve(self, price: Price, prepared: Prepared) -> None:
-        """An unbounded output counts as one token. Raises RateLimitExceeded, QuotaExhausted or Unavailable."""
+    async def reserve(self, price: Price, prepared: Prepared, *, highest: Price) -> None:
+        """For what runs next, in place of what did not run. An unbounded output counts as one token.
+
+        price    at which the use is counted
+        highest  of the models that may answer: what is reserved
+
+        Raises RateLimitExceeded, QuotaExhausted or Unavailable.
+        """
         num_sequences, max_output_tokens = prepared.num_sequences, prepared.max_output_tokens or 1
         max_prompt_tokens = prepared.max_prompt_tokens * prepared.num_prompt_copies
         self._price, self._num_sequences = price, num_sequences
@@ -120,14 +127,15 @@ class LimitReservation:
         if not rules:
             return
         first_tokens = min(max_output_tokens, FIRST_TAIL_TOKENS * num_sequences)
-        wanted = amounts_of(price, prompt_tokens=max_prompt_tokens, completion_tokens=max_output_tokens)
-        first = wanted
-        if first_tokens < max_output_tokens:
-            first = amounts_of(price, prompt_tokens=max_prompt_tokens, completion_tokens=first_tokens)
-        self.is_held = True
+        wanted = amounts_of(highest, prompt_tokens=max_prompt_tokens, completion_tokens=max_output_tokens)
+        first = amounts_of(price, prompt_tokens=max_prompt_tokens, completion_tokens=first_tokens)
+        more = Amounts(*[max(0, new - old) for new, old in zip(wanted, self._uncounted, strict=True)])._replace(requests=1)
         self.saved = _sum(self.used, first)
-        await self._take(rules, [rule.claim(wanted[rule.unit]) for rule in rules])
-        self._reserved = _sum(self._reserved, wanted)
+        if more == NOTHING:
+            return
+        self.is_held = True
+        await self._take(rules, [rule.claim(more[rule.unit]) for rule in rules])
+        self._reserved, self._uncounted = _sum(self._reserved, more), wanted
 
     def follow(self, usage: Callable[[], TokenUsage]) -> None:
         self._usage, self._last_completion = usage, 0
@@ -136,7 +144,7 @@ class LimitReservation:
         """usage None: the stream never began"""
         if usage is not None:
             self.used = _sum(self.used, self._of_usage(usage))
-        self._usage, self.saved = None, self.used
+        self._usage, self.saved, self._uncounted = None, self.used, NOTHING
 
     def save(self) -> Amounts:
         """For a death within the next second: the present usage, and as many tokens again as in the last second."""

@@ -1,4 +1,7 @@
-"""An upstream that sends a request to Headrace's replicas first, and to foreign servers of the same model when no replica takes it.
+"""Streams an answer from what comes next when what was asked first fails without output: a model's foreign servers after its replicas, and
+a model's fallbacks after the model (`generation.stages.model_choice`).
+
+`FallbackUpstream` sends a request to Headrace's replicas first, and to foreign servers of the same model when no replica takes it.
 
 A request falls back when all replicas reject it, when no replica is ready, or when its replica was lost before the first token and no other
 is ready. The foreign servers are tried in their configured order, and compute the answer from its beginning.
@@ -10,14 +13,16 @@ is too long for the replicas falls back only when a foreign server has a longer 
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
+from typing import Any
 
 from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError, InvalidRequest, Overloaded, RequestTooLarge, Unavailable
 from headrace.core.request import PriorityClass
-from headrace.gateway.http.errors import ContextLengthExceeded
+from headrace.gateway.http.errors import ContentRefused, ContextLengthExceeded
 from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PlainPrompts, PrincipalFacts
 from headrace.gateway.upstream.seam import (
     EventListener,
@@ -91,19 +96,30 @@ class FallbackUpstream(Upstream):
         except InvalidRequest as error:
             foreign = error
         try:
-            own = await self.own.prepare(replace(request, has_fallback=isinstance(foreign, Prepared)), principal)
+            own = await self.own.prepare(replace(request, has_fallback=request.has_fallback or isinstance(foreign, Prepared)), principal)
         except (Unavailable, *TOO_LONG) as error:  # Unavailable: no replica has connected yet, or its text cannot be read
             if not isinstance(error, Unavailable):
                 if not self._takes_longer:
                     raise
                 self._log.info(FALLS_BACK, error)
-            if isinstance(foreign, InvalidRequest):
-                raise foreign from None
-            return foreign
+            if isinstance(foreign, Prepared):
+                return foreign
+            raise error if request.has_fallback else foreign from None
         if isinstance(foreign, InvalidRequest):
             return own
+        return replace(own, stream=lambda: FallbackStream(own.stream(), self._then(foreign), num_sequences=own.num_sequences))
+
+    def _then(self, foreign: Prepared) -> Following:
         reasons = (Overloaded, Unavailable, *(TOO_LONG if self._takes_longer else ()))
-        return replace(own, stream=lambda: FallbackStream(own.stream(), foreign, reasons, self._log))
+        left = [foreign]
+
+        async def following(error: HeadraceError) -> EventStream:
+            if not left or not isinstance(error, reasons):
+                raise error
+            self._log.info(FALLS_BACK, error)
+            return left.pop().stream()
+
+        return following
 
     @property
     def _takes_longer(self) -> bool:
@@ -116,16 +132,27 @@ class FallbackUpstream(Upstream):
         return await self.own.detokenize(token_ids, tenant=tenant)
 
 
-class FallbackStream(EventStream):
-    """A replica's stream, which a foreign server's may replace before the first events."""
+Following = Callable[[HeadraceError], Coroutine[Any, Any, EventStream]]
+"""Opens the stream that follows one which failed without output. Raises the error of the answer where none follows."""
 
-    def __init__(self, own: EventStream, foreign: Prepared, reasons: tuple[type[HeadraceError], ...], log: LimitedLog) -> None:
-        self._current = own
-        self._streams = [own]
-        self._reasons = reasons
-        self._log = log
-        self._foreign: Prepared | None = foreign
+
+class FallbackStream(EventStream):
+    """The streams of one answer, each of which begins where the one before failed without output.
+
+    An answer that a content filter has emptied is such a failure, too. It is the answer after all where none follows.
+    """
+
+    def __init__(self, first: EventStream, following: Following, *, num_sequences: int) -> None:
+        self._streams = [first]
+        self._following: Following | None = following
+        self._num_sequences = num_sequences
+        self._opening: asyncio.Task[EventStream] | None = None
+        self._refusal: list[OutputEvent] = []
         self._is_cancelled = False
+
+    @property
+    def _current(self) -> EventStream:
+        return self._streams[-1]
 
     @property
     def unread_bytes(self) -> int:
@@ -136,21 +163,38 @@ class FallbackStream(EventStream):
         return self._current.num_resumes
 
     async def events(self) -> list[OutputEvent]:
-        own = self._current
-        try:
-            events = await own.events()
-        except self._reasons as error:
-            if self._foreign is None or self._is_cancelled or own.usage().completion_tokens:
+        """A cancelled call leaves a stream that opens to the next call."""
+        error: HeadraceError
+        while (following := self._following) is not None:
+            if self._opening is None:
+                try:
+                    events = await self._current.events()
+                    if not self._is_refusal(events):
+                        self._following = None
+                        return events
+                    self._refusal, error = events, ContentRefused()
+                except HeadraceError as raised:
+                    if self._is_cancelled or self._current.usage().completion_tokens:
+                        raise
+                    self._refusal, error = [], raised
+                self._opening = asyncio.create_task(following(error))
+            await asyncio.wait((self._opening,))
+            if self._is_cancelled:
+                return []
+            opening, self._opening = self._opening, None
+            failed = self._current
+            try:
+                self._streams.append(opening.result())
+            except HeadraceError:
+                self._following = None
+                if self._refusal:
+                    return self._refusal
                 raise
-            self._log.info(FALLS_BACK, error)
-            self._current = self._foreign.stream()
-            self._streams.append(self._current)
-            self._foreign = None
-            await own.close()
-            return await self._current.events()
-        if events:
-            self._foreign = None
-        return events
+            await failed.close()
+        return await self._current.events()
+
+    def _is_refusal(self, events: Sequence[OutputEvent]) -> bool:
+        return len(events) == self._num_sequences and all(event.is_filtered and not event.num_bytes for event in events)
 
     def listen(self, listener: EventListener | None) -> None:
         """A listener is given only after the first events."""
@@ -173,8 +217,13 @@ class FallbackStream(EventStream):
 
     def cancel(self) -> None:
         self._is_cancelled = True
+        if self._opening is not None:
+            self._opening.cancel()
         self._current.cancel()
 
     async def close(self) -> None:
         self.cancel()
-        await self._current.close()
+        if self._opening is not None:
+            await asyncio.gather(self._opening, return_exceptions=True)
+        for stream in self._streams:
+            await stream.close()

@@ -15,6 +15,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.model_names import check_free_name, check_model_names
 from headrace.core.option import Role, check_options, option, required
 from headrace.machine.hosts import is_link_local
+from headrace.policy.fallbacks import MAX_FALLBACKS, NO_FALLBACKS, FallbackReason, Fallbacks
 from headrace.policy.routing.routes import ModelRoute, RouteTarget, ShadowTarget
 from headrace.text.output.formats import AUTO
 from headrace.wire.target import GrpcTarget, check_target, target_of
@@ -104,7 +105,7 @@ class ModelConfig:
     replicas: tuple[ReplicaConfig, ...] = ()
     aliases: tuple[str, ...] = ()
     upstreams: tuple[ForeignConfig, ...] = ()
-    smaller: str = ""
+    fallbacks: Fallbacks = NO_FALLBACKS
     unavailable: str = ""
 
 
@@ -131,19 +132,22 @@ def check_models(models: tuple[ModelConfig, ...]) -> None:
                 check_target(replica.address, token=replica.token, token_file=replica.token_file, tls_dir=replica.tls_dir)
             except ConfigError as error:
                 raise error.at(f"{where}.replicas[{number}].address") from error
-    _check_smaller(models)
+    _check_fallbacks(models)
 
 
-def _check_smaller(models: tuple[ModelConfig, ...]) -> None:
+def _check_fallbacks(models: tuple[ModelConfig, ...]) -> None:
     by_name = {name: model for model in models for name in (model.name, *model.aliases)}
     for index, model in enumerate(models):
-        if not model.smaller:
-            continue
-        smaller = by_name.get(model.smaller)
-        if smaller is None or smaller is model:
-            raise ConfigError(f"models[{index}].smaller", f"{model.smaller!r} is not the name of another model here")
-        if smaller.smaller:
-            raise ConfigError(f"models[{index}].smaller", f"{model.smaller!r} has a smaller model itself", "Requests go down one step.")
+        met: dict[FallbackReason, list[str]] = {reason: [] for reason in FallbackReason}
+        for reason, name in model.fallbacks.named():
+            where, other = f"models[{index}].fallbacks.{reason}", by_name.get(name)
+            if other is None or other is model:
+                raise ConfigError(where, f"{name!r} is not the name of another model here")
+            if other.name in met[reason]:
+                raise ConfigError(where, f"names {other.name!r} twice")
+            met[reason].append(other.name)
+            if len(met[reason]) > MAX_FALLBACKS:
+                raise ConfigError(where, f"names more than {MAX_FALLBACKS} models")
 
 
 def check_routes(routes: Mapping[str, ModelRoute], models: Sequence[ModelConfig]) -> None:

@@ -20,6 +20,7 @@ from headrace.gateway.upstream.seam import ReplicaHealth, Upstream
 from headrace.observe.finished_request import ModelStep
 from headrace.observe.metrics import ReplicaReading
 from headrace.policy.admission import OverloadWatch, UnsentRequests
+from headrace.policy.fallbacks import NO_FALLBACKS, Fallbacks
 from headrace.policy.routing.routes import FIRST_SIZE, ModelRoute, RouteWish, Sender, SizeHint, choose_target, is_copied, wish_of
 
 log = logging.getLogger("headrace.gateway")
@@ -43,7 +44,7 @@ class ServedModel:
     upstream: Upstream
     created: int
     users: UseCount = field(default_factory=UseCount)
-    smaller: str = ""
+    fallbacks: Fallbacks = NO_FALLBACKS
     unsent: UnsentRequests = field(default_factory=UnsentRequests)
     overload: Mapping[PriorityClass, OverloadWatch] = field(default_factory=lambda: {each: OverloadWatch() for each in PriorityClass})
     parent: str = ""
@@ -65,7 +66,9 @@ class ServedModel:
     def adapted(self, name: str) -> ServedModel | None:
         """The model with that adapter, at the same engines and with the same queue. None: none of them has it."""
         upstream = self.upstream.adapted(name)
-        return None if upstream is None else replace(self, name=name, aliases=(), upstream=upstream, smaller="", parent=self.name)
+        return (
+            None if upstream is None else replace(self, name=name, aliases=(), upstream=upstream, fallbacks=NO_FALLBACKS, parent=self.name)
+        )
 
     def hide_adapter(self, name: str, other: str) -> None:
         if name not in self.hidden_adapters and len(self.hidden_adapters) < MAX_LOGGED:
@@ -140,6 +143,12 @@ class ModelTable:
     def get(self, name: str) -> ServedModel:
         """A route's name stands for its first target of that size and version. Raises as `find`."""
         return self.find(name).models[0]
+
+    def reached(self, name: str) -> ServedModel:
+        """As `get`, also where the caller may use the model through a route alone."""
+        model = self._by_name.get(name)
+        through = [self._by_name[target] for route in self.routes.values() for target in route.models]
+        return model if model is not None and model in through else self.get(name)
 
     def find(self, name: str) -> NamedModels:
         """A name that is served as it is comes before a route's size and version. Raises ModelNotFound; Unavailable while the name may be

@@ -140,7 +140,7 @@ class SimulatedSite:
         queue, num_open = self._queue(), len(self._waiting) + sum(len(place.open) for place in self._places) + 1
         if queue is not None:
             queue = self._overload.arrive(queue, self._rules, num_open=num_open, now=now)
-        verdict = decide(queue, None, has_smaller=False, priority=PriorityClass.STANDARD, rules=self._rules)
+        verdict = decide(queue, rules=self._rules)
         if verdict.outcome is AdmissionOutcome.REFUSED and queue is not None:
             self._overload.refuse(queue, self._rules, now=now)
             self._end(request, now, status=429, error="refused", retry_after_s=verdict.retry_after_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -58,6 +58,11 @@ def picos_per_token(price: float) -> int:
 
 
 FREE = Price()
+
+
+def highest(prices: Sequence[Price]) -> Price:
+    """The highest of each number: no request costs more at any of the prices, unless cached tokens cost more than others."""
+    return Price(input=max([price.input for price in prices]), output=max([price.output for price in prices]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ from headrace.gateway.generation.stages.session import take_turn
 from headrace.gateway.ledger.record import prompt_json
 from headrace.gateway.sessions.sessions import Sessions
 from headrace.gateway.upstream.generation_request import Conversation
+from headrace.observe.metrics import Metrics
 
 
 class StageRow(Protocol):
@@ -43,6 +44,7 @@ def chain(
     answer_cache: AnswerCache,
     kept_streams: KeptStreams,
     open_requests: OpenRequests,
+    metrics: Metrics,
     clock: Clock,
     unix_time: Clock,
 ) -> CallNext:
@@ -56,7 +58,7 @@ def chain(
         ("response_cache", partial(use_cache, cache=answer_cache, unix_time=unix_time)),
         # before the choice: a continued stream keeps its model
         ("resume_stream", partial(resume, kept_streams=kept_streams, open_requests=open_requests)),
-        ("choose_model", partial(choose_model, clock=clock, open_requests=open_requests)),
+        ("choose_model", partial(choose_model, clock=clock, open_requests=open_requests, metrics=metrics)),
     )
     stage: CallNext = partial(_prepared, clock=clock)
     for name, row in reversed(rows):

@@ -9,8 +9,8 @@ from headrace.core.errors import HeadraceError, ModelNotFound
 from headrace.gateway.access.memory_charges import MemoryCharge
 from headrace.gateway.cache.recorded_answer import FORM, EventRecording, WholeAnswer, recorded_prepared
 from headrace.gateway.generation.answer_memory import HOLD_STEP_BYTES
-from headrace.gateway.generation.call import Call, Ready
-from headrace.gateway.generation.stages.model_choice import headers_of
+from headrace.gateway.generation.call import Call, Ending, Ready
+from headrace.gateway.generation.stages.model_choice import show
 from headrace.gateway.upstream.seam import OutputEvent, Prepared, TokenUsage
 from headrace.observe.store_metrics import AnswerCacheMetrics, CacheResult
 from headrace.policy.admission import AdmissionOutcome
@@ -23,14 +23,12 @@ class AnswerRecorder:
     is_given_up  the answer is too large, or the memory budget is full
     """
 
-    def __init__(self, prepared: Prepared, model: str, charge: MemoryCharge) -> None:
-        self._prepared = prepared
-        self._model = model
-        self._prompts = [(prompt.num_tokens, prompt.text) for prompt in prepared.prompts]
+    def __init__(self, ending: Ending, prepared: Prepared, charge: MemoryCharge) -> None:
+        self._ending, self._num_sequences = ending, prepared.num_sequences
         self._charge = charge
         self.max_bytes = 0
         self._recording = EventRecording()
-        self._num_bytes = sum(len(text) for _, text in self._prompts)
+        self._num_bytes = sum(len(prompt.text) for prompt in prepared.prompts)
         self._held_bytes = 0
         self._num_ended = 0
         self.is_given_up = False
@@ -45,19 +43,19 @@ class AnswerRecorder:
 
     @property
     def is_whole(self) -> bool:
-        return self._num_ended == self._prepared.num_sequences
+        return self._num_ended == self._num_sequences
 
     def answer(self, usage: TokenUsage, now: float) -> WholeAnswer | None:
         """None if recording was given up. now: Unix seconds"""
-        if self.is_given_up:
+        prepared, recording = self._ending.prepared, self._recording
+        if self.is_given_up or prepared is None:
             return None
-        prepared, recording = self._prepared, self._recording
         return WholeAnswer(
             FORM,
             now,
-            self._model,
+            self._ending.model.name,
             prepared.num_sequences,
-            self._prompts,
+            [(prompt.num_tokens, prompt.text) for prompt in prepared.prompts],
             prepared.seed,
             list(prepared.ignored),
             tuple(usage),
@@ -83,18 +81,18 @@ def recorder_of(ready: Ready, *, max_bytes: int) -> tuple[AnswerRecorder, Ready]
     """Stages that keep the same answer share its recorder."""
     recorder = next((recorder for recorder in ready.recorders if isinstance(recorder, AnswerRecorder)), None)
     if recorder is None:
-        recorder = AnswerRecorder(ready.prepared, ready.call.model.name, ready.call.charges.answers)
+        recorder = AnswerRecorder(ready.call.ending, ready.prepared, ready.call.charges.answers)
         ready = ready.recorded_by(recorder)
     recorder.max_bytes = max(recorder.max_bytes, max_bytes)
     return recorder, ready
 
 
 def answered_again(call: Call, answer: WholeAnswer, cache_tier: str) -> Ready:
-    """The request's model becomes the answer's, which may be the smaller model."""
+    """The request's model becomes the answer's, which may be a fallback."""
     with suppress(ModelNotFound):
         call = call.answered_by(call.models.only(answer.model))
     call.exchange.ignored += answer.ignored
-    call.exchange.add_headers(*headers_of(call.model, AdmissionOutcome.CACHED_ANSWER))
+    show(call.exchange, call.model, AdmissionOutcome.CACHED_ANSWER)
     return Ready(call=call, prepared=recorded_prepared(answer), cache_tier=cache_tier)
 
 

@@ -1,71 +1,154 @@
-"""Decides by the load of a model whether a request is served, queued, refused or given to the model's smaller one (admission)."""
+"""Chooses the model that answers a request: the one that it asks for, or a fallback while that is busy or cannot answer (admission)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from headrace.core.clock import Clock
-from headrace.core.errors import ModelNotFound, Overloaded
+from headrace.core.errors import HeadraceError, InvalidRequest, Overloaded, RequestTooLarge, Unavailable
 from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.generation.call import Call, CallNext, Ready
-from headrace.gateway.upstream.served_models import ModelTable, ServedModel
-from headrace.policy.admission import AdmissionOutcome, decide
+from headrace.gateway.http.asgi import Headers
+from headrace.gateway.http.errors import ContentRefused, ContextLengthExceeded, RateLimitExceeded, naming
+from headrace.gateway.http.exchange import Exchange
+from headrace.gateway.sessions.history import ContextFitting
+from headrace.gateway.upstream.generation_request import Conversation
+from headrace.gateway.upstream.served_models import ServedModel
+from headrace.observe.finished_request import ModelStep
+from headrace.observe.metrics import Metrics
+from headrace.policy.admission import AdmissionOutcome, QueueState
+from headrace.policy.fallbacks import FAILED, SENTENCES, FallbackReason, ModelFacts, Route, RouteTerms, route
 
 MODEL_HEADER, REASON_HEADER = b"x-headrace-model", b"x-headrace-reason"
 """Headers of every generating answer but a continued stream, a refusal too."""
 
-AdmittedHeaders = tuple[tuple[bytes, bytes], ...]
+CONTEXT_HEADER = b"x-headrace-context"
+
+MAX_TOKEN_CHARS = 128
+"""Tokenizers of large models have no longer token. By it a text has so many tokens at least."""
 
 
 class ModelBusy(Overloaded):
     """The model's queue is longer than the request may wait."""
 
 
-async def choose_model(call: Call, call_next: CallNext, *, clock: Clock, open_requests: OpenRequests) -> Ready:
+async def choose_model(call: Call, call_next: CallNext, *, clock: Clock, open_requests: OpenRequests, metrics: Metrics) -> Ready:
     """A continued stream keeps its model. Raises ModelBusy."""
-    return await call_next(_chosen(call, clock(), open_requests) if call.earlier is None else call)
+    return await call_next(call if call.earlier is not None else ModelChoice(call, clock, open_requests, metrics).first())
 
 
-def _chosen(call: Call, now: float, open_requests: OpenRequests) -> Call:
-    asked, priority, rules = call.asked, call.parsed.priority, call.config.admission
-    smaller = _smaller(asked, call.models.usable_by(call.principal))
-    tenant, goal_ms = call.principal.tenant, call.principal.tier.ttft_ms
-    whole = asked.upstream.queue(priority, asked.unsent)
-    overload, turn = asked.overload[priority], asked.users.turn_of(tenant)
-    queue = None if whole is None else overload.arrive(whole, rules, num_open=turn.num_open, now=now).at_turn(turn)
-    smaller_queue = None if smaller is None else smaller.upstream.queue(priority, smaller.unsent)
-    if smaller is not None and smaller_queue is not None:
-        smaller_queue = smaller.overload[priority].seen(smaller_queue, now).at_turn(smaller.users.turn_of(tenant, num_new=1))
-    verdict = decide(
-        queue,
-        smaller_queue,
-        has_smaller=smaller is not None,
-        rules=rules,
-        priority=priority,
-        ttft_goal_s=None if goal_ms is None else goal_ms / 1000,
-    )
-    if verdict.outcome is AdmissionOutcome.SMALLER_MODEL and smaller is not None:
-        open_requests.use(call.exchange.request_id, tenant, smaller.users)
-        call = call.answered_by(smaller)
-    call.exchange.add_headers(*headers_of(call.model, verdict.outcome))
-    if verdict.outcome is AdmissionOutcome.REFUSED and queue is not None:
-        overload.refuse(queue, rules, now=now)
-        raise ModelBusy(f"The queue of the model {asked.name} is full; try again later.", retry_after_s=verdict.retry_after_s)
-    unsent = call.model.unsent.add(priority)
-    call.ending.ends.callback(unsent.uncount)
-    return call.changed(unsent=unsent)
+class ModelChoice:
+    """The models that one request is given to, one after another. At each moment it is counted as a user of one of them, and as unsent
+    there.
+    """
+
+    def __init__(self, call: Call, clock: Clock, open_requests: OpenRequests, metrics: Metrics) -> None:
+        self._call, self._clock, self._open_requests, self._metrics = call, clock, open_requests, metrics
+        self._models = {model.name: model for model in (*[model for _, model in call.fallbacks], call.asked)}
+        self._ignored = tuple(call.exchange.ignored)
+        self._tried: list[str] = []
+        self._met: tuple[FallbackReason, ...] = ()
+        self._error: HeadraceError | None = None
+        goal_ms = call.principal.tier.ttft_ms
+        self._terms = RouteTerms(
+            _least_tokens(call), call.parsed.priority, call.config.admission, None if goal_ms is None else goal_ms / 1000
+        )
+
+    def first(self) -> Call:
+        """Raises ModelBusy."""
+        asked, now, rules = self._call.asked, self._clock(), self._terms.rules
+        overload, turn = asked.overload[self._terms.priority], asked.users.turn_of(self._call.principal.tenant)
+        queue = asked.upstream.queue(self._terms.priority, asked.unsent)
+        if queue is not None:
+            queue = overload.arrive(queue, rules, num_open=turn.num_open, now=now).at_turn(turn)
+        found = self._route(self._facts(asked, queue))
+        if found.model is None and queue is not None:
+            overload.refuse(queue, rules, now=now)
+        return self._go(found)
+
+    def after(self, error: HeadraceError) -> Call:
+        """The call at the next model. Raises an error where none is left: that of the asked model, if it was asked."""
+        call, reasons = self._call, reasons_of(error)
+        is_asked = call.model.name == call.asked.name
+        if not reasons and (is_asked or not isinstance(error, InvalidRequest)):
+            raise error
+        self._tried.append(call.model.name)
+        if is_asked:
+            self._error = error
+        self._met = (*reasons, *self._met)
+        why = SENTENCES[reasons[0]] if reasons else "It cannot take a request of this form."
+        call.ending.steps.append(ModelStep(call.model.name, False, why))
+        asked = None if self._error is not None else self._facts(call.asked, self._queue(call.asked))
+        return self._go(self._route(asked))
+
+    def _route(self, asked: ModelFacts | None) -> Route:
+        left = [(reason, model.name) for reason, model in self._call.fallbacks if model.name not in self._tried]
+        found = route(asked, left, self._met, self._terms, lambda name: self._facts(self._models[name], self._queue(self._models[name])))
+        if self._call.fallbacks:
+            self._call.ending.steps += [ModelStep(*step) for step in found.steps]
+        return found
+
+    def _facts(self, model: ServedModel, queue: QueueState | None) -> ModelFacts:
+        """A request without fallbacks goes to its model, whatever that is able to do."""
+        if not self._call.fallbacks:
+            return ModelFacts(model.name, is_alive=True, max_model_len=None, queue=queue)
+        return ModelFacts(model.name, model.is_alive, model.upstream.max_model_len, queue)
+
+    def _queue(self, model: ServedModel) -> QueueState | None:
+        whole = model.upstream.queue(self._terms.priority, model.unsent)
+        if whole is None:
+            return None
+        turn = model.users.turn_of(self._call.principal.tenant, num_new=int(model.users is not self._call.model.users))
+        return model.overload[self._terms.priority].seen(whole, self._clock()).at_turn(turn)
+
+    def _go(self, found: Route) -> Call:
+        call, exchange = self._call, self._call.exchange
+        if call.unsent is not None:
+            call.unsent.uncount()
+        if found.model is None:
+            show(exchange, call.asked, AdmissionOutcome.REFUSED)
+            busy = ModelBusy(f"The queue of the model {call.asked.name} is full; try again later.", retry_after_s=found.retry_after_s)
+            raise naming(self._error or busy, [name for name in self._tried if name != call.asked.name])
+        model = self._models[found.model]
+        if model.users is not call.model.users:
+            self._open_requests.use(exchange.request_id, call.principal.tenant, model.users)
+        if found.reason is not None:
+            self._metrics.fallbacks.labels(call.asked.base_name, model.base_name, found.reason).inc()
+        exchange.ignored = list(self._ignored)
+        show(exchange, model, found.outcome)
+        unsent = model.unsent.add(self._terms.priority)
+        call.ending.ends.callback(unsent.uncount)
+        left = [reason for reason, other in call.fallbacks if other.name not in (*self._tried, model.name)]
+        self._call = call.answered_by(model).changed(
+            unsent=unsent, has_fallback=not {None, FAILED}.isdisjoint(left), after=self.after if call.fallbacks else None
+        )
+        return self._call
 
 
-def headers_of(model: ServedModel, outcome: AdmissionOutcome) -> AdmittedHeaders:
-    return ((MODEL_HEADER, model.name.encode()), (REASON_HEADER, outcome.encode()))
+def reasons_of(error: HeadraceError) -> tuple[FallbackReason, ...]:
+    """For which a fallback may answer; empty: another model would not help. What a model refuses since it is busy, it fails to answer."""
+    if isinstance(error, ContextLengthExceeded | RequestTooLarge):
+        is_of_tier = isinstance(error, ContextLengthExceeded) and error.is_of_tier
+        return () if is_of_tier else (FallbackReason.CONTEXT_WINDOW,)
+    if isinstance(error, ContentRefused):
+        return (FallbackReason.CONTENT_POLICY,)
+    if isinstance(error, Overloaded):
+        return () if isinstance(error, RateLimitExceeded) else (FallbackReason.BUSY, FAILED)
+    return (FAILED,) if isinstance(error, Unavailable) else ()
 
 
-def refused_headers(headers: Sequence[tuple[bytes, bytes]]) -> AdmittedHeaders:
+def _least_tokens(call: Call) -> int:
+    """A lower bound of one sequence's prompt and output. A conversation that is shortened to fit has no least prompt."""
+    prompt, max_tokens = call.parsed.prompt, call.parsed.sampling.get("max_tokens") or 1
+    if isinstance(prompt, Conversation):
+        contents = [message.get("content") for message in prompt.messages if call.parsed.fitting is ContextFitting.REFUSE]
+        return max_tokens + sum([len(content) for content in contents if isinstance(content, str)]) // MAX_TOKEN_CHARS
+    return max_tokens + max([len(each) // (MAX_TOKEN_CHARS if isinstance(each, str) else 1) for each in prompt.prompts])
+
+
+def show(exchange: Exchange, model: ServedModel, outcome: AdmissionOutcome) -> None:
+    """What an earlier model has put into the headers goes."""
+    kept = [header for header in exchange.more_headers if header[0] not in (MODEL_HEADER, REASON_HEADER, CONTEXT_HEADER)]
+    exchange.more_headers = (*kept, (MODEL_HEADER, model.name.encode()), (REASON_HEADER, outcome.encode()))
+
+
+def refused_headers(headers: Headers) -> Headers:
     return tuple((name, AdmissionOutcome.REFUSED.encode() if name == REASON_HEADER else value) for name, value in headers)
-
-
-def _smaller(model: ServedModel, models: ModelTable) -> ServedModel | None:
-    try:
-        return models.get(model.smaller) if model.smaller else None
-    except ModelNotFound:  # the caller may not use it
-        return None

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 from headrace.core.clock import Clock
+from headrace.core.errors import HeadraceError
 from headrace.gateway.generation.call import Call, Ready
+from headrace.gateway.generation.stages.model_choice import CONTEXT_HEADER
 from headrace.gateway.sessions.fitting import ContextFitter, Fitted
 from headrace.gateway.sessions.history import ContextFitting
 from headrace.gateway.upstream.seam import EventStream, Prepared, added
@@ -19,16 +22,34 @@ async def prepare(call: Call, *, clock: Clock) -> Ready:
     """Raises what `Upstream.prepare`, `LimitReservation` and `AnswerMemory` raise, and DeadlineBeforeStart."""
     if (grammar := call.parsed.grammar) is not None:
         call.charges.prompts.add(grammar.num_bytes)
-    call.remaining_s(clock)
-    prepared, fitted = await _prepared(call)
-    exchange, ending = call.exchange, call.ending
-    ending.prepared = prepared
-    exchange.ignored = [name for name in exchange.ignored if name not in prepared.taken] + list(prepared.ignored)
-    await call.reservation.reserve(call.price, prepared)
+    ready, ending = await _ready(call, clock), call.ending
     call.reservation.follow(ending.usage)
     ending.ends.callback(lambda: call.reservation.count(ending.used))  # a request that no engine began costs nothing
+    return ready
+
+
+async def _ready(call: Call, clock: Clock) -> Ready:
+    """At the call's model, or at the first one after it that can take the request."""
+    exchange, ending = call.exchange, call.ending
+    while True:
+        call.remaining_s(clock)
+        try:
+            prepared, fitted = await _prepared(call)
+            break
+        except HeadraceError as error:
+            if call.after is None:
+                raise
+            call = call.after(error)
+    ending.prepared = prepared
+    exchange.ignored = [name for name in exchange.ignored if name not in prepared.taken] + list(prepared.ignored)
+    await call.reservation.reserve(call.price, prepared, highest=call.highest_price)
     call.memory.reserve(prepared)
-    return Ready(call=call, prepared=prepared, fitted=fitted)
+    return Ready(call=call, prepared=prepared, fitted=fitted, following=None if call.after is None else partial(_after, call, clock))
+
+
+async def _after(call: Call, clock: Clock, error: HeadraceError) -> Ready:
+    assert call.after is not None
+    return await _ready(call.after(error), clock)
 
 
 async def _prepared(call: Call) -> tuple[Prepared, Fitted | None]:
@@ -45,7 +66,7 @@ async def _prepared(call: Call) -> tuple[Prepared, Fitted | None]:
     )
     prepared, fitted = await fitter.prepared(call.request())
     if fitted is not None:
-        call.exchange.add_headers((b"x-headrace-context", f"{fitting}; dropped={fitted.num_dropped}".encode()))
+        call.exchange.add_headers((CONTEXT_HEADER, f"{fitting}; dropped={fitted.num_dropped}".encode()))
     elif prepared.prompt_tokens is None:  # only the server that answers can count them
         call.exchange.ignored.append("context_fitting")
     return prepared, fitted
@@ -57,7 +78,7 @@ async def _side_stream(call: Call, prepared: Prepared) -> AsyncIterator[EventStr
 
     Raises RateLimitExceeded, QuotaExhausted or Unavailable.
     """
-    await call.reservation.reserve(call.price, prepared)
+    await call.reservation.reserve(call.price, prepared, highest=call.highest_price)
     stream = prepared.stream()
     call.reservation.follow(stream.usage)
     try:

@@ -49,7 +49,7 @@ def _may_cache(call: Call, question: Question) -> bool:
 
 
 def _key_of(call: Call, question: Question) -> str:
-    ceiling = call.reservation.ceiling(call.price)
+    ceiling = call.reservation.ceiling(call.highest_price)
     bound = ceiling.deciding(has_max_tokens=question.sampling.get("max_tokens") is not None)
     salt = entry_salt(call.principal.tenant_key, call.parsed.cache_salt)
     return question.key(salt, f"{call.model.upstream.version}/{bound}")
@@ -83,7 +83,7 @@ class CacheEntry:
         return ready
 
     def end(self) -> None:
-        if self._recorder is not None and self._recorder.is_whole:
+        if self._recorder is not None and self._recorder.is_whole and self._call.ending.model is self._call.asked:
             self._keep(self._recorder)
         self._end_computation()
 

@@ -113,7 +113,7 @@ class ResumableStream:
         if self._continued is not None and not self._is_replayed:
             return self._continued.kept
         stream = call.ending.stream
-        state = None if stream is None else stream.saved_state()
+        state = None if stream is None or call.ending.model is not call.asked else stream.saved_state()
         if state is None or not log.entries:
             return None
         return KeptStream(

@@ -130,10 +130,10 @@ class SessionTurn:
     def recording(self, ready: Ready) -> Ready:
         """The turn is stored before the answer's last bytes are sent."""
         answer = TurnRecorder()
-        keep = partial(self._keep, ready, answer)
+        keep = partial(self._keep, answer)
         return ready.changed(recorders=(*ready.recorders, answer), before_end=(*ready.before_end, keep))
 
-    async def _keep(self, ready: Ready, answer: TurnRecorder, replica: str | None) -> None:
+    async def _keep(self, answer: TurnRecorder, ready: Ready, replica: str | None) -> None:
         """Raises SessionConflict, Unavailable or RequestTooLarge."""
         call = ready.call
         history = call.history if ready.fitted is None else ready.fitted.history

@@ -1,0 +1,32 @@
+"""Builds the chain of a request: the models that may answer in the place of the one that it asks for, in order."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from headrace.core.errors import InvalidRequest, ModelNotFound
+from headrace.gateway.upstream.served_models import ModelTable, ServedModel
+from headrace.policy.fallbacks import FallbackReason
+from headrace.policy.routing.wishes import RoutingWishes
+
+FallbackChain = tuple[tuple[FallbackReason | None, ServedModel], ...]
+"""Reason None: for every reason."""
+
+
+def fallback_chain(asked: ServedModel, wishes: RoutingWishes, models: ModelTable) -> FallbackChain:
+    """The client's own fallbacks, then the configured ones. A configured one that the key may not use is left out.
+
+    models  that the key may use
+
+    Raises InvalidRequest for a name of the client's that is none of them, and Unavailable while it may be that of an adapter.
+    """
+    chain: list[tuple[FallbackReason | None, ServedModel]] = []
+    for name in wishes.fallbacks:
+        try:
+            chain.append((None, models.get(name)))
+        except ModelNotFound as error:
+            raise InvalidRequest("fallbacks", f"names of models that are served ({error.limit})", name, error.remedy) from None
+    for reason, name in asked.fallbacks.named():
+        with suppress(ModelNotFound):
+            chain.append((reason, models.get(name)))
+    return tuple([(reason, model) for reason, model in chain if model.name != asked.name])
