@@ -152,7 +152,7 @@ RESERVED = Prepared(
 async def use(limiter: Limiter, truth: BinaryIO, request_id: RequestId) -> None:
     """Reserve, and then use a part of it, piece by piece."""
     reservation = limiter.reservation(request_id)
-    await reservation.reserve(FREE, RESERVED)
+    await reservation.reserve(FREE, RESERVED, highest=FREE)
     output = 0
     reservation.follow(lambda: TokenUsage(PROMPT_TOKENS, output, 0))
     truth.write(b"%d\n" % PROMPT_TOKENS)

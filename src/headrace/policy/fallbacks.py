@@ -1,6 +1,6 @@
 """Decides which model answers a request: the one that it asks for, or a fallback of that one, and why.
 
-    facts of the models, reasons met so far -> the model to ask now, and a sentence for each model that was looked at
+    facts about the models, reasons met so far -> the model to ask now, and a sentence for each model that was looked at
 
 It is decided before tokens are counted, and again after each model that could not answer. See docs/routing.md, "Fallbacks".
 """
@@ -18,7 +18,7 @@ from headrace.policy.admission import AdmissionOutcome, AdmissionVerdict, QueueS
 from headrace.policy.config import AdmissionRules
 
 MAX_FALLBACKS = 8
-"""Of one model, for one reason."""
+"""Most models that one names, for each reason."""
 
 
 class FallbackReason(StrEnum):
@@ -83,7 +83,7 @@ class RouteStep(NamedTuple):
     reason: str
 
 
-class Route(NamedTuple):
+class ModelRoute(NamedTuple):
     """
     model          to ask now; None: none may be asked
     reason         of a fallback
@@ -111,7 +111,7 @@ def route(
     met: Sequence[FallbackReason],
     terms: RouteTerms,
     facts: Callable[[str], ModelFacts],
-) -> Route:
+) -> ModelRoute:
     """A premium request leaves a busy model only where it would be refused. A busy fallback is no help to a busy model.
 
     asked      None: it was asked, and could not answer
@@ -125,7 +125,7 @@ def route(
         obstacles, verdict = _look(asked, terms)
         is_queued = verdict.outcome is AdmissionOutcome.QUEUED
         if not obstacles or (is_queued and terms.priority is PriorityClass.PREMIUM):
-            return Route(asked.name, verdict.outcome, [RouteStep(asked.name, True, "It was asked for.")])
+            return ModelRoute(asked.name, verdict.outcome, [RouteStep(asked.name, True, "It was asked for.")])
         reasons = (*obstacles, *reasons)
         steps.append(RouteStep(asked.name, False, SENTENCES[obstacles[0]]))
     for reason in dict.fromkeys(reasons):
@@ -135,12 +135,12 @@ def route(
             obstacles, _ = _look(facts(name), terms)
             if not obstacles or (obstacles == (BUSY,) and reason is not BUSY):
                 step = RouteStep(name, True, f"It is the first fallback for {reason} that can answer.")
-                return Route(name, AdmissionOutcome.FALLBACK, [*steps, step], reason)
+                return ModelRoute(name, AdmissionOutcome.FALLBACK, [*steps, step], reason)
             if all(name != step.model for step in steps):
                 steps.append(RouteStep(name, False, SENTENCES[obstacles[0]]))
     if asked is None or verdict.outcome is AdmissionOutcome.REFUSED:
-        return Route(None, AdmissionOutcome.REFUSED, steps, retry_after_s=verdict.retry_after_s)
-    return Route(asked.name, verdict.outcome, [*steps, RouteStep(asked.name, True, "It was asked for, and no fallback can answer.")])
+        return ModelRoute(None, AdmissionOutcome.REFUSED, steps, retry_after_s=verdict.retry_after_s)
+    return ModelRoute(asked.name, verdict.outcome, [*steps, RouteStep(asked.name, True, "It was asked for, and no fallback can answer.")])
 
 
 def _look(model: ModelFacts, terms: RouteTerms) -> tuple[tuple[FallbackReason, ...], AdmissionVerdict]:

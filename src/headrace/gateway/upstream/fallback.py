@@ -25,6 +25,7 @@ from headrace.core.request import PriorityClass
 from headrace.gateway.http.errors import ContentRefused, ContextLengthExceeded
 from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PlainPrompts, PrincipalFacts
 from headrace.gateway.upstream.seam import (
+    NO_USAGE,
     EventListener,
     EventStream,
     OutputEvent,
@@ -139,7 +140,7 @@ Following = Callable[[HeadraceError], Coroutine[Any, Any, EventStream]]
 class FallbackStream(EventStream):
     """The streams of one answer, each of which begins where the one before failed without output.
 
-    An answer that a content filter has emptied is such a failure, too. It is the answer after all where none follows.
+    An answer that a content filter has emptied is such a failure, too. It is the answer after all where nothing may follow.
     """
 
     def __init__(self, first: EventStream, following: Following, *, num_sequences: int) -> None:
@@ -147,7 +148,9 @@ class FallbackStream(EventStream):
         self._following: Following | None = following
         self._num_sequences = num_sequences
         self._opening: asyncio.Task[EventStream] | None = None
+        self._failure: HeadraceError | None = None
         self._refusal: list[OutputEvent] = []
+        self._has_failed = False
         self._is_cancelled = False
 
     @property
@@ -164,7 +167,6 @@ class FallbackStream(EventStream):
 
     async def events(self) -> list[OutputEvent]:
         """A cancelled call leaves a stream that opens to the next call."""
-        error: HeadraceError
         while (following := self._following) is not None:
             if self._opening is None:
                 try:
@@ -172,12 +174,12 @@ class FallbackStream(EventStream):
                     if not self._is_refusal(events):
                         self._following = None
                         return events
-                    self._refusal, error = events, ContentRefused()
+                    self._refusal, self._failure = events, ContentRefused()
                 except HeadraceError as raised:
                     if self._is_cancelled or self._current.usage().completion_tokens:
                         raise
-                    self._refusal, error = [], raised
-                self._opening = asyncio.create_task(following(error))
+                    self._refusal, self._failure = [], raised
+                self._opening = asyncio.create_task(following(self._failure))
             await asyncio.wait((self._opening,))
             if self._is_cancelled:
                 return []
@@ -185,10 +187,11 @@ class FallbackStream(EventStream):
             failed = self._current
             try:
                 self._streams.append(opening.result())
-            except HeadraceError:
+            except HeadraceError as error:
                 self._following = None
-                if self._refusal:
+                if self._refusal and error is self._failure:
                     return self._refusal
+                self._has_failed = True
                 raise
             await failed.close()
         return await self._current.events()
@@ -201,7 +204,8 @@ class FallbackStream(EventStream):
         self._current.listen(listener)
 
     def usage(self) -> TokenUsage:
-        return self._current.usage()
+        """Nothing where no stream gave an answer, whatever the server of an emptied one has counted."""
+        return NO_USAGE if self._has_failed else self._current.usage()
 
     def facts(self, index: int) -> SequenceFacts:
         return self._current.facts(index)

@@ -24,7 +24,7 @@ class AnswerRecorder:
     """
 
     def __init__(self, ending: Ending, prepared: Prepared, charge: MemoryCharge) -> None:
-        self._ending, self._num_sequences = ending, prepared.num_sequences
+        self._ending, self._prepared = ending, prepared
         self._charge = charge
         self.max_bytes = 0
         self._recording = EventRecording()
@@ -43,13 +43,13 @@ class AnswerRecorder:
 
     @property
     def is_whole(self) -> bool:
-        return self._num_ended == self._num_sequences
+        return self._num_ended == self._prepared.num_sequences
 
     def answer(self, usage: TokenUsage, now: float) -> WholeAnswer | None:
         """None if recording was given up. now: Unix seconds"""
-        prepared, recording = self._ending.prepared, self._recording
-        if self.is_given_up or prepared is None:
+        if self.is_given_up:
             return None
+        prepared, recording = self._ending.prepared or self._prepared, self._recording
         return WholeAnswer(
             FORM,
             now,

@@ -15,7 +15,7 @@ from headrace.gateway.upstream.served_models import ServedModel
 from headrace.observe.finished_request import ModelStep
 from headrace.observe.metrics import Metrics
 from headrace.policy.admission import AdmissionOutcome, QueueState
-from headrace.policy.fallbacks import FAILED, SENTENCES, FallbackReason, ModelFacts, Route, RouteTerms, route
+from headrace.policy.fallbacks import FAILED, SENTENCES, FallbackReason, ModelFacts, ModelRoute, RouteTerms, route
 
 MODEL_HEADER, REASON_HEADER = b"x-headrace-model", b"x-headrace-reason"
 """Headers of every generating answer but a continued stream, a refusal too."""
@@ -23,7 +23,7 @@ MODEL_HEADER, REASON_HEADER = b"x-headrace-model", b"x-headrace-reason"
 CONTEXT_HEADER = b"x-headrace-context"
 
 MAX_TOKEN_CHARS = 128
-"""Tokenizers of large models have no longer token. By it a text has so many tokens at least."""
+"""Most characters in one token of the tokenizers of large models."""
 
 
 class ModelBusy(Overloaded):
@@ -79,7 +79,7 @@ class ModelChoice:
         asked = None if self._error is not None else self._facts(call.asked, self._queue(call.asked))
         return self._go(self._route(asked))
 
-    def _route(self, asked: ModelFacts | None) -> Route:
+    def _route(self, asked: ModelFacts | None) -> ModelRoute:
         left = [(reason, model.name) for reason, model in self._call.fallbacks if model.name not in self._tried]
         found = route(asked, left, self._met, self._terms, lambda name: self._facts(self._models[name], self._queue(self._models[name])))
         if self._call.fallbacks:
@@ -99,12 +99,14 @@ class ModelChoice:
         turn = model.users.turn_of(self._call.principal.tenant, num_new=int(model.users is not self._call.model.users))
         return model.overload[self._terms.priority].seen(whole, self._clock()).at_turn(turn)
 
-    def _go(self, found: Route) -> Call:
+    def _go(self, found: ModelRoute) -> Call:
         call, exchange = self._call, self._call.exchange
         if call.unsent is not None:
             call.unsent.uncount()
         if found.model is None:
-            show(exchange, call.asked, AdmissionOutcome.REFUSED)
+            if self._tried != [call.asked.name]:
+                call.ending.answered_by(call.asked)
+                show(exchange, call.asked, AdmissionOutcome.REFUSED)
             busy = ModelBusy(f"The queue of the model {call.asked.name} is full; try again later.", retry_after_s=found.retry_after_s)
             raise naming(self._error or busy, [name for name in self._tried if name != call.asked.name])
         model = self._models[found.model]
