@@ -20,7 +20,7 @@ from headrace.gateway.generation.shadows import MAX_COPIES, ShadowResult
 from headrace.gateway.ledger.usage_query import UsageQuery
 from headrace.policy.routing.routes import Sender
 from headrace.text.folder import TextModel
-from headrace.wire.client import SeenLoad
+from headrace.wire.client import ConnectionState, SeenLoad
 from headrace.wire.stream import ReplicaStream
 
 pytestmark = pytest.mark.loop
@@ -111,6 +111,17 @@ async def test_a_key_for_a_route_uses_its_targets_through_it_alone(text: TextMod
         assert await answered_by(bench, "assistant:large", "key-of-acme") == LARGE
         assert (await ask(bench, LARGE, "key-of-acme")).status_code == 404
         assert await answered_by(bench, LARGE, "key-of-globex") == LARGE
+
+
+async def test_a_key_for_a_route_falls_back_to_another_target(text: TextModel) -> None:
+    """And to no model that only others may use."""
+    config = routed()
+    config["models"][2]["fallbacks"] = {"failed": [SHADOW, ONE]}
+    async with open_bench(text, **config, api_keys=KEYS, tiers=TIERS) as bench:
+        bench.replicas[LARGE].state = ConnectionState.DOWN
+        answer = await ask(bench, "assistant:large", "key-of-acme")
+        assert (answer.status_code, answer.json()["model"]) == (200, ONE)
+        assert (await ask(bench, "assistant:large", "key-of-globex")).json()["model"] == SHADOW
 
 
 async def test_a_tenant_or_a_session_stays_with_its_version_and_a_request_does_not(text: TextModel) -> None:

@@ -28,5 +28,5 @@ def fallback_chain(asked: ServedModel, wishes: RoutingWishes, models: ModelTable
             raise InvalidRequest("fallbacks", f"names of models that are served ({error.limit})", name, error.remedy) from None
     for reason, name in asked.fallbacks.named():
         with suppress(ModelNotFound):
-            chain.append((reason, models.get(name)))
+            chain.append((reason, models.reached(name)))
     return tuple([(reason, model) for reason, model in chain if model.name != asked.name])
