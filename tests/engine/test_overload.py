@@ -75,8 +75,8 @@ class Site(NamedTuple):
     def tier(self) -> TierTerms:
         return TierTerms(name="goals", ttft_ms=1000 * self.ttft_s, tpot_ms=1000 * self.tpot_s)
 
-    def engine(self) -> AdmittingEngine:
-        options = FakeOptions(step_seconds=self.step_s, token_seconds=self.token_s, num_blocks=20_000, verify=False)
+    def engine(self, **slow: Any) -> AdmittingEngine:
+        options = FakeOptions(step_seconds=self.step_s, token_seconds=self.token_s, num_blocks=20_000, verify=False, **slow)
         made = AdmittingEngine(EngineConfig(model="fake", max_waiting=20_000, **self.config), options)
         made.predicted_s, made.watch = {}, OverloadWatch()
         return made
@@ -90,6 +90,23 @@ class Site(NamedTuple):
             asking = asked(f"{name}-{len(found)}", prompt_tokens=prompt, output_tokens=output, **{"tier": self.tier, **terms})
             found.append((at, asking))
         return found
+
+
+def test_a_slow_first_step_sends_no_premium_request_away() -> None:
+    """It compiles for 1.5 s, in which ten of seventeen requests come. The others found a wait of a minute by its speed, and waited one
+    second.
+    """
+    site = Site(0.003, 0.00005, 5.0, 0.5, 40, 32, 10.0, {"max_num_seqs": 4})
+    engine = site.engine(stall_after_steps=1, stall_seconds=1.5)
+    engine.run(
+        [
+            (0.1 * number, asked(f"r-{number:02}", prompt_tokens=40, output_tokens=32, priority=PriorityClass.PREMIUM))
+            for number in range(17)
+        ]
+    )
+    assert not engine.refused
+    assert max(engine.ttft_s("r-")) < 2.0
+    assert max(engine.predicted_s.values()) < 4.0
 
 
 SITES = {

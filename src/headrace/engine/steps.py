@@ -18,9 +18,15 @@ MIN_SPREAD = 1.0
 """Least variance of the steps' token counts from which the fixed cost can be separated from the cost per token."""
 
 
+MAX_SURPRISE = 4.0
+"""A step counts as at most this many times its prediction. One that compiles a kernel would else decide for a hundred steps what a token
+of a prompt takes.
+"""
+
+
 class StepTimer:
     """Predicts the seconds of a step from its tokens: a fixed cost plus a cost per token, fitted by least squares; each step observed
-    weighs 2 % less than the next.
+    weighs 2 % less than the next. The first one of all is left out: it compiles, and nothing is known to measure it by.
 
     While all steps had about the same size, a larger one is predicted in proportion to its tokens, but never beyond UNKNOWN_STEP_S:
     readiness judges by four times the prediction.
@@ -29,8 +35,14 @@ class StepTimer:
     def __init__(self) -> None:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
         self._known_token_s: float | None = None
+        self._has_begun = False
 
     def observe(self, num_tokens: int, seconds: float) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            return
+        if self._weight:
+            seconds = min(seconds, MAX_SURPRISE * self.predict(num_tokens))
         fading = (self._weight, self._x, self._y, self._xx, self._xy)
         self._weight, self._x, self._y, self._xx, self._xy = (0.98 * value for value in fading)
         self._weight += 1.0
