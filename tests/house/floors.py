@@ -42,6 +42,7 @@ ABOVE_THE_SEAM = (
     "observe.finished_request",
     "observe.timeline",
     "policy.admission",
+    "policy.routing.wishes",
     "text.logprobs",
     "text.template_switch",
 )
@@ -183,6 +184,7 @@ FLOORS: dict[str, Floor] = {
                 "observe.finished_request",
                 "policy.admission",
                 "policy.limits.price",
+                "policy.routing.wishes",
                 "text.logprobs",
                 "text.template_switch",
             )

@@ -50,7 +50,7 @@ def routed(
 def test_the_model_that_is_asked_for_answers_where_it_can() -> None:
     found = routed(facts("big"), (None, facts("small")))
     assert (found.model, found.outcome, found.reason) == ("big", AdmissionOutcome.SERVED, None)
-    assert found.steps == [("big", True, "It was asked for.")]
+    assert found.steps == [("big", True, "It is the first choice.")]
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def route(
         obstacles, verdict = _look(asked, terms)
         is_queued = verdict.outcome is AdmissionOutcome.QUEUED
         if not obstacles or (is_queued and terms.priority is PriorityClass.PREMIUM):
-            return ModelRoute(asked.name, verdict.outcome, [RouteStep(asked.name, True, "It was asked for.")])
+            return ModelRoute(asked.name, verdict.outcome, [RouteStep(asked.name, True, "It is the first choice.")])
         reasons = (*obstacles, *reasons)
         steps.append(RouteStep(asked.name, False, SENTENCES[obstacles[0]]))
     for reason in dict.fromkeys(reasons):
@@ -140,7 +140,9 @@ def route(
                 steps.append(RouteStep(name, False, SENTENCES[obstacles[0]]))
     if asked is None or verdict.outcome is AdmissionOutcome.REFUSED:
         return ModelRoute(None, AdmissionOutcome.REFUSED, steps, retry_after_s=verdict.retry_after_s)
-    return ModelRoute(asked.name, verdict.outcome, [*steps, RouteStep(asked.name, True, "It was asked for, and no fallback can answer.")])
+    return ModelRoute(
+        asked.name, verdict.outcome, [*steps, RouteStep(asked.name, True, "It is the first choice, and no fallback can answer.")]
+    )
 
 
 def _look(model: ModelFacts, terms: RouteTerms) -> tuple[tuple[FallbackReason, ...], AdmissionVerdict]:

@@ -315,6 +315,24 @@ async def test_the_tiers_context_bounds_prompt_and_output(opened: Opened) -> Non
         assert "tier small" in error_of(long)["message"]
 
 
+@pytest.mark.parametrize(("tier", "most"), [("free", 32 * 1024), ("enterprise", 128 * 1024)])
+async def test_a_built_in_tier_has_its_context(text: TextModel, tier: str, most: int) -> None:
+    async with open_bench(text, api_keys=[{"key": KEY, "tenant": "acme", "tier": tier}]) as bench:
+        assert bench.replica.info is not None
+        bench.replica.info = replace(bench.replica.info, model=replace(bench.replica.info.model, max_model_len=2 * most))
+        fitting, longer = [
+            await bench.client.post(
+                "/v1/completions",
+                json={"model": "fox", "prompt": [5] * length, "max_tokens": 1},
+                headers={"authorization": f"Bearer {KEY}"},
+            )
+            for length in (most - 1, most)
+        ]
+        assert fitting.json()["usage"]["total_tokens"] == most
+        assert (longer.status_code, error_of(longer)["code"]) == (400, "context_length_exceeded")
+        assert f"The tier {tier}'s maximum context length (max_context_tokens) is {most} tokens" in error_of(longer)["message"]
+
+
 async def test_an_aborted_stream_is_charged_for_what_the_engine_made(opened: Opened) -> None:
     async with opened({"output_tokens_per_minute": 1000, "max_concurrent_requests": 4}) as bench:
         bench.replica.said, bench.replica.token_delay_s = SAID * 20, 0.005

@@ -90,9 +90,12 @@ WITH: dict[str, dict[str, Any]] = {
 }
 """What a field needs beside it to mean anything."""
 
-ELSEWHERE = ("parallel_tool_calls", "include_reasoning", "separate_reasoning", "reasoning_format", "metadata", "context_fitting", "cache")
+ELSEWHERE = (
+    *("parallel_tool_calls", "include_reasoning", "separate_reasoning", "reasoning_format", "metadata", "context_fitting", "cache"),
+    *("models", "fallbacks", "provider"),
+)
 """Fields that need a model which calls functions or reasons (tests/gateway/surfaces/test_tools.py), or a conversation that went on before
-or does not fit (tests/gateway/sessions), or a response cache (tests/gateway/cache).
+or does not fit (tests/gateway/sessions), or a response cache (tests/gateway/cache), or several models (tests/gateway/generation).
 """
 
 BASE: dict[str, dict[str, Any]] = {
@@ -118,6 +121,9 @@ PREFIX: dict[str, str] = {
     Inside.JSON_SCHEMA: "response_format.json_schema.",
     Inside.STRUCTURED_OUTPUTS: "structured_outputs.",
     Inside.CACHE: "cache.",
+    Inside.PROVIDER: "provider.",
+    Inside.MAX_PRICE: "provider.max_price.",
+    Inside.MIN_THROUGHPUT: "provider.preferred_min_throughput.",
 }
 """How an error names the objects that `inside` makes."""
 
@@ -171,6 +177,12 @@ def inside(place: str, fields: dict[str, Any]) -> dict[str, Any]:
             return {**BASE[CHAT], "response_format": {"type": "json_schema", "json_schema": schema}}
         case Inside.CACHE:
             return {**BASE[CHAT], "cache": fields}
+        case Inside.PROVIDER:
+            return {**BASE[CHAT], "provider": fields}
+        case Inside.MAX_PRICE:
+            return inside(Inside.PROVIDER, {"max_price": fields})
+        case Inside.MIN_THROUGHPUT:
+            return inside(Inside.PROVIDER, {"preferred_min_throughput": fields})
         case Inside.STRUCTURED_OUTPUTS:
             return {**BASE[CHAT], "structured_outputs": {"regex": "a", **fields}}
         case _:

@@ -219,6 +219,7 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
             unsent=self.unsent,
             has_fallback=self.has_fallback,
             foreign_fields=parsed.foreign_fields,
+            routing=parsed.routing,
             trace_headers={} if self.exchange.trace is None else self.exchange.trace.headers(),
         )
 

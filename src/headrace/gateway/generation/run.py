@@ -272,7 +272,10 @@ class _Answer:
         call, progress, stream = self.call, self.progress, self.stream
         has_run = progress.ttft_s is not None or bool(progress.finish_reasons) or self.exchange.end_reason is not None
         if has_run and self.ready.cache_tier is None:
-            call.ending.used = stream.usage()
+            call.ending.used = used = stream.usage()
+            if progress.is_whole and call.earlier is None:
+                means = call.ending.model.means
+                means.add(prompt_tokens=used.prompt_tokens, cached_tokens=used.cached_tokens, tpot_s=progress.tpot_s)
         if stream.num_resumes:
             resumed = self.pipeline.metrics.sequences_resumed.labels(call.model.base_name, stream.facts(0).replica or "")
             resumed.inc(stream.num_resumes)

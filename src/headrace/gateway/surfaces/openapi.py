@@ -33,7 +33,9 @@ from headrace.gateway.surfaces.dialect.field_table import (
 )
 from headrace.gateway.surfaces.dialect.parse import MAX_CACHE_SALT_CHARS, PRIORITIES
 from headrace.gateway.surfaces.dialect.schemas import FORMATS
+from headrace.gateway.surfaces.dialect.wishes import MAX_MODEL_CHARS, MAX_SERVER_CHARS, MAX_WISHED_MODELS, MAX_WISHED_SERVERS
 from headrace.gateway.surfaces.endpoint import Endpoint
+from headrace.policy.routing.wishes import SortBy
 
 _REF = "#/components/schemas/{name}"
 _JSON = "application/json"
@@ -51,6 +53,7 @@ _GRAMMAR: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_GRAMMAR_B
 _CHOICE: Schema = {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}}
 _JSON_SCHEMA: Schema = {"anyOf": [{"type": "object"}, {**_GRAMMAR, "contentMediaType": "application/json"}]}
 _ONLY_FOREIGN = "No effect at our engines; sent to a foreign server. "
+_AMOUNT: Schema = {"type": "number", "minimum": 0}
 _CACHE_S: Schema = {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_CACHE_S}
 
 _INSIDE = {
@@ -71,6 +74,9 @@ _INSIDE = {
     "JsonSchemaFormat": Inside.JSON_SCHEMA,
     "StructuredOutputs": Inside.STRUCTURED_OUTPUTS,
     "CacheControl": Inside.CACHE,
+    "ProviderWishes": Inside.PROVIDER,
+    "MaxPrice": Inside.MAX_PRICE,
+    "MinThroughput": Inside.MIN_THROUGHPUT,
 }
 
 
@@ -219,6 +225,7 @@ def _bounds() -> dict[str, Schema]:
         **dict.fromkeys(("guided_regex", "guided_grammar", "regex", "ebnf", "grammar"), _GRAMMAR),
         "guided_choice": _CHOICE,
         "format": {"anyOf": [{"enum": ["json"]}, {"type": "object"}]},
+        **dict.fromkeys(("models", "fallbacks"), _names(MAX_WISHED_MODELS, MAX_MODEL_CHARS)),
     }
 
 
@@ -235,8 +242,19 @@ def _bounds_at() -> dict[str, dict[str, Schema]]:
         Inside.RESPONSE_FORMAT: {"type": {"enum": list(FORMATS)}, "schema": _JSON_SCHEMA},
         Inside.JSON_SCHEMA: {"schema": _JSON_SCHEMA},
         Inside.CACHE: {"ttl": _CACHE_S, "s-maxage": _CACHE_S},
+        Inside.PROVIDER: {
+            **dict.fromkeys(("order", "only", "ignore"), _names(MAX_WISHED_SERVERS, MAX_SERVER_CHARS)),
+            "sort": {"enum": list(SortBy)},
+            "preferred_min_throughput": {"anyOf": [_AMOUNT, {"$ref": _REF.format(name="MinThroughput")}]},
+        },
+        Inside.MAX_PRICE: {"prompt": _AMOUNT, "completion": _AMOUNT},
+        Inside.MIN_THROUGHPUT: {"p50": _AMOUNT},
         Inside.STRUCTURED_OUTPUTS: {"json": _JSON_SCHEMA, "regex": _GRAMMAR, "choice": _CHOICE, "grammar": _GRAMMAR},
     }
+
+
+def _names(most: int, most_chars: int) -> Schema:
+    return {"type": "array", "maxItems": most, "items": {"type": "string", "minLength": 1, "maxLength": most_chars}}
 
 
 def _messages() -> Schema:

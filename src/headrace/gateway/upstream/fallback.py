@@ -6,6 +6,8 @@ a model's fallbacks after the model (`generation.stages.model_choice`).
 A request falls back when all replicas reject it, when no replica is ready, or when its replica was lost before the first token and no other
 is ready. The foreign servers are tried in their configured order, and compute the answer from its beginning.
 
+A request may say which of them answer, and that foreign servers are asked before our engines (`policy.routing.wishes`).
+
 No request falls back after its first token, nor a stream that a client continues: the text of another model cannot follow. A request that
 is too long for the replicas falls back only when a foreign server has a longer context. A request that no foreign server supports
 (log-probabilities of the prompt, ...) never falls back.
@@ -16,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -39,10 +42,11 @@ from headrace.gateway.upstream.seam import (
 from headrace.observe.finished_request import AnswerHandling
 from headrace.observe.logs import LimitedLog
 from headrace.policy.admission import QueueState, UnsentRequests
+from headrace.policy.routing.wishes import OWN_ENGINES, server_places
 
 log = logging.getLogger("headrace.gateway")
 
-FALLS_BACK = "a request falls back to a foreign server: %s"
+FALLS_BACK = "a request falls back to another server of its model: %s"
 
 TOO_LONG = (ContextLengthExceeded, RequestTooLarge)
 """Errors of a request that is longer than the replicas' context, or that needs more KV blocks than a replica has."""
@@ -55,6 +59,10 @@ class FallbackUpstream(Upstream):
         self.own = own
         self.foreign = foreign
         self._log = LimitedLog(log, clock)
+
+    @property
+    def server_names(self) -> Sequence[str]:
+        return [OWN_ENGINES, *self.foreign.server_names]
 
     @property
     def max_model_len(self) -> int | None:
@@ -91,6 +99,30 @@ class FallbackUpstream(Upstream):
     async def prepare(self, request: GenerationRequest, principal: PrincipalFacts) -> Prepared:
         if request.earlier is not None:
             return await self.own.prepare(request, principal)
+        wishes = request.routing
+        places = server_places(self.server_names, wishes)
+        own_place = places.pop(OWN_ENGINES, None)
+        before = tuple([name for name, place in places.items() if own_place is None or place < own_place])
+        if before and request.unsent is not None:
+            request.unsent.uncount()  # it does not wait for our engines
+        if own_place is None:
+            return await self.foreign.prepare(request, principal)
+        after = () if wishes.keeps_first_server else tuple([name for name in places if name not in before])
+        ahead: Prepared | None = None
+        if before:
+            with suppress(InvalidRequest):
+                ahead = await self.foreign.prepare(replace(request, routing=wishes._replace(only=before)), principal)
+        try:
+            own = await self._own_first(replace(request, routing=wishes._replace(only=after)), principal, has_foreign=bool(after))
+        except (Unavailable, *TOO_LONG) as error:
+            if ahead is None or not (isinstance(error, Unavailable) or self._takes_longer):
+                raise
+            return ahead
+        return own if ahead is None else self._answering(own, ahead, own, (Overloaded, Unavailable, *TOO_LONG))
+
+    async def _own_first(self, request: GenerationRequest, principal: PrincipalFacts, *, has_foreign: bool) -> Prepared:
+        if not has_foreign:
+            return await self.own.prepare(request, principal)
         foreign: Prepared | InvalidRequest
         try:
             foreign = await self.foreign.prepare(request, principal)
@@ -108,11 +140,14 @@ class FallbackUpstream(Upstream):
             raise error if request.has_fallback else foreign from None
         if isinstance(foreign, InvalidRequest):
             return own
-        return replace(own, stream=lambda: FallbackStream(own.stream(), self._then(foreign), num_sequences=own.num_sequences))
+        return self._answering(own, own, foreign, (Overloaded, Unavailable, *(TOO_LONG if self._takes_longer else ())))
 
-    def _then(self, foreign: Prepared) -> Following:
-        reasons = (Overloaded, Unavailable, *(TOO_LONG if self._takes_longer else ()))
-        left = [foreign]
+    def _answering(self, own: Prepared, first: Prepared, other: Prepared, reasons: tuple[type[HeadraceError], ...]) -> Prepared:
+        """The request as our engines have counted it, answered by `first`, or for one of `reasons` by `other`."""
+        return replace(own, stream=lambda: FallbackStream(first.stream(), self._then(other, reasons), num_sequences=own.num_sequences))
+
+    def _then(self, other: Prepared, reasons: tuple[type[HeadraceError], ...]) -> Following:
+        left = [other]
 
         async def following(error: HeadraceError) -> EventStream:
             if not left or not isinstance(error, reasons):

@@ -12,6 +12,7 @@ from headrace.core.request import NO_TIER, PriorityClass, TierTerms
 from headrace.core.tools import CallMode, FunctionTool, ToolChoice
 from headrace.policy.admission import UnsentRequest
 from headrace.policy.limits.price import UNBOUNDED, RequestCeiling
+from headrace.policy.routing.wishes import NO_WISHES, RoutingWishes
 from headrace.text.template_switch import TemplateSwitch
 
 CALL_PASSED = ("extra_content", "provider_specific_fields")
@@ -116,6 +117,7 @@ class GenerationRequest:
     has_fallback  another upstream can answer as long as no output was read, so the request does not wait for a replica
     foreign_fields  fields for a foreign server as the client wrote them, beside or instead of those of `sampling`
     trace_headers   headers for a foreign server: the trace that this request belongs to
+    routing      of it only what is about servers
     """
 
     request_id: RequestId
@@ -130,6 +132,7 @@ class GenerationRequest:
     has_fallback: bool = False
     foreign_fields: Mapping[str, Any] = field(default_factory=dict)
     trace_headers: Mapping[str, str] = field(default_factory=dict)
+    routing: RoutingWishes = NO_WISHES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from headrace.core.option import Role, check_options, option, required
 from headrace.machine.hosts import is_link_local
 from headrace.policy.fallbacks import MAX_FALLBACKS, NO_FALLBACKS, FallbackReason, Fallbacks
 from headrace.policy.routing.routes import ModelRoute, RouteTarget, ShadowTarget
+from headrace.policy.routing.wishes import OWN_ENGINES
 from headrace.text.output.formats import AUTO
 from headrace.wire.target import GrpcTarget, check_target, target_of
 
@@ -205,6 +206,8 @@ def check_foreign(where: str, upstreams: Sequence[ForeignConfig], *, taken: Sequ
             raise ConfigError(f"{where}[{index}].name", f"{name!r} is the name of another server of this model")
         if name in taken:
             raise ConfigError(f"{where}[{index}].name", f"{name!r} is the name of one of this model's replicas")
+        if name == OWN_ENGINES:
+            raise ConfigError(f"{where}[{index}].name", f"{name!r} is the name of our own engines in a request's wishes", "Write another.")
 
 
 def named(upstreams: Sequence[ForeignConfig]) -> Iterator[tuple[str, ForeignConfig]]:

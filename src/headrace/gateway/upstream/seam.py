@@ -22,6 +22,7 @@ from headrace.core.update import FinishReason, MissReason, StageSeconds
 from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PlainPrompts, PrincipalFacts, string_bytes
 from headrace.observe.finished_request import AnswerHandling
 from headrace.policy.admission import QueueState, UnsentRequests
+from headrace.policy.routing.wishes import OWN_ENGINES
 from headrace.text.logprobs import DecodedLogprobs
 
 TOOL_CALL_BYTES = 256
@@ -358,6 +359,11 @@ class Upstream(ABC):
     def queue(self, priority: PriorityClass, unsent: UnsentRequests) -> QueueState | None:
         """`unsent` requests included. None: not known"""
         return None
+
+    @property
+    def server_names(self) -> Sequence[str]:
+        """The names by which a request may choose among what answers."""
+        return (OWN_ENGINES,)
 
     @property
     def max_model_len(self) -> int | None:

@@ -22,6 +22,7 @@ from headrace.observe.metrics import ReplicaReading
 from headrace.policy.admission import OverloadWatch, UnsentRequests
 from headrace.policy.fallbacks import NO_FALLBACKS, Fallbacks
 from headrace.policy.routing.routes import FIRST_SIZE, ModelRoute, RouteWish, Sender, SizeHint, choose_target, is_copied, wish_of
+from headrace.policy.routing.wishes import AnswerMeans
 
 log = logging.getLogger("headrace.gateway")
 
@@ -36,6 +37,7 @@ class ServedModel:
     users    count of the requests that asked for this model or an adapter of it and have not ended
     overload  by class, whether more requests come than the model answers
     parent   of an adapter, the name of its base model; else empty
+    means    of the answers of this process, of the model and its adapters
     hidden_adapters  names of adapters that are not served, since another model has the name; each was logged
     """
 
@@ -49,6 +51,7 @@ class ServedModel:
     overload: Mapping[PriorityClass, OverloadWatch] = field(default_factory=lambda: {each: OverloadWatch() for each in PriorityClass})
     parent: str = ""
     hidden_adapters: set[str] = field(default_factory=set)
+    means: AnswerMeans = field(default_factory=AnswerMeans)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -44,8 +44,23 @@ def made(clock: Times, index: int = 0, *, order: int = 0, max_model_len: int | N
     return server
 
 
-def routed(clock: Times, servers: list[ForeignServer], max_tokens: int | None = None, budget: RetryBudget | None = None) -> ForeignRoute:
-    return ForeignRoute(servers, max_tokens=max_tokens, budget=budget or RetryBudget(), clock=clock, random=random.Random(5))
+def routed(
+    clock: Times,
+    servers: list[ForeignServer],
+    max_tokens: int | None = None,
+    budget: RetryBudget | None = None,
+    *,
+    places: dict[ForeignServer, int] | None = None,
+    keeps_first: bool = False,
+) -> ForeignRoute:
+    return ForeignRoute(
+        places or dict.fromkeys(servers, 0),
+        max_tokens=max_tokens,
+        keeps_first=keeps_first,
+        budget=budget or RetryBudget(),
+        clock=clock,
+        random=random.Random(5),
+    )
 
 
 def attempted(route: ForeignRoute, clock: Times, outcomes: Sequence[AttemptResult]) -> list[ForeignServer]:
@@ -100,6 +115,23 @@ def test_the_choice_prefers_what_fits_then_what_can_be_reached_then_the_lowest_o
     assert routed(clock, [small], max_tokens=8).pick() is small, "the server itself says so"
     clock.now += 60
     assert busy.outstanding(clock.now) == 0, "an old report is not used"
+
+
+def test_the_requests_own_order_comes_before_the_configured_one() -> None:
+    clock = Times()
+    low, high, other = made(clock, 0), made(clock, 1, order=1), made(clock, 2)
+    asked = attempted(routed(clock, [], places={low: 1, high: 0, other: 1}), clock, [AttemptResult.LOST] * 9)
+    assert (asked[0], set(asked)) == (high, {low, high, other})
+
+
+@given(site=sites(), outcomes=st.lists(st.sampled_from(FAILURES), min_size=20, max_size=20))
+def test_a_request_may_keep_to_the_server_that_is_asked_first(
+    site: list[tuple[int, int | None, bool, bool]], outcomes: list[AttemptResult]
+) -> None:
+    clock = Times()
+    servers = [made(clock, index, order=order, max_model_len=length) for index, (order, length, _, _) in enumerate(site)]
+    asked = attempted(routed(clock, servers, keeps_first=True), clock, outcomes)
+    assert len(set(asked)) == 1
 
 
 def test_no_second_attempt_after_the_first_token_and_none_without_budget() -> None:

@@ -6,6 +6,7 @@ from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError, InvalidRequest, Overloaded, RequestTooLarge, Unavailable
 from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.generation.call import Call, CallNext, Ready
+from headrace.gateway.generation.stages.wishes import wished, wished_queue
 from headrace.gateway.http.asgi import Headers
 from headrace.gateway.http.errors import ContentRefused, ContextLengthExceeded, RateLimitExceeded, naming
 from headrace.gateway.http.exchange import Exchange
@@ -14,7 +15,7 @@ from headrace.gateway.upstream.generation_request import Conversation
 from headrace.gateway.upstream.served_models import ServedModel
 from headrace.observe.finished_request import ModelStep
 from headrace.observe.metrics import Metrics
-from headrace.policy.admission import AdmissionOutcome, QueueState
+from headrace.policy.admission import AdmissionOutcome, QueueState, TenantTurn
 from headrace.policy.fallbacks import FAILED, SENTENCES, FallbackReason, ModelFacts, ModelRoute, RouteTerms, route
 
 MODEL_HEADER, REASON_HEADER = b"x-headrace-model", b"x-headrace-reason"
@@ -31,8 +32,8 @@ class ModelBusy(Overloaded):
 
 
 async def choose_model(call: Call, call_next: CallNext, *, clock: Clock, open_requests: OpenRequests, metrics: Metrics) -> Ready:
-    """A continued stream keeps its model. Raises ModelBusy."""
-    return await call_next(call if call.earlier is not None else ModelChoice(call, clock, open_requests, metrics).first())
+    """A continued stream keeps its model. Raises ModelBusy, and InvalidRequest for wishes that leave no model."""
+    return await call_next(call if call.earlier is not None else ModelChoice(wished(call), clock, open_requests, metrics).first())
 
 
 class ModelChoice:
@@ -55,8 +56,8 @@ class ModelChoice:
     def first(self) -> Call:
         """Raises ModelBusy."""
         asked, now, rules = self._call.asked, self._clock(), self._terms.rules
-        overload, turn = asked.overload[self._terms.priority], asked.users.turn_of(self._call.principal.tenant)
-        queue = asked.upstream.queue(self._terms.priority, asked.unsent)
+        overload, turn = asked.overload[self._terms.priority], self._turn(asked)
+        queue = wished_queue(self._call, asked)
         if queue is not None:
             queue = overload.arrive(queue, rules, num_open=turn.num_open, now=now).at_turn(turn)
         found = self._route(self._facts(asked, queue))
@@ -82,7 +83,7 @@ class ModelChoice:
     def _route(self, asked: ModelFacts | None) -> ModelRoute:
         left = [(reason, model.name) for reason, model in self._call.fallbacks if model.name not in self._tried]
         found = route(asked, left, self._met, self._terms, lambda name: self._facts(self._models[name], self._queue(self._models[name])))
-        if self._call.fallbacks:
+        if self._call.fallbacks or self._call.ending.steps:
             self._call.ending.steps += [ModelStep(*step) for step in found.steps]
         return found
 
@@ -93,11 +94,13 @@ class ModelChoice:
         return ModelFacts(model.name, model.is_alive, model.upstream.max_model_len, queue)
 
     def _queue(self, model: ServedModel) -> QueueState | None:
-        whole = model.upstream.queue(self._terms.priority, model.unsent)
+        whole = wished_queue(self._call, model)
         if whole is None:
             return None
-        turn = model.users.turn_of(self._call.principal.tenant, num_new=int(model.users is not self._call.model.users))
-        return model.overload[self._terms.priority].seen(whole, self._clock()).at_turn(turn)
+        return model.overload[self._terms.priority].seen(whole, self._clock()).at_turn(self._turn(model))
+
+    def _turn(self, model: ServedModel) -> TenantTurn:
+        return model.users.turn_of(self._call.principal.tenant, num_new=int(model.users is not self._call.model.users))
 
     def _go(self, found: ModelRoute) -> Call:
         call, exchange = self._call, self._call.exchange

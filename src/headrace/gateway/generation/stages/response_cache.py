@@ -10,6 +10,7 @@ from headrace.gateway.generation.call import Call, CallNext, Ready
 from headrace.gateway.generation.stages.kept_answers import RESPONSE, AnswerRecorder, answered_again, recorder_of, report_cache
 from headrace.gateway.sessions.history import ContextFitting
 from headrace.observe.store_metrics import CacheResult, KeptAnswer
+from headrace.policy.routing.wishes import NO_WISHES
 
 
 async def use_cache(call: Call, call_next: CallNext, *, cache: AnswerCache, unix_time: Clock) -> Ready:
@@ -52,7 +53,8 @@ def _key_of(call: Call, question: Question) -> str:
     ceiling = call.reservation.ceiling(call.highest_price)
     bound = ceiling.deciding(has_max_tokens=question.sampling.get("max_tokens") is not None)
     salt = entry_salt(call.principal.tenant_key, call.parsed.cache_salt)
-    return question.key(salt, f"{call.model.upstream.version}/{bound}")
+    servers = call.parsed.routing.of_servers
+    return question.key(salt, f"{call.model.upstream.version}/{bound}{'' if servers == NO_WISHES else servers}")
 
 
 class CacheEntry:

@@ -18,7 +18,9 @@ from enum import StrEnum
 from functools import partial
 
 from headrace.core.grammar import MAX_GRAMMAR_BYTES
+from headrace.gateway.surfaces.dialect.wishes import MAX_WISHED_MODELS, MAX_WISHED_SERVERS
 from headrace.gateway.upstream.generation_request import PASSED_IN_BODY, PASSED_IN_CHAT, PASSED_INSIDE
+from headrace.policy.routing.wishes import OWN_ENGINES
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BOTH = (CHAT, COMPLETIONS)
@@ -52,6 +54,9 @@ class Inside(StrEnum):
     JSON_SCHEMA = "response_format.json_schema"
     STRUCTURED_OUTPUTS = "structured_outputs"
     CACHE = "cache"
+    PROVIDER = "provider"
+    MAX_PRICE = "provider.max_price"
+    MIN_THROUGHPUT = "provider.preferred_min_throughput"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +106,7 @@ _REGEX = "The whole answer matches it: Rust's syntax, without look-around and ba
 _SCHEMA = f"A JSON schema, as an object or as JSON text; at most {MAX_GRAMMAR_BYTES} bytes."
 _TEXT_ONLY = "Text only."
 _CACHE = "Cached blocks of our engines live by use."
+_SERVERS = f"Names of the model's foreign servers, or {OWN_ENGINES} for our own engines; at most {MAX_WISHED_SERVERS}."
 _METADATA = f"At most {MAX_METADATA} strings of at most {MAX_INERT_CHARS} characters."
 _SHORT_TEXT = f"A string of at most {MAX_INERT_CHARS} characters."
 
@@ -402,9 +408,35 @@ _LLAMA_CPP = (
 )
 
 _OPENROUTER = (
-    _refused("provider", BOTH, "There are no providers to choose from.", {}),
-    _refused("models", BOTH, "One model answers: name it in model.", []),
-    _refused("route", BOTH, "One model answers: name it in model."),
+    _honoured(
+        "models", BOTH, f"At most {MAX_WISHED_MODELS} names: the first is asked where model is absent, the others follow as fallbacks do."
+    ),
+    _refused("route", BOTH, "Name the models in models.", "fallback"),
+    _honoured("provider", BOTH, "An object ([routing.md](routing.md#a-requests-own-wishes))."),
+    _honoured("order", Inside.PROVIDER, f"{_SERVERS} They are asked first, in this order."),
+    _honoured("only", Inside.PROVIDER, f"{_SERVERS} No other answers."),
+    _honoured("ignore", Inside.PROVIDER, f"{_SERVERS} They do not answer."),
+    _honoured(
+        "allow_fallbacks",
+        Inside.PROVIDER,
+        "false: only those of order are asked, without it only the server that is chosen first; default true.",
+    ),
+    _honoured("sort", Inside.PROVIDER, "price or throughput: the model and its fallbacks are asked in this order."),
+    _honoured("max_price", Inside.PROVIDER, "An object: models that cost more do not answer."),
+    _honoured("prompt", Inside.MAX_PRICE, "Of a million prompt tokens, at the measured hit rate of caches; at least 0."),
+    _honoured("completion", Inside.MAX_PRICE, "Of a million generated tokens; at least 0."),
+    _refused("request", Inside.MAX_PRICE, "Tokens alone have a price."),
+    _refused("image", Inside.MAX_PRICE, _TEXT_ONLY),
+    _refused("audio", Inside.MAX_PRICE, _TEXT_ONLY),
+    _honoured("preferred_min_throughput", Inside.PROVIDER, "Tokens per second of a stream, or an object: slower models are asked last."),
+    _honoured("p50", Inside.MIN_THROUGHPUT, "The same number. It is compared with the measured mean; at least 0."),
+    *(_refused(name, Inside.MIN_THROUGHPUT, "The mean alone is measured: use p50.") for name in ("p75", "p90", "p99")),
+    _refused("preferred_max_latency", Inside.PROVIDER, "No time to the first token is promised: use preferred_min_throughput."),
+    _refused("require_parameters", Inside.PROVIDER, "No field that means something is left out for a server.", True, False),
+    _refused("data_collection", Inside.PROVIDER, "What a foreign server keeps is the operator's contract: use only.", "allow"),
+    _refused("zdr", Inside.PROVIDER, "What a foreign server keeps is the operator's contract: use only.", False),
+    _refused("enforce_distillable_text", Inside.PROVIDER, "Licences of models are not known here.", False),
+    _refused("quantizations", Inside.PROVIDER, "How a foreign server computes is not known here: use only.", []),
     _refused("transforms", BOTH, "Prompts are never cut silently; shorten it yourself.", []),
     _refused("plugins", BOTH, "The server fetches nothing.", []),
     _refused("usage", BOTH, "Whole answers have usage; for streams use stream_options.include_usage.", {}, {"include": False}),
@@ -412,8 +444,8 @@ _OPENROUTER = (
 )
 
 _LITELLM = (
-    _refused("fallbacks", BOTH, "One model answers; what refuses a request says why.", []),
-    _refused("context_window_fallbacks", BOTH, "One model answers; what refuses a request says why.", []),
+    _honoured("fallbacks", BOTH, f"At most {MAX_WISHED_MODELS} names of models that may answer where the asked one cannot, in this order."),
+    _refused("context_window_fallbacks", BOTH, "Use fallbacks, which are asked for any reason.", []),
     _refused("context_length_exceeded_behavior", BOTH, "Prompts are never cut silently; shorten it yourself.", "error"),
     _refused("num_retries", BOTH, "Retries are the client's.", 0),
     _refused("caching", BOTH, "Use cache.", False),

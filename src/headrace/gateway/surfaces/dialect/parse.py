@@ -33,6 +33,7 @@ from headrace.gateway.surfaces.dialect.field_table import (
     Treatment,
 )
 from headrace.gateway.surfaces.dialect.schemas import SamplingFields, requested_grammar
+from headrace.gateway.surfaces.dialect.wishes import routing_wishes
 from headrace.gateway.upstream.generation_request import PASSED_IN_BODY, Conversation, PlainPrompts, RequestedGrammar
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -201,8 +202,10 @@ def shared_request(parsed: Parsed[SamplingFields], principal: Principal, prompt:
     given |= {name: value for name, value in zip(FROM_MODEL, _from_model_of(request), strict=True) if value is not None}
     given["stop"] = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
     given["stop_token_ids"] = tuple(request.stop_token_ids)
+    model, routing = routing_wishes(request.model, request.models, request.fallbacks, request.provider)
     return ParsedRequest(
-        model=request.model,
+        model=model,
+        routing=routing,
         prompt=prompt,
         sampling=given,
         is_streaming=request.stream,

@@ -21,6 +21,7 @@ from headrace.core.grammar import Grammar, GrammarKind
 from headrace.core.structured import given_kind
 from headrace.gateway.cache.control import CacheControl
 from headrace.gateway.http.json_border import decode_object
+from headrace.gateway.surfaces.dialect.wishes import ProviderWishes
 from headrace.gateway.upstream.generation_request import RequestedGrammar
 
 # ----------------------------------------------------------------------------------------------------------------------- requests
@@ -55,6 +56,9 @@ class SamplingFields(Struct, kw_only=True):
     """The last fields say what the answer must match."""
 
     model: str | None = None
+    models: list[str] = field(default_factory=list)
+    fallbacks: list[str] = field(default_factory=list)
+    provider: ProviderWishes | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError, Overloaded, Unavailable
@@ -46,13 +46,26 @@ FIRST_IN_ORDER = "the first, by its order, of those that can take it now"
 
 
 class ForeignRoute:
-    """Chooses the server of each attempt of one request. reason, compared: of the last choice, as `AnswerAttempt` has them"""
+    """Chooses the server of each attempt of one request.
+
+    places       the servers that may answer, each with its place in the request's own order
+    keeps_first  no other server is asked after the first
+    reason, compared  of the last choice, as `AnswerAttempt` has them
+    """
 
     def __init__(
-        self, servers: Sequence[ForeignServer], *, max_tokens: int | None, budget: RetryBudget, clock: Clock, random: Random
+        self,
+        places: Mapping[ForeignServer, int],
+        *,
+        max_tokens: int | None,
+        keeps_first: bool,
+        budget: RetryBudget,
+        clock: Clock,
+        random: Random,
     ) -> None:
         self.tried: dict[ForeignServer, AttemptResult] = {}
-        self._servers = list(servers)
+        self._places, self._keeps_first = places, keeps_first
+        self._servers = list(places)
         self._max_tokens = max_tokens
         self._budget = budget
         self._clock = clock
@@ -75,8 +88,8 @@ class ForeignRoute:
             return left[0]
         fit = [server for server in left if self._fits(server)] or left
         reachable = [server for server in fit if server.is_reachable] or fit
-        order = min(server.config.order for server in reachable)
-        first = [server for server in reachable if server.config.order == order]
+        order = min(map(self._order, reachable))
+        first = [server for server in reachable if self._order(server) == order]
         self.reason = FIRST_IN_ORDER if len(first) == 1 else LEAST_BUSY
         self.compared = tuple([Compared(server.name, False, server.outstanding(now), None) for server in first])
         return cheaper_of_two(first, lambda server: server.outstanding(now), self._random)
@@ -85,6 +98,8 @@ class ForeignRoute:
         """Raises the failure's error if there is no next attempt."""
         self.tried[server] = failure.result
         self._num_attempts += 1
+        if self._keeps_first:
+            self._servers = [server]
         if failure.result is AttemptResult.OVERFLOW:
             self._servers = [each for each in self._servers if (each.max_model_len or 0) > (server.max_model_len or 0)]
         is_final = failure.has_begun or failure.result is AttemptResult.INVALID or not self._servers
@@ -98,6 +113,9 @@ class ForeignRoute:
         if not waits or pause_s > MAX_RETRY_WAIT_S or not self._budget.withdraw():
             raise failure.error
         return pause_s * (1.0 + self._random.randrange(256) / 1024)
+
+    def _order(self, server: ForeignServer) -> tuple[int, int]:
+        return self._places[server], server.config.order
 
     def _fits(self, server: ForeignServer) -> bool:
         return server.max_model_len is None or (self._max_tokens or 0) < server.max_model_len

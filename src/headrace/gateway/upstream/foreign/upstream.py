@@ -42,6 +42,7 @@ from headrace.policy.admission import QueueState, UnsentRequests
 from headrace.policy.limits.price import RequestCeiling
 from headrace.policy.routing.choice import Random
 from headrace.policy.routing.failures import CircuitState, RetryBudget
+from headrace.policy.routing.wishes import RoutingWishes, server_places
 
 log = logging.getLogger("headrace.gateway")
 
@@ -57,6 +58,10 @@ class HttpUpstream(Upstream):
         self._budget = RetryBudget()
         self._clock = clock
         self._random = random
+
+    @property
+    def server_names(self) -> Sequence[str]:
+        return [server.name for server in self.servers]
 
     @property
     def max_model_len(self) -> int | None:
@@ -109,7 +114,7 @@ class HttpUpstream(Upstream):
             num_sequences=num_sequences,
         )
         return Prepared(
-            stream=partial(self._stream, foreign, params.max_tokens),
+            stream=partial(self._stream, foreign, params.max_tokens, request.routing),
             prompts=prompts,
             prompt_tokens=None,
             max_prompt_tokens=max_prompt_tokens,
@@ -121,8 +126,17 @@ class HttpUpstream(Upstream):
             taken=PASSED,
         )
 
-    def _stream(self, request: ForeignRequest, max_tokens: int | None) -> HttpStream:
-        new_route = partial(ForeignRoute, self.servers, max_tokens=max_tokens, budget=self._budget, clock=self._clock, random=self._random)
+    def _stream(self, request: ForeignRequest, max_tokens: int | None, wishes: RoutingWishes) -> HttpStream:
+        places = server_places(self.server_names, wishes)
+        new_route = partial(
+            ForeignRoute,
+            {server: places[server.name] for server in self.servers if server.name in places},
+            max_tokens=max_tokens,
+            keeps_first=wishes.keeps_first_server,
+            budget=self._budget,
+            clock=self._clock,
+            random=self._random,
+        )
         return HttpStream(self.name, request, new_route, self._clock)
 
     async def tokenize(self, prompt: Conversation | PlainPrompts, *, needs_texts: bool, tenant: str) -> Tokenization:

@@ -1,0 +1,252 @@
+"""Tests that a request's wishes of models and servers hold at the running gateway."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import httpx2
+import pytest
+from foreign_kit import DONE, FAR, HELLO, ScriptedServer, head, listening, said, scripted
+from gateway_kit import MODEL, SAID, TestBench, open_bench, snapshot, some_replicas
+
+from headrace.core.errors import ConfigError, Overloaded
+from headrace.core.request import EngineRequest, PriorityClass
+from headrace.gateway.config import config_from
+from headrace.text.folder import TextModel
+from headrace.wire.stream import ReplicaStream
+
+pytestmark = pytest.mark.loop
+
+OTHER = "cub"
+BROKEN = head("500 Internal Server Error", "text/plain")
+
+
+def saying(word: str) -> ScriptedServer:
+    return ScriptedServer(head() + said(word, "stop") + DONE)
+
+
+async def ask(bench: TestBench, model: str, **fields: Any) -> httpx2.Response:
+    return await bench.client.post("/v1/chat/completions", json={"model": model, "messages": HELLO, **fields})
+
+
+async def answer(bench: TestBench, model: str, **provider: Any) -> str:
+    response = await ask(bench, model, provider=provider)
+    assert response.status_code == 200, response.text
+    content = response.json()["choices"][0]["message"]["content"]
+    assert isinstance(content, str)
+    return content
+
+
+# ---------------------------------------------------------------------------------------------------------------- a model's servers
+
+
+async def test_the_named_servers_answer_in_the_named_order(text: TextModel) -> None:
+    servers = saying("zero"), saying("one"), saying("two")
+    async with scripted(text, *servers) as bench:
+        assert {await answer(bench, FAR, order=["foreign-2", "foreign-0"]) for _ in range(8)} == {"two"}
+        assert {await answer(bench, FAR, only=["foreign-1"]) for _ in range(8)} == {"one"}
+        assert {await answer(bench, FAR, ignore=["foreign-0", "foreign-1"]) for _ in range(8)} == {"two"}
+        assert {await answer(bench, FAR, only=["foreign-0", "foreign-1"], ignore=["foreign-0"]) for _ in range(8)} == {"one"}
+        bodies = [body for server in servers for body in server.bodies]
+        assert all("provider" not in body for body in bodies)
+        servers[2].pieces = (BROKEN,)
+        assert await answer(bench, FAR, order=["foreign-2", "foreign-0"]) == "zero"
+        servers[0].pieces = (BROKEN,)
+        assert await answer(bench, FAR, order=["foreign-2", "foreign-0"]) == "one", "those beside the order are asked last"
+        num_before = len(servers[1].bodies)
+        refused = await ask(bench, FAR, provider={"order": ["foreign-2", "foreign-0"], "allow_fallbacks": False})
+        assert (refused.status_code, len(servers[1].bodies)) == (503, num_before)
+
+
+async def test_without_order_and_fallbacks_one_server_is_asked(text: TextModel) -> None:
+    servers = ScriptedServer(BROKEN), ScriptedServer(BROKEN)
+    async with scripted(text, *servers) as bench:
+        assert (await ask(bench, FAR, provider={"allow_fallbacks": False})).status_code == 503
+        assert sorted(bool(server.bodies) for server in servers) == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("provider", "param", "named"),
+    [
+        ({"order": ["openai"]}, "provider.order", "foreign-0, foreign-1"),
+        ({"ignore": ["foreign-0", "headrace"]}, "provider.ignore", "foreign-0, foreign-1"),
+        ({"ignore": ["foreign-0", "foreign-1"]}, "provider.ignore", "at least one server"),
+        ({"only": ["foreign-0"], "ignore": ["foreign-0"]}, "provider.only", "at least one server"),
+    ],
+)
+async def test_a_server_that_there_is_not_is_refused(text: TextModel, provider: dict[str, Any], param: str, named: str) -> None:
+    servers = saying("zero"), saying("one")
+    async with scripted(text, *servers) as bench:
+        error = (refused := await ask(bench, FAR, provider=provider)).json()["error"]
+        assert (refused.status_code, error["param"]) == (400, param)
+        assert named in error["message"]
+        assert not any(server.bodies for server in servers)
+
+
+def full(request: EngineRequest, stream: ReplicaStream) -> None:
+    stream.reject(Overloaded("full", retry_after_s=1))
+
+
+async def test_foreign_servers_may_be_asked_before_our_engines_or_not_at_all(text: TextModel) -> None:
+    servers = saying("zero"), saying("one")
+    async with listening(*servers) as ports:
+        (model,) = some_replicas(1)
+        upstreams = [{"url": f"http://127.0.0.1:{port}/v1", "order": order} for order, port in enumerate(ports)]
+        async with open_bench(text, models=[{**model, "upstreams": upstreams}]) as bench:
+            assert await answer(bench, MODEL) == SAID
+            assert await answer(bench, MODEL, order=["foreign-1"]) == "one"
+            assert await answer(bench, MODEL, ignore=["headrace"]) == "zero"
+            assert await answer(bench, MODEL, order=["headrace", "foreign-1"]) == SAID
+            assert len(bench.replica.requests) == 2
+            servers[1].pieces = (BROKEN,)
+            assert await answer(bench, MODEL, order=["foreign-1", "headrace"]) == SAID
+            assert await answer(bench, MODEL, order=["foreign-1", "foreign-0"], allow_fallbacks=False) == "zero"
+            bench.replica.on_submit = full
+            assert await answer(bench, MODEL) == "zero"
+            assert await answer(bench, MODEL, order=["foreign-1", "headrace"]) == "zero", "those beside the order follow our engines"
+            for provider in ({"only": ["headrace"]}, {"allow_fallbacks": False}, {"order": ["headrace"], "allow_fallbacks": False}):
+                assert (await ask(bench, MODEL, provider=provider)).status_code == 429
+
+
+async def test_a_full_queue_of_ours_refuses_no_request_for_foreign_servers(text: TextModel) -> None:
+    async with listening(saying("zero")) as (port,):
+        (model,) = some_replicas(1)
+        models = [{**model, "upstreams": [{"url": f"http://127.0.0.1:{port}/v1"}]}]
+        async with open_bench(text, models=models, admission={"max_wait_s": 5.0}) as bench:
+            load_of(bench)
+            assert (await ask(bench, MODEL)).status_code == 429
+            assert await answer(bench, MODEL, ignore=["headrace"]) == "zero"
+            assert await answer(bench, MODEL, order=["foreign-0"]) == "zero"
+
+
+@pytest.mark.parametrize("provider", [{"ignore": ["headrace"]}, {"order": ["foreign-0"]}])
+async def test_a_request_at_a_foreign_server_does_not_wait_for_our_engines(text: TextModel, provider: dict[str, Any]) -> None:
+    seen: list[int] = []
+
+    def answered(body: dict[str, Any]) -> bytes:
+        seen.append(bench.gateway.service.models.get(MODEL).unsent.num_requests(PriorityClass.BATCH))
+        return head() + said("zero", "stop") + DONE
+
+    async with listening(ScriptedServer(answer=answered)) as (port,):
+        (model,) = some_replicas(1)
+        async with open_bench(text, models=[{**model, "upstreams": [{"url": f"http://127.0.0.1:{port}/v1"}]}]) as bench:
+            assert await answer(bench, MODEL, **provider) == "zero"
+    assert seen == [0]
+
+
+def load_of(bench: TestBench) -> None:
+    """The first replica's queue takes twenty seconds."""
+    assert bench.replica.snapshot is not None
+    room = {"max_num_seqs": 4, "kv_blocks_free": 5000, "kv_blocks_total": 5001}
+    queue = {"num_queued_tokens": 20_000, "step_fixed_s": 0.01, "step_token_s": 0.001}
+    bench.replica.snapshot = replace(bench.replica.snapshot, load=snapshot(**room, **queue))
+
+
+async def test_a_kept_answer_is_of_the_servers_that_the_request_wishes_for(text: TextModel) -> None:
+    server = saying("zero")
+    async with listening(server) as (port,):
+        (model,) = some_replicas(1)
+        models = [{**model, "upstreams": [{"url": f"http://127.0.0.1:{port}/v1"}]}]
+        async with open_bench(text, models=models, cache={"enabled": True}) as bench:
+            for _ in range(2):
+                for provider, said_there in (({}, SAID), ({"only": ["foreign-0"]}, "zero"), ({"sort": "price"}, SAID)):
+                    response = await ask(bench, MODEL, seed=1, provider=provider)
+                    assert response.json()["choices"][0]["message"]["content"] == said_there
+            assert (len(bench.replica.requests), len(server.bodies)) == (1, 1)
+
+
+@pytest.mark.pure
+def test_our_engines_name_is_no_servers() -> None:
+    with pytest.raises(ConfigError, match="our own engines"):
+        config_from({"models": [{"name": FAR, "upstreams": [{"url": "http://127.0.0.1:1/v1", "name": "headrace"}]}]})
+
+
+# -------------------------------------------------------------------------------------------------------------------------- models
+
+
+def two_models() -> list[dict[str, Any]]:
+    replica = {"address": "unix:/nowhere"}
+    return [{"name": name, "folder": "/nowhere", "replicas": [{"name": f"of-{name}", **replica}]} for name in (MODEL, OTHER)]
+
+
+PRICES = {MODEL: {"input": 1.0, "output": 2.0, "cached_input": 0.1}, OTHER: {"input": 0.5, "output": 1.0}}
+
+
+async def answered_by(bench: TestBench, **fields: Any) -> str:
+    response = await ask(bench, MODEL, **fields)
+    assert response.status_code == 200, response.text
+    assert response.headers["x-headrace-model"] == response.json()["model"]
+    return str(response.json()["model"])
+
+
+async def test_a_model_that_costs_too_much_never_answers(text: TextModel) -> None:
+    async with open_bench(text, models=two_models(), prices=PRICES) as bench:
+        assert await answered_by(bench, provider={"max_price": {"prompt": 1}}) == MODEL
+        assert await answered_by(bench, fallbacks=[OTHER], provider={"max_price": {"prompt": 0.9}}) == OTHER
+        assert await answered_by(bench, fallbacks=[OTHER], provider={"max_price": {"completion": 1}}) == OTHER
+        refused = await ask(bench, MODEL, provider={"max_price": {"prompt": 0.9}})
+        error = refused.json()["error"]
+        assert (refused.status_code, error["param"]) == (400, "provider.max_price")
+        assert "at least 1 for prompts and 2 for completions, what fox costs" in error["message"]
+        refused = await ask(bench, MODEL, fallbacks=[OTHER], provider={"max_price": {"prompt": 0.4}})
+        assert "at least 0.5 for prompts and 1 for completions, what cub costs" in refused.json()["error"]["message"]
+
+
+async def test_found_prefixes_lower_a_models_price(text: TextModel) -> None:
+    async with open_bench(text, models=two_models(), prices=PRICES) as bench:
+        replica, limit = bench.replicas[f"of-{MODEL}"], {"max_price": {"prompt": 0.9}}
+        assert (await ask(bench, MODEL, provider=limit)).status_code == 400
+        replica.cached_tokens = len((await ask(bench, MODEL)).json() and replica.requests[0].prompt_ids)
+        await ask(bench, MODEL)
+        assert bench.gateway.service.models.get(MODEL).means.hit_rate == pytest.approx(1 / 1.98)
+        assert await answered_by(bench, provider=limit) == MODEL
+
+
+async def test_models_are_sorted_by_price_or_by_their_measured_speed(text: TextModel) -> None:
+    async with open_bench(text, models=two_models(), prices=PRICES) as bench:
+        speeds = {MODEL: 10.0, OTHER: 40.0}
+        for name, speed in speeds.items():
+            bench.replicas[f"of-{name}"].token_delay_s = 1.0 / speed
+        assert await answered_by(bench, fallbacks=[OTHER]) == MODEL
+        assert await answered_by(bench, fallbacks=[OTHER], provider={"sort": "price"}) == OTHER
+        bench.replicas[f"of-{OTHER}"].on_submit = full
+        assert await answered_by(bench, fallbacks=[OTHER], provider={"sort": "price"}) == MODEL, "the asked model is a fallback then"
+        bench.replicas[f"of-{OTHER}"].on_submit = None
+        means = [bench.gateway.service.models.get(name).means for name in speeds]
+        assert [each.tokens_per_s for each in means] == [pytest.approx(speed) for speed in speeds.values()]
+        assert await answered_by(bench, fallbacks=[OTHER], provider={"sort": "throughput"}) == OTHER
+        assert await answered_by(bench, fallbacks=[OTHER], provider={"preferred_min_throughput": 20}) == OTHER
+        assert await answered_by(bench, fallbacks=[OTHER], provider={"preferred_min_throughput": {"p50": 50}}) == MODEL
+        assert await answered_by(bench, provider={"preferred_min_throughput": 20}) == MODEL, "a slow model is asked last, but it is asked"
+
+
+async def test_an_explanation_says_why_a_model_was_passed_over(text: TextModel) -> None:
+    async with open_bench(text, models=two_models(), prices=PRICES) as bench:
+        for provider, why in (
+            ({"sort": "price"}, "By provider.sort: a million tokens, three in four of prompts, cost 1.25."),
+            ({"max_price": {"prompt": 0.9}}, "A million prompt tokens cost 1, and provider.max_price.prompt is 0.9."),
+        ):
+            answered = await ask(bench, MODEL, fallbacks=[OTHER], provider=provider)
+            told = (await bench.client.get(f"/v1/requests/{answered.headers['x-request-id']}/explain")).json()
+            assert [(step["model"], step.get("is_chosen", False)) for step in told["route"]["models"]] == [(MODEL, False), (OTHER, True)]
+            assert told["route"]["models"][0]["reason"] == why
+
+
+async def test_a_fallback_is_a_model_that_the_key_may_use(text: TextModel) -> None:
+    keys = [{"key": "key-standard", "tenant": "second", "tier": "one"}]
+    async with open_bench(text, models=two_models(), api_keys=keys, tiers={"one": {"models": [MODEL]}}) as bench:
+        body = {"model": MODEL, "messages": HELLO, "fallbacks": [OTHER]}
+        refused = await bench.client.post("/v1/chat/completions", json=body, headers={"authorization": "Bearer key-standard"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "fallbacks")
+        assert OTHER not in refused.json()["error"]["message"].partition(", got")[0]
+
+
+async def test_a_configured_fallback_costs_no_more_than_the_request_allows(text: TextModel) -> None:
+    models = two_models()
+    models[0]["fallbacks"] = {"busy": [OTHER]}
+    async with open_bench(text, models=models, prices={**PRICES, OTHER: {"output": 9.0}}) as bench:
+        load_of(bench)
+        assert await answered_by(bench) == OTHER
+        refused = await ask(bench, MODEL, provider={"max_price": {"completion": 5}})
+        assert refused.status_code == 429
