@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The control side, which knows no tensors: less than a minute on a quiet machine.
 CONTROL = $(addprefix tests/,core machine text wire observe policy engine/loop engine/server)
 
-.PHONY: setup serve test test-control test-timing test-tools near coverage test-slow test-gpu gpu gpu-wheels test-mutants test-clients browser servers systemd check bench bench-smoke proto derived clean
+.PHONY: setup serve two-pools test test-control test-timing test-tools near coverage test-slow test-gpu gpu gpu-wheels test-mutants test-clients browser servers systemd check bench bench-smoke proto derived clean
 
 setup: $(STAMP)
 
@@ -37,6 +37,11 @@ $(STAMP): pyproject.toml constraints.txt
 
 serve: $(STAMP)
 	$(BIN)/headrace serve $(ARGS)
+
+# Two pools, two gateways, Redis and HAProxy on this machine: examples/two_pools. HAProxy, where it is missing, needs root.
+two-pools: $(STAMP)
+	tools/install_debian.sh haproxy
+	$(BIN)/python examples/two_pools/start.py $(ARGS)
 
 test: test-control
 	$(PYTEST) $(FAST) $(SUITE) $(addprefix --ignore=,$(CONTROL)) $(ARGS)
