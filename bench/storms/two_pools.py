@@ -1,12 +1,13 @@
 """Runs examples/two_pools under a mixed load while a replica is killed: nothing may be lost, and nothing billed twice.
 
-    python -m bench.storms.two_pools [--seconds 75] [--clients 10] [--kill-gateway]        (`make servers` installs HAProxy)
+    python -m bench.storms.two_pools [--seconds 75] [--clients 32] [--kill-gateway]        (`make servers` installs HAProxy)
         -> bench/results/storms/two-pools.json
 
 Clients send to HAProxy alone: streams, whole answers, turns of sessions, retries of what was answered, questions that the response cache
 may answer, and those of a tenant that wants more than its limit. A third through, a replica of the large pool is killed (SIGKILL); with
 `--kill-gateway` a gateway too, at two thirds. What a client does not get whole it sends again, with the same `Idempotency-Key`.
 
+killed            processes, and how many requests were open then
 lost              requests that never got a whole answer
 failures          tries that failed, by what the client saw; each of them was to be one that may be sent again (`RETRYABLE`)
 different         whole answers whose text is not the one that the same model gave the same request alone, before the load
@@ -68,8 +69,9 @@ SEEDS = 8
 """Different questions; each has one answer of each model, since engines are deterministic."""
 TURNS = 6
 """Of a session; then its client begins another one."""
-MAX_TRIES = 12
-RETRYABLE = ("409 idempotency_conflict", "429 overloaded", "503 unavailable", "connection", "cut")
+PATIENCE_S = 60.0
+"""Seconds for which a client sends a request again: claims of a gateway that was killed end after 15."""
+RETRYABLE = ("409 idempotency_conflict", "409 session_conflict", "429 overloaded", "503 unavailable", "connection", "cut")
 CHARGED_S = 40.0
 """Seconds within which nothing is held of callers without requests."""
 LIMITED_EVERY_S = 0.5
@@ -182,6 +184,10 @@ class PoolLoad:
         self.texts: dict[tuple[str, int], str] = {}
         self.turns: dict[str, int] = {}
 
+    @property
+    def num_open(self) -> int:
+        return sum(not one.tries or bool(one.tries[-1].error) for one in self.asked)
+
     async def learn(self) -> None:
         """Ask each model alone for each answer. Raises AssertionError for one that fails."""
         for model, seed in itertools.product(sorted(set(MODELS)), range(SEEDS)):
@@ -222,13 +228,13 @@ class PoolLoad:
         return Asked(kind, tenant, body_of(model, seed, **more), headers)
 
     async def _ask(self, one: Asked) -> Asked:
-        """Send it until it is answered, `MAX_TRIES` times at most."""
+        """Send it until it is answered, or for `PATIENCE_S`."""
         self.asked.append(one)
-        for _ in range(MAX_TRIES):
+        end = time.monotonic() + PATIENCE_S
+        while one.answer is None and time.monotonic() < end:
             one.tries.append(await self._tried(one))
-            if not one.tries[-1].error:
-                break
-            await asyncio.sleep(one.tries[-1].retry_after_s)
+            if one.tries[-1].error:
+                await asyncio.sleep(one.tries[-1].retry_after_s)
         return one
 
     async def _limited_client(self, end: float) -> None:
@@ -334,7 +340,7 @@ def records(folder: Path) -> Iterator[Record]:
 
 
 def report(load: PoolLoad, recorded: list[Record], charged: dict[str, Spend], prices: Mapping[str, Price]) -> dict[str, Any]:
-    """What the module's docstring names, but for sessions."""
+    """What the module's docstring names, but for kills and sessions."""
     by_id = {record["request_id"]: record for record in recorded}
     tries_of_keys: dict[str, set[str]] = {}
     for one in load.asked:
@@ -399,20 +405,22 @@ async def storm(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
         await load.learn()
         loading = asyncio.create_task(load.run(given.clients, given.seconds))
         await asyncio.sleep(given.seconds / 3)
+        killed = {KILLED: load.num_open}
         running.kill(KILLED)
         await asyncio.sleep(given.seconds / 3)
         if given.kill_gateway:
+            killed[KILLED_GATEWAY] = load.num_open
             running.kill(KILLED_GATEWAY)
         await loading
         sessions = {"turns": sum(load.turns.values()), "lost": await load.lost_turns()}
         charged = await charged_in_redis(config)
-    return {**report(load, list(records(folder)), charged, config.prices), "sessions": sessions}
+    return {"killed": killed, **report(load, list(records(folder)), charged, config.prices), "sessions": sessions}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=75.0)
-    parser.add_argument("--clients", type=int, default=10)
+    parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--kill-gateway", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS / "two-pools.json")
