@@ -5,6 +5,7 @@ store.
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -296,8 +297,9 @@ async def test_a_store_that_hangs_fails_or_takes_no_writes_means_503_in_time_and
         assert (await turn(bench, "s", "two", max_tokens=2)).status_code == 200
 
 
-async def test_a_turn_that_cannot_be_stored_ends_in_an_error(text: TextModel) -> None:
-    async with open_bench(text) as bench:
+async def test_a_turn_that_cannot_be_stored_ends_in_an_error_and_costs_nothing(text: TextModel, tmp_path: Path) -> None:
+    log, tiers = tmp_path / "log", {"standard": {"daily_tokens": 100_000}}
+    async with open_bench(text, request_log=str(log), tiers=tiers) as bench:
         store = script_sessions(bench)
         for stream in (False, True):
             bench.replica.go.clear()
@@ -312,6 +314,10 @@ async def test_a_turn_that_cannot_be_stored_ends_in_an_error(text: TextModel) ->
             store.go_on()
             await idle(bench)
         assert (await bench.client.get("/v1/sessions/s")).status_code == 404
+        stored = await turn(bench, "s", "one", max_tokens=2)
+        assert int(stored.headers["x-ratelimit-remaining-tokens"]) == 100_000 - stored.json()["usage"]["prompt_tokens"] - 2
+    counted = [json.loads(line).get("completion_tokens") for line in log.read_text().splitlines() if CHAT in line]
+    assert counted == [0, 0, 2]
 
 
 async def test_what_a_stream_that_is_continued_adds_is_one_turn(text: TextModel) -> None:

@@ -53,10 +53,23 @@ class Ending:
     side_usage          of other requests that were made for this one, such as a summary
     used                None: no engine began an answer
     is_refused_at_end   a hook of `Ready.before_end` raised
+    is_free             its turn could not be stored: its client sends it again, and pays for that one
     steps               the models that were chosen or passed over, in order
     """
 
-    __slots__ = ("continued_id", "ends", "is_refused_at_end", "model", "prepared", "side_usage", "steps", "stream", "used", "version")
+    __slots__ = (
+        "continued_id",
+        "ends",
+        "is_free",
+        "is_refused_at_end",
+        "model",
+        "prepared",
+        "side_usage",
+        "steps",
+        "stream",
+        "used",
+        "version",
+    )
 
     def __init__(self, model: ServedModel, steps: Sequence[ModelStep] = ()) -> None:
         self.ends = AsyncExitStack()
@@ -66,7 +79,7 @@ class Ending:
         self.side_usage: TokenUsage | None = None
         self.stream: EventStream | None = None
         self.used: TokenUsage | None = None
-        self.is_refused_at_end = False
+        self.is_refused_at_end = self.is_free = False
         self.steps = list(steps)
 
     def answered_by(self, model: ServedModel) -> None:

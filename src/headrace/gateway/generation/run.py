@@ -71,7 +71,8 @@ def _answered(call: Call, ready: Ready | None, answer: _Answer | None) -> Answer
     usage, times = NO_USAGE if side is None else side, Times()
     if answer is not None:
         stream, progress = answer.stream, answer.progress
-        usage = stream.usage() if side is None else added(side, ending.used or NO_USAGE)
+        ran = NO_USAGE if ending.is_free else stream.usage()
+        usage = ran if side is None else added(side, ending.used or NO_USAGE)
         replica, num_resumes, times, failure = stream.facts(0).replica, stream.num_resumes or None, progress.times(), progress.failure
         finish_reasons = tuple(progress.finish_reasons) or None
     price = call.config.price_of(ending.model.base_name)
@@ -260,8 +261,9 @@ class _Answer:
         try:
             for hook in hooks:
                 await hook(self.ready, self.stream.facts(0).replica)
-        except BaseException:
-            self.call.ending.is_refused_at_end = True
+        except BaseException as error:
+            ending = self.call.ending
+            ending.is_refused_at_end, ending.is_free = True, isinstance(error, Unavailable)
             raise
 
     def _raise_if_ended(self) -> None:
@@ -271,7 +273,7 @@ class _Answer:
     def _count_use(self) -> None:
         call, progress, stream = self.call, self.progress, self.stream
         has_run = progress.ttft_s is not None or bool(progress.finish_reasons) or self.exchange.end_reason is not None
-        if has_run and self.ready.cache_tier is None:
+        if has_run and self.ready.cache_tier is None and not call.ending.is_free:
             call.ending.used = used = stream.usage()
             if progress.is_whole and call.earlier is None:
                 means = call.ending.model.means
