@@ -63,8 +63,8 @@ START_S, STOP_S = 240.0, 60.0
 KILLED, KILLED_GATEWAY = "large-1", "gateway-1"
 GATEWAYS = ("gateway-1", "gateway-2")
 POOLS = ("large", "small")
-ASKED = ("large", "large", "small")
-"""Names that requests draw from: two of three ask for the large model."""
+ASKED = ("large", "large", "small", "assistant")
+"""Names that requests draw from; the last is a route to both pools."""
 KINDS = ("stream", "keyed stream", "whole", "turn", "cached", "again")
 SEEDS = 8
 """Different questions; each has one answer of each model, since engines are deterministic."""

@@ -13,14 +13,12 @@ from hypothesis import strategies as st
 
 from headrace.cli.config.litellm import COSTS, imported
 from headrace.cli.config.load import load
-from headrace.cli.config.sections import ModelSection
 from headrace.cli.config.yaml_files import parse_yaml
 from headrace.core.errors import ConfigError
 from tests.cli.conftest import Headrace
 
 pytestmark = pytest.mark.pure
 
-has_fallbacks = pytest.mark.skipif(not hasattr(ModelSection, "fallbacks"), reason="models have no fallbacks yet")
 SECRET = "sk-0123456789abcdef"
 
 PROXY = """
@@ -294,12 +292,8 @@ def write(tmp_path: Path, text: str) -> Path:
     return file
 
 
-def without_fallbacks(text: str) -> str:
-    return "\n".join(line for line in text.splitlines() if "fallbacks" not in line)
-
-
 def test_the_command_prints_what_loads_and_shows_no_secret(headrace: Headrace, tmp_path: Path) -> None:
-    done = headrace("config", "import", str(write(tmp_path, without_fallbacks(PROXY))))
+    done = headrace("config", "import", str(write(tmp_path, PROXY)))
     assert done.returncode == 0, done.stderr
     result = tmp_path / "headrace.yaml"
     result.write_text(done.stdout)
@@ -312,7 +306,6 @@ def test_the_command_prints_what_loads_and_shows_no_secret(headrace: Headrace, t
     assert any("general_settings.master_key: is not mapped. headrace keys create" in note for note in notes)
 
 
-@has_fallbacks
 def test_the_command_maps_fallbacks(headrace: Headrace, tmp_path: Path) -> None:
     output = tmp_path / "headrace.yaml"
     done = headrace("config", "import", str(write(tmp_path, PROXY)), "--output", str(output))

@@ -16,6 +16,7 @@ from headrace.core.model_names import MODEL_NAME
 from headrace.core.strict_decode import joined
 from headrace.gateway.upstream.model_config import MAX_ORDER, REPLICA_NAME
 from headrace.machine.hosts import is_loopback
+from headrace.policy.fallbacks import MAX_FALLBACKS
 from headrace.policy.limits.price import MAX_PRICE, PRICE_DECIMALS
 
 Missed = list[ConfigError]
@@ -24,7 +25,6 @@ Missed = list[ConfigError]
 Models = dict[str, dict[str, Any]]
 """Headrace's `models` by name, and likewise its `prices`."""
 
-MAX_FALLBACKS = 8
 
 OLLAMA = ("http://localhost:11434/v1", "")
 PROVIDERS = {
