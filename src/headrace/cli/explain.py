@@ -114,8 +114,9 @@ def _route(explanation: Explanation) -> Iterator[str]:
 
 def _attempt(attempt: ExplainedAttempt) -> Iterator[str]:
     sequences = f", {attempt.num_sequences} sequences" if attempt.num_sequences > 1 else ""
+    by = f" by {attempt.policy}" if attempt.policy else ""
     yield (
-        f"replica   {attempt.replica}, {attempt.reason}: {attempt.result} after {_seconds(attempt.seconds)}"
+        f"replica   {attempt.replica}{by}, {attempt.reason}: {attempt.result} after {_seconds(attempt.seconds)}"
         f"{sequences}{f' ({attempt.detail})' if attempt.detail else ''}"
     )
     yield from _compared(attempt.compared)
@@ -126,7 +127,8 @@ def _compared(replicas: Sequence[ComparedReplica]) -> Iterator[str]:
         done = "" if each.predicted_s is None else f", done in {_seconds(each.predicted_s)}"
         lacks = ", too few KV blocks free" if each.lacks_blocks else ""
         fullness = "" if each.fullness is None else f", KV {each.fullness:.0%} in use"
-        yield f"          - {each.replica}: {each.outstanding} requests{fullness}{lacks}{done}"
+        cached = f", {each.cached_tokens} tokens cached" if each.cached_tokens else ""
+        yield f"          - {each.replica}: {each.outstanding} requests{fullness}{lacks}{cached}{done}"
 
 
 def _seconds(seconds: float) -> str:

@@ -37,6 +37,7 @@ from headrace.policy.config import AdmissionRules
 from headrace.policy.limits.price import Price
 from headrace.policy.limits.tier import Tier, all_tiers
 from headrace.policy.routing.routes import ModelRoute
+from headrace.policy.routing.replicas import DEFAULT_POLICY, POLICIES
 
 LOG_TARGETS = ("on", "off", "stderr")
 LOG_WORDS = {*LOG_TARGETS, "", "true", "false", "yes", "no", "none", "null", "stdout"}
@@ -131,6 +132,12 @@ class GatewayConfig:
     limits: Limits = section(Limits, reload=Reload.LIVE)
     timeouts: Timeouts = section(Timeouts)
     admission: AdmissionRules = section(AdmissionRules, reload=Reload.LIVE)
+    routing: str = option(
+        DEFAULT_POLICY,
+        "How a request's replica is chosen ([routing.md](routing.md#which-replica)).",
+        one_of=tuple(POLICIES),
+        reload=Reload.LIVE,
+    )
     tls: HttpTls | None = option(None, "Certificate and key of the port.", reload=Reload.LIVE, role=Role.SECURITY)
     trusted_proxies: tuple[str, ...] = option(
         (),

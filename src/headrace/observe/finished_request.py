@@ -100,6 +100,7 @@ class Compared(NamedTuple):
     outstanding   its requests
     fullness      share of its KV pool in use; None: a foreign server's is not known
     predicted_s   until the request would be done; None: no replica's speed is known
+    cached_tokens  of the prompt, in its prefix cache, as routing knew
     """
 
     replica: str
@@ -107,6 +108,7 @@ class Compared(NamedTuple):
     outstanding: int
     fullness: float | None
     predicted_s: float | None = None
+    cached_tokens: int = 0
 
 
 class ModelStep(NamedTuple):
@@ -125,10 +127,11 @@ class AnswerAttempt(NamedTuple):
 
     at         on the clock of the request's arrival
     reason     why it was chosen, for a person
-    compared   the replicas among which it was chosen; empty: there was no choice
+    compared   the replicas among which it was chosen, the chosen one first; empty: there was no choice
     result     "answered", "rejected", "lost", "cancelled", "deadline" or "error"; of a foreign server as in
                headrace_upstream_attempts_total
     detail     beside a rejection or a loss: the error
+    policy     that chose among replicas, by the option `routing`
     """
 
     replica: str
@@ -139,6 +142,7 @@ class AnswerAttempt(NamedTuple):
     result: str = ""
     detail: str = ""
     num_sequences: int = 1
+    policy: str = ""
 
 
 class AnswerHandling(NamedTuple):

@@ -165,7 +165,7 @@ async def test_a_request_that_an_engine_refuses_for_its_new_files_is_answered_by
         first.engine.set_adapters([] if is_unloaded else sources[:1])
         assert pool.adapter_digest(ADAPTER) == digest
         whole = request("r", adapter=ADAPTER, adapter_digest=digest)
-        attempts = CallAttempts(pool, PromptCall(request=whole, max_output_tokens=8, preferred_replica="near"))
+        attempts = CallAttempts(pool, PromptCall(request=whole, max_output_tokens=8))
         while updates := await attempts.batch():
             for update in updates:
                 attempts.keep(update.index, update.token_ids)

@@ -5,8 +5,8 @@ docs/experiments.md has an earlier comparison.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -18,8 +18,7 @@ from headrace.lab.simulate.build import SimulatedModel
 from headrace.lab.simulate.load import drawn
 from headrace.lab.simulate.site import SimulatedSite
 from headrace.lab.simulate.step_times import FittedLatency
-from headrace.policy.routing.choice import Candidate, cheaper_of_two, cost
-from headrace.policy.routing.predicted_time import RequestSize
+from headrace.policy.routing.choice import Candidate, Decision, cheaper_of_two, cost
 
 pytestmark = pytest.mark.pure
 
@@ -47,9 +46,10 @@ def run(models: Sequence[SimulatedModel], rate: float, *, seconds: float = 20.0)
     return summarize(records), [each / sum(served) for each in served]
 
 
-def by_outstanding(candidates: Sequence[Candidate], *, size: RequestSize, block_size: int, random: random.Random) -> Candidate:
+def by_outstanding(_policy: str, candidates: Sequence[Candidate], decision: Decision, **_: Any) -> Candidate:
     """Two random choices by the number of requests: what is done while no speed is known."""
-    return cheaper_of_two(candidates, lambda each: cost(each, prompt_tokens=size.prompt_tokens, block_size=block_size), random)
+    size, block_size = decision.size, decision.block_size
+    return cheaper_of_two(candidates, lambda each: cost(each, prompt_tokens=size.prompt_tokens, block_size=block_size), decision.random)
 
 
 FAST_AND_SLOW = (model(), model(4.0))

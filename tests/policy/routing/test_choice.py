@@ -5,14 +5,16 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.load import EngineCounters, LoadSnapshot
-from headrace.policy.routing.choice import Candidate, Cost, ReplicaId, choose, cost
+from headrace.policy.routing.choice import Candidate, Cost, Decision, ReplicaId, cost
 from headrace.policy.routing.predicted_time import RequestSize, SentSince
+from headrace.policy.routing.replicas import MAX_FIGURES, POLICIES, choose
 
 pytestmark = pytest.mark.pure
 
@@ -33,9 +35,15 @@ def candidate(name: str, snapshot: LoadSnapshot | None = None, *, sent: int = 0,
     return Candidate(ReplicaId(name), snapshot, SentSince(sent, tokens))
 
 
-def pick(*candidates: Candidate, prompt_tokens: int = 16, seed: int = 0, preferred: str | None = None) -> str | None:
-    favourite = None if preferred is None else ReplicaId(preferred)
-    chosen = choose(candidates, size=RequestSize(prompt_tokens, 1), block_size=16, random=random.Random(seed), preferred=favourite)
+def decision(prompt_tokens: int = 16, *, seed: int = 0, **facts: Any) -> Decision:
+    return Decision(RequestSize(prompt_tokens, 1), 16, random.Random(seed), **facts)
+
+
+def pick(*candidates: Candidate, prompt_tokens: int = 16, seed: int = 0, policy: str = "power-of-two", **facts: Any) -> str | None:
+    """Prefix-aware: with the holders of the longest beginning."""
+    most = max([each.cached_tokens for each in candidates], default=0)
+    longest = {each.replica_id for each in candidates if each.cached_tokens == most and most}
+    chosen = choose(policy, candidates, decision(prompt_tokens, seed=seed, **facts), longest=longest)
     return chosen.replica_id if chosen else None
 
 
@@ -76,14 +84,16 @@ def test_a_replica_without_a_snapshot_counts_as_empty() -> None:
     assert cost(candidate("new", sent=2), prompt_tokens=16, block_size=16) == Cost(False, 2, 0.0)
 
 
-def test_equals_share_evenly() -> None:
-    """4,000 draws over four idle replicas: each within 20 % of its quarter (over 7 standard deviations)."""
-    source = random.Random(7)
-    idle = [candidate(name, load()) for name in "abcd"]
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("cached", [0, 512])
+def test_equals_share_evenly(policy: str, cached: int) -> None:
+    """4,000 decisions over four idle replicas, which hold the same beginning: each within 20 % of its quarter (over 7 standard deviations).
+    """
+    idle = [replace(candidate(name, load()), cached_tokens=cached) for name in "abcd"]
     chosen = Counter(
-        found.replica_id for _ in range(4000) if (found := choose(idle, size=RequestSize(16, 1), block_size=16, random=source)) is not None
+        pick(*idle, prompt_tokens=600, seed=number, policy=policy, session=f"session {number}", number=number) for number in range(4000)
     )
-    assert all(800 <= chosen[ReplicaId(name)] <= 1200 for name in "abcd")
+    assert all(800 <= chosen[name] <= 1200 for name in "abcd")
 
 
 def test_two_choices_keep_the_fullest_queue_short() -> None:
@@ -92,7 +102,7 @@ def test_two_choices_keep_the_fullest_queue_short() -> None:
     counts = [0] * 25
     for _ in range(500):
         candidates = [candidate(str(number), load(running=count)) for number, count in enumerate(counts)]
-        found = choose(candidates, size=RequestSize(16, 1), block_size=16, random=source)
+        found = choose("power-of-two", candidates, Decision(RequestSize(16, 1), 16, source))
         assert found is not None
         counts[int(found.replica_id)] += 1
     assert max(counts) <= 20 + 4
@@ -103,7 +113,7 @@ def test_the_choice_is_a_candidate_and_never_the_single_worst(loads: list[tuple[
     candidates = [
         candidate(str(number), load(running=running, waiting=waiting, free=free)) for number, (running, waiting, free) in enumerate(loads)
     ]
-    found = choose(candidates, size=RequestSize(16, 1), block_size=16, random=random.Random(seed))
+    found = choose("power-of-two", candidates, decision(seed=seed))
     assert found is not None
     taken = next(each for each in candidates if each.replica_id == found.replica_id)
     costs = sorted(cost(each, prompt_tokens=16, block_size=16) for each in candidates)
@@ -111,42 +121,126 @@ def test_the_choice_is_a_candidate_and_never_the_single_worst(loads: list[tuple[
         assert cost(taken, prompt_tokens=16, block_size=16) < costs[-1]
 
 
-def test_a_preferred_replica_is_taken_while_it_is_about_as_cheap() -> None:
-    for seed in range(20):
-        assert pick(candidate("idle", load()), candidate("mine", load(running=2)), seed=seed, preferred="mine") == "mine"
-        assert pick(candidate("idle", load()), candidate("mine", load(running=3)), seed=seed, preferred="mine") == "idle"
-        assert pick(candidate("idle", load()), candidate("mine", load(free=0)), seed=seed, preferred="mine") == "idle"
-
-
-def with_speed(factor: float, *, waiting: int = 0) -> LoadSnapshot:
-    """A replica whose steps take `factor` times as long."""
-    return replace(load(waiting=waiting), step_fixed_s=0.01 * factor, step_token_s=0.001 * factor, max_num_seqs=8)
-
-
-def test_a_preferred_replica_is_taken_unless_its_predicted_time_is_twice_as_long() -> None:
-    for seed in range(200):
-        assert pick(candidate("other", with_speed(1)), candidate("mine", with_speed(1.9)), seed=seed, preferred="mine") == "mine"
-    slow = [pick(candidate("other", with_speed(1)), candidate("mine", with_speed(5)), seed=seed, preferred="mine") for seed in range(200)]
-    assert slow.count("mine") < 20, "apart from choices that are made without speeds"
+def with_speed(factor: float, *, waiting: int = 0, queued: int = 0) -> LoadSnapshot:
+    """A replica whose steps take `factor` times as long: idle, 0.51 s for a prompt of 500 tokens at 1."""
+    known = replace(load(waiting=waiting), step_fixed_s=0.01 * factor, step_token_s=0.001 * factor, max_num_seqs=8)
+    return replace(known, num_queued_tokens=queued)
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 100), st.floats(0, 4)), min_size=1, max_size=6),
+    st.lists(
+        st.tuples(st.integers(0, 9), st.integers(0, 100), st.floats(0, 4), st.integers(0, 640), st.floats(0, 1)), min_size=1, max_size=20
+    ),
     st.integers(0, 2**32),
+    st.sampled_from(list(POLICIES)),
+    st.sets(st.integers(0, 30)),
     st.booleans(),
+    st.sampled_from(["", "a session"]),
 )
-def test_a_preference_that_is_no_candidate_changes_no_choice(loads: list[tuple[int, int, float]], seed: int, names_one: bool) -> None:
-    """And the random numbers that are drawn are the same with one that is."""
-    known = [
-        replace(load(running=running, free=free), step_fixed_s=speed / 100, step_token_s=speed / 1000, max_num_seqs=8)
-        for running, free, speed in loads
+def test_every_choice_is_a_candidate_with_its_figures_and_a_reason(
+    loads: list[tuple[int, int, float, int, float]], seed: int, policy: str, longest: set[int], is_blind: bool, session: str
+) -> None:
+    """longest: replicas that are no candidates too"""
+    candidates = [
+        Candidate(
+            ReplicaId(f"r{number}"),
+            replace(load(running=running, free=free), step_fixed_s=speed / 100, step_token_s=speed / 1000, max_num_seqs=8),
+            cached_tokens=cached,
+            adapter_s=adapter_s,
+        )
+        for number, (running, free, speed, cached, adapter_s) in enumerate(loads)
     ]
-    candidates = [candidate(f"r{number}", snapshot) for number, snapshot in enumerate(known)]
-    plain, other = random.Random(seed), random.Random(seed)
-    without = choose(candidates, size=RequestSize(64, 8), block_size=16, random=plain)
-    preferred = ReplicaId("r0" if names_one else "none")
-    chosen = choose(candidates, size=RequestSize(64, 8), block_size=16, random=other, preferred=preferred)
-    assert plain.getstate() == other.getstate()
+    facts = decision(640, seed=seed, is_blind=is_blind, session=session, number=seed % 100)
+    chosen = choose(policy, candidates, facts, longest={ReplicaId(f"r{number}") for number in longest})
     assert chosen is not None
-    assert without is not None
-    assert chosen.replica_id in (without.replica_id, "r0")
+    names = [each.replica_id for each in candidates]
+    assert chosen.replica_id in names
+    assert chosen.reason
+    if len(candidates) > 1:
+        compared = [each.replica_id for each in chosen.figures]
+        assert (chosen.policy, compared[0]) == (policy, chosen.replica_id)
+        assert set(compared) <= set(names)
+        assert len(compared) == len(set(compared)) <= (4 if POLICIES[policy].draws else MAX_FIGURES)
+
+
+# ---------------------------------------------------------------------------------------------------------------------- prefix-aware
+
+
+def holder(name: str, snapshot: LoadSnapshot, cached: int) -> Candidate:
+    return Candidate(ReplicaId(name), snapshot, cached_tokens=cached)
+
+
+def test_a_replica_that_holds_most_of_the_prompt_is_taken_among_many() -> None:
+    idle = [candidate(str(number), with_speed(1)) for number in range(50)]
+    for seed in range(50):
+        assert pick(*idle, holder("mine", with_speed(1), 384), prompt_tokens=500, seed=seed, policy="prefix-aware") == "mine"
+
+
+def test_it_loses_to_one_that_computes_the_whole_prompt_sooner() -> None:
+    """384 tokens of the prompt save 0.38 s."""
+    for queued, taken in ((200, "mine"), (600, "idle")):
+        mine = holder("mine", with_speed(1, queued=queued), 384)
+        seen = [pick(candidate("idle", with_speed(1)), mine, prompt_tokens=500, seed=seed, policy="prefix-aware") for seed in range(50)]
+        assert set(seen) == {taken}
+
+
+def test_of_those_done_about_as_soon_the_one_with_more_of_the_prompt_is_taken() -> None:
+    """So that a beginning is not computed at every replica: the other is 0.06 s sooner, of 0.3."""
+    mine, other = holder("mine", with_speed(1, queued=180), 384), holder("other", with_speed(1), 256)
+    for seed in range(50):
+        assert pick(other, mine, prompt_tokens=500, seed=seed, policy="prefix-aware") == "mine"
+
+
+def test_while_no_speed_is_known_the_cache_decides_between_equally_busy_ones() -> None:
+    for seed in range(20):
+        assert pick(candidate("idle", load()), holder("mine", load(), 16), seed=seed, policy="prefix-aware") == "mine"
+        assert pick(candidate("idle", load()), holder("mine", load(running=1), 16), seed=seed, policy="prefix-aware") == "idle"
+
+
+def test_an_adapter_that_has_to_be_read_counts_as_its_time() -> None:
+    there, away = candidate("there", with_speed(1, queued=300)), replace(candidate("away", with_speed(1)), adapter_s=1.0)
+    for seed in range(20):
+        assert pick(there, away, prompt_tokens=500, seed=seed) == "there"
+
+
+def test_the_reason_says_what_is_cached() -> None:
+    mine, idle = holder("mine", with_speed(1), 384), candidate("idle", with_speed(1))
+    held = choose("prefix-aware", [mine, idle], decision(500))
+    busy = choose("prefix-aware", [replace(mine, snapshot=with_speed(1, queued=5000)), idle], decision(500))
+    assert held is not None
+    assert busy is not None
+    assert held.reason == "expected to be done first, with 384 of the prompt's 500 tokens in its prefix cache"
+    assert busy.reason == "expected to be done first, although a busier one has 384 of the prompt's 500 tokens in its prefix cache"
+    assert [each.cached_tokens for each in held.figures] == [384, 0]
+
+
+# --------------------------------------------------------------------------------------------------------------------------- others
+
+
+def test_the_least_loaded_of_all_is_taken() -> None:
+    busy = [candidate(str(number), with_speed(1, waiting=1, queued=100)) for number in range(30)]
+    for seed in range(30):
+        assert pick(*busy, candidate("idle", with_speed(1)), seed=seed, policy="least-loaded") == "idle"
+        assert pick(*busy, candidate("idle", with_speed(9)), seed=seed, policy="least-loaded", is_blind=True) == "idle"
+
+
+def test_a_session_stays_at_its_replica_while_others_come_and_go() -> None:
+    """Five replicas become four and six: only sessions of the one that left, and those that the new one takes, move."""
+    five = [candidate(name, load(running=ord(name))) for name in "abcde"]
+    six = [*five, candidate("f", load())]
+    for number in range(200):
+        of_five, of_six, of_four = (
+            pick(*some, seed=number, policy="session", session=f"session {number}") for some in (five, six, [*five[1:]])
+        )
+        assert of_six in (of_five, "f")
+        assert of_four == of_five or of_five == "a"
+
+
+def test_without_a_session_the_least_loaded_is_taken() -> None:
+    for seed in range(20):
+        assert pick(candidate("busy", load(running=3)), candidate("idle", load()), seed=seed, policy="session") == "idle"
+
+
+def test_round_robin_takes_each_in_turn_whatever_its_load() -> None:
+    three = [candidate(name, load(running=ord(name))) for name in "abc"]
+    assert "".join(str(pick(*three, policy="round-robin", number=number)) for number in range(7)) == "abcabca"

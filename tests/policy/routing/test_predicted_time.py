@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.load import EngineCounters, LoadSnapshot
-from headrace.policy.routing.choice import Candidate, ReplicaId, choose, draw_two
+from headrace.policy.routing.choice import UNMEASURED_DIVISOR, Candidate, Decision, ReplicaId, WeightedDraw
 from headrace.policy.routing.predicted_time import (
     NOTHING_SENT,
     OUTPUT_SHARE,
@@ -23,6 +23,7 @@ from headrace.policy.routing.predicted_time import (
     predicted_s,
     speed_of,
 )
+from headrace.policy.routing.replicas import choose
 
 pytestmark = pytest.mark.pure
 
@@ -74,6 +75,10 @@ def test_each_part_of_the_load_adds_its_time(changes: dict[str, Any], more_s: fl
     assert time_of(**changes) == pytest.approx(ALONE_S + more_s)
 
 
+def test_cached_tokens_of_the_prompt_are_not_computed() -> None:
+    assert time_of(size=RequestSize(100, 50, cached_tokens=60)) == pytest.approx(ALONE_S - 0.060)
+
+
 def test_what_was_sent_since_counts_as_queued() -> None:
     assert time_of(SentSince(2, 60)) == pytest.approx(time_of(num_waiting=2, num_queued_tokens=60))
 
@@ -116,7 +121,8 @@ def candidate(name: str, **changes: Any) -> Candidate:
 
 
 def chosen(*candidates: Candidate, seed: int) -> str:
-    found = choose(candidates, size=SIZE, block_size=16, random=random.Random(seed))
+    draw = random.Random(seed)
+    found = choose("power-of-two", candidates, Decision(SIZE, 16, draw, is_blind=draw.randrange(UNMEASURED_DIVISOR) == 0))
     assert found is not None
     return found.replica_id
 
@@ -162,7 +168,9 @@ def test_of_many_replicas_faster_ones_are_drawn_more_often() -> None:
     """Uniform draws would give one slow replica of five at least a tenth of the requests, more than its share of the capacity, 1/17."""
     fast = [candidate(f"fast{number}") for number in range(4)]
     slow = candidate("slow", step_fixed_s=SLOW.fixed_s, step_token_s=SLOW.token_s)
-    drawn = [draw_two([*fast, slow], [4.0, 4.0, 4.0, 4.0, 1.0], random.Random(seed)) for seed in range(4000)]
+    draw = WeightedDraw([*fast, slow], [4.0, 4.0, 4.0, 4.0, 1.0])
+    drawn = [draw.two(random.Random(seed)) for seed in range(4000)]
     assert all(first is not second for first, second in drawn)
     assert 0.05 < sum(first is slow for first, _ in drawn) / 4000 < 0.07
+    assert 0.055 < sum(second is slow for _, second in drawn) / 4000 < 0.09, "16/17 of 1/13"
     assert share("slow", *fast, slow) < 0.02

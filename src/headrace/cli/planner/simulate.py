@@ -127,7 +127,15 @@ def _run(
 
     failover_s = site.gateway.timeouts.failover_s
     models = [site.model] * site.replicas
-    simulated = SimulatedSite(models, rules=site.gateway.admission, gateway_s=GATEWAY_S, failover_s=failover_s, seed=seed)
+    simulated = SimulatedSite(
+        models,
+        rules=site.gateway.admission,
+        gateway_s=GATEWAY_S,
+        failover_s=failover_s,
+        routing=site.gateway.routing,
+        num_gateways=site.gateway.workers,
+        seed=seed,
+    )
     records = simulated.run(arrivals, deaths)
     if not records:
         raise UsageRefused("No request arrives: give more seconds (--duration) or a higher --load, or a trace that has one.")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from headrace.core.clock import Clock
 from headrace.core.errors import CheckpointError
+from headrace.gateway.config import GatewayConfig
 from headrace.gateway.control.texts import FailedText, LoadedText
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.upstream.fallback import FallbackUpstream
@@ -93,9 +94,9 @@ class ModelOpener:
         self.on_closed: Callable[[str, ReplicaId], None] = lambda _model, _replica: None
 
     async def open(
-        self, config: ModelConfig, text: LoadedText | FailedText | None, failover_s: float, before: OpenModel | None = None
+        self, config: ModelConfig, text: LoadedText | FailedText | None, whole: GatewayConfig, before: OpenModel | None = None
     ) -> OpenModel:
-        """Replicas connect in the background. before: replicas in both keep their circuits. Raises ConfigError."""
+        """Replicas connect in the background. whole: of the gateway; before: replicas in both keep their circuits. Raises ConfigError."""
         async with AsyncExitStack() as stack:
             foreign = await stack.enter_async_context(self._foreign_servers(config)) if config.upstreams else None
             if isinstance(text, FailedText):
@@ -113,7 +114,8 @@ class ModelOpener:
                 list(replicas.values()),
                 random=self._sources.random,
                 clock=self._sources.clock,
-                failover_s=failover_s,
+                failover_s=whole.timeouts.failover_s,
+                routing=whole.routing,
                 slow_start_s=SLOW_START_S,
                 on_closed=partial(self.on_closed, config.name),
             )

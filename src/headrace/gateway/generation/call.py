@@ -105,7 +105,7 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
     created            Unix seconds at which the answer was begun
     history            messages of a chat, from `take_turn` on with the session's; empty for a completion
     earlier            output of the stream that this request continues, set by `resume`
-    preferred_replica, unsent, has_fallback  see `GenerationRequest`
+    session, unsent, has_fallback  see `GenerationRequest`
     """
 
     exchange: Exchange
@@ -126,7 +126,7 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
     created: int
     history: History
     earlier: EarlierOutput | None = None
-    preferred_replica: str = ""
+    session: str = ""
     unsent: UnsentRequest | None = None
     fallbacks: FallbackChain = ()
     has_fallback: bool = False
@@ -228,7 +228,7 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
             deadline_at=self.deadline_at,
             has_priority=parsed.has_priority,
             earlier=self.earlier,
-            preferred_replica=self.preferred_replica,
+            session=self.session,
             unsent=self.unsent,
             has_fallback=self.has_fallback,
             foreign_fields=parsed.foreign_fields,

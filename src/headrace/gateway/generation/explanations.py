@@ -37,17 +37,20 @@ class ExplainedStage(Struct):
 
 
 class ComparedReplica(Struct, omit_defaults=True):
-    """outstanding: its requests; fullness: share of its KV pool in use; predicted_s: time to answer, where speeds are known"""
+    """outstanding: its requests; fullness: share of its KV pool in use; predicted_s: time to answer, where speeds are known; cached_tokens:
+    of the prompt, in its prefix cache, as the gateway knew
+    """
 
     replica: str
     outstanding: int
     fullness: float | None = None
     lacks_blocks: bool = False
     predicted_s: float | None = None
+    cached_tokens: int = 0
 
 
 class ExplainedAttempt(Struct, omit_defaults=True):
-    """One try of the request, or of num_sequences of its sequences, at a replica or a foreign server."""
+    """One try of the request, or of num_sequences of its sequences, at a replica or a foreign server. policy: that chose the replica"""
 
     replica: str
     start_s: float
@@ -57,6 +60,7 @@ class ExplainedAttempt(Struct, omit_defaults=True):
     detail: str = ""
     num_sequences: int = 1
     compared: list[ComparedReplica] = []
+    policy: str = ""
 
 
 class ExplainedModel(Struct, frozen=True, omit_defaults=True):
@@ -258,9 +262,12 @@ def _attempt(attempt: AnswerAttempt, arrived_at: float) -> ExplainedAttempt:
         attempt.detail,
         attempt.num_sequences,
         [
-            ComparedReplica(each.replica, each.outstanding, _rounded(each.fullness), each.lacks_blocks, _rounded(each.predicted_s))
+            ComparedReplica(
+                each.replica, each.outstanding, _rounded(each.fullness), each.lacks_blocks, _rounded(each.predicted_s), each.cached_tokens
+            )
             for each in attempt.compared
         ],
+        attempt.policy,
     )
 
 

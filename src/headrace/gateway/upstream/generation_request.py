@@ -112,7 +112,7 @@ class GenerationRequest:
     sampling     the parameters the client gave, by the names of `SamplingParams`; the upstream adds its own defaults
     deadline_at  time on the service's clock at which the answer ends, finished or not; None: no deadline
 
-    preferred_replica  its prefix cache has the prompt's beginning; empty: none is known
+    session      of its tenant, in every gateway alike; empty: none
     unsent       counts the request until it is sent to a replica; None: it was not counted by admission
     has_fallback  another upstream can answer as long as no output was read, so the request does not wait for a replica
     foreign_fields  fields for a foreign server as the client wrote them, beside or instead of those of `sampling`
@@ -127,7 +127,7 @@ class GenerationRequest:
     deadline_at: float | None = None
     has_priority: bool = False
     earlier: EarlierOutput | None = None
-    preferred_replica: str = ""
+    session: str = ""
     unsent: UnsentRequest | None = None
     has_fallback: bool = False
     foreign_fields: Mapping[str, Any] = field(default_factory=dict)

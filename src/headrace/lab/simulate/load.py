@@ -21,11 +21,12 @@ MAX_TOKENS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """at: seconds after the start"""
+    """at: seconds after the start; session: empty: none"""
 
     at: float
     prompt_ids: tuple[int, ...]
     output_tokens: int
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Simulates replicas of one model behind one gateway, on virtual time: admission, the choice of a replica, deaths and their failover.
+"""Simulates replicas of one model behind gateways, on virtual time: admission, the choice of a replica, deaths and their failover.
 
 A step is computed when it begins, and its result is known when it ends.
 """
@@ -22,8 +22,10 @@ from headrace.lab.simulate.build import SimulatedModel, SimulatedReplica, Update
 from headrace.lab.simulate.load import Arrival
 from headrace.policy.admission import AdmissionOutcome, OverloadWatch, QueueState, decide, queue_state, served_before
 from headrace.policy.config import AdmissionRules
-from headrace.policy.routing.choice import Candidate, ReplicaId, choose
+from headrace.policy.routing.choice import UNMEASURED_DIVISOR, Candidate, Decision, ReplicaId
 from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince, mean_output_tokens
+from headrace.policy.routing.prefix_index import PrefixIndex, prompt_chunks
+from headrace.policy.routing.replicas import DEFAULT_POLICY, POLICIES, choose
 
 UNAVAILABLE_RETRY_S = 1.0
 
@@ -47,10 +49,11 @@ class Death:
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """attempt: number of times it was sent"""
+    """gateway: that it came to; attempt: number of times it was sent"""
 
     number: int
     arrival: Arrival
+    gateway: int
     times: array[float] = field(default_factory=lambda: array("d"))
     cached_tokens: int = 0
     attempt: int = 0
@@ -58,14 +61,14 @@ class _Open:
 
 @dataclass(slots=True)
 class _Place:
-    """replica: None while it is down; generation: number of losses"""
+    """replica: None while it is down; generation: number of losses; sent: since its last report, by each gateway"""
 
     number: int
     model: SimulatedModel
     replica: SimulatedReplica | None
+    sent: list[SentSince]
     is_busy: bool = False
     generation: int = 0
-    sent: SentSince = NOTHING_SENT
     open: dict[RequestId, _Open] = field(default_factory=dict)
 
 
@@ -77,16 +80,23 @@ class SimulatedSite:
         rules: AdmissionRules | None = None,
         gateway_s: float = 0.0,
         failover_s: float = 60.0,
+        routing: str = DEFAULT_POLICY,
+        num_gateways: int = 1,
         seed: int = 0,
     ) -> None:
         """gateway_s    from a request to its engine plus from a token to its client
+        num_gateways  each gets its part of the requests at random, and knows only what it sent itself
 
         Raises ConfigError for more than MAX_BLOCKS blocks.
         """
         if (num_blocks := sum(model.num_blocks for model in models)) > MAX_BLOCKS:
             reason = f"{num_blocks:,} blocks in {len(models)} replicas are more than one simulation keeps ({MAX_BLOCKS:,})"
             raise ConfigError("num_kv_blocks", reason, "Give fewer, a larger block_size, or fewer replicas.")
-        self._places = [_Place(number, model, model.replica(0.0)) for number, model in enumerate(models)]
+        self._num_gateways = num_gateways
+        self._places = [_Place(number, model, model.replica(0.0), self._nothing_sent()) for number, model in enumerate(models)]
+        self._routing = routing
+        self._indexes = [PrefixIndex[ReplicaId]() for _ in range(num_gateways)]
+        self._num_decisions = 0
         self._rules = rules or AdmissionRules()
         self._gateway_s = gateway_s
         self._failover_s = failover_s
@@ -114,6 +124,9 @@ class SimulatedSite:
             replica.engine.scheduler.check()
         return self._records
 
+    def _nothing_sent(self) -> list[SentSince]:
+        return [NOTHING_SENT] * self._num_gateways
+
     def _at(self, at: float, event: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (at, next(self._order), event))
 
@@ -131,13 +144,13 @@ class SimulatedSite:
         self._num_prompt_tokens += len(arrival.prompt_ids)
 
         def arrive(now: float) -> None:
-            self._admit(_Open(number, arrival), now)
+            self._admit(_Open(number, arrival, self._random.randrange(self._num_gateways)), now)
             self._arrive_next(arrivals, number + 1)
 
         self._at(arrival.at, arrive)
 
     def _admit(self, request: _Open, now: float) -> None:
-        queue, num_open = self._queue(), len(self._waiting) + sum(len(place.open) for place in self._places) + 1
+        queue, num_open = self._queue(request.gateway), len(self._waiting) + sum(len(place.open) for place in self._places) + 1
         if queue is not None:
             queue = self._overload.arrive(queue, self._rules, num_open=num_open, now=now)
         verdict = decide(queue, rules=self._rules)
@@ -147,10 +160,10 @@ class SimulatedSite:
         else:
             self._send(request, now)
 
-    def _queue(self) -> QueueState | None:
+    def _queue(self, gateway: int) -> QueueState | None:
         size = RequestSize(self._num_prompt_tokens // max(1, self._num_arrived), self._expected_output_tokens())
         states = [
-            queue_state(served_before(place.replica.report, PriorityClass.STANDARD), place.sent, size, block_size=self._block_size)
+            queue_state(served_before(place.replica.report, PriorityClass.STANDARD), place.sent[gateway], size, block_size=self._block_size)
             for place in self._places
             if place.replica is not None
         ]
@@ -167,9 +180,24 @@ class SimulatedSite:
     def _send(self, request: _Open, now: float) -> None:
         """Without a replica a new request is refused, and a begun one waits."""
         running = {ReplicaId(str(place.number)): place for place in self._places if place.replica is not None}
-        candidates = [Candidate(name, place.replica.report, place.sent) for name, place in running.items() if place.replica is not None]
-        size = RequestSize(len(request.arrival.prompt_ids), min(self._expected_output_tokens(), request.arrival.output_tokens))
-        chosen = choose(candidates, size=size, block_size=self._block_size, random=self._random)
+        arrival, gateway, index = request.arrival, request.gateway, self._indexes[request.gateway]
+        has_index = POLICIES[self._routing].has_index
+        chunks = prompt_chunks(arrival.prompt_ids, salt=b"", adapter_digest="") if has_index else ()
+        candidates = [
+            Candidate(name, place.replica.report, place.sent[gateway], index.tokens(name, str(place.generation), chunks))
+            for name, place in running.items()
+            if place.replica is not None
+        ]
+        self._num_decisions += 1
+        decision = Decision(
+            RequestSize(len(arrival.prompt_ids), min(self._expected_output_tokens(), arrival.output_tokens)),
+            self._block_size,
+            self._random,
+            arrival.session,
+            self._num_decisions,
+            is_blind=self._random.randrange(UNMEASURED_DIVISOR) == 0,
+        )
+        chosen = choose(self._routing, candidates, decision, longest=index.longest(chunks))
         if chosen is None and not request.attempt:
             self._end(request, now, status=503, error="refused", detail="no replica runs", retry_after_s=UNAVAILABLE_RETRY_S)
             return
@@ -181,7 +209,8 @@ class SimulatedSite:
         request.attempt += 1
         name = RequestId(f"{request.number}.{request.attempt}")
         place.open[name] = request
-        place.sent = place.sent.plus(SentSince(1, len(request.arrival.prompt_ids)))
+        place.sent[gateway] = place.sent[gateway].plus(SentSince(1, len(arrival.prompt_ids)))
+        index.add(chosen.replica_id, str(place.generation), chunks, kv_tokens=place.model.num_blocks * place.model.config.block_size)
         assert place.replica is not None
         place.replica.submit(_engine_request(name, request), now + self._gateway_s / 2)
         if not place.is_busy:
@@ -192,7 +221,7 @@ class SimulatedSite:
     def _turn(self, place: _Place, now: float) -> None:
         replica = place.replica
         assert replica is not None
-        place.sent = NOTHING_SENT  # the load published as the step begins includes all requests sent so far
+        place.sent = self._nothing_sent()  # the load published as the step begins includes all requests sent so far
         updates = replica.turn(now)
         place.is_busy = updates is not None
         if updates is not None:
@@ -232,7 +261,7 @@ class SimulatedSite:
         place = self._places[death.replica]
         if place.replica is None:
             return
-        place.replica, place.is_busy, place.sent = None, False, NOTHING_SENT
+        place.replica, place.is_busy, place.sent = None, False, self._nothing_sent()
         place.generation += 1
         orphans, place.open = list(place.open.values()), {}
         self._at(now + death.back_s, lambda at: self._revive(place, at))

@@ -1,14 +1,15 @@
-"""Chooses the replica of a request: draws two at random, and takes the one that is expected to be done first.
+"""Defines what a policy of `routing.replicas` chooses a replica by, and what it says of its choice.
 
-A replica's load is its last snapshot plus what this gateway sent since that snapshot was made. Comparing two alone keeps several
-gateways from choosing the same replica at once (Mitzenmacher 2001).
+A replica's load is its last snapshot plus what this gateway sent since that snapshot was made.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, NewType, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, Generic, NamedTuple, NewType, Protocol, TypeVar
 
 from headrace.core.load import EngineCounters, LoadSnapshot
 from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince, mean_speed, num_blocks, predicted_s, speed_of
@@ -22,14 +23,7 @@ SIMILAR = 1.25
 UNMEASURED_DIVISOR = 64
 """One choice in N ignores the measured speeds, so that a replica once measured as slow is measured again."""
 
-AFFINITY = 2.0
-"""A preferred replica is taken if its predicted time is at most this many times that of the choice without it."""
-
-AFFINITY_REQUESTS = 2
-"""The limit of affinity while no speed is known: the preferred replica may have this many requests more than the other choice."""
-
 RESOLUTION = 1 << 30
-
 
 EMPTY = LoadSnapshot(
     num_running=0,
@@ -49,13 +43,33 @@ class Random(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
+    """cached_tokens: of the request's prompt, that it was sent before; adapter_s: until the request's adapter is in its memory"""
+
     replica_id: ReplicaId
     snapshot: LoadSnapshot | None = None
     sent: SentSince = NOTHING_SENT
+    cached_tokens: int = 0
+    adapter_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Cost:
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a policy knows beside the candidates.
+
+    session     the same in every gateway; empty: the request is of no session
+    number      decisions before this one
+    is_blind    measured speeds are ignored
+    """
+
+    size: RequestSize
+    block_size: int
+    random: Random
+    session: str = ""
+    number: int = 0
+    is_blind: bool = False
+
+
+class Cost(NamedTuple):
     """lacks_blocks  the prompt would have to wait for KV blocks (free and evictable ones, less those of requests sent since the report)
     fullness      share of the KV pool in use or needed by those requests: decides between equally busy replicas
     """
@@ -71,77 +85,50 @@ class ReplicaFigures(NamedTuple):
     replica_id: ReplicaId
     cost: Cost
     predicted_s: float | None = None
+    cached_tokens: int = 0
 
 
 class ReplicaChoice(NamedTuple):
-    """reason: for a person; figures: of the replicas that were compared"""
+    """reason: for a person; policy: empty where there was no choice; figures: of the replicas that were compared"""
 
     replica_id: ReplicaId
     reason: str
+    policy: str = ""
     figures: tuple[ReplicaFigures, ...] = ()
 
 
+Ranked = tuple[Sequence[ReplicaFigures], str]
+"""What was compared, the chosen one first, and the reason."""
+
 ONLY = "the only one that takes part now"
-FASTEST = "of two drawn at random, the one expected to be done first, or the first one where they are close"
 LEAST_BUSY = "the less busy of two drawn at random"
-PREFERRED = "has the conversation's beginning in its prefix cache"
 
 
-def choose(
-    candidates: Sequence[Candidate],
-    *,
-    size: RequestSize,
-    block_size: int,
-    random: Random,
-    preferred: ReplicaId | None = None,
-) -> ReplicaChoice | None:
-    """Draws at most three random numbers, whatever the number of replicas, and the same with and without `preferred`. A replica of unknown
-    speed counts as one of mean speed.
+def figures_of(candidates: Sequence[Candidate], decision: Decision) -> tuple[ReplicaFigures, ...]:
+    """A replica of unknown speed counts as one of mean speed."""
+    speeds = [None if decision.is_blind else speed_of(candidate.snapshot) for candidate in candidates]
+    assumed, found = mean_speed(speeds), []
+    for candidate, speed in zip(candidates, speeds, strict=True):
+        size, took = decision.size, None
+        if (known := speed or assumed) is not None:
+            if candidate.cached_tokens:
+                size = replace(size, cached_tokens=min(candidate.cached_tokens, size.prompt_tokens - 1))
+            took = predicted_s(candidate.snapshot or EMPTY, candidate.sent, size, known, block_size=decision.block_size)
+            took += candidate.adapter_s
+        costs = cost(candidate, prompt_tokens=size.prompt_tokens, block_size=decision.block_size)
+        found.append(ReplicaFigures(candidate.replica_id, costs, took, candidate.cached_tokens))
+    return tuple(found)
 
-    preferred  has the beginning of the prompt in its prefix cache: taken unless it is much slower than the choice without it
-    """
-    if len(candidates) < 2:
-        return ReplicaChoice(candidates[0].replica_id, ONLY) if candidates else None
-    speeds = [speed_of(candidate.snapshot) for candidate in candidates]
-    assumed = mean_speed(speeds)
-    if assumed is None or random.randrange(UNMEASURED_DIVISOR) == 0:
-        known, drawn = {}, two_of(candidates, random)
+
+def best_first(figures: Sequence[ReplicaFigures]) -> Sequence[ReplicaFigures]:
+    """First the one that is done first. Of those about as soon the one with most of the prompt cached, of these the first."""
+    seconds = [each.predicted_s for each in figures if each.predicted_s is not None]
+    if len(seconds) < len(figures):
+        best = min(figures, key=lambda each: (each.cost.lacks_blocks, each.cost.outstanding, -each.cached_tokens, each.cost.fullness))
     else:
-        known = {candidate.replica_id: speed or assumed for candidate, speed in zip(candidates, speeds, strict=True)}
-        drawn = draw_two(candidates, [1.0 / known[candidate.replica_id].idle_s(size) for candidate in candidates], random)
-
-    def figures_of(candidate: Candidate) -> ReplicaFigures:
-        figures = ReplicaFigures(candidate.replica_id, cost(candidate, prompt_tokens=size.prompt_tokens, block_size=block_size))
-        if not known:
-            return figures
-        speed = known[candidate.replica_id]
-        return figures._replace(predicted_s=predicted_s(candidate.snapshot or EMPTY, candidate.sent, size, speed, block_size=block_size))
-
-    compared = tuple(map(figures_of, drawn))
-    chosen, reason = _better(*compared)
-    favourite = next((figures for figures in compared if figures.replica_id == preferred), None)
-    if favourite is None and (other := next((each for each in candidates if each.replica_id == preferred), None)) is not None:
-        favourite = figures_of(other)
-        compared = (*compared, favourite)
-    if favourite is not None and _is_close(favourite, chosen):
-        chosen, reason = favourite, PREFERRED
-    return ReplicaChoice(chosen.replica_id, reason, compared)
-
-
-def _better(first: ReplicaFigures, second: ReplicaFigures) -> tuple[ReplicaFigures, str]:
-    if first.predicted_s is None or second.predicted_s is None:
-        return min(first, second, key=lambda figures: figures.cost), LEAST_BUSY
-    return (second if second.predicted_s * SIMILAR < first.predicted_s else first), FASTEST
-
-
-def _is_close(favourite: ReplicaFigures, chosen: ReplicaFigures) -> bool:
-    if favourite.predicted_s is None or chosen.predicted_s is None:
-        return _is_about_as_cheap(favourite.cost, chosen.cost)
-    return favourite.predicted_s <= AFFINITY * chosen.predicted_s
-
-
-def _is_about_as_cheap(favourite: Cost, chosen: Cost) -> bool:
-    return favourite.lacks_blocks <= chosen.lacks_blocks and favourite.outstanding <= chosen.outstanding + AFFINITY_REQUESTS
+        limit_s, pairs = SIMILAR * min(seconds), zip(figures, seconds, strict=True)
+        best = max([each for each, took_s in pairs if took_s <= limit_s], key=lambda each: each.cached_tokens)
+    return [best, *[each for each in figures if each is not best]]
 
 
 def cheaper_of_two(choices: Sequence[Item], cost_of: Callable[[Item], Any], random: Random) -> Item:
@@ -154,21 +141,30 @@ def two_of(choices: Sequence[Item], random: Random) -> tuple[Item, Item]:
     return choices[first], choices[second + (second >= first)]
 
 
-def draw_two(choices: Sequence[Item], weights: Sequence[float], random: Random) -> tuple[Item, Item]:
-    """Each by its weight (> 0) among those left. choices: at least two"""
-    first = _draw(weights, random)
-    rest = [*range(first), *range(first + 1, len(choices))]
-    second = rest[_draw([weights[index] for index in rest], random)] if len(rest) > 1 else rest[0]
-    return choices[first], choices[second]
+def draw_weights(loads: Sequence[LoadSnapshot | None], size: RequestSize) -> list[float]:
+    """Speeds, so that a faster replica is drawn more often; one of unknown speed counts as one of mean speed."""
+    speeds = [speed_of(load) for load in loads]
+    if (assumed := mean_speed(speeds)) is None:
+        return [1.0] * len(speeds)
+    return [1.0 / (speed or assumed).idle_s(size) for speed in speeds]
 
 
-def _draw(weights: Sequence[float], random: Random) -> int:
-    point = random.randrange(RESOLUTION) / RESOLUTION * sum(weights)
-    for index, weight in enumerate(weights):
-        point -= weight
-        if point < 0.0:
-            return index
-    return len(weights) - 1  # rounding
+class WeightedDraw(Generic[Item]):
+    """Draws two of at least two items, each by its weight (> 0) among those left. A draw takes the logarithm of their number."""
+
+    def __init__(self, items: Sequence[Item], weights: Sequence[float]) -> None:
+        self.items = items
+        self._ends = list(accumulate(weights))
+
+    def two(self, random: Random) -> tuple[Item, Item]:
+        total, last = self._ends[-1], len(self._ends) - 1
+        first = min(last, bisect_right(self._ends, random.randrange(RESOLUTION) / RESOLUTION * total))
+        begin, end = self._ends[first - 1] if first else 0.0, self._ends[first]
+        point = random.randrange(RESOLUTION) / RESOLUTION * (total - end + begin)
+        second = min(last, bisect_right(self._ends, point if point < begin else point + end - begin))
+        if second == first:  # rounding
+            second = first - 1 if first else 1
+        return self.items[first], self.items[second]
 
 
 def cost(candidate: Candidate, *, prompt_tokens: int, block_size: int) -> Cost:

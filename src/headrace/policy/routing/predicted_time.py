@@ -1,7 +1,7 @@
 """Predicts the seconds that a replica takes for a request, from its load, so that replicas of different speed can be compared.
 
     what the running step still takes
-    + prefill of the tokens queued ahead of the request, and of its own prompt
+    + prefill of the tokens queued ahead of the request, and of its own prompt beyond what is cached
     + the longest of three waits: for the other work of the steps that compute the queued prompts, for a free slot, for free KV blocks
     + OUTPUT_SHARE of the time that its output takes
 
@@ -30,8 +30,11 @@ def mean_output_tokens(num_finished: int, num_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RequestSize:
+    """cached_tokens: of the prompt, that need not be computed"""
+
     prompt_tokens: int
     output_tokens: int
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,7 @@ def predicted_s(load: LoadSnapshot, sent: SentSince, size: RequestSize, speed: S
     num_sequences = load.num_running + load.num_waiting + sent.num_requests + 1
     output_s = size.output_tokens * speed.step_s(min(num_sequences, load.max_num_seqs or num_sequences))
     waiting_s = wait_s(load, sent, size, speed, block_size=block_size)
-    return waiting_s + speed.step_s(size.prompt_tokens) + OUTPUT_SHARE * output_s
+    return waiting_s + speed.step_s(size.prompt_tokens - size.cached_tokens) + OUTPUT_SHARE * output_s
 
 
 def wait_s(load: LoadSnapshot, sent: SentSince, size: RequestSize, speed: StepSpeed, *, block_size: int) -> float:

@@ -512,14 +512,8 @@ async def test_a_stream_moves_exactly_where_routing_then_finds_a_ready_replica(t
             if draw.random() < 0.5:
                 bad.counted.add(asked.request_id)
             with suppress(Unavailable):
-                pool.pick(
-                    prompt_tokens=3,
-                    max_output_tokens=None if params.max_tokens is None else params.max_tokens - 1,
-                    tried={pool.replicas[0].instance},
-                    numerics=stream.numerics if is_resumed or has_update else None,
-                    adapter=adapter,
-                    adapter_digest=digest,
-                )
+                numerics = stream.numerics if is_resumed or has_update else None
+                pool.pick(asked, num_output=1, tried={pool.replicas[0].instance}, numerics=numerics)
                 may_move.add(asked.request_id)
         if is_hanging:
             bad.state, bad.silent_s = ConnectionState.SILENT, MOVE_AFTER_S

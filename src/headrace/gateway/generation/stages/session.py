@@ -56,7 +56,7 @@ async def take_turn(call: Call, call_next: CallNext, *, sessions: Sessions) -> R
     history = turn.conversation(parsed.prompt.messages)
     call.charges.prompts.add(turn.check_size(history))
     whole = parsed.with_prompt(replace(parsed.prompt, messages=prompt_messages(history)))
-    ready = await call_next(call.changed(parsed=whole, history=history, preferred_replica=turn.preferred_replica(call.model.name)))
+    ready = await call_next(call.changed(parsed=whole, history=history, session=turn.key.entry))
     return ready if ready.cache_tier == IDEMPOTENCY else turn.recording(ready)
 
 
@@ -85,7 +85,7 @@ class SessionTurn:
     """history: messages before this turn; num_new: number of the request's messages"""
 
     def __init__(self, sessions: Sessions, key: SessionKey, retry_key: str) -> None:
-        self._sessions, self._key, self._retry_key = sessions, key, retry_key
+        self._sessions, self.key, self._retry_key = sessions, key, retry_key
         self.lease = sessions.lease(key)
         self._found = ReadSession()
         self.history = History()
@@ -97,7 +97,7 @@ class SessionTurn:
 
         Raises SessionConflict while another request has the session, or Unavailable.
         """
-        self._found = await self._sessions.claimed(self._key, self.lease)
+        self._found = await self._sessions.claimed(self.key, self.lease)
         self.lease.begin_renewing(RENEW_S)
         stored, messages = self._found.stored, self._found.messages
         if stored is None:
@@ -122,11 +122,6 @@ class SessionTurn:
             raise self._sessions.too_large()
         return num_bytes
 
-    def preferred_replica(self, model: str) -> str:
-        """Empty: no replica of `model` gave the session's last answer."""
-        stored = self._found.stored
-        return stored.replica if stored is not None and stored.model == model else ""
-
     def recording(self, ready: Ready) -> Ready:
         """The turn is stored before the answer's last bytes are sent."""
         answer = TurnRecorder()
@@ -146,12 +141,12 @@ class SessionTurn:
             answer_id=call.answer_id,
             num_before=max(0, len(history.messages) - self.num_new),
             model=call.model.name,
-            replica=replica or self.preferred_replica(call.model.name),
+            replica=replica or "",
             summary=history.summary,
             packed=b"",
             retry_key=self._retry_key,
         )
-        await self._sessions.keep(self._key, self._found, turn, [*messages, answer.message()])
+        await self._sessions.keep(self.key, self._found, turn, [*messages, answer.message()])
         self.lease.free()  # the client's next request may come with the last byte of this answer
 
 

@@ -55,7 +55,7 @@ class PromptCall:
     parsing: OutputParsing | None = None
     earlier: EarlierCallOutput | None = None
     answer_id: RequestId | None = None
-    preferred_replica: str = ""
+    session: str = ""
     unsent: UnsentRequest | None = None
     has_fallback: bool = False
 
@@ -268,16 +268,10 @@ class CallAttempts:
     def _submit(self, group: SequenceGroup) -> None:
         """To the replica that routing picks, or to the next if that one is lost at this moment. Raises Unavailable."""
         whole = replace(self._call.request, epoch=self.epoch + 1)
-        num_output, max_tokens = max(len(self.output_ids[index]) for index in group.indices), whole.params.max_tokens
+        num_output, chunks = max(len(self.output_ids[index]) for index in group.indices), self._pool.chunks(whole)
         while True:
             replica, choice = self._pool.pick(
-                prompt_tokens=len(whole.prompt_ids) + num_output,
-                max_output_tokens=None if max_tokens is None else max_tokens - num_output,
-                tried=group.tried,
-                numerics=group.numerics,
-                adapter=whole.adapter,
-                adapter_digest=whole.adapter_digest,
-                preferred=self._call.preferred_replica,
+                whole, num_output=num_output, tried=group.tried, numerics=group.numerics, session=self._call.session, chunks=chunks
             )
             group.tried.add(replica.instance)
             request = whole if group.wait_until is None else self._resumed(group, whole)
@@ -285,7 +279,7 @@ class CallAttempts:
                 group.updates = replica.connection.submit(request)
             except Unavailable:
                 continue
-            group.attempt = self._pool.note_sent(replica)
+            group.attempt = self._pool.note_sent(replica, chunks)
             group.submission = self.submissions.add(Submission(group.indices, choice, group.attempt))
             if self._call.unsent is not None:
                 self._call.unsent.uncount()

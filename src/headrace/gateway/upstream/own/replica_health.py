@@ -194,7 +194,7 @@ class Replica:
             is_failing=not self.circuit.breaker.can_send(now),
         )
 
-    def candidate(self, lowest: PriorityClass = PriorityClass.BATCH) -> Candidate:
+    def candidate(self, lowest: PriorityClass = PriorityClass.BATCH, *, cached_tokens: int = 0) -> Candidate:
         """lowest: of the requests that were sent since the load snapshot"""
         seen, sent = self.connection.snapshot, self.connection.sent_since_snapshot(lowest)
-        return Candidate(self.name, seen.load if seen else None, SentSince(len(sent), sum(sent)))
+        return Candidate(self.name, seen.load if seen else None, SentSince(len(sent), sum(sent)), cached_tokens)

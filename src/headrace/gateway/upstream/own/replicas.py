@@ -14,18 +14,34 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from types import TracebackType
+from typing import NamedTuple
 
 from headrace.core.clock import Clock
 from headrace.core.errors import Unavailable
 from headrace.core.model_info import ModelInfo, Numerics, may_resume, numerics_digest, why_not_resume
-from headrace.core.request import PriorityClass
+from headrace.core.request import EngineRequest, PriorityClass
 from headrace.gateway.upstream.own.replica_health import EJECTED, Replica, ReplicaAttempt, ReplicaInstance, stalled_s
 from headrace.gateway.upstream.seam import ReplicaHealth
 from headrace.policy.admission import QueueState, UnsentRequests, queue_state, served_before
 from headrace.policy.queues import traits_of
-from headrace.policy.routing.choice import ONLY, Random, ReplicaChoice, ReplicaId, choose, started, started_share
+from headrace.policy.routing.choice import (
+    ONLY,
+    UNMEASURED_DIVISOR,
+    Candidate,
+    Decision,
+    Random,
+    ReplicaChoice,
+    ReplicaId,
+    WeightedDraw,
+    draw_weights,
+    started,
+    started_share,
+    two_of,
+)
 from headrace.policy.routing.failures import RetryBudget, ejected
 from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince, mean_output_tokens
+from headrace.policy.routing.prefix_index import PrefixIndex, prompt_chunks
+from headrace.policy.routing.replicas import DEFAULT_POLICY, POLICIES, choose, compare, some_holders
 from headrace.wire.client import ConnectionState
 from headrace.wire.stream import ReplicaStream
 
@@ -53,12 +69,28 @@ MOVE_AFTER_S = 2.0
 RETRY_S = 0.5
 """A replica that is ready and takes no call may be full."""
 
+FEW = 16
+"""Among at most this many replicas each decision looks at all. Among more it looks at those that are drawn, by what was known of all
+GLANCE_S ago at most, and at all only where a drawn one does not take the request.
+"""
+
+GLANCE_S = 0.25
+
+
+class Glance(NamedTuple):
+    """What was seen of many replicas at one moment. mean: of a finished request; draw: of the ready ones, None: there are fewer than two"""
+
+    at: float
+    mean: RequestSize
+    draw: WeightedDraw[Replica] | None
+
 
 class ReplicaPool:
     """The replicas of one model: their connections, and the choice among them.
 
     unavailable    why there is no replica, in words that clients may read; empty if there are some
     failover_s     0: a call ends when its replica is lost
+    routing        a name of `POLICIES`
     """
 
     def __init__(
@@ -69,6 +101,7 @@ class ReplicaPool:
         random: Random,
         clock: Clock = time.monotonic,
         failover_s: float = 0.0,
+        routing: str = DEFAULT_POLICY,
         slow_start_s: float = 0.0,
         on_closed: Callable[[ReplicaId], None] = lambda _: None,
     ) -> None:
@@ -88,6 +121,10 @@ class ReplicaPool:
         self._on_closed = on_closed
         self._closing: set[asyncio.Task[None]] = set()
         self._last_models: Sequence[ModelInfo] = ()
+        self.routing = routing
+        self._index = PrefixIndex[Replica]()
+        self._num_decisions = 0
+        self._glance: Glance | None = None
 
     async def __aenter__(self) -> ReplicaPool:
         for replica in self.replicas:
@@ -103,9 +140,11 @@ class ReplicaPool:
         for replica in (*self.replicas, *self.retired):
             await replica.connection.close()
 
-    def follow(self, failover_s: float) -> None:
+    def follow(self, failover_s: float, routing: str) -> None:
         self.failover_s = failover_s
         self._start_watch()
+        if routing != self.routing:
+            self.routing, self._index = routing, PrefixIndex()
 
     def _start_watch(self) -> None:
         if self.failover_s and self._watching is None:
@@ -121,6 +160,8 @@ class ReplicaPool:
             task = asyncio.get_running_loop().create_task(self._close_unused(replica), name=f"retired {replica.name}")
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
+            self._index.forget(replica)
+        self._glance = None
 
     async def _close_unused(self, replica: Replica) -> None:
         """If its engine ends before its last request, its requests move to other replicas."""
@@ -135,6 +176,7 @@ class ReplicaPool:
         assert len({replica.name for replica in self.replicas}) == len(self.replicas), "two replicas with one name"
         assert not set(self.replicas) & set(self.retired)
         assert len(self._closing) >= len(self.retired)
+        self._index.check()
 
     @property
     def info(self) -> ModelInfo | None:
@@ -164,38 +206,53 @@ class ReplicaPool:
         silent = (ConnectionState.SILENT, ConnectionState.NOT_READING)
         return any(replica.connection.state in silent for replica in self.replicas)
 
+    def chunks(self, request: EngineRequest) -> Sequence[int]:
+        """Of its prompt, for `pick` and `note_sent`; empty where no choice depends on them."""
+        if len(self.replicas) < 2 or not POLICIES[self.routing].has_index:
+            return ()
+        return prompt_chunks(request.prompt_ids, salt=request.salt, adapter_digest=request.adapter_digest)
+
     def pick(
         self,
+        request: EngineRequest,
         *,
-        prompt_tokens: int,
-        max_output_tokens: int | None = None,
+        num_output: int = 0,
         tried: Collection[ReplicaInstance] = (),
         numerics: Numerics | None = None,
-        adapter: str | None = None,
-        adapter_digest: str = "",
-        preferred: str = "",
+        session: str = "",
+        chunks: Sequence[int] = (),
     ) -> tuple[Replica, ReplicaChoice]:
-        """The replica for a request, and why it is that one. Raises Unavailable when no connected replica is left that fits the request and
-        was not tried.
+        """The replica for a request, and why it is that one. Raises Unavailable when no connected replica is left that fits the request,
+        has its adapter, and was not tried.
 
+        num_output         tokens of its output that there are
         numerics           for a resume, numerics of the replica that computed the output ids; only a replica of equal numerics is chosen
-        adapter            only a replica is chosen that has it with this digest
 
         A silent replica is never chosen; one that is not ready, or that failed several requests in a row, only when no other is left.
         """
+        max_output_tokens = None if request.params.max_tokens is None else request.params.max_tokens - num_output
+        prompt_tokens = len(request.prompt_ids) + num_output
         num_tokens = prompt_tokens + (max_output_tokens or 1)
-        size = RequestSize(prompt_tokens, self._expected_output_tokens(max_output_tokens))
-        left = [replica for replica in self.replicas if replica.instance not in tried and replica.max_model_len >= num_tokens]
-        left = [replica for replica in left if replica.has_adapter(adapter, adapter_digest)]
-        if numerics is not None:
-            left = [replica for replica in left if not why_not_resume(numerics, replica.numerics)]
-        ready = self.ready()
-        left_out = self._ejected(ready)
-        first = [replica for replica in ready if replica in left and replica.name not in left_out]
-        connected = [replica for replica in left if replica.connection.state is ConnectionState.CONNECTED]
-        if not (first or connected):
-            raise self.why_unavailable()
-        return self._choose(first or connected, size, preferred)
+
+        def fits(replica: Replica) -> bool:
+            if replica.instance in tried or replica.max_model_len < num_tokens:
+                return False
+            is_equal = numerics is None or not why_not_resume(numerics, replica.numerics)
+            return is_equal and replica.has_adapter(request.adapter, request.adapter_digest)
+
+        self._num_decisions += 1
+        decision = Decision(
+            self._size(prompt_tokens, max_output_tokens),
+            next((info.model.block_size for replica in self.replicas if (info := replica.connection.info) is not None), 16),
+            self._random,
+            session,
+            self._num_decisions,
+            is_blind=self._random.randrange(UNMEASURED_DIVISOR) == 0,
+        )
+        if POLICIES[self.routing].draws and (drawn := self._drawn_of_many(fits, decision, chunks)):
+            chosen = compare(self.routing, [self._candidate(replica, chunks) for replica in drawn], decision)
+            return next(replica for replica in drawn if replica.name == chosen.replica_id), chosen
+        return self._choose([replica for replica in self.replicas if fits(replica)], decision, chunks)
 
     def queue(self, priority: PriorityClass, unsent: UnsentRequests) -> QueueState | None:
         """The shortest queue ahead of a request of this class at a ready replica; None: no connected replica has reported its load.
@@ -203,21 +260,24 @@ class ReplicaPool:
         Where no replica is ready, the queues of the connected ones count: otherwise requests would join without a bound. With a queue
         policy without classes all waiting requests are ahead.
         """
-        info, size = self.info, RequestSize(self._mean_prompt_tokens(), self._expected_output_tokens(None))
+        info, size = self.info, self._mean_size()
         traits = traits_of(info.queue_policy if info else "")
         lowest = traits.lowest_before(priority)
         seen = [replica.candidate(lowest) for replica in self.ready() or self.replicas]
         num_unsent = unsent.num_requests(lowest)
-        joined = self._joined(num_unsent, len(seen)) if num_unsent and seen else NOTHING_SENT
+        joined = _joined(num_unsent, len(seen), size) if num_unsent and seen else NOTHING_SENT
         loads = [(served_before(each.snapshot, lowest), each.sent.plus(joined)) for each in seen if each.snapshot is not None]
         states = [queue_state(load, sent, size, block_size=info.block_size if info else 16) for load, sent in loads]
         if traits.has_tenants:
             states = [replace(state, num_slots=load.max_num_seqs) for state, (load, _) in zip(states, loads, strict=True)]
         return min(states, key=lambda state: (state.wait_s, state.depth), default=None)
 
-    def note_sent(self, replica: Replica) -> ReplicaAttempt:
-        """The caller must report the outcome to the result."""
+    def note_sent(self, replica: Replica, chunks: Sequence[int] = ()) -> ReplicaAttempt:
+        """The caller must report the outcome to the result. chunks: of the prompt that was sent"""
         info = replica.connection.info
+        if info is not None and chunks:
+            kv_tokens = min(info.model.num_blocks) * info.model.block_size
+            self._index.add(replica, info.instance_id, chunks, kv_tokens=kv_tokens)
         return replica.circuit.send(None if info is None else (info.instance_id, info.connected_at), self.clock)
 
     def _ejected(self, ready: Sequence[Replica]) -> frozenset[ReplicaId]:
@@ -234,37 +294,65 @@ class ReplicaPool:
             return Unavailable(f"The model {self.model} cannot be served now. {self.unavailable}", retry_after_s=UNAVAILABLE_RETRY_S)
         return Unavailable(f"No replica of {self.model} takes requests now.", retry_after_s=1.0)
 
-    def _choose(self, fit: Sequence[Replica], size: RequestSize, preferred: str) -> tuple[Replica, ReplicaChoice]:
+    def _drawn_of_many(self, fits: Callable[[Replica], bool], decision: Decision, chunks: Sequence[int]) -> list[Replica]:
+        """Two of more than FEW, and holders of the prompt's beginning. Empty where it takes a look at all to choose."""
+        glance, now = self._glance_at_many(), self.clock()
+        if glance is None or glance.draw is None:
+            return []
+
+        def is_usual(replica: Replica) -> bool:
+            info = replica.connection.info
+            is_started = info is not None and now - info.connected_at >= self._slow_start_s
+            return is_started and replica.circuit.breaker.can_send(now) and not replica.verdict(now) and fits(replica)
+
+        drawn = two_of(glance.draw.items, self._random) if decision.is_blind else glance.draw.two(self._random)
+        if not all(map(is_usual, drawn)):
+            return []
+        longest = some_holders(self._index.longest(chunks), self._random) if chunks else ()
+        holders = [replica for replica in longest if replica not in drawn and is_usual(replica)]
+        return [*drawn, *holders]
+
+    def _glance_at_many(self) -> Glance | None:
+        """None: there are few."""
+        if len(self.replicas) <= FEW:
+            return None
+        now = self.clock()
+        if self._glance is None or now - self._glance.at >= GLANCE_S:
+            mean, ready = self._counted_mean(), self.ready()
+            weights = draw_weights([replica.candidate().snapshot for replica in ready], mean)
+            self._glance = Glance(now, mean, WeightedDraw(ready, weights) if len(ready) > 1 else None)
+        return self._glance
+
+    def _choose(self, left: Sequence[Replica], decision: Decision, chunks: Sequence[int]) -> tuple[Replica, ReplicaChoice]:
+        ready = self.ready()
+        left_out = self._ejected(ready)
+        first = [replica for replica in ready if replica in left and replica.name not in left_out]
+        fit = first or [replica for replica in left if replica.connection.state is ConnectionState.CONNECTED]
+        if not fit:
+            raise self.why_unavailable()
         if len(fit) == 1:
             return fit[0], ReplicaChoice(fit[0].name, ONLY)
-        info = self.info
-        chosen = choose(
-            [replica.candidate() for replica in self._started(fit)],
-            size=size,
-            block_size=info.block_size if info else 16,
-            random=self._random,
-            preferred=ReplicaId(preferred),
-        )
+        candidates = [self._candidate(replica, chunks) for replica in self._started(fit)]
+        chosen = choose(self.routing, candidates, decision, longest={replica.name for replica in self._index.longest(chunks)})
         assert chosen is not None, "one of the largest share always takes part"
         return next(replica for replica in fit if replica.name == chosen.replica_id), chosen
 
-    def _expected_output_tokens(self, max_output_tokens: int | None) -> int:
-        num_finished, _, num_tokens = self._counted()
-        mean = mean_output_tokens(num_finished, num_tokens)
-        return mean if max_output_tokens is None else max(1, min(mean, max_output_tokens))
+    def _candidate(self, replica: Replica, chunks: Sequence[int]) -> Candidate:
+        return replica.candidate(cached_tokens=self._index.tokens(replica, replica.instance[1], chunks) if chunks else 0)
 
-    def _counted(self) -> tuple[int, int, int]:
+    def _size(self, prompt_tokens: int, max_output_tokens: int | None) -> RequestSize:
+        mean = self._mean_size().output_tokens
+        return RequestSize(prompt_tokens, mean if max_output_tokens is None else max(1, min(mean, max_output_tokens)))
+
+    def _mean_size(self) -> RequestSize:
+        glance = self._glance_at_many()
+        return self._counted_mean() if glance is None else glance.mean
+
+    def _counted_mean(self) -> RequestSize:
         counted = [seen.load.counters for replica in self.replicas if (seen := replica.connection.snapshot) is not None]
-        num_finished = sum(sum(counters.finished.values()) for counters in counted)
-        return num_finished, sum(counters.prompt_tokens for counters in counted), sum(counters.generation_tokens for counters in counted)
-
-    def _joined(self, num_requests: int, num_replicas: int) -> SentSince:
-        num_each = -(-num_requests // num_replicas)
-        return SentSince(num_each, num_each * self._mean_prompt_tokens())
-
-    def _mean_prompt_tokens(self) -> int:
-        num_finished, num_tokens, _ = self._counted()
-        return num_tokens // num_finished if num_finished else UNKNOWN_PROMPT_TOKENS
+        num_finished = sum([sum(counters.finished.values()) for counters in counted])
+        prompt_tokens = sum([counters.prompt_tokens for counters in counted]) // num_finished if num_finished else UNKNOWN_PROMPT_TOKENS
+        return RequestSize(prompt_tokens, mean_output_tokens(num_finished, sum([counters.generation_tokens for counters in counted])))
 
     def why_not_resume(self, numerics: Numerics | None, adapter: str | None = None, adapter_digest: str = "") -> str:
         """Per connected replica; empty: one may. None: nothing was computed yet."""
@@ -341,3 +429,8 @@ class ReplicaPool:
 
     def _ready_instances(self) -> frozenset[tuple[str, str, str]]:
         return frozenset((*replica.instance, numerics_digest(replica.numerics)) for replica in self.ready())
+
+
+def _joined(num_requests: int, num_replicas: int, mean: RequestSize) -> SentSince:
+    num_each = -(-num_requests // num_replicas)
+    return SentSince(num_each, num_each * mean.prompt_tokens)

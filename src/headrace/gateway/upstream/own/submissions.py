@@ -123,15 +123,11 @@ class Submissions:
                 each.attempt.sent_at,
                 min(each.ended_at, self._closed_at, max(self._ended_at[index] for index in each.indices)) - each.attempt.sent_at,
                 each.choice.reason,
-                tuple(
-                    [
-                        Compared(one.replica_id, one.cost.lacks_blocks, one.cost.outstanding, one.cost.fullness, one.predicted_s)
-                        for one in each.choice.figures
-                    ]
-                ),
+                tuple([Compared(one.replica_id, *one.cost, one.predicted_s, one.cached_tokens) for one in each.choice.figures]),
                 each.result or "",
                 each.detail,
                 len(each.indices),
+                each.choice.policy,
             )
             for each in self._kept
         ]

@@ -287,7 +287,7 @@ def _call(
         request=engine_request.checked(vocab_size=info.vocab_size, max_model_len=info.max_model_len),
         max_output_tokens=params.max_tokens or room,
         parsing=parsing,
-        preferred_replica=request.preferred_replica,
+        session=request.session,
         unsent=request.unsent,
         has_fallback=request.has_fallback,
     )
