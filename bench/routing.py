@@ -44,8 +44,8 @@ NUM_SYSTEM_PROMPTS, SYSTEM_TOKENS, TURN_TOKENS, ANSWER_TOKENS, NUM_TURNS, PAUSE_
 NUM_BLOCKS = 4096
 """65,536 tokens of KV: about a fifth of the system prompts and open conversations of 4 replicas fit one."""
 
-SECONDS = 300.0
-CONVERSATIONS_PER_S = 1.0
+SECONDS = 60.0
+CONVERSATIONS_PER_S = 1.5
 """For each replica. Without a cache that would be 10,400 prompt tokens a second, more than it computes."""
 
 
@@ -85,7 +85,7 @@ def simulated(policy: str, num_replicas: int, num_gateways: int) -> dict[str, An
         "replicas": num_replicas,
         "gateways": num_gateways,
         "requests": len(records),
-        "failed": report.failed,
+        "failed": len(records) - report.finished,
         "hit_rate": round(hits, 4),
         "ttft_p50_ms": round(1000 * report.ttft_s.quantiles["p50"], 1),
         "ttft_p99_ms": round(1000 * report.ttft_s.quantiles["p99"], 1),
@@ -103,6 +103,116 @@ def compare_policies() -> list[dict[str, Any]]:
     return rows
 
 
+class LoadedReplica(ReplicaClient):
+    """Says that it is connected, and reports a load. It takes no request."""
+
+    state = ConnectionState.CONNECTED
+
+    def __init__(self, info: ReplicaInfo, load: LoadSnapshot) -> None:
+        self.info, self.name, self.snapshot = info, info.replica, SeenLoad(load, time.monotonic())
+
+    def sent_since_snapshot(self, lowest: PriorityClass = PriorityClass.BATCH) -> list[int]:
+        return [1000, 2000, 500]
+
+
+def pool_of_many(policy: str, num_replicas: int, draw: random.Random) -> ReplicaPool:
+    info = ModelInfo(
+        architecture="none",
+        vocab_size=150_000,
+        max_model_len=131_072,
+        eos_token_ids=(),
+        kv_groups=(),
+        block_size=16,
+        num_blocks=(MAX_CHUNKS * CHUNK_TOKENS // 16 // num_replicas,),
+        dtype="none",
+        weight_bytes=0,
+    )
+    replicas = []
+    for number in range(num_replicas):
+        load = LoadSnapshot(
+            num_running=draw.randrange(30),
+            num_waiting=draw.randrange(5),
+            kv_blocks_free=10_000,
+            kv_blocks_cached=40_000,
+            kv_blocks_used=30_000,
+            kv_blocks_total=80_000,
+            counters=EngineCounters(prompt_tokens=10**7, generation_tokens=10**6, finished={"stop": 5000, "length": 100}),
+            step_age_s=0.01,
+            step_predicted_s=0.03,
+            num_queued_tokens=draw.randrange(20_000),
+            max_num_seqs=64,
+            step_fixed_s=draw.uniform(0.008, 0.012),
+            step_token_s=draw.uniform(0.00008, 0.00012),
+            step_prompt_tokens=2048,
+        )
+        seen = ReplicaInfo(f"instance-{number}", f"r{number}", info, time.monotonic() - 100.0)
+        replicas.append(Replica(ReplicaId(f"r{number}"), LoadedReplica(seen, load)))
+    return ReplicaPool("measured", replicas, random=draw, routing=policy, slow_start_s=10.0)
+
+
+NUM_REPLICAS, NUM_PROMPTS, PROMPT_TOKENS, NUM_DECISIONS = 100, 1000, 4096, 20_000
+SHARED_TOKENS = 2048
+"""Of each measured prompt: the beginning of one that was sent before."""
+
+
+def measured_decision(policy: str) -> dict[str, Any]:
+    """Microseconds of the hashing of a prompt, the choice, and the noting of what was sent. Loads are renewed as time passes."""
+    draw = random.Random(0)
+    pool = pool_of_many(policy, NUM_REPLICAS, draw)
+    for replica in pool.replicas if POLICIES[policy].has_index else ():
+        pool.note_sent(replica, [draw.getrandbits(62) for _ in range(MAX_CHUNKS // NUM_REPLICAS)]).succeed()
+    prompts = [tuple(draw.choices(range(150_000), k=PROMPT_TOKENS)) for _ in range(NUM_PROMPTS)]
+    for number, prompt in enumerate(prompts):
+        pool.note_sent(pool.replicas[number % NUM_REPLICAS], pool.chunks(_request(number, prompt))).succeed()
+    took: dict[str, list[float]] = {"hash": [], "choose": [], "note": []}
+    for number in range(NUM_DECISIONS):
+        if number % 100 == 0:
+            _renew(pool)
+        request = _request(number, draw.choice(prompts)[:SHARED_TOKENS] + draw.choice(prompts)[SHARED_TOKENS:])
+        moments = [time.perf_counter()]
+        chunks = pool.chunks(request)
+        moments.append(time.perf_counter())
+        replica, _ = pool.pick(request, chunks=chunks)
+        moments.append(time.perf_counter())
+        attempt = pool.note_sent(replica, chunks)
+        moments.append(time.perf_counter())
+        attempt.succeed()
+        for name, begin, end in zip(took, moments, moments[1:], strict=False):
+            took[name].append(1e6 * (end - begin))
+    pool.check()
+    return {"policy": policy, **{name: _quantiles(values) for name, values in took.items()}}
+
+
+def _request(number: int, prompt: tuple[int, ...]) -> EngineRequest:
+    return EngineRequest(request_id=RequestId(f"r{number}"), prompt_ids=prompt, params=SamplingParams(seed=0, max_tokens=500))
+
+
+def _renew(pool: ReplicaPool) -> None:
+    for replica in pool.replicas:
+        seen = cast(SeenLoad, replica.connection.snapshot)
+        replica.connection.snapshot = SeenLoad(seen.load, time.monotonic())
+
+
+def _quantiles(values: list[float]) -> dict[str, float]:
+    values.sort()
+    return {name: round(values[int(share * len(values))], 1) for name, share in (("p50_us", 0.5), ("p99_us", 0.99), ("p999_us", 0.999))}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("policies", "decision"))
+    parser.add_argument("--no-file", action="store_true", help="leave the file in bench/results as it is")
+    given = parser.parse_args()
+    settings = {"replicas": NUM_REPLICAS, "chunks": MAX_CHUNKS, "prompt_tokens": PROMPT_TOKENS, "shared_tokens": SHARED_TOKENS}
+    if given.what == "policies":
+        found: dict[str, Any] = {"seconds": SECONDS, "conversations_per_s": CONVERSATIONS_PER_S, "runs": compare_policies()}
+    else:
+        rows = [measured_decision(policy) for policy in POLICIES]
+        print(*rows, sep="\n")
+        found = {"environment": environment(), "settings": settings, "policies": rows}
+    if not given.no_file:
+        write_portable(RESULTS / f"routing-{given.what}.json", found)
+
+
 if __name__ == "__main__":
-    for row in compare_policies():
-        pass
+    main()

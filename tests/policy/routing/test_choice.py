@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.load import EngineCounters, LoadSnapshot
-from headrace.policy.routing.choice import Candidate, Cost, Decision, ReplicaId, cost
+from headrace.policy.routing.choice import Candidate, Cost, Decision, ReplicaId, cost, home_of, seed_of
 from headrace.policy.routing.predicted_time import RequestSize, SentSince
 from headrace.policy.routing.replicas import MAX_FIGURES, POLICIES, choose
 
@@ -87,9 +87,8 @@ def test_a_replica_without_a_snapshot_counts_as_empty() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("cached", [0, 512])
 def test_equals_share_evenly(policy: str, cached: int) -> None:
-    """4,000 decisions over four idle replicas, which hold the same beginning: each within 20 % of its quarter (over 7 standard deviations).
-    """
-    idle = [replace(candidate(name, load()), cached_tokens=cached) for name in "abcd"]
+    """4,000 decisions over four idle replicas that hold the same: each within 20 % of its quarter (over 7 standard deviations)."""
+    idle = [candidate(name, load())._replace(cached_tokens=cached) for name in "abcd"]
     chosen = Counter(
         pick(*idle, prompt_tokens=600, seed=number, policy=policy, session=f"session {number}", number=number) for number in range(4000)
     )
@@ -198,7 +197,7 @@ def test_while_no_speed_is_known_the_cache_decides_between_equally_busy_ones() -
 
 
 def test_an_adapter_that_has_to_be_read_counts_as_its_time() -> None:
-    there, away = candidate("there", with_speed(1, queued=300)), replace(candidate("away", with_speed(1)), adapter_s=1.0)
+    there, away = candidate("there", with_speed(1, queued=300)), candidate("away", with_speed(1))._replace(adapter_s=1.0)
     for seed in range(20):
         assert pick(there, away, prompt_tokens=500, seed=seed) == "there"
 
@@ -206,7 +205,7 @@ def test_an_adapter_that_has_to_be_read_counts_as_its_time() -> None:
 def test_the_reason_says_what_is_cached() -> None:
     mine, idle = holder("mine", with_speed(1), 384), candidate("idle", with_speed(1))
     held = choose("prefix-aware", [mine, idle], decision(500))
-    busy = choose("prefix-aware", [replace(mine, snapshot=with_speed(1, queued=5000)), idle], decision(500))
+    busy = choose("prefix-aware", [mine._replace(snapshot=with_speed(1, queued=5000)), idle], decision(500))
     assert held is not None
     assert busy is not None
     assert held.reason == "expected to be done first, with 384 of the prompt's 500 tokens in its prefix cache"
@@ -234,6 +233,22 @@ def test_a_session_stays_at_its_replica_while_others_come_and_go() -> None:
         )
         assert of_six in (of_five, "f")
         assert of_four == of_five or of_five == "a"
+
+
+@given(st.lists(st.text(max_size=12), min_size=1, max_size=12, unique=True), st.integers(-(2**62), 2**62))
+def test_a_key_moves_only_from_a_replica_that_leaves(names: list[str], key: int) -> None:
+    seeds = [seed_of(ReplicaId(name)) for name in names]
+    home = home_of(key, seeds)
+    for place, _ in enumerate(seeds):
+        left = [*seeds[:place], *seeds[place + 1 :]]
+        assert place == home or left[home_of(key, left)] == seeds[home]
+
+
+def test_keys_are_spread_over_many_replicas() -> None:
+    """40,000 keys over 100 replicas: each within 30 % of its hundredth (six standard deviations)."""
+    seeds, draw = [seed_of(ReplicaId(f"r{number}")) for number in range(100)], random.Random(3)
+    taken = Counter(home_of(draw.getrandbits(62), seeds) for _ in range(40_000))
+    assert all(280 <= taken[place] <= 520 for place in range(100))
 
 
 def test_without_a_session_the_least_loaded_is_taken() -> None:

@@ -22,8 +22,8 @@ paths = st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple)
 
 
 def chunks_of(path: Path) -> list[int]:
-    """An id for each beginning of it."""
-    return [hash(path[: length + 1]) for length in range(len(path))]
+    """An id for each beginning of it, the longest first."""
+    return [hash(path[:length]) for length in range(len(path), 0, -1)]
 
 
 class PlainIndex:
@@ -80,6 +80,19 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.check()
 
 
+def test_the_first_new_chunk_of_a_conversation_is_the_same_where_its_beginning_is_known() -> None:
+    """One gateway was sent the system prompt alone, the other one the first turn too."""
+    system, first, second = (0, 0), (0, 0, 1), (0, 0, 1, 0, 1)
+    here, there = PrefixIndex[str](), PrefixIndex[str]()
+    for index in (here, there):
+        index.add("a", "0", chunks_of(system), kv_tokens=10_000)
+    of_first = here.first_new(chunks_of(first))
+    here.add("b", "0", chunks_of(first), kv_tokens=10_000)
+    assert there.first_new(chunks_of(second)) == of_first == hash(first)
+    assert here.first_new(chunks_of(second)) == hash(second[:4])
+    assert here.first_new(chunks_of(first)) is None
+
+
 TestPrefixIndex = IndexMachine.TestCase
 
 
@@ -91,10 +104,10 @@ def prompt(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
 def test_equal_beginnings_have_equal_chunks_up_to_the_first_other_token() -> None:
     whole = prompt(1000)
     other = (*whole[:300], whole[300] + 1, *whole[301:])
-    mine, its = (prompt_chunks(ids, salt=b"s", adapter_digest="") for ids in (whole, other))
+    mine, its = (prompt_chunks(ids, salt=b"s", adapter_digest="")[::-1] for ids in (whole, other))
     assert len(mine) == len(its) == 1000 // CHUNK_TOKENS == len(set(mine))
     assert [one == another for one, another in zip(mine, its, strict=True)] == [True] * (300 // CHUNK_TOKENS) + [False] * 5
-    assert mine == prompt_chunks(whole + prompt(50), salt=b"s", adapter_digest="")[:7]
+    assert mine == prompt_chunks(whole + prompt(50), salt=b"s", adapter_digest="")[:-8:-1]
 
 
 def test_tenants_and_adapters_share_no_chunk() -> None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Generic, NamedTuple, NewType, Protocol, TypeVar
+from zlib import crc32
 
 from headrace.core.load import EngineCounters, LoadSnapshot
 from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince, mean_speed, num_blocks, predicted_s, speed_of
@@ -41,8 +41,7 @@ class Random(Protocol):
     def randrange(self, stop: int, /) -> int: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """cached_tokens: of the request's prompt, that it was sent before; adapter_s: until the request's adapter is in its memory"""
 
     replica_id: ReplicaId
@@ -52,8 +51,7 @@ class Candidate:
     adapter_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """What a policy knows beside the candidates.
 
     session     the same in every gateway; empty: the request is of no session
@@ -106,17 +104,16 @@ LEAST_BUSY = "the less busy of two drawn at random"
 
 def figures_of(candidates: Sequence[Candidate], decision: Decision) -> tuple[ReplicaFigures, ...]:
     """A replica of unknown speed counts as one of mean speed."""
+    size, block_size = decision.size, decision.block_size
     speeds = [None if decision.is_blind else speed_of(candidate.snapshot) for candidate in candidates]
-    assumed, found = mean_speed(speeds), []
+    assumed, found = mean_speed(speeds) if None in speeds else None, []
     for candidate, speed in zip(candidates, speeds, strict=True):
-        size, took = decision.size, None
+        took_s, cached = None, candidate.cached_tokens
         if (known := speed or assumed) is not None:
-            if candidate.cached_tokens:
-                size = replace(size, cached_tokens=min(candidate.cached_tokens, size.prompt_tokens - 1))
-            took = predicted_s(candidate.snapshot or EMPTY, candidate.sent, size, known, block_size=decision.block_size)
-            took += candidate.adapter_s
-        costs = cost(candidate, prompt_tokens=size.prompt_tokens, block_size=decision.block_size)
-        found.append(ReplicaFigures(candidate.replica_id, costs, took, candidate.cached_tokens))
+            left = RequestSize(size.prompt_tokens, size.output_tokens, min(cached, size.prompt_tokens - 1)) if cached else size
+            took_s = predicted_s(candidate.snapshot or EMPTY, candidate.sent, left, known, block_size=block_size) + candidate.adapter_s
+        costs = cost(candidate, prompt_tokens=size.prompt_tokens, block_size=block_size)
+        found.append(ReplicaFigures(candidate.replica_id, costs, took_s, cached))
     return tuple(found)
 
 
@@ -165,6 +162,19 @@ class WeightedDraw(Generic[Item]):
         if second == first:  # rounding
             second = first - 1 if first else 1
         return self.items[first], self.items[second]
+
+
+def seed_of(replica_id: ReplicaId) -> float:
+    return crc32(replica_id.encode()) + 0.5
+
+
+def home_of(key: int, seeds: Sequence[float]) -> int:
+    """The place of the replica that `key` belongs to, in every gateway alike: a replica that is added or lost moves only its own keys
+    (rendezvous hashing).
+    """
+    unit = key % RESOLUTION / RESOLUTION
+    ranks = [unit * seed % 1.0 for seed in seeds]
+    return ranks.index(max(ranks))
 
 
 def cost(candidate: Candidate, *, prompt_tokens: int, block_size: int) -> Cost:

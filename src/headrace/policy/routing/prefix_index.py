@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Generic, TypeVar
 
 CHUNK_TOKENS = 128
@@ -28,12 +29,14 @@ R = TypeVar("R", bound=Hashable)
 
 
 def prompt_chunks(prompt_ids: tuple[int, ...], *, salt: bytes, adapter_digest: str) -> list[int]:
-    """Ids of the prompt's full chunks, of the first MAX_PROMPT_CHUNKS."""
-    chunks, chunk = [], hash((salt, adapter_digest))
+    """Ids of the full chunks among the prompt's first MAX_PROMPT_CHUNKS, the last one first. The same in every process."""
+    root = blake2b(salt + adapter_digest.encode(), digest_size=7).digest()  # bytes have another hash in each process, integers do not
+    chunks, chunk = [], int.from_bytes(root)
     last = min(len(prompt_ids), MAX_PROMPT_CHUNKS * CHUNK_TOKENS) - CHUNK_TOKENS
     for begin in range(0, last + 1, CHUNK_TOKENS):
         chunk = hash((chunk, prompt_ids[begin : begin + CHUNK_TOKENS]))
         chunks.append(chunk)
+    chunks.reverse()
     return chunks
 
 
@@ -63,7 +66,7 @@ class PrefixIndex(Generic[R]):
             self._replicas[bit] = replica
         room = min(kv_tokens // CHUNK_TOKENS, self._max_chunks // len(self._sent))
         known, holders = sent.chunks, self._holders
-        for chunk in reversed(chunks[:room]):
+        for chunk in chunks[max(0, len(chunks) - room) :]:
             if chunk in known:
                 known.move_to_end(chunk)
             else:
@@ -82,13 +85,24 @@ class PrefixIndex(Generic[R]):
     def tokens(self, replica: R, instance: str, chunks: Sequence[int]) -> int:
         """The length of the prompt's beginning that the replica was sent, in whole chunks."""
         sent = self._sent.get(replica)
-        return CHUNK_TOKENS * _num_known(chunks, sent.chunks) if sent is not None and sent.instance == instance else 0
+        if sent is None or sent.instance != instance:
+            return 0
+        return CHUNK_TOKENS * (len(chunks) - _num_new(chunks, sent.chunks))
 
     def longest(self, chunks: Sequence[int]) -> list[R]:
         """The replicas that were sent the longest known beginning of the prompt. Empty: none was sent its first chunk."""
-        num_known = _num_known(chunks, self._holders)
-        bits = self._holders[chunks[num_known - 1]] if num_known else 0
+        num_new = _num_new(chunks, self._holders)
+        bits = self._holders[chunks[num_new]] if num_new < len(chunks) else 0
+        if bits in self._replicas:
+            return [self._replicas[bits]]
         return [self._replicas[1 << place] for place, digit in enumerate(reversed(f"{bits:b}")) if digit == "1"]
+
+    def first_new(self, chunks: Sequence[int]) -> int | None:
+        """The first chunk of the prompt that no replica was sent: in a conversation the first after its system prompt, and at its next turn
+        the same in a gateway that was asked none of it.
+        """
+        num_new = _num_new(chunks, self._holders)
+        return chunks[num_new - 1] if num_new else None
 
     def _drop(self, chunk: int, bit: int) -> None:
         if left := self._holders[chunk] & ~bit:
@@ -102,5 +116,5 @@ class PrefixIndex(Generic[R]):
         assert self._replicas == {sent.bit: replica for replica, sent in self._sent.items()}
 
 
-def _num_known(chunks: Sequence[int], known: dict[int, int] | OrderedDict[int, None]) -> int:
-    return bisect_left(chunks, 1, key=lambda chunk: chunk not in known)
+def _num_new(chunks: Sequence[int], known: dict[int, int] | OrderedDict[int, None]) -> int:
+    return bisect_left(chunks, True, key=known.__contains__)

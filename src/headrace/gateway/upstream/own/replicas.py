@@ -34,6 +34,8 @@ from headrace.policy.routing.choice import (
     ReplicaId,
     WeightedDraw,
     draw_weights,
+    home_of,
+    seed_of,
     started,
     started_share,
     two_of,
@@ -78,11 +80,17 @@ GLANCE_S = 0.25
 
 
 class Glance(NamedTuple):
-    """What was seen of many replicas at one moment. mean: of a finished request; draw: of the ready ones, None: there are fewer than two"""
+    """What was seen of many replicas at one moment.
+
+    mean   of a finished request
+    draw   of the ready ones; None: there are fewer than two
+    seeds  of the same, as `seed_of` makes them
+    """
 
     at: float
     mean: RequestSize
     draw: WeightedDraw[Replica] | None
+    seeds: Sequence[float]
 
 
 class ReplicaPool:
@@ -308,9 +316,10 @@ class ReplicaPool:
         drawn = two_of(glance.draw.items, self._random) if decision.is_blind else glance.draw.two(self._random)
         if not all(map(is_usual, drawn)):
             return []
-        longest = some_holders(self._index.longest(chunks), self._random) if chunks else ()
-        holders = [replica for replica in longest if replica not in drawn and is_usual(replica)]
-        return [*drawn, *holders]
+        first_new = self._index.first_new(chunks)
+        homes = () if first_new is None else [glance.draw.items[home_of(first_new, glance.seeds)]]
+        holders = some_holders(self._index.longest(chunks), self._random)
+        return list(dict.fromkeys([*filter(is_usual, homes), *drawn, *filter(is_usual, holders)]))
 
     def _glance_at_many(self) -> Glance | None:
         """None: there are few."""
@@ -320,7 +329,8 @@ class ReplicaPool:
         if self._glance is None or now - self._glance.at >= GLANCE_S:
             mean, ready = self._counted_mean(), self.ready()
             weights = draw_weights([replica.candidate().snapshot for replica in ready], mean)
-            self._glance = Glance(now, mean, WeightedDraw(ready, weights) if len(ready) > 1 else None)
+            draw = WeightedDraw(ready, weights) if len(ready) > 1 else None
+            self._glance = Glance(now, mean, draw, [seed_of(replica.name) for replica in ready])
         return self._glance
 
     def _choose(self, left: Sequence[Replica], decision: Decision, chunks: Sequence[int]) -> tuple[Replica, ReplicaChoice]:
@@ -333,7 +343,8 @@ class ReplicaPool:
         if len(fit) == 1:
             return fit[0], ReplicaChoice(fit[0].name, ONLY)
         candidates = [self._candidate(replica, chunks) for replica in self._started(fit)]
-        chosen = choose(self.routing, candidates, decision, longest={replica.name for replica in self._index.longest(chunks)})
+        longest = {replica.name for replica in self._index.longest(chunks)}
+        chosen = choose(self.routing, candidates, decision, longest=longest, first_new=self._index.first_new(chunks))
         assert chosen is not None, "one of the largest share always takes part"
         return next(replica for replica in fit if replica.name == chosen.replica_id), chosen
 

@@ -16,6 +16,8 @@ from headrace.policy.routing.choice import (
     ReplicaId,
     WeightedDraw,
     draw_weights,
+    home_of,
+    seed_of,
     two_of,
 )
 from headrace.policy.routing.replicas.least_loaded import least_loaded
@@ -55,8 +57,15 @@ POLICIES = {
 DEFAULT_POLICY = "prefix-aware"
 
 
-def choose(name: str, candidates: Sequence[Candidate], decision: Decision, *, longest: Collection[ReplicaId] = ()) -> ReplicaChoice | None:
-    """candidates: all; longest: the replicas that were sent the longest known beginning of the prompt. None: there is no candidate"""
+def choose(
+    name: str,
+    candidates: Sequence[Candidate],
+    decision: Decision,
+    *,
+    longest: Collection[ReplicaId] = (),
+    first_new: int | None = None,
+) -> ReplicaChoice | None:
+    """candidates: all; longest, first_new: what the prefix index says of the prompt. None: there is no candidate"""
     if len(candidates) < 2:
         return ReplicaChoice(candidates[0].replica_id, ONLY) if candidates else None
     if not POLICIES[name].draws:
@@ -66,8 +75,10 @@ def choose(name: str, candidates: Sequence[Candidate], decision: Decision, *, lo
     else:
         weights = draw_weights([candidate.snapshot for candidate in candidates], decision.size)
         drawn = WeightedDraw(candidates, weights).two(decision.random)
-    holders = [each for each in candidates if each.replica_id in longest and each is not drawn[0] and each is not drawn[1]]
-    return compare(name, (*drawn, *some_holders(holders, decision.random)), decision)
+    holders = [each for each in candidates if each.replica_id in longest]
+    homes = () if first_new is None else [candidates[home_of(first_new, [seed_of(each.replica_id) for each in candidates])]]
+    some = {each.replica_id: each for each in (*homes, *drawn, *some_holders(holders, decision.random))}
+    return compare(name, list(some.values()), decision)
 
 
 def some_holders(holders: Sequence[Item], random: Random) -> Sequence[Item]:
