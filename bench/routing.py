@@ -44,7 +44,7 @@ NUM_SYSTEM_PROMPTS, SYSTEM_TOKENS, TURN_TOKENS, ANSWER_TOKENS, NUM_TURNS, PAUSE_
 NUM_BLOCKS = 4096
 """65,536 tokens of KV: about a fifth of the system prompts and open conversations of 4 replicas fit one."""
 
-SECONDS = 60.0
+SECONDS = 120.0
 CONVERSATIONS_PER_S = 1.5
 """For each replica. Without a cache that would be 10,400 prompt tokens a second, more than it computes."""
 

@@ -106,7 +106,7 @@ async def open_gateway(
         loaded = LoadedTexts(config.models, texts, text_pool, load, make_workers)
         models = SiteModels(ModelOpener(text_pool, connect, sources), metrics)
         stack.push_async_callback(models.close)
-        await models.open(config, loaded.texts)
+        await models.open(config.models, config.pool_rules, loaded.texts)
         service = await _open_service(stack, config, models, text_pool, metrics, sources)
         app = Gateway(config, service, request_log)
         stack.callback(lambda: app.request_log.close())

@@ -32,7 +32,7 @@ from headrace.gateway.http.config import HttpTls, Limits, ServerConfig, Timeouts
 from headrace.gateway.ledger.config import UsageConfig
 from headrace.gateway.sessions.config import SessionConfig
 from headrace.gateway.stores.config import StoreConfig
-from headrace.gateway.upstream.model_config import ModelConfig, check_models, check_routes, check_url
+from headrace.gateway.upstream.model_config import ModelConfig, PoolRules, check_models, check_routes, check_url
 from headrace.policy.config import AdmissionRules
 from headrace.policy.limits.price import Price
 from headrace.policy.limits.tier import Tier, all_tiers
@@ -249,6 +249,10 @@ class GatewayConfig:
             metrics=metrics,
             log_prompt_blocks=self.log_prompt_blocks,
         )
+
+    @property
+    def pool_rules(self) -> PoolRules:
+        return PoolRules(self.timeouts.failover_s, self.routing)
 
     @property
     def request_log_target(self) -> str:

@@ -12,7 +12,6 @@ from session_kit import CHAT, history, idle, prompt_of, turn, user
 
 from headrace.core.errors import Unavailable
 from headrace.gateway.cache.replays import LEASE_S
-from headrace.gateway.sessions.sessions import SessionKey
 from headrace.text.folder import TextModel
 
 pytestmark = pytest.mark.loop
@@ -132,15 +131,3 @@ async def test_a_cached_answer_is_a_turn_too(text: TextModel, stream: bool) -> N
         assert await history(bench, "s") == await history(bench, "t")
         assert (await turn(bench, "t", "one", temperature=0, **LAST)).headers["x-headrace-cache"] == "miss", "the history is another"
         assert await asked(bench, "t") == ["one", "one"]
-
-
-async def test_a_cached_answer_leaves_a_session_the_replica_that_has_its_history(text: TextModel) -> None:
-    async with open_bench(text, cache={"enabled": True}) as bench:
-        found = []
-        for session in ("s", "t"):
-            await turn(bench, session, "zero", **LAST)
-            answer = await turn(bench, session, "one", temperature=0, **LAST)
-            await written(bench)
-            stored, _ = await bench.gateway.service.sessions.shown(SessionKey("default", session))
-            found.append((answer.headers["x-headrace-cache"], stored.replica))
-        assert found == [("miss", "r0"), ("hit", "r0")]

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 
 from headrace.core.clock import Clock
 from headrace.core.errors import CheckpointError
-from headrace.gateway.config import GatewayConfig
 from headrace.gateway.control.texts import FailedText, LoadedText
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.upstream.fallback import FallbackUpstream
-from headrace.gateway.upstream.model_config import ModelConfig, ReplicaConfig
+from headrace.gateway.upstream.model_config import ModelConfig, PoolRules, ReplicaConfig
 from headrace.gateway.upstream.own.model_text import ModelText
 from headrace.gateway.upstream.own.replica_health import Replica, ReplicaCircuit
 from headrace.gateway.upstream.own.replicas import ReplicaPool
@@ -94,9 +93,9 @@ class ModelOpener:
         self.on_closed: Callable[[str, ReplicaId], None] = lambda _model, _replica: None
 
     async def open(
-        self, config: ModelConfig, text: LoadedText | FailedText | None, whole: GatewayConfig, before: OpenModel | None = None
+        self, config: ModelConfig, text: LoadedText | FailedText | None, rules: PoolRules, before: OpenModel | None = None
     ) -> OpenModel:
-        """Replicas connect in the background. whole: of the gateway; before: replicas in both keep their circuits. Raises ConfigError."""
+        """Replicas connect in the background. before: replicas in both keep their circuits. Raises ConfigError."""
         async with AsyncExitStack() as stack:
             foreign = await stack.enter_async_context(self._foreign_servers(config)) if config.upstreams else None
             if isinstance(text, FailedText):
@@ -114,8 +113,8 @@ class ModelOpener:
                 list(replicas.values()),
                 random=self._sources.random,
                 clock=self._sources.clock,
-                failover_s=whole.timeouts.failover_s,
-                routing=whole.routing,
+                failover_s=rules.failover_s,
+                routing=rules.routing,
                 slow_start_s=SLOW_START_S,
                 on_closed=partial(self.on_closed, config.name),
             )

@@ -88,7 +88,7 @@ class Reloader:
                 undo.push_async_callback(asyncio.to_thread, request_log.close)
             texts = await self._texts.prepare(config.models, config.limits.max_text_workers, self._models.texts_in_use)
             undo.push_async_callback(texts.close)
-            apply_models = await self._models.prepare(config, texts.texts)
+            apply_models = await self._models.prepare(config.models, config.pool_rules, texts.texts)
             undo.pop_all()
         former_log, self._app.request_log = self._app.request_log, request_log
         apply_models(self._app.active.requests_without_model)

@@ -13,9 +13,9 @@ from typing import TypeVar
 
 from headrace.core.errors import CheckpointError
 from headrace.gateway.access.open_requests import UseCount
-from headrace.gateway.config import GatewayConfig
 from headrace.gateway.control.models import ModelOpener, OpenModel
 from headrace.gateway.control.texts import FailedText, LoadedText, ModelTexts
+from headrace.gateway.upstream.model_config import ModelConfig, PoolRules
 from headrace.gateway.upstream.own.replicas import RETIRED
 from headrace.gateway.upstream.seam import ReplicaHealth
 from headrace.gateway.upstream.served_models import ServedModel
@@ -46,10 +46,10 @@ class SiteModels:
     def __post_init__(self) -> None:
         self.opener.on_closed = self.replica_closed
 
-    async def open(self, config: GatewayConfig, texts: ModelTexts) -> None:
+    async def open(self, models: Sequence[ModelConfig], rules: PoolRules, texts: ModelTexts) -> None:
         """Raises ConfigError; the caller must call `close` in that case too."""
-        for model in config.models:
-            self.models[model.name] = await self.opener.open(model, texts.get(model.name), config)
+        for model in models:
+            self.models[model.name] = await self.opener.open(model, texts.get(model.name), rules)
             self._keep_series(self.models[model.name])
 
     async def close(self) -> None:
@@ -105,26 +105,27 @@ class SiteModels:
 
     # -- changing them -------------------------------------------------------------------------------------------------------------
 
-    async def prepare(self, config: GatewayConfig, texts: ModelTexts) -> Callable[[UseCount], None]:
-        """Calling the result serves its models, and takes the count of the present configuration's requests that have not asked for a model
+    async def prepare(self, models: Sequence[ModelConfig], rules: PoolRules, texts: ModelTexts) -> Callable[[UseCount], None]:
+        """Calling the result serves `models`, and takes the count of the present configuration's requests that have not asked for a model
         yet. Raises ConfigError.
         """
         changed: dict[str, Callable[[], None]] = {}
         opened: dict[str, OpenModel] = {}
         async with AsyncExitStack() as undo:
-            for model in config.models:
+            for model in models:
                 known, text = self.models.get(model.name), texts.get(model.name)
                 if known is not None and not isinstance(text, FailedText) and (change := self.opener.change(known, model)) is not None:
                     changed[model.name] = change
                     continue
-                opened[model.name] = await self.opener.open(model, text, config, known)
+                opened[model.name] = await self.opener.open(model, text, rules, known)
                 undo.push_async_callback(opened[model.name].stack.aclose)
             undo.pop_all()
-        return partial(self._apply, config, opened, changed)
+        return partial(self._apply, [model.name for model in models], rules, opened, changed)
 
     def _apply(
         self,
-        config: GatewayConfig,
+        names: Sequence[str],
+        rules: PoolRules,
         opened: Mapping[str, OpenModel],
         changed: Mapping[str, Callable[[], None]],
         undecided: UseCount,
@@ -134,10 +135,10 @@ class SiteModels:
         for apply in changed.values():
             apply()
         known = {**self.models, **opened}
-        self.models = {model.name: known[model.name] for model in config.models}
+        self.models = {name: known[name] for name in names}
         for model in self.models.values():
             if model.pool is not None:
-                model.pool.follow(config.timeouts.failover_s, config.routing)
+                model.pool.follow(rules)
             self._keep_series(model)
         self._earlier = [count for count in (*self._earlier, undecided) if count.num_users]
         for model in left:

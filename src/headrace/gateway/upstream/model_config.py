@@ -9,6 +9,7 @@ import ipaddress
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 from headrace.core.errors import ConfigError
@@ -28,6 +29,13 @@ MAX_FOREIGN_SERVERS = 16
 MAX_SECONDS = 86400
 MAX_ORDER = 100
 _LINK_LOCAL = "Cloud machines hand out credentials at such addresses: name the server by another one."
+
+
+class PoolRules(NamedTuple):
+    """What holds for the replicas of all models. failover_s: 0: a call ends when its replica is lost; routing: a name of `POLICIES`"""
+
+    failover_s: float
+    routing: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, Generic, NamedTuple, NewType, Protocol, TypeVar
-from zlib import crc32
 
 from headrace.core.load import EngineCounters, LoadSnapshot
 from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince, mean_speed, num_blocks, predicted_s, speed_of
@@ -165,7 +165,7 @@ class WeightedDraw(Generic[Item]):
 
 
 def seed_of(replica_id: ReplicaId) -> float:
-    return crc32(replica_id.encode()) + 0.5
+    return float(int.from_bytes(blake2b(replica_id.encode(), digest_size=4).digest()))
 
 
 def home_of(key: int, seeds: Sequence[float]) -> int:

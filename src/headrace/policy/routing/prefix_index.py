@@ -23,7 +23,7 @@ MAX_PROMPT_CHUNKS = 1024
 """Chunks that are known of one prompt: 131,072 tokens, whose ids take 0.7 ms to make."""
 
 MAX_CHUNKS = 1 << 20
-"""Of all replicas together: 200 MB, 190 bytes for each."""
+"""All replicas' together: 200 MB, 190 bytes for each."""
 
 R = TypeVar("R", bound=Hashable)
 

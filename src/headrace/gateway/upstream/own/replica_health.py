@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from headrace.core.clock import Clock
 from headrace.core.grammar import CANNOT_CONTINUE
+from headrace.core.load import LoadSnapshot
 from headrace.core.model_info import Numerics
 from headrace.core.request import PriorityClass
 from headrace.core.update import FinishReason, SequenceUpdate
@@ -194,7 +195,17 @@ class Replica:
             is_failing=not self.circuit.breaker.can_send(now),
         )
 
-    def candidate(self, lowest: PriorityClass = PriorityClass.BATCH, *, cached_tokens: int = 0) -> Candidate:
+    def candidate(self, lowest: PriorityClass = PriorityClass.BATCH, *, cached_tokens: int = 0, adapter: str | None = None) -> Candidate:
         """lowest: of the requests that were sent since the load snapshot"""
         seen, sent = self.connection.snapshot, self.connection.sent_since_snapshot(lowest)
-        return Candidate(self.name, seen.load if seen else None, SentSince(len(sent), sum(sent)), cached_tokens)
+        load = seen.load if seen else None
+        adapter_s = 0.0 if load is None or adapter is None else _adapter_s(load, adapter)
+        return Candidate(self.name, load, SentSince(len(sent), sum(sent)), cached_tokens, adapter_s)
+
+
+def _adapter_s(load: LoadSnapshot, adapter: str) -> float:
+    """The mean time of a read there, unless unfinished requests use the adapter. One that none uses may still be in its memory: a load
+    does not say so.
+    """
+    num_reads = load.counters.adapter_reads
+    return load.counters.adapter_read_microseconds / 1e6 / num_reads if num_reads and adapter not in load.running_adapters else 0.0

@@ -20,6 +20,7 @@ from headrace.core.clock import Clock
 from headrace.core.errors import Unavailable
 from headrace.core.model_info import ModelInfo, Numerics, may_resume, numerics_digest, why_not_resume
 from headrace.core.request import EngineRequest, PriorityClass
+from headrace.gateway.upstream.model_config import PoolRules
 from headrace.gateway.upstream.own.replica_health import EJECTED, Replica, ReplicaAttempt, ReplicaInstance, stalled_s
 from headrace.gateway.upstream.seam import ReplicaHealth
 from headrace.policy.admission import QueueState, UnsentRequests, queue_state, served_before
@@ -97,8 +98,7 @@ class ReplicaPool:
     """The replicas of one model: their connections, and the choice among them.
 
     unavailable    why there is no replica, in words that clients may read; empty if there are some
-    failover_s     0: a call ends when its replica is lost
-    routing        a name of `POLICIES`
+    failover_s, routing  as in `PoolRules`
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class ReplicaPool:
         self.replicas = tuple(replicas)
         self.retired: tuple[Replica, ...] = ()
         self.unavailable = ""
-        self.failover_s = failover_s
+        self.failover_s, self.routing = failover_s, routing
         self.resume_budget = RetryBudget(share=RESUME_SHARE, burst=RESUME_BURST)
         self.clock = clock
         self._change: asyncio.Future[None] | None = None
@@ -129,7 +129,6 @@ class ReplicaPool:
         self._on_closed = on_closed
         self._closing: set[asyncio.Task[None]] = set()
         self._last_models: Sequence[ModelInfo] = ()
-        self.routing = routing
         self._index = PrefixIndex[Replica]()
         self._num_decisions = 0
         self._glance: Glance | None = None
@@ -148,11 +147,11 @@ class ReplicaPool:
         for replica in (*self.replicas, *self.retired):
             await replica.connection.close()
 
-    def follow(self, failover_s: float, routing: str) -> None:
-        self.failover_s = failover_s
+    def follow(self, rules: PoolRules) -> None:
+        if rules.routing != self.routing:
+            self._index = PrefixIndex()
+        self.failover_s, self.routing = rules
         self._start_watch()
-        if routing != self.routing:
-            self.routing, self._index = routing, PrefixIndex()
 
     def _start_watch(self) -> None:
         if self.failover_s and self._watching is None:
@@ -215,7 +214,7 @@ class ReplicaPool:
         return any(replica.connection.state in silent for replica in self.replicas)
 
     def chunks(self, request: EngineRequest) -> Sequence[int]:
-        """Of its prompt, for `pick` and `note_sent`; empty where no choice depends on them."""
+        """The prompt's, for `pick` and `note_sent`; empty where no choice depends on them."""
         if len(self.replicas) < 2 or not POLICIES[self.routing].has_index:
             return ()
         return prompt_chunks(request.prompt_ids, salt=request.salt, adapter_digest=request.adapter_digest)
@@ -258,9 +257,9 @@ class ReplicaPool:
             is_blind=self._random.randrange(UNMEASURED_DIVISOR) == 0,
         )
         if POLICIES[self.routing].draws and (drawn := self._drawn_of_many(fits, decision, chunks)):
-            chosen = compare(self.routing, [self._candidate(replica, chunks) for replica in drawn], decision)
+            chosen = compare(self.routing, [self._candidate(replica, request, chunks) for replica in drawn], decision)
             return next(replica for replica in drawn if replica.name == chosen.replica_id), chosen
-        return self._choose([replica for replica in self.replicas if fits(replica)], decision, chunks)
+        return self._choose([replica for replica in self.replicas if fits(replica)], decision, request, chunks)
 
     def queue(self, priority: PriorityClass, unsent: UnsentRequests) -> QueueState | None:
         """The shortest queue ahead of a request of this class at a ready replica; None: no connected replica has reported its load.
@@ -333,7 +332,9 @@ class ReplicaPool:
             self._glance = Glance(now, mean, draw, [seed_of(replica.name) for replica in ready])
         return self._glance
 
-    def _choose(self, left: Sequence[Replica], decision: Decision, chunks: Sequence[int]) -> tuple[Replica, ReplicaChoice]:
+    def _choose(
+        self, left: Sequence[Replica], decision: Decision, request: EngineRequest, chunks: Sequence[int]
+    ) -> tuple[Replica, ReplicaChoice]:
         ready = self.ready()
         left_out = self._ejected(ready)
         first = [replica for replica in ready if replica in left and replica.name not in left_out]
@@ -342,14 +343,15 @@ class ReplicaPool:
             raise self.why_unavailable()
         if len(fit) == 1:
             return fit[0], ReplicaChoice(fit[0].name, ONLY)
-        candidates = [self._candidate(replica, chunks) for replica in self._started(fit)]
+        candidates = [self._candidate(replica, request, chunks) for replica in self._started(fit)]
         longest = {replica.name for replica in self._index.longest(chunks)}
         chosen = choose(self.routing, candidates, decision, longest=longest, first_new=self._index.first_new(chunks))
         assert chosen is not None, "one of the largest share always takes part"
         return next(replica for replica in fit if replica.name == chosen.replica_id), chosen
 
-    def _candidate(self, replica: Replica, chunks: Sequence[int]) -> Candidate:
-        return replica.candidate(cached_tokens=self._index.tokens(replica, replica.instance[1], chunks) if chunks else 0)
+    def _candidate(self, replica: Replica, request: EngineRequest, chunks: Sequence[int]) -> Candidate:
+        cached_tokens = self._index.tokens(replica, replica.instance[1], chunks) if chunks else 0
+        return replica.candidate(cached_tokens=cached_tokens, adapter=request.adapter)
 
     def _size(self, prompt_tokens: int, max_output_tokens: int | None) -> RequestSize:
         mean = self._mean_size().output_tokens
