@@ -20,13 +20,14 @@ from headrace.gateway.generation.explanations import (
 pytestmark = pytest.mark.pure
 
 STAGES = [ExplainedStage("admit", 0.0, 0.0005), ExplainedStage("queue", 0.001, 1.5), ExplainedStage("decode", 1.501, 0.498)]
-COMPARED = [ComparedReplica("r0", 1, 0.25, predicted_s=0.4), ComparedReplica("r1", 9, 0.99, lacks_blocks=True)]
+COMPARED = [ComparedReplica("r0", 1, 0.25, predicted_s=0.4, cached_tokens=96), ComparedReplica("r1", 9, 0.99, lacks_blocks=True)]
+LOST = ExplainedAttempt("r1", 0.001, 0.2, "the less busy", "lost", num_sequences=2, compared=COMPARED, policy="power-of-two")
 SLOW = Explanation(
     request_id="0123456789abcdef01234567",
     wall_s=2.0,
     stages=STAGES,
     unattributed_s=0.0015,
-    route=ExplainedRoute("r0", None, 1, [ExplainedAttempt("r1", 0.001, 0.2, "the less busy", "lost", num_sequences=2, compared=COMPARED)]),
+    route=ExplainedRoute("r0", None, 1, [LOST]),
     time=1_800_000_000.0,
     path="/v1/chat/completions",
     kept_in="memory",
@@ -53,8 +54,8 @@ def test_a_person_reads_where_the_time_went() -> None:
     assert [bar.count("#") for bar in bars.values()] == [1, 30, 10]
     assert lines[-6:] == [
         "",
-        "replica   r1, the less busy: lost after 200.00 ms, 2 sequences",
-        "          - r0: 1 requests, KV 25% in use, done in 400.00 ms",
+        "replica   r1 by power-of-two, the less busy: lost after 200.00 ms, 2 sequences",
+        "          - r0: 1 requests, KV 25% in use, 96 tokens cached, done in 400.00 ms",
         "          - r1: 9 requests, KV 99% in use, too few KV blocks free",
         "limits    requests_per_minute 3 of 60",
         "kept in   the memory of the gateway process that answered, alone",

@@ -96,10 +96,11 @@ async def test_conversations_with_one_system_prompt_are_spread(text: TextModel, 
 
 @pytest.mark.parametrize("size", SIZES)
 async def test_another_gateway_sends_a_conversations_next_turn_to_the_same_replica(text: TextModel, size: int) -> None:
-    """Each was sent the system prompt, and the other one's turns to neither."""
+    """Each has sent the system prompt everywhere, and knows nothing of the other one's turns."""
     here, there = pool_of(text, size, Now(), seed=1), pool_of(text, size, Now(), seed=2)
     for pool in (here, there):
-        pool.note_sent(pool.replicas[0], pool.chunks(request(1))).succeed()
+        for replica in pool.replicas:
+            pool.note_sent(replica, pool.chunks(request(1))).succeed()
     num_same = 0
     for conversation in range(60):
         first, _ = send(here, request(1, 50 + conversation, 0, 0, 0, 0, 0, 0))
