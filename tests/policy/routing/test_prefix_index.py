@@ -73,7 +73,9 @@ class IndexMachine(RuleBasedStateMachine):
             assert self.index.tokens(replica, str(instance), chunks_of(path)) == expected * CHUNK_TOKENS
         lengths = {replica: self.plain.num_known(replica, known[0], path) for replica, known in self.plain.sent.items()}
         most = max(lengths.values(), default=0)
-        assert set(self.index.longest(chunks_of(path))) == {replica for replica, length in lengths.items() if most and length == most}
+        found, first_new = self.index.find(chunks_of(path))
+        assert set(found) == {replica for replica, length in lengths.items() if most and length == most}
+        assert first_new == (None if most == len(path) else hash(path[: most + 1]))
 
     @invariant()
     def check(self) -> None:
@@ -86,11 +88,11 @@ def test_the_first_new_chunk_of_a_conversation_is_the_same_where_its_beginning_i
     here, there = PrefixIndex[str](), PrefixIndex[str]()
     for index in (here, there):
         index.add("a", "0", chunks_of(system), kv_tokens=10_000)
-    of_first = here.first_new(chunks_of(first))
+    of_first = here.find(chunks_of(first))[1]
     here.add("b", "0", chunks_of(first), kv_tokens=10_000)
-    assert there.first_new(chunks_of(second)) == of_first == hash(first)
-    assert here.first_new(chunks_of(second)) == hash(second[:4])
-    assert here.first_new(chunks_of(first)) is None
+    assert there.find(chunks_of(second))[1] == of_first == hash(first)
+    assert here.find(chunks_of(second))[1] == hash(second[:4])
+    assert here.find(chunks_of(first))[1] is None
 
 
 TestPrefixIndex = IndexMachine.TestCase

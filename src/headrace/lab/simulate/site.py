@@ -197,7 +197,8 @@ class SimulatedSite:
             self._num_decisions,
             is_blind=self._random.randrange(UNMEASURED_DIVISOR) == 0,
         )
-        chosen = choose(self._routing, candidates, decision, longest=index.longest(chunks), first_new=index.first_new(chunks))
+        longest, first_new = index.find(chunks)
+        chosen = choose(self._routing, candidates, decision, longest=longest, first_new=first_new)
         if chosen is None and not request.attempt:
             self._end(request, now, status=503, error="refused", detail="no replica runs", retry_after_s=UNAVAILABLE_RETRY_S)
             return

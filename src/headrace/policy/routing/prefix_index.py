@@ -89,20 +89,17 @@ class PrefixIndex(Generic[R]):
             return 0
         return CHUNK_TOKENS * (len(chunks) - _num_new(chunks, sent.chunks))
 
-    def longest(self, chunks: Sequence[int]) -> list[R]:
-        """The replicas that were sent the longest known beginning of the prompt. Empty: none was sent its first chunk."""
+    def find(self, chunks: Sequence[int]) -> tuple[list[R], int | None]:
+        """The replicas that were sent the longest known beginning of the prompt, and the first chunk that none was sent: in a conversation
+        the first after its system prompt, and at its next turn the same in a gateway that was asked none of it.
+        """
         num_new = _num_new(chunks, self._holders)
         bits = self._holders[chunks[num_new]] if num_new < len(chunks) else 0
         if bits in self._replicas:
-            return [self._replicas[bits]]
-        return [self._replicas[1 << place] for place, digit in enumerate(reversed(f"{bits:b}")) if digit == "1"]
-
-    def first_new(self, chunks: Sequence[int]) -> int | None:
-        """The first chunk of the prompt that no replica was sent: in a conversation the first after its system prompt, and at its next turn
-        the same in a gateway that was asked none of it.
-        """
-        num_new = _num_new(chunks, self._holders)
-        return chunks[num_new - 1] if num_new else None
+            longest = [self._replicas[bits]]
+        else:
+            longest = [self._replicas[1 << place] for place, digit in enumerate(reversed(f"{bits:b}")) if digit == "1"]
+        return longest, chunks[num_new - 1] if num_new else None
 
     def _drop(self, chunk: int, bit: int) -> None:
         if left := self._holders[chunk] & ~bit:

@@ -315,9 +315,9 @@ class ReplicaPool:
         drawn = two_of(glance.draw.items, self._random) if decision.is_blind else glance.draw.two(self._random)
         if not all(map(is_usual, drawn)):
             return []
-        first_new = self._index.first_new(chunks)
+        longest, first_new = self._index.find(chunks)
         homes = () if first_new is None else [glance.draw.items[home_of(first_new, glance.seeds)]]
-        holders = some_holders(self._index.longest(chunks), self._random)
+        holders = some_holders(longest, self._random)
         return list(dict.fromkeys([*filter(is_usual, homes), *drawn, *filter(is_usual, holders)]))
 
     def _glance_at_many(self) -> Glance | None:
@@ -344,8 +344,8 @@ class ReplicaPool:
         if len(fit) == 1:
             return fit[0], ReplicaChoice(fit[0].name, ONLY)
         candidates = [self._candidate(replica, request, chunks) for replica in self._started(fit)]
-        longest = {replica.name for replica in self._index.longest(chunks)}
-        chosen = choose(self.routing, candidates, decision, longest=longest, first_new=self._index.first_new(chunks))
+        longest, first_new = self._index.find(chunks)
+        chosen = choose(self.routing, candidates, decision, longest=[replica.name for replica in longest], first_new=first_new)
         assert chosen is not None, "one of the largest share always takes part"
         return next(replica for replica in fit if replica.name == chosen.replica_id), chosen
 
