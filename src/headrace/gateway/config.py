@@ -36,8 +36,8 @@ from headrace.gateway.upstream.model_config import ModelConfig, PoolRules, check
 from headrace.policy.config import AdmissionRules
 from headrace.policy.limits.price import Price
 from headrace.policy.limits.tier import Tier, all_tiers
-from headrace.policy.routing.routes import ModelRoute
 from headrace.policy.routing.replicas import DEFAULT_POLICY, POLICIES
+from headrace.policy.routing.routes import ModelRoute
 
 LOG_TARGETS = ("on", "off", "stderr")
 LOG_WORDS = {*LOG_TARGETS, "", "true", "false", "yes", "no", "none", "null", "stdout"}

@@ -206,9 +206,9 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
         return structs.replace(self, **values)
 
     def answered_by(self, model: ServedModel) -> Self:
-        """The model of the call's `Ending` becomes the same. Replicas of two models may have one name."""
+        """The model of the call's `Ending` becomes the same."""
         self.ending.answered_by(model)
-        return self.changed(model=model, preferred_replica=self.preferred_replica if model is self.model else "")
+        return self.changed(model=model)
 
     def remaining_s(self, clock: Clock) -> float | None:
         if self.deadline_at is None:

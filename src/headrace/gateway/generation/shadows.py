@@ -87,7 +87,6 @@ async def _answered(call: Call, model: ServedModel) -> None:
         call.request(),
         request_id=RequestId(f"{call.exchange.request_id}-shadow"),
         sampling={name: value for name, value in call.parsed.sampling.items() if name not in NOT_COPIED},
-        preferred_replica="",
         unsent=None,
         has_fallback=True,  # a copy waits for no replica
         trace_headers={},
