@@ -11,6 +11,7 @@ from headrace.gateway.generation.explanations import (
     ExplainedAttempt,
     ExplainedLimit,
     ExplainedMiss,
+    ExplainedModel,
     ExplainedRoute,
     ExplainedStage,
     ExplainedTokens,
@@ -68,7 +69,7 @@ def test_a_refused_request_names_what_refused_it() -> None:
         wall_s=0.0,
         stages=[],
         unattributed_s=0.0,
-        route=ExplainedRoute(),
+        route=ExplainedRoute(models=[ExplainedModel("big", "It is busy."), ExplainedModel("small", "It can answer.", is_chosen=True)]),
         time=0.0,
         path="/v1/completions",
         kept_in="memory",
@@ -79,7 +80,11 @@ def test_a_refused_request_names_what_refused_it() -> None:
     )
     lines = list(lines_of(told))
     assert lines[1] == "/v1/completions, no model: refused (429), rate_limit_exceeded, limit requests_per_minute"
-    assert "route     it was sent to no replica" in lines
+    assert lines[-4:-1] == [
+        "model     big, passed over: It is busy.",
+        "model     small: It can answer.",
+        "route     it was sent to no replica",
+    ]
 
 
 def test_the_id_of_an_event_is_that_of_its_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

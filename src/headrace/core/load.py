@@ -223,7 +223,8 @@ class LoadSnapshot:
     kv_blocks_*         summed over KV groups; free + cached + used == total
     step_age_s          of the running step; None when idle
     step_predicted_s    duration predicted for the running step
-    step_fixed_s, step_token_s  a step of N tokens takes step_fixed_s + N * step_token_s, as fitted to recent steps; both 0: not known
+    step_fixed_s, step_token_s  a step of N tokens takes step_fixed_s + N * step_token_s, as fitted to recent steps, less what a step that
+                        compiled took; both 0: not known
     step_prompt_tokens  most prompt tokens that a step can take within the running sequences' goals; 0: not known
     classes             empty: not known
     loop_age_s          since the loop last turned or woke (idle loops wake regularly)

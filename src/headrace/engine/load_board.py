@@ -47,7 +47,7 @@ class LoadBoard:
 
     def publish(self) -> None:
         scheduler, pools = self._scheduler, self._scheduler.kv.pools
-        classes, costs = scheduler.class_loads, self._steps.costs
+        classes, costs = scheduler.class_loads, self._steps.reported_costs
         total = summed(classes)
         self._num_running_highest = max(self._num_running_highest, total.num_running)
         counters = scheduler.sequences.counters.copy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -18,15 +19,15 @@ MIN_SPREAD = 1.0
 """Least variance of the steps' token counts from which the fixed cost can be separated from the cost per token."""
 
 
-MAX_SURPRISE = 4.0
-"""A step counts as at most this many times its prediction. One that compiles a kernel would else decide for a hundred steps what a token
-of a prompt takes.
+SLACK = 2.0
+"""A step takes at least its fixed cost, and at least that of its tokens. Neither is reported as more than this many times what the quickest
+steps allow: a step that compiles a kernel would else decide for a hundred steps.
 """
 
 
 class StepTimer:
     """Predicts the seconds of a step from its tokens: a fixed cost plus a cost per token, fitted by least squares; each step observed
-    weighs 2 % less than the next. The first one of all is left out: it compiles, and nothing is known to measure it by.
+    weighs 2 % less than the next.
 
     While all steps had about the same size, a larger one is predicted in proportion to its tokens, but never beyond UNKNOWN_STEP_S:
     readiness judges by four times the prediction.
@@ -35,17 +36,14 @@ class StepTimer:
     def __init__(self) -> None:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
         self._known_token_s: float | None = None
-        self._has_begun = False
+        self._least_s = self._least_token_s = math.inf
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        if not self._has_begun:
-            self._has_begun = True
-            return
-        if self._weight:
-            seconds = min(seconds, MAX_SURPRISE * self.predict(num_tokens))
         fading = (self._weight, self._x, self._y, self._xx, self._xy)
         self._weight, self._x, self._y, self._xx, self._xy = (0.98 * value for value in fading)
         self._weight += 1.0
+        self._least_s = min(seconds, self._least_s / 0.98)
+        self._least_token_s = min(seconds / num_tokens, self._least_token_s / 0.98)
         self._x += num_tokens
         self._y += seconds
         self._xx += num_tokens * num_tokens
@@ -73,6 +71,14 @@ class StepTimer:
         if self._known_token_s is None:
             return StepCosts(0.0, mean_seconds / mean_tokens)
         return StepCosts(max(0.0, mean_seconds - self._known_token_s * mean_tokens), self._known_token_s)
+
+    @property
+    def reported_costs(self) -> StepCosts:
+        """What a wait is predicted from. Not known after a single step, which may have compiled."""
+        if self._weight <= 1.0:
+            return StepCosts()
+        fixed_s, token_s = self.costs
+        return StepCosts(min(fixed_s, SLACK * self._least_s), min(token_s, SLACK * self._least_token_s))
 
     @property
     def _spread(self) -> float:
@@ -130,7 +136,7 @@ class StepQueue:
         self._ended: float | None = None
         self._timer = StepTimer()
         self._steps: deque[UncommittedStep] = deque()
-        self.costs = StepCosts()
+        self.costs = self.reported_costs = StepCosts()
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -173,5 +179,5 @@ class StepQueue:
         self.running = replace(self.running, started=now) if self._steps and self.running is not None else None
         if step.plan.num_rows:
             self._timer.observe(step.plan.num_tokens, now - began)
-            self.costs = self._timer.costs
+            self.costs, self.reported_costs = self._timer.costs, self._timer.reported_costs
         return now - began

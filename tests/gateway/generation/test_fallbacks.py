@@ -19,6 +19,7 @@ from virtual_time import virtual_loop
 
 from headrace.core.errors import InvalidRequest, Overloaded, RequestTooLarge, Unavailable
 from headrace.core.request import EngineRequest
+from headrace.gateway.access.principal import Principal
 from headrace.gateway.generation.fallback_chain import fallback_chain
 from headrace.gateway.surfaces.dialect import parse
 from headrace.policy.limits.price import Price
@@ -75,7 +76,7 @@ async def explained(bench: TestBench, response: httpx2.Response) -> dict[str, An
 async def test_a_fallback_answers_by_its_name_and_at_its_price(text: TextModel, is_streaming: bool) -> None:
     async with bench_of(text, own(FOX, failed=[CUB]), own(CUB)) as bench:
         bench.replicas["of-fox"].on_submit = lost
-        response = await ask(bench, stream=is_streaming, **({"stream_options": {"include_usage": True}} if is_streaming else {}))
+        response = await ask(bench, stream=is_streaming, stream_options={"include_usage": True} if is_streaming else None)
         assert response.status_code == 200, response.text
         assert (response.headers["x-headrace-model"], response.headers["x-headrace-reason"]) == (CUB, "fallback")
         bodies = events_of(response.text) if is_streaming else [response.json()]
@@ -273,10 +274,10 @@ async def test_a_client_names_fallbacks_of_its_own_among_the_models_of_its_key(t
 async def test_the_clients_fallbacks_come_first_and_none_twice_for_one_reason(text: TextModel) -> None:
     async with bench_of(text, own(FOX, failed=[CUB, DEN]), own(CUB), own(DEN)) as bench:
         models = bench.gateway.service.models
-        chain = fallback_chain(models.get(FOX), RoutingWishes(fallbacks=(DEN,)), models)
+        chain = fallback_chain(models.get(FOX), RoutingWishes(fallbacks=(DEN,)), models, Principal(tenant="acme"))
         assert [(reason, model.name) for reason, model in chain] == [(None, DEN), ("failed", CUB), ("failed", DEN)]
         with pytest.raises(InvalidRequest, match="fallbacks: expected names of models"):
-            fallback_chain(models.get(FOX), RoutingWishes(fallbacks=("wolf",)), models)
+            fallback_chain(models.get(FOX), RoutingWishes(fallbacks=("wolf",)), models, Principal(tenant="acme"))
 
 
 # -- random chains ------------------------------------------------------------------------------------------------------------------

@@ -75,11 +75,11 @@ class ExplainedRoute(Struct, omit_defaults=True):
     """models: in the order in which they were looked at, where the model has fallbacks; replica: of the first sequence at its end;
     cache_tier: the cache that answered instead"""
 
-    models: list[ExplainedModel] = []
     replica: str | None = None
     cache_tier: str | None = None
     num_resumes: int | None = None
     attempts: list[ExplainedAttempt] = []
+    models: list[ExplainedModel] = []
 
 
 class ExplainedMiss(Struct, frozen=True, omit_defaults=True):
@@ -223,11 +223,11 @@ def explained(request: KeptRequest) -> Explanation:
         stages=stages,
         unattributed_s=round(wall_s - sum([stage.seconds for stage in stages]), 6),
         route=ExplainedRoute(
-            [ExplainedModel(each.model, each.reason, each.is_chosen) for each in request.models],
             request.replica,
             request.cache_tier,
             request.num_resumes,
             [_attempt(each, request.arrived_at) for each in request.handling.attempts],
+            [ExplainedModel(each.model, each.reason, each.is_chosen) for each in request.models],
         ),
         time=round(request.time, 3),
         path=request.path,

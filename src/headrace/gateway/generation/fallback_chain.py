@@ -5,21 +5,23 @@ from __future__ import annotations
 from contextlib import suppress
 
 from headrace.core.errors import InvalidRequest, ModelNotFound
+from headrace.gateway.access.principal import Principal
 from headrace.gateway.upstream.served_models import ModelTable, ServedModel
-from headrace.policy.fallbacks import FallbackReason
+from headrace.policy.fallbacks import NO_FALLBACKS, FallbackReason
 from headrace.policy.routing.wishes import RoutingWishes
 
 FallbackChain = tuple[tuple[FallbackReason | None, ServedModel], ...]
 """Reason None: for every reason."""
 
 
-def fallback_chain(asked: ServedModel, wishes: RoutingWishes, models: ModelTable) -> FallbackChain:
+def fallback_chain(asked: ServedModel, wishes: RoutingWishes, models: ModelTable, principal: Principal) -> FallbackChain:
     """The client's own fallbacks, then the configured ones. A configured one that the key may not use is left out.
 
-    models  that the key may use
-
-    Raises InvalidRequest for a name of the client's that is none of them, and Unavailable while it may be that of an adapter.
+    Raises InvalidRequest for a name of the client's that its key may not use, and Unavailable while it may be that of an adapter.
     """
+    if not wishes.fallbacks and asked.fallbacks == NO_FALLBACKS:
+        return ()
+    models = models.usable_by(principal)
     chain: list[tuple[FallbackReason | None, ServedModel]] = []
     for name in wishes.fallbacks:
         try:

@@ -121,7 +121,7 @@ class ModelChoice:
         show(exchange, model, found.outcome)
         unsent = model.unsent.add(self._terms.priority)
         call.ending.ends.callback(unsent.uncount)
-        left = [reason for reason, other in call.fallbacks if other.name not in (*self._tried, model.name)]
+        left = [reason for reason, other in call.fallbacks if other.name not in (*self._tried, model.name) and other.is_alive]
         self._call = call.answered_by(model).changed(
             unsent=unsent, has_fallback=not {None, FAILED}.isdisjoint(left), after=self.after if call.fallbacks else None
         )
@@ -141,7 +141,9 @@ def reasons_of(error: HeadraceError) -> tuple[FallbackReason, ...]:
 
 
 def _least_tokens(call: Call) -> int:
-    """A lower bound of one sequence's prompt and output. A conversation that is shortened to fit has no least prompt."""
+    """A lower bound of one sequence's prompt and output. A conversation that is shortened to fit has no least prompt. 0 without a choice"""
+    if not call.fallbacks:
+        return 0
     prompt, max_tokens = call.parsed.prompt, call.parsed.sampling.get("max_tokens") or 1
     if isinstance(prompt, Conversation):
         contents = [message.get("content") for message in prompt.messages if call.parsed.fitting is ContextFitting.REFUSE]
