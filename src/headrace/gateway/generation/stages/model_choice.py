@@ -16,7 +16,7 @@ from headrace.gateway.upstream.served_models import ServedModel
 from headrace.observe.finished_request import ModelStep
 from headrace.observe.metrics import Metrics
 from headrace.policy.admission import AdmissionOutcome, QueueState, TenantTurn
-from headrace.policy.fallbacks import FAILED, SENTENCES, FallbackReason, ModelFacts, ModelRoute, RouteTerms, route
+from headrace.policy.fallbacks import FAILED, SENTENCES, FallbackReason, ModelFacts, NextModel, RouteTerms, route
 
 MODEL_HEADER, REASON_HEADER = b"x-headrace-model", b"x-headrace-reason"
 """Headers of every generating answer but a continued stream, a refusal too."""
@@ -80,7 +80,7 @@ class ModelChoice:
         asked = None if self._error is not None else self._facts(call.asked, self._queue(call.asked))
         return self._go(self._route(asked))
 
-    def _route(self, asked: ModelFacts | None) -> ModelRoute:
+    def _route(self, asked: ModelFacts | None) -> NextModel:
         left = [(reason, model.name) for reason, model in self._call.fallbacks if model.name not in self._tried]
         found = route(asked, left, self._met, self._terms, lambda name: self._facts(self._models[name], self._queue(self._models[name])))
         if self._call.fallbacks or self._call.ending.steps:
@@ -102,7 +102,7 @@ class ModelChoice:
     def _turn(self, model: ServedModel) -> TenantTurn:
         return model.users.turn_of(self._call.principal.tenant, num_new=int(model.users is not self._call.model.users))
 
-    def _go(self, found: ModelRoute) -> Call:
+    def _go(self, found: NextModel) -> Call:
         call, exchange = self._call, self._call.exchange
         if call.unsent is not None:
             call.unsent.uncount()
