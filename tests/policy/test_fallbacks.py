@@ -19,7 +19,7 @@ from headrace.policy.fallbacks import (
     FallbackReason,
     Fallbacks,
     ModelFacts,
-    NextModel,
+    RoutedModel,
     RouteTerms,
     route,
 )
@@ -41,7 +41,7 @@ def routed(
     *fallbacks: tuple[FallbackReason | None, ModelFacts],
     met: Sequence[FallbackReason] = (),
     priority: PriorityClass = STANDARD,
-) -> NextModel:
+) -> RoutedModel:
     models = {model.name: model for _, model in fallbacks}
     named = [(reason, model.name) for reason, model in fallbacks]
     return route(asked, named, met, RouteTerms(TOKENS, priority, RULES), models.__getitem__)

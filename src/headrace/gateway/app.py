@@ -36,6 +36,7 @@ from headrace.gateway.http.errors import (
     SlowReader,
     UnsupportedEncoding,
     error_reply,
+    forget_frames,
     row_of,
 )
 from headrace.gateway.http.exchange import Exchange
@@ -277,22 +278,6 @@ def fault(error: BaseException) -> str:
     if error.__cause__ is not None:
         parts.append(f"caused by {fault(error.__cause__)}")
     return "\n".join(parts)
-
-
-def forget_frames(error: BaseException) -> None:
-    """Drop the tracebacks of an error and of its causes.
-
-    Tracebacks keep frames alive in reference cycles. Without them a refused request's memory, perhaps megabytes, is freed at once instead
-    of at the next garbage collection.
-    """
-    seen: set[int] = set()
-    left: list[BaseException | None] = [error]
-    while left:
-        one = left.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            one.__traceback__ = None
-            left += [one.__cause__, one.__context__]
 
 
 def sane_request_id(value: bytes | None) -> str | None:

@@ -83,7 +83,7 @@ class RouteStep(NamedTuple):
     reason: str
 
 
-class NextModel(NamedTuple):
+class RoutedModel(NamedTuple):
     """
     model          to ask now; None: none may be asked
     reason         of a fallback
@@ -111,7 +111,7 @@ def route(
     met: Sequence[FallbackReason],
     terms: RouteTerms,
     facts: Callable[[str], ModelFacts],
-) -> NextModel:
+) -> RoutedModel:
     """A premium request leaves a busy model only where it would be refused. A busy fallback is no help to a busy model.
 
     asked      None: it was asked, and could not answer
@@ -125,7 +125,7 @@ def route(
         obstacles, verdict = _look(asked, terms)
         is_queued = verdict.outcome is AdmissionOutcome.QUEUED
         if not obstacles or (is_queued and terms.priority is PriorityClass.PREMIUM):
-            return NextModel(asked.name, verdict.outcome, [RouteStep(asked.name, True, "It is the first choice.")])
+            return RoutedModel(asked.name, verdict.outcome, [RouteStep(asked.name, True, "It is the first choice.")])
         reasons = (*obstacles, *reasons)
         steps.append(RouteStep(asked.name, False, SENTENCES[obstacles[0]]))
     for reason in dict.fromkeys(reasons):
@@ -135,12 +135,12 @@ def route(
             obstacles, _ = _look(facts(name), terms)
             if not obstacles or (obstacles == (BUSY,) and reason is not BUSY):
                 step = RouteStep(name, True, f"It is the first fallback for {reason} that can answer.")
-                return NextModel(name, AdmissionOutcome.FALLBACK, [*steps, step], reason)
+                return RoutedModel(name, AdmissionOutcome.FALLBACK, [*steps, step], reason)
             if all(name != step.model for step in steps):
                 steps.append(RouteStep(name, False, SENTENCES[obstacles[0]]))
     if asked is None or verdict.outcome is AdmissionOutcome.REFUSED:
-        return NextModel(None, AdmissionOutcome.REFUSED, steps, retry_after_s=verdict.retry_after_s)
-    return NextModel(
+        return RoutedModel(None, AdmissionOutcome.REFUSED, steps, retry_after_s=verdict.retry_after_s)
+    return RoutedModel(
         asked.name, verdict.outcome, [*steps, RouteStep(asked.name, True, "It is the first choice, and no fallback can answer.")]
     )
 

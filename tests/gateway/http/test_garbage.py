@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_kit import MODEL, TestBench, chat_body, dial, eventually, open_bench, post, serving
+from gateway_kit import MODEL, TestBench, chat_body, dial, eventually, open_bench, post, serving, some_replicas
 
+from headrace.core.errors import Unavailable
 from headrace.text.folder import TextModel
 
 pytestmark = [pytest.mark.loop, pytest.mark.usefixtures("frozen_heap")]  # a collection walks what the module made, and no more
@@ -123,6 +124,25 @@ async def test_a_client_that_leaves_in_the_middle_leaves_no_garbage(text: TextMo
             async with dial(port) as (reader, writer):
                 writer.write(post(CHAT, chat_body(stream=True, max_tokens=200), f"Authorization: Bearer {KEY}"))
                 await reader.readuntil(b"data: ")
+
+        assert not await garbage_of(bench, ask, saved_garbage)
+
+
+@pytest.mark.parametrize(("failing", "status"), [(("r0",), 200), (("r0", "of-cub"), 503)])
+@pytest.mark.parametrize("is_streaming", [False, True])
+async def test_a_fallback_leaves_no_garbage(
+    text: TextModel, tmp_path: Path, saved_garbage: list[Any], failing: tuple[str, ...], status: int, is_streaming: bool
+) -> None:
+    (fox,) = some_replicas(1)
+    cub = {"name": "cub", "folder": "/nowhere", "replicas": [{"name": "of-cub", "address": "unix:/nowhere"}]}
+    models = [fox | {"fallbacks": {"failed": ["cub"]}}, cub]
+    async with opened(text, tmp_path, models=models) as (bench, port), dial(port) as (reader, writer):
+        for name in failing:
+            bench.replicas[name].on_submit = lambda request, stream: stream.fail(Unavailable("gone"))
+
+        async def ask() -> None:
+            writer.write(post(CHAT, chat_body(stream=is_streaming), f"Authorization: Bearer {KEY}"))
+            assert await status_of_whole(reader) == status
 
         assert not await garbage_of(bench, ask, saved_garbage)
 

@@ -15,19 +15,19 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from headrace.core.clock import Clock
 from headrace.core.errors import DeadlineExceeded, HeadraceError, Unavailable
 from headrace.gateway.generation.answer_encoder import AnswerEncoder, DirectChunkWriter, EncodingTurns
-from headrace.gateway.generation.call import Call, CallNext, Ready
+from headrace.gateway.generation.call import Call, CallNext, Ending, Ready
 from headrace.gateway.generation.progress import DEADLINE_PASSED, RequestProgress, raise_if_failed
 from headrace.gateway.generation.shadows import ShadowCopies
 from headrace.gateway.http.sse import SseStream, StreamWatch
 from headrace.gateway.upstream.fallback import FallbackStream
 from headrace.gateway.upstream.seam import NO_USAGE, EventStream, OutputEvent, Prepared, added
 from headrace.observe.finished_request import MAX_DETAIL_CHARS, Answered, AnswerHandling, PromptMiss, Times, Usage
-from headrace.observe.metrics import Metrics
+from headrace.observe.metrics import Metrics, ReplicaMetrics
 from headrace.observe.timeline import ANSWER, CLOSE, REPLAY
 
 DEADLINE_GRACE_S = 0.5
@@ -111,6 +111,10 @@ def _prompt_blocks(call: Call, answered_with: Prepared | None) -> str | None:
     return answered_with.prompts[0].recorded_blocks(call.salt) or None
 
 
+def _instruments(metrics: Metrics, ending: Ending, replica: str) -> ReplicaMetrics:
+    return metrics.replica(ending.model.base_name, replica)
+
+
 class _Answer:
     """Writes one prepared request's answer, streamed or whole, and closes its stream.
 
@@ -132,7 +136,7 @@ class _Answer:
             self.stream,
             num_sequences=ready.prepared.num_sequences,
             arrived_at=self.exchange.arrived_at,
-            instruments=lambda replica: pipeline.metrics.replica(self.call.model.base_name, replica),
+            instruments=partial(_instruments, pipeline.metrics, call.ending),
         )
 
     @property

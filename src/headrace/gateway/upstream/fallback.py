@@ -25,7 +25,7 @@ from typing import Any
 from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError, InvalidRequest, Overloaded, RequestTooLarge, Unavailable
 from headrace.core.request import PriorityClass
-from headrace.gateway.http.errors import ContentRefused, ContextLengthExceeded
+from headrace.gateway.http.errors import ContentRefused, ContextLengthExceeded, forget_frames
 from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PlainPrompts, PrincipalFacts
 from headrace.gateway.upstream.seam import (
     NO_USAGE,
@@ -219,15 +219,17 @@ class FallbackStream(EventStream):
             if self._is_cancelled:
                 return []
             opening, self._opening = self._opening, None
-            failed = self._current
+            failed, failure, self._failure = self._current, self._failure, None
+            assert failure is not None
             try:
                 self._streams.append(opening.result())
             except HeadraceError as error:
                 self._following = None
-                if self._refusal and error is self._failure:
+                if self._refusal and error is failure:
                     return self._refusal
                 self._has_failed = True
                 raise
+            forget_frames(failure)
             await failed.close()
         return await self._current.events()
 
@@ -264,5 +266,6 @@ class FallbackStream(EventStream):
         self.cancel()
         if self._opening is not None:
             await asyncio.gather(self._opening, return_exceptions=True)
+        self._following = None
         for stream in self._streams:
             await stream.close()

@@ -8,7 +8,7 @@ from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.generation.call import Call, CallNext, Ready
 from headrace.gateway.generation.stages.wishes import wished, wished_queue
 from headrace.gateway.http.asgi import Headers
-from headrace.gateway.http.errors import ContentRefused, ContextLengthExceeded, RateLimitExceeded, naming
+from headrace.gateway.http.errors import ContentRefused, ContextLengthExceeded, RateLimitExceeded, forget_frames, naming
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.sessions.history import ContextFitting
 from headrace.gateway.upstream.generation_request import Conversation
@@ -16,7 +16,7 @@ from headrace.gateway.upstream.served_models import ServedModel
 from headrace.observe.finished_request import ModelStep
 from headrace.observe.metrics import Metrics
 from headrace.policy.admission import AdmissionOutcome, QueueState, TenantTurn
-from headrace.policy.fallbacks import FAILED, SENTENCES, FallbackReason, ModelFacts, NextModel, RouteTerms, route
+from headrace.policy.fallbacks import FAILED, SENTENCES, FallbackReason, ModelFacts, RoutedModel, RouteTerms, route
 
 MODEL_HEADER, REASON_HEADER = b"x-headrace-model", b"x-headrace-reason"
 """Headers of every generating answer but a continued stream, a refusal too."""
@@ -74,13 +74,14 @@ class ModelChoice:
         self._tried.append(call.model.name)
         if is_asked:
             self._error = error
+        forget_frames(error)
         self._met = (*reasons, *self._met)
         why = SENTENCES[reasons[0]] if reasons else "It cannot take a request of this form."
         call.ending.steps.append(ModelStep(call.model.name, False, why))
         asked = None if self._error is not None else self._facts(call.asked, self._queue(call.asked))
         return self._go(self._route(asked))
 
-    def _route(self, asked: ModelFacts | None) -> NextModel:
+    def _route(self, asked: ModelFacts | None) -> RoutedModel:
         left = [(reason, model.name) for reason, model in self._call.fallbacks if model.name not in self._tried]
         found = route(asked, left, self._met, self._terms, lambda name: self._facts(self._models[name], self._queue(self._models[name])))
         if self._call.fallbacks or self._call.ending.steps:
@@ -102,7 +103,7 @@ class ModelChoice:
     def _turn(self, model: ServedModel) -> TenantTurn:
         return model.users.turn_of(self._call.principal.tenant, num_new=int(model.users is not self._call.model.users))
 
-    def _go(self, found: NextModel) -> Call:
+    def _go(self, found: RoutedModel) -> Call:
         call, exchange = self._call, self._call.exchange
         if call.unsent is not None:
             call.unsent.uncount()
@@ -122,10 +123,8 @@ class ModelChoice:
         unsent = model.unsent.add(self._terms.priority)
         call.ending.ends.callback(unsent.uncount)
         left = [reason for reason, other in call.fallbacks if other.name not in (*self._tried, model.name) and other.is_alive]
-        self._call = call.answered_by(model).changed(
-            unsent=unsent, has_fallback=not {None, FAILED}.isdisjoint(left), after=self.after if call.fallbacks else None
-        )
-        return self._call
+        self._call = call.answered_by(model).changed(unsent=unsent, has_fallback=not {None, FAILED}.isdisjoint(left))
+        return self._call.changed(after=self.after) if call.fallbacks else self._call
 
 
 def reasons_of(error: HeadraceError) -> tuple[FallbackReason, ...]:
