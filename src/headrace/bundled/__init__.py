@@ -8,6 +8,8 @@ from pathlib import Path
 DEFAULT_MODEL = "headrace-tiny"
 DRAFT_MODEL = "headrace-draft"
 FOLDER = Path(__file__).resolve().parent
+CLASSIFIER = FOLDER / "classifier.bin"
+"""The weights of the request classifier."""
 
 
 def bundled_names(folder: Path = FOLDER) -> tuple[str, ...]:

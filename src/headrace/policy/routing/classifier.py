@@ -1,0 +1,140 @@
+"""Says of a prompt what kind of task it is, and whether a small model will do.
+
+Logistic regression over hashed n-grams: the distinct words, pairs of words and runs of 2 to 5 characters of a prompt, each 1 / sqrt(number
+of them). tools/train_classifier makes the weights. numpy is imported here: a gateway without routes of several sizes does not need this
+module.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.bundled import CLASSIFIER
+from headrace.core.request import PriorityClass
+
+BUCKET_BITS = 15
+NUM_BUCKETS = 1 << BUCKET_BITS
+FIRST_CHARACTERS, LAST_CHARACTERS = 2000, 1000
+"""What is read of a long prompt: an instruction stands at its beginning or at its end, and what is pasted between them may be of any kind."""
+MOST_CHARACTERS = FIRST_CHARACTERS + LAST_CHARACTERS
+RUNS = (2, 3, 4, 5)
+
+_FACTOR = 0x9E3779B97F4A7C15
+_INVERSE = pow(_FACTOR, -1, 1 << 64)
+_MIX = np.uint64(0xD6E8FEB86659FD93)
+
+
+def _powers(factor: int) -> NDArray[np.uint64]:
+    return np.cumprod(np.array([1, *[factor] * (MOST_CHARACTERS + 2)], np.uint64), dtype=np.uint64)
+
+
+_POWERS, _INVERSES = _powers(_FACTOR), _powers(_INVERSE)
+
+
+class Task(StrEnum):
+    """question   what a small model does as well: lookups, small talk, translating, rewriting, summarising, classifying, extracting
+    code       writing, mending, explaining and reviewing programs, queries, shell commands; stack traces
+    reasoning  several steps: mathematics, proofs, analysis, comparing, planning, long texts with constraints
+    """
+
+    QUESTION = "question"
+    CODE = "code"
+    REASONING = "reasoning"
+
+
+TASKS = tuple(Task)
+
+
+class Classified(NamedTuple):
+    """probability: of the task, the likeliest; question: the probability that a small model will do"""
+
+    task: Task
+    probability: float
+    question: float
+
+
+class RequestClassifier:
+    """weights: three scales and three biases as little-endian float32, then int8 weights of shape [task, bucket]. Raises ValueError for
+    another number of bytes.
+    """
+
+    def __init__(self, weights: bytes) -> None:
+        num_tasks = len(TASKS)
+        if len(weights) != (size := 8 * num_tasks + num_tasks * NUM_BUCKETS):
+            raise ValueError(f"the classifier's weights are {len(weights)} bytes and must be {size}")
+        self._scales, self._biases = np.frombuffer(weights, "<f4", 2 * num_tasks).astype(np.float64).reshape(2, num_tasks)
+        self._weights = np.frombuffer(weights, np.int8, offset=8 * num_tasks).reshape(num_tasks, NUM_BUCKETS)
+
+    @classmethod
+    def bundled(cls) -> RequestClassifier:
+        return cls(CLASSIFIER.read_bytes())
+
+    def classify(self, text: str) -> Classified:
+        """text: the last message of the user. Its cost has a bound: MOST_CHARACTERS are read."""
+        found = buckets(text)
+        sums = self._weights[:, found].sum(axis=1, dtype=np.int64)
+        scores = sums * self._scales / math.sqrt(len(found)) + self._biases
+        shares = np.exp(scores - scores.max())
+        shares /= shares.sum()
+        best = int(shares.argmax())
+        return Classified(TASKS[best], float(shares[best]), float(shares[TASKS.index(Task.QUESTION)]))
+
+
+def buckets(text: str) -> NDArray[np.int64]:
+    """The distinct buckets of a prompt's n-grams, ascending, at least one. Letters in lower case, each digit a 0."""
+    if len(text) > MOST_CHARACTERS:
+        text = text[:FIRST_CHARACTERS] + text[-LAST_CHARACTERS:]
+    text = f"\n{text.lower()[:MOST_CHARACTERS]}\n"  # lower() makes some letters two
+    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4").astype(np.uint64)
+    points[(points >= 48) & (points <= 57)] = 48
+    sums = np.zeros(len(points) + 1, np.uint64)
+    np.cumsum(points * _POWERS[: len(points)], out=sums[1:])
+
+    def hashed(kind: int, begins: Any, ends: Any) -> Any:
+        """A polynomial in 64 bits, moved to the power 0 wherever the run begins, then mixed, since only its high bits are kept."""
+        mixed = ((sums[ends] - sums[begins]) * _INVERSES[begins] + np.uint64(kind)) * _MIX
+        return (mixed ^ (mixed >> np.uint64(32))) * _MIX >> np.uint64(64 - BUCKET_BITS)
+
+    in_word = (points == 48) | ((points >= 97) & (points <= 122)) | (points == 95) | (points >= 128)
+    edges = np.flatnonzero(np.diff(in_word, prepend=False))
+    begins, ends = edges[::2], edges[1::2]  # the last character is a line's end, so each word has its end
+    places = np.arange(len(points))
+    seen = np.zeros(NUM_BUCKETS, bool)
+    seen[hashed(0, begins, ends)] = True
+    seen[hashed(1, begins[:-1], ends[1:])] = True
+    for run in RUNS:
+        seen[hashed(run, places[: max(0, len(points) - run + 1)], places[run - 1 :] + 1)] = True
+    return np.flatnonzero(seen)
+
+
+LONG_PROMPT_TOKENS = 4000
+"""Above it a request is for the large model whatever it asks: small models lose what stands in the middle of long prompts."""
+
+LEAST_QUESTION: Mapping[PriorityClass, float] = {PriorityClass.PREMIUM: 0.8, PriorityClass.STANDARD: 0.6, PriorityClass.BATCH: 0.4}
+"""A small model answers from this probability on that it will do. With prices 8 times apart a wrong small answer costs a second request or
+a lost user, and a wrong large one 7 times the price: premium pays rather for the large one, and batch risks the small one.
+"""
+
+
+class SizeChoice(NamedTuple):
+    """reason: for a person"""
+
+    is_large: bool
+    reason: str
+
+
+def size_for(classified: Classified, *, num_tokens: int, priority: PriorityClass) -> SizeChoice:
+    """num_tokens: an estimate of the whole prompt, with its conversation and tools"""
+    if num_tokens > LONG_PROMPT_TOKENS:
+        return SizeChoice(True, f"the prompt has about {num_tokens} tokens, more than {LONG_PROMPT_TOKENS}")
+    least = LEAST_QUESTION[priority]
+    is_large = classified.question < least
+    compared = "less than" if is_large else "at least"
+    reason = f"classified as {classified.task}: a small model will do with probability {classified.question:.2f}"
+    return SizeChoice(is_large, f"{reason}, {compared} the {least} of {priority.name.lower()}")
