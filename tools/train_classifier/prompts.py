@@ -15,7 +15,7 @@ from typing import NamedTuple
 from headrace.policy.routing.classifier import TASKS, Task
 
 DATA = Path(__file__).parent / "data"
-NUM_PER_TASK = 2500
+NUM_PER_TASK = 4000
 PLACE = re.compile(r"\{([a-z_]+)\}")
 BEFORE = ("hi, ", "hello! ", "hey ", "please ", "Quick one: ", "ok so ", "Good morning. ", "can you help? ", "sorry to bother you, ", "um ")
 AFTER = (" thanks", " Thank you!", " pls", " thx in advance", " Answer in English.", " It's urgent.", " asap", " please", " cheers", " :)")
