@@ -69,6 +69,7 @@ FLOORS: dict[str, Floor] = {
     "headrace.observe.traces": Floor(_ours("core", "observe"), ("aiohttp", "msgspec", "prometheus_client")),
     # 2 policy, tensors
     "headrace.policy": Floor(_ours("core")),
+    "headrace.policy.routing.classifier": Floor(_ours("core"), ("numpy",)),
     "headrace.tensor.host.cache_folder": Floor(),  # what is done while torch is imported imports nothing of others
     "headrace.tensor.host.file_memory": Floor(),
     "headrace.tensor.host.unfinished": Floor(),

@@ -1,5 +1,7 @@
 """Makes training prompts from the templates in data/, and reads the held-out prompts.
 
+data/written.jsonl has prompts that people might write, for training; data/held_out.jsonl has others, which no training sees.
+
 A template is a line of data/TASK.txt. `{name}` stands for a random entry of data/words.txt or data/texts.txt, `{n}` for a number, and ⏎ for
 a line's end. Entries have places of their own.
 """
@@ -15,7 +17,9 @@ from typing import NamedTuple
 from headrace.policy.routing.classifier import TASKS, Task
 
 DATA = Path(__file__).parent / "data"
-NUM_PER_TASK = 4000
+NUM_PER_TASK = 6000
+NUM_COPIES = 10
+"""How often a written prompt is used, all but once in another style."""
 PLACE = re.compile(r"\{([a-z_]+)\}")
 BEFORE = ("hi, ", "hello! ", "hey ", "please ", "Quick one: ", "ok so ", "Good morning. ", "can you help? ", "sorry to bother you, ", "um ")
 AFTER = (" thanks", " Thank you!", " pls", " thx in advance", " Answer in English.", " It's urgent.", " asap", " please", " cheers", " :)")
@@ -29,7 +33,7 @@ class TrainingPrompt(NamedTuple):
     template: int
 
 
-class HeldOutPrompt(NamedTuple):
+class WrittenPrompt(NamedTuple):
     """output_tokens: what an answer takes, as estimated by the person that wrote the prompt"""
 
     text: str
@@ -64,6 +68,8 @@ def training_prompts(seed: int = 0, num_per_task: int = NUM_PER_TASK) -> list[Tr
             text = styled(filled(templates[place], entries, draw), draw)
             found.append(TrainingPrompt(text, task, number + place))
         number += len(templates)
+    for place, (text, task, _) in enumerate(read_written("written.jsonl")):
+        found += [TrainingPrompt(text if copy == 0 else styled(text, draw), task, number + place) for copy in range(NUM_COPIES)]
     return found
 
 
@@ -92,7 +98,10 @@ def styled(text: str, draw: random.Random) -> str:
     return text
 
 
-def held_out_prompts() -> list[HeldOutPrompt]:
-    lines = (DATA / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = map(json.loads, lines)
-    return [HeldOutPrompt(row["text"], Task(row["task"]), row["output_tokens"]) for row in rows]
+def read_written(name: str) -> list[WrittenPrompt]:
+    rows = map(json.loads, (DATA / name).read_text(encoding="utf-8").splitlines())
+    return [WrittenPrompt(row["text"], Task(row["task"]), row["output_tokens"]) for row in rows]
+
+
+def held_out_prompts() -> list[WrittenPrompt]:
+    return read_written("held_out.jsonl")

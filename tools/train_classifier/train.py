@@ -18,7 +18,7 @@ from headrace.bundled import CLASSIFIER
 from headrace.policy.routing.classifier import NUM_BUCKETS, TASKS, RequestClassifier, buckets
 from tools.train_classifier.prompts import TrainingPrompt, training_prompts
 
-EPOCHS, BATCH, RATE, DECAY = 12, 64, 0.5, 1e-6
+EPOCHS, BATCH, RATE, DECAY = 5, 64, 0.5, 1e-6
 """DECAY: of the weights, beside the mean gradient of a batch. Chosen by --folds."""
 
 
@@ -58,7 +58,7 @@ def _gradient(weights: NDArray[np.float64], batch: Sequence[Features]) -> NDArra
     shares /= shares.sum(axis=0)
     shares[[row.task for row in batch], np.arange(len(batch))] -= 1
     shares /= len(batch)
-    found = np.stack([np.bincount(columns, share[owner] * values, NUM_BUCKETS + 1) for share in shares])
+    found: NDArray[np.float64] = np.stack([np.bincount(columns, share[owner] * values, NUM_BUCKETS + 1) for share in shares])
     found[:, -1] = shares.sum(axis=1)
     return found
 

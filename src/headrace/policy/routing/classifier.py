@@ -1,8 +1,8 @@
 """Says of a prompt what kind of task it is, and whether a small model will do.
 
-Logistic regression over hashed n-grams: the distinct words, pairs of words and runs of 2 to 5 characters of a prompt, each 1 / sqrt(number
-of them). tools/train_classifier makes the weights. numpy is imported here: a gateway without routes of several sizes does not need this
-module.
+Logistic regression over hashed n-grams: the distinct words, pairs of words and runs of 2 to 5 characters of a prompt and its length, each
+1 / sqrt(number of them). tools/train_classifier makes the weights. A gateway without routes of several sizes needs no numpy, and imports
+this module inside a function.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.bundled import CLASSIFIER
 from headrace.core.request import PriorityClass
 
-BUCKET_BITS = 15
+BUCKET_BITS = 17
 NUM_BUCKETS = 1 << BUCKET_BITS
 FIRST_CHARACTERS, LAST_CHARACTERS = 2000, 1000
-"""What is read of a long prompt: an instruction stands at its beginning or at its end, and what is pasted between them may be of any kind."""
+"""What is read of a long prompt: an instruction stands at its beginning or its end, and what is pasted between them may be of any kind."""
 MOST_CHARACTERS = FIRST_CHARACTERS + LAST_CHARACTERS
 RUNS = (2, 3, 4, 5)
+LENGTH_KIND = 1000
 
 _FACTOR = 0x9E3779B97F4A7C15
 _INVERSE = pow(_FACTOR, -1, 1 << 64)
@@ -60,8 +60,8 @@ class Classified(NamedTuple):
 
 
 class RequestClassifier:
-    """weights: three scales and three biases as little-endian float32, then int8 weights of shape [task, bucket]. Raises ValueError for
-    another number of bytes.
+    """weights: the bytes of `headrace.bundled.CLASSIFIER`: a scale of each task and a bias of each as little-endian float32, then int8
+    weights of shape [task, bucket]. Raises ValueError for another number of bytes.
     """
 
     def __init__(self, weights: bytes) -> None:
@@ -70,10 +70,6 @@ class RequestClassifier:
             raise ValueError(f"the classifier's weights are {len(weights)} bytes and must be {size}")
         self._scales, self._biases = np.frombuffer(weights, "<f4", 2 * num_tasks).astype(np.float64).reshape(2, num_tasks)
         self._weights = np.frombuffer(weights, np.int8, offset=8 * num_tasks).reshape(num_tasks, NUM_BUCKETS)
-
-    @classmethod
-    def bundled(cls) -> RequestClassifier:
-        return cls(CLASSIFIER.read_bytes())
 
     def classify(self, text: str) -> Classified:
         """text: the last message of the user. Its cost has a bound: MOST_CHARACTERS are read."""
@@ -96,10 +92,9 @@ def buckets(text: str) -> NDArray[np.int64]:
     sums = np.zeros(len(points) + 1, np.uint64)
     np.cumsum(points * _POWERS[: len(points)], out=sums[1:])
 
-    def hashed(kind: int, begins: Any, ends: Any) -> Any:
-        """A polynomial in 64 bits, moved to the power 0 wherever the run begins, then mixed, since only its high bits are kept."""
-        mixed = ((sums[ends] - sums[begins]) * _INVERSES[begins] + np.uint64(kind)) * _MIX
-        return (mixed ^ (mixed >> np.uint64(32))) * _MIX >> np.uint64(64 - BUCKET_BITS)
+    def hashed(kind: int, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """A polynomial in 64 bits, moved to the power 0 wherever the run begins."""
+        return _bucket((sums[ends] - sums[begins]) * _INVERSES[begins] + np.uint64(kind))
 
     in_word = (points == 48) | ((points >= 97) & (points <= 122)) | (points == 95) | (points >= 128)
     edges = np.flatnonzero(np.diff(in_word, prepend=False))
@@ -110,7 +105,14 @@ def buckets(text: str) -> NDArray[np.int64]:
     seen[hashed(1, begins[:-1], ends[1:])] = True
     for run in RUNS:
         seen[hashed(run, places[: max(0, len(points) - run + 1)], places[run - 1 :] + 1)] = True
+    seen[_bucket(np.array([LENGTH_KIND + int(2 * math.log2(len(points)))], np.uint64))] = True
     return np.flatnonzero(seen)
+
+
+def _bucket(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Mixes the values, of which only high bits are kept."""
+    mixed = values * _MIX
+    return (mixed ^ (mixed >> np.uint64(32))) * _MIX >> np.uint64(64 - BUCKET_BITS)
 
 
 LONG_PROMPT_TOKENS = 4000
