@@ -1,1 +1,1 @@
-"""Chooses a replica for a request."""
+"""Chooses a replica for a request, and a size of model."""

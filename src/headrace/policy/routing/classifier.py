@@ -74,7 +74,7 @@ class RequestClassifier:
     def classify(self, text: str) -> Classified:
         """text: the last message of the user. Its cost has a bound: MOST_CHARACTERS are read."""
         found = buckets(text)
-        sums = self._weights[:, found].sum(axis=1, dtype=np.int64)
+        sums = np.array([row.take(found).sum(dtype=np.int64) for row in self._weights])
         scores = sums * self._scales / math.sqrt(len(found)) + self._biases
         shares = np.exp(scores - scores.max())
         shares /= shares.sum()
@@ -92,19 +92,18 @@ def buckets(text: str) -> NDArray[np.int64]:
     sums = np.zeros(len(points) + 1, np.uint64)
     np.cumsum(points * _POWERS[: len(points)], out=sums[1:])
 
-    def hashed(kind: int, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.uint64]:
+    def hashed(kind: int, begins: NDArray[np.int64] | slice, ends: NDArray[np.int64] | slice) -> NDArray[np.uint64]:
         """A polynomial in 64 bits, moved to the power 0 wherever the run begins."""
         return _bucket((sums[ends] - sums[begins]) * _INVERSES[begins] + np.uint64(kind))
 
     in_word = (points == 48) | ((points >= 97) & (points <= 122)) | (points == 95) | (points >= 128)
     edges = np.flatnonzero(np.diff(in_word, prepend=False))
     begins, ends = edges[::2], edges[1::2]  # the last character is a line's end, so each word has its end
-    places = np.arange(len(points))
     seen = np.zeros(NUM_BUCKETS, bool)
     seen[hashed(0, begins, ends)] = True
     seen[hashed(1, begins[:-1], ends[1:])] = True
     for run in RUNS:
-        seen[hashed(run, places[: max(0, len(points) - run + 1)], places[run - 1 :] + 1)] = True
+        seen[hashed(run, slice(max(0, len(points) - run + 1)), slice(run, None))] = True
     seen[_bucket(np.array([LENGTH_KIND + int(2 * math.log2(len(points)))], np.uint64))] = True
     return np.flatnonzero(seen)
 
