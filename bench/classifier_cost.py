@@ -15,7 +15,8 @@ from typing import NamedTuple
 from bench.harness import RESULTS, write_portable
 from headrace.bundled import CLASSIFIER
 from headrace.core.request import PriorityClass
-from headrace.policy.routing.classifier import TASKS, Classified, RequestClassifier, Task, size_for
+from headrace.policy.routing.model_size import size_for
+from headrace.text.classifier import TASKS, Classified, RequestClassifier, Task
 from tools.train_classifier.prompts import WrittenPrompt, held_out_prompts
 
 PRICE_RATIO = 8
@@ -45,7 +46,8 @@ class JudgedPrompt(NamedTuple):
         return self.prompt.task is not Task.QUESTION
 
     def goes_large(self, priority: PriorityClass) -> bool:
-        return size_for(self.classified, num_tokens=self.prompt_tokens, priority=priority).is_large
+        found = self.classified
+        return size_for(found.task, found.question, num_tokens=self.prompt_tokens, priority=priority).is_large
 
 
 def judged_prompts() -> list[JudgedPrompt]:

@@ -63,13 +63,13 @@ FLOORS: dict[str, Floor] = {
     "headrace.machine": Floor(_ours("core")),
     "headrace.bundled": Floor(),
     "headrace.text": Floor(_ours("core", "machine"), ("tokenizers",), ("jinja2",)),
+    "headrace.text.classifier": Floor((), ("numpy",)),
     "headrace.text.chat_renderer": Floor((), ("jinja2",)),  # imported inside functions
     "headrace.wire": Floor(_ours("core", "machine"), ("google", "grpc")),
     "headrace.observe": Floor(_ours("core"), ("prometheus_client",)),
     "headrace.observe.traces": Floor(_ours("core", "observe"), ("aiohttp", "msgspec", "prometheus_client")),
     # 2 policy, tensors
     "headrace.policy": Floor(_ours("core")),
-    "headrace.policy.routing.classifier": Floor(_ours("core"), ("numpy",)),
     "headrace.tensor.host.cache_folder": Floor(),  # what is done while torch is imported imports nothing of others
     "headrace.tensor.host.file_memory": Floor(),
     "headrace.tensor.host.unfinished": Floor(),

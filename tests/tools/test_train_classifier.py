@@ -13,7 +13,7 @@ from bench.classifier_cost import MIXES, confusion, figures, judged_prompts
 from bench.harness import RESULTS
 from headrace.bundled import CLASSIFIER
 from headrace.core.request import PriorityClass
-from headrace.policy.routing.classifier import NUM_BUCKETS, TASKS, Task
+from headrace.text.classifier import NUM_BUCKETS, TASKS, Task
 from tools.train_classifier.prompts import held_out_prompts, training_prompts
 from tools.train_classifier.train import features_of, fit
 

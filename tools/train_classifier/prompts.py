@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from headrace.policy.routing.classifier import TASKS, Task
+from headrace.text.classifier import TASKS, Task
 
 DATA = Path(__file__).parent / "data"
 NUM_PER_TASK = 6000

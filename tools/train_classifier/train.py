@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.bundled import CLASSIFIER
-from headrace.policy.routing.classifier import NUM_BUCKETS, TASKS, RequestClassifier, buckets
+from headrace.text.classifier import NUM_BUCKETS, TASKS, RequestClassifier, buckets
 from tools.train_classifier.prompts import TrainingPrompt, training_prompts
 
 EPOCHS, BATCH, RATE, DECAY = 5, 64, 0.5, 1e-6
@@ -23,7 +23,7 @@ EPOCHS, BATCH, RATE, DECAY = 5, 64, 0.5, 1e-6
 
 
 class Features(NamedTuple):
-    """buckets: of one prompt, see `headrace.policy.routing.classifier`; task: its number in `TASKS`"""
+    """buckets: of one prompt, see `headrace.text.classifier`; task: its number in `TASKS`"""
 
     buckets: NDArray[np.int64]
     task: int

@@ -1,4 +1,4 @@
-"""Tests the request classifier: any text has an answer at a bounded cost, its features are those of a plain twin, and the rule of sizes."""
+"""Tests the request classifier: any text has an answer at a bounded cost, and its features are those of a plain twin."""
 
 from __future__ import annotations
 
@@ -12,19 +12,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from headrace.bundled import CLASSIFIER
-from headrace.core.request import PriorityClass
-from headrace.policy.routing import classifier as module
-from headrace.policy.routing.classifier import (
+from headrace.text import classifier as module
+from headrace.text.classifier import (
     FIRST_CHARACTERS,
     LAST_CHARACTERS,
-    LONG_PROMPT_TOKENS,
     MOST_CHARACTERS,
     TASKS,
-    Classified,
     RequestClassifier,
     Task,
     buckets,
-    size_for,
 )
 
 pytestmark = pytest.mark.pure
@@ -103,24 +99,3 @@ def test_probabilities_are_the_softmax_of_the_weights() -> None:
     assert found.task is Task.CODE
     assert found.probability == pytest.approx(1 / (1 + 2 * math.exp(-score)))
     assert found.question == pytest.approx(math.exp(-score) / (1 + 2 * math.exp(-score)))
-
-
-@pytest.mark.parametrize(
-    ("question", "num_tokens", "priority", "is_large"),
-    [
-        (0.8, 10, PriorityClass.PREMIUM, False),
-        (0.79, 10, PriorityClass.PREMIUM, True),
-        (0.6, 10, PriorityClass.STANDARD, False),
-        (0.59, 10, PriorityClass.STANDARD, True),
-        (0.4, 10, PriorityClass.BATCH, False),
-        (0.39, 10, PriorityClass.BATCH, True),
-        (1.0, LONG_PROMPT_TOKENS, PriorityClass.PREMIUM, False),
-        (1.0, LONG_PROMPT_TOKENS + 1, PriorityClass.BATCH, True),
-    ],
-)
-def test_the_size_follows_from_probability_length_and_priority(
-    question: float, num_tokens: int, priority: PriorityClass, is_large: bool
-) -> None:
-    choice = size_for(Classified(Task.QUESTION, question, question), num_tokens=num_tokens, priority=priority)
-    assert choice.is_large is is_large
-    assert (str(num_tokens) if num_tokens > LONG_PROMPT_TOKENS else f"{question:.2f}") in choice.reason

@@ -1,4 +1,4 @@
-"""Says of a prompt what kind of task it is, and whether a small model will do.
+"""Says of a prompt what kind of task it is, and how likely a small model will do.
 
 Logistic regression over hashed n-grams: the distinct words, pairs of words and runs of 2 to 5 characters of a prompt and its length, each
 1 / sqrt(number of them). tools/train_classifier makes the weights. A gateway without routes of several sizes needs no numpy, and imports
@@ -8,14 +8,11 @@ this module inside a function.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from enum import StrEnum
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-
-from headrace.core.request import PriorityClass
 
 BUCKET_BITS = 17
 NUM_BUCKETS = 1 << BUCKET_BITS
@@ -112,30 +109,3 @@ def _bucket(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Mixes the values, of which only high bits are kept."""
     mixed = values * _MIX
     return (mixed ^ (mixed >> np.uint64(32))) * _MIX >> np.uint64(64 - BUCKET_BITS)
-
-
-LONG_PROMPT_TOKENS = 4000
-"""Above it a request is for the large model whatever it asks: small models lose what stands in the middle of long prompts."""
-
-LEAST_QUESTION: Mapping[PriorityClass, float] = {PriorityClass.PREMIUM: 0.8, PriorityClass.STANDARD: 0.6, PriorityClass.BATCH: 0.4}
-"""A small model answers from this probability on that it will do. With prices 8 times apart a wrong small answer costs a second request or
-a lost user, and a wrong large one 7 times the price: premium pays rather for the large one, and batch risks the small one.
-"""
-
-
-class SizeChoice(NamedTuple):
-    """reason: for a person"""
-
-    is_large: bool
-    reason: str
-
-
-def size_for(classified: Classified, *, num_tokens: int, priority: PriorityClass) -> SizeChoice:
-    """num_tokens: an estimate of the whole prompt, with its conversation and tools"""
-    if num_tokens > LONG_PROMPT_TOKENS:
-        return SizeChoice(True, f"the prompt has about {num_tokens} tokens, more than {LONG_PROMPT_TOKENS}")
-    least = LEAST_QUESTION[priority]
-    is_large = classified.question < least
-    compared = "less than" if is_large else "at least"
-    reason = f"classified as {classified.task}: a small model will do with probability {classified.question:.2f}"
-    return SizeChoice(is_large, f"{reason}, {compared} the {least} of {priority.name.lower()}")
