@@ -18,7 +18,7 @@ from headrace.text.classifier import TASKS, Task
 
 DATA = Path(__file__).parent / "data"
 NUM_PER_TASK = 6000
-NUM_COPIES = 10
+NUM_COPIES = 20
 """How often a written prompt is used, all but once in another style."""
 PLACE = re.compile(r"\{([a-z_]+)\}")
 BEFORE = ("hi, ", "hello! ", "hey ", "please ", "Quick one: ", "ok so ", "Good morning. ", "can you help? ", "sorry to bother you, ", "um ")

@@ -18,7 +18,7 @@ from headrace.bundled import CLASSIFIER
 from headrace.text.classifier import NUM_BUCKETS, TASKS, RequestClassifier, buckets
 from tools.train_classifier.prompts import TrainingPrompt, training_prompts
 
-EPOCHS, BATCH, RATE, DECAY = 5, 64, 0.5, 1e-6
+EPOCHS, BATCH, RATE, DECAY = 5, 64, 0.2, 1e-6
 """DECAY: of the weights, beside the mean gradient of a batch. Chosen by --folds."""
 
 
