@@ -1,1 +1,1 @@
-"""Chooses a replica for a request, and a size of model."""
+"""Chooses a model of a route, and a replica for a request."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from headrace.core.request import PriorityClass
+from headrace.policy.routing.routes import SizeHint
 
 LONG_PROMPT_TOKENS = 4000
 """Above it a request is for the large model whatever it asks: small models lose what stands in the middle of long prompts."""
@@ -16,19 +16,12 @@ a lost user, and a wrong large one 7 times the price: premium pays rather for th
 """
 
 
-class SizeChoice(NamedTuple):
-    """reason: for a person"""
-
-    is_large: bool
-    reason: str
-
-
-def size_for(task: str, question: float, *, num_tokens: int, priority: PriorityClass) -> SizeChoice:
+def size_for(task: str, question: float, *, num_tokens: int, priority: PriorityClass) -> SizeHint:
     """task, question: from `headrace.text.classifier`; num_tokens: an estimate of the whole prompt, with its conversation and tools"""
     if num_tokens > LONG_PROMPT_TOKENS:
-        return SizeChoice(True, f"the prompt has about {num_tokens} tokens, more than {LONG_PROMPT_TOKENS}")
+        return SizeHint(True, f"the prompt has about {num_tokens} tokens, more than {LONG_PROMPT_TOKENS}")
     least = LEAST_QUESTION[priority]
     is_large = question < least
     compared = "less than" if is_large else "at least"
     reason = f"classified as {task}: a small model will do with probability {question:.2f}"
-    return SizeChoice(is_large, f"{reason}, {compared} the {least} of {priority.name.lower()}")
+    return SizeHint(is_large, f"{reason}, {compared} the {least} of {priority.name.lower()}")
