@@ -32,6 +32,7 @@ from headrace.gateway.generation.kept_streams import KeptStreams
 from headrace.gateway.generation.run import Pipeline
 from headrace.gateway.generation.service import Service
 from headrace.gateway.generation.shadows import ShadowCopies
+from headrace.gateway.generation.size_hint import with_classifier
 from headrace.gateway.generation.stages import chain
 from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.ledger.ledger import Ledger, open_ledger
@@ -107,6 +108,7 @@ async def open_gateway(
         models = SiteModels(ModelOpener(text_pool, connect, sources), metrics)
         stack.push_async_callback(models.close)
         await models.open(config.models, config.pool_rules, loaded.texts)
+        with_classifier(config.routes.values())
         service = await _open_service(stack, config, models, text_pool, metrics, sources)
         app = Gateway(config, service, request_log)
         stack.callback(lambda: app.request_log.close())
@@ -246,6 +248,7 @@ def _followed(reloader: Reloader, service: Service) -> Reloader:
     reloader.follow(lambda config: partial(service.memory.change, memory_limits(config.limits, machine_bytes(), service.tenant_share)))
     if (ledger := service.ledger) is not None:
         reloader.follow(lambda config: ledger.prepare(config.usage))
+    reloader.follow(lambda config: with_classifier(config.routes.values()))
     reloader.follow(lambda config: partial(service.limiter.follow_budget, config.limits.budget))
     return reloader
 

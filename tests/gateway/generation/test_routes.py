@@ -13,12 +13,13 @@ import httpx2
 import pytest
 from gateway_kit import TestBench, chat_body, eventually, gateway_config, metric, model_info, open_bench, snapshot, used
 from resume_kit import CHAT, answer_of, equal, kept, send, streaming_body
+from session_kit import user
 
 from headrace.core.errors import ConfigError
 from headrace.core.request import EngineRequest, PriorityClass
 from headrace.gateway.generation.shadows import MAX_COPIES, ShadowResult
 from headrace.gateway.ledger.usage_query import UsageQuery
-from headrace.policy.routing.routes import Sender
+from headrace.policy.routing.routes import Sender, SizeHint
 from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState, SeenLoad
 from headrace.wire.stream import ReplicaStream
@@ -76,11 +77,44 @@ async def test_a_name_leads_to_the_target_of_its_size_and_version(text: TextMode
     async with open_bench(text, **routed()) as bench:
         for name, model in {"assistant:large": LARGE, "assistant@2": TWO, "assistant:small@1": ONE, SHADOW: SHADOW}.items():
             assert await answered_by(bench, name) == model
-        assert await answered_by(bench) in (ONE, TWO), "the first size is the default"
+        assert await answered_by(bench) in (ONE, TWO), "a greeting"
         for name in ("assistant:huge", "assistant@3", "assistant:large@1"):
             missing = await ask(bench, name)
             assert missing.status_code == 404
             assert "assistant:small, assistant:large, assistant@1, assistant@2" in missing.text
+
+
+CODE = "Why does this loop never end?\n\nwhile (i < n) {\n    if (a[i] == 0) continue;\n    i++;\n}\n"
+TEXT = [{"type": "text", "text": "Fix the bug:"}, {"type": "text", "text": CODE}]
+
+
+@pytest.mark.parametrize(
+    ("asked", "size"),
+    [
+        ([user("Hello")], "small"),
+        ([user(CODE)], "large"),
+        ([user("Hello"), {"role": "assistant", "content": CODE}, {"role": "user", "content": TEXT}], "large"),
+        ([user(CODE), {"role": "assistant", "content": "Here you are."}, user("Thank you!")], "small"),
+        ([{"role": "system", "content": "word " * 4000}, user("Hello")], "large"),
+    ],
+)
+async def test_the_size_is_what_the_users_last_message_and_the_prompts_length_want(text: TextModel, asked: Any, size: str) -> None:
+    targets = [{"model": ONE, "size": "small"}, {"model": LARGE, "size": "large"}]
+    async with open_bench(text, **routed(targets)) as bench:
+        response = await ask(bench, messages=asked)
+        assert response.headers["x-headrace-model"] == (LARGE if size == "large" else ONE), response.text
+
+
+async def test_a_completions_first_prompt_is_read(text: TextModel) -> None:
+    async with open_bench(text, **routed([{"model": ONE, "size": "small"}, {"model": LARGE, "size": "large"}])) as bench:
+        for prompt, model in ((CODE, LARGE), ([CODE, "Hello"], LARGE), ("Hello", ONE)):
+            answer = await bench.complete(model="assistant", prompt=prompt, max_tokens=1)
+            assert answer.json()["model"] == model
+        assert (await bench.complete(model="assistant", prompt=[1, 2, 3], max_tokens=1)).status_code == 200
+
+
+def never() -> SizeHint:
+    raise AssertionError("the size is not open")
 
 
 async def test_a_served_name_comes_before_a_routes_size(text: TextModel) -> None:
@@ -146,7 +180,7 @@ async def test_a_reload_changes_routes(text: TextModel) -> None:
 
 async def test_the_choice_has_a_reason(text: TextModel) -> None:
     async with open_bench(text, **of_version(100)) as bench:
-        (step,) = bench.gateway.service.models.choose("assistant", lambda: Sender("t", "", "r")).steps
+        (step,) = bench.gateway.service.models.choose("assistant", lambda: Sender("t", "", "r"), never).steps
         assert (step.model, step.is_chosen) == (TWO, True)
         assert step.reason == "assistant leads to it, by its weight of 100 in 100 for each request"
 

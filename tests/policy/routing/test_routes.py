@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.policy.routing.routes import (
-    FIRST_SIZE,
     ModelRoute,
     RouteTarget,
     RouteWish,
@@ -34,6 +33,7 @@ ASSISTANT = ModelRoute(
     sticky="tenant",
 )
 NUM_SENDERS = 1000
+FIRST_SIZE = SizeHint(False, "it is short")
 LARGE = SizeHint(True, "it is code")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from headrace.core.clock import Clock
@@ -17,6 +18,7 @@ from headrace.gateway.generation.explanations import Explanations
 from headrace.gateway.generation.kept_streams import KeptStreams
 from headrace.gateway.generation.parsed_request import ParsedRequest
 from headrace.gateway.generation.run import Pipeline
+from headrace.gateway.generation.size_hint import size_hint
 from headrace.gateway.generation.stages.session import named_session
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.ledger.ledger import Ledger
@@ -66,14 +68,15 @@ class Service:
     clock: Clock
     unix_time: Clock
 
-    def choose_model(self, exchange: Exchange, parsed: ParsedRequest) -> ChosenModel:
-        """Raises ModelNotFound, InvalidRequest, or Unavailable while the name may be that of an adapter."""
+    def choose_model(self, exchange: Exchange, parsed: ParsedRequest, num_bytes: int) -> ChosenModel:
+        """num_bytes: of the body. Raises ModelNotFound, InvalidRequest, or Unavailable while the name may be that of an adapter."""
         principal = exchange.principal
 
         def sender() -> Sender:
             return Sender(principal.tenant_key, named_session(exchange, parsed) or "", exchange.request_id)
 
-        return self.models.usable_by(principal).choose(parsed.model, sender)
+        hint = partial(size_hint, parsed.prompt, num_bytes, parsed.priority)
+        return self.models.usable_by(principal).choose(parsed.model, sender, hint)
 
     def shown_tenants(self, reader: Principal) -> ShownTenants:
         return self.config.metrics.shown_to(reader, has_several=self.tenant_share.has_several)

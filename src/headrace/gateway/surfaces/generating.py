@@ -78,7 +78,7 @@ class GeneratingSurface(Generic[RequestT]):
 
 def _call(service: Service, exchange: Exchange, charges: RequestCharges, parsed: ParsedRequest) -> Call:
     """Raises ModelNotFound, InvalidRequest or Unavailable."""
-    chosen = service.choose_model(exchange, parsed)
+    chosen = service.choose_model(exchange, parsed, charges.prompts.num_bytes)
     service.open_requests.use(exchange.request_id, exchange.principal.tenant, chosen.model.users)
     return Call.opened(
         exchange,

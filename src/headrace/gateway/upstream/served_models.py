@@ -21,7 +21,7 @@ from headrace.observe.finished_request import ModelStep
 from headrace.observe.metrics import ReplicaReading
 from headrace.policy.admission import OverloadWatch, UnsentRequests
 from headrace.policy.fallbacks import NO_FALLBACKS, Fallbacks
-from headrace.policy.routing.routes import FIRST_SIZE, ModelRoute, RouteWish, Sender, SizeHint, choose_target, is_copied, wish_of
+from headrace.policy.routing.routes import ModelRoute, RouteWish, Sender, SizeHint, choose_target, is_copied, wish_of
 from headrace.policy.routing.wishes import AnswerMeans
 
 log = logging.getLogger("headrace.gateway")
@@ -177,7 +177,7 @@ class ModelTable:
             raise ModelNotFound(name, list(self._by_name))
         return model
 
-    def choose(self, name: str | None, sender_of: Callable[[], Sender], hint: Callable[[], SizeHint] = lambda: FIRST_SIZE) -> ChosenModel:
+    def choose(self, name: str | None, sender_of: Callable[[], Sender], hint: Callable[[], SizeHint]) -> ChosenModel:
         """Raises as `only`. sender_of: asked for a route alone; hint: as in `choose_target`"""
         if name is None:
             return ChosenModel(self.only(None))

@@ -110,9 +110,6 @@ class SizeHint(NamedTuple):
     reason: str
 
 
-FIRST_SIZE = SizeHint(False, "the first one")
-
-
 def choose_target(name: str, route: ModelRoute, wish: RouteWish, sender: Sender, hint: Callable[[], SizeHint]) -> tuple[RouteTarget, str]:
     """The target, and why, in one sentence. name: the client's; wish: matches at least one target; hint: asked where the name and the
     version leave several sizes
