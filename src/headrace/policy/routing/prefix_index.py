@@ -90,15 +90,15 @@ class PrefixIndex(Generic[R]):
         return CHUNK_TOKENS * (len(chunks) - _num_new(chunks, sent.chunks))
 
     def find(self, chunks: Sequence[int]) -> tuple[list[R], int | None]:
-        """The replicas that were sent the longest known beginning of the prompt, and the first chunk that none was sent: in a conversation
-        the first after its system prompt, and at its next turn the same in a gateway that was asked none of it.
+        """The replicas that were sent the longest known beginning of the prompt, and the first chunk that none was sent, unless one replica
+        alone was sent all before it. In a conversation that is the first after its system prompt, and the same in a gateway that was asked
+        none of its turns.
         """
         num_new = _num_new(chunks, self._holders)
         bits = self._holders[chunks[num_new]] if num_new < len(chunks) else 0
         if bits in self._replicas:
-            longest = [self._replicas[bits]]
-        else:
-            longest = [self._replicas[1 << place] for place, digit in enumerate(reversed(f"{bits:b}")) if digit == "1"]
+            return [self._replicas[bits]], None
+        longest = [self._replicas[1 << place] for place, digit in enumerate(reversed(f"{bits:b}")) if digit == "1"]
         return longest, chunks[num_new - 1] if num_new else None
 
     def _drop(self, chunk: int, bit: int) -> None:
