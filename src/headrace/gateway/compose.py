@@ -138,7 +138,6 @@ async def _open_service(
         stack.push_async_callback(store.close)
     stored_keys = await _stored_keys(stack, config, share, sources)
     watch = await stack.enter_async_context(_watch(config, memory, metrics, sources))
-    encoding = EncodingTurns(sources.clock)
     kept_streams = _kept_streams(stack, config, stores, metrics, sources)
     sessions = _sessions(stack, config, stores, metrics, sources)
     answer_cache = AnswerCache(answers, AnswerCacheMetrics(metrics.registry), sources.unix_time)
@@ -162,7 +161,7 @@ async def _open_service(
         stored_keys=stored_keys,
         open_requests=open_requests,
         text_pool=text_pool,
-        pipeline=Pipeline(stages, watch, encoding, shadows, metrics, sources.clock),
+        pipeline=Pipeline(stages, watch, EncodingTurns(sources.clock), shadows, metrics, sources.clock),
         memory=memory,
         tenant_share=share,
         kept_streams=kept_streams,

@@ -280,6 +280,15 @@ async def test_the_clients_fallbacks_come_first_and_none_twice_for_one_reason(te
             fallback_chain(models.get(FOX), RoutingWishes(fallbacks=("wolf",)), models, Principal(tenant="acme"))
 
 
+async def test_the_model_that_a_route_leads_to_has_its_own_fallbacks(text: TextModel) -> None:
+    async with bench_of(text, own(FOX, failed=[CUB]), own(CUB), routes={"any": {"targets": [{"model": FOX}]}}) as bench:
+        bench.replicas["of-fox"].on_submit = lost
+        response = await ask(bench, "any")
+        assert (response.status_code, response.json()["model"]) == (200, CUB)
+        steps = (await explained(bench, response))["route"]["models"]
+        assert [(each["model"], each.get("is_chosen", False)) for each in steps][-3:] == [(FOX, True), (FOX, False), (CUB, True)]
+
+
 # -- random chains ------------------------------------------------------------------------------------------------------------------
 
 SERVED, LOST_LATE = "answers", "lost after output"
