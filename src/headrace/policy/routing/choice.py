@@ -164,16 +164,16 @@ class WeightedDraw(Generic[Item]):
         return self.items[first], self.items[second]
 
 
-def seed_of(replica_id: ReplicaId) -> float:
-    return float(int.from_bytes(blake2b(replica_id.encode(), digest_size=4).digest()))
+def seed_of(replica_id: ReplicaId) -> int:
+    return int.from_bytes(blake2b(replica_id.encode(), digest_size=4).digest()) % RESOLUTION | 1
 
 
-def home_of(key: int, seeds: Sequence[float]) -> int:
+def home_of(key: int, seeds: Sequence[int]) -> int:
     """The place of the replica that `key` belongs to, in every gateway alike: a replica that is added or lost moves only its own keys
     (rendezvous hashing).
     """
-    unit = key % RESOLUTION / RESOLUTION
-    ranks = [unit * seed % 1.0 for seed in seeds]
+    short, mask = key % RESOLUTION, RESOLUTION - 1
+    ranks = [short * seed & mask for seed in seeds]
     return ranks.index(max(ranks))
 
 

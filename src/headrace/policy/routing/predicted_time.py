@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from headrace.core.load import LoadSnapshot, summed
 
@@ -28,8 +28,7 @@ def mean_output_tokens(num_finished: int, num_tokens: int) -> int:
     return max(1, num_tokens // num_finished) if num_finished else UNKNOWN_OUTPUT_TOKENS
 
 
-@dataclass(frozen=True, slots=True)
-class RequestSize:
+class RequestSize(NamedTuple):
     """cached_tokens: of the prompt, that need not be computed"""
 
     prompt_tokens: int
@@ -37,8 +36,7 @@ class RequestSize:
     cached_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class SentSince:
+class SentSince(NamedTuple):
     """num_tokens: of the prompts"""
 
     num_requests: int = 0
@@ -51,8 +49,7 @@ class SentSince:
 NOTHING_SENT = SentSince()
 
 
-@dataclass(frozen=True, slots=True)
-class StepSpeed:
+class StepSpeed(NamedTuple):
     """A step of N tokens takes fixed_s + N * token_s seconds."""
 
     fixed_s: float

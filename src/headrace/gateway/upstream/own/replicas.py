@@ -91,7 +91,7 @@ class Glance(NamedTuple):
     at: float
     mean: RequestSize
     draw: WeightedDraw[Replica] | None
-    seeds: Sequence[float]
+    seeds: Sequence[int]
 
 
 class ReplicaPool:
