@@ -39,7 +39,7 @@ class ReplicaPolicy:
     """
     rank       the chosen one first; of at least one candidate
     draws      compares two that are drawn at random, not all
-    has_index  and at most MAX_HOLDERS of those that were sent the longest known beginning of the prompt
+    has_index  and at most MAX_HOLDERS of those that were sent the longest known beginning of the prompt, and its home
     """
 
     rank: Callable[[Sequence[Candidate], Decision], Ranked]
