@@ -275,8 +275,8 @@ class Ready(Struct, frozen=True, kw_only=True, eq=False):
     event_log        None: the events have no ids
     replay           called before the first new event; sends what the client of a continued stream lacks
     recorders        each is given every event of the answer, also of a cache's
-    before_end       each is awaited with the answer as it was made, and the replica's name, before the last bytes are sent; when one
-                     raises, the answer ends with it
+    before_end       each is awaited with the answer as it was made, before the last bytes are sent; when one raises, the answer ends
+                     with it
     outlives_client  whether the answer goes on when the client has disconnected
     following        after a failure without output, the answer of the model that may follow; raises an error where there is none. None:
                      no other model may answer
@@ -289,7 +289,7 @@ class Ready(Struct, frozen=True, kw_only=True, eq=False):
     event_log: EventLog | None = None
     replay: Replay | None = None
     recorders: Sequence[EventRecorder] = ()
-    before_end: Sequence[Callable[[Ready, str | None], Awaitable[None]]] = ()
+    before_end: Sequence[Callable[[Ready], Awaitable[None]]] = ()
     outlives_client: Callable[[], bool] = never
     following: Callable[[HeadraceError], Coroutine[Any, Any, Ready]] | None = None
 

@@ -264,7 +264,7 @@ class _Answer:
         hooks, self.hooks = self.hooks, ()
         try:
             for hook in hooks:
-                await hook(self.ready, self.stream.facts(0).replica)
+                await hook(self.ready)
         except BaseException as error:
             ending = self.call.ending
             ending.is_refused_at_end, ending.is_free = True, isinstance(error, Unavailable)

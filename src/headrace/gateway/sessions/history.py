@@ -14,7 +14,7 @@ from headrace.gateway.stores.store import StoredEntry, entry_in
 
 Message = Mapping[str, object]
 
-FORM = 1
+FORM = 2
 
 COMPRESSION = 1
 """zlib's level: 10 ms per MB; higher ones save a tenth of the bytes for several times that."""
@@ -26,7 +26,6 @@ class StoredSession(StoredEntry, frozen=True):
     created, updated  Unix seconds of the first and the last turn
     answer_id   id of the last turn's answer, which its client may continue
     num_before  number of messages before the last turn's own
-    replica     empty if unknown
     packed      messages as compressed JSON
     retry_key   a request with the same one repeats the last turn; empty: it had none
     """
@@ -35,8 +34,6 @@ class StoredSession(StoredEntry, frozen=True):
     updated: int
     answer_id: str
     num_before: int
-    model: str
-    replica: str
     summary: str
     packed: bytes
     retry_key: str = ""

@@ -128,7 +128,7 @@ class SessionTurn:
         keep = partial(self._keep, answer)
         return ready.changed(recorders=(*ready.recorders, answer), before_end=(*ready.before_end, keep))
 
-    async def _keep(self, answer: TurnRecorder, ready: Ready, replica: str | None) -> None:
+    async def _keep(self, answer: TurnRecorder, ready: Ready) -> None:
         """Raises SessionConflict, Unavailable or RequestTooLarge."""
         call = ready.call
         history = call.history if ready.fitted is None else ready.fitted.history
@@ -140,8 +140,6 @@ class SessionTurn:
             updated=now,
             answer_id=call.answer_id,
             num_before=max(0, len(history.messages) - self.num_new),
-            model=call.model.name,
-            replica=replica or "",
             summary=history.summary,
             packed=b"",
             retry_key=self._retry_key,
