@@ -166,7 +166,9 @@ async def example(folder: Path) -> AsyncIterator[Example]:
 
 
 def body_of(model: str, seed: int, **more: Any) -> dict[str, Any]:
-    message = {"role": "user", "content": f"Tell me a long story about mill number {seed}."}
+    """The classifier sends a question to the small model, and code to the large one."""
+    text = f"Write a Python function that sorts the sacks of mill {seed}." if seed % 2 else f"Tell me a story about mill number {seed}."
+    message = {"role": "user", "content": text}
     return {
         "model": model, "messages": [message], "seed": seed, "temperature": 1.0, "max_tokens": 60 + 10 * seed, "ignore_eos": True, **more
     }  # fmt: skip

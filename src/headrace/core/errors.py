@@ -155,6 +155,10 @@ class QueueFull(Overloaded):
     """The engine's loop sends it as Overloaded, with a retry time."""
 
 
+class TextQueueFull(Overloaded):
+    """Prompts wait to be read, whatever model they are for."""
+
+
 class Unavailable(HeadraceError):
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         self.retry_after_s = retry_after_s

@@ -274,10 +274,10 @@ async def test_a_client_names_fallbacks_of_its_own_among_the_models_of_its_key(t
 async def test_the_clients_fallbacks_come_first_and_none_twice_for_one_reason(text: TextModel) -> None:
     async with bench_of(text, own(FOX, failed=[CUB, DEN]), own(CUB), own(DEN)) as bench:
         models = bench.gateway.service.models
-        chain = fallback_chain(models.get(FOX), RoutingWishes(fallbacks=(DEN,)), models, Principal(tenant="acme"))
+        chain = fallback_chain(models.get(FOX), RoutingWishes(fallbacks=(DEN,)), models, Principal(tenant="acme"), by=FOX)
         assert [(reason, model.name) for reason, model in chain] == [(None, DEN), ("failed", CUB), ("failed", DEN)]
         with pytest.raises(InvalidRequest, match="fallbacks: expected names of models"):
-            fallback_chain(models.get(FOX), RoutingWishes(fallbacks=("wolf",)), models, Principal(tenant="acme"))
+            fallback_chain(models.get(FOX), RoutingWishes(fallbacks=("wolf",)), models, Principal(tenant="acme"), by=FOX)
 
 
 async def test_the_model_that_a_route_leads_to_has_its_own_fallbacks(text: TextModel) -> None:

@@ -158,6 +158,18 @@ async def test_a_key_for_a_route_falls_back_to_another_target(text: TextModel) -
         assert (await ask(bench, "assistant:large", "key-of-globex")).json()["model"] == SHADOW
 
 
+async def test_a_target_of_a_route_is_no_fallback_for_who_asks_for_another_model(text: TextModel) -> None:
+    config = routed([{"model": LARGE}])
+    config["models"][0]["fallbacks"] = {"failed": [LARGE]}
+    tiers = {"routed": {"models": [ONE, "assistant"]}}
+    async with open_bench(text, **config, api_keys=KEYS, tiers=tiers) as bench:
+        bench.replicas[ONE].state = ConnectionState.DOWN
+        assert (await ask(bench, ONE, "key-of-acme")).status_code == 503
+        assert (await ask(bench, ONE, "key-of-globex")).json()["model"] == LARGE
+        refused = await ask(bench, ONE, "key-of-acme", fallbacks=["assistant"])
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "fallbacks")
+
+
 async def test_a_tenant_or_a_session_stays_with_its_version_and_a_request_does_not(text: TextModel) -> None:
     async with open_bench(text, **of_version(50, "tenant")) as bench:
         assert len({await answered_by(bench) for _ in range(12)}) == 1

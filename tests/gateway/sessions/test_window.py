@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.gateway.sessions.history import (
+    FORM,
     SUMMARY_TITLE,
     History,
     StoredSession,
@@ -87,7 +88,7 @@ def test_a_transcript_has_texts_and_calls() -> None:
 def test_what_is_stored_is_read_again(texts: list[str], summary: str) -> None:
     texts = [text.encode("utf-8", "replace").decode() for text in texts]
     messages = [{"role": "user", "content": text} for text in texts]
-    stored = StoredSession(1, 2, 3, "id", 0, summary.encode("utf-8", "replace").decode(), packed(messages_json(messages)))
+    stored = StoredSession(FORM, 2, 3, "id", 0, summary.encode("utf-8", "replace").decode(), packed(messages_json(messages)))
     assert stored_in(entry_of(stored)) == stored
     assert unpacked(stored) == messages
     for other in (None, b"", b"no entry", entry_of(StoredSession(99, 2, 3, "id", 0, "", b""))):

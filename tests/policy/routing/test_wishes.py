@@ -45,7 +45,7 @@ def test_who_may_answer_and_in_which_order(figures: list[ModelFigures], wishes: 
     assert len(left) == len(set(left))
     assert {each.name for each in left} == {each.name for each in figures if not excess(each, wishes)}
     for each in left:
-        assert wishes.max_input_price is None or each.input_price <= wishes.max_input_price
+        assert wishes.max_input_price is None or each.price.input <= wishes.max_input_price
         assert wishes.max_output_price is None or each.price.output <= wishes.max_output_price
     slow = [each.tokens_per_s is not None and each.tokens_per_s < (wishes.min_throughput or 0.0) for each in left]
     assert slow == sorted(slow), "slow ones are last"
@@ -69,10 +69,11 @@ def test_the_price_of_prompts_lies_between_that_of_new_and_of_cached_tokens(pric
     assert ModelFigures("a", price, 1.0).input_price == cached
 
 
-def test_a_high_hit_rate_brings_a_model_below_the_limit() -> None:
+def test_a_limit_holds_for_a_prompt_that_no_cache_has() -> None:
+    """Whatever hit rate others' prompts have: the request may have none."""
     price, wishes = Price(input=1.0, output=2.0, cached_input=0.1), RoutingWishes(max_input_price=0.5)
-    assert excess(ModelFigures("a", price, 0.5), wishes) == "A million prompt tokens cost 0.55, and provider.max_price.prompt is 0.5."
-    assert not excess(ModelFigures("a", price, 0.6), wishes)
+    assert excess(ModelFigures("a", price, 0.9), wishes) == "A million prompt tokens cost 1, and provider.max_price.prompt is 0.5."
+    assert not excess(ModelFigures("a", price, 0.0), wishes._replace(max_input_price=1.0))
     assert excess(ModelFigures("a", price), RoutingWishes(max_output_price=1.5)).startswith("A million completion tokens cost 2,")
 
 

@@ -179,7 +179,8 @@ def _deployment(where: str, entry: Raw, models: Models, prices: Models, missed: 
     before = prices.setdefault(name, price) if price else price
     if before != price:
         missed.append(ConfigError(where, f"has other costs than an entry of {name} before it", "The highest are taken."))
-        prices[name] = {key: max(each[key] for each in (before, price) if key in each) for key in before | price}
+        both = [{"cached_input": each["input"], **each} if "input" in each else each for each in (before, price)]  # no discount
+        prices[name] = {key: max(each[key] for each in both if key in each) for key in before | price}
 
 
 def _upstream(where: str, params: Raw, missed: Missed) -> Raw:

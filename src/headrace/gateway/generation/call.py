@@ -172,7 +172,7 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
             answer_id=exchange.request_id,
             created=now,
             history=History(parsed.prompt.messages) if isinstance(parsed.prompt, Conversation) else History(),
-            fallbacks=fallback_chain(model, parsed.routing, models, exchange.principal),
+            fallbacks=fallback_chain(model, parsed.routing, models, exchange.principal, by=parsed.model),
         )
 
     @property

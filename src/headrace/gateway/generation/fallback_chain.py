@@ -14,8 +14,10 @@ FallbackChain = tuple[tuple[FallbackReason | None, ServedModel], ...]
 """Reason None: for every reason."""
 
 
-def fallback_chain(asked: ServedModel, wishes: RoutingWishes, models: ModelTable, principal: Principal) -> FallbackChain:
+def fallback_chain(asked: ServedModel, wishes: RoutingWishes, models: ModelTable, principal: Principal, *, by: str | None) -> FallbackChain:
     """The client's own fallbacks, then the configured ones. A configured one that the key may not use is left out.
+
+    by  the name that the client asked for
 
     Raises InvalidRequest for a name of the client's that its key may not use, and Unavailable while it may be that of an adapter.
     """
@@ -25,10 +27,13 @@ def fallback_chain(asked: ServedModel, wishes: RoutingWishes, models: ModelTable
     chain: list[tuple[FallbackReason | None, ServedModel]] = []
     for name in wishes.fallbacks:
         try:
-            chain.append((None, models.get(name)))
+            found = models.find(name)
         except ModelNotFound as error:
             raise InvalidRequest("fallbacks", f"names of models that are served ({error.limit})", name, error.remedy) from None
+        if found.route is not None:
+            raise InvalidRequest("fallbacks", "names of models, and this is a route", name, "Name one of its models.")
+        chain.append((None, found.models[0]))
     for reason, name in asked.fallbacks.named():
         with suppress(ModelNotFound):
-            chain.append((reason, models.reached(name)))
+            chain.append((reason, models.reached(name, by)))
     return tuple([(reason, model) for reason, model in chain if model.name != asked.name])

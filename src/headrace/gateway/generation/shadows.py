@@ -20,6 +20,7 @@ from headrace.gateway.upstream.generation_request import PrincipalFacts
 from headrace.gateway.upstream.served_models import ServedModel
 from headrace.observe.logs import LimitedLog
 from headrace.observe.metrics import Metrics
+from headrace.policy.routing.wishes import server_places
 
 log = logging.getLogger("headrace.gateway")
 
@@ -35,7 +36,7 @@ class ShadowResult(StrEnum):
     ANSWERED = "answered"
     FAILED = "failed"
     SKIPPED = "skipped"
-    """MAX_COPIES run, the model has a queue, or a half of the memory for prompts is taken."""
+    """MAX_COPIES run, the model has a queue, a half of the memory for prompts is taken, or the client wants none of its servers."""
 
 
 class ShadowCopies:
@@ -58,7 +59,13 @@ class ShadowCopies:
         if model is None or ready.cache_tier is not None or call.earlier is not None or model is call.model:
             return
         queue, prompts = model.upstream.queue(PriorityClass.BATCH, model.unsent), self._memory.prompts
-        if len(self._tasks) >= MAX_COPIES or (queue is not None and queue.depth) or prompts.left < prompts.limits.total // 2:
+        has_server = bool(server_places(model.upstream.server_names, call.parsed.routing))
+        if (
+            not has_server
+            or len(self._tasks) >= MAX_COPIES
+            or (queue is not None and queue.depth)
+            or prompts.left < prompts.limits.total // 2
+        ):
             self._count.labels(model.name, ShadowResult.SKIPPED).inc()
             return
         model.users.enter(NO_TENANT)

@@ -135,7 +135,7 @@ class LimitReservation:
             return
         self.is_held = True
         await self._take(rules, [rule.claim(more[rule.unit]) for rule in rules])
-        self._reserved, self._uncounted = _sum(self._reserved, more), wanted
+        self._reserved, self._uncounted = _sum(self._reserved, more), Amounts(*map(max, wanted, self._uncounted))
 
     def follow(self, usage: Callable[[], TokenUsage]) -> None:
         self._usage, self._last_completion = usage, 0

@@ -132,6 +132,7 @@ class ContextFitter:
             prompt=Conversation(messages=[{"role": "user", "content": text}]),
             sampling={"temperature": 0.0, "max_tokens": max_tokens},
             deadline_at=request.deadline_at,
+            routing=request.routing,
             trace_headers=request.trace_headers,
         )
         texts: list[str] = []

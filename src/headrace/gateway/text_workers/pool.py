@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from headrace.core.clock import Clock
-from headrace.core.errors import CheckpointError, HeadraceError, InvalidRequest, Overloaded, Unavailable
+from headrace.core.errors import CheckpointError, HeadraceError, InvalidRequest, Overloaded, TextQueueFull, Unavailable
 from headrace.gateway.text_workers import frames
 from headrace.gateway.text_workers.limits import MIB, JobLimits
 from headrace.gateway.text_workers.queue import JobQueue, QueuedJob
@@ -172,7 +172,7 @@ class TextPool:
             self.num_refused += 1
             other.job.is_waiting = False
             if not other.job.future.done():
-                other.job.future.set_exception(Overloaded(CROWDED_OUT))
+                other.job.future.set_exception(TextQueueFull(CROWDED_OUT))
         text_job.future.add_done_callback(partial(self._given_up, queued))
         self._dispatch()
         return text_job.future

@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from headrace.core.errors import Overloaded
+from headrace.core.errors import TextQueueFull
 
 T = TypeVar("T")
 
@@ -149,7 +149,7 @@ class RoundRobinQueue(Generic[T]):
         self.num_bytes += sign * job.num_bytes
 
     def _to_shed(self, job: QueuedJob[T]) -> list[QueuedJob[T]]:
-        """Raises Overloaded; changes nothing."""
+        """Raises TextQueueFull; changes nothing."""
         excess_jobs = int(self._num_jobs >= self._max_jobs)  # also above a lowered bound: for `job` alone
         excess_bytes = self.num_bytes + job.num_bytes - self._max_bytes
         if excess_jobs <= 0 and excess_bytes <= 0:
@@ -158,7 +158,7 @@ class RoundRobinQueue(Generic[T]):
         newcomer_share = self._dominant_share(own.num_jobs + 1, own.num_bytes + job.num_bytes)
         victim = max(self._usage, key=lambda tenant: self._dominant_share_of(self._usage[tenant]), default=job.tenant)
         if victim == job.tenant:
-            raise Overloaded(FULL)
+            raise TextQueueFull(FULL)
         remaining = _TenantUsage(self._usage[victim].num_jobs, self._usage[victim].num_bytes)
         shed: list[QueuedJob[T]] = []
         waiting = list(self._waiting[victim])
@@ -168,7 +168,7 @@ class RoundRobinQueue(Generic[T]):
             remaining.num_jobs, remaining.num_bytes = remaining.num_jobs - 1, remaining.num_bytes - newest.num_bytes
             excess_jobs, excess_bytes = excess_jobs - 1, excess_bytes - newest.num_bytes
         if excess_jobs > 0 or excess_bytes > 0:
-            raise Overloaded(FULL)
+            raise TextQueueFull(FULL)
         return shed
 
     def _dominant_share_of(self, usage: _TenantUsage) -> float:

@@ -41,7 +41,7 @@ from headrace.gateway.upstream.seam import (
 )
 from headrace.observe.finished_request import AnswerHandling
 from headrace.observe.logs import LimitedLog
-from headrace.policy.admission import QueueState, UnsentRequests
+from headrace.policy.admission import QueueState, UnsentRequest, UnsentRequests
 from headrace.policy.routing.wishes import OWN_ENGINES, server_places
 
 log = logging.getLogger("headrace.gateway")
@@ -90,6 +90,10 @@ class FallbackUpstream(Upstream):
         """Foreign servers do not have it."""
         return self.own.adapted(name)
 
+    @property
+    def is_alive(self) -> bool:
+        return self.own.is_alive or self.foreign.is_alive
+
     def replicas(self) -> list[ReplicaHealth]:
         return [*self.own.replicas(), *self.foreign.replicas()]
 
@@ -118,7 +122,7 @@ class FallbackUpstream(Upstream):
             if ahead is None or not (isinstance(error, Unavailable) or self._takes_longer):
                 raise
             return ahead
-        return own if ahead is None else self._answering(own, ahead, own, (Overloaded, Unavailable, *TOO_LONG))
+        return own if ahead is None else self._answering(own, ahead, own, (Overloaded, Unavailable, *TOO_LONG), request.unsent)
 
     async def _own_first(self, request: GenerationRequest, principal: PrincipalFacts, *, has_foreign: bool) -> Prepared:
         if not has_foreign:
@@ -136,23 +140,31 @@ class FallbackUpstream(Upstream):
                     raise
                 self._log.info(FALLS_BACK, error)
             if isinstance(foreign, Prepared):
+                if request.unsent is not None:
+                    request.unsent.uncount()
                 return foreign
             raise error if request.has_fallback else foreign from None
         if isinstance(foreign, InvalidRequest):
             return own
-        return self._answering(own, own, foreign, (Overloaded, Unavailable, *(TOO_LONG if self._takes_longer else ())))
+        reasons = (Overloaded, Unavailable, *(TOO_LONG if self._takes_longer else ()))
+        return self._answering(own, own, foreign, reasons, request.unsent)
 
-    def _answering(self, own: Prepared, first: Prepared, other: Prepared, reasons: tuple[type[HeadraceError], ...]) -> Prepared:
+    def _answering(
+        self, own: Prepared, first: Prepared, other: Prepared, reasons: tuple[type[HeadraceError], ...], unsent: UnsentRequest | None
+    ) -> Prepared:
         """The request as our engines have counted it, answered by `first`, or for one of `reasons` by `other`."""
-        return replace(own, stream=lambda: FallbackStream(first.stream(), self._then(other, reasons), num_sequences=own.num_sequences))
+        then = self._then(other, reasons, unsent)
+        return replace(own, stream=lambda: FallbackStream(first.stream(), then, num_sequences=own.num_sequences))
 
-    def _then(self, other: Prepared, reasons: tuple[type[HeadraceError], ...]) -> Following:
+    def _then(self, other: Prepared, reasons: tuple[type[HeadraceError], ...], unsent: UnsentRequest | None) -> Following:
         left = [other]
 
         async def following(error: HeadraceError) -> EventStream:
             if not left or not isinstance(error, reasons):
                 raise error
             self._log.info(FALLS_BACK, error)
+            if unsent is not None:
+                unsent.uncount()
             return left.pop().stream()
 
         return following
@@ -242,7 +254,7 @@ class FallbackStream(EventStream):
 
     def usage(self) -> TokenUsage:
         """Nothing where no stream gave an answer, whatever the server of an emptied one has counted."""
-        return NO_USAGE if self._has_failed else self._current.usage()
+        return NO_USAGE if self._has_failed or self._opening is not None else self._current.usage()
 
     def facts(self, index: int) -> SequenceFacts:
         return self._current.facts(index)

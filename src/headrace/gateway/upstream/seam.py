@@ -395,6 +395,11 @@ class Upstream(ABC):
     @abstractmethod
     def replicas(self) -> list[ReplicaHealth]: ...
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether a replica or a foreign server is connected."""
+        return any(replica.is_connected for replica in self.replicas())
+
     def retired_replicas(self) -> list[ReplicaHealth]:
         return []
 

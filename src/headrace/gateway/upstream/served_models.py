@@ -80,7 +80,7 @@ class ServedModel:
 
     @property
     def is_alive(self) -> bool:
-        return any(replica.is_connected for replica in self.upstream.replicas())
+        return self.upstream.is_alive
 
     def readings(self) -> Iterator[ReplicaReading]:
         for replica in (*self.upstream.replicas(), *self.upstream.retired_replicas()):
@@ -147,11 +147,12 @@ class ModelTable:
         """A route's name stands for its first target of that size and version. Raises as `find`."""
         return self.find(name).models[0]
 
-    def reached(self, name: str) -> ServedModel:
-        """As `get`, also where the caller may use the model through a route alone."""
+    def reached(self, name: str, by: str | None) -> ServedModel:
+        """As `get`, and any target of the route where the caller asked for one. by: the name that the caller asked for"""
+        route = None if by is None else self.find(by).route
         model = self._by_name.get(name)
-        through = [self._by_name[target] for route in self.routes.values() for target in route.models]
-        return model if model is not None and model in through else self.get(name)
+        is_target = route is not None and model is not None and any(target in model.names for target in route.models)
+        return model if model is not None and is_target else self.get(name)
 
     def find(self, name: str) -> NamedModels:
         """A name that is served as it is comes before a route's size and version. Raises ModelNotFound; Unavailable while the name may be

@@ -101,7 +101,7 @@ class ModelFigures(NamedTuple):
 def excess(figures: ModelFigures, wishes: RoutingWishes) -> str:
     """Why the model costs too much. Empty: it does not"""
     for kind, price, most in (
-        ("prompt", figures.input_price, wishes.max_input_price),
+        ("prompt", figures.price.input, wishes.max_input_price),
         ("completion", figures.price.output, wishes.max_output_price),
     ):
         if most is not None and price > most:
@@ -136,14 +136,14 @@ def _is_slow(figures: ModelFigures, wishes: RoutingWishes) -> bool:
 def _reason(figures: ModelFigures, wishes: RoutingWishes) -> str:
     speed = figures.tokens_per_s
     if _is_slow(figures, wishes):
-        return f"Its streams have {speed:.3g} tokens per second, and provider.preferred_min_throughput is {wishes.min_throughput:.12g}."
+        return "Its streams were measured as slower than provider.preferred_min_throughput."
     match wishes.sort:
         case SortBy.PRICE:
-            return f"By provider.sort: a million tokens, three in four of prompts, cost {figures.mixed_price:.6g}."
+            return "By provider.sort: what its tokens cost, with the measured share of cached ones."
         case SortBy.THROUGHPUT if speed is None:
             return "By provider.sort: the speed of its streams is not measured."
         case SortBy.THROUGHPUT:
-            return f"By provider.sort: its streams have {speed:.3g} tokens per second."
+            return "By provider.sort: the measured speed of its streams."
     return "It has this place in the request."
 
 

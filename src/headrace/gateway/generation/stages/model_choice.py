@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.core.clock import Clock
-from headrace.core.errors import HeadraceError, InvalidRequest, Overloaded, RequestTooLarge, Unavailable
+from headrace.core.errors import HeadraceError, InvalidRequest, Overloaded, RequestTooLarge, TextQueueFull, Unavailable
 from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.generation.call import Call, CallNext, Ready
 from headrace.gateway.generation.stages.wishes import wished, wished_queue
@@ -135,7 +135,7 @@ def reasons_of(error: HeadraceError) -> tuple[FallbackReason, ...]:
     if isinstance(error, ContentRefused):
         return (FallbackReason.CONTENT_POLICY,)
     if isinstance(error, Overloaded):
-        return () if isinstance(error, RateLimitExceeded) else (FallbackReason.BUSY, FAILED)
+        return () if isinstance(error, RateLimitExceeded | TextQueueFull) else (FallbackReason.BUSY, FAILED)
     return (FAILED,) if isinstance(error, Unavailable) else ()
 
 

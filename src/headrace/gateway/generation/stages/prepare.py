@@ -49,7 +49,9 @@ async def _ready(call: Call, clock: Clock) -> Ready:
 
 async def _after(call: Call, clock: Clock, error: HeadraceError) -> Ready:
     assert call.after is not None
-    return await _ready(call.after(error), clock)
+    ready = await _ready(call.after(error), clock)
+    call.reservation.follow(call.ending.usage)  # a summary's tokens were counted meanwhile
+    return ready
 
 
 async def _prepared(call: Call) -> tuple[Prepared, Fitted | None]:

@@ -58,11 +58,11 @@ async def resume(call: Call, call_next: CallNext, *, kept_streams: KeptStreams, 
 
 
 def _of_model(call: Call, name: str) -> Call:
-    """A route may have led the same request to another model now. Raises StreamConflict."""
+    """A route may have led the same request to another model now, and another key may have begun the stream. Raises StreamConflict."""
     try:
-        model = call.models.get(name)
+        model = call.models.usable_by(call.principal).reached(name, call.parsed.model)
     except ModelNotFound:
-        raise StreamConflict("The model of this stream is not served any more; send the request again.") from None
+        raise StreamConflict("The model of this stream is not served any more, or not for this key; send the request again.") from None
     call.ending.steps = [ModelStep(name, True, "it began the stream that this request continues")]
     return call.answered_by(model).changed(asked=model)
 

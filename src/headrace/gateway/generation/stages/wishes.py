@@ -76,6 +76,6 @@ def _refusal(call: Call, models: Sequence[ServedModel]) -> InvalidRequest:
     if not able:
         field = next(name for name in ("only", "ignore", "order") if getattr(wishes, name))
         return InvalidRequest(f"provider.{field}", "at least one server that may answer", list(getattr(wishes, field)))
-    least = min(able, key=lambda each: each.mixed_price)
-    shown = f"at least {least.input_price:.12g} for prompts and {least.price.output:.12g} for completions, what {least.name} costs"
+    least = min(able, key=lambda each: 3 * each.price.input + each.price.output)
+    shown = f"at least {least.price.input:.12g} for prompts and {least.price.output:.12g} for completions, what {least.name} costs"
     return InvalidRequest("provider.max_price", shown, {"prompt": wishes.max_input_price, "completion": wishes.max_output_price})

@@ -39,6 +39,7 @@ from headrace.text.logprobs import DecodedLogprobs
 from headrace.text.output.formats import ModelFormats
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.turns import ConversationTurns
+from headrace.wire.client import ConnectionState
 
 MAX_TOKENS_AT_ONCE = 16_384
 """Checks take about 80 ns per token."""
@@ -96,6 +97,10 @@ class TokenUpstream(Upstream):
         if digest is None:
             return None
         return TokenUpstream(self._text, self._pool, draw_seed=self._draw_seed, formats=self._formats, adapter=name, adapter_digest=digest)
+
+    @property
+    def is_alive(self) -> bool:
+        return any(replica.connection.state is not ConnectionState.DOWN for replica in self._pool.replicas)
 
     def replicas(self) -> list[ReplicaHealth]:
         return self._pool.health()
