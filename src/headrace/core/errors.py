@@ -28,6 +28,7 @@
     |  `- UnsupportedEncoding      a Content-Encoding -> 415
     |- Overloaded                  says when to retry -> 429
     |  |- QueueFull                at an engine, whose loop adds when to retry -> 429
+    |  |- TextQueueFull            prompts wait to be read, whatever model they are for -> 429
     |  |- ModelBusy                the model's queue is longer than the request may wait -> 429
     |  `- RateLimitExceeded        a limit of the caller -> 429
     |     `- QuotaExhausted        tokens or money of a day or month -> 429
@@ -156,7 +157,7 @@ class QueueFull(Overloaded):
 
 
 class TextQueueFull(Overloaded):
-    """Prompts wait to be read, whatever model they are for."""
+    """Another model would not help."""
 
 
 class Unavailable(HeadraceError):
