@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from foreign_kit import DONE, ScriptedServer, head, listening, said
 from gateway_kit import TestBench, chat_body, eventually, gateway_config, metric, model_info, open_bench, snapshot, used
 from resume_kit import CHAT, answer_of, equal, kept, send, streaming_body
 from session_kit import user
@@ -220,6 +221,21 @@ async def test_a_continued_stream_stays_with_its_model_whatever_the_weights_are_
         assert (refused.status, "not served any more" in refused.error["message"]) == (409, True)
 
 
+async def test_another_key_of_the_tenant_continues_no_stream_of_a_model_that_it_may_not_use(text: TextModel) -> None:
+    keys = [{"key": f"key-of-{name}", "tenant": "acme", "tier": name} for name in ("large", "small")]
+    tiers = {"large": {"models": [LARGE]}, "small": {"models": [ONE]}}
+    body = streaming_body(CHAT, model=None, max_tokens=12, ignore_eos=True)
+    config = {"models": served(ONE, LARGE), "api_keys": keys, "tiers": tiers, "timeouts": {"stream_resume_s": 60}}
+    async with open_bench(text, **config) as bench:
+        for replica in bench.replicas.values():
+            equal(replica)
+        first = (await send(bench.gateway, CHAT, body, key="key-of-large", leave_after=4)).events
+        await kept(bench)
+        refused = await send(bench.gateway, CHAT, body, key="key-of-small", last_event=first[-1].id)
+        assert refused.status == 409
+        assert (await send(bench.gateway, CHAT, body, key="key-of-large", last_event=first[-1].id)).status == 200
+
+
 def copied(share: float = 1.0) -> dict[str, Any]:
     return routed([{"model": ONE}], shadow={"model": SHADOW, "share": share})
 
@@ -268,6 +284,18 @@ async def test_a_share_of_the_requests_is_copied(text: TextModel) -> None:
             await answered_by(bench)
         await eventually(lambda: num_copies(bench, ShadowResult.ANSWERED) == len(bench.replicas[SHADOW].requests))
         assert 5 < len(bench.replicas[SHADOW].requests) < 35
+
+
+async def test_no_copy_goes_to_a_server_that_its_client_forbids(text: TextModel) -> None:
+    server = ScriptedServer(head() + said("copied", "stop") + DONE)
+    async with listening(server) as (port,):
+        shadow = {"name": SHADOW, "upstreams": [{"url": f"http://127.0.0.1:{port}/v1"}]}
+        async with open_bench(text, **{**copied(), "models": [*served(ONE), shadow]}) as bench:
+            assert (await ask(bench, provider={"only": ["headrace"]})).status_code == 200
+            assert (num_copies(bench, ShadowResult.SKIPPED), server.bodies) == (1, [])
+            assert (await ask(bench)).status_code == 200
+            await eventually(lambda: num_copies(bench, ShadowResult.ANSWERED) == 1)
+            assert len(server.bodies) == 1
 
 
 async def test_a_shadow_that_fails_is_counted_and_not_noticed(text: TextModel) -> None:

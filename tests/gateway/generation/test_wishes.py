@@ -14,11 +14,13 @@ from headrace.core.errors import ConfigError, Overloaded
 from headrace.core.request import EngineRequest, PriorityClass
 from headrace.gateway.config import config_from
 from headrace.text.folder import TextModel
+from headrace.wire.client import ConnectionState
 from headrace.wire.stream import ReplicaStream
 
 pytestmark = pytest.mark.loop
 
 OTHER = "cub"
+WORDS = "The quick brown fox jumps over the lazy dog. " * 2
 BROKEN = head("500 Internal Server Error", "text/plain")
 
 
@@ -132,6 +134,34 @@ async def test_a_request_at_a_foreign_server_does_not_wait_for_our_engines(text:
         (model,) = some_replicas(1)
         async with open_bench(text, models=[{**model, "upstreams": [{"url": f"http://127.0.0.1:{port}/v1"}]}]) as bench:
             assert await answer(bench, MODEL, **provider) == "zero"
+    assert seen == [0]
+
+
+async def test_a_summary_is_made_by_the_servers_that_the_request_allows(text: TextModel) -> None:
+    server = saying("zero")
+    long = [{"role": "user", "content": f"Turn {number}: {WORDS}"} for number in range(40)]
+    async with listening(server) as (port,):
+        (model,) = some_replicas(1)
+        async with open_bench(text, models=[{**model, "upstreams": [{"url": f"http://127.0.0.1:{port}/v1"}]}]) as bench:
+            bench.replica.on_submit = full
+            wish = {"messages": long, "max_tokens": 20, "context_fitting": "summary", "provider": {"only": ["headrace"]}}
+            assert (await ask(bench, MODEL, **wish)).status_code == 429
+            assert bench.replica.requests
+            assert not server.bodies
+
+
+async def test_a_request_that_falls_to_a_foreign_server_waits_for_no_engine(text: TextModel) -> None:
+    seen: list[int] = []
+
+    def answered(body: dict[str, Any]) -> bytes:
+        seen.append(bench.gateway.service.models.get(MODEL).unsent.num_requests(PriorityClass.BATCH))
+        return head() + said("zero", "stop") + DONE
+
+    async with listening(ScriptedServer(answer=answered)) as (port,):
+        (model,) = some_replicas(1)
+        async with open_bench(text, models=[{**model, "upstreams": [{"url": f"http://127.0.0.1:{port}/v1"}]}]) as bench:
+            bench.replica.state = ConnectionState.DOWN
+            assert await answer(bench, MODEL) == "zero"
     assert seen == [0]
 
 
