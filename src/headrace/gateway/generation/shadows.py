@@ -60,12 +60,8 @@ class ShadowCopies:
             return
         queue, prompts = model.upstream.queue(PriorityClass.BATCH, model.unsent), self._memory.prompts
         has_server = bool(server_places(model.upstream.server_names, call.parsed.routing))
-        if (
-            not has_server
-            or len(self._tasks) >= MAX_COPIES
-            or (queue is not None and queue.depth)
-            or prompts.left < prompts.limits.total // 2
-        ):
+        is_busy = len(self._tasks) >= MAX_COPIES or (queue is not None and queue.depth > 0)
+        if not has_server or is_busy or prompts.left < prompts.limits.total // 2:
             self._count.labels(model.name, ShadowResult.SKIPPED).inc()
             return
         model.users.enter(NO_TENANT)

@@ -52,8 +52,8 @@ class ModelRoute:
     targets: tuple[RouteTarget, ...] = required("Models that answer for it, each once.")
     sticky: str = option(
         Sticky.REQUEST.value,
-        "What stays with one target: each `request` for itself, a `session` (without one its tenant), or a `tenant`. A session's turns are "
-        "never spread.",
+        "What stays with one target: each `request` for itself, a `session` (without one its tenant), or a `tenant`. A session's turns "
+        "keep their version.",
         one_of=tuple(Sticky),
     )
     shadow: ShadowTarget | None = option(None, "A model that gets copies.")

@@ -15,7 +15,6 @@ from headrace.policy.routing.replicas.least_loaded import least_loaded
 def by_session(candidates: Sequence[Candidate], decision: Decision) -> Ranked:
     if not decision.session:
         return least_loaded(candidates, decision)
-
     key = int.from_bytes(blake2b(decision.session.encode(), digest_size=7).digest())
     home = home_of(key, [seed_of(candidate.replica_id) for candidate in candidates])
     return figures_of([candidates[home]], decision), "the one that its session belongs to"
