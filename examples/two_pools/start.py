@@ -117,7 +117,11 @@ def keep(folder: Path, running: dict[str, subprocess.Popen[bytes]]) -> None:
 
 
 def stop(running: dict[str, subprocess.Popen[bytes]]) -> None:
-    """The last started first: gateways finish their streams while all others run. What takes too long is killed."""
+    """The last started first: gateways finish their streams while all others run. What takes too long is killed. A second signal would
+    leave processes behind, and changes nothing.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     for process in reversed(running.values()):
         process.terminate()
         try:
