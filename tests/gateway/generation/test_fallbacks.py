@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import httpx2
-import msgspec
 import pytest
 from foreign_kit import DONE, ScriptedServer, event, head, listening, said
 from gateway_kit import MODEL, FakeReplica, TestBench, events_of, eventually, metric, model_info, open_bench, snapshot, used
@@ -21,7 +18,6 @@ from headrace.core.errors import InvalidRequest, Overloaded, RequestTooLarge, Un
 from headrace.core.request import EngineRequest
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.generation.fallback_chain import fallback_chain
-from headrace.gateway.surfaces.dialect import parse
 from headrace.policy.limits.price import Price
 from headrace.policy.routing.wishes import RoutingWishes
 from headrace.text.folder import TextModel
@@ -246,27 +242,12 @@ async def test_a_client_that_leaves_between_two_models_leaves_nothing_open(text:
         await eventually(lambda: bench.gateway.service.open_requests.num_open == 0)
 
 
-@contextmanager
-def wishing(monkeypatch: pytest.MonkeyPatch, *names: str) -> Iterator[None]:
-    """What a client's body has parsed to."""
-    shared = parse.shared_request
-
-    def wished(*given: Any) -> Any:
-        return msgspec.structs.replace(shared(*given), routing=RoutingWishes(fallbacks=names))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(parse, "shared_request", wished)
-        yield
-
-
-async def test_a_client_names_fallbacks_of_its_own_among_the_models_of_its_key(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_names_fallbacks_of_its_own_among_the_models_of_its_key(text: TextModel) -> None:
     async with bench_of(text, own(FOX, busy=[CUB]), own(CUB), own(DEN), tier={"models": [FOX, DEN]}) as bench:
         bench.replicas["of-fox"].on_submit = full
         assert (await ask(bench)).status_code == 429
-        with wishing(monkeypatch, FOX, DEN):
-            assert (await ask(bench)).json()["model"] == DEN
-        with wishing(monkeypatch, CUB):
-            error = (await ask(bench)).json()["error"]
+        assert (await ask(bench, fallbacks=[FOX, DEN])).json()["model"] == DEN
+        error = (await ask(bench, fallbacks=[CUB])).json()["error"]
         assert (error["param"], error["code"]) == ("fallbacks", "invalid_value")
         assert "cub" not in error["message"].replace('"cub"', ""), "only what the client wrote"
 
@@ -335,7 +316,7 @@ def _lose_late(replica: FakeReplica, request: EngineRequest, stream: ReplicaStre
     asyncio.get_running_loop().call_later(2.5, lost, request, stream)
 
 
-async def asked_at_random(text: TextModel, monkeypatch: pytest.MonkeyPatch, seed: int) -> str:
+async def asked_at_random(text: TextModel, seed: int) -> str:
     """Returns how it ended."""
     draw = random.Random(seed)
     names = [f"m{number}" for number in range(draw.randint(2, 5))]
@@ -356,8 +337,7 @@ async def asked_at_random(text: TextModel, monkeypatch: pytest.MonkeyPatch, seed
         async with bench_of(text, *models, prices=prices, tier={"models": allowed}) as bench:
             for name in set(names) - set(far):
                 behave(bench.replicas[f"of-{name}"], how[name])
-            with wishing(monkeypatch, *wished):
-                response = await ask(bench, "m0", stream=is_streaming)
+            response = await ask(bench, "m0", stream=is_streaming, fallbacks=wished)
             return await checked_end(bench, response, how, prices, allowed, chains, wished)
 
 
@@ -399,12 +379,12 @@ async def checked_end(
     return "lost" if errors else "asked" if answered == "m0" else "fallback"
 
 
-async def test_each_of_random_chains_ends_with_an_allowed_model_or_one_error(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    ends = [await asked_at_random(text, monkeypatch, seed) for seed in range(100)]
+async def test_each_of_random_chains_ends_with_an_allowed_model_or_one_error(text: TextModel) -> None:
+    ends = [await asked_at_random(text, seed) for seed in range(100)]
     assert set(ends) == {"asked", "fallback", "error", "lost"}
 
 
 @pytest.mark.slow
-async def test_a_thousand_of_random_chains(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    ends = [await asked_at_random(text, monkeypatch, seed) for seed in range(1000)]
+async def test_a_thousand_of_random_chains(text: TextModel) -> None:
+    ends = [await asked_at_random(text, seed) for seed in range(1000)]
     assert ends.count("fallback") > 100

@@ -225,7 +225,7 @@ async def test_another_key_of_the_tenant_continues_no_stream_of_a_model_that_it_
     keys = [{"key": f"key-of-{name}", "tenant": "acme", "tier": name} for name in ("large", "small")]
     tiers = {"large": {"models": [LARGE]}, "small": {"models": [ONE]}}
     body = streaming_body(CHAT, model=None, max_tokens=12, ignore_eos=True)
-    config = {"models": served(ONE, LARGE), "api_keys": keys, "tiers": tiers, "timeouts": {"stream_resume_s": 60}}
+    config: dict[str, Any] = {"models": served(ONE, LARGE), "api_keys": keys, "tiers": tiers, "timeouts": {"stream_resume_s": 60}}
     async with open_bench(text, **config) as bench:
         for replica in bench.replicas.values():
             equal(replica)
