@@ -117,11 +117,7 @@ def keep(folder: Path, running: dict[str, subprocess.Popen[bytes]]) -> None:
 
 
 def stop(running: dict[str, subprocess.Popen[bytes]]) -> None:
-    """The last started first: gateways finish their streams while all others run. What takes too long is killed. A second signal would
-    leave processes behind, and changes nothing.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    """The last started first: gateways finish their streams while all others run. What takes too long is killed."""
     for process in reversed(running.values()):
         process.terminate()
         try:
@@ -131,9 +127,17 @@ def stop(running: dict[str, subprocess.Popen[bytes]]) -> None:
             process.wait()
 
 
+def interrupt(*_: object) -> None:
+    """Once: a second signal would leave processes behind."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "build" / "two_pools").absolute()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
     prepare(folder)
     running: dict[str, subprocess.Popen[bytes]] = {}
     try:
