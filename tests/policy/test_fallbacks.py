@@ -16,12 +16,12 @@ from headrace.policy.fallbacks import (
     CONTENT_POLICY,
     CONTEXT_WINDOW,
     FAILED,
+    ChoiceTerms,
     FallbackReason,
     Fallbacks,
     ModelFacts,
-    RoutedModel,
-    RouteTerms,
-    route,
+    NextModel,
+    next_model,
 )
 
 pytestmark = pytest.mark.pure
@@ -36,19 +36,19 @@ def facts(name: str, queue: QueueState | None = IDLE, *, is_alive: bool = True, 
     return ModelFacts(name, is_alive, max_model_len, queue)
 
 
-def routed(
+def chosen(
     asked: ModelFacts | None,
     *fallbacks: tuple[FallbackReason | None, ModelFacts],
     met: Sequence[FallbackReason] = (),
     priority: PriorityClass = STANDARD,
-) -> RoutedModel:
+) -> NextModel:
     models = {model.name: model for _, model in fallbacks}
     named = [(reason, model.name) for reason, model in fallbacks]
-    return route(asked, named, met, RouteTerms(TOKENS, priority, RULES), models.__getitem__)
+    return next_model(asked, named, met, ChoiceTerms(TOKENS, priority, RULES), models.__getitem__)
 
 
 def test_the_model_that_is_asked_for_answers_where_it_can() -> None:
-    found = routed(facts("big"), (None, facts("small")))
+    found = chosen(facts("big"), (None, facts("small")))
     assert (found.model, found.outcome, found.reason) == ("big", AdmissionOutcome.SERVED, None)
     assert found.steps == [("big", True, "It is the first choice.")]
 
@@ -65,39 +65,39 @@ def test_the_model_that_is_asked_for_answers_where_it_can() -> None:
 )
 def test_a_model_that_cannot_answer_has_a_fallback_for_that_reason_alone(asked: ModelFacts, reason: FallbackReason) -> None:
     others = [(each, facts(each)) for each in FallbackReason if each is not reason and {each, reason} != {BUSY, FAILED}]
-    found = routed(asked, *others, (reason, facts("small")))
+    found = chosen(asked, *others, (reason, facts("small")))
     assert (found.model, found.outcome, found.reason) == ("small", AdmissionOutcome.FALLBACK, reason)
     assert [(step.model, step.is_chosen) for step in found.steps] == [("big", False), ("small", True)]
-    assert routed(asked, *others).model == (None if asked.queue is LONG else "big")
+    assert chosen(asked, *others).model == (None if asked.queue is LONG else "big")
 
 
 def test_a_busy_fallback_is_no_help_to_a_busy_model_and_some_to_a_dead_one() -> None:
-    assert routed(facts("big", DEEP), (BUSY, facts("small", DEEP))).outcome is AdmissionOutcome.QUEUED
-    assert routed(facts("big", LONG), (BUSY, facts("small", DEEP))).outcome is AdmissionOutcome.REFUSED
-    assert routed(facts("big", is_alive=False), (FAILED, facts("small", DEEP))).model == "small"
-    assert routed(facts("big", is_alive=False), (FAILED, facts("small", LONG))).model == "big", "it may be there again"
-    assert routed(facts("big", DEEP), (BUSY, facts("small", is_alive=False)), (BUSY, facts("next"))).model == "next"
+    assert chosen(facts("big", DEEP), (BUSY, facts("small", DEEP))).outcome is AdmissionOutcome.QUEUED
+    assert chosen(facts("big", LONG), (BUSY, facts("small", DEEP))).outcome is AdmissionOutcome.REFUSED
+    assert chosen(facts("big", is_alive=False), (FAILED, facts("small", DEEP))).model == "small"
+    assert chosen(facts("big", is_alive=False), (FAILED, facts("small", LONG))).model == "big", "it may be there again"
+    assert chosen(facts("big", DEEP), (BUSY, facts("small", is_alive=False)), (BUSY, facts("next"))).model == "next"
 
 
 def test_a_premium_request_leaves_its_model_only_where_it_would_be_refused() -> None:
-    assert routed(facts("big", DEEP), (BUSY, facts("small")), priority=PREMIUM).outcome is AdmissionOutcome.QUEUED
-    assert routed(facts("big", LONG), (BUSY, facts("small")), priority=PREMIUM).model == "small"
+    assert chosen(facts("big", DEEP), (BUSY, facts("small")), priority=PREMIUM).outcome is AdmissionOutcome.QUEUED
+    assert chosen(facts("big", LONG), (BUSY, facts("small")), priority=PREMIUM).model == "small"
 
 
 def test_what_fails_for_another_reason_goes_on_in_the_list_of_that_reason_first() -> None:
     chain = ((FAILED, facts("second")), (CONTEXT_WINDOW, facts("long")))
-    assert routed(None, *chain, met=[CONTEXT_WINDOW, FAILED]).model == "long"
-    assert routed(None, chain[0], met=[CONTEXT_WINDOW, FAILED]).model == "second"
-    assert routed(None, *chain, met=[CONTENT_POLICY]).model is None
+    assert chosen(None, *chain, met=[CONTEXT_WINDOW, FAILED]).model == "long"
+    assert chosen(None, chain[0], met=[CONTEXT_WINDOW, FAILED]).model == "second"
+    assert chosen(None, *chain, met=[CONTENT_POLICY]).model is None
 
 
 def test_a_fallback_of_the_client_answers_for_every_reason() -> None:
     for reason in FallbackReason:
-        assert routed(None, (None, facts("wished")), (reason, facts("configured")), met=[reason]).model == "wished"
+        assert chosen(None, (None, facts("wished")), (reason, facts("configured")), met=[reason]).model == "wished"
 
 
 def test_a_model_that_was_passed_over_for_its_queue_is_asked_after_its_fallbacks() -> None:
-    found = routed(facts("big", DEEP), met=[FAILED])
+    found = chosen(facts("big", DEEP), met=[FAILED])
     assert (found.model, found.outcome) == ("big", AdmissionOutcome.QUEUED)
 
 
@@ -122,7 +122,7 @@ def test_a_chosen_model_is_able_allowed_and_the_only_one(
     priority: PriorityClass,
 ) -> None:
     fallbacks = [(reason, model) for reason, model in fallbacks if asked is None or model.name != asked.name]
-    found = routed(asked, *fallbacks, met=met if asked is None else [], priority=priority)
+    found = chosen(asked, *fallbacks, met=met if asked is None else [], priority=priority)
     assert [step.model for step in found.steps if step.is_chosen] == ([] if found.model is None else [found.model])
     assert (found.reason is not None) == (found.outcome is AdmissionOutcome.FALLBACK)
     if found.outcome is AdmissionOutcome.FALLBACK:

@@ -68,7 +68,7 @@ class ModelFacts(NamedTuple):
     queue: QueueState | None
 
 
-class RouteTerms(NamedTuple):
+class ChoiceTerms(NamedTuple):
     """least_tokens: a lower bound of prompt and output"""
 
     least_tokens: int
@@ -77,13 +77,13 @@ class RouteTerms(NamedTuple):
     ttft_goal_s: float | None = None
 
 
-class RouteStep(NamedTuple):
+class ChoiceStep(NamedTuple):
     model: str
     is_chosen: bool
     reason: str
 
 
-class RoutedModel(NamedTuple):
+class NextModel(NamedTuple):
     """
     model          to ask now; None: none may be asked
     reason         of a fallback
@@ -92,7 +92,7 @@ class RoutedModel(NamedTuple):
 
     model: str | None
     outcome: AdmissionOutcome
-    steps: Sequence[RouteStep]
+    steps: Sequence[ChoiceStep]
     reason: FallbackReason | None = None
     retry_after_s: float = 0.0
 
@@ -105,13 +105,13 @@ SENTENCES = {
 }
 
 
-def route(
+def next_model(
     asked: ModelFacts | None,
     fallbacks: Sequence[tuple[FallbackReason | None, str]],
     met: Sequence[FallbackReason],
-    terms: RouteTerms,
+    terms: ChoiceTerms,
     facts: Callable[[str], ModelFacts],
-) -> RoutedModel:
+) -> NextModel:
     """A premium request leaves a busy model only where it would be refused. A busy fallback is no help to a busy model.
 
     asked      None: it was asked, and could not answer
@@ -119,33 +119,33 @@ def route(
     met        why the models asked so far did not answer, the latest first
     facts      of a fallback, by its name
     """
-    steps: list[RouteStep] = []
+    steps: list[ChoiceStep] = []
     reasons, verdict = tuple(met), AdmissionVerdict(AdmissionOutcome.REFUSED)
     if asked is not None:
         obstacles, verdict = _look(asked, terms)
         is_queued = verdict.outcome is AdmissionOutcome.QUEUED
         if not obstacles or (is_queued and terms.priority is PriorityClass.PREMIUM):
-            return RoutedModel(asked.name, verdict.outcome, [RouteStep(asked.name, True, "It is the first choice.")])
+            return NextModel(asked.name, verdict.outcome, [ChoiceStep(asked.name, True, "It is the first choice.")])
         reasons = (*obstacles, *reasons)
-        steps.append(RouteStep(asked.name, False, SENTENCES[obstacles[0]]))
+        steps.append(ChoiceStep(asked.name, False, SENTENCES[obstacles[0]]))
     for reason in dict.fromkeys(reasons):
         for given, name in fallbacks:
             if given not in (None, reason):
                 continue
             obstacles, _ = _look(facts(name), terms)
             if not obstacles or (obstacles == (BUSY,) and reason is not BUSY):
-                step = RouteStep(name, True, f"It is the first fallback for {reason} that can answer.")
-                return RoutedModel(name, AdmissionOutcome.FALLBACK, [*steps, step], reason)
+                step = ChoiceStep(name, True, f"It is the first fallback for {reason} that can answer.")
+                return NextModel(name, AdmissionOutcome.FALLBACK, [*steps, step], reason)
             if all(name != step.model for step in steps):
-                steps.append(RouteStep(name, False, SENTENCES[obstacles[0]]))
+                steps.append(ChoiceStep(name, False, SENTENCES[obstacles[0]]))
     if asked is None or verdict.outcome is AdmissionOutcome.REFUSED:
-        return RoutedModel(None, AdmissionOutcome.REFUSED, steps, retry_after_s=verdict.retry_after_s)
-    return RoutedModel(
-        asked.name, verdict.outcome, [*steps, RouteStep(asked.name, True, "It is the first choice, and no fallback can answer.")]
+        return NextModel(None, AdmissionOutcome.REFUSED, steps, retry_after_s=verdict.retry_after_s)
+    return NextModel(
+        asked.name, verdict.outcome, [*steps, ChoiceStep(asked.name, True, "It is the first choice, and no fallback can answer.")]
     )
 
 
-def _look(model: ModelFacts, terms: RouteTerms) -> tuple[tuple[FallbackReason, ...], AdmissionVerdict]:
+def _look(model: ModelFacts, terms: ChoiceTerms) -> tuple[tuple[FallbackReason, ...], AdmissionVerdict]:
     """What is against the model. A queue that refuses the request is a failure, too."""
     verdict = AdmissionVerdict(AdmissionOutcome.SERVED)
     if not model.is_alive:

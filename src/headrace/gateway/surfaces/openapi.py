@@ -32,8 +32,8 @@ from headrace.gateway.surfaces.dialect.field_table import (
     Treatment,
 )
 from headrace.gateway.surfaces.dialect.parse import MAX_CACHE_SALT_CHARS, PRIORITIES
+from headrace.gateway.surfaces.dialect.routing_fields import MAX_MODEL_CHARS, MAX_SERVER_CHARS, MAX_WISHED_MODELS, MAX_WISHED_SERVERS
 from headrace.gateway.surfaces.dialect.schemas import FORMATS
-from headrace.gateway.surfaces.dialect.wishes import MAX_MODEL_CHARS, MAX_SERVER_CHARS, MAX_WISHED_MODELS, MAX_WISHED_SERVERS
 from headrace.gateway.surfaces.endpoint import Endpoint
 from headrace.policy.routing.wishes import SortBy
 

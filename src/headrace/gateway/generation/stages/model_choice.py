@@ -6,7 +6,7 @@ from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError, InvalidRequest, Overloaded, RequestTooLarge, TextQueueFull, Unavailable
 from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.generation.call import Call, CallNext, Ready
-from headrace.gateway.generation.stages.wishes import wished, wished_queue
+from headrace.gateway.generation.wished_models import wished, wished_queue
 from headrace.gateway.http.asgi import Headers
 from headrace.gateway.http.errors import ContentRefused, ContextLengthExceeded, RateLimitExceeded, forget_frames, naming
 from headrace.gateway.http.exchange import Exchange
@@ -16,7 +16,7 @@ from headrace.gateway.upstream.served_models import ServedModel
 from headrace.observe.finished_request import ModelStep
 from headrace.observe.metrics import Metrics
 from headrace.policy.admission import AdmissionOutcome, QueueState, TenantTurn
-from headrace.policy.fallbacks import FAILED, SENTENCES, FallbackReason, ModelFacts, RoutedModel, RouteTerms, route
+from headrace.policy.fallbacks import FAILED, SENTENCES, ChoiceTerms, FallbackReason, ModelFacts, NextModel, next_model
 
 MODEL_HEADER, REASON_HEADER = b"x-headrace-model", b"x-headrace-reason"
 """Headers of every generating answer but a continued stream, a refusal too."""
@@ -49,7 +49,7 @@ class ModelChoice:
         self._met: tuple[FallbackReason, ...] = ()
         self._error: HeadraceError | None = None
         goal_ms = call.principal.tier.ttft_ms
-        self._terms = RouteTerms(
+        self._terms = ChoiceTerms(
             _least_tokens(call), call.parsed.priority, call.config.admission, None if goal_ms is None else goal_ms / 1000
         )
 
@@ -60,7 +60,7 @@ class ModelChoice:
         queue = wished_queue(self._call, asked)
         if queue is not None:
             queue = overload.arrive(queue, rules, num_open=turn.num_open, now=now).at_turn(turn)
-        found = self._route(self._facts(asked, queue))
+        found = self._next(self._facts(asked, queue))
         if found.model is None and queue is not None:
             overload.refuse(queue, rules, now=now)
         return self._go(found)
@@ -79,11 +79,12 @@ class ModelChoice:
         why = SENTENCES[reasons[0]] if reasons else "It cannot take a request of this form."
         call.ending.steps.append(ModelStep(call.model.name, False, why))
         asked = None if self._error is not None else self._facts(call.asked, self._queue(call.asked))
-        return self._go(self._route(asked))
+        return self._go(self._next(asked))
 
-    def _route(self, asked: ModelFacts | None) -> RoutedModel:
+    def _next(self, asked: ModelFacts | None) -> NextModel:
         left = [(reason, model.name) for reason, model in self._call.fallbacks if model.name not in self._tried]
-        found = route(asked, left, self._met, self._terms, lambda name: self._facts(self._models[name], self._queue(self._models[name])))
+        models = self._models
+        found = next_model(asked, left, self._met, self._terms, lambda name: self._facts(models[name], self._queue(models[name])))
         if self._call.fallbacks or self._call.ending.steps:
             self._call.ending.steps += [ModelStep(*step) for step in found.steps]
         return found
@@ -103,7 +104,7 @@ class ModelChoice:
     def _turn(self, model: ServedModel) -> TenantTurn:
         return model.users.turn_of(self._call.principal.tenant, num_new=int(model.users is not self._call.model.users))
 
-    def _go(self, found: RoutedModel) -> Call:
+    def _go(self, found: NextModel) -> Call:
         call, exchange = self._call, self._call.exchange
         if call.unsent is not None:
             call.unsent.uncount()

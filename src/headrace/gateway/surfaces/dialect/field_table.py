@@ -18,7 +18,7 @@ from enum import StrEnum
 from functools import partial
 
 from headrace.core.grammar import MAX_GRAMMAR_BYTES
-from headrace.gateway.surfaces.dialect.wishes import MAX_WISHED_MODELS, MAX_WISHED_SERVERS
+from headrace.gateway.surfaces.dialect.routing_fields import MAX_WISHED_MODELS, MAX_WISHED_SERVERS
 from headrace.gateway.upstream.generation_request import PASSED_IN_BODY, PASSED_IN_CHAT, PASSED_INSIDE
 from headrace.policy.routing.wishes import OWN_ENGINES
 

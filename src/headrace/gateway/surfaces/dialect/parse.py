@@ -32,8 +32,8 @@ from headrace.gateway.surfaces.dialect.field_table import (
     Inside,
     Treatment,
 )
+from headrace.gateway.surfaces.dialect.routing_fields import routing_wishes
 from headrace.gateway.surfaces.dialect.schemas import SamplingFields, requested_grammar
-from headrace.gateway.surfaces.dialect.wishes import routing_wishes
 from headrace.gateway.upstream.generation_request import PASSED_IN_BODY, Conversation, PlainPrompts, RequestedGrammar
 
 T = TypeVar("T", bound=msgspec.Struct)

@@ -21,7 +21,7 @@ from headrace.core.grammar import Grammar, GrammarKind
 from headrace.core.structured import given_kind
 from headrace.gateway.cache.control import CacheControl
 from headrace.gateway.http.json_border import decode_object
-from headrace.gateway.surfaces.dialect.wishes import ProviderWishes
+from headrace.gateway.surfaces.dialect.routing_fields import ProviderWishes
 from headrace.gateway.upstream.generation_request import RequestedGrammar
 
 # ----------------------------------------------------------------------------------------------------------------------- requests
