@@ -266,10 +266,11 @@ async def test_an_explanation_says_why_a_model_was_passed_over(text: TextModel) 
 async def test_a_fallback_is_a_model_that_the_key_may_use(text: TextModel) -> None:
     keys = [{"key": "key-standard", "tenant": "second", "tier": "one"}]
     async with open_bench(text, models=two_models(), api_keys=keys, tiers={"one": {"models": [MODEL]}}) as bench:
-        body = {"model": MODEL, "messages": HELLO, "fallbacks": [OTHER]}
-        refused = await bench.client.post("/v1/chat/completions", json=body, headers={"authorization": "Bearer key-standard"})
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "fallbacks")
-        assert OTHER not in refused.json()["error"]["message"].partition(", got")[0]
+        for field in ("models", "fallbacks"):
+            body = {"model": MODEL, "messages": HELLO, field: [OTHER]}
+            refused = await bench.client.post("/v1/chat/completions", json=body, headers={"authorization": "Bearer key-standard"})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+            assert OTHER not in refused.json()["error"]["message"].partition(", got")[0]
 
 
 async def test_a_configured_fallback_costs_no_more_than_the_request_allows(text: TextModel) -> None:

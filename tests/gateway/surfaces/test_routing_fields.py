@@ -36,11 +36,11 @@ def parsed(surface: str, **fields: Any) -> ParsedRequest:
     [
         ({}, None, NO_WISHES),
         ({"model": "a", "models": [], "fallbacks": [], "provider": {}}, "a", NO_WISHES),
-        ({"model": "a", "fallbacks": ["b", "c", "b", "a"]}, "a", RoutingWishes(("b", "c"))),
-        ({"models": ["a", "b", "c"]}, "a", RoutingWishes(("b", "c"))),
-        ({"model": "a", "models": ["a", "b"]}, "a", RoutingWishes(("b",))),
-        ({"model": "a", "models": ["b", "c"], "fallbacks": ["d", "b"]}, "a", RoutingWishes(("b", "c", "d"))),
-        ({"fallbacks": ["b"]}, None, RoutingWishes(("b",))),
+        ({"model": "a", "fallbacks": ["b", "c", "b", "a"]}, "a", RoutingWishes(fallbacks=("b", "c"))),
+        ({"models": ["a", "b", "c"]}, "a", RoutingWishes(models=("b", "c"))),
+        ({"model": "a", "models": ["a", "b"]}, "a", RoutingWishes(models=("b",))),
+        ({"model": "a", "models": ["b", "c"], "fallbacks": ["d", "b"]}, "a", RoutingWishes(models=("b", "c"), fallbacks=("d",))),
+        ({"fallbacks": ["b"]}, None, RoutingWishes(fallbacks=("b",))),
         (
             {"provider": {"order": ["x", "y"], "only": ["x"], "ignore": ["z"], "allow_fallbacks": False}},
             None,

@@ -21,17 +21,18 @@ def fallback_chain(asked: ServedModel, wishes: RoutingWishes, models: ModelTable
 
     Raises InvalidRequest for a name of the client's that its key may not use, and Unavailable while it may be that of an adapter.
     """
-    if not wishes.fallbacks and asked.fallbacks == NO_FALLBACKS:
+    named = [("models", name) for name in wishes.models] + [("fallbacks", name) for name in wishes.fallbacks]
+    if not named and asked.fallbacks == NO_FALLBACKS:
         return ()
     models = models.usable_by(principal)
     chain: list[tuple[FallbackReason | None, ServedModel]] = []
-    for name in wishes.fallbacks:
+    for field, name in named:
         try:
             found = models.find(name)
         except ModelNotFound as error:
-            raise InvalidRequest("fallbacks", f"names of models that are served ({error.limit})", name, error.remedy) from None
+            raise InvalidRequest(field, f"names of models that are served ({error.limit})", name, error.remedy) from None
         if found.route is not None:
-            raise InvalidRequest("fallbacks", "names of models, and this is a route", name, "Name one of its models.")
+            raise InvalidRequest(field, "names of models, and this is a route", name, "Name one of its models.")
         chain.append((None, found.models[0]))
     for reason, name in asked.fallbacks.named():
         with suppress(ModelNotFound):

@@ -19,7 +19,7 @@ def wished(call: Call) -> Call:
     Raises InvalidRequest for a server that none of them has, and where none may answer.
     """
     wishes = call.parsed.routing
-    if wishes._replace(fallbacks=()) == NO_WISHES:
+    if wishes._replace(models=(), fallbacks=()) == NO_WISHES:
         return call
     models = [call.asked, *[model for reason, model in call.fallbacks if reason is None]]
     _check_servers(call, models)

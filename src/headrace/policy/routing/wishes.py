@@ -22,7 +22,7 @@ class SortBy(StrEnum):
 
 
 class RoutingWishes(NamedTuple):
-    """fallbacks       models that may answer where the asked one cannot, for any reason, in this order
+    """models, fallbacks  that may answer where the asked one cannot, for any reason, in this order
     max_input_price, max_output_price  of a million tokens, in the operator's currency: a model that costs more never answers
     min_throughput  tokens per second of a stream; slower models are asked last
     sort            None: the asked model first, then its fallbacks as they are written
@@ -30,6 +30,7 @@ class RoutingWishes(NamedTuple):
                     Without `order` and `allow_fallbacks` the server that is asked first is the only one
     """
 
+    models: tuple[str, ...] = ()
     fallbacks: tuple[str, ...] = ()
     max_input_price: float | None = None
     max_output_price: float | None = None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from headrace.core.errors import InvalidRequest
-from headrace.policy.routing.wishes import NO_WISHES, RoutingWishes, SortBy
+from headrace.policy.routing.wishes import RoutingWishes, SortBy
 
 MAX_WISHED_MODELS, MAX_MODEL_CHARS = 8, 256
 MAX_WISHED_SERVERS, MAX_SERVER_CHARS = 17, 128
@@ -45,9 +45,12 @@ def routing_wishes(
     _check_names("models", models, MAX_WISHED_MODELS, MAX_MODEL_CHARS)
     _check_names("fallbacks", fallbacks, MAX_WISHED_MODELS, MAX_MODEL_CHARS)
     asked = models[0] if model is None and models else model
-    others = tuple(name for name in dict.fromkeys([*models, *fallbacks]) if name != asked)
+    wishes = RoutingWishes(
+        models=tuple([name for name in dict.fromkeys(models) if name != asked]),
+        fallbacks=tuple([name for name in dict.fromkeys(fallbacks) if name not in (asked, *models)]),
+    )
     if provider is None:
-        return asked, RoutingWishes(others) if others else NO_WISHES
+        return asked, wishes
     for name in ("order", "only", "ignore"):
         _check_names(f"provider.{name}", getattr(provider, name), MAX_WISHED_SERVERS, MAX_SERVER_CHARS)
     if provider.sort is not None and provider.sort not in (*SortBy,):
@@ -61,8 +64,7 @@ def routing_wishes(
     for name, value in limits.items():
         if value is not None and value < 0:
             raise InvalidRequest(f"provider.{name}", "a number of at least 0", value)
-    return asked, RoutingWishes(
-        others,
+    return asked, wishes._replace(
         max_input_price=price.prompt,
         max_output_price=price.completion,
         min_throughput=least,
