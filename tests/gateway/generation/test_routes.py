@@ -28,7 +28,7 @@ from headrace.wire.stream import ReplicaStream
 pytestmark = pytest.mark.loop
 
 ONE, TWO, LARGE, SHADOW = "small-1", "small-2", "large-1", "small-3"
-SHARED = [
+SHARED: list[dict[str, Any]] = [
     {"model": ONE, "size": "small", "version": "1", "weight": 1},
     {"model": TWO, "size": "small", "version": "2", "weight": 1},
     {"model": LARGE, "size": "large"},
@@ -137,6 +137,22 @@ async def test_a_route_is_listed_with_what_all_of_its_targets_can_do(text: TextM
         assert counted.json()["max_model_len"] == 400, "the first target's tokenizer"
         read = await bench.client.post("/detokenize", json={"model": "assistant", "tokens": counted.json()["tokens"]})
         assert "Hello" in read.json()["prompt"]
+
+
+async def test_a_route_is_ready_while_a_target_is_that_a_request_may_get(text: TextModel) -> None:
+    targets = [SHARED[0], {**SHARED[1], "weight": 0}, SHARED[2]]
+    names = ("assistant", "assistant:small", "assistant@2", "assistant:large", "assistant:huge", "strict&model=assistant")
+    async with open_bench(text, **routed(targets)) as bench:
+
+        async def statuses() -> list[int]:
+            return [(await bench.client.get(f"/ready?{'' if '=' in name else 'model='}{name}")).status_code for name in names]
+
+        assert await statuses() == [200, 200, 200, 200, 404, 200]
+        bench.replicas[ONE].die()
+        assert await statuses() == [200, 503, 200, 200, 404, 503]
+        bench.replicas[LARGE].die()
+        assert await statuses() == [503, 503, 200, 503, 404, 503]
+        assert (await bench.client.get("/ready")).status_code == 200
 
 
 async def test_a_key_for_a_route_uses_its_targets_through_it_alone(text: TextModel) -> None:

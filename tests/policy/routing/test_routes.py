@@ -111,6 +111,25 @@ def test_the_hint_decides_between_the_first_and_the_last_size() -> None:
     assert (target.model, reason) == ("large-1", "assistant leads to it in the size large (it is code)")
 
 
+def test_reachable_targets_are_those_that_some_request_gets() -> None:
+    route = ModelRoute(
+        targets=(
+            *ASSISTANT.targets[:2],
+            RouteTarget(model="small-3", size="small", version="3", weight=0.0),
+            RouteTarget(model="middle-1", size="middle"),
+            *ASSISTANT.targets[2:],
+        )
+    )
+    for form in route.forms("assistant"):
+        wish = wish_of(form)
+        assert wish is not None
+        given = {*spread(route, form), *spread(route, form, lambda: LARGE)}
+        assert {target.model for target in route.reachable(wish)} == given
+    assert [target.model for target in route.reachable(RouteWish("assistant"))] == ["small-1", "small-2", "large-1"]
+    assert [target.model for target in route.reachable(RouteWish("assistant", "", "3"))] == ["small-3"]
+    assert not route.reachable(RouteWish("assistant", "huge"))
+
+
 def test_a_choice_by_weight_says_so() -> None:
     reason = choose_target("assistant:small", ASSISTANT, RouteWish("assistant", "small"), sender(1), never)[1]
     assert reason == "assistant:small leads to it, by its weight of 95 in 100 for each tenant"

@@ -42,7 +42,7 @@ class ProbeReply(Struct):
 
 
 READY_QUERY = (
-    QueryParameter("model", "Ask for this model (or alias) alone: one of its replicas must be ready."),
+    QueryParameter("model", "Ask for this model, alias or route alone: one of its replicas must be ready."),
     QueryParameter("strict", "Without a value, or `true`: every replica must be ready."),
 )
 FAILING = "failed several requests in a row"
@@ -74,7 +74,7 @@ async def health(service: Service, exchange: Exchange) -> None:
 async def ready(service: Service, exchange: Exchange) -> None:
     """The query may ask for more (READY_QUERY). The body lists the replicas of all models whatever was asked."""
     query = _ready_query(exchange)
-    models = [service.models.configured(query["model"])] if "model" in query else service.models.models
+    models = service.models.configured(query["model"]) if "model" in query else service.models.models
     reasons = [_why_not_ready(models, is_strict=_STRICT[query.get("strict", "false")]), service.text_pool.reason]
     reason = "draining" if service.open_requests.is_draining else "; ".join(filter(None, reasons))
     states = [

@@ -172,11 +172,18 @@ class ModelTable:
             raise Unavailable(f"{name} is no model here, but may be an adapter of one that is still starting.", retry_after_s=2.0)
         raise ModelNotFound(name, self.names)
 
-    def configured(self, name: str) -> ServedModel:
-        """Without adapters, for callers that show no key: an adapter's name may be one customer's secret. Raises ModelNotFound."""
-        if (model := self._by_name.get(name)) is None:
-            raise ModelNotFound(name, list(self._by_name))
-        return model
+    def configured(self, name: str) -> list[ServedModel]:
+        """The model of that name, or those that a request for the route may get. Without adapters, for callers that show no key: an
+        adapter's name may be one customer's secret. Raises ModelNotFound.
+        """
+        if (model := self._by_name.get(name)) is not None:
+            return [model]
+        wish = wish_of(name)
+        route = None if wish is None else self._all_routes.get(wish.route)
+        models = [] if wish is None or route is None else [self._by_name[target.model] for target in route.reachable(wish)]
+        if not models:
+            raise ModelNotFound(name, [*self._by_name, *self._all_routes])
+        return models
 
     def choose(self, name: str | None, sender_of: Callable[[], Sender], hint: Callable[[], SizeHint]) -> ChosenModel:
         """Raises as `only`. sender_of: asked for a route alone; hint: as in `choose_target`"""

@@ -70,6 +70,16 @@ class ModelRoute:
     def matching(self, wish: RouteWish) -> list[RouteTarget]:
         return [each for each in self.targets if wish.size in ("", each.size) and wish.version in ("", each.version)]
 
+    def reachable(self, wish: RouteWish) -> list[RouteTarget]:
+        """The targets that `choose_target` may choose."""
+        among = self.matching(wish)
+        sizes = _distinct(each.size for each in among)
+        found: list[RouteTarget] = []
+        for size in _distinct([*sizes[:1], *sizes[-1:]]):
+            of_size = [each for each in among if each.size == size]
+            found += [each for each in of_size if each.weight] or of_size[:1]
+        return found
+
     def forms(self, name: str) -> list[str]:
         versions = _distinct(each.version for each in self.targets)
         return [name, *(f"{name}:{size}" for size in self.sizes if size), *(f"{name}@{version}" for version in versions if version)]
