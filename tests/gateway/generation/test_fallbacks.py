@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 from foreign_kit import DONE, ScriptedServer, event, head, listening, said
-from gateway_kit import MODEL, FakeReplica, TestBench, events_of, eventually, metric, model_info, open_bench, snapshot, used
+from gateway_kit import MODEL, FakeReplica, TestBench, events_of, eventually, gateway_config, metric, model_info, open_bench, snapshot, used
 from virtual_time import virtual_loop
 
 from headrace.core.errors import InvalidRequest, Overloaded, RequestTooLarge, Unavailable
@@ -206,6 +206,27 @@ async def test_an_answer_of_a_fallback_is_not_cached_and_is_replayed_under_its_n
         assert (again.headers["x-headrace-model"], again.json()["model"]) == (CUB, CUB)
         fox.on_submit = None
         assert (await ask(bench, temperature=0)).json()["model"] == FOX
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"models": [own(CUB)], "routes": {"any": {"targets": [{"model": CUB}]}}},
+        {"models": [own("vixen") | {"aliases": [FOX]}], "routes": {"any": {"targets": [{"model": "vixen"}]}}},
+        {"models": [own(CUB)], "routes": {"any": {"targets": [{"model": CUB}]}, FOX: {"targets": [{"model": CUB}]}}},
+    ],
+    ids=["gone", "an alias now", "a route now"],
+)
+async def test_a_replayed_answer_has_the_name_of_the_model_that_gave_it(text: TextModel, changed: dict[str, Any]) -> None:
+    async with open_bench(text, models=[own(FOX)], routes={"any": {"targets": [{"model": FOX}]}}) as bench:
+        assert (await ask(bench, "any", headers={"idempotency-key": "a"})).json()["model"] == FOX
+        await bench.reloader.reload(lambda: gateway_config(**changed))
+        assert (await ask(bench, "any")).json()["model"] != FOX
+        again = await ask(bench, "any", headers={"idempotency-key": "a"})
+        assert (again.status_code, again.headers["idempotent-replayed"]) == (200, "true")
+        assert (again.headers["x-headrace-model"], again.json()["model"]) == (FOX, FOX)
+        assert (again.headers["x-headrace-reason"], again.json().get("system_fingerprint")) == ("cached_answer", None)
+        assert metric(bench.gateway, "headrace_requests_total", model=FOX, replica="", outcome="length") == 1
 
 
 async def test_a_session_and_a_stream_with_ids_know_who_answered(text: TextModel) -> None:

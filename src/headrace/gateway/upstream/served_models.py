@@ -216,7 +216,8 @@ UNREADABLE = "its tokenizer or chat template cannot be used"
 
 
 class UnreadableModel(Upstream):
-    """A model whose tokenizer or chat template cannot be used. No replica is connected, and every request is refused as Unavailable.
+    """A model whose tokenizer or chat template cannot be used, or that is served no more. No replica is connected, and every request is
+    refused as Unavailable.
 
     An operator repairs the files and reloads the configuration (`control.texts`).
     """

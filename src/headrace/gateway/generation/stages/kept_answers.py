@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
-from headrace.core.errors import HeadraceError, ModelNotFound
+from headrace.core.errors import HeadraceError, ModelNotFound, Unavailable
 from headrace.gateway.access.memory_charges import MemoryCharge
 from headrace.gateway.cache.recorded_answer import FORM, EventRecording, WholeAnswer, recorded_prepared
 from headrace.gateway.generation.answer_memory import HOLD_STEP_BYTES
 from headrace.gateway.generation.call import Call, Ending, Ready
 from headrace.gateway.generation.stages.model_choice import show
 from headrace.gateway.upstream.seam import OutputEvent, Prepared, TokenUsage
+from headrace.gateway.upstream.served_models import ServedModel, UnreadableModel
 from headrace.observe.store_metrics import AnswerCacheMetrics, CacheResult
 from headrace.policy.admission import AdmissionOutcome
 
@@ -88,12 +89,21 @@ def recorder_of(ready: Ready, *, max_bytes: int) -> tuple[AnswerRecorder, Ready]
 
 
 def answered_again(call: Call, answer: WholeAnswer, cache_tier: str) -> Ready:
-    """The request's model becomes the answer's, which may be a fallback."""
-    with suppress(ModelNotFound):
-        call = call.answered_by(call.models.only(answer.model))
+    """The request's model becomes the answer's, which may be a fallback, or served no more."""
+    call = call.answered_by(_model_of(call, answer.model))
     call.exchange.ignored += answer.ignored
     show(call.exchange, call.model, AdmissionOutcome.CACHED_ANSWER)
     return Ready(call=call, prepared=recorded_prepared(answer), cache_tier=cache_tier)
+
+
+def _model_of(call: Call, name: str) -> ServedModel:
+    """name: the answer's, of which an alias or a route may be the name now"""
+    if name == call.model.name:
+        return call.model
+    with suppress(ModelNotFound, Unavailable):
+        if (model := call.models.get(name)).name == name:
+            return model
+    return ServedModel(name, (), UnreadableModel(name, ()), call.created)
 
 
 def report_cache(call: Call, metrics: AnswerCacheMetrics, result: CacheResult, *headers: tuple[bytes, bytes]) -> None:
