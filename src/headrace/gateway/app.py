@@ -22,7 +22,7 @@ from headrace.gateway.access.open_requests import Draining, KeyRevoked, UseCount
 from headrace.gateway.access.principal import ANONYMOUS, OpenMetrics, Principal
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.generation.service import Service
-from headrace.gateway.generation.stages.model_choice import refused_headers
+from headrace.gateway.generation.stages.model_choice import with_outcome
 from headrace.gateway.http.asgi import Receive, Scope, Send
 from headrace.gateway.http.errors import (
     BAD_HTTP,
@@ -51,6 +51,7 @@ from headrace.observe.request_log import RequestLog
 from headrace.observe.tenant_metrics import RequestUse
 from headrace.observe.timeline import StageMarks
 from headrace.observe.trace_context import trace_context
+from headrace.policy.admission import AdmissionOutcome
 
 log = logging.getLogger("headrace.gateway")
 
@@ -173,7 +174,7 @@ class Gateway:
     async def _fail(self, exchange: Exchange, error: Exception, reply: ErrorReply, end: End) -> None:
         forget_frames(error)
         if end.outcome is Outcome.REFUSED:
-            exchange.more_headers = refused_headers(exchange.more_headers)
+            exchange.more_headers = with_outcome(exchange.more_headers, AdmissionOutcome.REFUSED)
         if not (isinstance(error, ClientLeft | SlowReader) or isinstance(exchange.end_reason, ClientLeft | SlowReader)):
             await exchange.fail(reply)
 

@@ -175,8 +175,13 @@ class UnsentRequest:
     __slots__ = ("_counts", "_is_counted", "_priority")
 
     def __init__(self, counts: list[int], priority: PriorityClass) -> None:
-        self._counts, self._priority, self._is_counted = counts, priority, True
-        counts[priority] += 1
+        self._counts, self._priority, self._is_counted = counts, priority, False
+        self.count()
+
+    def count(self) -> None:
+        if not self._is_counted:
+            self._is_counted = True
+            self._counts[self._priority] += 1
 
     def uncount(self) -> None:
         if self._is_counted:

@@ -135,7 +135,7 @@ def next_model(
             obstacles, _ = _look(facts(name), terms)
             if not obstacles or (obstacles == (BUSY,) and reason is not BUSY):
                 step = ChoiceStep(name, True, f"It is the first fallback for {reason} that can answer.")
-                return NextModel(name, AdmissionOutcome.FALLBACK, [*steps, step], reason)
+                return NextModel(name, AdmissionOutcome.FALLBACK, [*steps, step], reason, verdict.retry_after_s)
             if all(name != step.model for step in steps):
                 steps.append(ChoiceStep(name, False, SENTENCES[obstacles[0]]))
     if asked is None or verdict.outcome is AdmissionOutcome.REFUSED:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +15,8 @@ from gateway_kit import MODEL, SAID, TestBench, open_bench, snapshot, some_repli
 from headrace.core.errors import ConfigError, Overloaded
 from headrace.core.request import EngineRequest, PriorityClass
 from headrace.gateway.config import config_from
+from headrace.gateway.upstream.fallback import FallbackUpstream
+from headrace.gateway.upstream.foreign.upstream import HttpUpstream
 from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState
 from headrace.wire.stream import ReplicaStream
@@ -122,6 +126,69 @@ async def test_a_full_queue_of_ours_refuses_no_request_for_foreign_servers(text:
             assert await answer(bench, MODEL, order=["foreign-0"]) == "zero"
 
 
+FAR_FIRST: dict[str, Any] = {"provider": {"order": ["foreign-0", "headrace"]}}
+
+
+@asynccontextmanager
+async def both(text: TextModel, server: ScriptedServer, **changes: Any) -> AsyncIterator[TestBench]:
+    """One model with a replica and a foreign server, and one with a replica."""
+    async with listening(server) as (port,):
+        fox, cub = two_models()
+        models = [fox | {"upstreams": [{"url": f"http://127.0.0.1:{port}/v1"}], **changes}, cub]
+        async with open_bench(text, models=models, admission={"max_wait_s": 5.0}) as bench:
+            yield bench
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_our_queue_refuses_a_request_whose_foreign_servers_failed(text: TextModel, stream: bool) -> None:
+    server = ScriptedServer(BROKEN)
+    async with both(text, server) as bench:
+        load_of(bench)
+        refused = await ask(bench, MODEL, stream=stream, **FAR_FIRST)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
+        assert (refused.headers["retry-after"], refused.headers["x-headrace-reason"]) == ("19", "refused")
+        assert server.bodies
+        assert not bench.replica.requests
+
+
+async def test_our_queue_refuses_a_request_that_no_foreign_server_takes(text: TextModel) -> None:
+    """Before its prompt is read."""
+    server = saying("zero")
+    async with both(text, server) as bench:
+        load_of(bench)
+        form = {"prompt_logprobs": 1, "max_tokens": 1, **FAR_FIRST}
+        pool = bench.gateway.service.text_pool
+        before = pool.reading()
+        assert (await bench.complete(**form)).status_code == 429
+        upstream = bench.gateway.service.models.get(MODEL).upstream
+        assert isinstance(upstream, FallbackUpstream)
+        assert isinstance(upstream.foreign, HttpUpstream)
+        upstream.foreign.servers[0].is_reachable = False
+        assert (await ask(bench, MODEL, **FAR_FIRST)).status_code == 429
+        assert (await ask(bench, MODEL, provider={"ignore": ["headrace"]})).status_code == 200, "our engines never answer it"
+        upstream.foreign.servers[0].is_reachable = True
+        assert (pool.reading(), bench.replica.requests) == (before, [])
+        assert await answer(bench, MODEL, **FAR_FIRST["provider"]) == "zero"
+
+
+async def test_after_foreign_servers_a_busy_model_has_its_fallback_or_lets_the_request_wait(text: TextModel) -> None:
+    for fallbacks, reason, model in (({}, "queued", MODEL), ({"busy": [OTHER]}, "fallback", OTHER)):
+        async with both(text, ScriptedServer(BROKEN), fallbacks=fallbacks) as bench:
+            load_of(bench, num_running=4, num_waiting=11)
+            answered = await ask(bench, MODEL, **FAR_FIRST)
+            assert (answered.status_code, answered.json()["model"]) == (200, model), answered.text
+            assert (answered.headers["x-headrace-model"], answered.headers["x-headrace-reason"]) == (model, reason)
+
+
+async def test_after_foreign_servers_a_request_waits_for_our_engines_until_it_is_sent(text: TextModel) -> None:
+    seen: list[int] = []
+    async with both(text, ScriptedServer(BROKEN)) as bench:
+        unsent = bench.gateway.service.models.get(MODEL).unsent
+        bench.replica.on_submit = lambda request, stream: seen.append(unsent.num_requests(PriorityClass.BATCH))
+        assert await answer(bench, MODEL, **FAR_FIRST["provider"]) == SAID
+        assert (seen, unsent.num_requests(PriorityClass.BATCH)) == ([1], 0)
+
+
 @pytest.mark.parametrize("provider", [{"ignore": ["headrace"]}, {"order": ["foreign-0"]}])
 async def test_a_request_at_a_foreign_server_does_not_wait_for_our_engines(text: TextModel, provider: dict[str, Any]) -> None:
     seen: list[int] = []
@@ -165,12 +232,12 @@ async def test_a_request_that_falls_to_a_foreign_server_waits_for_no_engine(text
     assert seen == [0]
 
 
-def load_of(bench: TestBench) -> None:
-    """The first replica's queue takes twenty seconds."""
+def load_of(bench: TestBench, **queue: int) -> None:
+    """Of the first replica, whose queue takes twenty seconds by default."""
     assert bench.replica.snapshot is not None
     room = {"max_num_seqs": 4, "kv_blocks_free": 5000, "kv_blocks_total": 5001}
-    queue = {"num_queued_tokens": 20_000, "step_fixed_s": 0.01, "step_token_s": 0.001}
-    bench.replica.snapshot = replace(bench.replica.snapshot, load=snapshot(**room, **queue))
+    long = {"num_queued_tokens": 20_000, "step_fixed_s": 0.01, "step_token_s": 0.001}
+    bench.replica.snapshot = replace(bench.replica.snapshot, load=snapshot(**room, **(queue or long)))
 
 
 async def test_a_kept_answer_is_of_the_servers_that_the_request_wishes_for(text: TextModel) -> None:

@@ -105,7 +105,7 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
     created            Unix seconds at which the answer was begun
     history            messages of a chat, from `take_turn` on with the session's; empty for a completion
     earlier            output of the stream that this request continues, set by `resume`
-    session, unsent, has_fallback  see `GenerationRequest`
+    session, unsent, admit, has_fallback  see `GenerationRequest`
     """
 
     exchange: Exchange
@@ -128,6 +128,7 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
     earlier: EarlierOutput | None = None
     session: str = ""
     unsent: UnsentRequest | None = None
+    admit: Callable[[], None] | None = None
     fallbacks: FallbackChain = ()
     has_fallback: bool = False
     after: Callable[[HeadraceError], Call] | None = None
@@ -230,6 +231,7 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
             earlier=self.earlier,
             session=self.session,
             unsent=self.unsent,
+            admit=self.admit,
             has_fallback=self.has_fallback,
             foreign_fields=parsed.foreign_fields,
             routing=parsed.routing,

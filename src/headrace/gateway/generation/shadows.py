@@ -91,6 +91,7 @@ async def _answered(call: Call, model: ServedModel) -> None:
         request_id=RequestId(f"{call.exchange.request_id}-shadow"),
         sampling={name: value for name, value in call.parsed.sampling.items() if name not in NOT_COPIED},
         unsent=None,
+        admit=None,
         has_fallback=True,  # a copy waits for no replica
         trace_headers={},
     )

@@ -53,11 +53,15 @@ def why_not(call: Call, model: ServedModel) -> str:
 
 
 def wished_queue(call: Call, model: ServedModel) -> QueueState | None:
-    """The queue at a model that may answer. None also where foreign servers are asked before our engines, or alone: they have another."""
+    """The queue at a model that may answer. None also where foreign servers are asked alone, or before our engines and one of them is
+    alive: they have another.
+    """
     names = model.upstream.server_names
     places = server_places(names, call.parsed.routing)
-    if OWN_ENGINES in names and places.get(OWN_ENGINES) != min(places.values()):
-        return None
+    if OWN_ENGINES in names and (own_place := places.get(OWN_ENGINES)) != min(places.values()):
+        servers = model.upstream.replicas()
+        if own_place is None or any(not server.reason and places.get(server.name, own_place) < own_place for server in servers):
+            return None
     return model.upstream.queue(call.parsed.priority, model.unsent)
 
 

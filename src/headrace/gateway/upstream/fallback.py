@@ -6,7 +6,8 @@ a model's fallbacks after the model (`generation.stages.model_choice`).
 A request falls back when all replicas reject it, when no replica is ready, or when its replica was lost before the first token and no other
 is ready. The foreign servers are tried in their configured order, and compute the answer from its beginning.
 
-A request may say which of them answer, and that foreign servers are asked before our engines (`policy.routing.wishes`).
+A request may say which of them answer, and that foreign servers are asked before our engines (`policy.routing.wishes`). Admission looks at
+such a request when our engines are to answer.
 
 No request falls back after its first token, nor a stream that a client continues: the text of another model cannot follow. A request that
 is too long for the replicas falls back only when a foreign server has a longer context. A request that no foreign server supports
@@ -41,7 +42,7 @@ from headrace.gateway.upstream.seam import (
 )
 from headrace.observe.finished_request import AnswerHandling
 from headrace.observe.logs import LimitedLog
-from headrace.policy.admission import QueueState, UnsentRequest, UnsentRequests
+from headrace.policy.admission import QueueState, UnsentRequests
 from headrace.policy.routing.wishes import OWN_ENGINES, server_places
 
 log = logging.getLogger("headrace.gateway")
@@ -116,13 +117,15 @@ class FallbackUpstream(Upstream):
         if before:
             with suppress(InvalidRequest):
                 ahead = await self.foreign.prepare(replace(request, routing=wishes._replace(only=before)), principal)
+            if ahead is None and request.admit is not None:
+                request.admit()
         try:
             own = await self._own_first(replace(request, routing=wishes._replace(only=after)), principal, has_foreign=bool(after))
         except (Unavailable, *TOO_LONG) as error:
             if ahead is None or not (isinstance(error, Unavailable) or self._takes_longer):
                 raise
             return ahead
-        return own if ahead is None else self._answering(own, ahead, own, (Overloaded, Unavailable, *TOO_LONG), request.unsent)
+        return own if ahead is None else self._answering(own, ahead, own, (Overloaded, Unavailable, *TOO_LONG), request.admit)
 
     async def _own_first(self, request: GenerationRequest, principal: PrincipalFacts, *, has_foreign: bool) -> Prepared:
         if not has_foreign:
@@ -147,24 +150,31 @@ class FallbackUpstream(Upstream):
         if isinstance(foreign, InvalidRequest):
             return own
         reasons = (Overloaded, Unavailable, *(TOO_LONG if self._takes_longer else ()))
-        return self._answering(own, own, foreign, reasons, request.unsent)
+        return self._answering(own, own, foreign, reasons, None if request.unsent is None else request.unsent.uncount)
 
     def _answering(
-        self, own: Prepared, first: Prepared, other: Prepared, reasons: tuple[type[HeadraceError], ...], unsent: UnsentRequest | None
+        self,
+        own: Prepared,
+        first: Prepared,
+        other: Prepared,
+        reasons: tuple[type[HeadraceError], ...],
+        on_turn: Callable[[], None] | None,
     ) -> Prepared:
-        """The request as our engines have counted it, answered by `first`, or for one of `reasons` by `other`."""
-        then = self._then(other, reasons, unsent)
+        """The request as our engines have counted it, answered by `first`, or for one of `reasons` by `other`, before which `on_turn` is
+        called.
+        """
+        then = self._then(other, reasons, on_turn)
         return replace(own, stream=lambda: FallbackStream(first.stream(), then, num_sequences=own.num_sequences))
 
-    def _then(self, other: Prepared, reasons: tuple[type[HeadraceError], ...], unsent: UnsentRequest | None) -> Following:
+    def _then(self, other: Prepared, reasons: tuple[type[HeadraceError], ...], on_turn: Callable[[], None] | None) -> Following:
         left = [other]
 
         async def following(error: HeadraceError) -> EventStream:
             if not left or not isinstance(error, reasons):
                 raise error
+            if on_turn is not None:
+                on_turn()
             self._log.info(FALLS_BACK, error)
-            if unsent is not None:
-                unsent.uncount()
             return left.pop().stream()
 
         return following

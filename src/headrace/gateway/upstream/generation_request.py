@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,6 +114,8 @@ class GenerationRequest:
 
     session      of its tenant, in every gateway alike; empty: none
     unsent       counts the request until it is sent to a replica; None: it was not counted by admission
+    admit        called where our engines are to answer after foreign servers that came first: counts it again, and raises Overloaded where
+                 their queue is too long. None: admission does not look at it
     has_fallback  another upstream can answer as long as no output was read, so the request does not wait for a replica
     foreign_fields  fields for a foreign server as the client wrote them, beside or instead of those of `sampling`
     trace_headers   headers for a foreign server: the trace that this request belongs to
@@ -129,6 +131,7 @@ class GenerationRequest:
     earlier: EarlierOutput | None = None
     session: str = ""
     unsent: UnsentRequest | None = None
+    admit: Callable[[], None] | None = None
     has_fallback: bool = False
     foreign_fields: Mapping[str, Any] = field(default_factory=dict)
     trace_headers: Mapping[str, str] = field(default_factory=dict)

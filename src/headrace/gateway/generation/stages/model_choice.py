@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError, InvalidRequest, Overloaded, RequestTooLarge, TextQueueFull, Unavailable
 from headrace.gateway.access.open_requests import OpenRequests
@@ -46,6 +48,7 @@ class ModelChoice:
         self._models = {model.name: model for model in (*[model for _, model in call.fallbacks], call.asked)}
         self._ignored = tuple(call.exchange.ignored)
         self._tried: list[str] = []
+        self._looked_at: set[str] = set()
         self._met: tuple[FallbackReason, ...] = ()
         self._error: HeadraceError | None = None
         goal_ms = call.principal.tier.ttft_ms
@@ -55,15 +58,8 @@ class ModelChoice:
 
     def first(self) -> Call:
         """Raises ModelBusy."""
-        asked, now, rules = self._call.asked, self._clock(), self._terms.rules
-        overload, turn = asked.overload[self._terms.priority], self._turn(asked)
-        queue = wished_queue(self._call, asked)
-        if queue is not None:
-            queue = overload.arrive(queue, rules, num_open=turn.num_open, now=now).at_turn(turn)
-        found = self._next(self._facts(asked, queue))
-        if found.model is None and queue is not None:
-            overload.refuse(queue, rules, now=now)
-        return self._go(found)
+        asked = self._call.asked
+        return self._go(self._arrive(asked, wished_queue(self._call, asked)))
 
     def after(self, error: HeadraceError) -> Call:
         """The call at the next model. Raises an error where none is left: that of the asked model, if it was asked."""
@@ -78,27 +74,49 @@ class ModelChoice:
         self._met = (*reasons, *self._met)
         why = SENTENCES[reasons[0]] if reasons else "It cannot take a request of this form."
         call.ending.steps.append(ModelStep(call.model.name, False, why))
-        asked = None if self._error is not None else self._facts(call.asked, self._queue(call.asked))
-        return self._go(self._next(asked))
+        return self._go(self._next({}))
 
-    def _next(self, asked: ModelFacts | None) -> NextModel:
-        left = [(reason, model.name) for reason, model in self._call.fallbacks if model.name not in self._tried]
-        models = self._models
-        found = next_model(asked, left, self._met, self._terms, lambda name: self._facts(models[name], self._queue(models[name])))
-        if self._call.fallbacks or self._call.ending.steps:
-            self._call.ending.steps += [ModelStep(*step) for step in found.steps]
+    def _admit(self) -> None:
+        """The engines of the model are to answer after all, and foreign servers came first when it was chosen. Raises ModelBusy."""
+        exchange, model, unsent = self._call.exchange, self._call.model, self._call.unsent
+        if model.name not in self._looked_at:
+            found = self._arrive(model, model.upstream.queue(self._terms.priority, model.unsent))
+            if found.model != model.name:
+                raise _busy(model, found)
+            exchange.more_headers = with_outcome(exchange.more_headers, found.outcome)
+        assert unsent is not None
+        unsent.count()
+
+    def _arrive(self, model: ServedModel, queue: QueueState | None) -> NextModel:
+        """The request arrives at this queue of the model, which may be busy."""
+        overload, turn, now, rules = model.overload[self._terms.priority], self._turn(model), self._clock(), self._terms.rules
+        if queue is not None:
+            self._looked_at.add(model.name)
+            queue = overload.arrive(queue, rules, num_open=turn.num_open, now=now).at_turn(turn)
+        found = self._next({model.name: queue})
+        if found.model is None and queue is not None:
+            overload.refuse(queue, rules, now=now)
         return found
 
-    def _facts(self, model: ServedModel, queue: QueueState | None) -> ModelFacts:
-        """A request without fallbacks goes to its model, whatever that is able to do."""
-        if not self._call.fallbacks:
-            return ModelFacts(model.name, is_alive=True, max_model_len=None, queue=queue)
-        return ModelFacts(model.name, model.is_alive, model.upstream.max_model_len, queue)
+    def _next(self, arrived: Mapping[str, QueueState | None]) -> NextModel:
+        """arrived: the queue of a model that counts the request"""
+
+        def facts(name: str) -> ModelFacts:
+            model = self._models[name]
+            queue = arrived[name] if name in arrived else self._queue(model)
+            if not self._call.fallbacks:  # it goes to its model, whatever that is able to do
+                return ModelFacts(name, is_alive=True, max_model_len=None, queue=queue)
+            return ModelFacts(name, model.is_alive, model.upstream.max_model_len, queue)
+
+        asked = None if self._error is not None else facts(self._call.asked.name)
+        left = [(reason, model.name) for reason, model in self._call.fallbacks if model.name not in self._tried]
+        return next_model(asked, left, self._met, self._terms, facts)
 
     def _queue(self, model: ServedModel) -> QueueState | None:
         whole = wished_queue(self._call, model)
         if whole is None:
             return None
+        self._looked_at.add(model.name)
         return model.overload[self._terms.priority].seen(whole, self._clock()).at_turn(self._turn(model))
 
     def _turn(self, model: ServedModel) -> TenantTurn:
@@ -106,14 +124,16 @@ class ModelChoice:
 
     def _go(self, found: NextModel) -> Call:
         call, exchange = self._call, self._call.exchange
+        if call.fallbacks or call.ending.steps:
+            call.ending.steps += [ModelStep(*step) for step in found.steps]
         if call.unsent is not None:
             call.unsent.uncount()
         if found.model is None:
             if self._tried != [call.asked.name]:
                 call.ending.answered_by(call.asked)
                 show(exchange, call.asked, AdmissionOutcome.REFUSED)
-            busy = ModelBusy(f"The queue of the model {call.asked.name} is full; try again later.", retry_after_s=found.retry_after_s)
-            raise naming(self._error or busy, [name for name in self._tried if name != call.asked.name])
+            error = self._error or _busy(call.asked, found)
+            raise naming(error, [name for name in self._tried if name != call.asked.name])
         model = self._models[found.model]
         if model.users is not call.model.users:
             self._open_requests.use(exchange.request_id, call.principal.tenant, model.users)
@@ -124,8 +144,16 @@ class ModelChoice:
         unsent = model.unsent.add(self._terms.priority)
         call.ending.ends.callback(unsent.uncount)
         left = [reason for reason, other in call.fallbacks if other.name not in (*self._tried, model.name) and other.is_alive]
-        self._call = call.answered_by(model).changed(unsent=unsent, has_fallback=not {None, FAILED}.isdisjoint(left))
+        self._call = call.answered_by(model).changed(
+            unsent=unsent,
+            admit=self._admit if call.parsed.routing.order else None,  # else no foreign server comes before engines that may answer
+            has_fallback=not {None, FAILED}.isdisjoint(left),
+        )
         return self._call.changed(after=self.after) if call.fallbacks else self._call
+
+
+def _busy(model: ServedModel, found: NextModel) -> ModelBusy:
+    return ModelBusy(f"The queue of the model {model.name} is full; try again later.", retry_after_s=found.retry_after_s)
 
 
 def reasons_of(error: HeadraceError) -> tuple[FallbackReason, ...]:
@@ -157,5 +185,5 @@ def show(exchange: Exchange, model: ServedModel, outcome: AdmissionOutcome) -> N
     exchange.more_headers = (*kept, (MODEL_HEADER, model.name.encode()), (REASON_HEADER, outcome.encode()))
 
 
-def refused_headers(headers: Headers) -> Headers:
-    return tuple((name, AdmissionOutcome.REFUSED.encode() if name == REASON_HEADER else value) for name, value in headers)
+def with_outcome(headers: Headers, outcome: AdmissionOutcome) -> Headers:
+    return tuple((name, outcome.encode() if name == REASON_HEADER else value) for name, value in headers)
