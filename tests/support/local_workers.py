@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from headrace.core.errors import CheckpointError
 from headrace.gateway.text_host import TextContext
@@ -33,6 +34,17 @@ class LocalWorkers:
         return
 
 
+class HeldWorkers(LocalWorkers):
+    """Workers that begin a job when the test calls what is in `held`."""
+
+    def __init__(self, context: TextContext) -> None:
+        super().__init__(context)
+        self.held: list[Callable[[], None]] = []
+
+    async def add(self, owner: Owner) -> Worker:
+        return HeldWorker(self._context, owner, self.held)
+
+
 class LocalWorker:
     def __init__(self, context: TextContext, owner: Owner) -> None:
         self._context = context
@@ -53,3 +65,12 @@ class LocalWorker:
         num_head, _ = frames.SIZES.unpack_from(data)
         answer, tail = self._context.answer(data[size : size + num_head], data[size + num_head :])
         self._owner.answered(self, answer, memoryview(tail))
+
+
+class HeldWorker(LocalWorker):
+    def __init__(self, context: TextContext, owner: Owner, held: list[Callable[[], None]]) -> None:
+        super().__init__(context, owner)
+        self._held = held
+
+    def send(self, data: bytes) -> None:
+        self._held.append(partial(super().send, data))

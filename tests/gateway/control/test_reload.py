@@ -30,7 +30,7 @@ from gateway_kit import (
     snapshot,
 )
 from identity_kit import administration
-from local_workers import LocalWorker, LocalWorkers
+from local_workers import HeldWorkers, LocalWorkers
 
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError
 from headrace.core.option import Reload, leaves
@@ -43,7 +43,6 @@ from headrace.gateway.control.site_models import SERIES_KEPT_S
 from headrace.gateway.generation.run import DEADLINE_GRACE_S
 from headrace.gateway.text_host import TextContext
 from headrace.gateway.text_workers.frames import HostConfig
-from headrace.gateway.text_workers.workers import Owner, Worker
 from headrace.gateway.upstream.own.replica_health import ReplicaCircuit
 from headrace.machine.signals import StopSignals
 from headrace.text.folder import TextModel
@@ -255,26 +254,6 @@ async def test_a_prompt_that_waits_is_read_by_new_text_workers_although_its_mode
         workers.held[0]()
         assert (await first).status_code == 200
         await eventually(lambda: set(bench.reloader.status()) == {"owl"})
-
-
-class HeldWorkers(LocalWorkers):
-    """Workers that begin a job when the test calls what is in `held`."""
-
-    def __init__(self, context: TextContext) -> None:
-        super().__init__(context)
-        self.held: list[Callable[[], None]] = []
-
-    async def add(self, owner: Owner) -> Worker:
-        return HeldWorker(self._context, owner, self.held)
-
-
-class HeldWorker(LocalWorker):
-    def __init__(self, context: TextContext, owner: Owner, held: list[Callable[[], None]]) -> None:
-        super().__init__(context, owner)
-        self._held = held
-
-    def send(self, data: bytes) -> None:
-        self._held.append(partial(super().send, data))
 
 
 async def test_another_folder_is_another_model_for_later_requests(bench: TestBench) -> None:

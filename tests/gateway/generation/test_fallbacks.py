@@ -12,12 +12,14 @@ import httpx2
 import pytest
 from foreign_kit import DONE, ScriptedServer, event, head, listening, said
 from gateway_kit import MODEL, FakeReplica, TestBench, events_of, eventually, gateway_config, metric, model_info, open_bench, snapshot, used
+from local_workers import HeldWorkers
 from virtual_time import virtual_loop
 
 from headrace.core.errors import InvalidRequest, Overloaded, RequestTooLarge, Unavailable
 from headrace.core.request import EngineRequest
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.generation.fallback_chain import fallback_chain
+from headrace.gateway.text_host import TextContext
 from headrace.policy.limits.price import Price
 from headrace.policy.routing.wishes import RoutingWishes
 from headrace.text.folder import TextModel
@@ -227,6 +229,37 @@ async def test_a_replayed_answer_has_the_name_of_the_model_that_gave_it(text: Te
         assert (again.headers["x-headrace-model"], again.json()["model"]) == (FOX, FOX)
         assert (again.headers["x-headrace-reason"], again.json().get("system_fingerprint")) == ("cached_answer", None)
         assert metric(bench.gateway, "headrace_requests_total", model=FOX, replica="", outcome="length") == 1
+
+
+async def test_a_full_text_queue_is_no_busy_model(text: TextModel) -> None:
+    """Another model's prompts wait in the same queue: the chain ends, and the client gets the reason."""
+    workers = HeldWorkers(TextContext(dict.fromkeys((FOX, CUB, DEN), text)))
+    models = own(FOX, failed=[CUB], busy=[DEN]), own(CUB), own(DEN)
+    async with bench_of(text, *models, workers=workers, limits={"max_text_workers": 1}) as bench:
+        pool, fox = bench.gateway.service.text_pool, bench.replicas["of-fox"]
+        pool.change(1)
+        fox.go.clear()
+        walking = asyncio.create_task(ask(bench))
+        await eventually(lambda: len(workers.held) == 1)
+        workers.held[0]()
+        await eventually(lambda: bool(fox.requests))
+        others = [asyncio.create_task(ask(bench, CUB))]
+        await eventually(lambda: len(workers.held) == 2)
+        others.append(asyncio.create_task(ask(bench, CUB)))
+        await eventually(lambda: pool.reading().num_waiting == 1)
+        first = await ask(bench)
+        fox.die()
+        for refused, model in ((first, FOX), (await walking, CUB)):
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
+            assert refused.json()["error"]["message"] == "Too many requests wait for a text worker."
+            assert int(refused.headers["retry-after"]) >= 1
+            assert (refused.headers["x-headrace-model"], refused.headers["x-headrace-reason"]) == (model, "refused")
+        assert not bench.replicas["of-den"].requests
+        assert not metric(bench.gateway, "headrace_fallbacks_total", model=FOX, to=DEN, reason="busy")
+        workers.held[1]()
+        await eventually(lambda: len(workers.held) == 3)
+        workers.held[2]()
+        assert [(await other).status_code for other in others] == [200, 200]
 
 
 async def test_a_session_and_a_stream_with_ids_know_who_answered(text: TextModel) -> None:
