@@ -290,7 +290,9 @@ async def test_a_copy_changes_no_byte_and_costs_nothing(text: TextModel, tmp_pat
     assert [row["model"] for row in figures[0][0]] == [ONE]
     (copy,) = sent
     assert copy.priority is PriorityClass.BATCH
-    assert copy.prompt_ids == bench.replicas[ONE].requests[0].prompt_ids
+    (real,) = bench.replicas[ONE].requests
+    assert copy.prompt_ids == real.prompt_ids
+    assert copy.salt != real.salt, "no request finds what a copy cached"
     assert (copy.params.n, copy.params.logprobs) == (fields.get("n", 1), None)
 
 

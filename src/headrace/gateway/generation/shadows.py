@@ -1,16 +1,19 @@
 """Sends copies of requests to the shadow model of their route, and drops the output: its speed and its failures show under real traffic.
 
 A copy is no request of the client's: it is not limited, billed, cached or explained, and nothing of it is in the client's answer.
+Only copies find its prefix in an engine's cache: else the tenant's next request to that model would cost less.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from dataclasses import replace
 from enum import StrEnum
 
 from headrace.core.clock import Clock
+from headrace.core.hashing import TENANT_SALT_BYTES
 from headrace.core.ids import RequestId
 from headrace.core.request import PriorityClass
 from headrace.gateway.access.memory_charges import RequestMemory
@@ -95,7 +98,8 @@ async def _answered(call: Call, model: ServedModel) -> None:
         has_fallback=True,  # a copy waits for no replica
         trace_headers={},
     )
-    facts = PrincipalFacts(priority=PriorityClass.BATCH, salt=call.salt, ceiling=call.reservation.ceiling(call.price))
+    salt = hashlib.blake2b(call.salt, digest_size=TENANT_SALT_BYTES, person=b"headrace-shadow").digest()
+    facts = PrincipalFacts(priority=PriorityClass.BATCH, salt=salt, ceiling=call.reservation.ceiling(call.price))
     stream = (await model.upstream.prepare(request, facts)).stream()
     try:
         while events := await stream.events():
