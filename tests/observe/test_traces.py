@@ -23,6 +23,7 @@ ANSWERED = {
     "outcome": Outcome.COMPLETED,
     "status": 200,
     "model": "tiny",
+    "requested_model": "assistant",
     "stream": True,
     "finish_reasons": ("stop", "length"),
     "prompt_tokens": 7,
@@ -52,7 +53,7 @@ def test_a_request_becomes_a_span_of_a_server() -> None:
     assert {each["key"]: each["value"] for each in attributes} == {
         "gen_ai.operation.name": {"stringValue": "chat"},
         "gen_ai.provider.name": {"stringValue": "headrace"},
-        "gen_ai.request.model": {"stringValue": "tiny"},
+        "gen_ai.request.model": {"stringValue": "assistant"},
         "gen_ai.request.stream": {"boolValue": True},
         "gen_ai.response.finish_reasons": {"arrayValue": {"values": [{"stringValue": "stop"}, {"stringValue": "length"}]}},
         "gen_ai.response.time_to_first_chunk": {"doubleValue": 0.25},

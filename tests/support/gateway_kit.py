@@ -37,6 +37,7 @@ from headrace.gateway.control.reload import Reloader
 from headrace.gateway.http.asgi import OPENAI
 from headrace.gateway.http.config import ConnectionLimit, HttpTls, ServerConfig
 from headrace.gateway.http.server import Server
+from headrace.gateway.ledger.record import UsageRecord
 from headrace.gateway.limits.rules import rules_of
 from headrace.gateway.main import follow_connections
 from headrace.gateway.text_host import TextContext
@@ -423,6 +424,16 @@ def metric(gateway: Gateway, name: str, **labels: str) -> float:
 
 def headers(values: Mapping[str, str] | None = None) -> dict[str, str]:
     return {"content-type": "application/json", **(values or {})}
+
+
+def follow(*opened: TestBench) -> list[UsageRecord]:
+    """The records that these gateways write from now on, in the order in which their requests ended."""
+    written: list[UsageRecord] = []
+    for bench in opened:
+        ledger = bench.gateway.service.ledger
+        assert ledger is not None
+        ledger.write = written.append  # type: ignore[method-assign,assignment]
+    return written
 
 
 async def used(bench: TestBench, limit: str, key: str) -> int:

@@ -53,10 +53,11 @@ class Caller(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """model: of an adapter, its base model; version: of the model's weights, its system_fingerprint. From `n` on: parameters that the
-    client gave, perhaps not valid ones
+    """requested_model: the name that the client sent, of a model, an alias or a route; model: to which it led, of an adapter its base
+    model; version: of the model's weights, its system_fingerprint. From `n` on: parameters that the client gave, perhaps not valid ones
     """
 
+    requested_model: str | None = None
     model: str | None = None
     adapter: str | None = None
     version: str | None = None

@@ -36,6 +36,7 @@ FIELDS = {
     "user": "caller.user",
     "key_id": "caller.key_id",
     "model": "model",
+    "requested_model": "asked.requested_model",
     "adapter": "adapter",
     "version": "version",
     "replica": "answered.replica",

@@ -51,7 +51,7 @@ SERVER, INTERNAL = 2, 1
 STATUS_ERROR = 2
 
 ATTRIBUTES = {
-    "gen_ai.request.model": "asked.model",
+    "gen_ai.request.model": "asked.requested_model",
     "gen_ai.request.stream": "asked.stream",
     "gen_ai.request.choice.count": "asked.n",
     "gen_ai.request.max_tokens": "asked.max_tokens",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any
 import httpx2
 import pytest
 from foreign_kit import DONE, ScriptedServer, head, listening, said
-from gateway_kit import TestBench, chat_body, eventually, gateway_config, metric, model_info, open_bench, snapshot, used
+from gateway_kit import TestBench, chat_body, eventually, follow, gateway_config, metric, model_info, open_bench, snapshot, used
 from resume_kit import CHAT, answer_of, equal, kept, send, streaming_body
 from session_kit import user
 
@@ -212,6 +213,17 @@ async def test_the_choice_has_a_reason(text: TextModel) -> None:
         (step,) = bench.gateway.service.models.choose("assistant", lambda: Sender("t", "", "r"), never).steps
         assert (step.model, step.is_chosen) == (TWO, True)
         assert step.reason == "assistant leads to it, by its weight of 100 in 100 for each request"
+
+
+async def test_the_line_and_the_record_name_what_was_asked_for_beside_who_answered(text: TextModel, tmp_path: Path) -> None:
+    log, names = tmp_path / "log", ["assistant:large", ONE]
+    async with open_bench(text, **routed(), request_log=str(log), state=str(tmp_path)) as bench:
+        written = follow(bench)
+        assert [await answered_by(bench, name) for name in names] == [LARGE, ONE]
+        await bench.client.post("/tokenize", json={"model": names[0], "prompt": "Hello"})
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(line["requested_model"], line["model"]) for line in lines] == [(names[0], LARGE), (ONE, ONE), (names[0], LARGE)]
+    assert [(record.requested_model, record.model) for record in written] == [(names[0], LARGE), (ONE, ONE)]
 
 
 async def test_a_continued_stream_stays_with_its_model_whatever_the_weights_are_then(text: TextModel) -> None:

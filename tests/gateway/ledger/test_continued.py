@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_kit import MODEL, TestBench, chat_body, eventually, metric, open_bench, snapshot, two_replicas, used
+from gateway_kit import MODEL, chat_body, eventually, follow, metric, open_bench, snapshot, two_replicas, used
 from resume_kit import CHAT, COMPLETIONS, answer_of, equal, kept, send, streaming_body, two_gateways
 
-from headrace.gateway.ledger.record import UsageRecord
 from headrace.text.folder import TextModel
 from headrace.wire.client import SeenLoad
 
@@ -30,16 +29,6 @@ MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "prompts": (COMPLETIONS, {"prompt": ["Hello", "world"], "n": 2, "max_tokens": 6, **USAGE}),
     "logprobs": (CHAT, {"logprobs": True, "top_logprobs": 2, "max_tokens": 12, "ignore_eos": True, **USAGE}),
 }
-
-
-def follow(*opened: TestBench) -> list[UsageRecord]:
-    """The records that these gateways write from now on, in the order in which their requests ended."""
-    written: list[UsageRecord] = []
-    for bench in opened:
-        ledger = bench.gateway.service.ledger
-        assert ledger is not None
-        ledger.write = written.append  # type: ignore[method-assign,assignment]
-    return written
 
 
 @pytest.mark.parametrize("mode", MODES)

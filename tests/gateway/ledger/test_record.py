@@ -73,6 +73,13 @@ def test_an_adapter_is_named_beside_its_base_model() -> None:
     assert (usage_record(ended()).adapter_id, "adapter" in json.loads(line_of(ended()))) == ("", False)
 
 
+def test_the_name_that_the_client_sent_stands_beside_the_model_that_answered() -> None:
+    request = ended(model="small-1", requested_model="assistant:small")
+    request = request._replace(answered=request.answered._replace(model="small-2"))
+    record, line = usage_record(request), json.loads(line_of(request))
+    assert (record.model, record.requested_model) == (line["model"], line["requested_model"]) == ("small-2", "assistant:small")
+
+
 def test_json_has_what_is_known_and_reads_back() -> None:
     record = usage_record(ended(ttft_s=0.0125, finish_reasons=("stop", "length", "stop"), user="ann"))
     assert (record.time_ms, record.ttft_ms, record.finish_reason) == (1500, 12.5, "stop,length")

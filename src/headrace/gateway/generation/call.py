@@ -151,7 +151,7 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
         model = chosen.model
         ending = Ending(model, chosen.steps)
         given = map(parsed.sampling.get, ASKED_PARAMETERS)
-        exchange.asked = Asked(model.base_name, model.adapter, ending.version, parsed.is_streaming, *given)
+        exchange.asked = Asked(parsed.model or model.name, model.base_name, model.adapter, ending.version, parsed.is_streaming, *given)
         params = SamplingParams(**parsed.sampling).checked()
         parsed.check_caps(exchange.principal.priority)
         request_s = config.timeouts.request_s

@@ -49,6 +49,7 @@ class UsageRecord(Struct, frozen=True, omit_defaults=True, kw_only=True):
     key_id: Annotated[Word, _OF_KEY] = ""
     tier: Annotated[Word, _OF_KEY] = ""
     model: Annotated[Word, "name of the model; of an adapter, its base model's"]
+    requested_model: Annotated[Word, "the name that the client sent: of the model, or of an alias or a route that led to it"] = ""
     version: Annotated[Word, "`system_fingerprint` of the model's weights"] = ""
     adapter_id: Annotated[Word, "name of the LoRA adapter; empty: none"] = ""
     endpoint: Annotated[Word, "path of the request"] = ""
@@ -109,6 +110,7 @@ def usage_record(request: FinishedRequest, *, prompt: str | None = None) -> Usag
         key_id=caller.key_id or "",
         tier=caller.tier,
         model=request.model or "",
+        requested_model=request.asked.requested_model or "",
         version=request.version or "",
         adapter_id=request.adapter or "",
         endpoint=arrival.path,

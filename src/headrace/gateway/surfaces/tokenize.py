@@ -110,7 +110,7 @@ def _used_model(service: Service, exchange: Exchange, name: str | None) -> Serve
     """The model stays open until the exchange ends."""
     model = service.models.usable_by(exchange.principal).only(name)
     service.open_requests.use(exchange.request_id, exchange.principal.tenant, model.users)
-    exchange.asked = Asked(model.base_name, model.adapter)
+    exchange.asked = Asked(name or model.name, model.base_name, model.adapter)
     return model
 
 
