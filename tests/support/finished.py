@@ -16,8 +16,8 @@ def finished(**fields: object) -> FinishedRequest:
         "version": "asked.version",
         "detail": "end.detail",
         "tier": "caller.tier",
+        "charged": "answered.charged",
     }
-    places["price"] = "answered.usage.price"
     for name, value in fields.items():
         part, *inner, last = places[name].split(".")
         value_of_part = getattr(made, part)

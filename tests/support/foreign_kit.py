@@ -10,10 +10,14 @@ from typing import Any
 
 from gateway_kit import MODEL, TestBench, open_bench
 
+from headrace.gateway.upstream.foreign.upstream import TEMPLATE_TOKENS
 from headrace.text.folder import TextModel
 
 FAR = "far"
 HELLO = [{"role": "user", "content": "Hello"}]
+RESERVED_TOKENS = len(json.dumps(HELLO, separators=(",", ":"))) + TEMPLATE_TOKENS
+"""For that prompt, and what it costs where no server counts it."""
+
 DONE = b"data: [DONE]\n\n"
 
 

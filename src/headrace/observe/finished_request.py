@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from headrace.observe.timeline import REST, Span, TimedStage, flat, stages_of
 from headrace.observe.trace_context import TraceContext
@@ -24,10 +24,6 @@ class Outcome(StrEnum):
     """The client left or did not read."""
     DEADLINE = "deadline"
     FAILED = "failed"
-
-
-class TokenPrice(Protocol):
-    def cost_nanos(self, *, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> int: ...
 
 
 class RequestArrival(NamedTuple):
@@ -71,12 +67,22 @@ class Asked(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """price: of the model that answered; None: no tokens have a price"""
+    """estimated_tokens: of the prompt's and the completion's, those that no server counted; None: there are none"""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
-    price: TokenPrice | None = None
+    estimated_tokens: int | None = None
+
+
+class Charged(NamedTuple):
+    """What the request cost, with what was done for it beside its answer. cost_nanos: money (`core.money.NANOS`)"""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    estimated_tokens: int = 0
+    cost_nanos: int = 0
 
 
 class Times(NamedTuple):
@@ -204,6 +210,7 @@ class Answered(NamedTuple):
     finish_reasons: tuple[str, ...] | None = None
     seed: int | None = None
     usage: Usage = Usage()
+    charged: Charged = Charged()
     times: Times = Times()
     failure: str | None = None
     prompt_blocks: str | None = None

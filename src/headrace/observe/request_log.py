@@ -47,6 +47,7 @@ FIELDS = {
     "continued_id": "answered.continued_id",
     "num_resumes": "answered.num_resumes",
     "cached_tokens": "answered.usage.cached_tokens",
+    "estimated_tokens": "answered.usage.estimated_tokens",
     "cache_tier": "answered.cache_tier",
     "finish_reasons": "answered.finish_reasons",
     "seed": "answered.seed",

@@ -79,9 +79,9 @@ def test_a_table_of_an_earlier_shape_gains_its_columns(sink: ClickHouseSink) -> 
     sink.query(EARLIER)
     sink.query(f"INSERT INTO {TABLE} (request_id, time_ms, tenant) VALUES ('{'0' * 24}', 1700000000000, 'acme')")
     for number in (1, 2):
-        sink.ship([encode_record(usage(number, ttft_ms=1.5, route="r0"))])
-    found = sink.query(f"SELECT ttft_ms, route, prompt, cost_nanos FROM {TABLE} ORDER BY request_id").decode().splitlines()
-    assert found == ["\\N\t\t\\N\t0", *["1.5\tr0\t\\N\t1000"] * 2]
+        sink.ship([encode_record(usage(number, ttft_ms=1.5, requested_model="assistant", estimated_tokens=7))])
+    found = sink.query(f"SELECT ttft_ms, requested_model, prompt, estimated_tokens FROM {TABLE} ORDER BY request_id").decode().splitlines()
+    assert found == ["\\N\t\t\\N\t0", *["1.5\tassistant\t\\N\t7"] * 2]
 
 
 def test_a_user_who_may_add_no_column_ships_without_it(

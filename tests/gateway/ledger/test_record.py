@@ -1,4 +1,4 @@
-"""Tests which requests have a usage record, and which tokens count in it."""
+"""Tests which requests have a usage record, and what it has of them."""
 
 from __future__ import annotations
 
@@ -11,48 +11,35 @@ from api_tables import COLUMN_ROWS, USAGE_PAGE, columns_table, shown
 from finished import finished
 
 from headrace.gateway.ledger.record import COLUMNS, UsageRecord, decode_record, encode_record, is_recorded, usage_record
-from headrace.observe.finished_request import FinishedRequest, Outcome
+from headrace.observe.finished_request import Charged, FinishedRequest, Outcome
 from headrace.observe.request_log import line_of, text_of
-from headrace.policy.limits.price import Price
 
 pytestmark = pytest.mark.pure
 
-PRICE = Price(input=1.0, output=2.0, cached_input=0.5)
+CHARGED = Charged(prompt_tokens=10, completion_tokens=5, cached_tokens=4, cost_nanos=18_000)
 
 
 def ended(**changes: Any) -> FinishedRequest:
-    """A completed request: 10 prompt tokens, 4 of them cached, and 5 generated ones."""
+    """A completed request: 10 prompt tokens, 4 of them cached, and 5 generated ones, all of which were charged."""
     plain: dict[str, Any] = {"prompt_tokens": 10, "cached_tokens": 4, "completion_tokens": 5, "outcome": Outcome.COMPLETED, "model": "fox"}
-    return finished(**({"time": 1.5, "tenant": "acme", "price": PRICE} | plain | changes))
+    return finished(**({"time": 1.5, "tenant": "acme", "charged": CHARGED} | plain | changes))
 
 
-@pytest.mark.parametrize(
-    ("changes", "counted", "cost_nanos"),
-    [
-        ({}, (10, 4, 5), 6 * 1000 + 4 * 500 + 5 * 2000),
-        ({"outcome": Outcome.CANCELLED, "completion_tokens": 0}, (10, 4, 0), 8000),
-        ({"outcome": Outcome.FAILED}, (10, 4, 5), 18_000),
-        ({"outcome": Outcome.FAILED, "completion_tokens": 0}, (0, 0, 0), 0),
-        ({"continued_id": "r0"}, (0, 0, 5), 10_000),
-        ({"cache_tier": "response"}, (0, 0, 0), 0),
-        ({"cache_tier": "idempotency"}, (0, 0, 0), 0),
-    ],
-)
-def test_tokens_that_were_computed_for_the_request_count(changes: dict[str, Any], counted: tuple[int, int, int], cost_nanos: int) -> None:
-    record = usage_record(ended(**changes))
-    assert (record.prompt_tokens, record.cached_tokens, record.completion_tokens) == counted
-    assert record.cost_nanos == cost_nanos
+def test_what_was_charged_is_recorded_and_not_what_the_answer_has() -> None:
+    answered = {"prompt_tokens": 20, "cached_tokens": 19, "completion_tokens": 18, "estimated_tokens": 17}
+    for charged in (CHARGED, CHARGED._replace(estimated_tokens=3), Charged()):
+        assert {name: getattr(usage_record(ended(**answered, charged=charged)), name) for name in Charged._fields} == charged._asdict()
 
 
 @pytest.mark.parametrize(
     ("changes", "is_one"),
     [
         ({}, True),
-        ({"completion_tokens": None}, False),
-        ({"completion_tokens": None, "cache_tier": "response"}, True),
-        ({"outcome": Outcome.REFUSED, "completion_tokens": 0}, False),
-        ({"outcome": Outcome.REFUSED}, True),
-        ({"outcome": Outcome.FAILED, "completion_tokens": 0}, True),
+        ({"completion_tokens": None, "charged": Charged()}, False),
+        ({"completion_tokens": None, "charged": Charged(), "cache_tier": "response"}, True),
+        ({"outcome": Outcome.REFUSED, "completion_tokens": 0, "charged": Charged()}, False),
+        ({"outcome": Outcome.REFUSED, "completion_tokens": 0, "charged": Charged(prompt_tokens=10)}, True),
+        ({"outcome": Outcome.FAILED, "completion_tokens": 0, "charged": Charged()}, True),
     ],
 )
 def test_what_reached_an_engine_or_a_cache_is_recorded(changes: dict[str, Any], is_one: bool) -> None:
@@ -60,7 +47,7 @@ def test_what_reached_an_engine_or_a_cache_is_recorded(changes: dict[str, Any], 
 
 
 def test_the_cache_that_answered_is_named() -> None:
-    tiers = [usage_record(ended(**changes)).cache_tier for changes in ({}, {"cached_tokens": 0})]
+    tiers = [usage_record(ended(**changes)).cache_tier for changes in ({}, {"charged": Charged()})]
     assert tiers == ["prefix", ""]
     assert usage_record(ended(cache_tier="response")).cache_tier == "response"
 

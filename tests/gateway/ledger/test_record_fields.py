@@ -37,7 +37,7 @@ NUM_TOKENS = 6
 
 def body(**fields: Any) -> dict[str, Any]:
     plain = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": NUM_TOKENS, "ignore_eos": True}
-    return chat_body(**(plain | fields))
+    return chat_body(**({"model": "gpt-4o"} | plain | fields))
 
 
 class Asked:
@@ -111,7 +111,7 @@ def check_common(record: dict[str, Any], asked: Asked) -> None:
     assert record["time_ms"] / 1000 == pytest.approx(asked.began_s, abs=0.001)
     assert record["total_latency_ms"] == pytest.approx(asked.seen_ms)
     wanted: dict[str, object] = {"tenant": "acme", "user": "ann", "tier": "gold", "model": "fox", "endpoint": "/v1/chat/completions"}
-    wanted |= {"adapter_id": "", "prompt": None}
+    wanted |= {"requested_model": "gpt-4o", "estimated_tokens": 0, "adapter_id": "", "prompt": None}
     assert {name: record[name] for name in wanted} == wanted
     assert record["key_id"]
     assert KEY not in record["key_id"]

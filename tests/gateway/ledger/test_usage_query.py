@@ -230,11 +230,11 @@ def test_a_file_of_an_earlier_shape_gains_its_columns_and_keeps_its_rows(tmp_pat
     insert = f"INSERT INTO usage ({', '.join(shape)}) VALUES ({', '.join('?' * len(shape))})"
     old.execute(insert, [getattr(usage(1), name) for name in shape])
     sink = UsageDb(str(tmp_path / FILE), retention_days=90, unix_time=lambda: NOON / 1000)
-    sink.ship([encode_record(usage(2, ttft_ms=1.5, route="r0", prompt="hi"))])
+    sink.ship([encode_record(usage(2, ttft_ms=1.5, requested_model="assistant", estimated_tokens=7, prompt="hi"))])
     old.execute(insert, [getattr(usage(3), name) for name in shape])  # the earlier program goes on
-    names = "request_id, ttft_ms, route, prompt"
+    names = "request_id, ttft_ms, requested_model, estimated_tokens, prompt"
     found = sink._connection.execute(f"SELECT {names} FROM usage ORDER BY request_id").fetchall()
-    assert [row[1:] for row in found] == [(None, "", None), (1.5, "r0", "hi"), (None, "", None)]
+    assert [row[1:] for row in found] == [(None, "", 0, None), (1.5, "assistant", 7, "hi"), (None, "", 0, None)]
     assert shown(sink._connection, by=["tenant"]) == [("acme", 3)]
     old.close()
     sink.close()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx2
 import pytest
-from foreign_kit import DONE, FAR, HELLO, ScriptedServer, event, far_models, head, listening, said
+from foreign_kit import DONE, FAR, HELLO, RESERVED_TOKENS, ScriptedServer, event, far_models, head, listening, said
 from gateway_kit import TestBench, eventually, open_bench
 
 from headrace.gateway.upstream.foreign.upstream import TEMPLATE_TOKENS, HttpUpstream, most_prompt_tokens
@@ -20,7 +19,6 @@ pytestmark = pytest.mark.socket
 
 KEY = "hr-foreign-limits-key"
 COUNTED = event(choices=[], usage={"prompt_tokens": 9, "completion_tokens": 3})
-BOUND = len(json.dumps(HELLO, separators=(",", ":"))) + TEMPLATE_TOKENS
 
 
 @asynccontextmanager
@@ -51,16 +49,16 @@ async def test_the_most_that_a_prompt_can_be_is_reserved_and_the_servers_count_c
     async with opened(text, ScriptedServer(head(), said("Hi"), said("", "stop"), COUNTED, DONE), daily_tokens=1000) as bench:
         first = await ask(bench, max_tokens=20)
         assert first.status_code == 200, first.text
-        assert int(first.headers["x-ratelimit-remaining-tokens"]) == 1000 - BOUND - 20
+        assert int(first.headers["x-ratelimit-remaining-tokens"]) == 1000 - RESERVED_TOKENS - 20
         assert await remaining(bench) == 1000 - 9 - 3
 
 
 async def test_a_prompt_that_may_exceed_the_limit_is_refused_and_asks_no_server(text: TextModel) -> None:
     server = ScriptedServer(head(), said("Hi", "stop"), COUNTED, DONE)
-    async with opened(text, server, input_tokens_per_minute=BOUND - 1) as bench:
+    async with opened(text, server, input_tokens_per_minute=RESERVED_TOKENS - 1) as bench:
         refused = await ask(bench, max_tokens=5)
         assert refused.status_code == 429
-        assert f"this request needs {BOUND}" in refused.json()["error"]["message"]
+        assert f"this request needs {RESERVED_TOKENS}" in refused.json()["error"]["message"]
         assert not server.bodies
 
 
@@ -69,7 +67,7 @@ async def test_an_answer_without_max_tokens_leaves_room_for_any_prompt(text: Tex
     async with opened(text, server, daily_tokens=500) as bench:
         answer = await ask(bench)
         assert answer.status_code == 200, answer.text
-        assert server.bodies[0]["max_tokens"] == 500 - BOUND
+        assert server.bodies[0]["max_tokens"] == 500 - RESERVED_TOKENS
 
 
 @pytest.mark.parametrize("pieces", [(said("Hi", "stop"), DONE), (said("Hi"),)])
@@ -77,7 +75,7 @@ async def test_a_prompt_that_no_server_counts_is_charged_as_reserved(text: TextM
     """The second server breaks off behind the first piece."""
     async with opened(text, ScriptedServer(head(), *pieces), daily_tokens=1000) as bench:
         await ask(bench, max_tokens=20)
-        assert await remaining(bench) == 1000 - BOUND - 1
+        assert await remaining(bench) == 1000 - RESERVED_TOKENS - 1
 
 
 ONE = head() + said("Hi") + said("", "stop")
@@ -87,12 +85,12 @@ ONE = head() + said("Hi") + said("", "stop")
 async def test_a_prompt_is_reserved_as_often_as_it_is_sent_to_a_server_known_to_answer_one_at_a_time(text: TextModel) -> None:
     async with opened(text, ScriptedServer(ONE + COUNTED + DONE), daily_tokens=10_000) as bench:
         first = await ask(bench, n=4, max_tokens=20)
-        assert int(first.headers["x-ratelimit-remaining-tokens"]) == 10_000 - BOUND - 4 * 20
+        assert int(first.headers["x-ratelimit-remaining-tokens"]) == 10_000 - RESERVED_TOKENS - 4 * 20
         assert await remaining(bench) == 10_000 - 4 * (9 + 3), "what the server counted"
         second = await ask(bench, n=4, max_tokens=20)
-        assert int(second.headers["x-ratelimit-remaining-tokens"]) == 10_000 - 4 * (9 + 3) - 4 * (BOUND + 20)
+        assert int(second.headers["x-ratelimit-remaining-tokens"]) == 10_000 - 4 * (9 + 3) - 4 * (RESERVED_TOKENS + 20)
         single = await ask(bench, max_tokens=20)
-        assert int(single.headers["x-ratelimit-remaining-tokens"]) == 10_000 - 8 * (9 + 3) - BOUND - 20
+        assert int(single.headers["x-ratelimit-remaining-tokens"]) == 10_000 - 8 * (9 + 3) - RESERVED_TOKENS - 20
         assert await remaining(bench) == 10_000 - 9 * (9 + 3)
 
 
@@ -103,17 +101,17 @@ async def test_an_answer_without_max_tokens_leaves_room_for_every_copy_of_the_pr
         assert isinstance(upstream, HttpUpstream)
         upstream.servers[0].refused.add("n")
         assert (await ask(bench, n=2)).status_code == 200
-        assert server.bodies[-1]["max_tokens"] == (2000 - 2 * BOUND) // 2
+        assert server.bodies[-1]["max_tokens"] == (2000 - 2 * RESERVED_TOKENS) // 2
 
 
 async def test_a_prompt_that_no_server_counts_is_charged_as_often_as_it_was_sent(text: TextModel) -> None:
     busy = head("503 Service Unavailable", "text/plain")
     async with opened(text, ScriptedServer(ONE + DONE), daily_tokens=10_000) as bench:
         await ask(bench, n=4, max_tokens=20)
-        assert await remaining(bench) == 10_000 - 4 * (BOUND + 1)
+        assert await remaining(bench) == 10_000 - 4 * (RESERVED_TOKENS + 1)
     async with opened(text, ScriptedServer(busy, before=(ONE + COUNTED + DONE, ONE + DONE)), daily_tokens=10_000) as bench:
         assert (await ask(bench, n=4, max_tokens=20)).status_code == 503
-        assert await remaining(bench) == 10_000 - (9 + 3) - (BOUND + 1), "one counted, one not, and none for the refused one"
+        assert await remaining(bench) == 10_000 - (9 + 3) - (RESERVED_TOKENS + 1), "one counted, one not, and none for the refused one"
 
 
 @pytest.mark.loop
@@ -122,9 +120,9 @@ async def test_a_request_that_ends_before_its_server_answers_costs_what_was_sent
     async with opened(text, silent, timeouts={"request_s": 5.0}, daily_tokens=10_000) as bench:
         assert (await ask(bench, n=3, max_tokens=20)).status_code == 504
         assert len(silent.bodies) == 2
-        assert await remaining(bench) == 10_000 - (9 + 3) - BOUND
+        assert await remaining(bench) == 10_000 - (9 + 3) - RESERVED_TOKENS
         assert (await ask(bench, max_tokens=20)).status_code == 504
-        assert await remaining(bench) == 10_000 - (9 + 3) - 2 * BOUND
+        assert await remaining(bench) == 10_000 - (9 + 3) - 2 * RESERVED_TOKENS
 
 
 @pytest.mark.pure

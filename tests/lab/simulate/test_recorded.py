@@ -103,10 +103,11 @@ def test_what_cannot_be_replayed_is_left_out_and_counted(tmp_path: Path) -> None
         logged(completion_tokens=0),
         logged(finish_reasons=("stop", "stop")),
         logged(continued_id="abc"),
+        logged(estimated_tokens=20),
         line_of(finished(model="m", status=429)) + "\n",
         line_of(finished(path="/v1/models")) + "\n",
     )
-    assert (len(made.sequences), made.num_left_out) == (1, 4), "a path that generates nothing is no request of a model"
+    assert (len(made.sequences), made.num_left_out) == (1, 5), "a path that generates nothing is no request of a model"
 
 
 def test_a_line_that_is_being_written_is_not_read(tmp_path: Path) -> None:

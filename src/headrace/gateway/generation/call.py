@@ -50,7 +50,7 @@ class Ending:
     version             of its weights when it was chosen: its system_fingerprint
     prepared            None: no upstream has prepared the request yet
     stream              None: the answer has not begun
-    side_usage          of other requests that were made for this one, such as a summary
+    has_summary         a model has summarised a part of the conversation, which is charged beside the answer
     used                None: no engine began an answer
     is_refused_at_end   a hook of `Ready.before_end` raised
     is_free             its turn could not be stored: its client sends it again, and pays for that one
@@ -60,11 +60,11 @@ class Ending:
     __slots__ = (
         "continued_id",
         "ends",
+        "has_summary",
         "is_free",
         "is_refused_at_end",
         "model",
         "prepared",
-        "side_usage",
         "steps",
         "stream",
         "used",
@@ -76,17 +76,18 @@ class Ending:
         self.answered_by(model)
         self.continued_id: RequestId | None = None
         self.prepared: Prepared | None = None
-        self.side_usage: TokenUsage | None = None
         self.stream: EventStream | None = None
         self.used: TokenUsage | None = None
-        self.is_refused_at_end = self.is_free = False
+        self.has_summary = self.is_refused_at_end = self.is_free = False
         self.steps = list(steps)
 
     def answered_by(self, model: ServedModel) -> None:
         self.model, self.version = model, model.upstream.fingerprint
 
     def usage(self) -> TokenUsage:
-        return NO_USAGE if self.stream is None else self.stream.usage()
+        """What the answer's client is shown and charged."""
+        usage = NO_USAGE if self.stream is None else self.stream.usage()
+        return usage if self.prepared is None else self.prepared.counted(usage)
 
 
 class Call(Struct, frozen=True, kw_only=True, eq=False):

@@ -99,6 +99,12 @@ class RequestProgress:
         return Times(self.ttft_s, self.tpot_s, facts.queue_time_s, *in_engine)
 
     @property
+    def has_run(self) -> bool:
+        """Whether a token came, or an end that is no failure."""
+        ends = [sequence.finish for sequence in self._sequences if sequence.finish is not None]
+        return self.ttft_s is not None or any(end.is_answer or end is FinishReason.DEADLINE for end in ends)
+
+    @property
     def is_whole(self) -> bool:
         return all(sequence.finish is not None and sequence.finish.is_answer for sequence in self._sequences)
 

@@ -25,8 +25,8 @@ from headrace.gateway.generation.progress import DEADLINE_PASSED, RequestProgres
 from headrace.gateway.generation.shadows import ShadowCopies
 from headrace.gateway.http.sse import SseStream, StreamWatch
 from headrace.gateway.upstream.fallback import FallbackStream
-from headrace.gateway.upstream.seam import NO_USAGE, EventStream, OutputEvent, Prepared, added
-from headrace.observe.finished_request import MAX_DETAIL_CHARS, Answered, AnswerHandling, PromptMiss, Times, Usage
+from headrace.gateway.upstream.seam import NO_USAGE, EventStream, OutputEvent, Prepared, TokenUsage
+from headrace.observe.finished_request import MAX_DETAIL_CHARS, Answered, AnswerHandling, Charged, PromptMiss, Times, Usage
 from headrace.observe.metrics import Metrics, ReplicaMetrics
 from headrace.observe.timeline import ANSWER, CLOSE, REPLAY
 
@@ -64,18 +64,14 @@ class Pipeline:
 
 def _answered(call: Call, ready: Ready | None, answer: _Answer | None) -> Answered:
     """ready: None: a stage or the upstream refused it; answer: None: none has begun"""
-    ending = call.ending
-    side, prepared = ending.side_usage, ending.prepared
-    answered_with = prepared if ready is None else ready.prepared
+    ending, counted = call.ending, call.reservation.counted
+    answered_with = ending.prepared if ready is None else ready.prepared
     replica = num_resumes = finish_reasons = failure = None
-    usage, times = NO_USAGE if side is None else side, Times()
+    times = Times()
     if answer is not None:
         stream, progress = answer.stream, answer.progress
-        ran = NO_USAGE if ending.is_free else stream.usage()
-        usage = ran if side is None else added(side, ending.used or NO_USAGE)
         replica, num_resumes, times, failure = stream.facts(0).replica, stream.num_resumes or None, progress.times(), progress.failure
         finish_reasons = tuple(progress.finish_reasons) or None
-    price = call.config.price_of(ending.model.base_name)
     return Answered(
         model=ending.model.base_name,
         adapter=ending.model.adapter,
@@ -86,9 +82,8 @@ def _answered(call: Call, ready: Ready | None, answer: _Answer | None) -> Answer
         cache_tier=None if ready is None else ready.cache_tier,
         finish_reasons=finish_reasons,
         seed=None if answered_with is None else answered_with.seed,
-        usage=Usage(None if prepared is None else prepared.prompt_tokens, price=price)
-        if answer is None and side is None
-        else Usage(usage.prompt_tokens, usage.charged.completion_tokens, usage.cached_tokens, price),  # earlier output has its own record
+        usage=_usage(ending, counted, answer),
+        charged=Charged(*counted[:3], counted.estimated_tokens, call.reservation.used.nanos),
         times=times,
         failure=failure,
         prompt_blocks=_prompt_blocks(call, answered_with) if call.config.log_prompt_blocks else None,
@@ -97,6 +92,17 @@ def _answered(call: Call, ready: Ready | None, answer: _Answer | None) -> Answer
         limits=call.reservation.limits_used(),
         models=tuple(ending.steps),
     )
+
+
+def _usage(ending: Ending, counted: TokenUsage, answer: _Answer | None) -> Usage:
+    """Includes a cache's answer and a failed one, which cost nothing, and not the output that a continued stream began with."""
+    if ending.has_summary:
+        usage = counted
+    elif answer is None:
+        return Usage(None if ending.prepared is None else ending.prepared.prompt_tokens)
+    else:
+        usage = NO_USAGE if ending.is_free else ending.usage()
+    return Usage(usage.prompt_tokens, usage.charged.completion_tokens, usage.cached_tokens, usage.estimated_tokens or None)
 
 
 def _miss(stream: EventStream, prepared: Prepared) -> PromptMiss | None:
@@ -188,7 +194,7 @@ class _Answer:
             self.encoder.add(events)
             self.memory.collect(events)
         await self._before_end()
-        pieces = self.encoder.encode_body(self.stream.usage())
+        pieces = self.encoder.encode_body(self.call.ending.usage())
         if self.memory.is_whole_inline:
             await self.exchange.reply(200, b"".join(pieces))
         else:
@@ -224,7 +230,7 @@ class _Answer:
                 events = await self._events()
             stream.listen(None)
             await self._before_end()
-            await sse.end(self.encoder.encode_end(stream.usage()))
+            await sse.end(self.encoder.encode_end(self.call.ending.usage()))
 
     async def _write(self, events: Sequence[OutputEvent], sse: SseStream) -> None:
         if self.memory.is_inline(events):
@@ -275,10 +281,11 @@ class _Answer:
             raise self.exchange.end_reason
 
     def _count_use(self) -> None:
-        call, progress, stream = self.call, self.progress, self.stream
-        has_run = progress.ttft_s is not None or bool(progress.finish_reasons) or self.exchange.end_reason is not None
+        """What failed without output costs nothing; what its client or its deadline ended costs the prompt."""
+        call, progress, stream, end_reason = self.call, self.progress, self.stream, self.exchange.end_reason
+        has_run = progress.has_run or not (end_reason is None or isinstance(end_reason, Unavailable))
         if has_run and self.ready.cache_tier is None and not call.ending.is_free:
-            call.ending.used = used = stream.usage()
+            call.ending.used, used = call.ending.usage(), stream.usage()
             if progress.is_whole and call.earlier is None:
                 means = call.ending.model.means
                 means.add(prompt_tokens=used.prompt_tokens, cached_tokens=used.cached_tokens, tpot_s=progress.tpot_s)

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from headrace.core.errors import HeadraceError
-from headrace.observe.finished_request import FinishedRequest, Outcome
+from headrace.observe.finished_request import Charged, FinishedRequest, Outcome
 
 MAX_PROMPT_BYTES = 64 << 10
 
@@ -28,7 +28,7 @@ Whole = Annotated[int, ColumnKind("INTEGER NOT NULL DEFAULT 0", "Int64")]
 Duration = Annotated[float | None, ColumnKind("REAL", "Nullable(Float64)")]
 
 _OF_KEY = "of the key"
-_TOKENS = "as the engine counted them; cached ones are part of the prompt's"
+_TOKENS = "that were charged, those of a summary included; cached ones are part of the prompt's"
 _STAGE = (
     "stages of the first sequence in its engine, which says them at the sequence's end: null where the client left before, or a stop "
     "string ended it"
@@ -63,7 +63,8 @@ class UsageRecord(Struct, frozen=True, omit_defaults=True, kw_only=True):
     prompt_tokens: Annotated[Count, _TOKENS]
     cached_tokens: Annotated[Count, _TOKENS]
     completion_tokens: Annotated[Count, _TOKENS]
-    cost_nanos: Annotated[Whole, "money in billionths of the currency's unit, by the price that held when the request began"]
+    estimated_tokens: Annotated[Count, "of the prompt's and the completion's, those that a foreign server did not count"] = 0
+    cost_nanos: Annotated[Whole, "money in billionths of the currency's unit, by the prices that held when the request began"]
     ttft_ms: Annotated[Duration, "from arrival to the first token"] = None
     tpot_ms: Annotated[Duration, "mean time of each token after the first"] = None
     queue_ms: Annotated[Duration, "in the engine's queue"] = None
@@ -84,6 +85,8 @@ class Column(NamedTuple):
 
 COLUMNS = tuple(Column(name, *hint.__metadata__) for name, hint in get_type_hints(UsageRecord, include_extras=True).items())
 
+NOTHING_CHARGED = Charged()
+
 encode_record = msgspec.json.Encoder().encode
 decode_record = msgspec.json.Decoder(UsageRecord).decode
 """Raises msgspec.DecodeError or msgspec.ValidationError, both of which are MsgspecErrors."""
@@ -91,17 +94,15 @@ decode_record = msgspec.json.Decoder(UsageRecord).decode
 
 def is_recorded(request: FinishedRequest) -> bool:
     """True for a request that reached an engine, or was answered from a cache."""
-    completion_tokens = request.answered.usage.completion_tokens
-    if request.answered.cache_tier is not None:
-        return True
-    return completion_tokens is not None and (request.end.outcome is not Outcome.REFUSED or completion_tokens > 0)
+    answered = request.answered
+    has_begun = answered.usage.completion_tokens is not None and request.end.outcome is not Outcome.REFUSED
+    return has_begun or answered.cache_tier is not None or answered.charged != NOTHING_CHARGED
 
 
 def usage_record(request: FinishedRequest, *, prompt: str | None = None) -> UsageRecord:
     """prompt: of tenants that opted in"""
     arrival, end, caller, answered, times = request.arrival, request.end, request.caller, request.answered, request.answered.times
-    prompt_tokens, cached_tokens, completion_tokens = _billed_tokens(request)
-    price = answered.usage.price
+    charged = answered.charged
     return UsageRecord(
         request_id=arrival.request_id,
         time_ms=int(arrival.time * 1000),
@@ -115,15 +116,14 @@ def usage_record(request: FinishedRequest, *, prompt: str | None = None) -> Usag
         adapter_id=request.adapter or "",
         endpoint=arrival.path,
         route=answered.replica or "",
-        cache_tier=answered.cache_tier or ("prefix" if cached_tokens else ""),
+        cache_tier=answered.cache_tier or ("prefix" if charged.cached_tokens else ""),
         outcome=end.outcome.value,
         finish_reason=",".join(dict.fromkeys(answered.finish_reasons or ())),
-        prompt_tokens=prompt_tokens,
-        cached_tokens=cached_tokens,
-        completion_tokens=completion_tokens,
-        cost_nanos=0
-        if price is None
-        else price.cost_nanos(prompt_tokens=prompt_tokens, cached_tokens=cached_tokens, completion_tokens=completion_tokens),
+        prompt_tokens=charged.prompt_tokens,
+        cached_tokens=charged.cached_tokens,
+        completion_tokens=charged.completion_tokens,
+        estimated_tokens=charged.estimated_tokens,
+        cost_nanos=charged.cost_nanos,
         ttft_ms=_ms(times.ttft_s),
         tpot_ms=_ms(times.tpot_s),
         queue_ms=_ms(times.queue_time_s),
@@ -138,19 +138,6 @@ def usage_record(request: FinishedRequest, *, prompt: str | None = None) -> Usag
 
 def prompt_json(prompt: Sequence[object]) -> str:
     return msgspec.json.encode(prompt)[:MAX_PROMPT_BYTES].decode("utf-8", "ignore")
-
-
-def _billed_tokens(request: FinishedRequest) -> tuple[int, int, int]:
-    """All are 0 for an answer from a cache, and for a request that failed in the gateway before its first token. For a continued stream the
-    prompt counts 0: it was counted for the request that began the stream.
-    """
-    answered, usage = request.answered, request.answered.usage
-    completion_tokens = usage.completion_tokens or 0
-    if answered.cache_tier is not None or (request.end.outcome is Outcome.FAILED and not completion_tokens):
-        return 0, 0, 0
-    if answered.continued_id is not None:
-        return 0, 0, completion_tokens
-    return usage.prompt_tokens or 0, usage.cached_tokens or 0, completion_tokens
 
 
 def _ms(seconds: float | None) -> float | None:

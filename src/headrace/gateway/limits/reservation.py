@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import ceil
 from typing import NamedTuple, Protocol
 
 from headrace.core.errors import Unavailable
@@ -12,7 +11,7 @@ from headrace.core.money import NANOS
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.limits.rules import BEFORE_PARSING, LimitRule, LimitState, amounts_of, ceiling_of, headers, limits_of, refusal, states
 from headrace.gateway.stores.store import StoreFailed
-from headrace.gateway.upstream.seam import Prepared, TokenUsage
+from headrace.gateway.upstream.seam import NO_USAGE, Prepared, TokenUsage, added
 from headrace.observe.finished_request import LimitUse
 from headrace.policy.limits.book import Claim, TakeResult
 from headrace.policy.limits.counters import Amounts, Unit
@@ -43,6 +42,8 @@ class LimitReservation:
     use.
 
     is_held  the store has, or may have, a reservation of this request
+    counted  tokens that are charged
+    used     the same as amounts of its limits
     saved    amounts to charge if the gateway dies now
     """
 
@@ -54,11 +55,11 @@ class LimitReservation:
         "_limits",
         "_num_sequences",
         "_price",
-        "_prompt_tokens",
         "_reserved",
         "_tokens_taken",
         "_uncounted",
         "_usage",
+        "counted",
         "is_held",
         "principal",
         "request_id",
@@ -79,12 +80,12 @@ class LimitReservation:
         self.request_id, self.principal = request_id, principal
         self._limits = limits_of(principal, budget)
         self.is_held = False
+        self.counted = NO_USAGE
         self.used = self.saved = NOTHING
         self._reserved = self._uncounted = NOTHING
         self._price: Price = FREE
         self._usage: Callable[[], TokenUsage] | None = None
         self._num_sequences = 1
-        self._prompt_tokens = 0.0
         self._last_completion = 0
         self._first_taken: _LimitsTaken | None = None
         self._tokens_taken: _LimitsTaken | None = None
@@ -122,7 +123,6 @@ class LimitReservation:
         num_sequences, max_output_tokens = prepared.num_sequences, prepared.max_output_tokens or 1
         max_prompt_tokens = prepared.max_prompt_tokens * prepared.num_prompt_copies
         self._price, self._num_sequences = price, num_sequences
-        self._prompt_tokens = prepared.max_prompt_tokens / max(1, len(prepared.prompts))
         rules = self._limits.token_rules
         if not rules:
             return
@@ -143,7 +143,7 @@ class LimitReservation:
     def count(self, usage: TokenUsage | None) -> None:
         """usage None: the stream never began"""
         if usage is not None:
-            self.used = _sum(self.used, self._of_usage(usage))
+            self.counted, self.used = added(self.counted, usage.charged), _sum(self.used, self._of_usage(usage))
         self._usage, self.saved, self._uncounted = None, self.used, NOTHING
 
     def save(self) -> Amounts:
@@ -161,11 +161,10 @@ class LimitReservation:
         return self.saved
 
     def _of_usage(self, usage: TokenUsage) -> Amounts:
-        """An uncounted prompt is charged as reserved, as often as it was sent: a foreign server counts it only at the end."""
         charged = usage.charged
         return amounts_of(
             self._price,
-            prompt_tokens=charged.prompt_tokens + ceil(usage.num_uncounted_prompts * self._prompt_tokens),
+            prompt_tokens=charged.prompt_tokens,
             completion_tokens=charged.completion_tokens,
             cached_tokens=charged.cached_tokens,
         )

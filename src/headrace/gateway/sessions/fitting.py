@@ -137,13 +137,14 @@ class ContextFitter:
         )
         texts: list[str] = []
         finish: FinishReason | None = None
-        async with self._open_stream(await self._upstream.prepare(asked, self._facts)) as stream:
+        prepared = await self._upstream.prepare(asked, self._facts)
+        async with self._open_stream(prepared) as stream:
             while events := await stream.events():
                 texts += [event.text for event in events]
                 finish = events[-1].finish
         if finish is None or not finish.is_answer:
             raise Unavailable("The earlier conversation could not be summarised; send the request again.", retry_after_s=1.0)
-        return "".join(texts).strip() or earlier, stream.usage()
+        return "".join(texts).strip() or earlier, prepared.counted(stream.usage())
 
 
 def _with(request: GenerationRequest, history: History) -> GenerationRequest:

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from math import ceil
 from typing import Any, NamedTuple, Protocol
 
 from headrace.core.errors import Unavailable
@@ -169,6 +170,9 @@ def merged(events: Iterable[OutputEvent]) -> list[OutputEvent]:
 class TokenUsage(NamedTuple):
     """Tokens that a request has used so far. A prompt counts once for all sequences that continue it, or as often as it was sent. The
     earlier_ counts are parts that were counted for the earlier request whose stream this one continues.
+
+    num_uncounted_prompts  that a foreign server has not counted (yet), see `Prepared.counted`
+    estimated_tokens       of the prompts' and the completion's, those that no server counted
     """
 
     prompt_tokens: int
@@ -178,11 +182,13 @@ class TokenUsage(NamedTuple):
     earlier_tokens: int = 0
     earlier_prompt_tokens: int = 0
     num_uncounted_prompts: int = 0
+    estimated_tokens: int = 0
 
     @property
     def charged(self) -> TokenUsage:
         prompt_tokens = self.prompt_tokens - self.earlier_prompt_tokens
-        return TokenUsage(prompt_tokens, self.completion_tokens - self.earlier_tokens, min(self.cached_tokens, prompt_tokens))
+        completion_tokens, cached_tokens = self.completion_tokens - self.earlier_tokens, min(self.cached_tokens, prompt_tokens)
+        return TokenUsage(prompt_tokens, completion_tokens, cached_tokens, estimated_tokens=self.estimated_tokens)
 
 
 NO_USAGE = TokenUsage(0, 0, 0)
@@ -325,6 +331,17 @@ class Prepared:
     taken: Collection[str] = ()
     keeps_events: bool = False
     num_prompt_copies: int = 1
+
+    def counted(self, usage: TokenUsage) -> TokenUsage:
+        """The usage of its stream, with each uncounted prompt as it was reserved."""
+        if not usage.num_uncounted_prompts:
+            return usage
+        estimated = ceil(usage.num_uncounted_prompts * self.max_prompt_tokens / max(1, len(self.prompts)))
+        return usage._replace(
+            prompt_tokens=usage.prompt_tokens + estimated,
+            num_uncounted_prompts=0,
+            estimated_tokens=usage.estimated_tokens + estimated,
+        )
 
 
 class Tokenization(NamedTuple):

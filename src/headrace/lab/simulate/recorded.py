@@ -86,7 +86,7 @@ class RecordedTrace:
         self._model = self._model or model
         if model != self._model:
             raise ConfigError(where, f"is of the model {model}, earlier ones are of {self._model}", "Give --model.")
-        if not num_prompt or not num_output or has_more_prompts or "continued_id" in entry:
+        if not num_prompt or not num_output or has_more_prompts or not {"continued_id", "estimated_tokens"}.isdisjoint(entry):
             self.num_left_out += 1
             return
         self._num_entries += n + len(parts)

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import aiohttp
 import pytest
-from foreign_kit import DONE, FAR, HELLO, ScriptedServer, event, far_models, head, said, scripted
+from foreign_kit import DONE, FAR, HELLO, RESERVED_TOKENS, ScriptedServer, event, far_models, head, said, scripted
 from gateway_kit import MAX_MODEL_LEN, MODEL, SAID, TestBench, chat_body, dial, events_of, eventually, metric, open_bench, post, serving
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -448,9 +448,9 @@ async def test_what_the_server_is_asked(text: TextModel, tmp_path: Path, monkeyp
         response = await near.client.post("/v1/chat/completions", json=chat_body(model=FAR), headers=headers)
         assert response.status_code == 200
         assert response.json()["usage"] == {
-            "prompt_tokens": 0,
+            "prompt_tokens": RESERVED_TOKENS,
             "completion_tokens": 1,
-            "total_tokens": 1,
+            "total_tokens": RESERVED_TOKENS + 1,
             "prompt_tokens_details": {"cached_tokens": 0},
         }
     (sent,) = server.heads
@@ -500,9 +500,9 @@ async def test_counts_that_come_after_done_count_and_are_waited_for_only_a_momen
     flood = b"data: {}\n\n" * foreign_events.PIECE_BYTES
     for after, expected, seconds in (
         (late, (7, 3), 0.0),
-        (b"", (0, 1), 0.0),
+        (b"", (RESERVED_TOKENS, 1), 0.0),
         (b"data: {\n\n" + late, (7, 3), 0.0),
-        (flood + late, (0, 1), 0.0),
+        (flood + late, (RESERVED_TOKENS, 1), 0.0),
     ):
         async with scripted(text, ScriptedServer(head() + done, after)) as near:
             began = virtual_loop().time()
@@ -521,11 +521,11 @@ async def test_a_server_that_never_counted_is_not_waited_for(text: TextModel) ->
     server, at_once, moment = ScriptedServer(silent, hangs=True), foreign_events.END_OF_BODY_S, foreign_events.LATE_USAGE_S
     async with scripted(text, server) as near:
         for pieces, pause_s, seconds, num_prompt in (
-            ((silent,), 0.0, moment, 0),
-            ((silent,), 0.0, at_once, 0),
+            ((silent,), 0.0, moment, RESERVED_TOKENS),
+            ((silent,), 0.0, at_once, RESERVED_TOKENS),
             ((silent, late), 0.0, at_once, 7),
             ((silent, late), moment / 2, moment, 7),
-            ((silent,), 0.0, moment, 0),
+            ((silent,), 0.0, moment, RESERVED_TOKENS),
             ((silent, late), moment / 2, moment, 7),
         ):
             server.pieces, server.pause_s = pieces, pause_s

@@ -59,7 +59,7 @@ class AnswerRecorder:
             [(prompt.num_tokens, prompt.text) for prompt in prepared.prompts],
             prepared.seed,
             list(prepared.ignored),
-            tuple(usage),
+            tuple(usage[:-1]),  # without `estimated_tokens`, which an older gateway does not read
             recording.events,
             recording.vocabularies,
         )

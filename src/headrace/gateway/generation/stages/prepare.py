@@ -15,7 +15,7 @@ from headrace.gateway.generation.call import Call, Ready
 from headrace.gateway.generation.stages.model_choice import CONTEXT_HEADER
 from headrace.gateway.sessions.fitting import ContextFitter, Fitted
 from headrace.gateway.sessions.history import ContextFitting
-from headrace.gateway.upstream.seam import EventStream, Prepared, added
+from headrace.gateway.upstream.seam import EventStream, Prepared, TokenUsage
 
 
 async def prepare(call: Call, *, clock: Clock) -> Ready:
@@ -76,25 +76,24 @@ async def _prepared(call: Call) -> tuple[Prepared, Fitted | None]:
 
 @asynccontextmanager
 async def _side_stream(call: Call, prepared: Prepared) -> AsyncIterator[EventStream]:
-    """A summary's tokens are reserved and charged with the answer's.
+    """A summary's tokens are reserved and charged with the answer's, at the price of the model that makes it.
 
     Raises RateLimitExceeded, QuotaExhausted or Unavailable.
     """
     await call.reservation.reserve(call.price, prepared, highest=call.highest_price)
     stream = prepared.stream()
-    call.reservation.follow(stream.usage)
+    call.reservation.follow(lambda: prepared.counted(stream.usage()))
     try:
         yield stream
     finally:
         await stream.close()
-        _count(call, stream)
+        _count(call, prepared.counted(stream.usage()))
 
 
-def _count(call: Call, stream: EventStream) -> None:
+def _count(call: Call, usage: TokenUsage) -> None:
     """A summary that no engine has begun costs nothing."""
-    usage, ending = stream.usage(), call.ending
     if not usage.completion_tokens and call.exchange.end_reason is None:
         call.reservation.count(None)
         return
     call.reservation.count(usage)
-    ending.side_usage = usage if ending.side_usage is None else added(ending.side_usage, usage)
+    call.ending.has_summary = True

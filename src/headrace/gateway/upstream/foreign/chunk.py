@@ -145,8 +145,9 @@ class SaidUsage(NamedTuple):
         if (more := self.total - prompt - completion) > 0:
             reasoning = reasoning or (more if completion else 0)
             completion += more
-        completion = completion or num_tokens
-        return TokenUsage(prompt, completion, min(self.cached, prompt), min(reasoning, completion))
+        num_estimated = 0 if completion else num_tokens
+        completion += num_estimated
+        return TokenUsage(prompt, completion, min(self.cached, prompt), min(reasoning, completion), estimated_tokens=num_estimated)
 
 
 class SideField(StrEnum):
