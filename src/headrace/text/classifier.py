@@ -49,10 +49,9 @@ TASKS = tuple(Task)
 
 
 class Classified(NamedTuple):
-    """probability: of the task, the likeliest; question: the probability that a small model will do"""
+    """task: the likeliest; question: the probability that a small model will do"""
 
     task: Task
-    probability: float
     question: float
 
 
@@ -75,8 +74,7 @@ class RequestClassifier:
         scores = sums * self._scales / math.sqrt(len(found)) + self._biases
         shares = np.exp(scores - scores.max())
         shares /= shares.sum()
-        best = int(shares.argmax())
-        return Classified(TASKS[best], float(shares[best]), float(shares[TASKS.index(Task.QUESTION)]))
+        return Classified(TASKS[int(shares.argmax())], float(shares[TASKS.index(Task.QUESTION)]))
 
 
 def buckets(text: str) -> NDArray[np.int64]:
