@@ -15,7 +15,7 @@ from headrace.core.request import EngineRequest, PriorityClass, TierTerms, submi
 from headrace.engine import build
 from headrace.engine.config import EngineConfig
 from headrace.lab.fake_runner import FakeOptions
-from headrace.policy.admission import AdmissionOutcome, OverloadWatch, decide, queue_state, served_before
+from headrace.policy.admission import AdmissionOutcome, OverloadWatch, decide, queue_state
 from headrace.policy.config import AdmissionRules
 from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, mean_output_tokens
 
@@ -33,7 +33,7 @@ class AdmittingEngine(VirtualEngine):
         size = RequestSize(
             len(request.prompt_ids), mean_output_tokens(sum(load.counters.finished.values()), load.counters.generation_tokens)
         )
-        queue = queue_state(served_before(load, request.priority), NOTHING_SENT, size, block_size=16)
+        queue = queue_state(load, NOTHING_SENT, size, lowest=request.priority, block_size=16)
         queue = self.watch.arrive(queue, rules, num_open=load.num_running + load.num_waiting + 1, now=self.now)
         goal_s = None if request.tier.ttft_ms is None else request.tier.ttft_ms / 1000
         verdict = decide(queue, rules=rules, ttft_goal_s=goal_s)

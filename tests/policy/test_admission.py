@@ -26,7 +26,6 @@ from headrace.policy.admission import (
     full_queue_retry_s,
     queue_state,
     retry_after_s,
-    served_before,
 )
 from headrace.policy.config import PEAK_WAIT_S, SHORT_WAIT_S, AdmissionRules
 from headrace.policy.queues import traits_of
@@ -114,17 +113,20 @@ def load(**changes: float) -> LoadSnapshot:
 
 def test_a_queue_counts_what_was_sent_since_the_report_only_beyond_the_free_slots() -> None:
     size = RequestSize(0, 64)
-    assert queue_state(load(), SentSince(8, 80), size, block_size=16).depth == 0
-    assert queue_state(load(), SentSince(20, 200), size, block_size=16).depth == 12
-    assert queue_state(load(num_running=8, num_waiting=5), SentSince(2, 20), size, block_size=16).depth == 7
+    assert queue_state(load(), SentSince(8, 80), size, lowest=BATCH, block_size=16).depth == 0
+    assert queue_state(load(), SentSince(20, 200), size, lowest=BATCH, block_size=16).depth == 12
+    assert queue_state(load(num_running=8, num_waiting=5), SentSince(2, 20), size, lowest=BATCH, block_size=16).depth == 7
 
 
 def test_the_wait_is_what_was_there_before_and_not_the_requests_own_prompt() -> None:
     size = RequestSize(0, 64)
-    assert queue_state(load(), SentSince(), size, block_size=16).wait_s == 0.0
-    assert queue_state(load(num_queued_tokens=3000), SentSince(1, 1000), size, block_size=16).wait_s == 4.0
-    assert queue_state(load(step_fixed_s=0.0, step_token_s=0.0, num_queued_tokens=3000), SentSince(), size, block_size=16).wait_s == 0.0
-    full = queue_state(load(num_running=8, num_waiting=8), SentSince(), size, block_size=16)
+    assert queue_state(load(), SentSince(), size, lowest=BATCH, block_size=16).wait_s == 0.0
+    assert queue_state(load(num_queued_tokens=3000), SentSince(1, 1000), size, lowest=BATCH, block_size=16).wait_s == 4.0
+    assert (
+        queue_state(load(step_fixed_s=0.0, step_token_s=0.0, num_queued_tokens=3000), SentSince(), size, lowest=BATCH, block_size=16).wait_s
+        == 0.0
+    )
+    full = queue_state(load(num_running=8, num_waiting=8), SentSince(), size, lowest=BATCH, block_size=16)
     assert full.wait_s > 64 * 0.018, "each slot becomes free once in the time of an output"
 
 
@@ -135,7 +137,7 @@ def wait_of(priority: PriorityClass, classes: list[ClassLoad], **changes: float)
     whole = summed(tuple(classes))
     seen = load(num_running=whole.num_running, num_waiting=whole.num_waiting, num_queued_tokens=whole.num_queued_tokens, **changes)
     size = RequestSize(0, 64)
-    return queue_state(served_before(replace(seen, classes=tuple(classes)), priority), SentSince(), size, block_size=16)
+    return queue_state(replace(seen, classes=tuple(classes)), SentSince(), size, lowest=priority, block_size=16)
 
 
 def test_a_premium_request_waits_for_no_batch_request() -> None:
@@ -158,12 +160,14 @@ def test_a_higher_class_is_never_refused_where_a_lower_one_is_not(classes: list[
 
 def test_a_load_without_classes_is_taken_whole() -> None:
     seen = load(num_waiting=7, num_queued_tokens=9000)
-    assert served_before(seen, PREMIUM) is seen
+    of_all = queue_state(seen, SentSince(), RequestSize(0, 64), lowest=BATCH, block_size=16)
+    assert queue_state(seen, SentSince(), RequestSize(0, 64), lowest=PREMIUM, block_size=16) == of_all
+    assert (of_all.depth, of_all.wait_s) == (7, 9.0)
 
 
 def test_a_full_queue_and_the_ladder_make_one_retry_time_of_one_wait() -> None:
     seen = load(num_running=8, num_waiting=64, num_queued_tokens=1000)
-    queue = queue_state(seen, SentSince(), RequestSize(0, 128), block_size=16)
+    queue = queue_state(seen, SentSince(), RequestSize(0, 128), lowest=BATCH, block_size=16)
     assert full_queue_retry_s(seen, BATCH, block_size=16) == retry_after_s(queue, 0.0) == pytest.approx(queue.wait_s)
     assert MIN_RETRY_S < queue.wait_s < MAX_RETRY_S
     refused = decide(queue, rules=RULES)

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from headrace.core.load import LoadSnapshot, summed
+from headrace.core.load import ClassLoad, LoadSnapshot, summed
 from headrace.core.request import PriorityClass
 from headrace.policy.config import AdmissionRules
-from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince, mean_output_tokens, speed_of, wait_s
+from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince, mean_output_tokens, speed_of, wait_and_output_s
 
 BUSY_DEPTH = 10
 """A model is busy if every replica has more waiting sequences than this, whatever wait is predicted."""
@@ -95,24 +95,21 @@ def retry_after_s(queue: QueueState, bound_s: float) -> float:
 def full_queue_retry_s(load: LoadSnapshot, lowest: PriorityClass, *, block_size: int) -> float:
     """Retry time in seconds of a request that an engine's full queue refuses: the predicted wait of a new request."""
     size = RequestSize(0, mean_output_tokens(sum(load.counters.finished.values()), load.counters.generation_tokens))
-    return retry_after_s(queue_state(served_before(load, lowest), NOTHING_SENT, size, block_size=block_size), 0.0)
+    return retry_after_s(queue_state(load, NOTHING_SENT, size, lowest=lowest, block_size=block_size), 0.0)
 
 
-def served_before(load: LoadSnapshot, lowest: PriorityClass) -> LoadSnapshot:
-    """Running sequences of lower classes make room for the request; waiting ones are served after it."""
-    if not load.classes:
-        return load
-    before = summed(load.classes[: lowest + 1])
-    return replace(load, num_running=before.num_running, num_waiting=before.num_waiting, num_queued_tokens=before.num_queued_tokens)
-
-
-def queue_state(load: LoadSnapshot, sent: SentSince, size: RequestSize, *, block_size: int) -> QueueState:
+def queue_state(load: LoadSnapshot, sent: SentSince, size: RequestSize, *, lowest: PriorityClass, block_size: int) -> QueueState:
+    """lowest: class of the last sequences that are served before the request. Running ones of lower classes make room for it."""
+    before = ClassLoad(load.num_running, load.num_waiting, load.num_queued_tokens)
+    if load.classes:
+        before = summed(load.classes[: lowest + 1])
+    num_free_slots = max(0, load.max_num_seqs - before.num_running - before.num_waiting)
+    depth = before.num_waiting + max(0, sent.num_requests - num_free_slots)
     speed = speed_of(load)
-    num_free_slots = max(0, load.max_num_seqs - load.num_running - load.num_waiting)
-    depth = load.num_waiting + max(0, sent.num_requests - num_free_slots)
     if speed is None:
         return QueueState(depth, 0.0)
-    waiting_s = wait_s(load, sent, RequestSize(0, size.output_tokens), speed, block_size=block_size)
+    ahead = ClassLoad(before.num_running, before.num_waiting + sent.num_requests, before.num_queued_tokens + sent.num_tokens)
+    waiting_s, _ = wait_and_output_s(load, ahead, RequestSize(0, size.output_tokens), speed, block_size=block_size)
     return QueueState(depth, waiting_s, answer_s=speed.idle_s(size))
 
 

@@ -20,7 +20,7 @@ from headrace.core.update import FinishReason, Rejected
 from headrace.lab.metrics import LoadRecord
 from headrace.lab.simulate.build import SimulatedModel, SimulatedReplica, Update
 from headrace.lab.simulate.load import Arrival
-from headrace.policy.admission import AdmissionOutcome, OverloadWatch, QueueState, decide, queue_state, served_before
+from headrace.policy.admission import AdmissionOutcome, OverloadWatch, QueueState, decide, queue_state
 from headrace.policy.config import AdmissionRules
 from headrace.policy.routing.choice import UNMEASURED_DIVISOR, Candidate, Decision, ReplicaId
 from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince, mean_output_tokens
@@ -163,7 +163,7 @@ class SimulatedSite:
     def _queue(self, gateway: int) -> QueueState | None:
         size = RequestSize(self._num_prompt_tokens // max(1, self._num_arrived), self._expected_output_tokens())
         states = [
-            queue_state(served_before(place.replica.report, PriorityClass.STANDARD), place.sent[gateway], size, block_size=self._block_size)
+            queue_state(place.replica.report, place.sent[gateway], size, lowest=PriorityClass.STANDARD, block_size=self._block_size)
             for place in self._places
             if place.replica is not None
         ]

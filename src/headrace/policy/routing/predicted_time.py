@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from headrace.core.load import LoadSnapshot, summed
+from headrace.core.load import ClassLoad, LoadSnapshot
 
 OUTPUT_SHARE = 0.1
 """Part of the output's time that counts beside the time to the first token. With 0 a slow replica gets more answers than it finishes in
@@ -77,45 +77,36 @@ def mean_speed(speeds: Iterable[StepSpeed | None]) -> StepSpeed | None:
 
 def predicted_s(load: LoadSnapshot, sent: SentSince, size: RequestSize, speed: StepSpeed, *, block_size: int) -> float:
     """Infinite where the prompt can never fit the KV cache."""
-    num_sequences = load.num_running + load.num_waiting + sent.num_requests + 1
-    output_s = size.output_tokens * speed.step_s(min(num_sequences, load.max_num_seqs or num_sequences))
-    waiting_s = wait_s(load, sent, size, speed, block_size=block_size)
+    ahead = ClassLoad(load.num_running, load.num_waiting + sent.num_requests, load.num_queued_tokens + sent.num_tokens)
+    waiting_s, output_s = wait_and_output_s(load, ahead, size, speed, block_size=block_size)
     return waiting_s + speed.step_s(size.prompt_tokens - size.cached_tokens) + OUTPUT_SHARE * output_s
 
 
-def wait_s(load: LoadSnapshot, sent: SentSince, size: RequestSize, speed: StepSpeed, *, block_size: int) -> float:
-    """Predicted seconds until the replica begins with the request's prompt: earlier work ends, and slots and blocks become free.
+def wait_and_output_s(load: LoadSnapshot, ahead: ClassLoad, size: RequestSize, speed: StepSpeed, *, block_size: int) -> tuple[float, float]:
+    """Predicted seconds until the replica begins with the request's prompt, as earlier work ends and slots and blocks become free, and of
+    its output, in steps with the sequences ahead.
 
     Slots and blocks become free in the same steps in which prompts are computed, so only the longer of the two counts.
     """
-    num_to_start = load.num_waiting + sent.num_requests + 1
-    num_sequences = load.num_running + num_to_start
+    num_running, num_waiting, num_tokens_ahead = ahead
+    num_sequences = num_running + num_waiting + 1
     num_slots = load.max_num_seqs or num_sequences
-    num_tokens_ahead = load.num_queued_tokens + sent.num_tokens
-    output_s = size.output_tokens * speed.step_s(min(num_sequences, num_slots))
+    output_s = size.output_tokens * speed.step_s(num_slots if num_slots < num_sequences else num_sequences)
     # While a replica is full, each of its slots and blocks becomes free once in the time of an output.
-    slots_s = max(0, num_sequences - num_slots) / num_slots * output_s
-    num_tokens = num_tokens_ahead + size.prompt_tokens + num_to_start * size.output_tokens
-    blocks_s = _blocks_share(load, num_tokens, size, block_size) * output_s
-    prompts_s = num_tokens_ahead / load.step_prompt_tokens * speed.step_s(_num_rows(load)) if load.step_prompt_tokens else 0.0
-    return _rest_of_step_s(load) + num_tokens_ahead * speed.token_s + max(prompts_s, slots_s, blocks_s)
+    num_tokens = num_tokens_ahead + size.prompt_tokens + (num_waiting + 1) * size.output_tokens
+    share = max((num_sequences - num_slots) / num_slots, _missing_share(load, num_tokens, size, block_size))
+    prompts_s = num_tokens_ahead / load.step_prompt_tokens * speed.step_s(load.num_running) if load.step_prompt_tokens else 0.0
+    step_s = 0.0 if load.step_age_s is None else max(0.0, load.step_predicted_s - load.step_age_s)
+    return step_s + num_tokens_ahead * speed.token_s + max(prompts_s, share * output_s), output_s
 
 
-def _num_rows(load: LoadSnapshot) -> int:
-    return summed(load.classes).num_running if load.classes else load.num_running
-
-
-def _rest_of_step_s(load: LoadSnapshot) -> float:
-    return 0.0 if load.step_age_s is None else max(0.0, load.step_predicted_s - load.step_age_s)
-
-
-def _blocks_share(load: LoadSnapshot, num_tokens: int, size: RequestSize, block_size: int) -> float:
+def _missing_share(load: LoadSnapshot, num_tokens: int, size: RequestSize, block_size: int) -> float:
+    """The part of the KV blocks that is missing for the tokens; at most 0: none is."""
     if not load.kv_blocks_total:
         return 0.0
-    if num_blocks(size.prompt_tokens, block_size) > load.kv_blocks_total:
+    if size.prompt_tokens > load.kv_blocks_total * block_size:
         return math.inf
-    missing = num_blocks(num_tokens, block_size) - load.kv_blocks_free - load.kv_blocks_cached
-    return max(0, missing) / load.kv_blocks_total
+    return (num_blocks(num_tokens, block_size) - load.kv_blocks_free - load.kv_blocks_cached) / load.kv_blocks_total
 
 
 def num_blocks(num_tokens: int, block_size: int) -> int:

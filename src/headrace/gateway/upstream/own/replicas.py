@@ -23,7 +23,7 @@ from headrace.core.request import EngineRequest, PriorityClass
 from headrace.gateway.upstream.model_config import PoolRules
 from headrace.gateway.upstream.own.replica_health import EJECTED, Replica, ReplicaAttempt, ReplicaInstance, stalled_s
 from headrace.gateway.upstream.seam import ReplicaHealth
-from headrace.policy.admission import QueueState, UnsentRequests, queue_state, served_before
+from headrace.policy.admission import QueueState, UnsentRequests, queue_state
 from headrace.policy.queues import traits_of
 from headrace.policy.routing.choice import (
     ONLY,
@@ -42,7 +42,7 @@ from headrace.policy.routing.choice import (
     two_of,
 )
 from headrace.policy.routing.failures import RetryBudget, ejected
-from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince, mean_output_tokens
+from headrace.policy.routing.predicted_time import RequestSize, SentSince, mean_output_tokens
 from headrace.policy.routing.prefix_index import PrefixIndex, prompt_chunks
 from headrace.policy.routing.replicas import DEFAULT_POLICY, POLICIES, choose, compare, some_holders
 from headrace.wire.client import ConnectionState
@@ -79,19 +79,25 @@ GLANCE_S ago at most, and at all only where a drawn one does not take the reques
 
 GLANCE_S = 0.25
 
+NUM_SHORTEST = 4
+"""Among many replicas, this number with the shortest queues is looked at for GLANCE_S."""
+
 
 class Glance(NamedTuple):
     """What was seen of many replicas at one moment.
 
-    mean   of a finished request
-    draw   of the ready ones; None: there are fewer than two
-    seeds  of the same, as `seed_of` makes them
+    mean      of a finished request
+    draw      of the ready ones; None: there are fewer than two
+    seeds     of the ready ones, as `seed_of` makes them
+    shortest  by the lowest class that is served before a request, those with the shortest queues; filled as it is asked for
     """
 
     at: float
     mean: RequestSize
+    ready: Sequence[Replica]
     draw: WeightedDraw[Replica] | None
     seeds: Sequence[int]
+    shortest: dict[PriorityClass, Sequence[Replica]]
 
 
 class ReplicaPool:
@@ -190,6 +196,10 @@ class ReplicaPool:
         """From the replica with the largest `max_model_len`; without a connection, the last known facts."""
         return max(self._models(), key=lambda model: model.max_model_len, default=None)
 
+    def _first_facts(self) -> ModelInfo | None:
+        """Block size and queue policy are the same at all."""
+        return next((info.model for replica in self.replicas if (info := replica.connection.info) is not None), None)
+
     def _models(self) -> Sequence[ModelInfo]:
         """Facts of each connected replica; without a connection, the last known ones."""
         models = [info.model for replica in self.replicas if (info := replica.connection.info) is not None]
@@ -248,9 +258,10 @@ class ReplicaPool:
             return is_equal and replica.has_adapter(request.adapter, request.adapter_digest)
 
         self._num_decisions += 1
+        facts = self._first_facts()
         decision = Decision(
             self._size(prompt_tokens, max_output_tokens),
-            next((info.model.block_size for replica in self.replicas if (info := replica.connection.info) is not None), 16),
+            facts.block_size if facts else 16,
             self._random,
             session,
             self._num_decisions,
@@ -266,18 +277,24 @@ class ReplicaPool:
 
         Where no replica is ready, the queues of the connected ones count: otherwise requests would join without a bound. With a queue
         policy without classes all waiting requests are ahead.
+        Of many replicas those alone are looked at that had the shortest queues GLANCE_S ago at most.
         """
-        info, size = self.info, self._mean_size()
-        traits = traits_of(info.queue_policy if info else "")
+        facts, size, glance, now = self._first_facts(), self._mean_size(), self._glance_at_many(), self.clock()
+        traits = traits_of(facts.queue_policy if facts else "")
         lowest = traits.lowest_before(priority)
-        seen = [replica.candidate(lowest) for replica in self.ready() or self.replicas]
-        num_unsent = unsent.num_requests(lowest)
-        joined = _joined(num_unsent, len(seen), size) if num_unsent and seen else NOTHING_SENT
-        loads = [(served_before(each.snapshot, lowest), each.sent.plus(joined)) for each in seen if each.snapshot is not None]
-        states = [queue_state(load, sent, size, block_size=info.block_size if info else 16) for load, sent in loads]
-        if traits.has_tenants:
-            states = [replace(state, num_slots=load.max_num_seqs) for state, (load, _) in zip(states, loads, strict=True)]
-        return min(states, key=lambda state: (state.wait_s, state.depth), default=None)
+        shortest = () if glance is None else glance.shortest.get(lowest, ())
+        replicas = [replica for replica in shortest if not replica.verdict(now)] or self.ready() or self.replicas
+        joined = _joined(unsent.num_requests(lowest), len((glance and glance.ready) or replicas), size)
+        queues = []
+        for replica in replicas:
+            _, load, sent, *_ = replica.candidate(lowest)
+            if load is not None:
+                state = queue_state(load, sent.plus(joined), size, lowest=lowest, block_size=facts.block_size if facts else 16)
+                queues.append((state, load.max_num_seqs if traits.has_tenants else 0, replica))
+        queues.sort(key=lambda queue: (queue[0].wait_s, queue[0].depth))
+        if glance is not None and len(replicas) > NUM_SHORTEST:
+            glance.shortest[lowest] = [replica for _, _, replica in queues[:NUM_SHORTEST]]
+        return replace(queues[0][0], num_slots=queues[0][1]) if queues else None
 
     def note_sent(self, replica: Replica, chunks: Sequence[int] = ()) -> ReplicaAttempt:
         """The caller must report the outcome to the result. chunks: of the prompt that was sent"""
@@ -312,11 +329,11 @@ class ReplicaPool:
             is_started = info is not None and now - info.connected_at >= self._slow_start_s
             return is_started and replica.circuit.breaker.can_send(now) and not replica.verdict(now) and fits(replica)
 
-        drawn = two_of(glance.draw.items, self._random) if decision.is_blind else glance.draw.two(self._random)
+        drawn = two_of(glance.ready, self._random) if decision.is_blind else glance.draw.two(self._random)
         if not all(map(is_usual, drawn)):
             return []
         longest, first_new = self._index.find(chunks)
-        homes = () if first_new is None else [glance.draw.items[home_of(first_new, glance.seeds)]]
+        homes = () if first_new is None else [glance.ready[home_of(first_new, glance.seeds)]]
         holders = some_holders(longest, self._random)
         return list(dict.fromkeys([*filter(is_usual, homes), *drawn, *filter(is_usual, holders)]))
 
@@ -329,7 +346,7 @@ class ReplicaPool:
             mean, ready = self._counted_mean(), self.ready()
             weights = draw_weights([replica.candidate().snapshot for replica in ready], mean)
             draw = WeightedDraw(ready, weights) if len(ready) > 1 else None
-            self._glance = Glance(now, mean, draw, [seed_of(replica.name) for replica in ready])
+            self._glance = Glance(now, mean, ready, draw, [seed_of(replica.name) for replica in ready], {})
         return self._glance
 
     def _choose(
@@ -445,5 +462,5 @@ class ReplicaPool:
 
 
 def _joined(num_requests: int, num_replicas: int, mean: RequestSize) -> SentSince:
-    num_each = -(-num_requests // num_replicas)
+    num_each = -(-num_requests // max(1, num_replicas))
     return SentSince(num_each, num_each * mean.prompt_tokens)
