@@ -30,15 +30,17 @@ STEP_GRACE_S = 1.0
 STEP_GRACE_FACTOR = 4.0
 
 
+VERDICTS = {
+    ConnectionState.DOWN: "not connected",
+    ConnectionState.SILENT: "does not answer",
+    ConnectionState.DRAINING: DRAINING,
+    ConnectionState.NOT_READING: "does not read what is sent",
+}
+
+
 def verdict(state: ConnectionState, seen: SeenLoad | None, now: float) -> str:
-    if state is ConnectionState.DOWN:
-        return "not connected"
-    if state is ConnectionState.SILENT:
-        return "does not answer"
-    if state is ConnectionState.DRAINING:
-        return DRAINING
-    if state is ConnectionState.NOT_READING:
-        return "does not read what is sent"
+    if state is not ConnectionState.CONNECTED:
+        return VERDICTS[state]
     if seen is None:
         return "has not reported yet"
     age = now - seen.received_s
