@@ -14,12 +14,12 @@ import heapq
 import random
 import statistics
 import time
-from collections.abc import Iterator
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from bench.harness import RESULTS, write_portable
 from headrace.core.ids import RequestId
-from headrace.core.load import EngineCounters, LoadSnapshot
+from headrace.core.load import ClassLoad, EngineCounters, LoadSnapshot
 from headrace.core.model_info import ModelInfo
 from headrace.core.request import EngineRequest, PriorityClass
 from headrace.core.sampling import SamplingParams
@@ -32,10 +32,13 @@ from headrace.lab.simulate.build import SimulatedModel
 from headrace.lab.simulate.load import Arrival
 from headrace.lab.simulate.site import SimulatedSite
 from headrace.lab.simulate.step_times import FittedLatency
+from headrace.policy.admission import UnsentRequests
 from headrace.policy.routing.choice import ReplicaId
 from headrace.policy.routing.prefix_index import CHUNK_TOKENS, MAX_CHUNKS
 from headrace.policy.routing.replicas import POLICIES
-from headrace.wire.client import ConnectionState, ReplicaClient, ReplicaInfo, SeenLoad
+from headrace.wire.client import ReplicaClient, ReplicaInfo, SeenLoad
+from headrace.wire.service import Expectation, Handle
+from headrace.wire.session import Session
 
 LATENCY = FittedLatency(step_s=0.01, row_s=0.0001, context_s=0.0, prompt_s=0.0001, attention_s=0.0)
 """A step takes 10 ms and 0.1 ms for each row and each prompt token: 10,000 prompt tokens a second."""
@@ -104,15 +107,24 @@ def compare_policies() -> list[dict[str, Any]]:
 
 
 class LoadedReplica(ReplicaClient):
-    """Says that it is connected, and reports a load. It takes no request."""
-
-    state = ConnectionState.CONNECTED
+    """Its session is open, was last heard in an hour, and has sent three requests since its report. It takes none."""
 
     def __init__(self, info: ReplicaInfo, load: LoadSnapshot) -> None:
-        self.info, self.name, self.snapshot = info, info.replica, SeenLoad(load, time.monotonic())
-
-    def sent_since_snapshot(self, lowest: PriorityClass = PriorityClass.BATCH) -> list[int]:
-        return [1000, 2000, 500]
+        super().__init__("unix:/nowhere", name=info.replica)
+        self.info, self.snapshot = info, SeenLoad(load, time.monotonic() + 3600.0)
+        ignore: Callable[[object], None] = lambda _: None  # noqa: E731
+        self._session = Session(
+            self._dialer,
+            Expectation(),
+            on_hello=ignore,
+            on_load=ignore,
+            on_weights_digest=ignore,
+            on_adapters=ignore,
+            on_beat=lambda: None,
+            clock=time.monotonic,
+        )
+        self._session.is_open, self._session.last_frame_at = True, self.snapshot.received_s
+        self._session._unseen.extend((Handle(number), 500 * (number + 1), PriorityClass.STANDARD) for number in range(3))
 
 
 def pool_of_many(policy: str, num_replicas: int, draw: random.Random) -> ReplicaPool:
@@ -126,12 +138,14 @@ def pool_of_many(policy: str, num_replicas: int, draw: random.Random) -> Replica
         num_blocks=(MAX_CHUNKS * CHUNK_TOKENS // 16 // num_replicas,),
         dtype="none",
         weight_bytes=0,
+        queue_policy="priority",
     )
     replicas = []
     for number in range(num_replicas):
+        standard = ClassLoad(num_running=draw.randrange(30), num_waiting=draw.randrange(5), num_queued_tokens=draw.randrange(20_000))
         load = LoadSnapshot(
-            num_running=draw.randrange(30),
-            num_waiting=draw.randrange(5),
+            num_running=standard.num_running,
+            num_waiting=standard.num_waiting,
             kv_blocks_free=10_000,
             kv_blocks_cached=40_000,
             kv_blocks_used=30_000,
@@ -139,11 +153,12 @@ def pool_of_many(policy: str, num_replicas: int, draw: random.Random) -> Replica
             counters=EngineCounters(prompt_tokens=10**7, generation_tokens=10**6, finished={"stop": 5000, "length": 100}),
             step_age_s=0.01,
             step_predicted_s=0.03,
-            num_queued_tokens=draw.randrange(20_000),
+            num_queued_tokens=standard.num_queued_tokens,
             max_num_seqs=64,
             step_fixed_s=draw.uniform(0.008, 0.012),
             step_token_s=draw.uniform(0.00008, 0.00012),
             step_prompt_tokens=2048,
+            classes=(ClassLoad(), standard, ClassLoad()),
         )
         seen = ReplicaInfo(f"instance-{number}", f"r{number}", info, time.monotonic() - 100.0)
         replicas.append(Replica(ReplicaId(f"r{number}"), LoadedReplica(seen, load)))
@@ -156,7 +171,7 @@ SHARED_TOKENS = 2048
 
 
 def measured_decision(policy: str) -> dict[str, Any]:
-    """Microseconds of the hashing of a prompt, the choice, and the noting of what was sent. Loads are renewed as time passes."""
+    """Microseconds of the look at queues, the hashing of a prompt, the choice, and the noting of what was sent."""
     draw = random.Random(0)
     pool = pool_of_many(policy, NUM_REPLICAS, draw)
     for replica in pool.replicas if POLICIES[policy].has_index else ():
@@ -164,12 +179,14 @@ def measured_decision(policy: str) -> dict[str, Any]:
     prompts = [tuple(draw.choices(range(150_000), k=PROMPT_TOKENS)) for _ in range(NUM_PROMPTS)]
     for number, prompt in enumerate(prompts):
         pool.note_sent(pool.replicas[number % NUM_REPLICAS], pool.chunks(_request(number, prompt))).succeed()
-    took: dict[str, list[float]] = {"hash": [], "choose": [], "note": []}
+    unsent = UnsentRequests()
+    unsent.add(PriorityClass.STANDARD)
+    took: dict[str, list[float]] = {"queue": [], "hash": [], "choose": [], "note": []}
     for number in range(NUM_DECISIONS):
-        if number % 100 == 0:
-            _renew(pool)
         request = _request(number, draw.choice(prompts)[:SHARED_TOKENS] + draw.choice(prompts)[SHARED_TOKENS:])
         moments = [time.perf_counter()]
+        pool.queue(request.priority, unsent)
+        moments.append(time.perf_counter())
         chunks = pool.chunks(request)
         moments.append(time.perf_counter())
         replica, _ = pool.pick(request, chunks=chunks)
@@ -185,12 +202,6 @@ def measured_decision(policy: str) -> dict[str, Any]:
 
 def _request(number: int, prompt: tuple[int, ...]) -> EngineRequest:
     return EngineRequest(request_id=RequestId(f"r{number}"), prompt_ids=prompt, params=SamplingParams(seed=0, max_tokens=500))
-
-
-def _renew(pool: ReplicaPool) -> None:
-    for replica in pool.replicas:
-        seen = cast(SeenLoad, replica.connection.snapshot)
-        replica.connection.snapshot = SeenLoad(seen.load, time.monotonic())
 
 
 def _quantiles(values: list[float]) -> dict[str, float]:
