@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +20,14 @@ from wire_kit import Served, connected, read_all, read_updates, request, served
 from headrace.core.adapters import AdapterSource
 from headrace.core.errors import InvalidRequest, Overloaded, RequestTooLarge, Unavailable
 from headrace.core.ids import RequestId
-from headrace.core.load import ClassLoad, summed
+from headrace.core.load import ClassLoad, EngineCounters, summed
 from headrace.core.model_info import may_resume, numerics_digest
 from headrace.core.request import PriorityClass
+from headrace.core.speculation import NGRAM, SpeculativeConfig
 from headrace.core.update import FinishReason, SequenceUpdate
 from headrace.engine import build
 from headrace.engine.config import EngineConfig
+from headrace.engine.server.service import describe_acceptance
 from headrace.lab.fake_adapters import save_fake_adapter
 from headrace.lab.fake_runner import FakeOptions, fake_answer
 from headrace.wire import headrace_pb2 as pb
@@ -341,6 +345,40 @@ async def test_a_gateway_reads_how_much_of_the_load_each_class_has() -> None:
         load = replica.snapshot.load
         assert summed(load.classes) == (load.num_running, load.num_waiting, load.num_queued_tokens)
         await engine.service.stop()
+
+
+@pytest.mark.pure
+def test_acceptance_is_described_by_what_was_counted_since_the_last_line() -> None:
+    before = EngineCounters()
+    before.note_verified(2, 2)
+    after = before.copy()
+    for num_drafts, num_accepted in ((4, 1), (4, 4), (1, 0)):
+        after.note_verified(num_drafts, num_accepted)
+    assert describe_acceptance(before, after, 10.0) == (
+        "mean acceptance length 2.67, accepted 0.5 of 0.9 drafted tokens/s (5 of 9), "
+        "acceptance by position 0.667 0.333 0.333 0.333, on average 55.6%"
+    )
+
+
+@pytest.mark.loop
+async def test_acceptance_is_logged_every_ten_seconds_in_which_drafts_were_computed(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    config = EngineConfig(model="fake", speculative_config=SpeculativeConfig(method=NGRAM))
+    async with linked_virtually(config, options=FakeOptions(step_seconds=0.01)) as (engine, replica):
+
+        def logged() -> list[tuple[int, int]]:
+            lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("drafts: mean")]
+            return [(int(right), int(drafted)) for line in lines for right, drafted in re.findall(r"\((\d+) of (\d+)\)", line)]
+
+        await asyncio.sleep(30.0)
+        assert not logged()
+        began = engine.loop.time()
+        await read_updates(replica.submit(request("r", max_tokens=3000)))
+        took_s = engine.loop.time() - began
+        await asyncio.sleep(30.0)
+        counters = engine.engine.snapshot().counters
+        assert tuple(map(sum, zip(*logged(), strict=True))) == (counters.accepted_tokens, counters.draft_tokens)
+        assert 2 <= took_s // 10 <= len(logged()) <= took_s // 10 + 2
 
 
 @pytest.mark.loop

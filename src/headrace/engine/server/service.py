@@ -18,7 +18,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from headrace.core.load import LoadSnapshot
+from headrace.core.load import EngineCounters, LoadSnapshot
 from headrace.core.model_info import WEIGHTS
 from headrace.engine.server.dispatcher import AsyncioOutbox, RequestDispatcher, ServedEngine, Updates
 from headrace.engine.server.gateway_stream import GatewayStream, StreamLost
@@ -42,6 +42,9 @@ from headrace.wire.service import (
 from headrace.wire.target import GrpcTarget, check_private, token_matches, unix_address
 
 log = logging.getLogger(__name__)
+
+LOG_INTERVAL_S = 10.0
+"""Seconds between two lines about drafts."""
 
 STREAMS_END_S = 1.0
 """Seconds in which streams may end in order; then gRPC cancels the calls, and unread bytes are lost."""
@@ -239,8 +242,14 @@ class EngineService:
         return load
 
     async def _beat(self) -> None:
+        clock = asyncio.get_running_loop().time
+        logged, logged_at = self._engine.snapshot().counters, clock()
         while True:
-            self._report_and_wake()
+            counters = self._report_and_wake().counters
+            if (seconds := clock() - logged_at) >= LOG_INTERVAL_S:
+                if counters.drafts > logged.drafts:
+                    log.info("drafts: %s", describe_acceptance(logged, counters, seconds))
+                logged, logged_at = counters, clock()
             self.announce()
             for stream in self._streams:
                 stream.check_lease(HEARTBEAT_S, self._lease_s, self._max_unread)
@@ -293,3 +302,17 @@ class EngineService:
         except (DecodeError, MalformedFrame) as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         return asked
+
+
+def describe_acceptance(before: EngineCounters, after: EngineCounters, seconds: float) -> str:
+    """What vLLM's line says of speculation: the figures between two states of the counters, some drafts apart."""
+    num_rows, num_drafted = after.drafts - before.drafts, after.draft_tokens - before.draft_tokens
+    num_accepted = after.accepted_tokens - before.accepted_tokens
+    places = map(str, range(len(after.accepted_per_position)))
+    by_place = [after.accepted_per_position[place] - before.accepted_per_position.get(place, 0) for place in places]
+    return (
+        f"mean acceptance length {1 + num_accepted / num_rows:.2f}, "
+        f"accepted {num_accepted / seconds:.1f} of {num_drafted / seconds:.1f} drafted tokens/s ({num_accepted} of {num_drafted}), "
+        f"acceptance by position {' '.join(f'{count / num_rows:.3f}' for count in by_place) or 'none'}, "
+        f"on average {num_accepted / num_drafted:.1%}"
+    )
