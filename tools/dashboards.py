@@ -163,6 +163,12 @@ ENGINES = (
         engine_rate("headrace_spec_decode_accepted_tokens_total"),
         f"({engine_rate('headrace_spec_decode_draft_tokens_total')} > 0)",
     ),
+    share(
+        "Steps not overlapped for drafts",
+        engine_rate("headrace_spec_decode_steps_not_overlapped_total"),
+        f"({engine_rate('headrace_steps_total')} > 0)",
+        text="No step is planned beside one in flight while speculation is on; with `depth` 1 none ever is, and none counts.",
+    ),
     engine_rates("Adapters read", "headrace_adapter_reads", "LoRA adapters that were not in the engine's memory, a second."),
 )
 

@@ -42,7 +42,7 @@ class VirtualClock:
 
 @dataclass
 class Driven:
-    """A fake engine turned by hand, its plans watched."""
+    """A fake engine turned by hand, its plans watched. num_alone: steps with rows behind which none was planned"""
 
     options: FakeOptions
     config: EngineConfig
@@ -51,6 +51,7 @@ class Driven:
     most: int = 0
     num_drafted_rows: int = 0
     num_sampling_rows: int = 0
+    num_alone: int = 0
 
     def __post_init__(self) -> None:
         self.clock = VirtualClock()
@@ -70,6 +71,7 @@ class Driven:
 
         def committed(plan: Plan, result: Result, now: float) -> list[SequenceUpdate]:
             del in_flight[plan.step_id]
+            self.num_alone += plan.num_rows > 0 and not in_flight
             return commit(plan, result, now)
 
         self.engine._steps.runner.submit = seen  # type: ignore[method-assign, assignment]
@@ -201,6 +203,9 @@ def test_drafts_save_steps(depth: int) -> None:
         assert counters.drafts == driven.num_drafted_rows
         assert counters.draft_tokens >= counters.accepted_tokens == sum(counters.accepted_per_position.values())
         assert counters.generation_tokens == driven.num_sampling_rows + counters.accepted_tokens == 160
+        waits = depth > 1 and speculative is not None
+        assert counters.steps_not_overlapped == (driven.num_alone if waits else 0)
+        assert driven.num_alone > 5 or (depth > 1 and not waits)
     assert steps[FOUR] < 0.6 * steps[None]
 
 

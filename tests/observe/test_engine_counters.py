@@ -73,6 +73,7 @@ def test_published_names_stay() -> None:
         ("headrace_spec_decode_draft_tokens", "vllm:spec_decode_num_draft_tokens"),
         ("headrace_spec_decode_accepted_tokens", "vllm:spec_decode_num_accepted_tokens"),
         ("headrace_spec_decode_accepted_tokens_per_pos", "vllm:spec_decode_num_accepted_tokens_per_pos", "position"),
+        ("headrace_spec_decode_steps_not_overlapped", ""),
         ("headrace_sequences_finished", "vllm:request_success", "reason"),
         ("headrace_engine_failures", "", "kind"),
     ]

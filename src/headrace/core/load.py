@@ -129,6 +129,10 @@ class EngineCounters:
             label="position",
         ),
     ] = field(default_factory=dict)
+    steps_not_overlapped: Annotated[
+        int,
+        Counter("headrace_spec_decode_steps_not_overlapped", "Steps behind which none was planned, because speculation was on."),
+    ] = 0
     finished: Annotated[
         dict[str, int],
         Counter("headrace_sequences_finished", "Sequences by finish reason, as the engine counts.", "vllm:request_success", label="reason"),

@@ -81,6 +81,7 @@ class Scheduler:
         if (unsent := self.unsent_plan()) is not None:
             return unsent
         if self._rows and self._drafting is not None and self._drafting.is_on:
+            self.sequences.counters.steps_not_overlapped += any(map(len, self._rows.values()))
             return None  # drafts follow what the step in flight gives
         self.kv.begin_plan(now)
         self.sequences.expire(now)
