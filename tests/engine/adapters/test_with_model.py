@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,19 @@ import pytest
 import torch
 from device_kit import HostLaunches
 from plain_choice import PlainChoice
+from random_speculation import decide_at_random
 from real_engine import RealEngine, greedy_request
 from runner_kit import save_tiny_llama
 from safetensors.torch import save_file
 
+from headrace.bundled import DEFAULT_MODEL, bundled_adapter, bundled_path
+from headrace.bundled import DRAFT_MODEL as BUNDLED_DRAFT
 from headrace.core.adapters import AdapterSource
 from headrace.core.errors import CheckpointError
 from headrace.core.request import EngineRequest
+from headrace.core.speculation import DRAFT_MODEL, NGRAM, SpeculativeConfig
 from headrace.engine.runner.device.runner import DeviceRunner
+from headrace.policy.step_builder import StepRow
 from headrace.tensor.device import Cpu
 from headrace.tensor.kernels import reference
 
@@ -112,3 +118,50 @@ def test_a_listed_adapter_that_cannot_be_used_refuses_the_start(base: Path, tmp_
     source = AdapterSource(name="large", path=str(save_adapter(tmp_path / "large", base, 0, rank=5)))
     with pytest.raises(CheckpointError, match="rank 5, more than max_lora_rank = 4"):
         RealEngine(base, **SPACE, lora_modules=(source,))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    "speculative",
+    [SpeculativeConfig(method=NGRAM, prompt_lookup_min=1), SpeculativeConfig(method=DRAFT_MODEL, model=str(bundled_path(BUNDLED_DRAFT)))],
+    ids=[NGRAM, DRAFT_MODEL],
+)
+def test_drafts_leave_every_bit_of_rows_with_and_without_adapters_as_it_is(
+    speculative: SpeculativeConfig, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("numba")
+    folder = bundled_path(DEFAULT_MODEL)
+    assert folder is not None
+    names = ("pirate", "hardware-shop")
+    sources = tuple(AdapterSource(name=name, path=str(bundled_adapter(name))) for name in names)
+    space: dict[str, Any] = {"deterministic": True, "enable_lora": True, "lora_modules": sources, "max_loras": 2}
+
+    def requests(engine: RealEngine) -> list[EngineRequest]:
+        params: list[dict[str, Any]] = [{"logprobs": 2}, {"temperature": 0.7}]
+        return [
+            asked(engine, f"{adapter} {number}", adapter, [40 + number, 50, 60] * 6, max_tokens=40, seed=number, **params[number])
+            for number in range(2)
+            for adapter in (None, *names)
+        ]
+
+    with RealEngine(folder, **space) as engine:
+        whole = engine.run(*requests(engine)).answers()
+    assert len({tuple(whole[f"{adapter} 0", 0].token_ids) for adapter in (None, *names)}) == 3
+    with RealEngine(folder, **space, depth=depth, speculative_config=speculative) as engine:
+        decide_at_random(engine.engine.scheduler, 1)
+        drafting, accepted = engine.engine.scheduler._drafting, Counter[str | None]()
+        assert drafting is not None
+        verify = drafting.verify
+
+        def counted(row: StepRow, num_tokens: int) -> None:
+            accepted[row.seq.request.adapter] += num_tokens - 1
+            verify(row, num_tokens)
+
+        monkeypatch.setattr(drafting, "verify", counted)
+        assert engine.run(*requests(engine)).answers() == whole
+        plans = engine.engine._steps.recent
+        drafted = [{slot for slot, n in zip(plan.adapter_slots, plan.samples, strict=True) if n > 1} for plan in plans]
+        counters = engine.engine.snapshot().counters
+    assert drafted.count({0, 1, 2}) > 0, "drafts of all three in one step"
+    assert min(accepted[adapter] for adapter in (None, *names)) > 0, accepted
+    assert counters.accepted_tokens < counters.draft_tokens
