@@ -1,8 +1,64 @@
-"""Says over how many devices this version runs one replica."""
+"""Says how one replica is divided over ranks (processes), and which divisions this version runs."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 MOST = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Parallelism:
+    """
+    tp  ranks that share each layer (tensor parallel)
+    pp  stages, each with its part of the layers (pipeline parallel)
+    ep  whole experts are divided over the ranks of a stage, instead of a part of each
+    """
+
+    tp: int = 1
+    pp: int = 1
+    ep: bool = False
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp
+
+    def place(self, rank: int) -> Place:
+        return Place(self, rank % self.tp, self.pp - 1 - rank // self.tp)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one rank stands. Rank 0 leads: it has the loop and the scheduler, and it is in the last stage, whose head gives the logits.
+
+    tp_rank  within its stage
+    stage    0 has the embedding
+    """
+
+    parallelism: Parallelism = Parallelism()
+    tp_rank: int = 0
+    stage: int = 0
+
+    @property
+    def rank(self) -> int:
+        return (self.parallelism.pp - 1 - self.stage) * self.parallelism.tp + self.tp_rank
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.parallelism.pp - 1
+
+    def layers(self, num_layers: int) -> range:
+        """Those of the stage: consecutive, as equal in number as they can be, earlier stages having one more."""
+        each, more = divmod(num_layers, self.parallelism.pp)
+        first = self.stage * each + min(self.stage, more)
+        return range(first, first + each + (self.stage < more))
+
+
+ALONE = Place()
 
 
 def why_not_run(tp: int = 1, pp: int = 1) -> str:
