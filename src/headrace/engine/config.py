@@ -16,6 +16,7 @@ from headrace.core.adapters import MAX_ADAPTERS, AdapterSource, check_adapters
 from headrace.core.errors import ConfigError
 from headrace.core.model_info import LOAD_FORMATS
 from headrace.core.option import Option, Reload, Role, by_device, check_options, option, options, required
+from headrace.core.parallelism import MOST, Parallelism
 from headrace.core.speculation import SpeculativeConfig
 from headrace.machine.gpus import Gpus, find_gpus
 from headrace.policy.queues import QUEUES
@@ -184,6 +185,24 @@ class EngineConfig:
         "([speculation.md](speculation.md)). Few streams at once are faster; drafting switches itself off where it does not pay.",
         is_common=True,
     )
+
+    tensor_parallel_size: int = option(
+        1,
+        "Processes that share each layer of a replica ([ranks.md](ranks.md)), for a model that is too large for one device.",
+        "--tensor-parallel-size",
+        "-tp",
+        low=1,
+        high=MOST,
+        is_common=True,
+    )
+    pipeline_parallel_size: int = option(
+        1, "Stages of a replica's layers, each a process or more.", "--pipeline-parallel-size", "-pp", low=1, high=MOST
+    )
+    enable_expert_parallel: bool = option(False, "Divide whole experts over the processes that share a layer, not each expert.")
+
+    @property
+    def parallelism(self) -> Parallelism:
+        return Parallelism(self.tensor_parallel_size, self.pipeline_parallel_size, self.enable_expert_parallel)
 
     @property
     def num_cpu_loras(self) -> int:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from headrace.core.errors import ConfigError
 from headrace.core.option import options
-from headrace.core.parallelism import RUN_PP, RUN_TP
 from headrace.core.strict_decode import decode
 from headrace.core.vllm_options import REMEDIES, WITHOUT_EFFECT
 from headrace.engine.config import EngineConfig, try_gpus
@@ -20,10 +19,7 @@ _PARALLEL = "A model runs in one process for now."
 _QUANTIZED = "Weights are rounded at load by quantization='int8', 'int4' or, on a GPU, 'fp8'; a checkpoint's own format is read as it is."
 
 ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "tensor_parallel_size": (RUN_TP, _PARALLEL),
-    "pipeline_parallel_size": (RUN_PP, _PARALLEL),
     "data_parallel_size": ((1,), _PARALLEL),
-    "enable_expert_parallel": ((False,), _PARALLEL),
     "distributed_executor_backend": ((None, "mp", "uni"), _PARALLEL),
     "trust_remote_code": ((False,), REMEDIES["trust_remote_code"]),
     "allow_deprecated_quantization": ((False,), _QUANTIZED),

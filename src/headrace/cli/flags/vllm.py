@@ -14,7 +14,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from headrace.cli.exits import UsageRefused
-from headrace.core.parallelism import RUN_PP, RUN_TP
 from headrace.core.vllm_options import REMEDIES, WITHOUT_EFFECT
 
 if TYPE_CHECKING:
@@ -117,11 +116,6 @@ TABLE: dict[str, RefusedFlag | IgnoredFlag | TranslatedFlag] = {
     "--enable-prompt-tokens-details": IgnoredFlag("usage always says how many prompt tokens were cached"),
     # not here
     "--calculate-kv-scales": RefusedFlag(_QUANTIZED, None),
-    "--tensor-parallel-size": RefusedFlag(_PARALLEL, tuple(map(str, RUN_TP))),
-    "-tp": RefusedFlag(_PARALLEL, tuple(map(str, RUN_TP))),
-    "--pipeline-parallel-size": RefusedFlag(_PARALLEL, tuple(map(str, RUN_PP))),
-    "-pp": RefusedFlag(_PARALLEL, tuple(map(str, RUN_PP))),
-    "--enable-expert-parallel": RefusedFlag(_PARALLEL, None),
     "--distributed-executor-backend": RefusedFlag(_PARALLEL, ("mp", "uni")),
     "--lora-dtype": RefusedFlag("Adapters are computed as the model is.", ("auto",)),
     "--fully-sharded-loras": RefusedFlag(_PARALLEL, None),

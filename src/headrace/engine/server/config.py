@@ -41,6 +41,10 @@ class ProcessConfig:
     drain_timeout_s: float = option(30.0, "Seconds that running streams may take after SIGTERM.", "--drain-timeout", low=0.0)
     cpus: str = option("", "CPUs that the engine keeps to, `0,1,2`.", shown="all")
     gpu: str = ""
+    rank: int = option(0, "Which of its replica's processes this is ([ranks.md](ranks.md)): 0 is the one that gateways reach.", "--rank", low=0)
+    rendezvous: str = option(
+        "", "Where the processes of a replica meet: `unix:/path` in a directory of mode 0700.", "--rendezvous", shown="`address` and `.ranks`"
+    )
     num_neighbours: int = option(0, "Other engines on this machine, or on its GPU: each takes an equal part of its memory.", low=0)
     site_key: str = option(
         "", "Hex secret of the site, as in the file of its gateways.", shown="drawn at start", role=Role.SECURITY, repr=False
