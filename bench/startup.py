@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 PROMPT_TOKENS = 16
-WRAPPED = ("describe", "choose_backend", "plan_threads", "load_model", "_size", "warm_up")
-"""Functions of `build`, in the order in which they are called."""
+WRAPPED = ("describe", "choose_backend", "plan_threads", "load_model", "size_kv")
+"""Functions of `loading`, in the order in which they are called."""
 DD_BLOCK_BYTES = 4 << 20
 
 
@@ -86,10 +86,11 @@ def _import_in_stages(clock: Clock) -> None:
 
         clock.stage("import numba")
         from headrace.engine.runner import build as runner_build
+        from headrace.engine.runner import loading
 
         clock.stage("import the engine")
-        for name in WRAPPED:
-            setattr(runner_build, name, clock.around(name.removeprefix("_"), getattr(runner_build, name)))
+        for module, name in (*((loading, name) for name in WRAPPED), (runner_build, "warm_up")):
+            setattr(module, name, clock.around(name, getattr(module, name)))
         return folder
 
     module.read_ahead = begin_and_import

@@ -183,7 +183,7 @@ async def deployment(watch: Watch) -> AsyncIterator[Deployment]:
     text = load_text(folder)
     bridge = AsyncioOutbox(asyncio.get_running_loop())
     config = EngineConfig(model=folder, dtype="float32", num_threads=1, num_kv_blocks=100)
-    thread = LoopThread(lambda outbox: build_served_engine(config, outbox), bridge)
+    thread = LoopThread(lambda: build_served_engine(config, bridge))
     engine = await thread.built
     steps = step_by_step(engine, watch)
     with tempfile.TemporaryDirectory(prefix="hr-") as home:

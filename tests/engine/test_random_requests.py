@@ -51,7 +51,14 @@ SPECULATING: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"speculative_config": SMALLER, "depth": 2, "enable_chunked_prefill": False, "max_num_batched_tokens": 256},
     ),
 ]
-"""What is computed, by the solo runs and the crowd alike, and how the crowd is run beside CROWDED."""
+RANKS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"dtype": "float32", "tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}),
+    ({"dtype": "bfloat16"}, {"pipeline_parallel_size": 2, "depth": 2}),
+    ({"dtype": "bfloat16", "tensor_parallel_size": 2, **RANDOM_WEIGHTS}, {"depth": 2, "speculative_config": SUFFIXES}),
+]
+"""Stages give the same bits as one rank does, and tensor parallelism the same in any batch.
+
+What is computed, by the solo runs and the crowd alike, and how the crowd is run beside CROWDED."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -97,6 +104,15 @@ def test_a_few_random_requests_with_drafts_equal_their_solo_runs_without() -> No
         assert not differences
         counts += counted
     assert min(counts[name] for name in ("drafted", "accepted", "tools", "resumed", "aborted", "preemptions", "prefix hits")) >= 2, counts
+
+
+def test_a_few_random_requests_on_several_ranks_equal_their_solo_runs() -> None:
+    trials, counts = draw_trials(45, SEED + 2), Counter[str]()
+    for number, (path, schedule) in enumerate(RANKS):
+        counted, differences = run_crowd(trials[number::3], path, schedule)
+        assert not differences
+        counts += counted
+    assert min(counts[name] for name in ("tools", "schema", "resumed", "aborted", "preemptions", "prefix hits", "n > 1")) >= 1, counts
 
 
 @pytest.mark.slow

@@ -126,7 +126,7 @@ def test_a_start_that_is_refused_stops_reading(cache: Path, opened: list[int], m
         original(self)
 
     monkeypatch.setattr(PackedFile, "drop", spy)
-    monkeypatch.setattr("headrace.engine.runner.build.plan_threads", lambda requested: 1 / 0)
+    monkeypatch.setattr("headrace.engine.runner.loading.plan_threads", lambda requested: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         started(CONFIG)
     assert opened == [1]

@@ -54,6 +54,7 @@ RUNNER_SIDE = (
     "engine.failpoints",
     "engine.kv_sizing",
     "engine.loop",
+    "engine.ranks",
 )
 
 FLOORS: dict[str, Floor] = {
@@ -74,7 +75,7 @@ FLOORS: dict[str, Floor] = {
     "headrace.tensor.host.file_memory": Floor(),
     "headrace.tensor.host.unfinished": Floor(),
     "headrace.tensor.packed.file": Floor(_ours("core", "tensor.checkpoint.header", "tensor.host.file_memory", "tensor.host.unfinished")),
-    "headrace.tensor.backends": Floor(_ours("core", "machine", "tensor.host.cpu_features", "tensor.kernels")),
+    "headrace.tensor.backends": Floor(_ours("core", "machine", "tensor.host.cpu_features", "tensor.kernels", "tensor.peers")),
     "headrace.tensor": Floor(_ours("core", "machine"), ("torch", "numpy")),
     "headrace.tensor.kernels": Floor(_ours("core", "tensor.batch", "tensor.device", "tensor.host"), ("torch", "numpy")),
     "headrace.tensor.kernels.cpu": Floor(
@@ -110,6 +111,9 @@ FLOORS: dict[str, Floor] = {
     "headrace.engine.recovery": Floor(_ours("core", "policy")),
     "headrace.engine.steps": Floor(_ours("core", "policy")),
     "headrace.engine.runner": Floor(_ours("core", "machine", "tensor", *RUNNER_SIDE), ("torch", "numpy")),
+    "headrace.engine.ranks": Floor(
+        _ours("core", "tensor", "wire.target", "engine.config", "engine.kv_sizing", "engine.runner"), ("torch", "numpy")
+    ),
     "headrace.engine.kv_sizing": Floor(_ours("core", "engine.config")),
     "headrace.engine.build": Floor(_ours("core", "machine", "policy", "engine", "tensor.host.cache_folder", "tensor.packed.file")),
     "headrace.engine.server": Floor(

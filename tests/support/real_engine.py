@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import engine_kit
+from rank_threads import RankThreads
 
 from headrace.core.ids import RequestId
 from headrace.core.plan import TokenLogprobs
@@ -93,7 +94,9 @@ class RealEngine:
         self.errors: dict[str, str] = {}
         self.refused: dict[str, Exception] = {}
         is_static = config.pop("static_batching", False)
-        self.engine = build_engine(EngineConfig(model=str(folder), **{**ROOMY, **config}), self._take)
+        engine = EngineConfig(model=str(folder), **{**ROOMY, **config})
+        self.ranks = RankThreads(engine)
+        self.engine = build_engine(engine, self._take, self.ranks.rendezvous)
         if is_static:
             self.engine.scheduler.batch_statically()
 
@@ -107,6 +110,7 @@ class RealEngine:
         finally:
             self.engine.stop()
             self.engine.run()
+            self.ranks.join()
 
     @property
     def preemptions(self) -> int:

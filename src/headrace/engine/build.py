@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.core.clock import Clock
 from headrace.core.model_info import ModelInfo
@@ -28,12 +29,15 @@ from headrace.policy.schedule.scheduler import Scheduler
 from headrace.tensor.host.cache_folder import packed_directory
 from headrace.tensor.packed.file import PackedFolder
 
+if TYPE_CHECKING:
+    from headrace.engine.ranks.member import RankMember
+
 MAX_MEMORY_SHARE = 0.5
 
 
 @contextmanager
-def reading_ahead(config: EngineConfig) -> Iterator[PackedFolder | None]:
-    folder = read_ahead(config)
+def reading_ahead(config: EngineConfig, rank: int = 0) -> Iterator[PackedFolder | None]:
+    folder = read_ahead(config, rank)
     try:
         yield folder
     finally:
@@ -41,13 +45,14 @@ def reading_ahead(config: EngineConfig) -> Iterator[PackedFolder | None]:
             folder.drop()
 
 
-def read_ahead(config: EngineConfig) -> PackedFolder | None:
+def read_ahead(config: EngineConfig, rank: int = 0) -> PackedFolder | None:
     if config.device != "cpu" or config.load_format == "dummy" or config.kernels == "reference":
         return None
     directory = packed_directory()
     if directory is None:
         return None
-    asked = {name: getattr(config, name) for name in ("quantization", "dtype", "kernels", "deterministic", "num_threads")}
+    asked: dict[str, object] = {"place": str(config.parallelism.place(rank))} if config.parallelism.world > 1 else {}
+    asked |= {name: getattr(config, name) for name in ("quantization", "dtype", "kernels", "deterministic", "num_threads")}
     folder = PackedFolder(directory, {"model": str(Path(config.model).resolve()), "num_cpus": len(allowed_cpus() or ()), **asked})
     folder.read_ahead(int(MAX_MEMORY_SHARE * read_available().num_bytes))
     return folder
@@ -144,22 +149,22 @@ def assemble(
     return engine
 
 
-def build_engine(config: EngineConfig, outbox: Outbox) -> Engine:
-    """Weights are loaded and kernels warm; `run` has not been started.
+def build_engine(config: EngineConfig, outbox: Outbox, rendezvous: Path | None = None) -> Engine:
+    """Weights are loaded and kernels warm; `run` has not been started. rendezvous: where the other ranks come, if there are any
 
     Raises: ConfigError, CheckpointError, and ForkedProcess in a fork of a process that has made an engine.
     """
-    engine, _, unwritten = _build(config, outbox)
+    engine, _, unwritten = _build(config, outbox, rendezvous)
     if unwritten is not None:
         threading.Thread(target=_write_all, args=(engine, unwritten), name=WRITER, daemon=False).start()
     return engine
 
 
-def build_served_engine(config: EngineConfig, outbox: Outbox, block_key: str = "") -> Engine:
+def build_served_engine(config: EngineConfig, outbox: Outbox, rendezvous: Path | None = None, block_key: str = "") -> Engine:
     """A thread sets the digest of all weights in the engine's `info`: gateways need it to know whether a stream of another replica may
     go on here.
     """
-    engine, weights, unwritten = _build(config, outbox, block_key)
+    engine, weights, unwritten = _build(config, outbox, rendezvous, block_key)
     if weights is not None or unwritten is not None:
         thread = threading.Thread(target=_end_start, args=(engine, weights, unwritten), name=WRITER, daemon=True)
         thread.start()
@@ -182,17 +187,40 @@ def _end_start(engine: Engine, weights: Callable[[], str] | None, unwritten: Pie
         unwritten.close()
 
 
-def _build(config: EngineConfig, outbox: Outbox, block_key: str = "") -> tuple[Engine, Callable[[], str] | None, Pieces | None]:
+def build_member(config: EngineConfig, rank: int, rendezvous: Path) -> RankMember:
+    """A rank other than 0, which has joined the replica; `run` has not been started.
+
+    Raises: ConfigError, CheckpointError, and EngineFatal once rank 0 has ended.
+    """
+    config = config.checked()
+    with reading_ahead(config, rank) as packed:
+        from headrace.engine.ranks.link import connect
+        from headrace.engine.ranks.member import make_member
+
+        member, unwritten = make_member(config, rank, partial(connect, rendezvous), packed)
+    if unwritten is not None:
+        idle = partial(do_while_idle, unwritten, is_idle=lambda: member.is_idle, is_over=lambda: member.is_over)
+        threading.Thread(target=idle, name=WRITER, daemon=True).start()
+    return member
+
+
+def _build(
+    config: EngineConfig, outbox: Outbox, rendezvous: Path | None, block_key: str = ""
+) -> tuple[Engine, Callable[[], str] | None, Pieces | None]:
     """Also returns a function that hashes the weights (None: the digest is known), and the packed weights to write."""
     config = config.checked()
     FORKS.begin_engine()
     with reading_ahead(config) as packed:
+        from headrace.engine.ranks.leader import lead_ranks
         from headrace.engine.runner.build import build
 
-        built = build(config, packed)
+        is_alone = rendezvous is None or config.parallelism.world == 1
+        built = build(config, packed, lead=None if is_alone else partial(lead_ranks, rendezvous, config.parallelism))
     meter = EngineMeter(built.info, built.read_gpu)
     engine = assemble(
         config, built.runner, built.info, outbox, block_key=block_key, preparer=built.preparer, adapters=built.adapters, meter=meter
     )
     built.preparer.attach(engine)
+    if built.group is not None:
+        built.group.on_fault(engine.abort)
     return engine, built.weights, built.unwritten

@@ -67,7 +67,14 @@ class Wake:
     pass
 
 
-Message = Submit | Refuse | Cancel | Finish | Satisfied | PrerequisiteFailed | Wake
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Ends the loop with EngineFatal."""
+
+    reason: str
+
+
+Message = Submit | Refuse | Cancel | Finish | Satisfied | PrerequisiteFailed | Wake | Abort
 
 
 class SubmittedWork(NamedTuple):

@@ -20,12 +20,14 @@ MAX_BLOCKS = 2**31 - 1
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvSizing:
     """
-    num_blocks  per KV group, pad block included
-    num_bytes   of all pools, a draft model's included
-    lines       the arithmetic, for the operator
+    num_blocks       per KV group, pad block included
+    num_full_blocks  of a group with full attention, from which the other counts follow; pad block included
+    num_bytes        of all pools, a draft model's included
+    lines            the arithmetic, for the operator
     """
 
     num_blocks: tuple[int, ...]
+    num_full_blocks: int
     num_bytes: int
     max_model_len: int
     lines: tuple[str, ...]
@@ -53,15 +55,22 @@ def size_kv(
     max_model_len: int,
     budget: KvMemoryBudget,
     draft_groups: tuple[KvGroup, ...] = (),
+    most: int | None = None,
 ) -> KvSizing:
-    """draft_groups: of the draft model, whose KV is in the blocks of a full-attention group, whatever its layers see
+    """
+    draft_groups  of the draft model, whose KV is in the blocks of a full-attention group, whatever its layers see
+    most          `num_full_blocks` that fit every rank of the replica; None: there is no other rank, or it is not known yet
 
     Raises ConfigError if no sequence of the asked length fits, or if the operator set more than there is free memory.
     """
     if not groups:
-        return KvSizing(num_blocks=(), num_bytes=0, max_model_len=max_model_len, lines=("KV cache: this model needs none",))
+        return KvSizing(
+            num_blocks=(), num_full_blocks=1, num_bytes=0, max_model_len=max_model_len, lines=("KV cache: this model needs none",)
+        )
     pools = _Pools(config, groups, max_model_len, draft_groups)
     full_blocks, line = _full_blocks(pools, budget)
+    if most is not None and most <= full_blocks:
+        full_blocks, line = most - 1, f"{line}; {most:,} blocks are taken, as many as fit every rank"
     _check_fits(pools, full_blocks, budget)
     length = pools.longest(full_blocks)
     lines = [line]
@@ -73,7 +82,13 @@ def size_kv(
     lines += [_describe(config, group, count, length) for group, count in zip(groups, num_blocks, strict=True)]
     if draft_groups:
         lines.append(_describe_draft(pools, 1 + full_blocks))
-    return KvSizing(num_blocks=num_blocks, num_bytes=pools.num_bytes(full_blocks), max_model_len=length, lines=tuple(lines))
+    return KvSizing(
+        num_blocks=num_blocks,
+        num_full_blocks=1 + full_blocks,
+        num_bytes=pools.num_bytes(full_blocks),
+        max_model_len=length,
+        lines=tuple(lines),
+    )
 
 
 def step_tokens(config: EngineConfig, max_model_len: int) -> int:

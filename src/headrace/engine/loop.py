@@ -25,7 +25,7 @@ from headrace.core.plan_codec import dump_plans
 from headrace.core.request import EngineRequest
 from headrace.core.update import FinishReason, Rejected, SequenceUpdate
 from headrace.engine.adapters.preparer import AdapterPreparer
-from headrace.engine.inbox import Cancel, Finish, Inbox, Message, PrerequisiteFailed, Refuse, Satisfied, Submit, Wake
+from headrace.engine.inbox import Abort, Cancel, Finish, Inbox, Message, PrerequisiteFailed, Refuse, Satisfied, Submit, Wake
 from headrace.engine.load_board import LoadBoard
 from headrace.engine.preparation import Preparations, Preparer, Preparers
 from headrace.engine.recovery import Failures, Recovery
@@ -99,6 +99,10 @@ class Engine:
 
     def finish(self, request_id: RequestId, index: int, keep_tokens: int, reason: FinishReason = FinishReason.STOP) -> None:
         self._inbox.put(Finish(request_id, index, keep_tokens, reason))
+
+    def abort(self, error: Exception) -> None:
+        """The loop ends, also where it is idle: `run` raises EngineFatal with the error's message."""
+        self._inbox.put(Abort(str(error)))
 
     def satisfied(self, preparation_id: PreparationId, what: str, adapter_slot: int = 0) -> None:
         check_prerequisite(what)
@@ -235,6 +239,8 @@ class Engine:
                 self._end_unprepared(preparation_id, what, error)
             case Wake():
                 pass
+            case Abort(reason):
+                raise EngineFatal(reason)
 
     def _add(self, request: EngineRequest, arrived: float) -> None:
         leaving = self._sequences.check_room(request)

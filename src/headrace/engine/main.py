@@ -8,11 +8,11 @@ from collections.abc import Callable
 from functools import partial
 
 from headrace.core.errors import ConfigError
-from headrace.engine.build import build_served_engine
+from headrace.engine.build import build_member, build_served_engine
 from headrace.engine.config import EngineConfig
 from headrace.engine.server.adapter_reload import adapters_of
 from headrace.engine.server.config import ProcessConfig
-from headrace.engine.server.process import EngineExitCode, leave, run_process
+from headrace.engine.server.process import EngineExitCode, leave, run_member, run_process
 from headrace.observe.logs import set_up_logging
 from headrace.tensor.host.openmp import prepare_openmp
 from headrace.wire.leash import Leash
@@ -31,5 +31,9 @@ def run_engine(read: Callable[[], tuple[ProcessConfig, EngineConfig]], parent_fd
         leash.failed(str(error), can_retry=False)
         leave(EngineExitCode.REFUSED)
         return
+    rendezvous = process.ranks_path() if engine.parallelism.world > 1 else None
+    if rendezvous is not None and process.rank > 0:
+        leave(run_member(partial(build_member, engine, process.rank, rendezvous), leash))
+        return
     read_adapters = None if parent_fd is None else partial(adapters_of, read, held)
-    leave(run_process(lambda outbox: build_served_engine(engine, outbox, process.block_key), process, leash, read_adapters))
+    leave(run_process(lambda outbox: build_served_engine(engine, outbox, rendezvous, process.block_key), process, leash, read_adapters))

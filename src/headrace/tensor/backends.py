@@ -16,8 +16,12 @@ from headrace.core.errors import ConfigError
 from headrace.machine.gpus import VISIBLE, Gpus, find_gpus, run_probe, unusable
 
 if TYPE_CHECKING:
+    from mmap import mmap
+
+    from headrace.core.parallelism import Parallelism, Place
     from headrace.tensor.host.cpu_features import CpuFeatures
     from headrace.tensor.kernels import Backend
+    from headrace.tensor.peers import Peers
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,3 +153,17 @@ def load_backend(name: str, *, deterministic: bool = False, features: CpuFeature
     module = import_module(BACKENDS[name].module)
     backend: Backend = module.make_backend(deterministic=deterministic, features=features or read_cpu_features())
     return backend
+
+
+SHARED_MEMORY = "headrace.tensor.kernels.cpu.peers"
+
+
+def shared_bytes(parallelism: Parallelism) -> int:
+    """Of the memory that the ranks of a replica map."""
+    return int(import_module(SHARED_MEMORY).shared_bytes(parallelism))
+
+
+def load_peers(memory: mmap, place: Place) -> Peers:
+    """memory: the same of all ranks, zeros at first"""
+    peers: Peers = import_module(SHARED_MEMORY).SharedMemoryPeers(memory, place)
+    return peers

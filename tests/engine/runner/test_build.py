@@ -19,6 +19,7 @@ from headrace.core.errors import CheckpointError, ConfigError
 from headrace.core.speculation import SpeculativeConfig
 from headrace.engine.config import EngineConfig
 from headrace.engine.runner import build as runner_build
+from headrace.engine.runner import loading
 from headrace.engine.runner.build import AnyRunner, build_runner
 from headrace.engine.runner.model_runner import ModelRunner, OverlappedRunner
 from headrace.machine.resources import Available
@@ -135,7 +136,7 @@ def test_a_cache_beside_rounded_weights_is_no_wider_than_the_checkpoint(
 ) -> None:
     """Which are computed in float32, whatever the CPU could."""
     asked = config(tiny_folder, quantization="int8", **changes)
-    assert runner_build._kv_dtype(asked, torch.float32, stored, CpuFeatures("x86_64", frozenset(flags)))[0] == dtype
+    assert loading._kv_dtype(asked, torch.float32, stored, CpuFeatures("x86_64", frozenset(flags)))[0] == dtype
 
 
 def test_warm_up_leaves_nothing_behind(tiny_folder: Path) -> None:
@@ -197,7 +198,7 @@ def test_the_shortest_contexts_can_be_built(tiny_folder: Path, length: int) -> N
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CPU, "free_memory", lambda: Available(50_000, "the cgroup's limit"))
-    monkeypatch.setattr(runner_build, "load_model", lambda *args, **kwargs: pytest.fail("weights were read"))
+    monkeypatch.setattr(loading, "load_model", lambda *args, **kwargs: pytest.fail("weights were read"))
     with pytest.raises(ConfigError, match=r"model: 8\d\.\d KiB of float32 weights do not fit the 48\.8 KiB that the cgroup's limit leaves"):
         build_runner(config(tiny_folder))
 
@@ -258,7 +259,7 @@ def test_memory_that_runs_out_at_start_names_what_would_fit(
         raise torch.OutOfMemoryError(said)
 
     monkeypatch.setattr(runner_build, "warm_up", warm_up)
-    monkeypatch.setattr(runner_build, "allocate_kv", lambda *args: KvCache.__new__(KvCache))
+    monkeypatch.setattr(loading, "allocate_kv", lambda *args: KvCache.__new__(KvCache))
     monkeypatch.setattr(runner_build, "_make_runner", lambda *args: SimpleNamespace(close=lambda: closed.append(True)))
     closed: list[bool] = []
     with pytest.raises(ConfigError, match=words):

@@ -20,10 +20,10 @@ import pytest
 from patience import PATIENCE_S, eventually
 from wire_kit import connected, read_all, request, served, signal_until_gone, socket_dir
 
-from headrace.core.errors import ConfigError, Unavailable
+from headrace.core.errors import ConfigError, EngineFatal, Unavailable
 from headrace.core.plan_codec import load_plans
 from headrace.engine.server.config import ProcessConfig
-from headrace.engine.server.process import EngineExitCode, _run_until_stopped, _until_end
+from headrace.engine.server.process import EngineExitCode, _run_member, _run_until_stopped, _until_end
 from headrace.lab import fake_engine
 from headrace.lab.fake_runner import FakeOptions, fake_answer
 from headrace.wire.client import ConnectionState, ReplicaClient
@@ -162,9 +162,13 @@ class Told:
 
     def __init__(self) -> None:
         self.failures: list[tuple[str, bool]] = []
+        self.num_ready = 0
 
     def watch(self) -> None:
         """Nothing could break."""
+
+    def ready(self) -> None:
+        self.num_ready += 1
 
     def failed(self, reason: str, *, can_retry: bool) -> None:
         self.failures.append((reason, can_retry))
@@ -247,6 +251,71 @@ async def test_a_heartbeat_that_dies_ends_the_process_and_is_logged_with_its_tra
         assert "the heartbeat died" in caplog.text
         assert "not a digest" in caplog.text
         assert "Traceback" in caplog.text
+
+
+class ScriptedMember:
+    """A rank whose steps end when the test says so."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.runs, self.ends, self._error = threading.Event(), threading.Event(), error
+
+    def run(self) -> None:
+        self.runs.set()
+        assert self.ends.wait(PATIENCE_S)
+        if self._error is not None:
+            raise self._error
+
+
+@pytest.mark.socket
+@pytest.mark.usefixtures("signal_actions")
+@pytest.mark.parametrize("is_insistent", [False, True])
+async def test_a_rank_goes_on_after_sigterm_until_rank_0_has_ended_or_a_second_one(
+    is_insistent: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr("headrace.machine.signals.DUPLICATE_SIGNAL_S", 0.0)
+    member, leash = ScriptedMember(), Told()
+    ended = asyncio.create_task(_run_member(lambda: member, leash))  # type: ignore[arg-type]
+    await eventually(lambda: leash.num_ready == 1 and member.runs.is_set())
+    os.kill(os.getpid(), signal.SIGTERM)
+    await eventually(lambda: "SIGTERM: this rank goes on until rank 0 has ended" in caplog.text)
+    assert not ended.done()
+    if is_insistent:
+        await asyncio.sleep(1.0)  # sooner it would be taken for the same signal
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await ended is EngineExitCode.INTERRUPTED
+    member.ends.set()
+    assert is_insistent or await ended is EngineExitCode.DRAINED
+    assert not leash.failures
+
+
+@pytest.mark.socket
+@pytest.mark.usefixtures("signal_actions")
+async def test_a_rank_that_dies_says_so() -> None:
+    member, leash = ScriptedMember(EngineFatal("its link is closed")), Told()
+    member.ends.set()
+    assert await _run_member(lambda: member, leash) is EngineExitCode.ENGINE_DIED  # type: ignore[arg-type]
+    assert leash.failures == [("the rank died: EngineFatal('its link is closed')", True)]
+
+
+@pytest.mark.socket
+@pytest.mark.usefixtures("signal_actions")
+@pytest.mark.parametrize(
+    ("error", "code", "can_retry"),
+    [
+        (ConfigError("rank", "is refused"), EngineExitCode.REFUSED, False),
+        (EngineFatal("its link is closed"), EngineExitCode.ENGINE_DIED, True),
+    ],
+)
+async def test_a_rank_that_cannot_join_says_why(error: Exception, code: EngineExitCode, can_retry: bool) -> None:
+    def make_member() -> Any:
+        raise error
+
+    leash = Told()
+    assert await _run_member(make_member, leash) is code  # type: ignore[arg-type]
+    [(reason, said)] = leash.failures
+    assert str(error) in reason
+    assert said == can_retry
 
 
 def broken() -> None:

@@ -14,6 +14,7 @@ from headrace.engine.server.config import load_process_config
 pytestmark = pytest.mark.pure
 
 GOOD = {"replica": "r", "address": "unix:/tmp/x.sock", "engine": {"model": "/m", "max_num_seqs": 8}}
+PAIR = {**GOOD, "engine": {"model": "/m", "device": "cpu", "tensor_parallel_size": 2}}
 
 
 def write(folder: Path, content: object) -> Path:
@@ -52,11 +53,24 @@ def test_a_good_file_gives_both_configurations(tmp_path: Path) -> None:
             {**GOOD, "engine": {"model": "/m", "max_waiting": 8, "max_waiting_per_tenant": 9}},
             r"max_waiting_per_tenant: 9 is more than max_waiting \(8\)",
         ),
+        ({**GOOD, "rank": 1}, r"rank: 1 is outside 0..0. A replica has .* = 1 of them"),
+        ({**PAIR, "rank": 2}, r"rank: 2 is outside 0..1. A replica has .* = 2 of them"),
+        ({**GOOD, "rendezvous": "unix:/tmp/x"}, "rendezvous: is given for a replica of one process. Leave it out."),
+        ({**PAIR, "rendezvous": "10.0.0.1:80"}, "rendezvous: '10.0.0.1:80' is no Unix socket, and ranks on several machines are not"),
+        ({**PAIR, "address": "127.0.0.1:80", "token": "x" * 16}, "rendezvous: '127.0.0.1:80.ranks' is no Unix socket"),
+        ({**PAIR, "rendezvous": "unix:x"}, "rendezvous: 'unix:x' is not an absolute socket path"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, content: object, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load_process_config(write(tmp_path, content))
+
+
+def test_ranks_meet_beside_the_address_unless_another_place_is_given(tmp_path: Path) -> None:
+    process, _ = load_process_config(write(tmp_path, {**PAIR, "rank": 1}))
+    assert process.ranks_path() == Path("/tmp/x.sock.ranks")
+    process, _ = load_process_config(write(tmp_path, {**PAIR, "address": "127.0.0.1:80", "token": "x" * 16, "rendezvous": "unix:/run/r"}))
+    assert process.ranks_path() == Path("/run/r")
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

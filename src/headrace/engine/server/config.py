@@ -16,7 +16,7 @@ from headrace.core.option import Role, check_options, option, required
 from headrace.core.strict_decode import decode, read_json_object
 from headrace.engine.config import EngineConfig
 from headrace.machine.gpus import VISIBLE
-from headrace.wire.target import GrpcTarget, check_target, target_of
+from headrace.wire.target import GrpcTarget, check_target, parse_target, target_of
 from headrace.wire.tls.files import TlsRole, load_certificates
 
 
@@ -41,9 +41,14 @@ class ProcessConfig:
     drain_timeout_s: float = option(30.0, "Seconds that running streams may take after SIGTERM.", "--drain-timeout", low=0.0)
     cpus: str = option("", "CPUs that the engine keeps to, `0,1,2`.", shown="all")
     gpu: str = ""
-    rank: int = option(0, "Which of its replica's processes this is ([ranks.md](ranks.md)): 0 is the one that gateways reach.", "--rank", low=0)
+    rank: int = option(
+        0, "Which of its replica's processes this is ([ranks.md](ranks.md)): 0 is the one that gateways reach.", "--rank", low=0
+    )
     rendezvous: str = option(
-        "", "Where the processes of a replica meet: `unix:/path` in a directory of mode 0700.", "--rendezvous", shown="`address` and `.ranks`"
+        "",
+        "Where the processes of a replica meet: `unix:/path` in a directory of mode 0700.",
+        "--rendezvous",
+        shown="`address` and `.ranks`",
     )
     num_neighbours: int = option(0, "Other engines on this machine, or on its GPU: each takes an equal part of its memory.", low=0)
     site_key: str = option(
@@ -57,6 +62,19 @@ class ProcessConfig:
         if target.tls is not None:
             load_certificates(target.tls, TlsRole.ENGINE)
         return target
+
+    def ranks_path(self) -> Path:
+        """Where the ranks of its replica meet. Raises ConfigError."""
+        address = self.rendezvous or f"{self.address}.ranks"
+        if not address.startswith("unix:"):
+            reason = f"{address!r} is no Unix socket, and ranks on several machines are not supported yet"
+            raise ConfigError("rendezvous", reason, "Write unix:/path, in a directory of mode 0700.")
+        try:
+            path = parse_target(address).path
+        except ConfigError as error:
+            raise error.at("rendezvous") from error
+        assert path is not None, "it is a Unix socket"
+        return path
 
     def keep_to_share(self, engine: EngineConfig) -> EngineConfig:
         """Called before anything counts CPUs or imports torch."""
@@ -80,8 +98,20 @@ def process_config_from(data: dict[str, object]) -> tuple[ProcessConfig, EngineC
     check_secret("block_key", process.block_key)
     if process.site_key and process.block_key:
         raise ConfigError("block_key", "is given beside site_key, of which it is made", "Leave it out.")
+    _check_rank(process, engine)
     check_target(process.address, token=process.token, token_file=process.token_file, tls_dir=process.tls_dir)
     return replace(process, block_key=process.block_key or site_secret(process.site_key, BLOCKS)), engine
+
+
+def _check_rank(process: ProcessConfig, engine: EngineConfig) -> None:
+    world = engine.parallelism.world
+    if process.rank >= world:
+        options = "tensor_parallel_size x pipeline_parallel_size"
+        raise ConfigError("rank", f"{process.rank} is outside 0..{world - 1}", f"A replica has {options} = {world} of them.")
+    if world > 1:
+        process.ranks_path()
+    elif process.rendezvous:
+        raise ConfigError("rendezvous", "is given for a replica of one process", "Leave it out.")
 
 
 def section(data: dict[str, object], key: str) -> Mapping[str, object]:

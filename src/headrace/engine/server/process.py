@@ -16,7 +16,8 @@ import tempfile
 import threading
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Protocol
+from functools import partial
+from typing import Generic, Protocol, TypeVar
 
 from headrace.core.errors import CheckpointError, ConfigError, counted
 from headrace.engine.server.adapter_reload import AdaptedEngine, ReadSources, answering_reloads, facts_of
@@ -43,9 +44,11 @@ class EngineExitCode(IntEnum):
     """Configuration or checkpoint: starting again does not help."""
 
 
-class RunnableEngine(ServedEngine, AdaptedEngine, Protocol):
+class Runnable(Protocol):
     def run(self) -> None: ...
 
+
+class RunnableEngine(ServedEngine, AdaptedEngine, Runnable, Protocol):
     def stop(self) -> None: ...
 
     def recent_plans(self) -> bytes: ...
@@ -55,14 +58,16 @@ MakeEngine = Callable[[Callable[[Updates], None]], RunnableEngine]
 """May take minutes; may raise ConfigError or CheckpointError."""
 
 
-class LoopThread:
-    """Builds the engine and runs its loop, both in one thread, since the tensor library has thread-local state."""
+Made = TypeVar("Made", bound=Runnable)
 
-    def __init__(self, make_engine: MakeEngine, bridge: AsyncioOutbox) -> None:
+
+class LoopThread(Generic[Made]):
+    """Builds an engine, or a rank, and runs its loop, both in one thread, since the tensor library has thread-local state."""
+
+    def __init__(self, make: Callable[[], Made]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._make_engine = make_engine
-        self._bridge = bridge
-        self.built: asyncio.Future[RunnableEngine] = self._loop.create_future()
+        self._make = make
+        self.built: asyncio.Future[Made] = self._loop.create_future()
         self.ended: asyncio.Future[BaseException | None] = self._loop.create_future()
         # A daemon: a step that never returns must not keep a process alive that has to end.
         self.thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
@@ -70,15 +75,15 @@ class LoopThread:
 
     def _run(self) -> None:
         try:
-            engine = self._make_engine(self._bridge)
+            made = self._make()
         except BaseException as error:
             self._post(self._refuse, error)
             return
-        self._post(self.built.set_result, engine)
+        self._post(self.built.set_result, made)
         try:
-            engine.run()
+            made.run()
         except BaseException as error:
-            log.critical("the engine's loop died", exc_info=error)
+            log.critical("the loop died", exc_info=error)
             self._post(self.ended.set_result, error)
         else:
             self._post(self.ended.set_result, None)
@@ -121,20 +126,15 @@ async def _serve(
     try:
         target = config.target()
         check_can_listen(target)
-        thread = LoopThread(make_engine, bridge)
+        thread = LoopThread(partial(make_engine, bridge))
         await first_of(thread.built, stop.soft, stop.hard)
         if not thread.built.done():
             return EngineExitCode.DRAINED  # while loading there is nothing to wait for
         engine = thread.built.result()
         service = EngineService(engine, bridge, target, replica=config.replica, on_drain=stop.ask)
         await service.start()
-    except (ConfigError, CheckpointError) as error:
-        return _refuse(leash, str(error), EngineExitCode.REFUSED)
-    except CannotListen as error:
-        return _refuse(leash, str(error), EngineExitCode.CANNOT_LISTEN)
     except Exception as error:  # the outermost frame of start-up: the supervisor gets every reason
-        log.critical("start-up failed", exc_info=error)
-        return _refuse(leash, f"{type(error).__name__}: {error}", EngineExitCode.ENGINE_DIED)
+        return _refuse(leash, error)
     gc.collect()
     gc.freeze()  # these objects stay: a full collection would walk torch's and Numba's objects between two steps
     facts = {"address": service.address, "instance_id": service.hello.instance_id, "decided": list(engine.info.decided)}
@@ -157,13 +157,50 @@ def dump_plans(engine: RunnableEngine) -> str:
     return path
 
 
-def _refuse(leash: Leash, reason: str, code: EngineExitCode) -> EngineExitCode:
+def _refuse(leash: Leash, error: Exception) -> EngineExitCode:
+    reason, code = str(error), EngineExitCode.ENGINE_DIED
+    if isinstance(error, ConfigError | CheckpointError):
+        code = EngineExitCode.REFUSED
+    elif isinstance(error, CannotListen):
+        code = EngineExitCode.CANNOT_LISTEN
+    else:
+        log.critical("start-up failed", exc_info=error)
+        reason = f"{type(error).__name__}: {error}"
     log.error("cannot start: %s", reason)
     leash.failed(reason, can_retry=code is not EngineExitCode.REFUSED)
     return code
 
 
-async def _until_end(service: EngineService, thread: LoopThread, stop: StopSignals, config: ProcessConfig, leash: Leash) -> EngineExitCode:
+def run_member(make_member: Callable[[], Runnable], leash: Leash) -> EngineExitCode:
+    """The process of a rank other than 0: SIGTERM alone does not end it, since rank 0 may need it for its drain; a second one does."""
+    leash.watch()
+    return asyncio.run(_run_member(make_member, leash))
+
+
+async def _run_member(make_member: Callable[[], Runnable], leash: Leash) -> EngineExitCode:
+    with StopSignals() as stop:
+        thread = LoopThread(make_member)
+        await first_of(thread.built, stop.soft)
+        if not thread.built.done():
+            return EngineExitCode.DRAINED
+        if isinstance(error := thread.built.exception(), Exception):
+            return _refuse(leash, error)
+        leash.ready()
+        await first_of(thread.ended, stop.soft)
+        if not thread.ended.done():
+            log.info("%s: this rank goes on until rank 0 has ended", stop.soft.result())
+            await first_of(thread.ended, stop.hard)
+        if not thread.ended.done():
+            return EngineExitCode.INTERRUPTED
+        if (death := thread.ended.result()) is not None:
+            leash.failed(f"the rank died: {death!r:.500}", can_retry=True)
+            return EngineExitCode.ENGINE_DIED
+        return EngineExitCode.DRAINED
+
+
+async def _until_end(
+    service: EngineService, thread: LoopThread[RunnableEngine], stop: StopSignals, config: ProcessConfig, leash: Leash
+) -> EngineExitCode:
     await first_of(thread.ended, stop.soft, stop.hard, service.heartbeat)
     if (error := _death(service, thread)) is not None:
         leash.failed(f"the engine died: {error!r:.500}", can_retry=True)
@@ -181,7 +218,7 @@ async def _until_end(service: EngineService, thread: LoopThread, stop: StopSigna
     return EngineExitCode.DRAINED
 
 
-def _death(service: EngineService, thread: LoopThread) -> BaseException | str | None:
+def _death(service: EngineService, thread: LoopThread[RunnableEngine]) -> BaseException | str | None:
     if thread.ended.done():
         return thread.ended.result() or "its loop ended"
     if not service.heartbeat.done():

@@ -17,7 +17,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.sampling import SamplingParams
 from headrace.core.speculation import SpeculativeConfig
 from headrace.engine.config import EngineConfig
-from headrace.engine.runner import build as runner_build
+from headrace.engine.runner import loading
 from headrace.engine.runner.build import build_runner
 from headrace.engine.runner.drafts.load import describe_draft
 from headrace.engine.runner.drafts.model import ModelDrafter
@@ -90,7 +90,7 @@ def test_a_shorter_draft_model_drafts_within_its_length(tiny_folder: Path, draft
 def test_another_vocabulary_is_refused_before_weights_are_read(
     tiny_folder: Path, draft_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner_build, "load_model", lambda *args, **kwargs: pytest.fail("weights were read"))
+    monkeypatch.setattr(loading, "load_model", lambda *args, **kwargs: pytest.fail("weights were read"))
     change(draft_folder, vocab_size=99)
     with pytest.raises(ConfigError, match=r"speculative_config\.model: vocabulary size of .*draft: 99; of .*: 101\. Use a draft model"):
         build_runner(config(tiny_folder, draft_folder))

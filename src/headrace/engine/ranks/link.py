@@ -1,0 +1,257 @@
+"""One end of the link between rank 0 and another rank: a Unix socket, over which frames go both ways, and one file descriptor comes.
+
+Rank 0 listens in a directory that only its user may open, until all ranks have said hello; the file descriptor is that of the memory they
+share.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from headrace.core.clock import Clock
+from headrace.core.errors import ConfigError, EngineFatal
+from headrace.engine.ranks.frames import (
+    HEADER,
+    MAX_JSON_BYTES,
+    Allowed,
+    FrameKind,
+    RankFailure,
+    RankHello,
+    frame,
+    json_frame,
+    read_header,
+    read_json,
+)
+from headrace.wire.target import check_private
+
+log = logging.getLogger(__name__)
+
+GATHER_S = 600.0
+"""Seconds that rank 0 waits for the others, and they for it: by hand they are started one after the other."""
+HELLO_S = 10.0
+RETRY_S = 0.1
+CHUNK_BYTES = 1 << 16
+
+Frame = tuple[FrameKind, bytearray]
+
+
+class RankLink:
+    """allowed: what the other end may send now; whoever reads sets it. `send` may be called from several threads, reading from one."""
+
+    def __init__(self, connected: socket.socket, allowed: Allowed) -> None:
+        self.allowed = allowed
+        self._socket = connected
+        self._sending = threading.Lock()
+        self._received = bytearray()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, data: bytes) -> None:
+        """Waits while the other end reads nothing. Raises EngineFatal once the link is closed."""
+        try:
+            with self._sending:
+                self._socket.sendall(data)
+        except OSError as error:
+            raise EngineFatal(f"its link is closed ({error.strerror})") from error
+
+    def receive(self) -> Frame:
+        """Waits for a frame. Raises EngineFatal for what is none, and once the link is closed."""
+        while (found := self._next()) is None:
+            self._take(0)
+        return found
+
+    def arrived(self) -> Iterator[Frame]:
+        """The frames that are there, without waiting. Raises as `receive` does, behind the last of them."""
+        while True:
+            while (found := self._next()) is not None:
+                yield found
+            try:
+                self._take(socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+
+    def send_descriptor(self, data: bytes, fd: int) -> None:
+        socket.send_fds(self._socket, [data], [fd])
+
+    def receive_descriptor(self) -> tuple[Frame, int | None]:
+        """The next frame, and the descriptor that came with it."""
+        try:
+            data, fds, *_ = socket.recv_fds(self._socket, CHUNK_BYTES, 1)
+        except OSError as error:
+            raise EngineFatal(f"its link is closed ({error.strerror})") from error
+        if not data:
+            raise EngineFatal("its link is closed")
+        self._received += data
+        return self.receive(), fds[0] if fds else None
+
+    def wait_at_most(self, timeout_s: float | None) -> None:
+        self._socket.settimeout(timeout_s)
+
+    def shut(self) -> None:
+        """Both ends read no more, and a `send` that waits returns. The socket stays this object's."""
+        with suppress(OSError):  # the other end has closed it
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def wait_until_closed(self, timeout_s: float) -> None:
+        """By the other end, of which nothing is read any more."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            while (left := deadline - time.monotonic()) > 0:
+                self._socket.settimeout(left)
+                if not self._socket.recv(CHUNK_BYTES):
+                    return
+        except OSError:
+            return
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _take(self, flags: int) -> None:
+        try:
+            data = self._socket.recv(CHUNK_BYTES, flags)
+        except BlockingIOError:
+            raise
+        except OSError as error:  # a time limit too
+            raise EngineFatal(f"its link is closed ({error.strerror or error})") from error
+        if not data:
+            raise EngineFatal("its link is closed")
+        self._received += data
+
+    def _next(self) -> Frame | None:
+        received = self._received
+        if len(received) < HEADER.size:
+            return None
+        kind, num_bytes = read_header(received, self.allowed)
+        end = HEADER.size + num_bytes
+        if len(received) < end:
+            return None
+        payload = received[HEADER.size : end]
+        del received[:end]
+        return kind, payload
+
+
+def listen(path: Path) -> socket.socket:
+    """Raises ConfigError, also where another replica's ranks gather at the path."""
+    try:
+        check_private(path)
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.connect(os.fspath(path))
+    except ConfigError as error:
+        raise error.at("rendezvous") from error
+    except ConnectionRefusedError:
+        path.unlink(missing_ok=True)  # left behind by one that was killed
+    except FileNotFoundError:
+        if not path.parent.is_dir():
+            raise ConfigError("rendezvous", f"{path.parent} does not exist", "Make it, with mode 0700.") from None
+    else:
+        raise ConfigError("rendezvous", f"another replica's ranks gather at {path}", "Give each replica one of its own.")
+    listening = socket.socket(socket.AF_UNIX)
+    try:
+        listening.bind(os.fspath(path))
+        listening.listen()
+    except OSError as error:
+        listening.close()
+        raise ConfigError("rendezvous", f"cannot listen at {path} ({error.strerror})") from error
+    return listening
+
+
+def connections(listening: socket.socket, clock: Clock = time.monotonic) -> Iterator[socket.socket]:
+    """Ends GATHER_S after the first was asked for."""
+    deadline = clock() + GATHER_S
+    while (left := deadline - clock()) > 0:
+        listening.settimeout(left)
+        try:
+            yield listening.accept()[0]
+        except TimeoutError:
+            return
+
+
+def gather(connected: Iterator[socket.socket], world: int, facts: Mapping[str, str]) -> dict[int, RankLink]:
+    """The links of ranks 1 to world - 1, once each has said hello. What does not fit is refused, and waited for again.
+
+    Raises ConfigError where `connected` ends before.
+    """
+    links: dict[int, RankLink] = {}
+    while len(links) < world - 1:
+        connection = next(connected, None)
+        if connection is None:
+            _close_all(links)
+            missing = ", ".join(str(rank) for rank in range(1, world) if rank not in links)
+            raise ConfigError("rank", f"{missing} of 0..{world - 1} did not come within {GATHER_S:g} s", "Start all ranks of the replica.")
+        link = RankLink(connection, {FrameKind.HELLO: MAX_JSON_BYTES})
+        try:
+            link.wait_at_most(HELLO_S)
+            hello = read_json(RankHello, link.receive()[1])
+            why_not = _why_not(hello, links, world, facts)
+        except EngineFatal as error:
+            log.error("a rank that came to this replica is refused: %s", error)
+            link.close()
+            continue
+        if why_not:
+            log.error("%s", why_not)
+            link.send(json_frame(FrameKind.FAILED, RankFailure(why_not, is_refused=True)))
+            link.close()
+            continue
+        link.wait_at_most(None)
+        links[hello.rank] = link
+    return dict(sorted(links.items()))
+
+
+def _why_not(hello: RankHello, links: Mapping[int, RankLink], world: int, facts: Mapping[str, str]) -> str:
+    """Empty: the rank may join."""
+    if not 1 <= hello.rank < world:
+        return f"rank {hello.rank} is refused: it is outside 1..{world - 1}"
+    if hello.rank in links:
+        return f"rank {hello.rank} is refused: there is one already"
+    names = sorted(name for name in facts.keys() | hello.facts.keys() if facts.get(name) != hello.facts.get(name))
+    differing = (f"{name} is {hello.facts.get(name, 'not said')}, and {facts.get(name, 'not said')} at rank 0" for name in names)
+    return f"rank {hello.rank} is refused: {'; '.join(differing)}" if names else ""
+
+
+def _close_all(links: Mapping[int, RankLink]) -> None:
+    for link in links.values():
+        link.close()
+
+
+def connect(path: Path, *, clock: Clock = time.monotonic, sleep: Callable[[float], None] = time.sleep) -> socket.socket:
+    """Tries again until rank 0 listens. Raises ConfigError after GATHER_S."""
+    deadline = clock() + GATHER_S
+    while True:
+        connected = socket.socket(socket.AF_UNIX)
+        try:
+            connected.connect(os.fspath(path))
+            return connected
+        except OSError as error:
+            connected.close()
+            if clock() > deadline:
+                reason = f"rank 0 does not listen at {path} after {GATHER_S:g} s ({error.strerror})"
+                raise ConfigError("rendezvous", reason, "Start rank 0 with the same rendezvous.") from error
+        sleep(RETRY_S)
+
+
+def join(link: RankLink, hello: RankHello) -> int:
+    """Says hello to rank 0. Returns the descriptor of the shared memory, which is the caller's.
+
+    Raises ConfigError if rank 0 refuses this one.
+    """
+    link.allowed = {FrameKind.WELCOME: 0, FrameKind.FAILED: MAX_JSON_BYTES}
+    link.send(json_frame(FrameKind.HELLO, hello))
+    (kind, payload), fd = link.receive_descriptor()
+    if kind is FrameKind.FAILED:
+        raise ConfigError("rank", read_json(RankFailure, payload).reason, "Give all ranks of a replica the same options.")
+    if fd is None:
+        raise EngineFatal("rank 0 sent no shared memory")
+    return fd
+
+
+def welcome(links: Mapping[int, RankLink], fd: int) -> None:
+    for link in links.values():
+        link.send_descriptor(frame(FrameKind.WELCOME), fd)

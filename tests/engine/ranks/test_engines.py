@@ -1,0 +1,196 @@
+"""Tests whole engines of several ranks, each in a thread of this process, against an engine of one: real loader, loop, runner and links.
+
+With tensor parallelism sums have another order, so that log-probabilities are compared closely, and with stages alone to the bit. All that
+a client may ask for, preempted and cut off, is in tests/engine/test_random_requests.py.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from real_engine import Answers, RealEngine, greedy_request
+from tiny_models import save_tiny_model
+
+from headrace.bundled import DRAFT_MODEL as DRAFT
+from headrace.bundled import bundled_path
+from headrace.core.errors import ConfigError, EngineFatal
+from headrace.core.plan import TokenLogprobs
+from headrace.core.request import EngineRequest
+from headrace.core.speculation import DRAFT_MODEL, NGRAM, SpeculativeConfig
+from headrace.engine.config import EngineConfig
+from headrace.engine.kv_sizing import KvSizing
+from headrace.engine.ranks.member import RankMember
+from headrace.engine.runner.build import build_runner
+from headrace.engine.runner.loading import LoadedPart
+from headrace.tensor.models.decoder import DecoderModel
+
+pytest.importorskip("numba")
+pytestmark = pytest.mark.socket
+
+TP2, PP2 = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+LAYOUTS = [TP2, PP2, {**TP2, **PP2}]
+SPACE: dict[str, Any] = {"kernels": "reference", "device": "cpu", "max_model_len": 200, "load_format": "dummy", "seed": 3}
+CROWDED: dict[str, Any] = {"num_kv_blocks": 48, "max_num_batched_tokens": 24}
+"""So few blocks that sequences are preempted."""
+
+
+def requests() -> list[EngineRequest]:
+    """Prompts some of which begin alike; greedy and seeded sampling, several sequences, penalties, all kinds of log-probabilities."""
+    draw = random.Random(0)
+    common = [draw.randrange(3, 500) for _ in range(40)]
+    shapes: list[tuple[int, dict[str, Any]]] = [
+        (1, {}),
+        (90, {"logprobs": 2}),
+        (17, {"temperature": 1.0, "n": 3, "top_p": 0.9, "logprobs": 1}),
+        (44, {"presence_penalty": 0.6, "repetition_penalty": 1.2}),
+        (41, {"temperature": 0.8, "top_k": 40, "logit_bias": {70: 3.0}}),
+        (33, {"temperature": 1.0, "min_p": 0.02}),
+        (60, {"prompt_logprobs": 1}),
+    ]
+    made = []
+    for number, (length, shape) in enumerate(shapes):
+        prompt = common[: length // 2] + [draw.randrange(3, 500) for _ in range(length - len(common[: length // 2]))]
+        made.append(greedy_request(f"r{number}", prompt, **{"seed": number, "max_tokens": 12, **shape}))
+    return made
+
+
+def answers(folder: Path, **config: Any) -> tuple[Answers, int]:
+    """And the number of preemptions."""
+    with RealEngine(folder, **{**SPACE, **config}) as engine:
+        engine.run(*requests())
+        assert not engine.ranks.errors
+        return engine.answers(), engine.preemptions
+
+
+def values(logprobs: list[TokenLogprobs]) -> list[float]:
+    return [number for each in logprobs for number in (each.logprob, *each.top_logprobs)]
+
+
+def check_close(found: Answers, expected: Answers) -> None:
+    assert {key: answer.token_ids for key, answer in found.items()} == {key: answer.token_ids for key, answer in expected.items()}
+    for key, answer in found.items():
+        for mine, its in ((answer.logprobs, expected[key].logprobs), (answer.prompt_logprobs, expected[key].prompt_logprobs)):
+            np.testing.assert_allclose(values(mine), values(its), atol=2e-4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["tp 2", "pp 2", "tp 2 pp 2"])
+@pytest.mark.parametrize("model", ["llama", "gemma3"])
+def test_several_ranks_answer_as_one_does(tmp_path: Path, layout: dict[str, int], model: str) -> None:
+    """Windows of Gemma 3 make KV groups of which a stage may have no layer."""
+    folder = save_tiny_model(model, tmp_path)
+    expected, _ = answers(folder)
+    found, num_preempted = answers(folder, **layout, **CROWDED, depth=2)
+    check_close(found, expected)
+    assert num_preempted > 0
+
+
+@pytest.mark.parametrize("is_whole", [False, True], ids=["parts of experts", "whole experts"])
+def test_experts_are_divided(tmp_path: Path, is_whole: bool) -> None:
+    folder = save_tiny_model("qwen3-moe", tmp_path)
+    found, _ = answers(folder, **TP2, enable_expert_parallel=is_whole)
+    check_close(found, answers(folder)[0])
+
+
+@pytest.mark.parametrize("method", [NGRAM, DRAFT_MODEL])
+def test_drafts_are_verified_on_all_ranks(method: str) -> None:
+    folder = bundled_path("headrace-tiny")
+    assert folder is not None
+    drafting = SpeculativeConfig(method=method, model=str(bundled_path(DRAFT)) if method == DRAFT_MODEL else "", num_speculative_tokens=3)
+    config: dict[str, Any] = {"load_format": "auto", "max_model_len": 300}
+    prompt = [5, 6, 7, 8, 9, 10] * 12
+    asked = greedy_request("r", prompt, max_tokens=40)
+    with RealEngine(folder, **{**SPACE, **config}) as engine:
+        expected = engine.run(asked).answer("r")
+    with RealEngine(folder, **{**SPACE, **config, **TP2, "speculative_config": drafting}) as engine:
+        assert engine.run(asked).answer("r") == expected
+        assert engine.engine.snapshot().counters.draft_tokens > 0
+
+
+def test_a_rank_holds_its_part_and_the_same_memory_has_room_for_more_blocks(tmp_path: Path) -> None:
+    folder, room = save_tiny_model("llama", tmp_path), {"num_kv_blocks": None, "kv_cache_bytes": 1 << 18}
+    facts = []
+    for layout in ({}, TP2, PP2):
+        with RealEngine(folder, **{**SPACE, **room, **layout}) as engine:
+            engine.run(*requests())
+            facts.append(engine.engine.info)
+    alone, halves, _ = facts
+    assert halves.num_blocks[0] > 1.9 * alone.num_blocks[0]
+    assert [any("rank 1: " in line for line in each.decided) for each in facts] == [False, True, True]
+    assert ["ranks" in each.numerics for each in facts] == [False, True, False], "stages give the same bits"
+
+
+def test_the_rank_with_the_least_memory_decides_the_number_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = LoadedPart.size
+
+    def less_on_rank_1(self: LoadedPart, *arguments: Any, most: int | None = None) -> KvSizing:
+        found = size(self, *arguments, most=most)
+        return replace(found, num_full_blocks=50) if self.loaded.model.place.rank == 1 and most is None else found
+
+    monkeypatch.setattr(LoadedPart, "size", less_on_rank_1)
+    with RealEngine(save_tiny_model("llama", tmp_path), **SPACE, **TP2) as engine:
+        info = engine.run(*requests()).engine.info
+    assert info.num_blocks == (50,)
+    assert any("rank 1: " in line and "50 blocks fit" in line for line in info.decided), info.decided
+
+
+def failing(error: Exception) -> Callable[..., Any]:
+    def fail(*_: object) -> Any:
+        raise error
+
+    return fail
+
+
+def test_a_rank_that_fails_in_a_step_ends_the_replica_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_tiny_model("llama", tmp_path)
+    engine = RealEngine(folder, **SPACE, **TP2)
+    engine.run(greedy_request("before", [1, 2, 3]))
+    monkeypatch.setattr(RankMember, "_compute_logits", failing(MemoryError("no more")))
+    with pytest.raises(EngineFatal, match=r"rank 1 failed: MemoryError\('no more'\)"):
+        engine.run(greedy_request("after", [1, 2, 3]))
+    end(engine)
+    assert isinstance(engine.ranks.errors[1], MemoryError)
+
+
+def test_a_failure_of_rank_0_within_a_step_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_tiny_model("llama", tmp_path)
+    engine = RealEngine(folder, **SPACE, **TP2)
+    forward = DecoderModel.forward
+
+    def fail_on_rank_0(self: DecoderModel, *arguments: Any) -> Any:
+        if self.place.rank == 0:
+            raise MemoryError("no more")
+        return forward(self, *arguments)
+
+    monkeypatch.setattr(DecoderModel, "forward", fail_on_rank_0)
+    with pytest.raises(EngineFatal, match="rank 0 failed within a step: MemoryError"):
+        engine.run(greedy_request("r", [1, 2, 3]))
+    end(engine)
+    assert isinstance(engine.ranks.errors[1], EngineFatal)
+
+
+def test_an_idle_engine_ends_once_a_rank_has_left(tmp_path: Path) -> None:
+    engine = RealEngine(save_tiny_model("llama", tmp_path), **SPACE, **TP2)
+    engine.run(greedy_request("r", [1, 2, 3]))
+    engine.ranks.leave(1)
+    with pytest.raises(EngineFatal, match="rank 1"):
+        engine.engine.run()
+    engine.ranks.join()
+    assert isinstance(engine.ranks.errors[1], EngineFatal)
+
+
+def end(engine: RealEngine) -> None:
+    """As the loop that died would."""
+    engine.engine.closing.close()
+    engine.ranks.join()
+
+
+def test_a_command_that_starts_one_process_refuses_several_ranks(tmp_path: Path) -> None:
+    folder = save_tiny_model("llama", tmp_path)
+    with pytest.raises(ConfigError, match="tensor_parallel_size or pipeline_parallel_size: this command starts one process"):
+        build_runner(EngineConfig(model=str(folder), **{**SPACE, **TP2}))
