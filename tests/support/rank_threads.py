@@ -19,8 +19,8 @@ class RankThreads:
     def __init__(self, config: EngineConfig) -> None:
         self.errors: dict[int, BaseException] = {}
         self._members: dict[int, RankMember] = {}
-        self._folder = tempfile.TemporaryDirectory(prefix="hr-")
-        self.rendezvous = Path(self._folder.name) / "ranks"
+        self._folder = Path(tempfile.mkdtemp(prefix="hr-"))
+        self.rendezvous = self._folder / "ranks"
         ranks = range(1, config.parallelism.world)
         self._threads = [threading.Thread(target=self._run, args=(config, rank), name=f"rank {rank}", daemon=True) for rank in ranks]
         for thread in self._threads:
@@ -42,5 +42,5 @@ class RankThreads:
         for thread in self._threads:
             thread.join(PATIENCE_S)
         running = [thread.name for thread in self._threads if thread.is_alive()]
-        self._folder.cleanup()
+        self._folder.rmdir()
         assert not running, f"{running} have not ended"

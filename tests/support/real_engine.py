@@ -96,7 +96,11 @@ class RealEngine:
         is_static = config.pop("static_batching", False)
         engine = EngineConfig(model=str(folder), **{**ROOMY, **config})
         self.ranks = RankThreads(engine)
-        self.engine = build_engine(engine, self._take, self.ranks.rendezvous)
+        try:
+            self.engine = build_engine(engine, self._take, self.ranks.rendezvous)
+        except BaseException:
+            self.ranks.join()
+            raise
         if is_static:
             self.engine.scheduler.batch_statically()
 

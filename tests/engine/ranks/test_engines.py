@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from random_speculation import decide_at_random
 from real_engine import Answers, RealEngine, greedy_request
 from tiny_models import save_tiny_model
 
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.socket
 TP2, PP2 = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 LAYOUTS = [TP2, PP2, {**TP2, **PP2}]
 SPACE: dict[str, Any] = {"kernels": "reference", "device": "cpu", "max_model_len": 200, "load_format": "dummy", "seed": 3}
-CROWDED: dict[str, Any] = {"num_kv_blocks": 48, "max_num_batched_tokens": 24}
+CROWDED: dict[str, Any] = {"num_kv_blocks": 60, "max_num_batched_tokens": 24}
 """So few blocks that sequences are preempted."""
 
 
@@ -103,11 +104,11 @@ def test_drafts_are_verified_on_all_ranks(method: str) -> None:
     assert folder is not None
     drafting = SpeculativeConfig(method=method, model=str(bundled_path(DRAFT)) if method == DRAFT_MODEL else "", num_speculative_tokens=3)
     config: dict[str, Any] = {"load_format": "auto", "max_model_len": 300}
-    prompt = [5, 6, 7, 8, 9, 10] * 12
-    asked = greedy_request("r", prompt, max_tokens=40)
+    asked = greedy_request("r", [5, 6, 7, 8, 9, 10] * 12, max_tokens=40, logit_bias={7: 9.0})  # a token that comes again and again
     with RealEngine(folder, **{**SPACE, **config}) as engine:
         expected = engine.run(asked).answer("r")
     with RealEngine(folder, **{**SPACE, **config, **TP2, "speculative_config": drafting}) as engine:
+        decide_at_random(engine.engine.scheduler, 0)
         assert engine.run(asked).answer("r") == expected
         assert engine.engine.snapshot().counters.draft_tokens > 0
 
@@ -130,13 +131,13 @@ def test_the_rank_with_the_least_memory_decides_the_number_of_blocks(tmp_path: P
 
     def less_on_rank_1(self: LoadedPart, *arguments: Any, most: int | None = None) -> KvSizing:
         found = size(self, *arguments, most=most)
-        return replace(found, num_full_blocks=50) if self.loaded.model.place.rank == 1 and most is None else found
+        return replace(found, num_full_blocks=60) if self.loaded.model.place.rank == 1 and most is None else found
 
     monkeypatch.setattr(LoadedPart, "size", less_on_rank_1)
     with RealEngine(save_tiny_model("llama", tmp_path), **SPACE, **TP2) as engine:
         info = engine.run(*requests()).engine.info
-    assert info.num_blocks == (50,)
-    assert any("rank 1: " in line and "50 blocks fit" in line for line in info.decided), info.decided
+    assert info.num_blocks == (60,)
+    assert any("rank 1: " in line and "60 blocks fit" in line for line in info.decided), info.decided
 
 
 def failing(error: Exception) -> Callable[..., Any]:
