@@ -6,7 +6,6 @@ that a later step of the same shape is one call.
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,16 @@ from torch import Tensor
 
 from headrace.core.errors import EngineFatal
 from headrace.tensor.kernels.cpu.jit.launch import CALLER, address_of, call, compile_kernel, guarded, helper, run_now, words
-from headrace.tensor.kernels.cpu.jit.scalars import as_i64, at, compare_and_set, increment, load, load_acquire, pause, read_arguments
+from headrace.tensor.kernels.cpu.jit.scalars import (
+    as_i64,
+    at,
+    compare_and_set,
+    increment,
+    load_acquire,
+    monotonic_ns,
+    pause,
+    read_arguments,
+)
 
 _Made = TypeVar("_Made")
 _Update = TypeVar("_Update", bound="Callable[[RecordedLaunches], bool]")
@@ -37,19 +45,10 @@ MAX_CLOCK_GAP_NS = 1_000_000_000
 """The most that one gap between two clock readings adds to a waiting time: a longer gap means that the process was suspended."""
 MAX_RESULT_BYTES = 32 << 20
 """A list is run early once its results take more bytes; a recording whose list was run early cannot be replayed."""
-_yield = types.ExternalFunction("sched_yield", types.int32())
-_clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.intp))
-_CLOCK = time.CLOCK_MONOTONIC
-STARTED_WORKERS, TEAM_CHOICE, BARRIER_ARRIVALS, TIMED_OUT, CLOCKS = 0, 1, 2, 3, 4
+sched_yield = types.ExternalFunction("sched_yield", types.int32())
+STARTED_WORKERS, TEAM_CHOICE, BARRIER_ARRIVALS, TIMED_OUT, NUM_STATE_WORDS = range(5)
 """Words of a list's state, all 0 at first: the number of workers that started; 1 once the team is all workers, 2 + worker once this worker
-runs the list by itself; arrivals at all barriers so far; 1 once a worker waited too long. From CLOCKS on there are two words per worker."""
-
-
-@helper
-def read_ns(place: int) -> int:
-    _clock_gettime(_CLOCK, place)
-    clock = as_i64(place)
-    return int(load(clock, 0) * 1_000_000_000 + load(clock, 1))
+runs the list by itself; arrivals at all barriers so far; 1 once a worker waited too long."""
 
 
 @helper
@@ -58,7 +57,7 @@ def waited_more(waited_ns: int, last_ns: int, now_ns: int) -> int:
 
 
 @helper
-def wait_at_barrier(state: Any, value: int, clock: int, limit_ns: int) -> bool:
+def wait_at_barrier(state: Any, value: int, limit_ns: int) -> bool:
     """True once `value` arrivals are counted; False once any worker has waited limit_ns.
 
     The worker yields its processor now and then, since it may hold up the worker that it waits for.
@@ -68,8 +67,8 @@ def wait_at_barrier(state: Any, value: int, clock: int, limit_ns: int) -> bool:
         pause()
         spins += 1
         if spins % SPINS_BEFORE_YIELD == 0:
-            _yield()
-            now = read_ns(clock)
+            sched_yield()
+            now = monotonic_ns()
             waited, last = waited_more(waited, last, now), now
             if waited > limit_ns:
                 compare_and_set(at(state, TIMED_OUT), 1)
@@ -87,7 +86,7 @@ def gather_workers(state: Any, worker: int, workers: int, max_spins: int) -> int
         pause()
         spins += 1
         if spins % SPINS_BEFORE_YIELD == 0:
-            _yield()
+            sched_yield()
     choice = compare_and_set(at(state, TEAM_CHOICE), 1 if load_acquire(at(state, STARTED_WORKERS)) >= workers else 2 + worker)
     if choice == 1:
         return workers
@@ -117,7 +116,7 @@ WORKERS = LaunchEntry._fields.index("workers")
 
 def _run_list(arguments: int, worker: int, workers: int) -> None:
     a: ListArguments = read_arguments(ListArguments, arguments)
-    state, clock = as_i64(a.state), a.state + 8 * (CLOCKS + 2 * worker)
+    state = as_i64(a.state)
     max_spins = min(BASE_SPINS + SPINS_PER_KERNEL * a.num_entries, MAX_SPINS)
     team = workers if workers == 1 else gather_workers(state, worker, workers, max_spins)
     rank, arrivals, before = (0 if team == 1 else worker), 0, 0
@@ -131,7 +130,7 @@ def _run_list(arguments: int, worker: int, workers: int) -> None:
         if index > 0 and max(needed, before) > 1:  # consecutive kernels of one worker need no barrier
             arrivals += team
             increment(at(state, BARRIER_ARRIVALS))
-            if not wait_at_barrier(state, arrivals, clock, a.limit_ns):
+            if not wait_at_barrier(state, arrivals, a.limit_ns):
                 return
         if rank < needed:
             call(each.kernel, each.arguments, rank, needed)
@@ -249,7 +248,7 @@ class RecordedLaunches(LaunchList):
 def run_list(entries: array[int], workers: int) -> None:
     """Raises EngineFatal if a worker waited MAX_WAIT_S at a barrier: results are then incomplete. A worker that never returns from its
     kernel blocks this call; only monitoring from outside can detect that."""
-    state = words([0] * (CLOCKS + 2 * workers))
+    state = words([0] * NUM_STATE_WORDS)
     arguments = ListArguments(
         entries=address_of(entries), num_entries=len(entries) // ENTRY_WORDS, state=address_of(state), limit_ns=int(MAX_WAIT_S * 1e9)
     )

@@ -6,6 +6,7 @@ for bfloat16 (uint16 bits). The caller keeps the tensor alive and has checked it
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from llvmlite import ir
@@ -130,13 +131,13 @@ def take_ticket(_: Any, counter: Any) -> tuple[Any, Emit]:
 
 @intrinsic
 def increment(_: Any, counter: Any) -> tuple[Any, Emit]:
-    """Atomically counter[0] += 1. A thread that reads the new value with `load_acquire` sees what this thread wrote before."""
+    """Atomically counter[0] += 1; returns the old value. A thread that reads the new value with `load_acquire`, or increments it, sees what
+    this thread wrote before."""
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        builder.atomic_rmw("add", arguments[0], I64(1), "acq_rel")
-        return context.get_dummy_value()
+        return builder.atomic_rmw("add", arguments[0], I64(1), "acq_rel")
 
-    return types.void(counter), emit
+    return types.intp(counter), emit
 
 
 @intrinsic
@@ -156,6 +157,18 @@ def compare_and_set(_: Any, place: Any, value: Any) -> tuple[Any, Emit]:
         return builder.select(builder.extract_value(found, 1), arguments[1], builder.extract_value(found, 0))
 
     return types.intp(place, types.intp), emit
+
+
+@intrinsic
+def monotonic_ns(_: Any) -> tuple[Any, Emit]:
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        clock = cgutils.alloca_once(builder, I64, size=2)
+        function_type = ir.FunctionType(I32, [I32, clock.type])
+        builder.call(cgutils.get_or_insert_function(builder.module, function_type, "clock_gettime"), [I32(time.CLOCK_MONOTONIC), clock])
+        seconds, nanoseconds = (builder.load(gep(builder, clock, i)) for i in range(2))
+        return builder.add(builder.mul(seconds, I64(1_000_000_000)), nanoseconds)
+
+    return types.intp(), emit
 
 
 @intrinsic
