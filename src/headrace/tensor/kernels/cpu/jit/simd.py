@@ -244,3 +244,28 @@ def _emit_sum(pointer: Any, add: Callable[[ir.IRBuilder, ir.Value, ir.Value], ir
         return builder.fadd(fold_lanes(builder, total, builder.fadd), builder.load(rest))
 
     return emit
+
+
+@intrinsic
+def add_rows(_: Any, out: Any, source: Any, stride: Any, rows: Any, length: Any) -> tuple[Any, Emit]:
+    """out[i] = source[i] + source[stride + i] + ... for i < length, over at least one row, in this order, in float32, rounded once."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        target, first, step, count, size = arguments
+
+        def add_column(index: ir.Value, like: ir.Type) -> None:
+            total = cgutils.alloca_once(builder, like)
+            builder.store(load_floats(builder, gep(builder, first, index), source.dtype, like), total)
+            with cgutils.for_range_slice(builder, I64(1), count, I64(1), intp=I64) as (row, _):
+                where = gep(builder, first, builder.add(builder.mul(row, step), index))
+                builder.store(builder.fadd(builder.load(total), load_floats(builder, where, source.dtype, like)), total)
+            store_floats(builder, builder.load(total), gep(builder, target, index), out.dtype)
+
+        whole = builder.and_(size, I64(-LANES))
+        with cgutils.for_range_slice(builder, I64(0), whole, I64(LANES), intp=I64) as (index, _):
+            add_column(index, VECTOR)
+        with cgutils.for_range_slice(builder, whole, size, I64(1), intp=I64) as (index, _):
+            add_column(index, F32)
+        return context.get_dummy_value()
+
+    return types.void(out, source, types.intp, types.intp, types.intp), emit
