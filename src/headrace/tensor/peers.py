@@ -57,3 +57,6 @@ class NoPeers:
 
     def abort(self) -> None:
         pass
+
+
+NO_PEERS = NoPeers()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from headrace.core.errors import CheckpointError
+from headrace.core.parallelism import Parallelism
 from headrace.tensor.backends import load_backend
 from headrace.tensor.batch import ForwardBatch
 from headrace.tensor.checkpoint.folder import Checkpoint
@@ -206,7 +207,7 @@ def test_random_weights_depend_on_the_seed_alone(folder: Any) -> None:
 
 
 def reader(source: Any, rank: int, world: int) -> WeightReader:
-    return WeightReader(source, BACKEND, torch.float32, CPU, rank, world)
+    return WeightReader(source, BACKEND, torch.float32, CPU, Parallelism(world).place(rank))
 
 
 def batch_of(num_tokens: int) -> ForwardBatch:

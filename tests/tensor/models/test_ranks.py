@@ -1,120 +1,266 @@
-"""Tests each rank's slice of a whole decoder: blocks of all ranks, summed, are the unsliced block, and ranks that sum answer as
-the whole.
-"""
+"""Tests the parts that ranks hold of a model: all together answer as the model on one rank, and what has no equal parts is refused."""
 
 from __future__ import annotations
 
-import threading
+import random
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cpu_families import AVX2
+from float_formats_kit import Compressed, Fp8, ModelOpt
+from quantized_kit import Awq, Gptq, Stored, load, logits, save_pair
+from rank_kit import Ranks
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from headrace.core.errors import CheckpointError, ConfigError
+from headrace.core.parallelism import Parallelism
 from headrace.tensor.backends import load_backend
-from headrace.tensor.batch import ForwardBatch, GroupBatch, LayerKv, allocate_kv
-from headrace.tensor.checkpoint.config import read_config
-from headrace.tensor.checkpoint.folder import Checkpoint
+from headrace.tensor.batch import allocate_kv
 from headrace.tensor.device import CPU
-from headrace.tensor.layers.weights import Reduce, WeightReader, no_reduce
-from headrace.tensor.models import ARCHITECTURES
-from headrace.tensor.models.decoder import DecoderModel
+from headrace.tensor.kernels.rounding import Precision, RoundedWeight, round_weight
+from headrace.tensor.models import LoadedModel, describe, load_model
+from headrace.tensor.peers import NoPeers
 
-pytestmark = pytest.mark.pure
+pytestmark = pytest.mark.socket
 
-TINY = {"vocab_size": 31, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
-CASES: dict[str, dict[str, Any]] = {
+VOCAB = 31
+TINY = {"vocab_size": VOCAB, "hidden_size": 96, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 12, "head_dim": 16,
+        "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {"attention_bias": True, "mlp_bias": True},
-    "Qwen3": {"head_dim": 16},
-    "Phi3": {},
-    "Mixtral": {"num_local_experts": 3},
+    "Qwen2": {"tie_word_embeddings": True, "vocab_size": 32},
+    "Qwen3": {},
+    "Phi3": {"hidden_size": 192},
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen3Moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "mlp_only_layers": [1]},
+    "Gemma3": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+}
+EXPERTS = ("Mixtral", "Qwen3Moe")
+TP2, TP4, PP2, PP3, BOTH = Parallelism(2), Parallelism(4), Parallelism(1, 2), Parallelism(1, 3), Parallelism(2, 2)
+DIVISIONS = {
+    "tp2": TP2,
+    "tp4": TP4,
+    "pp2": PP2,
+    "pp3": PP3,
+    "tp2-pp2": BOTH,
+    "ep2": Parallelism(2, ep=True),
+    "ep4-pp2": Parallelism(4, 2, ep=True),
+}
+CASES = [(family, name) for family in FAMILIES for name in DIVISIONS if "ep" not in name or family in EXPERTS]
+
+
+def loader(folder: Path, kernels: str = "reference", **options: Any) -> Callable[..., LoadedModel]:
+    given: dict[str, Any] = {"dtype": None, "device": CPU, "load_format": "auto", "seed": 0, "max_model_len": None, **options}
+    return partial(load_model, folder, backend=load_backend(kernels), **given)
+
+
+def answers(paged_run: Callable[..., Any]) -> Callable[[LoadedModel], Tensor]:
+    """Logits of two sequences in ragged steps: prompts in chunks, decodes beside them, some tokens that nobody asks about."""
+    draw = random.Random(5)
+    prompts = [[draw.randrange(VOCAB) for _ in range(length)] for length in (23, 12)]
+
+    def answer(loaded: LoadedModel) -> Tensor:
+        run = paged_run(loaded.model, num_blocks=24)
+        first, second = (run.add(tokens) for tokens in prompts)
+        run.step({first: 9, second: 5}, selected=[])
+        run.step({first: 8, second: 1}, selected=[2, 7, 8])
+        run.finish(chunk=3)
+        return torch.cat([run.logits(first), run.logits(second)]) if loaded.model.place.is_last else torch.empty(0)
+
+    return answer
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_ranks_answer_as_the_model_on_one(
+    family: str,
+    name: str,
+    make_oracle: Callable[..., Any],
+    paged_run: Callable[..., Any],
+    assert_close: Callable[[Tensor, Tensor], None],
+    tmp_path: Path,
+) -> None:
+    parallelism = DIVISIONS[name]
+    make_oracle(family, tmp_path, **{**TINY, **FAMILIES[family]})
+    whole, ranks = loader(tmp_path)(), Ranks(parallelism, loader(tmp_path))
+    found = ranks.run(answers(paged_run))
+    for logits_of_rank in found[: parallelism.tp]:
+        assert torch.equal(logits_of_rank, found[0])
+    assert_close(found[0], answers(paged_run)(whole))
+
+
+@pytest.mark.parametrize(("family", "name"), [("Llama", "tp2"), ("Gemma3", "tp2-pp2"), ("Mixtral", "ep2")])
+def test_compiled_kernels_take_the_parts(
+    family: str,
+    name: str,
+    make_oracle: Callable[..., Any],
+    paged_run: Callable[..., Any],
+    assert_close: Callable[[Tensor, Tensor], None],
+    tmp_path: Path,
+) -> None:
+    """Query heads in groups of three, as in the other tests of models: one shape is compiled."""
+    make_oracle(family, tmp_path, **{**TINY, **FAMILIES[family], "num_key_value_heads": 4})
+    found = Ranks(DIVISIONS[name], loader(tmp_path, "numba")).run(answers(paged_run))
+    assert_close(found[0], answers(paged_run)(loader(tmp_path)()))
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Gemma3"])
+@pytest.mark.parametrize("name", ["tp2", "pp2", "tp2-pp2"])
+def test_parts_make_up_the_whole(family: str, name: str, make_oracle: Callable[..., Any], tmp_path: Path) -> None:
+    parallelism = DIVISIONS[name]
+    make_oracle(family, tmp_path, **{**TINY, **FAMILIES[family]})
+    whole, ranks = loader(tmp_path)(), Ranks(parallelism, loader(tmp_path)).loaded
+    assert sum(rank.resident_bytes for rank in ranks) == whole.resident_bytes
+    assert sum(rank.weight_bytes for rank in ranks) == whole.weight_bytes
+    sizes = [[group.block_bytes(16) for group in rank.model.kv_groups] for rank in ranks]
+    assert [sum(of_group) for of_group in zip(*sizes, strict=True)] == [group.block_bytes(16) for group in whole.model.kv_groups]
+    for rank in ranks:
+        described = describe(tmp_path, place=rank.model.place)
+        assert (described.resident_bytes, described.kv_groups) == (rank.resident_bytes, rank.model.kv_groups)
+
+
+def test_a_group_without_layers_of_the_stage_takes_no_memory(make_oracle: Callable[..., Any], tmp_path: Path) -> None:
+    """Its blocks have numbers all the same: these mean the same sequence on every rank."""
+    make_oracle("Gemma3", tmp_path, **{**TINY, **FAMILIES["Gemma3"]})
+    model = Ranks(PP2, loader(tmp_path)).loaded[0].model
+    assert [(group.window, group.layers) for group in model.kv_groups] == [(6, (2,)), (None, ())]
+    kv = allocate_kv(model.kv_shapes, model.group_of, (5, 7), 4, torch.float32, CPU)
+    assert [tuple(pool.shape) for pool in kv.pools] == [(5, 2 * 4 * 2 * 16 * 4), (7, 0)]
+    kv.copy_block(1, 2, 3)
+    kv.clear_pad_block()
+
+
+def test_fewer_kv_heads_than_ranks_are_held_where_their_queries_are(make_oracle: Callable[..., Any], tmp_path: Path) -> None:
+    make_oracle("Llama", tmp_path, **TINY)
+    whole, ranks = loader(tmp_path)().model.blocks[0], Ranks(TP4, loader(tmp_path)).loaded
+    assert [rank.model.kv_shapes[0] for rank in ranks] == [(1, 16)] * 4
+    weights = [rank.model.blocks[0].attention.qkv.weight for rank in ranks]  # type: ignore[attr-defined]
+    query, key, value = whole.attention.qkv.weight.split([192, 32, 32])  # type: ignore[attr-defined]
+    for rank, weight in enumerate(weights):
+        own = slice(rank // 2 * 16, rank // 2 * 16 + 16)
+        assert torch.equal(weight, torch.cat([query[48 * rank : 48 * rank + 48], key[own], value[own]]))
+
+
+EXACT: list[Stored] = [
+    *(Gptq(4, 32), Gptq(3, 32), Gptq(8, 32), Gptq(4, 32, desc_act=True), Awq(32), Awq(-1)),
+    *(Compressed("pack-quantized", 4, (1, 32)), Compressed("int-quantized", 8, (1, 0)), Fp8(), Fp8((64, 32), "weight_scale_inv")),
+    ModelOpt("NVFP4"),
+]
+
+
+@pytest.mark.parametrize("stored", EXACT, ids=str)
+@pytest.mark.parametrize("architecture", ["Llama", "Phi3"])
+def test_quantized_weights_are_divided_to_the_bit(
+    stored: Stored, architecture: str, assert_close: Callable[[Tensor, Tensor], None], tmp_path: Path
+) -> None:
+    """Where they are dequantized: 160 features, which have no whole number of groups on two ranks."""
+    pair = save_pair(tmp_path, architecture, stored, head=True)
+    found = Ranks(TP2, partial(load, pair.folder)).run(logits)
+    assert_close(found[0], logits(load(pair.plain)))
+
+
+IN_FEW_BITS: list[tuple[Stored, int]] = [
+    *(
+        (stored, 4)
+        for stored in (Gptq(4, 32), Gptq(4, 64), Gptq(2, 32, version=2), Awq(32), Awq(-1), Compressed("pack-quantized", 4, (1, 32)))
+    ),
+    *((stored, 8) for stored in (Gptq(8, 32), Gptq(4, 32, desc_act=True), Compressed("int-quantized", 8, (1, 0)))),
+]
+
+
+@pytest.mark.parametrize(("stored", "bits"), IN_FEW_BITS, ids=str)
+def test_a_rank_holds_the_bits_that_one_rank_would(stored: Stored, bits: int, tmp_path: Path) -> None:
+    """Inputs are rounded by the row, and a part of a row has a scale of its own: logits are close. 192 features on two ranks are one and a
+    half groups of 64, which become groups of 32."""
+    pair = save_pair(tmp_path, "Llama", stored, ffn=192)
+    numba = partial(load, pair.folder, backend=load_backend("numba", features=AVX2))
+    whole, ranks = numba(), Ranks(TP2, numba)
+    assert whole.held == f"linears in {bits} bits: 4, dense: 1"
+    assert [rank.held for rank in ranks.loaded] == [whole.held] * 2
+    found, wanted = ranks.run(logits), logits(whole)
+    assert torch.equal(found[0], found[1])
+    assert (found[0] - wanted).abs().max() <= 0.03 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_parts_that_are_rounded_at_load_stay_close(quantization: str, tmp_path: Path) -> None:
+    """A row's part has its own scale, which is no coarser than the row's."""
+    pair = save_pair(tmp_path, "Llama", Gptq(4, 32), ffn=192)
+    rounded = partial(load, pair.plain, quantization=quantization)
+    found, exact = Ranks(TP2, rounded).run(logits)[0], logits(load(pair.plain))
+    error, of_one_rank = ((each - exact).norm() / exact.norm() for each in (found, logits(rounded())))
+    assert error <= 1.2 * of_one_rank
+
+
+@pytest.mark.parametrize(("stored", "quantization"), [(Gptq(4, 32), "none"), (Awq(32), "none"), (Fp8(), "int4")], ids=str)
+def test_a_part_that_would_be_held_in_other_bits_is_refused(stored: Stored, quantization: str, tmp_path: Path) -> None:
+    """Half of 160 features are no whole number of groups of 32."""
+    pair = save_pair(tmp_path, "Llama", stored)
+    numba = partial(load, pair.folder, backend=load_backend("numba", features=AVX2), quantization=quantization)
+    assert "in 4 bits" in numba().held
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size: 2: .*\.mlp\.down_proj\.weight .* in groups of 32 of its 160 inputs"):
+        Ranks(TP2, numba)
+
+
+@pytest.mark.parametrize("precision", [Precision.INT8, Precision.INT4, Precision.FP8])
+def test_columns_of_a_rounded_weight_keep_their_values(precision: Precision) -> None:
+    weight = round_weight(torch.randn(3, 384, generator=torch.Generator().manual_seed(1)), precision, group=128)
+    if weight.group:
+        weight = RoundedWeight(weight.values, weight.scales, 128, torch.randn(3, 3).half())
+    for first, last, group in ((0, 128, 128), (128, 384, 128), (64, 192, 64), (96, 352, 32)):
+        part = weight.columns(slice(first, last))
+        assert part is not None
+        assert part.group == (group if weight.group else 0)
+        assert torch.equal(part.dense(), weight.dense()[:, first:last])
+    assert (weight.columns(slice(16, 384)) is None) == bool(weight.group)
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], Parallelism, str]] = {
+    "heads": ("Llama", {}, Parallelism(5), "tensor_parallel_size: 5: 12 query heads do not divide by it. Use one of 1, 2, 4."),
+    "kv heads": ("Llama", {"num_key_value_heads": 6}, TP4, ": 4: 6 KV heads neither divide by it nor divide it. Use one of 1, 2."),
+    "features": ("Llama", {"intermediate_size": 42}, TP4, "42 features of a feed-forward block do not divide by it. Use one of 1, 2."),
+    "expert features": ("Mixtral", {"num_local_experts": 4, "intermediate_size": 42}, TP4, "42 features .* Use one of 1, 2."),
+    "experts": ("Mixtral", {"num_local_experts": 3}, Parallelism(2, ep=True), ": 2: 3 experts do not divide by it. Use one of 1."),
+    "vocabulary": ("Llama", {"vocab_size": 5}, TP4, "a vocabulary of 5 leaves the last of as many parts empty. Use one of 1, 2."),
+    "layers": ("Llama", {}, Parallelism(1, 4), "pipeline_parallel_size: 4 is more than the 3 layers of this model. Use at most 3."),
+    "no experts": ("Llama", {}, Parallelism(2, ep=True), "enable_expert_parallel: this model has no experts"),
+    "one rank": ("Mixtral", {}, Parallelism(1, 2, ep=True), "enable_expert_parallel: .* tensor_parallel_size ranks, and it is 1"),
 }
 
 
-class Ranks:
-    """Two ranks in one process, each on a thread: `reduce` waits for both, and both get the same sum."""
-
-    def __init__(self) -> None:
-        self._parts: list[Tensor] = [torch.empty(0)] * 2
-        self._barrier = threading.Barrier(2, timeout=60)
-
-    def reduce(self, rank: int, x: Tensor) -> Tensor:
-        self._parts[rank] = x
-        self._barrier.wait()
-        total = self._parts[0] + self._parts[1]
-        self._barrier.wait()
-        return total
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_equal_parts_is_refused_by_name(name: str, make_oracle: Callable[..., Any], tmp_path: Path) -> None:
+    family, fields, parallelism, named = REFUSED[name]
+    make_oracle(family, tmp_path, **{**TINY, **fields})
+    (tmp_path / "model.safetensors").unlink()  # it is refused before a weight is read
+    with pytest.raises(ConfigError, match=named):
+        describe(tmp_path, place=parallelism.place(0))
+    with pytest.raises(ConfigError, match=named):
+        Ranks(parallelism, loader(tmp_path))
 
 
-def own_part(x: Tensor) -> Tensor:
-    return x
-
-
-def decoder(folder: Path, rank: int, world: int, reduce: Reduce = no_reduce) -> DecoderModel:
-    config = read_config(folder)
-    spec = ARCHITECTURES[str(config.items("architectures")[0])](config)
-    checkpoint = Checkpoint(folder)
-    made = DecoderModel(WeightReader(checkpoint, load_backend("reference"), torch.float32, CPU, rank, world, reduce=reduce), spec)
-    checkpoint.check_all_read()
-    return made
-
-
-@pytest.mark.parametrize("family", CASES)
-def test_ranks_blocks_sum_to_the_whole_block(family: str, make_oracle: Callable[..., Any], tmp_path: Path) -> None:
-    make_oracle(family, tmp_path, **{**TINY, **CASES[family]})
-    whole, ranks = decoder(tmp_path, 0, 1), [decoder(tmp_path, rank, 2, own_part) for rank in range(2)]
-    assert [rank.kv_groups[0].kv_heads for rank in ranks] == [1, 1]
-    assert torch.equal(whole.embedding.whole(), ranks[1].embedding.whole())
-    x = torch.randn(9, 48, generator=torch.Generator().manual_seed(1))
-    group = GroupBatch(torch.tensor([[2, 1, 3]], dtype=torch.int32), torch.tensor([8, 9, 10, 11, 4, 5, 6, 7, 12]))
-    batch = ForwardBatch(torch.arange(9), torch.tensor([0, 9], dtype=torch.int32), torch.tensor([9], dtype=torch.int32), 9, (group,))
-    for index, block in enumerate(whole.blocks):
-
-        def attention(model: DecoderModel, at: int = index) -> torch.Tensor:
-            heads, dim = model.kv_shapes[at]
-            return model.blocks[at].attention(x, batch, group, LayerKv(torch.zeros(4, 2, 4, heads, dim)))
-
-        assert torch.allclose(attention(ranks[0]) + attention(ranks[1]), attention(whole), atol=1e-4)
-        assert torch.allclose(ranks[0].blocks[index].mlp(x, batch) + ranks[1].blocks[index].mlp(x, batch), block.mlp(x, batch), atol=1e-4)
-
-
-def forward(model: DecoderModel) -> Tensor:
-    """Logits [11, V] of a prompt of 9 tokens and 2 decode steps."""
-    kv = allocate_kv(model.kv_shapes, model.group_of, (4,) * len(model.kv_groups), 4, torch.float32, CPU)
-    table, found = torch.tensor([[2, 1, 3]], dtype=torch.int32), []
-    slots = torch.tensor([8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14])
-    for first, last in ((0, 9), (9, 10), (10, 11)):
-        starts, context = torch.tensor([0, last - first], dtype=torch.int32), torch.tensor([last], dtype=torch.int32)
-        groups = tuple(GroupBatch(table, slots[first:last]) for _ in model.kv_groups)
-        batch = ForwardBatch(torch.arange(first, last), starts, context, last - first, groups)
-        found.append(model.logits(model.forward(torch.arange(first, last) + 3, batch, kv)))
-    return torch.cat(found)
-
-
-@pytest.mark.socket
-@torch.inference_mode()
-@pytest.mark.parametrize("family", CASES)
-def test_ranks_that_sum_their_parts_answer_as_the_whole(family: str, make_oracle: Callable[..., Any], tmp_path: Path) -> None:
-    make_oracle(family, tmp_path, **{**TINY, **CASES[family]})
-    together = Ranks()
-    ranks = [decoder(tmp_path, rank, 2, partial(together.reduce, rank)) for rank in range(2)]
-
-    def answer(rank: int) -> Tensor:
-        with torch.inference_mode():
-            return forward(ranks[rank])
-
-    with ThreadPoolExecutor(2) as threads:
-        first, second = threads.map(answer, range(2))
-    assert torch.equal(first, second)
-    assert torch.allclose(first, forward(decoder(tmp_path, 0, 1)), atol=1e-4)
-
-
-def test_several_ranks_without_a_reduce_are_refused(make_oracle: Callable[..., Any], tmp_path: Path) -> None:
+def test_adapters_are_refused_on_several_ranks(make_oracle: Callable[..., Any], tmp_path: Path) -> None:
     make_oracle("Llama", tmp_path, **TINY)
-    with pytest.raises(AssertionError, match="need a reduce"):
-        decoder(tmp_path, 0, 2)
+    with pytest.raises(ConfigError, match="enable_lora: adapters are computed on one rank only"):
+        Ranks(PP2, loader(tmp_path, enable_lora=True))
+
+
+@pytest.mark.parametrize("name", ["pp2", "ep2"])
+def test_every_rank_looks_at_what_the_others_read(name: str, make_oracle: Callable[..., Any], tmp_path: Path) -> None:
+    make_oracle("Mixtral", tmp_path, **TINY, num_local_experts=2, save={"save_original_format": True})
+    tensors = load_file(tmp_path / "model.safetensors")
+    spoilt = {
+        "is missing": {name: tensor for name, tensor in tensors.items() if "layers.0.block_sparse_moe.experts.0.w2" not in name},
+        "1 tensors this architecture does not have": {**tensors, "model.layers.0.more.weight": torch.ones(2)},
+    }
+    assert len(spoilt["is missing"]) < len(tensors)
+    parallelism = DIVISIONS[name]
+    for reason, written in spoilt.items():
+        save_file(written, tmp_path / "model.safetensors", {"format": "pt"})
+        for rank in range(2):
+            with pytest.raises(CheckpointError, match=reason):
+                loader(tmp_path)(place=parallelism.place(rank), peers=NoPeers())

@@ -163,7 +163,10 @@ class Experts(Protocol):
     """The host does not read which experts were chosen."""
 
     def __call__(self, x: Tensor, experts: Tensor) -> Tensor:
-        """x [T, E], the chosen experts of each token [T, top_k] int64 -> each one's output [T * top_k, E], by (token, choice)."""
+        """x [T, E], the chosen experts of each token [T, top_k] int64 -> each one's output [T * top_k, E], by (token, choice).
+
+        The number that follows the last expert's is none: such rows of the output hold anything.
+        """
         ...
 
 

@@ -68,6 +68,18 @@ class RoundedWeight:
     def rows(self, rows: slice | Tensor) -> RoundedWeight:
         return RoundedWeight(self.values[rows], self.scales[rows], self.group, None if self.zeros is None else self.zeros[rows])
 
+    def columns(self, columns: slice) -> RoundedWeight | None:
+        """The same values, in smaller groups where an end of the columns lies within one; None where no group size has both ends."""
+        values = self.values[:, columns].contiguous()
+        if not self.group:
+            return RoundedWeight(values, self.scales, 0)
+        first, last, _ = columns.indices(self.values.shape[1])
+        group = next((size for size in GROUPS if self.group % size == first % size == last % size == 0), 0)
+        if not group:
+            return None
+        owners = [place // self.group for place in range(first, last, group)]
+        return RoundedWeight(values, self.scales[:, owners], group, None if self.zeros is None else self.zeros[:, owners])
+
 
 def join_rounded(parts: Sequence[RoundedWeight]) -> RoundedWeight | None:
     """None for weights that are stored in different ways; else they are stacked by outputs."""

@@ -29,6 +29,10 @@ class AttentionSpec:
     qkv_bias: bool = False
     output_bias: bool = False
 
+    def kv_heads_of(self, tp: int) -> int:
+        """On each of `tp` ranks: where there are fewer KV heads, neighbours hold the same one, that of their query heads."""
+        return max(1, self.kv_heads // tp)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionNames:
@@ -51,10 +55,12 @@ class Attention:
 
     def __init__(self, reader: WeightReader, prefix: str, spec: AttentionSpec, names: AttentionNames, hidden_size: int, eps: float,
                  norm_plus: float, cos_sin: Tensor) -> None:  # fmt: skip
-        self.spec, self.kernels, self.cos_sin, self.eps, self.reduce = spec, reader.kernels, cos_sin, eps, reader.reduce
-        self.heads, self.kv_heads = spec.heads // reader.world, spec.kv_heads // reader.world
+        self.spec, self.kernels, self.cos_sin, self.eps, self.reduce = spec, reader.kernels, cos_sin, eps, reader.peers.reduce
+        self.heads, self.kv_heads = spec.heads // reader.tp, spec.kv_heads_of(reader.tp)
+        query, key = reader.share(spec.heads), reader.share(spec.kv_heads, copies=self.kv_heads * reader.tp // spec.kv_heads)
+        shares = [range(own.start * spec.head_dim, own.stop * spec.head_dim) for own in (query, key, key)]
         rows = [n * spec.head_dim for n in (spec.heads, spec.kv_heads, spec.kv_heads)]
-        self.qkv = reader.column_linear(stacked_parts(prefix, names.qkv, rows), hidden_size, bias=spec.qkv_bias)
+        self.qkv = reader.column_linear(stacked_parts(prefix, names.qkv, rows), hidden_size, bias=spec.qkv_bias, shares=shares)
         self.output = reader.row_linear(Part(f"{prefix}{names.output}.weight", hidden_size), rows[0], bias=spec.output_bias)
         self.q_norm = reader.norm(f"{prefix}{names.q_norm}.weight", spec.head_dim, plus=norm_plus) if names.q_norm else None
         self.k_norm = reader.norm(f"{prefix}{names.k_norm}.weight", spec.head_dim, plus=norm_plus) if names.k_norm else None

@@ -32,7 +32,7 @@ class Mlp:
     runs_only_kernels = True
 
     def __init__(self, reader: WeightReader, prefix: str, spec: MlpSpec, names: MlpNames, hidden_size: int) -> None:
-        self.kernels, self.activation, self.reduce = reader.kernels, spec.activation, reader.reduce
+        self.kernels, self.activation, self.reduce = reader.kernels, spec.activation, reader.peers.reduce
         self.gate_up = reader.column_linear(stacked_parts(prefix, names.gate_up, [spec.size, spec.size]), hidden_size, bias=spec.bias)
         self.down = reader.row_linear(Part(f"{prefix}{names.down}.weight", hidden_size), spec.size, bias=spec.bias)
 

@@ -45,22 +45,24 @@ class MoeNames:
 
 
 class SparseMoe:
-    """Each rank holds its share of every expert's features. Reads its own results in Python: never deferred.
+    """Each rank holds its share of every expert's features; with expert parallelism its share of the experts (`own`), whole, and it adds
+    nothing for the others. Reads its own results in Python: never deferred.
 
     On disk experts are either one tensor each (`names`), or stacked: "{block}.experts.gate_up_proj" [X, 2F, E] and
     "{block}.experts.down_proj" [X, E, F] for X experts.
     """
 
     def __init__(self, reader: WeightReader, prefix: str, spec: MoeSpec, names: MoeNames, hidden_size: int) -> None:
-        self.spec, self.kernels, self.reduce = spec, reader.kernels, reader.reduce
+        self.spec, self.kernels, self.reduce = spec, reader.kernels, reader.peers.reduce
         reader = reader.without_adapters()
         present = [block for block in names.blocks if reader.source.has(f"{prefix}{block}.gate.weight")]
         block = prefix + (present or names.blocks)[0]
         self.router = reader.whole_linear(Part(f"{block}.gate.weight", spec.num_experts), hidden_size, precision=Precision.NONE)
         is_stacked = reader.source.has(f"{block}.experts.gate_up_proj")
-        self.gate_up: list[Linear] = []
-        self.down: list[Linear] = []
-        for index in range(spec.num_experts):
+        self.own, self.gate_up, self.down = range(spec.num_experts), list[Linear](), list[Linear]()
+        if reader.place.parallelism.ep:
+            self.own, reader = reader.share(spec.num_experts), reader.undivided()
+        for index in self.own:
             parts = _stacked_expert(block, index, spec, hidden_size) if is_stacked else _own_expert(block, index, spec, names, hidden_size)
             self.gate_up.append(reader.column_linear(parts[:2], hidden_size, bias=False))
             self.down.append(reader.row_linear(parts[2], spec.size, bias=False))
@@ -74,17 +76,22 @@ class SparseMoe:
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """x [T, E], or [W, E] for the batch's selected tokens -> the same shape, summed over ranks."""
         weights, experts = self.route(x)
-        outputs = self._one_by_one(x, experts) if self._together is None else self._together(x, experts)
-        return self.reduce(weighted_sum(outputs, weights))
+        compute, own = self._together or self._one_by_one, self.own
+        if len(own) == self.spec.num_experts:
+            return self.reduce(weighted_sum(compute(x, experts), weights))
+        is_others = (experts < own.start) | (experts >= own.stop)
+        outputs = compute(x, (experts - own.start).masked_fill_(is_others, len(own)))
+        return self.reduce(weighted_sum(outputs.masked_fill_(is_others.view(-1, 1), 0.0), weights))
 
     def _one_by_one(self, x: Tensor, experts: Tensor) -> Tensor:
-        """The host reads how many tokens each expert has."""
+        """Implements `Experts`. The host reads how many tokens each expert has."""
         top_k = self.spec.top_k
         order = torch.argsort(experts.view(-1), stable=True)  # (token, choice) pairs, grouped by expert
         tokens = order // top_k
         outputs = empty((x.shape[0] * top_k, x.shape[1]), x.dtype, x.device)
         start = 0
-        for expert, count in enumerate(torch.bincount(experts.view(-1), minlength=self.spec.num_experts).tolist()):
+        counts = torch.bincount(experts.view(-1), minlength=len(self.own))[: len(self.own)]
+        for expert, count in enumerate(counts.tolist()):
             if count:
                 chosen = slice(start, start + count)
                 gated = self.kernels.gated_activation(self.gate_up[expert](x[tokens[chosen]]), self.spec.activation)
@@ -98,7 +105,7 @@ class SparseMoe:
         return weights.to(x.dtype), experts
 
     def weight_bytes(self, *, one_token: bool) -> int:
-        """Held; with one_token, those read for one token: the router and `top_k` experts."""
+        """Held; with one_token, those read for one token: the router and `top_k` experts, of which each rank has its share."""
         experts = sum(linear.weight_bytes for linear in (*self.gate_up, *self.down))
         if one_token:
             experts = experts * self.spec.top_k // self.spec.num_experts

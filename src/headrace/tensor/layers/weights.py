@@ -1,7 +1,7 @@
 """Reads the weights of one rank from a checkpoint, and makes them into norms, embedding tables and packed linears.
 
-A column-parallel linear gets this rank's part of the output rows, a row-parallel linear its part of the input columns. Weights are read one
-at a time: at most one unpacked weight, with its parts, is in memory.
+A column-parallel linear gets this rank's part of the output rows, a row-parallel linear its part of the input columns, embedding and head
+its part of the vocabulary. Weights are read one at a time: at most one unpacked weight, with its parts, is in memory.
 """
 
 from __future__ import annotations
@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
+from headrace.core.errors import ConfigError
+from headrace.core.parallelism import ALONE, Place
 from headrace.tensor.device import TensorDevice
 from headrace.tensor.kernels import Backend, Kernels, Linear
-from headrace.tensor.kernels.rounding import Precision, RoundedWeight, join_rounded
+from headrace.tensor.kernels.rounding import Precision, RoundedWeight, group_for, join_rounded
 from headrace.tensor.layers.adapted import ModelAdapters
 from headrace.tensor.layers.table import HeldTable, Table
+from headrace.tensor.peers import NO_PEERS, Peers
 
 
 class WeightSource(Protocol):
@@ -38,6 +41,17 @@ class WeightSource(Protocol):
         Raises CheckpointError when the tensor is missing, has another shape, or cannot be read.
         """
         ...
+
+
+class ExpectedWeights:
+    """Checks that a source has what a model would read, and reads nothing: tensors are on the meta device."""
+
+    def __init__(self, source: WeightSource, dtype: torch.dtype) -> None:
+        self.has, self.expect, self._dtype = source.has, source.expect, dtype
+
+    def read(self, name: str, shape: tuple[int, ...], region: tuple[slice, ...] = ()) -> Tensor:
+        self.expect(name, shape)
+        return torch.empty(shape, dtype=self._dtype, device="meta")[region or (slice(None),)]
 
 
 class StoredSource(Protocol):
@@ -69,12 +83,7 @@ class LinearStore(Protocol):
 
 _INTEGERS = (Precision.INT4, Precision.INT8)
 
-Reduce = Callable[[Tensor], Tensor]
-"""All-reduce: each rank's summand [T, E] -> the sum over all ranks, equal on every rank. Every rank calls it equally often."""
-
-
-def no_reduce(x: Tensor) -> Tensor:
-    return x
+ALL = slice(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,22 +118,22 @@ class WeightReader:
     precision  of the linears' weights; norms, embeddings and routers are not rounded
     stored     None: all weights are rounded to `precision`
     store      None: everything is read from the checkpoint
-    reduce     layers call it on the outputs of row-parallel linears
+    peers      layers sum the outputs of row-parallel linears by it
     adapters   None: no linear of the model can have adapters
     held       bits of a weight (4, 8; 16 means 16 or more) -> number of linears that have them
 
-    Methods that read raise CheckpointError when a stored tensor is missing, has another shape or cannot be read.
+    Methods that read raise CheckpointError when a stored tensor is missing, has another shape or cannot be read, and ConfigError where a
+    part of a rounded weight would not be rounded as the whole.
     """
 
     source: WeightSource
     backend: Backend
     dtype: torch.dtype
     device: TensorDevice
-    rank: int = 0
-    world: int = 1
+    place: Place = ALONE
+    peers: Peers = NO_PEERS
     precision: Precision = Precision.NONE
     store: LinearStore | None = None
-    reduce: Reduce = no_reduce
     stored: StoredSource | None = None
     adapters: ModelAdapters | None = None
     held: Counter[int] = field(default_factory=Counter)
@@ -138,6 +147,23 @@ class WeightReader:
         """Dtype of norms, of biases, and of the tensors between layers."""
         return self.backend.packing.activation_dtype(self.dtype)
 
+    @property
+    def tp(self) -> int:
+        return self.place.parallelism.tp
+
+    def share(self, size: int, *, copies: int = 1) -> range:
+        """This rank's, consecutive; `copies` neighbours have the same. `models.division` refuses sizes that do not divide."""
+        parts = self.tp // copies
+        assert size % parts == 0, f"{size} does not divide into {parts}"
+        each = size // parts
+        first = self.place.tp_rank // copies * each
+        return range(first, first + each)
+
+    def vocabulary(self, size: int) -> range:
+        """This rank's rows of embedding and head, as many on each but the last, which may have fewer."""
+        each = -(-size // self.tp)
+        return range(size)[self.place.tp_rank * each :][:each]
+
     def norm(self, name: str, size: int, *, plus: float = 0.0) -> Tensor:
         """w [size]. plus: the result is w + plus in float32, since bfloat16 would lose a small w in the sum 1 + w."""
         stored = self.source.read(name, (size,))
@@ -146,14 +172,13 @@ class WeightReader:
         return self._empty(size).copy_(stored)
 
     def table(self, name: str, rows: int, columns: int) -> Table:
-        """Whole on every rank. A stored dtype of fewer bits is kept, since its rows convert exactly."""
+        """This rank's part of the vocabulary."""
+        shape = len(self.vocabulary(rows)), columns
 
         def read() -> Tensor:
-            stored = self.source.read(name, (rows, columns))
-            dtype = stored.dtype if stored.dtype.itemsize < self.dtype.itemsize else self.dtype
-            return torch.empty((rows, columns), dtype=dtype, device=self.device.name).copy_(stored)
+            return self._table(name, rows, columns)
 
-        if self.store is not None and (known := self.store.find_table(name, (rows, columns), read)) is not None:
+        if self.store is not None and (known := self.store.find_table(name, shape, read)) is not None:
             self.source.expect(name, (rows, columns))
             return known
         table = read()
@@ -161,21 +186,36 @@ class WeightReader:
             self.store.keep_table(name, table)
         return HeldTable(table)
 
-    def column_linear(self, parts: Sequence[Part], in_features: int, *, bias: bool) -> Linear:
-        """This rank's share of the rows of each part: [in] -> [sum of rows / world]."""
-        shares = [_share(part.rows, self.rank, self.world, part.name) for part in parts]
+    def _table(self, name: str, rows: int, columns: int) -> Tensor:
+        """A stored dtype of fewer bits is kept, since its rows convert exactly."""
+        own = self.vocabulary(rows)
+        stored = self.source.read(name, (rows, columns), (slice(own.start, own.stop),))
+        dtype = stored.dtype if stored.dtype.itemsize < self.dtype.itemsize else self.dtype
+        return torch.empty((len(own), columns), dtype=dtype, device=self.device.name).copy_(stored)
+
+    def column_linear(self, parts: Sequence[Part], in_features: int, *, bias: bool, shares: Sequence[range] = ()) -> Linear:
+        """This rank's share of the rows of each part, [in] -> [rows of all shares]. shares: none where each is `share`."""
+        shares = shares or [self.share(part.rows) for part in parts]
         return self._adapted(self._stacked(parts, shares, in_features, bias), parts)
 
-    def whole_linear(self, part: Part, in_features: int, *, bias: bool = False, precision: Precision | None = None) -> Linear:
-        """Without an all-reduce: a router, the head. precision: None: the reader's."""
-        return self._stacked([part], [range(part.rows)], in_features, bias, precision)
+    def whole_linear(self, part: Part, in_features: int, *, precision: Precision | None = None) -> Linear:
+        """The same on every rank: a router. precision: None: the reader's."""
+        return self._stacked([part], [range(part.rows)], in_features, False, precision)
+
+    def head(self, part: Part, in_features: int) -> Linear:
+        """This rank's part of the vocabulary."""
+        return self._stacked([part], [self.vocabulary(part.rows)], in_features, False)
 
     def row_linear(self, part: Part, in_features: int, *, bias: bool) -> Linear:
-        """This rank's share of the input columns. Callers sum the outputs over ranks; only rank 0 has the bias."""
+        """This rank's share of the input columns. Callers sum the outputs over ranks; only the first has the bias."""
         return self._adapted(self._row(part, in_features, bias), [part])
 
     def without_adapters(self) -> WeightReader:
         return replace(self, adapters=None)
+
+    def undivided(self) -> WeightReader:
+        """Of layers that this rank has whole: experts."""
+        return replace(self, place=ALONE)
 
     def _adapted(self, linear: Linear, parts: Sequence[Part]) -> Linear:
         if self.adapters is None:
@@ -183,19 +223,20 @@ class WeightReader:
         return self.adapters.wrap(linear, [(part.name.removesuffix(".weight"), part.rows) for part in parts])
 
     def _row(self, part: Part, in_features: int, bias: bool) -> Linear:
-        columns = _share(in_features, self.rank, self.world, part.name)
         if (known := self._known([part], in_features, bias)) is not None:
             return known
-        weight = self._weight([part], [range(part.rows)], in_features, slice(columns.start, columns.stop), None)
+        own = self.share(in_features)
+        columns = ALL if self.tp == 1 else slice(own.start, own.stop)
+        weight = self._weight([part], [range(part.rows)], in_features, columns, None)
         added = self._bias([part], [range(part.rows)]) if bias else None  # read on every rank, so that a missing one is found
-        return self._packed([part], weight, added if self.rank == 0 else None)
+        return self._packed([part], weight, added if self.place.tp_rank == 0 else None)
 
-    def tied_linear(self, name: str, table: Table, rows: int, columns: int) -> Linear:
-        """A linear whose weight is an embedding table [rows, columns] that was read before."""
+    def tied_head(self, name: str, table: Table | None, rows: int, columns: int) -> Linear:
+        """A linear whose weight is this rank's part of an embedding table [rows, columns]. table: None: it was not read before."""
         part = Part(f"{name} as head", rows)
         if (known := self._known([part], columns, False, is_stored=False)) is not None:
             return known
-        weight = table.whole()
+        weight = self._table(f"{name}.weight", rows, columns) if table is None else table.whole()
         precision = self.precision
         if self.stored is not None and self.stored.precision_of(f"{name}.weight") in _INTEGERS:
             precision = Precision.INT8
@@ -238,13 +279,16 @@ class WeightReader:
                 return found
             precision = Precision.INT8 if all(part in _INTEGERS for part in wanted) else None
         weight = self._joined([self._region(part, rows, in_features, columns) for part, rows in zip(parts, shares, strict=True)])
-        return self._rounded(weight, precision or self.precision)
+        precision = precision or self.precision
+        rounded = self._rounded(weight, precision)
+        has_groups = not isinstance(rounded, RoundedWeight) or rounded.group > 0
+        if columns != ALL and precision is Precision.INT4 and not has_groups and (group := group_for(in_features)):
+            self._refuse(parts[0].name, in_features, group)
+        return rounded
 
     def _as_stored(
         self, stored: StoredSource, parts: Sequence[Part], shares: Sequence[range], in_features: int, columns: slice
     ) -> RoundedWeight | None:
-        if columns.indices(in_features) != (0, in_features, 1):
-            return None
         found: list[RoundedWeight] = []
         for part, rows in zip(parts, shares, strict=True):
             region = slice(part.first + rows.start, part.first + rows.stop)
@@ -252,8 +296,21 @@ class WeightReader:
             if weight is None:
                 return None
             found.append(weight.to(self.device.name))
-        joined = join_rounded(found)
-        return joined if joined is not None and self.backend.packing.can_pack(joined) else None
+        joined, can_pack = join_rounded(found), self.backend.packing.can_pack
+        if joined is None or not can_pack(joined):
+            return None
+        if columns == ALL:
+            return joined
+        own = joined.columns(columns)
+        if own is None or not can_pack(own):
+            self._refuse(parts[0].name, in_features, joined.group)
+        return own
+
+    def _refuse(self, name: str, in_features: int, group: int) -> NoReturn:
+        """A part of the inputs would be held in another precision than all of them."""
+        groups = f"in groups of {group}" if group else "in few bits"
+        reason = f"{self.tp}: {name} is rounded {groups} of its {in_features} inputs, which does not divide into as many parts"
+        raise ConfigError("tensor_parallel_size", reason, "Use a smaller one, or weights that are not quantized.")
 
     def _rounded(self, weight: Tensor, precision: Precision) -> Tensor | RoundedWeight:
         return weight if precision is Precision.NONE else self.backend.packing.round_weight(weight, precision)
@@ -263,7 +320,7 @@ class WeightReader:
     ) -> Linear:
         if (known := self._known(parts, in_features, bias)) is not None:
             return known
-        weight = self._weight(parts, shares, in_features, slice(None), precision)
+        weight = self._weight(parts, shares, in_features, ALL, precision)
         return self._packed(parts, weight, self._bias(parts, shares) if bias else None)
 
     def _joined(self, regions: Sequence[Tensor]) -> Tensor:
@@ -312,10 +369,3 @@ def _bias_name(part: Part) -> str:
 def _name(parts: Sequence[Part]) -> str:
     """A linear's name on disk. Parts of one stored tensor differ in their first row and expert."""
     return "+".join(f"{part.name}@{part.first}" + (f"#{part.expert[0]}" if part.expert else "") for part in parts)
-
-
-def _share(size: int, rank: int, world: int, name: str) -> range:
-    """Consecutive. The model decides which sizes are split, so a remainder is a bug."""
-    assert size % world == 0, f"{name}: {size} does not split into {world}"
-    each = size // world
-    return range(rank * each, (rank + 1) * each)

@@ -18,7 +18,7 @@ import torch
 
 from headrace.core.errors import CheckpointError, ConfigError, shorten
 from headrace.core.model_info import LOAD_FORMATS, KvGroup
-from headrace.core.parallelism import why_not_run
+from headrace.core.parallelism import ALONE, Place
 from headrace.tensor.backends import load_backend
 from headrace.tensor.checkpoint.config import ConfigFile, read_config, read_sampling_defaults
 from headrace.tensor.checkpoint.end_tokens import read_end_tokens
@@ -32,13 +32,15 @@ from headrace.tensor.device import META, TensorDevice
 from headrace.tensor.kernels import Backend
 from headrace.tensor.kernels.rounding import Precision
 from headrace.tensor.layers.adapted import ModelAdapters
-from headrace.tensor.layers.weights import StoredSource, WeightReader, WeightSource
+from headrace.tensor.layers.weights import ExpectedWeights, StoredSource, WeightReader, WeightSource
 from headrace.tensor.models import gemma3, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
 from headrace.tensor.models.decoder import DecoderModel
+from headrace.tensor.models.division import check_division
 from headrace.tensor.models.fields import refuse_other_models, refuse_set
 from headrace.tensor.models.spec import DecoderSpec
 from headrace.tensor.packed.file import PackedFolder
 from headrace.tensor.packed.store import PackedStore, store_name
+from headrace.tensor.peers import NO_PEERS, Peers
 
 log = logging.getLogger(__name__)
 
@@ -138,10 +140,10 @@ def load_model(
     quantization: str = "none",
     packed: PackedFolder | None = None,
     enable_lora: bool = False,
-    rank: int = 0,
-    world: int = 1,
+    place: Place = ALONE,
+    peers: Peers = NO_PEERS,
 ) -> LoadedModel:
-    """Read the folder's model for one rank.
+    """Read one rank's part of the folder's model.
 
     dtype          to compute with; None: the checkpoint's
     load_format    "dummy": random weights from config.json and `seed`; otherwise safetensors
@@ -153,9 +155,12 @@ def load_model(
     Raises CheckpointError naming file and reason; ConfigError for an option that this model cannot be run with.
     Memory: at most the weights held, twice the largest fused tensor, and small change.
     """
-    _check_options(load_format, world)
+    assert place == ALONE or peers is not NO_PEERS, "several ranks need peers"
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError("load_format", f"{load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
     config = read_config(folder)
     architecture, spec = read_spec(config)
+    check_division(spec, place.parallelism, enable_lora=enable_lora)
     stored = read_format(config)
     precision = resolve_precision(quantization, stored)
     _log_ignored(config, architecture)
@@ -167,9 +172,12 @@ def load_model(
         weights = _random_weights(config, spec, dtype or torch.float32, seed, device.name)
     else:
         weights = _open_checkpoint(_weight_files(folder, stored), spec, dtype, packed)
-        weights.open_store(packed, backend, precision, f"{rank}/{world}", stored)
-    reader = weights.reader(stored, backend, device, precision, rank, world, _adapters(backend) if enable_lora else None)
-    model = DecoderModel(reader, _with_stored_table(spec, weights.source))
+        weights.open_store(packed, backend, precision, place, stored)
+    reader = weights.reader(stored, backend, device, precision, place, peers, _adapters(backend) if enable_lora else None)
+    spec = _with_stored_table(spec, weights.source)
+    if place.parallelism.pp > 1 or place.parallelism.ep:  # what the other ranks read is looked for, too
+        _without_values(spec, WeightReader(ExpectedWeights(reader.source, weights.dtype), load_backend("reference"), weights.dtype, META))
+    model = DecoderModel(reader, spec)
     weights.finish()
     return LoadedModel(
         model=model,
@@ -193,13 +201,6 @@ def _adapters(backend: Backend) -> ModelAdapters:
     return ModelAdapters(backend.adapters)
 
 
-def _check_options(load_format: str, world: int) -> None:
-    if load_format not in LOAD_FORMATS:
-        raise ConfigError("load_format", f"{load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
-    if refused := why_not_run(world):
-        raise ConfigError("tensor_parallel_size", f"{world}: {refused}", "Use 1.")
-
-
 @dataclass(slots=True)
 class _Weights:
     """
@@ -221,8 +222,8 @@ class _Weights:
         backend: Backend,
         device: TensorDevice,
         precision: Precision,
-        rank: int,
-        world: int,
+        place: Place,
+        peers: Peers,
         adapters: ModelAdapters | None,
     ) -> WeightReader:
         """Keeps the few bits of `stored` where the backend multiplies them so, and linears are not to be rounded further."""
@@ -232,18 +233,18 @@ class _Weights:
             source = few_bits = QuantizedSource(self.source, stored)
         if precision is not Precision.NONE or not backend.packing.keeps_stored:
             few_bits = None
-        return WeightReader(source, backend, self.dtype, device, rank, world, precision, self.store, stored=few_bits, adapters=adapters)
+        return WeightReader(source, backend, self.dtype, device, place, peers, precision, self.store, few_bits, adapters)
 
     def open_store(
-        self, packed: PackedFolder | None, backend: Backend, precision: Precision, share: str, stored: WeightFormat | GgufFormat | None
+        self, packed: PackedFolder | None, backend: Backend, precision: Precision, place: Place, stored: WeightFormat | GgufFormat | None
     ) -> None:
         """Unless the backend keeps nothing on disk."""
         form = backend.packed_format
         if packed is not None and form is not None and not isinstance(self.source, RandomWeights) and self.content is not None:
             version = "" if stored is None else f", read by {READER_VERSION}"
-            kind = f"{precision.value} {self.dtype} {share}{version}"
+            kind = f"{precision.value} {self.dtype} {place}{version}"
             name = store_name(self.digest, self.source.files, precision=kind, layout=form.packed_layout(precision))
-            self.store = PackedStore(packed, name, form, self.content.content)
+            self.store = PackedStore(packed, name, form, self.content.content, num_ranks=place.parallelism.world)
 
     def finish(self) -> None:
         """Raises CheckpointError if the checkpoint holds a tensor that the model did not ask for."""
@@ -301,14 +302,21 @@ def _open_checkpoint(
 
 
 def describe(
-    folder: Path, *, dtype: torch.dtype | None = None, max_model_len: int | None = None, quantization: str = "none", has_fp8: bool = False
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_model_len: int | None = None,
+    quantization: str = "none",
+    has_fp8: bool = False,
+    place: Place = ALONE,
 ) -> ModelDescription:
-    """No weight is read, and no memory is allocated for weights. has_fp8: linears that are stored in FP8 stay in FP8.
+    """Of what one rank holds. No weight is read, and no memory is allocated for weights. has_fp8: linears that are stored in FP8 stay so.
 
     Raises CheckpointError for a missing or invalid config.json, and ConfigError for an option that this model cannot be run with.
     """
     config = read_config(folder)
     architecture, spec = read_spec(config)
+    check_division(spec, place.parallelism)
     spec = spec.within(_resolve_max_model_len(max_model_len, spec))
     stored = read_format(config)
     dtype, precision = dtype or _named_dtype(config) or torch.float32, resolve_precision(quantization, stored)
@@ -317,7 +325,7 @@ def describe(
         held = stored.precision
     is_gguf = isinstance(stored, GgufFormat) and held is not Precision.NONE
     shapes = WeightShapes(dtype, held, Precision.INT8 if is_gguf else Precision.NONE)  # other formats leave most heads plain
-    model = _without_values(spec, shapes, dtype, precision)
+    model = _without_values(spec, _shapes_reader(shapes, dtype, precision, place))
     return ModelDescription(
         architecture=architecture,
         vocab_size=spec.vocab_size,
@@ -336,14 +344,17 @@ def describe(
 def weight_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     """By name, from a checkpoint that stores every expert apart."""
     shapes = WeightShapes(torch.float32)
-    _without_values(spec, shapes, torch.float32, Precision.NONE)
+    _without_values(spec, _shapes_reader(shapes, torch.float32, Precision.NONE, ALONE))
     return shapes.shapes
 
 
-def _without_values(spec: DecoderSpec, shapes: WeightShapes, dtype: torch.dtype, precision: Precision) -> DecoderModel:
-    """No positions: rotary tables count for nothing here, and arithmetic on the meta device imports half of torch (seconds)."""
+def _shapes_reader(shapes: WeightShapes, dtype: torch.dtype, precision: Precision, place: Place) -> WeightReader:
     few_bits = shapes if precision is Precision.NONE else None
-    reader = WeightReader(shapes, load_backend("reference"), dtype, META, precision=precision, stored=few_bits)
+    return WeightReader(shapes, load_backend("reference"), dtype, META, place, precision=precision, stored=few_bits)
+
+
+def _without_values(spec: DecoderSpec, reader: WeightReader) -> DecoderModel:
+    """No positions: rotary tables count for nothing here, and arithmetic on the meta device imports half of torch (seconds)."""
     return DecoderModel(reader, replace(spec, max_positions=0))
 
 

@@ -17,16 +17,19 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from headrace.core.model_info import KvGroup
+from headrace.core.parallelism import Place
 from headrace.tensor.batch import ForwardBatch, GroupBatch, KvCache, LayerKv
-from headrace.tensor.kernels import Kernels
+from headrace.tensor.kernels import Kernels, Linear
 from headrace.tensor.layers import can_be_deferred
 from headrace.tensor.layers.attention import Attention
 from headrace.tensor.layers.mlp import Mlp, MlpSpec
 from headrace.tensor.layers.moe import SparseMoe
 from headrace.tensor.layers.rope import RopeSpec, rope_table
-from headrace.tensor.layers.weights import Part, WeightReader, no_reduce
+from headrace.tensor.layers.table import Table
+from headrace.tensor.layers.weights import Part, WeightReader
 from headrace.tensor.models.spec import DecoderSpec, LayerSpec
 from headrace.tensor.models.steps import RecordedSteps
 
@@ -105,31 +108,39 @@ class Block:
 
 
 class DecoderModel:
-    """A loaded decoder model on one rank: embeddings, blocks and head.
+    """What one rank holds of a loaded decoder: its share of its stage's blocks, and of embedding or head.
 
     dtype           of the linears' products
     activations     dtype of everything between them
     adapters        None: no token may have an adapter
-    kv_groups       layers that share a block table: same window, heads and head size
-    group_of        per layer, index into kv_groups
-    kv_shapes       per layer, (kv_heads, head_dim) held by this rank
+    embedding       of the first stage alone
+    final_norm, head  of the last stage alone
+    kv_groups       layers that share a block table: same window, heads and head size. The same groups on every rank, with this stage's
+                    layers: a group may have none, and its blocks then no bytes
+    group_of        per layer of the stage, index into kv_groups
+    kv_shapes       per layer of the stage, (kv_heads, head_dim) held by this rank
     weight_bytes    read by one decode step of one sequence, with the chosen experts only and without norms
     resident_bytes  a tied table counts twice, as rows and as packed head
     """
 
     runs_only_kernels = True
+    embedding: Table
+    final_norm: Norm
+    head: Linear
 
     def __init__(self, reader: WeightReader, spec: DecoderSpec) -> None:
-        assert reader.world == 1 or reader.reduce is not no_reduce, "several ranks need a reduce that sums over them"
-        self.spec, self.dtype, self.activations = spec, reader.dtype, reader.activations
-        self.vocab_size, self.hidden_size = spec.vocab_size, spec.hidden_size
-        names = spec.names
-        self.embedding = reader.table(f"{names.embedding}.weight", spec.vocab_size, spec.hidden_size)
+        self.spec, self.place, self.peers, self.device = spec, reader.place, reader.peers, reader.device
+        self.dtype, self.activations = reader.dtype, reader.activations
+        self.vocab_size, self.hidden_size, self._vocabulary = spec.vocab_size, spec.hidden_size, reader.vocabulary(spec.vocab_size)
+        if self.place.is_first:
+            self.embedding = reader.table(f"{spec.names.embedding}.weight", spec.vocab_size, spec.hidden_size)
         self._embedding_scale = float(torch.tensor(spec.embedding_scale).to(reader.dtype))  # rounded to the model's dtype, as in training
         tables: dict[RopeSpec, Tensor] = {}
         said = time.monotonic()
+        layers = self.place.layers(len(spec.layers))
         self.blocks: list[Block] = []
-        for index, layer in enumerate(spec.layers):
+        for index in layers:
+            layer = spec.layers[index]
             rope = layer.attention.rope
             if rope not in tables:
                 tables[rope] = rope_table(rope, spec.max_positions, reader.device.name)
@@ -137,35 +148,41 @@ class DecoderModel:
             return_freed_memory()
             if time.monotonic() - said >= PROGRESS_S:
                 said = time.monotonic()
-                log.info("loaded %d of %d layers", index + 1, len(spec.layers))
-        final = reader.norm(f"{names.final_norm}.weight", spec.hidden_size, plus=spec.norm_plus)
-        self.final_norm = Norm(reader.kernels, final, spec.norm_eps)
-        head = f"{names.head}.weight"
-        # A tied model stores one table; it is packed a second time for the head, since a lookup needs the plain rows.
-        self.head = (
-            reader.tied_linear(names.embedding, self.embedding, spec.vocab_size, spec.hidden_size)
-            if spec.is_tied and not reader.source.has(head)
-            else reader.whole_linear(Part(head, spec.vocab_size), spec.hidden_size)
-        )
+                log.info("loaded %d of %d layers", len(self.blocks), len(layers))
+        if self.place.is_last:
+            final = reader.norm(f"{spec.names.final_norm}.weight", spec.hidden_size, plus=spec.norm_plus)
+            self.final_norm, self.head = Norm(reader.kernels, final, spec.norm_eps), self._read_head(reader)
         return_freed_memory()
         self.adapters = reader.adapters
-        self.kv_groups, self.group_of = group_layers(spec, reader.world, reader.dtype.itemsize)
-        is_deferred = reader.world == 1 and can_be_deferred(self)  # a sum over ranks is no kernel
+        self.kv_groups, self.group_of = group_layers(spec, self.place, reader.dtype.itemsize)
+        is_deferred = self.place.parallelism.world == 1 and can_be_deferred(self)  # a sum over ranks is no kernel
         self._steps = RecordedSteps(reader.backend.executor if is_deferred else None, self._layers)
         self.kv_shapes = [(block.attention.kv_heads, block.attention.spec.head_dim) for block in self.blocks]
 
+    def _read_head(self, reader: WeightReader) -> Linear:
+        """A tied model stores one table; it is packed a second time for the head, since a lookup needs the plain rows."""
+        spec, stored = self.spec, f"{self.spec.names.head}.weight"
+        if not spec.is_tied or reader.source.has(stored):
+            return reader.head(Part(stored, spec.vocab_size), spec.hidden_size)
+        table = self.embedding if self.place.is_first else None
+        return reader.tied_head(spec.names.embedding, table, spec.vocab_size, spec.hidden_size)
+
     @property
     def parts(self) -> tuple[object, ...]:
-        return *self.blocks, self.final_norm
+        return (*self.blocks, self.final_norm) if self.place.is_last else (*self.blocks,)
 
     @property
     def weight_bytes(self) -> int:
-        return sum(block.weight_bytes(one_token=True) for block in self.blocks) + self.head.weight_bytes
+        return sum(block.weight_bytes(one_token=True) for block in self.blocks) + self._head_bytes
 
     @property
     def resident_bytes(self) -> int:
         blocks = sum(block.weight_bytes(one_token=False) for block in self.blocks)
-        return blocks + self.head.weight_bytes + self.embedding.resident_bytes
+        return blocks + self._head_bytes + (self.embedding.resident_bytes if self.place.is_first else 0)
+
+    @property
+    def _head_bytes(self) -> int:
+        return self.head.weight_bytes if self.place.is_last else 0
 
     @property
     def recorded_bytes(self) -> int:
@@ -173,40 +190,71 @@ class DecoderModel:
         return self._steps.most_bytes
 
     def forward(self, ids: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
-        """ids [T] int64 -> hidden [T, E], or [W, E] for `batch.selected`, ready for `logits`. Writes keys and values into `kv`."""
-        branch = self.embedding.rows(ids).to(self.activations)
+        """ids [T] int64 -> hidden [T, E], or [W, E] for `batch.selected`, ready for `logits`. Writes keys and values into `kv`.
+
+        Of a stage that another follows: [0, E]; its results are sent.
+        """
+        if self.place.is_first:
+            return self._steps.run(self._embedded(ids), batch, kv)
+        branch, residual = (torch.empty((len(ids), self.hidden_size), dtype=self.activations, device=self.device.name) for _ in range(2))
+        self.peers.receive(branch)
+        self.peers.receive(residual)
+        return self._layers(branch, residual, batch, kv)
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        """A rank has zeros for the tokens of the other ranks' vocabulary."""
+        own = self._vocabulary
+        if len(own) == self.vocab_size:
+            branch = self.embedding.rows(ids).to(self.activations)
+        else:
+            is_others = (ids < own.start) | (ids >= own.stop)
+            rows = self.embedding.rows((ids - own.start).masked_fill_(is_others, 0))
+            branch = self.peers.reduce(rows.to(self.activations).masked_fill_(is_others[:, None], 0.0))
         if self._embedding_scale != 1.0:
             branch *= self._embedding_scale
-        return self._steps.run(branch, batch, kv)
+        return branch
 
     def _layers(self, branch: Tensor, residual: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
         if self.adapters is not None:
             self.adapters.step = batch.adapters
+        last = self.blocks[-1] if self.place.is_last else None
         for block, group, cache in zip(self.blocks, self.group_of, kv.layers, strict=True):
             self._steps.next_layer()
-            selected = batch.selected if block is self.blocks[-1] else None
+            selected = batch.selected if block is last else None
             branch, residual = block(branch, residual, batch, batch.groups[group], cache, selected)
         if self.adapters is not None:
             self.adapters.step = None  # it holds adapters that may leave meanwhile
+        if last is None:
+            self.peers.send(branch)
+            self.peers.send(residual)
+            return residual[:0]
         return self.final_norm(branch, residual) if len(residual) else residual
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [N, E], rows of what `forward` returned -> [N, V] float32."""
-        return self.head(hidden).float()
+        """hidden [N, E], rows of what `forward` returned -> [N, V] float32, on every rank of the last stage. All of them call it."""
+        own, tp = self.head(hidden), self.place.parallelism.tp
+        if tp > 1:
+            own = self.peers.gather(F.pad(own, (0, -(-self.vocab_size // tp) - own.shape[1])))[:, : self.vocab_size].contiguous()
+        return own.float()
 
 
-def group_layers(spec: DecoderSpec, world: int, dtype_bytes: int) -> tuple[tuple[KvGroup, ...], tuple[int, ...]]:
-    """(KV groups in the order of their first layer, index of each layer's group). A group's layers share window, heads and head size."""
-    members: dict[tuple[int | None, int, int], list[int]] = {}
-    for index, layer in enumerate(spec.layers):
-        attention = layer.attention
-        members.setdefault((attention.window, attention.kv_heads // world, attention.head_dim), []).append(index)
+def group_layers(spec: DecoderSpec, place: Place, dtype_bytes: int) -> tuple[tuple[KvGroup, ...], tuple[int, ...]]:
+    """(KV groups in the order of their first layer, index of the group of each layer of the stage). A group's layers share window, heads
+    and head size."""
+    tp, own = place.parallelism.tp, place.layers(len(spec.layers))
+    kinds = [(layer.attention.window, layer.attention.kv_heads_of(tp), layer.attention.head_dim) for layer in spec.layers]
+    order = list(dict.fromkeys(kinds))
     groups = tuple(
-        KvGroup(layers=tuple(layers), kv_heads=heads, head_dim=dim, dtype_bytes=dtype_bytes, window=window)
-        for (window, heads, dim), layers in members.items()
+        KvGroup(
+            layers=tuple(index for index in own if kinds[index] == kind),
+            kv_heads=kind[1],
+            head_dim=kind[2],
+            dtype_bytes=dtype_bytes,
+            window=kind[0],
+        )
+        for kind in order
     )
-    owner = {layer: number for number, group in enumerate(groups) for layer in group.layers}
-    return groups, tuple(owner[index] for index in range(len(spec.layers)))
+    return groups, tuple(order.index(kinds[index]) for index in own)
 
 
 def return_freed_memory() -> None:

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 VERSION = 3
 """Part of every file's name: files of another version are never opened."""
 MAX_FILES = 6
-"""The one used longest ago is removed first."""
+"""For each rank. The one used longest ago is removed first."""
 MAX_DISK_SHARE = 0.5
 """A new file takes no more of the disk's free space."""
 MIN_BYTES = 4 << 20
@@ -86,14 +86,22 @@ class PackedStore:
     """One model's packed linears and its tables, by name: found in its packed file, or made in this start and written there by `save`."""
 
     def __init__(
-        self, folder: PackedFolder, name: str, form: PackedFormat, content: Callable[[], Generator[None, None, str]] | None = None
+        self,
+        folder: PackedFolder,
+        name: str,
+        form: PackedFormat,
+        content: Callable[[], Generator[None, None, str]] | None = None,
+        *,
+        num_ranks: int = 1,
     ) -> None:
         """
         name     the model's packed file, from `store_name`
         form     how linears are packed and loaded, and tables read
         content  gives the digest of the checkpoint's bytes, hashing them in pieces if it must; "" if they changed. Written into the packed
                  file
+        num_ranks  of the replica: each keeps a file
         """
+        self._max_files = MAX_FILES * num_ranks
         self._folder, self._path = folder, folder.directory / name
         self._form, self._content = form, content
         self._made: dict[str, PackedLinear] = {}
@@ -237,7 +245,7 @@ class PackedStore:
 
     def _remove_old(self) -> None:
         """Files used longest ago, what ended processes left unfinished, and notes that name no file."""
-        kept = {path.name for path in remove_oldest(list(self._path.parent.glob("*" + SUFFIX)), max_files=MAX_FILES)}
+        kept = {path.name for path in remove_oldest(list(self._path.parent.glob("*" + SUFFIX)), max_files=self._max_files)}
         remove_unfinished(self._path.parent)
         for note in self._path.parent.glob("*" + NOTE_SUFFIX):
             with suppress(OSError):
