@@ -222,5 +222,5 @@ def _build(
     )
     built.preparer.attach(engine)
     if built.group is not None:
-        built.group.on_fault(engine.abort)
+        built.group.watch_beats(engine.abort)
     return engine, built.weights, built.unwritten

@@ -52,7 +52,7 @@ class Group:
         self.members = {rank: mine for rank, (mine, _) in pairs.items()}
         self.leader = RankGroup({rank: RankLink(theirs, {}) for rank, (_, theirs) in pairs.items()}, Parallelism(3).place(0), self.peers)
         self.faults: list[HeadraceError] = []
-        self.leader.on_fault(self.faults.append)
+        self.leader.watch_beats(self.faults.append)
 
     def say(self, *data: bytes) -> None:
         for member, each in zip(self.members.values(), data, strict=True):
@@ -155,6 +155,18 @@ def test_a_rank_that_stops_beating_is_seen_and_one_missed_beat_is_nothing(group:
     group.check_fault("rank 2 has not beaten for 1.5 s")
 
 
+def test_beats_that_a_compiler_keeps_back_are_not_missed_before_the_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RankGroup, "watch_beats", lambda self, on_fault: None)
+    group = Group()
+    for _ in range(3 * MAX_MISSED):
+        group.leader.look()
+    assert group.leader.fault is None
+    group.members[2].close()
+    group.leader.look()
+    assert "rank 2: its link is closed" in str(group.leader.fault), "that it left is seen"
+    group.leader.close()
+
+
 def test_a_machine_that_stood_still_ends_no_rank(group: Group) -> None:
     """Its clock jumps, and rank 0 has made no looks meanwhile."""
     group.start()
@@ -195,7 +207,7 @@ def test_who_asks_late_for_a_fault_gets_it(group: Group) -> None:
     group.start()
     group.leader.end(EngineFatal("over"))
     late: list[HeadraceError] = []
-    group.leader.on_fault(late.append)
+    group.leader.watch_beats(late.append)
     assert [str(fault) for fault in late] == ["over"]
 
 

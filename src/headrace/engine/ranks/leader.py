@@ -5,7 +5,7 @@
     end      END, once the runner is closed
 
 A fault of any rank ends the replica: what waits in shared memory is woken, the running step or the next one raises EngineFatal with the
-reason, and `on_fault` is called for an engine that has none.
+reason, and an engine that computes none is called.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class RankGroup:
         return num_blocks, sizes
 
     def wait_until_ready(self) -> None:
-        """From then on the ranks are watched."""
+        """From then on a rank that leaves is seen by the watch."""
         self._wait_for(FrameKind.READY)
         for member in self._members.values():
             member.link.allowed = {FrameKind.BEAT: 0, FrameKind.FAILED: MAX_JSON_BYTES}
@@ -137,17 +137,22 @@ class RankGroup:
 
     # faults
 
-    def on_fault(self, call: OnFault) -> None:
-        """Called once, at a fault of any rank, from any thread; at once where it has happened."""
+    def watch_beats(self, on_fault: OnFault) -> None:
+        """From now on a rank that does not beat is a fault, too: before, a compiler may keep its beats back for seconds.
+
+        on_fault: called once, at a fault of any rank, from any thread; at once where it has happened
+        """
         with self._ending:
-            self._on_fault = call
+            self._on_fault = on_fault
             fault = self.fault
         if fault is not None:
-            call(fault)
+            on_fault(fault)
 
     def look(self) -> None:
         """Called every BEAT_S."""
         self._read_all()
+        if self._on_fault is None:
+            return
         for rank, member in self._members.items():
             member.num_missed += 1
             if member.num_missed > MAX_MISSED:

@@ -135,8 +135,7 @@ async def _serve(
         await service.start()
     except Exception as error:  # the outermost frame of start-up: the supervisor gets every reason
         return _refuse(leash, error)
-    gc.collect()
-    gc.freeze()  # these objects stay: a full collection would walk torch's and Numba's objects between two steps
+    keep_objects()
     facts = {"address": service.address, "instance_id": service.hello.instance_id, "decided": list(engine.info.decided)}
     leash.ready({**facts, **facts_of(engine)})
     loop.add_signal_handler(signal.SIGUSR1, dump_plans, engine)
@@ -146,6 +145,12 @@ async def _serve(
             return await _until_end(service, thread, stop, config, leash)
     finally:
         await service.stop()
+
+
+def keep_objects() -> None:
+    """Those of the start stay: a full collection would walk torch's and Numba's objects between two steps."""
+    gc.collect()
+    gc.freeze()
 
 
 def dump_plans(engine: RunnableEngine) -> str:
@@ -185,6 +190,7 @@ async def _run_member(make_member: Callable[[], Runnable], leash: Leash) -> Engi
             return EngineExitCode.DRAINED
         if isinstance(error := thread.built.exception(), Exception):
             return _refuse(leash, error)
+        keep_objects()
         leash.ready()
         await first_of(thread.ended, stop.soft)
         if not thread.ended.done():
