@@ -214,8 +214,9 @@ def _build(
         from headrace.engine.ranks.leader import lead_ranks
         from headrace.engine.runner.build import build
 
-        is_alone = rendezvous is None or config.parallelism.world == 1
-        built = build(config, packed, lead=None if is_alone else partial(lead_ranks, rendezvous, config.parallelism))
+        world = config.parallelism.world
+        lead = partial(lead_ranks, rendezvous, config.parallelism) if rendezvous is not None and world > 1 else None
+        built = build(config, packed, lead=lead)
     meter = EngineMeter(built.info, built.read_gpu)
     engine = assemble(
         config, built.runner, built.info, outbox, block_key=block_key, preparer=built.preparer, adapters=built.adapters, meter=meter

@@ -276,7 +276,7 @@ class Engine:
             self._reject(message.request, known)
         elif isinstance(message, Cancel | Finish):
             self._sequences.cancel(message.request_id, self._clock())
-        elif isinstance(message, Wake | Refuse):
+        elif isinstance(message, Wake | Refuse | Abort):
             raise EngineFatal(f"a message that changes nothing raised ({type(message).__name__.lower()})") from error
         else:
             self._sequences.cancel_preparation(message.preparation_id, self._clock())

@@ -114,7 +114,7 @@ def read_header(data: bytes | bytearray, allowed: Allowed) -> tuple[FrameKind, i
 def read_ints(payload: bytearray, count: int) -> list[int]:
     if len(payload) != INT_BYTES * count:
         raise EngineFatal(f"a frame has {len(payload)} bytes instead of {count} numbers")
-    return np.frombuffer(payload, dtype=np.int64).tolist()
+    return [int(number) for number in np.frombuffer(payload, dtype=np.int64)]
 
 
 def read_json(kind: type[Value], payload: bytearray) -> Value:
