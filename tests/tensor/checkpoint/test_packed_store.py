@@ -19,6 +19,7 @@ from cpu_families import AVX2
 
 from headrace.bundled import DEFAULT_MODEL, bundled_path
 from headrace.core.errors import CheckpointError
+from headrace.core.parallelism import ALONE, Parallelism, Place
 from headrace.tensor.backends import load_backend
 from headrace.tensor.checkpoint import weights_digest
 from headrace.tensor.checkpoint.folder import Checkpoint
@@ -32,6 +33,7 @@ from headrace.tensor.models import LoadedModel, load_model
 from headrace.tensor.packed import store as packed_store
 from headrace.tensor.packed.file import SUFFIX, PackedFolder
 from headrace.tensor.packed.store import Pieces
+from headrace.tensor.peers import NoPeers
 
 pytestmark = pytest.mark.socket
 
@@ -54,7 +56,7 @@ def files(kept: Path) -> list[Path]:
     return list(kept.glob("*" + SUFFIX))
 
 
-def loaded_only(folder: Path, packed: Path | PackedFolder | None, quantization: str = "int8") -> LoadedModel:
+def loaded_only(folder: Path, packed: Path | PackedFolder | None, quantization: str = "int8", place: Place = ALONE) -> LoadedModel:
     """The model, with nothing written to disk yet."""
     return load_model(
         folder,
@@ -66,12 +68,14 @@ def loaded_only(folder: Path, packed: Path | PackedFolder | None, quantization: 
         max_model_len=64,
         quantization=quantization,
         packed=PackedFolder(packed, {}) if isinstance(packed, Path) else packed,
+        place=place,
+        peers=NoPeers(),
     )
 
 
-def loaded(folder: Path, packed: Path | PackedFolder | None, quantization: str = "int8") -> LoadedModel:
+def loaded(folder: Path, packed: Path | PackedFolder | None, quantization: str = "int8", place: Place = ALONE) -> LoadedModel:
     """The model, once everything that a start keeps is on disk."""
-    found = loaded_only(folder, packed, quantization)
+    found = loaded_only(folder, packed, quantization, place)
     if found.store is not None:
         deque(found.store.save() or (), maxlen=0)
     return found
@@ -214,6 +218,24 @@ def test_what_was_not_used_for_long_makes_room(folder: Path, kept: Path, monkeyp
         names.append(new)
         os.utime(kept / new, (1000 + number, 1000 + number))
     assert {path.name for path in files(kept)} == set(names[1:])
+
+
+def test_each_rank_keeps_its_part(folder: Path, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where as many files as one replica of one rank may keep are fewer than there are ranks."""
+    monkeypatch.setattr(packed_store, "MAX_FILES", 1)
+    places = [Parallelism(2, 2).place(rank) for rank in range(4)]
+    for place in places:
+        loaded(folder, kept, place=place)
+    assert len(files(kept)) == 4
+    for place in places:
+        plain, again = (loaded(folder, where, place=place).model for where in (None, kept))
+        assert again.resident_bytes == plain.resident_bytes - (plain.embedding.resident_bytes if place.is_first else 0)
+        for one, other in zip(plain.blocks, again.blocks, strict=True):
+            assert torch.equal(one.mlp.linears[1].words, other.mlp.linears[1].words)  # type: ignore[attr-defined]
+        if place.is_last:
+            assert torch.equal(plain.head.words, again.head.words)  # type: ignore[attr-defined]
+        else:
+            assert torch.equal(plain.embedding.whole(), again.embedding.whole())
 
 
 def test_the_folder_is_private_and_may_be_missing(

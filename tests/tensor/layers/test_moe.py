@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from headrace.core.parallelism import ALONE, Parallelism, Place
 from headrace.tensor.batch import ForwardBatch
 from headrace.tensor.checkpoint.random_weights import RandomWeights
 from headrace.tensor.device import CPU
@@ -81,3 +82,31 @@ def test_a_backend_that_runs_experts_together_is_asked_for_their_outputs() -> No
     assert torch.allclose(together, plain, atol=1e-6)
     assert torch.equal(refused, plain)
     assert asked == [(7, 2)]
+
+
+@pytest.mark.parametrize("is_together", [False, True])
+def test_ranks_that_divide_the_experts_add_up_to_all_of_them(is_together: bool) -> None:
+    """Experts of another rank have the number that follows the last, and their outputs may be anything."""
+
+    def group(gate_up: Sequence[Linear], down: Sequence[Linear], activation: str) -> Experts:
+        def run(x: Tensor, experts: Tensor) -> Tensor:
+            outputs = torch.full((experts.numel(), x.shape[1]), float("nan"))
+            for pair, expert in enumerate(experts.view(-1).tolist()):
+                assert 0 <= expert <= len(down)
+                if expert < len(down):
+                    token = pair // experts.shape[1]
+                    outputs[pair] = down[expert](KERNELS.gated_activation(gate_up[expert](x[token : token + 1]), activation))[0]
+            return outputs
+
+        return run
+
+    spec, source = MoeSpec(num_experts=6, top_k=2, size=24, is_renormalised=True), RandomWeights(3, torch.float32, 1.0)
+    backend = replace(BACKEND, group_experts=group) if is_together else BACKEND
+    x, batch = torch.randn(7, 16), ForwardBatch(torch.arange(7), torch.tensor([0, 7]), torch.tensor([7]), 7, ())
+
+    def layer(place: Place) -> SparseMoe:
+        return SparseMoe(WeightReader(source, backend, torch.float32, CPU, place), "layer.", spec, MoeNames(), 16)
+
+    ranks = [layer(Parallelism(3, ep=True).place(rank)) for rank in range(3)]
+    assert [rank.own for rank in ranks] == [range(2), range(2, 4), range(4, 6)]
+    assert torch.allclose(sum(rank(x, batch) for rank in ranks), layer(ALONE)(x, batch), atol=1e-6)  # type: ignore[arg-type]

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cpu_families import AVX2
 from gguf_files import dense, entry, gguf_bytes, model_keys, stored_tensors
+from quantized_kit import load, logits
+from rank_kit import Ranks
 from tiny_models import save_tiny_model
 from torch import Tensor
 
 from headrace.core.errors import CheckpointError
+from headrace.core.parallelism import Parallelism
 from headrace.tensor.backends import load_backend
 from headrace.tensor.checkpoint.config import read_config
 from headrace.tensor.checkpoint.gguf.checkpoint import GgufCheckpoint
@@ -123,6 +128,25 @@ def test_linears_are_given_in_the_bits_in_which_they_are_stored(tmp_path: Path, 
         if found is not None:
             assert torch.equal(found.dense(), dense(tensor, kind)[rows])
             assert found.zeros is None
+
+
+@pytest.mark.socket
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_ranks_hold_parts_of_blocks_as_they_are_stored(tmp_path: Path, name: str) -> None:
+    config, _, tensors = tiny_model(tmp_path, name)
+    keys = {**model_keys(config, "llama"), **TEXT}
+    folder = make_folder(write(tmp_path, keys, stored_tensors(config, tensors, "llama"), "Q4_0"))
+    exact = partial(load, folder)
+    found, wanted = Ranks(Parallelism(2), exact).run(logits)[0], logits(exact())
+    assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+    few_bits = partial(load, folder, backend=load_backend("numba", features=AVX2))
+    whole, ranks = few_bits(), Ranks(Parallelism(2), few_bits).loaded
+    assert [rank.held for rank in ranks] == [whole.held] * 2
+    outputs = [loaded.model.blocks[0].attention.output for loaded in (whole, *ranks)]
+    x = torch.randn(5, outputs[0].in_features)
+    first, second = (output(part.contiguous()) for output, part in zip(outputs[1:], x.chunk(2, dim=1), strict=True))
+    wanted = outputs[0](x)
+    assert (first + second - wanted).abs().max() <= 0.02 * wanted.abs().max(), "but for the rounding of inputs, by the row"
 
 
 def test_zero_points_follow_the_rows_of_heads(tmp_path: Path) -> None:
