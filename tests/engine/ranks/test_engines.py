@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf_files import bundled_gguf
 from random_speculation import decide_at_random
 from real_engine import Answers, RealEngine, greedy_request
 from tiny_models import save_tiny_model
@@ -29,6 +30,7 @@ from headrace.engine.kv_sizing import KvSizing
 from headrace.engine.ranks.member import RankMember
 from headrace.engine.runner.build import build_runner
 from headrace.engine.runner.loading import LoadedPart
+from headrace.fleet.weights import resolve_model
 from headrace.tensor.models.decoder import DecoderModel
 
 pytest.importorskip("numba")
@@ -111,6 +113,24 @@ def test_drafts_are_verified_on_all_ranks(method: str) -> None:
         decide_at_random(engine.engine.scheduler, 0)
         assert engine.run(asked).answer("r") == expected
         assert engine.engine.snapshot().counters.draft_tokens > 0
+
+
+@pytest.mark.parametrize("layout", [PP2, TP2], ids=["pp 2", "tp 2"])
+def test_a_quantized_checkpoint_is_the_same_one_on_all_ranks(
+    tmp_path: Path, layout: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its digest in one engine names in how many bits the linears are held, of which a stage has some."""
+    folder = bundled_path("headrace-tiny")
+    assert folder is not None
+    with monkeypatch.context() as cache:  # of the folder alone: compiled kernels are kept where they are
+        cache.setenv("HEADRACE_CACHE_DIR", str(tmp_path))
+        stored = resolve_model(str(bundled_gguf(folder, tmp_path / "tiny.gguf", "Q8_0")))
+    config = {**SPACE, "kernels": "auto", "load_format": "auto"}
+    asked = greedy_request("r", [5, 6, 7, 8], max_tokens=12)
+    with RealEngine(stored, **config) as engine:
+        expected = engine.run(asked).answer("r")
+    with RealEngine(stored, **{**config, **layout}) as engine:
+        assert engine.run(asked).answer("r") == expected
 
 
 def test_a_rank_holds_its_part_and_the_same_memory_has_room_for_more_blocks(tmp_path: Path) -> None:

@@ -173,7 +173,11 @@ def test_numbers_are_read_as_they_were_sent_and_counted() -> None:
         read_ints(payload, 2)
 
 
-SAID: list[RankHello | RankFailure | RankSizes] = [RankHello(3, {"dtype": "float32"}), RankFailure("no memory", is_refused=True), RankSizes(12, 1 << 40, "ab")]
+SAID: list[RankHello | RankFailure | RankSizes] = [
+    RankHello(3, {"dtype": "float32"}),
+    RankFailure("no memory", is_refused=True),
+    RankSizes(12, 1 << 40, "ab"),
+]
 
 
 @pytest.mark.parametrize("said", SAID, ids=lambda said: type(said).__name__)

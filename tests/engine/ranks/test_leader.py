@@ -32,7 +32,7 @@ from headrace.tensor.peers import NoPeers
 pytestmark = pytest.mark.pure
 
 BEAT = frame(FrameKind.BEAT)
-OWN = RankSizes(num_blocks=100, weight_bytes=10, model_digest="ab")
+OWN = RankSizes(num_blocks=100, weight_bytes=10, checkpoint_digest="ab")
 
 
 class AbortedPeers(NoPeers):

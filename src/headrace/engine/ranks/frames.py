@@ -73,14 +73,14 @@ class RankFailure:
 @dataclass(frozen=True, slots=True)
 class RankSizes:
     """
-    num_blocks    of a full-attention group, pad block included, that fit this rank's memory
-    weight_bytes  of this rank's part
-    model_digest  of the whole checkpoint
+    num_blocks         of a full-attention group, pad block included, that fit this rank's memory
+    weight_bytes       of this rank's part
+    checkpoint_digest  of the whole checkpoint
     """
 
     num_blocks: int
     weight_bytes: int
-    model_digest: str
+    checkpoint_digest: str
 
 
 def frame(kind: FrameKind, *arrays: NDArray[Any]) -> bytes:

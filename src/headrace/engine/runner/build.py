@@ -139,7 +139,7 @@ def _size(config: EngineConfig, part: LoadedPart, adapter_bytes: int, draft: Loa
     own = part.size(config, budget, draft_groups)
     if group is None:
         return own
-    num_blocks, sizes = group.agree(RankSizes(own.num_full_blocks, part.loaded.resident_bytes, part.loaded.model_digest))
+    num_blocks, sizes = group.agree(RankSizes(own.num_full_blocks, part.loaded.resident_bytes, part.loaded.checkpoint_digest))
     agreed = part.size(config, budget, draft_groups, most=num_blocks)
     ranks = "; ".join(
         f"rank {rank}: {describe_bytes(its.weight_bytes)} of weights, {its.num_blocks:,} blocks fit" for rank, its in sizes.items()

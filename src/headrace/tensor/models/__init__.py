@@ -74,6 +74,7 @@ class LoadedModel:
     """
     max_model_len      longest context its tables were made for
     model_digest       hex; see `_Weights.served_digest`
+    checkpoint_digest  hex; of the folder alone, equal on all ranks
     weights            digest of all weight bytes, known now or later; None for random weights, which `model_digest` identifies
     stored_as          the format of a quantized checkpoint, for people; "" for plain weights
     held               in how many bits the linears are held, for people
@@ -87,6 +88,7 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     sampling_defaults: dict[str, Any]
     model_digest: str
+    checkpoint_digest: str
     weights: WeightsDigest | None
     precision: Precision
     stored_as: str
@@ -187,6 +189,7 @@ def load_model(
         eos_token_ids=end_tokens,
         sampling_defaults=sampling,
         model_digest=weights.served_digest(precision, spec, reader),
+        checkpoint_digest=weights.digest,
         weights=weights.content,
         precision=precision,
         stored_as="" if stored is None else stored.title,
