@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headrace.core.errors import ConfigError
-from headrace.machine.private_files import check_private_file, is_open_to_others, why_not_private
+from headrace.machine.private_files import check_private_file, check_socket_folder, is_open_to_others, why_not_private
 
 pytestmark = pytest.mark.pure
 
@@ -59,3 +59,11 @@ def test_a_file_is_refused_or_only_named(tmp_path: Path) -> None:
     assert why_not_private("where", str(path)) == ""
     with pytest.raises(ConfigError, match="cannot be read"):
         why_not_private("where", str(tmp_path / "none"))
+
+
+def test_a_socket_in_an_open_directory_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    check_socket_folder("rendezvous", tmp_path / "e.sock")
+    tmp_path.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"rendezvous: .*0700"):
+        check_socket_folder("rendezvous", tmp_path / "e.sock")

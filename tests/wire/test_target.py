@@ -18,7 +18,7 @@ from headrace.core.errors import ConfigError
 from headrace.wire import dial
 from headrace.wire import target as target_module
 from headrace.wire.dial import Dialer
-from headrace.wire.target import TOKEN_METADATA, GrpcTarget, check_private, nothing_listens, parse_target, token_matches
+from headrace.wire.target import TOKEN_METADATA, GrpcTarget, nothing_listens, parse_target, token_matches
 
 pytestmark = pytest.mark.socket
 
@@ -67,15 +67,6 @@ def test_a_token_must_match_whole() -> None:
     assert token_matches([], None)
     for metadata in ([], [(TOKEN_METADATA, "")], [(TOKEN_METADATA, TOKEN + "x")], [("other", TOKEN)], [(TOKEN_METADATA, TOKEN[:-1])]):
         assert not token_matches(metadata, TOKEN)
-
-
-@pytest.mark.pure
-def test_a_socket_in_an_open_directory_is_refused(tmp_path: Path) -> None:
-    tmp_path.chmod(0o700)
-    check_private(tmp_path / "e.sock")
-    tmp_path.chmod(0o755)
-    with pytest.raises(ConfigError, match="0700"):
-        check_private(tmp_path / "e.sock")
 
 
 @pytest.mark.parametrize("where", [None, "127.0.0.1", "127.0.0.2"])

@@ -1,4 +1,4 @@
-"""Reads files that hold a secret of the wire, after a check that they are closed to other users."""
+"""Reads files that hold a secret of the wire, after a check that they are closed to other users. The same for a socket's directory."""
 
 from __future__ import annotations
 
@@ -21,6 +21,13 @@ def check_private_file(where: str, path: str) -> None:
         raise ConfigError(where, f"{path} belongs to another user", "Copy it as the user that runs Headrace.")
     if is_open_to_others(info):
         raise ConfigError(where, f"{path} is open to other users (mode {stat.S_IMODE(info.st_mode):04o})", f"chmod 600 {path}")
+
+
+def check_socket_folder(where: str, path: str | os.PathLike[str]) -> None:
+    """Raises ConfigError where the directory of the socket is not this user's alone; OSError where it does not exist."""
+    info = os.stat(os.path.dirname(path))
+    if info.st_uid != os.geteuid() or stat.S_IMODE(info.st_mode) & 0o077:
+        raise ConfigError(where, "the socket's directory is open to other users", "Make it yours alone (mode 0700).")
 
 
 def why_not_private(where: str, path: str) -> str:

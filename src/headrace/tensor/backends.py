@@ -159,7 +159,7 @@ SHARED_MEMORY = "headrace.tensor.kernels.cpu.peers"
 
 
 def shared_bytes(parallelism: Parallelism) -> int:
-    """Of the memory that the ranks of a replica map."""
+    """The size of the memory that the ranks of a replica map."""
     return int(import_module(SHARED_MEMORY).shared_bytes(parallelism))
 
 

@@ -12,7 +12,6 @@ import hmac
 import os
 import re
 import socket
-import stat
 from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,13 +112,6 @@ def check_target(address: str, *, token: str | None, token_file: str, tls_dir: s
     if token is None and (token_file or tls_dir):
         token = "x" * MIN_TOKEN_CHARS
     parse_target(address, token, files_in(tls_dir) if tls_dir else None)
-
-
-def check_private(path: Path) -> None:
-    """Raises ConfigError where the socket's directory is not this user's alone; OSError where it does not exist."""
-    info = os.stat(path.parent)
-    if info.st_uid != os.geteuid() or stat.S_IMODE(info.st_mode) & 0o077:
-        raise ConfigError("engine address", "the socket's directory is open to other users", "Make it yours alone (mode 0700).")
 
 
 async def nothing_listens(target: GrpcTarget) -> bool:

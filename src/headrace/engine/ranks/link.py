@@ -29,7 +29,7 @@ from headrace.engine.ranks.frames import (
     read_header,
     read_json,
 )
-from headrace.wire.target import check_private
+from headrace.machine.private_files import check_socket_folder
 
 log = logging.getLogger(__name__)
 
@@ -141,11 +141,9 @@ class RankLink:
 def listen(path: Path) -> socket.socket:
     """Raises ConfigError, also where another replica's ranks gather at the path."""
     try:
-        check_private(path)
+        check_socket_folder("rendezvous", path)
         with socket.socket(socket.AF_UNIX) as probe:
             probe.connect(os.fspath(path))
-    except ConfigError as error:
-        raise error.at("rendezvous") from error
     except ConnectionRefusedError:
         path.unlink(missing_ok=True)  # left behind by one that was killed
     except FileNotFoundError:

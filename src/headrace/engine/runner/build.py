@@ -33,7 +33,7 @@ from headrace.engine.runner.device.runner import DeviceRunner
 from headrace.engine.runner.drafts import MakeDrafter
 from headrace.engine.runner.drafts.load import LoadedDraft, load_draft
 from headrace.engine.runner.drafts.lookup import make_lookup
-from headrace.engine.runner.loading import Choices, LoadedPart, choose, load_part, name_of
+from headrace.engine.runner.loading import LoadedPart, StartChoices, choose, load_part, name_of
 from headrace.engine.runner.masks import load_mask_kernel
 from headrace.engine.runner.model_runner import ModelRunner, OverlappedRunner
 from headrace.engine.runner.warmup import log_compiling, warm_up
@@ -134,7 +134,7 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
 
 
 def _size(config: EngineConfig, part: LoadedPart, adapter_bytes: int, draft: LoadedDraft | None, group: RankGroup | None) -> KvSizing:
-    """Of a group, the blocks that fit every rank."""
+    """In a group, the blocks that fit every rank."""
     budget, draft_groups = part.budget(config, adapter_bytes, draft), () if draft is None else draft.kv_groups
     own = part.size(config, budget, draft_groups)
     if group is None:
@@ -163,7 +163,7 @@ def _model_lines(config: EngineConfig, loaded: LoadedModel) -> list[str]:
     ]
 
 
-def _numerics(config: EngineConfig, choices: Choices, loaded: LoadedModel) -> dict[str, str]:
+def _numerics(config: EngineConfig, choices: StartChoices, loaded: LoadedModel) -> dict[str, str]:
     parallelism = config.parallelism
     return {
         WEIGHTS: loaded.model_digest if loaded.weights is None else loaded.weights.known,

@@ -49,7 +49,7 @@ SHARED_OPTIONS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
+class StartChoices:
     """drafting: of rank 0 alone, where a model drafts"""
 
     described: ModelDescription
@@ -103,7 +103,7 @@ def _compile_cache(backend: Backend) -> str:
     return "" if backend.compiler is None else f"; {backend.compiler.kept()[1]}"
 
 
-def choose(config: EngineConfig, packed: PackedFolder | None, features: CpuFeatures | None = None, place: Place = ALONE) -> Choices:
+def choose(config: EngineConfig, packed: PackedFolder | None, features: CpuFeatures | None = None, place: Place = ALONE) -> StartChoices:
     """Sets the threads. Reads no weight. Raises ConfigError and CheckpointError, also if the weights do not fit the free memory."""
     device = DEVICES[config.device]
     device.check()
@@ -128,7 +128,7 @@ def choose(config: EngineConfig, packed: PackedFolder | None, features: CpuFeatu
     kernels, why_kernels = choose_backend(config.kernels, config.device)
     backend = load_backend(kernels, deterministic=config.deterministic, features=features)
     threads = plan_threads(config.num_threads)
-    return Choices(
+    return StartChoices(
         described=described,
         drafting=drafting,
         features=features,
@@ -205,7 +205,7 @@ class LoadedPart:
 
 
 def load_part(
-    config: EngineConfig, choices: Choices, packed: PackedFolder | None, place: Place = ALONE, peers: Peers = NO_PEERS
+    config: EngineConfig, choices: StartChoices, packed: PackedFolder | None, place: Place = ALONE, peers: Peers = NO_PEERS
 ) -> LoadedPart:
     log.info("loading %s", config.model)
     began = time.perf_counter()

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 _DECODE_ROWS = 4
 _PROMPT_TOKENS = 2
 MAX_TOKENS = _DECODE_ROWS * _PROMPT_TOKENS
-"""Of a step that has several rows, whatever the engine's own limit is."""
+"""The most that a step of several rows has, whatever the engine's own limit is."""
 
 
 class _Ticket(Protocol):

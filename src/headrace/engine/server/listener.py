@@ -20,9 +20,10 @@ from pathlib import Path
 from headrace.core.clock import Clock
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.machine.locked_folders import LockedFolder, remove_unlocked
+from headrace.machine.private_files import check_socket_folder
 from headrace.wire.listening import close_all, listening_sockets
 from headrace.wire.service import LEASE_S
-from headrace.wire.target import MAX_UNIX_PATH_BYTES, GrpcTarget, check_private
+from headrace.wire.target import MAX_UNIX_PATH_BYTES, GrpcTarget
 from headrace.wire.tls.files import Certificates, TlsRole, handshake_fault
 from headrace.wire.tls.stream import CHUNK_BYTES, ByteStream, PlainStream, TlsStream
 
@@ -217,7 +218,7 @@ def check_can_listen(target: GrpcTarget) -> None:
     Raises: CannotListen for a TCP address that is taken or not of this machine, ConfigError for a socket's directory that others may enter.
     """
     if target.path is not None:
-        check_private(target.path)
+        check_socket_folder("engine address", target.path)
     else:
         close_all(_listen(target))
 

@@ -148,7 +148,7 @@ async def _serve(
 
 
 def keep_objects() -> None:
-    """Those of the start stay: a full collection would walk torch's and Numba's objects between two steps."""
+    """What was made at the start stays: a full collection would walk torch's and Numba's objects between two steps."""
     gc.collect()
     gc.freeze()
 

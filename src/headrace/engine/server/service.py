@@ -24,6 +24,7 @@ from headrace.engine.server.dispatcher import AsyncioOutbox, RequestDispatcher, 
 from headrace.engine.server.gateway_stream import GatewayStream, StreamLost
 from headrace.engine.server.listener import REPEAT_S, CannotListen, TcpListener
 from headrace.engine.server.unsent import MAX_UNITS
+from headrace.machine.private_files import check_socket_folder
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import check_known_fields, encode_load, encode_model_info
 from headrace.wire.service import (
@@ -39,7 +40,7 @@ from headrace.wire.service import (
     check_model,
     check_protocol,
 )
-from headrace.wire.target import GrpcTarget, check_private, token_matches, unix_address
+from headrace.wire.target import GrpcTarget, token_matches, unix_address
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ class EngineService:
     async def start(self) -> None:
         """Raises CannotListen, and ConfigError for what the address needs: the socket's directory, certificates, temporary files."""
         if self._target.path is not None:
-            check_private(self._target.path)
+            check_socket_folder("engine address", self._target.path)
             self._target.path.unlink(missing_ok=True)
             self._server = await self._serve_at(self._target.path)
         else:
