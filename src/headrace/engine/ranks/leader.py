@@ -16,7 +16,7 @@ import os
 import select
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -133,7 +133,7 @@ class RankGroup:
         except Exception as error:
             self._read_all()  # what a rank says of its failure tells more than that it has left
             self.end(error if isinstance(error, EngineFatal) else EngineFatal(f"rank 0 failed within a step: {error!r:.300}"))
-            raise EngineFatal(str(self.fault)) from error
+            raise EngineFatal(str(self.fault or error)) from error
 
     # faults
 
@@ -226,14 +226,18 @@ def lead_ranks(path: Path, parallelism: Parallelism, facts: Mapping[str, str]) -
 
 
 def make_group(links: Mapping[int, RankLink], place: Place) -> RankGroup:
-    """Gives all ranks the memory that they share."""
-    fd = os.memfd_create("headrace-ranks")
-    try:
-        os.ftruncate(fd, shared_bytes(place.parallelism))
-        peers = load_peers(mmap.mmap(fd, 0), place)
-        welcome(links, fd)
-    finally:
-        os.close(fd)
+    """Gives all ranks the memory that they share. The links are the group's from then on, and are closed if there is none."""
+    with ExitStack() as unless_made:
+        for link in links.values():
+            unless_made.callback(link.close)
+        fd = os.memfd_create("headrace-ranks")
+        try:
+            os.ftruncate(fd, shared_bytes(place.parallelism))
+            peers = load_peers(mmap.mmap(fd, 0), place)
+            welcome(links, fd)
+        finally:
+            os.close(fd)
+        unless_made.pop_all()
     return RankGroup(links, place, peers)
 
 

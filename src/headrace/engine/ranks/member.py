@@ -152,7 +152,8 @@ def _beating(link: RankLink, peers: Peers) -> Iterator[None]:
             while not over.wait(BEAT_S):
                 link.send(frame(FrameKind.BEAT))
         except EngineFatal:
-            peers.abort()
+            if not over.is_set():
+                peers.abort()
 
     thread = threading.Thread(target=beat, name="headrace-beat", daemon=True)
     thread.start()
