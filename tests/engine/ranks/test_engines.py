@@ -27,6 +27,7 @@ from headrace.core.request import EngineRequest
 from headrace.core.speculation import DRAFT_MODEL, NGRAM, SpeculativeConfig
 from headrace.engine.config import EngineConfig
 from headrace.engine.kv_sizing import KvSizing
+from headrace.engine.ranks.leader import LeadingKv
 from headrace.engine.ranks.member import RankMember
 from headrace.engine.runner.build import build_runner
 from headrace.engine.runner.loading import LoadedPart
@@ -41,6 +42,8 @@ LAYOUTS = [TP2, PP2, {**TP2, **PP2}]
 SPACE: dict[str, Any] = {"kernels": "reference", "device": "cpu", "max_model_len": 200, "load_format": "dummy", "seed": 3}
 CROWDED: dict[str, Any] = {"num_kv_blocks": 60, "max_num_batched_tokens": 24}
 """So few blocks that sequences are preempted."""
+MAX_WAKES = 200
+"""Of an idle loop, five a second."""
 
 
 def requests() -> list[EngineRequest]:
@@ -91,6 +94,28 @@ def test_several_ranks_answer_as_one_does(tmp_path: Path, layout: dict[str, int]
     found, num_preempted = answers(folder, **layout, **CROWDED, depth=2)
     check_close(found, expected)
     assert num_preempted > 0
+
+
+@pytest.mark.parametrize("layout", [TP2, PP2], ids=["tp 2", "pp 2"])
+def test_a_block_that_several_sequences_share_is_copied_on_all_ranks(
+    tmp_path: Path, layout: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[tuple[int, int, int]] = []
+    copy_block = LeadingKv.copy_block
+
+    def note(self: LeadingKv, *block: int) -> None:
+        copied.append(block)
+        copy_block(self, *block)
+
+    monkeypatch.setattr(LeadingKv, "copy_block", note)
+    folder = save_tiny_model("llama", tmp_path)
+    asked = greedy_request("r", range(3, 21), n=3, temperature=1.0, logprobs=1, max_tokens=12)
+    found = []
+    for options in ({}, layout):
+        with RealEngine(folder, **SPACE, **options) as engine:
+            found.append(engine.run(asked).answers())
+    check_close(found[1], found[0])
+    assert len(copied) >= 2
 
 
 @pytest.mark.parametrize("is_whole", [False, True], ids=["parts of experts", "whole experts"])
@@ -199,9 +224,14 @@ def test_an_idle_engine_ends_once_a_rank_has_left(tmp_path: Path) -> None:
     engine.run(greedy_request("r", [1, 2, 3]))
     engine.ranks.leave(1)
     with pytest.raises(EngineFatal, match="rank 1"):
-        engine.engine.run()
-    engine.ranks.join()
+        rest(engine)
+    end(engine)
     assert isinstance(engine.ranks.errors[1], EngineFatal)
+
+
+def rest(engine: RealEngine) -> None:
+    for _ in range(MAX_WAKES):
+        engine.engine.idle()
 
 
 def end(engine: RealEngine) -> None:
