@@ -100,7 +100,7 @@ def test_several_ranks_answer_as_one_does(tmp_path: Path, layout: dict[str, int]
 def test_a_block_that_several_sequences_share_is_copied_on_all_ranks(
     tmp_path: Path, layout: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copied: list[tuple[int, int, int]] = []
+    copied: list[tuple[int, ...]] = []
     copy_block = LeadingKv.copy_block
 
     def note(self: LeadingKv, *block: int) -> None:
