@@ -46,7 +46,7 @@ AREA_BYTES = 256 << 10
 LINE_BYTES = 64
 """What one rank writes and another one polls stands in a cache line of its own."""
 MEMBER_BYTES = 2 * LINE_BYTES
-"""Of each member: the exchanges at which it has arrived, and in another line how many of its workers have, at the next one."""
+"""Each member counts the exchanges at which it has arrived, and in another line its workers that have arrived at the next one."""
 PAGE_BYTES = 4096
 MAX_WAIT_S = 60.0
 """Longest wait for a rank of the same stage: these compute the same step at the same time."""
@@ -187,7 +187,7 @@ def shared_bytes(parallelism: Parallelism) -> int:
 
 
 class _Group(NamedTuple):
-    """Of ranks, as one member sees it. address: in the shared memory"""
+    """A group as one member sees it. address: in the shared memory"""
 
     address: int
     member: int
