@@ -52,7 +52,7 @@ class Place:
         return self.stage == self.parallelism.pp - 1
 
     def layers(self, num_layers: int) -> range:
-        """Those of the stage: consecutive, as equal in number as they can be, earlier stages having one more."""
+        """The stage's own: consecutive, as equal in number as they can be, earlier stages having one more."""
         each, more = divmod(num_layers, self.parallelism.pp)
         first = self.stage * each + min(self.stage, more)
         return range(first, first + each + (self.stage < more))

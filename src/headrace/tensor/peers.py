@@ -38,7 +38,7 @@ class Peers(Protocol):
 
 
 class NoPeers:
-    """Of a replica of one rank."""
+    """For a replica of one rank."""
 
     def reduce(self, x: Tensor) -> Tensor:
         return x

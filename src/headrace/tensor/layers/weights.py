@@ -214,7 +214,7 @@ class WeightReader:
         return replace(self, adapters=None)
 
     def undivided(self) -> WeightReader:
-        """Of layers that this rank has whole: experts."""
+        """For layers that this rank has whole: experts."""
         return replace(self, place=ALONE)
 
     def _adapted(self, linear: Linear, parts: Sequence[Part]) -> Linear:

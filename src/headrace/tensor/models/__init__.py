@@ -158,8 +158,7 @@ def load_model(
     Memory: at most the weights held, twice the largest fused tensor, and small change.
     """
     assert place == ALONE or peers is not NO_PEERS, "several ranks need peers"
-    if load_format not in LOAD_FORMATS:
-        raise ConfigError("load_format", f"{load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
+    _check_load_format(load_format)
     config = read_config(folder)
     architecture, spec = read_spec(config)
     check_division(spec, place.parallelism, enable_lora=enable_lora)
@@ -176,11 +175,7 @@ def load_model(
         weights = _open_checkpoint(_weight_files(folder, stored), spec, dtype, packed)
         weights.open_store(packed, backend, precision, place, stored)
     reader = weights.reader(stored, backend, device, precision, place, peers, _adapters(backend) if enable_lora else None)
-    spec = _with_stored_table(spec, weights.source)
-    if place.parallelism.pp > 1 or place.parallelism.ep:  # what the other ranks read is looked for, too
-        _without_values(spec, WeightReader(ExpectedWeights(reader.source, weights.dtype), load_backend("reference"), weights.dtype, META))
-    model = DecoderModel(reader, spec)
-    weights.finish()
+    model = weights.build(reader, spec)
     return LoadedModel(
         model=model,
         architecture=architecture,
@@ -202,6 +197,11 @@ def _adapters(backend: Backend) -> ModelAdapters:
     if backend.adapters is None:
         raise ConfigError("enable_lora", f"{backend.name} kernels compute no adapters", "Merge the adapter into the base weights.")
     return ModelAdapters(backend.adapters)
+
+
+def _check_load_format(load_format: str) -> None:
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError("load_format", f"{load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
 
 
 @dataclass(slots=True)
@@ -249,12 +249,18 @@ class _Weights:
             name = store_name(self.digest, self.source.files, precision=kind, layout=form.packed_layout(precision))
             self.store = PackedStore(packed, name, form, self.content.content, num_ranks=place.parallelism.world)
 
-    def finish(self) -> None:
-        """Raises CheckpointError if the checkpoint holds a tensor that the model did not ask for."""
+    def build(self, reader: WeightReader, spec: DecoderSpec) -> DecoderModel:
+        """Raises CheckpointError also if the checkpoint lacks a tensor of another rank, or holds one that the model does not ask for."""
+        spec = _with_stored_table(spec, self.source)
+        if reader.place.parallelism.pp > 1 or reader.place.parallelism.ep:
+            expected = ExpectedWeights(reader.source, self.dtype)
+            _without_values(spec, WeightReader(expected, load_backend("reference"), self.dtype, META))
+        model = DecoderModel(reader, spec)
         if not isinstance(self.source, RandomWeights):
             self.source.check_all_read()
         if self.store is not None and self.content is not None and (made_from := self.store.made_from) is not None:
             self.content.packed_from(made_from)
+        return model
 
     def served_digest(self, precision: Precision, spec: DecoderSpec, reader: WeightReader) -> str:
         """`digest`, and what else decides the keys and values: how the linears were rounded or are held, and LongRoPE's long factors."""
@@ -313,7 +319,7 @@ def describe(
     has_fp8: bool = False,
     place: Place = ALONE,
 ) -> ModelDescription:
-    """Of what one rank holds. No weight is read, and no memory is allocated for weights. has_fp8: linears that are stored in FP8 stay so.
+    """What one rank holds. No weight is read, and no memory is allocated for weights. has_fp8: linears that are stored in FP8 stay so.
 
     Raises CheckpointError for a missing or invalid config.json, and ConfigError for an option that this model cannot be run with.
     """

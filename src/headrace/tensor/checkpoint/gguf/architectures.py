@@ -66,7 +66,7 @@ _PHI3 = {
 }
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where a tensor of Hugging Face's name is.
 
     name    in the GGUF file
@@ -94,20 +94,20 @@ class NameTable:
     rotated: Mapping[str, int] = field(default_factory=dict)
     is_norm_plus: bool = False
 
-    def find(self, name: str) -> tuple[Place, ...]:
+    def find(self, name: str) -> tuple[TensorPlace, ...]:
         """Where the tensor may be, the usual place first; none for a name that the architecture does not have."""
         if name in _PLAIN:
-            return (Place(_PLAIN[name]),)
+            return (TensorPlace(_PLAIN[name]),)
         if (found := _LAYER.fullmatch(name)) is None:
             return ()
         number, inner, kind = found.groups()
         if (expert := _EXPERT.fullmatch(inner)) is not None:
             stored = self.experts.get(f"{expert[1]}.{expert[3]}")
             index = int(expert[2])
-            own = Place(f"blk.{number}.{stored}.{index}.{kind}")  # of files that were made before experts were stacked
-            return () if stored is None else (Place(f"blk.{number}.{stored}_exps.{kind}", expert=index), own)
+            own = TensorPlace(f"blk.{number}.{stored}.{index}.{kind}")  # of files that were made before experts were stacked
+            return () if stored is None else (TensorPlace(f"blk.{number}.{stored}_exps.{kind}", expert=index), own)
         stored = self.layer.get(inner)
-        return () if stored is None else (Place(f"blk.{number}.{stored}.{kind}", heads=self.rotated.get(stored)),)
+        return () if stored is None else (TensorPlace(f"blk.{number}.{stored}.{kind}", heads=self.rotated.get(stored)),)
 
     def adds_one(self, name: str) -> bool:
         return self.is_norm_plus and name.endswith("norm.weight")

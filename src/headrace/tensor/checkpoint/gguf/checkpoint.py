@@ -15,7 +15,7 @@ from torch import Tensor
 from headrace.core.errors import CheckpointError, shorten
 from headrace.tensor.checkpoint.config import ConfigFile
 from headrace.tensor.checkpoint.formats.nibbles import SLAB_ELEMENTS, nibbles
-from headrace.tensor.checkpoint.gguf.architectures import FACTORS, Place, name_table
+from headrace.tensor.checkpoint.gguf.architectures import FACTORS, TensorPlace, name_table
 from headrace.tensor.checkpoint.gguf.blocks import DENSE, NIBBLES
 from headrace.tensor.checkpoint.gguf.folder import find_source
 from headrace.tensor.checkpoint.gguf.header import DAMAGED, GgufHeader, GgufTensor
@@ -54,7 +54,7 @@ class _Part(NamedTuple):
     rows: slice
 
 
-def _part(place: Place, outputs: int, rows: slice) -> _Part:
+def _part(place: TensorPlace, outputs: int, rows: slice) -> _Part:
     first, last, _ = rows.indices(outputs)
     if place.heads is None:
         return _Part(first, last, None, slice(None))
@@ -190,10 +190,10 @@ class GgufCheckpoint:
                 raise CheckpointError(str(header.path), f"tensor {name} cannot be read ({error})") from error
             yield slice(begin - first, end - first), data.view(-1, kind.num_bytes)
 
-    def _place(self, name: str) -> Place | None:
+    def _place(self, name: str) -> TensorPlace | None:
         return next((place for place in self._names.find(name) if place.name in self._model.tensors), None)
 
-    def _find(self, name: str) -> tuple[Place, GgufHeader, GgufTensor]:
+    def _find(self, name: str) -> tuple[TensorPlace, GgufHeader, GgufTensor]:
         if (place := self._place(name)) is None:
             places = self._names.find(name)
             called = f" ({places[0].name})" if places else ""
