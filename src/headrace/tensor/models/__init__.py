@@ -175,9 +175,8 @@ def load_model(
         weights = _open_checkpoint(_weight_files(folder, stored), spec, dtype, packed)
         weights.open_store(packed, backend, precision, place, stored)
     reader = weights.reader(stored, backend, device, precision, place, peers, _adapters(backend) if enable_lora else None)
-    model = weights.build(reader, spec)
     return LoadedModel(
-        model=model,
+        model=weights.build(reader, spec),
         architecture=architecture,
         vocab_size=spec.vocab_size,
         max_model_len=spec.max_positions,
