@@ -23,6 +23,14 @@ class Parallelism:
     def world(self) -> int:
         return self.tp * self.pp
 
+    def why_not_run(self, device: str, num_machines: int = 1) -> str:
+        """Empty: this version runs a replica so. device: "cpu" or "cuda"."""
+        if self.world == 1:
+            return ""
+        if device != "cpu":
+            return "this version runs a replica on one GPU"
+        return "" if num_machines == 1 else "this version runs a replica on one machine"
+
     def place(self, rank: int) -> Place:
         return Place(self, rank % self.tp, self.pp - 1 - rank // self.tp)
 
@@ -59,14 +67,3 @@ class Place:
 
 
 ALONE = Place()
-
-
-def why_not_run(tp: int = 1, pp: int = 1) -> str:
-    """Empty: this version runs such a replica. tp: devices of each layer; pp: groups of layers."""
-    if tp * pp == 1:
-        return ""
-    return "this version runs a replica on one device"
-
-
-RUN_TP = tuple(tp for tp in range(1, MOST + 1) if not why_not_run(tp))
-RUN_PP = tuple(pp for pp in range(1, MOST + 1) if not why_not_run(1, pp))

@@ -226,9 +226,20 @@ class EngineConfig:
                 f"{config.max_num_batched_tokens} is less than max_num_seqs ({config.max_num_seqs})",
                 "Every running sequence needs one token per step.",
             )
+        config._check_parallelism()
         config._check_adapters()
         config._check_speculation()
         return config
+
+    def _check_parallelism(self) -> None:
+        tp, pp, world = self.tensor_parallel_size, self.pipeline_parallel_size, self.parallelism.world
+        name, value = ("tensor_parallel_size", tp) if tp > 1 else ("pipeline_parallel_size", pp)
+        if world > MOST:
+            raise ConfigError(name, f"{tp} x {pp} (pipeline_parallel_size) are more than {MOST} processes", "Lower one of them.")
+        if refused := self.parallelism.why_not_run(self.device):
+            raise ConfigError(name, f"{value} is more than 1: {refused}", "Use 1, or device = cpu.")
+        if world > 1 and self.enable_lora:
+            raise ConfigError("enable_lora", f"is not supported beside {name} = {value} yet", f"Leave it out, or use {name} = 1.")
 
     def _check_adapters(self) -> None:
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:

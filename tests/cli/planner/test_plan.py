@@ -153,7 +153,7 @@ def test_a_user_who_reads_slowly_does_not_make_the_devices_slow(headrace: Headra
 def test_what_this_version_runs_is_chosen_and_the_rest_is_apart(headrace: Headrace) -> None:
     done = headrace("plan", "llama-3-8b", "--gpu", "h100", "--count", "2")
     assert "Chosen: 2 x TP 1, 2 NVIDIA H100 SXM 80 GB." in done.stdout
-    served, apart = done.stdout.split("Not run by this version, and not chosen: this version runs a replica on one device.")
+    served, apart = done.stdout.split("Not run by this version, and not chosen: this version runs a replica on one GPU.")
     assert "TP 2" not in served
     assert "TP 2" in apart
     too_large = headrace("plan", "llama-70b", "--gpu", "h100")
@@ -177,6 +177,32 @@ def test_the_command_that_starts_the_plan_is_accepted_by_serve(headrace: Headrac
     )
     assert translated(command.split()[1:])[1] == []
     assert headrace(*command.split()[1:], "--help").returncode == 0
+
+
+SOCKETS = """
+[devices.cpu]
+title = "A socket of two"
+memory_gb = 24
+gb_per_s = 50
+tflops = { fp32 = 0.4, bf16 = 0.83 }
+link = "two"
+network = "ethernet"
+as_of = "2026-11"
+source = "test"
+
+[links.two]
+gb_per_s = 20
+latency_us = 10
+devices = 2
+"""
+
+
+def test_a_machine_of_two_cpus_is_planned_with_a_rank_on_each(headrace: Headrace, tmp_path: Path) -> None:
+    file = tmp_path / "own.toml"
+    file.write_text(SOCKETS)
+    words = ("llama-3-8b", "--gpu", "cpu", "--catalogue", str(file), "--context", "512", "--count", "4")
+    assert "Chosen: 2 x TP 2, 4 A socket of two." in headrace("plan", *words).stdout
+    assert " --tensor-parallel-size 2 " in str(planned(headrace, *words)["command"])
 
 
 def test_no_command_is_printed_that_would_not_start_the_plan(headrace: Headrace) -> None:

@@ -37,6 +37,14 @@ def decode_s(**options: Any) -> float:
     return planned(1, **options)[0].latency.decode_s(16, 1000)
 
 
+@pytest.mark.parametrize(("gpu", "reason"), [("cpu", "2 is not simulated"), ("h100", "this version runs a replica on one GPU")])
+def test_several_ranks_of_a_file_are_refused_by_name(gpu: str, reason: str) -> None:
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        options: dict[str, Any] = {name: 2}
+        with pytest.raises(ConfigError, match=f"^{name}: .*{reason}"):
+            planned(gpu=gpu, **options)
+
+
 def test_rounded_weights_leave_more_cache_and_are_read_sooner() -> None:
     assert blocks(quantization="int4") > blocks(quantization="int8") > blocks()
     assert decode_s(quantization="int8") < decode_s()
@@ -122,6 +130,9 @@ def test_heads_that_devices_cannot_share_are_refused_as_the_planner_refuses_them
 
 
 DIFFERENT: dict[str, Any] = {
+    "tensor_parallel_size": 2,
+    "pipeline_parallel_size": 2,
+    "enable_expert_parallel": True,
     "dtype": "float32",
     "quantization": "int8",
     "kv_cache_dtype": "int8",

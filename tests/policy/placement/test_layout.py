@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.policy.placement.layout import HEADROOM, MAX_NUM_SEQS, TIE, Placement, capacity, choose_layout, judge
+from headrace.policy.placement.layout import HEADROOM, MAX_NUM_SEQS, TIE, Placement, capacity, choose_layout, judge, why_not_run
 from headrace.policy.placement.load import at_rate, at_running
 from headrace.policy.placement.model import LatentAttention, ModelShape, WeightSizes
 from headrace.policy.placement.need import Device, Goals, Link, Need, Traffic
@@ -119,8 +119,16 @@ def test_what_this_version_does_not_run_is_not_chosen() -> None:
     runnable = replace(need(LARGE, tokens_per_s=1000.0), compares_all=False)
     found = choose_layout(runnable)
     assert found[0].reason == "weights of 138.0 GB do not fit in 80.0 GB"
-    assert {each.reason for each in found if each.layout.num_devices > 1} == {"this version runs a replica on one device"}
+    assert {each.reason for each in found if each.layout.num_devices > 1} == {"this version runs a replica on one GPU"}
     assert not best(replace(runnable, compares_all=True)).reason
+
+
+def test_the_cpus_of_one_machine_run_several_ranks_and_those_of_two_do_not() -> None:
+    sockets = replace(CARD, name="cpu", link=replace(NVLINK, num_devices=2))
+    assert [why_not_run(sockets, layout) for layout in (Layout(1), Layout(2), Layout(1, 2))] == ["", "", ""]
+    assert why_not_run(sockets, Layout(2, 2)) == "this version runs a replica on one machine"
+    found = best(replace(need(LARGE, sockets), compares_all=False, num_devices=4))
+    assert (str(found.layout), found.reason, found.replicas) == ("TP 2", "", 2)
 
 
 @FEW

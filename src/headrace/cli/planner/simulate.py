@@ -19,7 +19,6 @@ from headrace.bundled import DEFAULT_MODEL
 from headrace.cli.bench.common import AsJson, Flag, Seed, make_shape, refuse_beside_trace
 from headrace.cli.exits import CommandExitCode, UsageRefused
 from headrace.core.errors import counted
-from headrace.core.parallelism import why_not_run
 from headrace.engine.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -234,6 +233,7 @@ def _planned_site(asked: _Asked, section: _Section | None, lengths: WorkloadShap
     from headrace.gateway.config import GatewayConfig
     from headrace.lab.plan.catalogue import read_catalogue
     from headrace.lab.simulate.build import make_need, on_device, planned_model
+    from headrace.policy.placement.layout import why_not_run
     from headrace.policy.placement.roofline import load_seconds
 
     known = read_catalogue()
@@ -249,7 +249,7 @@ def _planned_site(asked: _Asked, section: _Section | None, lengths: WorkloadShap
     count = asked.replicas or section.replicas
     price = None if device.price_per_hour is None else device.price_per_hour * (count + asked.standby) * best.layout.num_devices
     cache = f"{need.dtype}, {simulated.num_blocks * engine.block_size:,} tokens of KV ({need.kv_dtype}) each"
-    unrun = why_not_run(best.layout.tp)
+    unrun = why_not_run(device, best.layout)
     where = f"{best.layout} {device.name}" + (f" ({unrun})" if unrun else "")
     load_s = load_seconds(need.model.weights_bytes(need.dtype))
     return _Site(simulated, count, asked.standby, load_s, section.gateway, f"{count} x {shape.name} on {where}", cache, price)

@@ -6,9 +6,8 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from headrace.core.parallelism import why_not_run
 from headrace.lab.plan.plan import CapacityPlan, Figure
-from headrace.policy.placement.layout import Placement
+from headrace.policy.placement.layout import Placement, why_not_run
 from headrace.policy.placement.load import step_tokens
 from headrace.policy.placement.need import Device
 
@@ -85,7 +84,7 @@ KV_DTYPES = {"bf16": "bfloat16", "fp16": "bfloat16", "fp8": "fp8", "int8": "int8
 def serve_command(plan: CapacityPlan, model: str) -> str:
     """The command that starts what the plan chose; empty where this version has none."""
     need, best = plan.need, plan.best
-    is_run = need.device.is_served and not why_not_run(best.layout.tp, best.layout.pp)
+    is_run = need.device.is_served and not why_not_run(need.device, best.layout)
     if need.model.is_encoder or not is_run or need.kv_dtype not in KV_DTYPES or need.traffic.context > need.model.max_positions:
         return ""
     flags = {
@@ -97,6 +96,10 @@ def serve_command(plan: CapacityPlan, model: str) -> str:
         "--gpu-memory-utilization": f"{need.memory_fraction:g}",
         "--kv-cache-dtype": KV_DTYPES[need.kv_dtype],
     }
+    if best.layout.tp > 1:
+        flags["--tensor-parallel-size"] = best.layout.tp
+    if best.layout.pp > 1:
+        flags["--pipeline-parallel-size"] = best.layout.pp
     if need.rounding:
         flags["--quantization"] = need.rounding
     elif need.dtype in DTYPES and need.model.stored is None:
@@ -147,7 +150,7 @@ def as_object(plan: CapacityPlan, model: str) -> dict[str, Any]:
         "command": (serve_command(plan, model) or None) if plan.is_met else None,
         **{name: _number(figure) for name, figure in plan.figures.items()},
         "sequences_by_context": {str(context): number for context, number in plan.sequences.items()},
-        "layouts": [_layout(placement) for placement in plan.placements],
+        "layouts": [_layout(need.device, placement) for placement in plan.placements],
         "formulas": {name: figure.formula for name, figure in plan.figures.items()},
         "notes": list(plan.notes),
     }
@@ -169,7 +172,7 @@ def shown(figure: Figure) -> str:
 
 def _table(plan: CapacityPlan) -> Iterator[str]:
     """Layouts that this version does not run stand below the others."""
-    apart = [each for each in plan.placements if not plan.need.compares_all and why_not_run(each.layout.tp, each.layout.pp)]
+    apart = [each for each in plan.placements if not plan.need.compares_all and why_not_run(plan.need.device, each.layout)]
     widths = (-16, 8, 7, 6, 10, 10, 9, 9, 5, 9)
     yield _row(widths, "layout", "replicas", "devices", "batch", "tokens/s", "prefill/s", "TPOT", "TTFT", "MBU", "$/hour")
     shown_here = [each for each in plan.placements if each not in apart]
@@ -196,11 +199,11 @@ def _row(widths: Sequence[int], *cells: object) -> str:
     return "  " + " ".join(f"{cell!s:<{-width}}" if width < 0 else f"{cell!s:>{width}}" for width, cell in zip(widths, cells, strict=True))
 
 
-def _layout(each: Placement) -> dict[str, Any]:
+def _layout(device: Device, each: Placement) -> dict[str, Any]:
     return {
         "tp": each.layout.tp,
         "pp": each.layout.pp,
-        "is_run": not why_not_run(each.layout.tp, each.layout.pp),
+        "is_run": not why_not_run(device, each.layout),
         "replicas": each.replicas,
         "devices": each.num_devices,
         "resident_tokens": each.resident_tokens,

@@ -14,7 +14,6 @@ from headrace.core.errors import ConfigError
 from headrace.core.load import LoadSnapshot
 from headrace.core.model_info import KvGroup, ModelInfo
 from headrace.core.option import options
-from headrace.core.parallelism import why_not_run
 from headrace.core.plan import Plan, Result
 from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
@@ -23,7 +22,7 @@ from headrace.engine.config import ROUNDINGS, EngineConfig
 from headrace.engine.loop import Engine
 from headrace.engine.steps import Runner
 from headrace.lab.simulate.step_times import step_s
-from headrace.policy.placement.layout import Placement, choose_layout
+from headrace.policy.placement.layout import Placement, choose_layout, why_not_run
 from headrace.policy.placement.model import ModelShape
 from headrace.policy.placement.need import Device, Need, Traffic
 from headrace.policy.placement.roofline import Roofline, StepLatency
@@ -130,7 +129,11 @@ class SimulatedModel:
 
 def planned_model(config: EngineConfig, need: Need, tp: int | None) -> tuple[SimulatedModel, Placement]:
     """Raises ConfigError if no layout serves the model, or none holds the KV cache."""
-    flat = [each for each in choose_layout(need) if each.layout.pp == 1 and _is_meant(each.layout.tp, tp)]
+    flat = [
+        each
+        for each in choose_layout(need)
+        if each.layout.pp == 1 and (not why_not_run(need.device, each.layout) if tp is None else each.layout.tp == tp)
+    ]
     if not flat:
         raise ConfigError("--tp", f"{need.device.name} has no layout of {tp} devices", "A power of two, within one machine's links.")
     usable = [each for each in flat if each.batch]
@@ -145,10 +148,6 @@ def planned_model(config: EngineConfig, need: Need, tp: int | None) -> tuple[Sim
         raise ConfigError(option, f"{reason}, {most.resident_tokens // config.block_size:,} blocks")
     latency = Roofline(need.model, need.device, best.layout, need.dtype, need.kv_dtype)
     return _model(config, latency, _num_blocks(config, need, best), need.model), best
-
-
-def _is_meant(tp: int, asked: int | None) -> bool:
-    return not why_not_run(tp) if asked is None else tp == asked
 
 
 def _num_blocks(config: EngineConfig, need: Need, placement: Placement) -> int:
@@ -183,6 +182,9 @@ MEASURED = (
     "memory_fraction",
     "kv_cache_bytes",
     "device",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "enable_expert_parallel",
     "kernels",
     "deterministic",
     "enforce_eager",
@@ -200,7 +202,13 @@ def on_device(config: EngineConfig, named: Collection[str], device: str) -> Engi
     if "device" in named and (own := config.on_this_machine().device) != kind:
         raise ConfigError("device", f"{own} is not what --gpu {device} simulates", f"Write {kind}, or leave it out.")
     unset = {name: None for name, described in options(EngineConfig) if described.on and name not in named}
-    return replace(config, device=kind, **unset).checked()  # type: ignore[arg-type]
+    checked = replace(config, device=kind, **unset).checked()  # type: ignore[arg-type]
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if (size := getattr(checked, name)) > 1:
+            raise ConfigError(
+                name, f"{size} is not simulated: --gpu cpu has the times of all CPUs together", "Leave it out, or use --steps."
+            )
+    return checked
 
 
 def make_need(config: EngineConfig, shape: ModelShape, kept: str, device: Device, traffic: Traffic) -> Need:

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from headrace.core.parallelism import why_not_run
+from headrace.core.parallelism import Parallelism
 from headrace.policy.placement.load import Load, at_rate, at_running
 from headrace.policy.placement.model import ModelShape
-from headrace.policy.placement.need import Need
+from headrace.policy.placement.need import Device, Need
 from headrace.policy.placement.roofline import Layout, Roofline
 
 HEADROOM = 0.8
@@ -155,7 +155,13 @@ def _why_few(room: int) -> str:
 def _why_not_run(need: Need, layout: Layout) -> str:
     if need.compares_all:
         return ""
-    return why_not_run(layout.tp, layout.pp) if need.device.is_served else f"Headrace has no backend for {need.device.title}"
+    return why_not_run(need.device, layout) if need.device.is_served else f"Headrace has no backend for {need.device.title}"
+
+
+def why_not_run(device: Device, layout: Layout) -> str:
+    """Empty: this version divides a replica so over devices of this kind."""
+    num_machines = math.ceil(layout.num_devices / device.link.num_devices)
+    return Parallelism(layout.tp, layout.pp).why_not_run("cpu" if device.name == "cpu" else "cuda", num_machines)
 
 
 def _price(need: Need, replicas: int, layout: Layout) -> float | None:
