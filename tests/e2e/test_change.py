@@ -133,7 +133,7 @@ async def test_nothing_is_left_when_the_supervisor_is_killed(site: Server) -> No
     assert {os.getsid(pid) for pid in pids.values()} == set(pids.values()), "each leads a session of its own"
     running = [asyncio.create_task(cut_stream(site, seed)) for seed in range(8)]
     [replica] = await replicas(site)
-    [engine] = [name for name, pid in pids.items() if pid == replica["pid"]]
+    [engine] = [name for name, pid in pids.items() if pid in replica["pids"]]
     await site.eventually(lambda: site.load(engine).num_running == 8)
     children = psutil.Process(site.process.pid).children(recursive=True)
     assert len(children) >= WORKERS + 1 + 2 * WORKERS, "workers, their text workers, and the engine"

@@ -85,7 +85,7 @@ class Fleet:
         status = AdminClient(find_deployment(self.folder)).status()
         found = {gateway["name"]: gateway["pid"] if gateway["serving"] else None for gateway in status["gateways"]}
         for replica in (replica for model in status["models"] for replica in model["replicas"]):
-            found[replica["name"]] = replica["pid"] if replica["phase"] == "serving" and replica["ready"] else None
+            found[replica["name"]] = replica["pids"][0] if replica["phase"] == "serving" and replica["ready"] else None
         return found
 
     async def wait(self) -> int:

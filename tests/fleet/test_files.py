@@ -22,17 +22,16 @@ from headrace.engine.server.config import ProcessConfig, process_config_from
 from headrace.fleet import files
 from headrace.fleet.config import COMMAND, FleetConfig, ModelSpec
 from headrace.fleet.files import (
-    MachineShare,
     ReplicaFiles,
     gateway_content,
     is_running,
     run_dir,
     running_deployments,
-    share_of,
-    write_engine_file,
+    write_engine_files,
     write_gateway_file,
 )
 from headrace.machine.gpus import Gpus
+from headrace.machine.resources import MachineShare, share_of
 
 pytestmark = pytest.mark.pure
 
@@ -53,17 +52,17 @@ def tmp_path() -> Iterator[Path]:
         yield Path(folder)
 
 
-def write_engine_files(config: FleetConfig, folder: Path) -> list[ReplicaFiles]:
+def write_all(config: FleetConfig, folder: Path) -> list[ReplicaFiles]:
     """One for each replica, as at the start of a deployment."""
     models = [(model, f"{model.name}-{index}") for model in config.models for index in range(model.replicas)]
     return [
-        write_engine_file(config, model, folder, name=name, number=number, share=MachineShare(number, len(models)))
+        write_engine_files(config, model, folder, name=name, number=number, share=MachineShare(number, len(models)))
         for number, (model, name) in enumerate(models)
     ]
 
 
 def test_each_replica_gets_a_file_of_its_own_and_the_gateway_knows_them_all(tmp_path: Path) -> None:
-    replicas = write_engine_files(TWO_MODELS.checked(), tmp_path)
+    replicas = write_all(TWO_MODELS.checked(), tmp_path)
     assert [replica.name for replica in replicas] == ["org-big-model-0", "org-big-model-1", "small-0"]
     first = json.loads(replicas[0].config.read_text())
     assert first["engine"] == {"max_num_seqs": 8, "model": "/m/big"}
@@ -81,7 +80,7 @@ def test_each_replica_gets_a_file_of_its_own_and_the_gateway_knows_them_all(tmp_
 
 def test_every_process_of_a_site_is_given_the_same_keys(tmp_path: Path) -> None:
     config = TWO_MODELS.checked().with_site_key()
-    replicas = write_engine_files(config, tmp_path)
+    replicas = write_all(config, tmp_path)
     [key] = {json.loads(replica.config.read_text())["block_key"] for replica in replicas}
     gateways = [json.loads(write_gateway_file(gateway_content(config, replicas), tmp_path).read_text()) for _ in range(2)]
     assert len(bytes.fromhex(key)) == 32
@@ -102,7 +101,7 @@ def test_a_configured_key_is_kept_and_must_be_hex(tmp_path: Path) -> None:
 
 def test_one_key_gives_starts_of_any_kind_the_same_secrets_for_each_purpose(tmp_path: Path) -> None:
     config = replace(TWO_MODELS, site_key="ab" * 16).checked()
-    started = json.loads(write_engine_files(config, tmp_path)[0].config.read_text())
+    started = json.loads(write_all(config, tmp_path)[0].config.read_text())
     by_hand, _ = process_config_from({"replica": "r", "address": "unix:/r", "site_key": "AB" * 16, "engine": {"model": "m"}})
     assert started["block_key"] == by_hand.block_key == site_secret("ab" * 16, BLOCKS)
     assert gateway_content(config)["salt_key"] == site_secret("ab" * 16, SALTS)
@@ -113,7 +112,7 @@ def test_one_key_gives_starts_of_any_kind_the_same_secrets_for_each_purpose(tmp_
 def test_a_model_of_a_foreign_server_has_no_engine(tmp_path: Path) -> None:
     far = ModelSpec(name="far", aliases=("f",), replicas=0, upstreams=({"url": "http://127.0.0.1:9000/v1"},))
     config = FleetConfig(models=(far, ModelSpec(name="small", folder=Path("/m/small"))), gateway={"port": 0}).checked()
-    replicas = write_engine_files(config, tmp_path)
+    replicas = write_all(config, tmp_path)
     assert [replica.model for replica in replicas] == ["small"]
     gateway = json.loads(write_gateway_file(gateway_content(config, replicas), tmp_path).read_text())
     assert gateway["models"][0] == {"name": "far", "aliases": ["f"], "upstreams": [{"url": "http://127.0.0.1:9000/v1"}]}
@@ -232,7 +231,7 @@ def test_engines_are_told_their_cpus_unless_threads_were_chosen(tmp_path: Path, 
     """Through the configuration that `headrace serve` decodes, where an option nobody set is None and not absent."""
     model = ModelSection(engine=EngineConfig(model="m", num_threads=num_threads), replicas=2)
     config = ServeConfig(models=(model,)).fleet(Path)
-    told = [json.loads(replica.config.read_bytes())["cpus"] for replica in write_engine_files(config, tmp_path)]
+    told = [json.loads(replica.config.read_bytes())["cpus"] for replica in write_all(config, tmp_path)]
     cpus = sorted(os.sched_getaffinity(0))
     assert told == ([",".join(map(str, share_of(cpus, MachineShare(number, 2)))) for number in range(2)] if divided else ["", ""])
 
@@ -252,7 +251,7 @@ def test_engines_are_dealt_the_gpus_and_divide_the_memory_of_each(
     monkeypatch.setattr(files, "find_gpus", lambda: Gpus(names))
     for device, expected in (("cuda", told), ("cpu", [(None, 2)] * 3)):
         config = ServeConfig(models=(ModelSection(engine=EngineConfig(model="m", device=device), replicas=3),)).fleet(Path)
-        written = [json.loads(replica.config.read_bytes()) for replica in write_engine_files(config, tmp_path)]
+        written = [json.loads(replica.config.read_bytes()) for replica in write_all(config, tmp_path)]
         assert [(content.get("gpu"), content["num_neighbours"]) for content in written] == expected
 
 
@@ -263,7 +262,7 @@ def test_engines_are_bound_to_no_cpu_where_the_system_does_not_say_which_are_all
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.delattr(os, "sched_setaffinity", raising=False)
     config = ServeConfig(models=(ModelSection(engine=EngineConfig(model="m"), replicas=2),)).fleet(Path)
-    written = [json.loads(replica.config.read_bytes()) for replica in write_engine_files(config, tmp_path)]
+    written = [json.loads(replica.config.read_bytes()) for replica in write_all(config, tmp_path)]
     assert [content["cpus"] for content in written] == ["", ""]
     process = ProcessConfig(replica="a", address="unix:/a", num_neighbours=1)
     assert process.keep_to_share(EngineConfig(model="m").checked()).memory_fraction == 0.25
@@ -293,6 +292,6 @@ def test_a_full_disk_is_refused_with_its_path(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (8, hard))  # what is written beyond it fails, as on a disk without room
         try:
             with pytest.raises(ConfigError, match=f"run_dir: {folder}/e0.json cannot be written .File too large.*Free space there"):
-                write_engine_files(TWO_MODELS, folder)
+                write_all(TWO_MODELS, folder)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

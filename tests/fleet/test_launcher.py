@@ -66,7 +66,7 @@ async def test_a_child_leads_its_own_session_and_is_ended_with_what_it_started()
     child = await launched(code, forward=False)
     async with asyncio.timeout(PATIENCE_S):
         grandchild = int(str((await child.ready)["grandchild"]))
-    assert os.getsid(child.pid) == os.getsid(grandchild) == child.pid
+    assert os.getsid(child.pids[0]) == os.getsid(grandchild) == child.pids[0]
     child.kill()
     assert await ended(child) == -signal.SIGKILL
     async with asyncio.timeout(PATIENCE_S):

@@ -66,7 +66,7 @@ class Script:
     num_open: dict[str, int] = field(default_factory=dict)
 
 
-class ScriptedProcess(Child):
+class ScriptedProcess:
     """A gateway or an engine.
 
     command  without the leash; withheld: variables that it does not inherit
@@ -78,9 +78,9 @@ class ScriptedProcess(Child):
         self.command = command
         self.withheld = withheld
         path = Path(command[command.index("--config") + 1])
-        self.failure = None
+        self.failure: Failure | None = None
         self.asked = LeashRequests(self._take_line)
-        self._pid = pid
+        self.pid = pid
         self.path = path
         self._script = script
         self._loop = asyncio.get_running_loop()
@@ -94,8 +94,8 @@ class ScriptedProcess(Child):
         self.config = json.loads(path.read_text())
 
     @property
-    def pid(self) -> int:
-        return self._pid
+    def pids(self) -> list[int]:
+        return [self.pid]
 
     @property
     def is_gateway(self) -> bool:

@@ -13,6 +13,7 @@ from headrace.core.adapters import MAX_ADAPTERS
 from headrace.core.errors import ConfigError
 from headrace.core.hashing import check_secret
 from headrace.core.model_names import check_free_name, check_model_names
+from headrace.core.parallelism import Parallelism
 from headrace.core.strict_decode import NeedsExactlyOne
 from headrace.fleet.admin_listen import AdminListen
 from headrace.fleet.launcher import SECRET_VARIABLES
@@ -45,6 +46,12 @@ class ModelSpec:
     remote: tuple[Mapping[str, object], ...] = ()
     upstreams: tuple[Mapping[str, object], ...] = ()
     gateway: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of one replica."""
+        tp, pp = (int(str(self.engine.get(f"{name}_parallel_size") or 1)) for name in ("tensor", "pipeline"))
+        return Parallelism(tp, pp).world
 
     @property
     def has_adapters(self) -> bool:

@@ -122,7 +122,7 @@ class FleetControl:
             def command(deployment: Deployment) -> list[ModelProgress]:
                 counts = {name: target.num_replicas for name, target in deployment.targets.items()}
                 deployment.scale({**counts, model: replicas})
-                return []
+                return [*self._reconciler.crowded()]
 
             with self._reconciler.progress.heard(hear, [model]):
                 await self._reconciler.change(command)
@@ -217,7 +217,7 @@ class FleetControl:
             "ready": reconciler.view.is_ready(replica.model, name) is True,
             "open": reconciler.view.num_open(replica.model, name),
             "revision": replica.revision,
-            "pid": process.keeper.pid,
+            "pids": [*process.keeper.pids],
             "starts": process.keeper.num_starts,
             "reason": process.why_failed or reason,
         }

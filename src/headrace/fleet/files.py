@@ -21,7 +21,7 @@ from headrace.core.strict_decode import plain, read_json_object
 from headrace.fleet.config import FleetConfig, ModelSpec
 from headrace.machine.gpus import find_gpus
 from headrace.machine.locked_folders import LockedFolder, is_locked, remove_unlocked
-from headrace.machine.resources import allowed_cpus
+from headrace.machine.resources import MachineShare, allowed_cpus, share_of
 
 PREFIX = "headrace-"
 LOCK = "lock"
@@ -32,14 +32,30 @@ MAX_DIR_BYTES = 90
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFiles:
+    """configs: of each of its ranks"""
+
     name: str
     model: str
     address: str
-    config: Path
+    configs: Sequence[Path]
 
     @property
-    def socket(self) -> Path:
-        return Path(self.address.removeprefix("unix:"))
+    def config(self) -> Path:
+        return self.configs[0]
+
+    def remove(self) -> None:
+        sockets = (Path(address.removeprefix("unix:")) for address in (self.address, rendezvous_of(self.config)))
+        for path in (*self.configs, *sockets):
+            path.unlink(missing_ok=True)
+
+
+def rank_label(name: str, rank: int) -> str:
+    return f"{name}.r{rank}" if rank else name
+
+
+def rendezvous_of(config: Path) -> str:
+    """Where the ranks of a replica meet. config: the file of the first one"""
+    return f"unix:{config.with_suffix('.ranks')}"
 
 
 @contextmanager
@@ -87,13 +103,7 @@ def _owner(folder: Path) -> int:
     return folder.stat().st_uid
 
 
-@dataclass(frozen=True, slots=True)
-class MachineShare:
-    index: int
-    total: int
-
-
-def write_engine_file(
+def write_engine_files(
     config: FleetConfig,
     model: ModelSpec,
     folder: Path,
@@ -104,18 +114,19 @@ def write_engine_file(
     adapters: Sequence[AdapterSource] = (),
 ) -> ReplicaFiles:
     """number: never used twice in one folder, since an old socket may still be in use"""
-    replica = ReplicaFiles(name, model.name, f"unix:{folder / f'e{number}.sock'}", folder / f"e{number}.json")
+    world = model.num_ranks
+    configs = [folder / f"{rank_label(f'e{number}', rank)}.json" for rank in range(world)]
+    replica = ReplicaFiles(name, model.name, f"unix:{folder / f'e{number}.sock'}", configs)
     content = {
         "replica": replica.name,
         "address": replica.address,
         "drain_timeout_s": config.drain_timeout_s,
-        # A given number of threads means that the operator has divided the machine by hand.
-        "cpus": "" if model.engine.get("num_threads") is not None else ",".join(map(str, share_of(allowed_cpus(), share))),
-        **_memory_share(str(model.engine.get("device", "cpu")), share),
         "block_key": site_secret(config.site_key, BLOCKS),
         "engine": {**model.engine, **({"lora_modules": plain(adapters)} if adapters else {}), "model": str(model.folder)},
     }
-    _write(replica.config, content)
+    for rank, path in enumerate(configs):
+        of_group = {"rank": rank, "rendezvous": rendezvous_of(replica.config)} if world > 1 else {}
+        _write(path, {**content, **of_group, **_machine_share(model, MachineShare(share.index * world + rank, share.total * world))})
     return replica
 
 
@@ -127,21 +138,14 @@ def write_adapters(path: Path, adapters: Sequence[AdapterSource]) -> None:
     _write(path, {**content, "engine": {**engine, "lora_modules": plain(adapters)}})
 
 
-def _memory_share(device: str, share: MachineShare) -> dict[str, object]:
-    names = find_gpus().names if device == "cuda" else ()
+def _machine_share(model: ModelSpec, share: MachineShare) -> dict[str, object]:
+    # A given number of threads means that the operator has divided the machine by hand.
+    cpus = "" if model.engine.get("num_threads") is not None else ",".join(map(str, share_of(allowed_cpus(), share)))
+    names = find_gpus().names if model.engine.get("device") == "cuda" else ()
     if not names:
-        return {"num_neighbours": share.total - 1}
-    return {"gpu": names[share.index % len(names)], "num_neighbours": (share.total - 1 - share.index % len(names)) // len(names)}
-
-
-def share_of(cpus: Sequence[int] | None, share: MachineShare) -> list[int]:
-    """Empty (no binding) if the share is the only one, or CPUs are not known."""
-    number, total = share.index, share.total
-    if total == 1 or cpus is None:
-        return []
-    if total >= len(cpus):
-        return [cpus[number % len(cpus)]]
-    return list(cpus[number * len(cpus) // total : (number + 1) * len(cpus) // total])
+        return {"cpus": cpus, "num_neighbours": share.total - 1}
+    number = share.index % len(names)
+    return {"cpus": cpus, "gpu": names[number], "num_neighbours": (share.total - 1 - number) // len(names)}
 
 
 def write_gateway_file(content: Mapping[str, object], folder: Path) -> Path:

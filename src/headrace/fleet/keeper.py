@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Sequence
-from functools import partial
+from collections.abc import Sequence
 from signal import Signals
 
 from headrace.core.backoff import Backoff
 from headrace.core.errors import ConfigError, HeadraceError, Unavailable
-from headrace.fleet.launcher import Child, Launcher
+from headrace.fleet.launcher import Child, Launch
 from headrace.machine.signals import first_of
 from headrace.wire.leash import LeashRequests, ReloadRefused
 
@@ -38,22 +37,13 @@ class FleetFailed(HeadraceError):
 class ProcessKeeper:
     """ready: set once a process has served for the first time"""
 
-    def __init__(
-        self,
-        label: str,
-        command: Sequence[str],
-        launcher: Launcher,
-        *,
-        forward: bool,
-        withheld: Collection[str] = (),
-        start_timeout_s: float = 0.0,
-    ) -> None:
+    def __init__(self, label: str, launch: Launch, *, start_timeout_s: float = 0.0) -> None:
         """start_timeout_s: until a process that has not served is killed; 0: never"""
         self.label = label
         self.ready = asyncio.Event()
         self.facts: dict[str, object] = {}
         self.num_starts = 0
-        self._launch = partial(launcher.launch, label, tuple(command), forward=forward, withheld=withheld)
+        self._launch = launch
         self._child: Child | None = None
         self._stopping = asyncio.Event()
         self._start_timeout_s = start_timeout_s
@@ -72,7 +62,12 @@ class ProcessKeeper:
 
     @property
     def pid(self) -> int | None:
-        return self._child.pid if self._child is not None and not self._child.exited.done() else None
+        return next(iter(self.pids), None)
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """Empty while it does not run."""
+        return self._child.pids if self._child is not None and not self._child.exited.done() else ()
 
     @property
     def is_serving(self) -> bool:
@@ -127,7 +122,7 @@ class ProcessKeeper:
                 num_failures += 1
                 self._give_up_if_hopeless(num_failures)
             pause_s = backoff.pause_s(lived_s)
-            log.warning("%s %s; starting it again in %.1f s", self.label, self._reason(), pause_s)
+            log.warning("%s; starting it again in %.1f s", self._reason(), pause_s)
             await self._pause(pause_s)
 
     async def _run_once(self) -> float:
@@ -157,23 +152,23 @@ class ProcessKeeper:
                 await child.exited
 
     def _give_up_if_hopeless(self, num_failures: int) -> None:
-        failure = self._child.failure if self._child is not None else None
+        assert self._child is not None, "it has ended"
+        failure = self._child.failure
         if failure is not None and not failure.can_retry:
-            raise ConfigError(self.label, failure.reason.rstrip("."))
+            raise ConfigError(self._child.label, failure.reason.rstrip("."))
         if self._was_late:
-            raise FleetFailed(f"{self.label} {self._reason()} (start_timeout_s)")
+            raise FleetFailed(f"{self._reason()} (start_timeout_s)")
         if num_failures >= MAX_START_FAILURES:
-            raise FleetFailed(f"{self.label} {self._reason()}; it was started {num_failures} times and never served.")
+            raise FleetFailed(f"{self._reason()}; it was started {num_failures} times and never served.")
 
     def _reason(self) -> str:
-        if self._child is None:
-            return "was never started"
+        assert self._child is not None, "it has ended"
+        label, failure, status = self._child.label, self._child.failure, self._child.exited.result()
         if self._was_late:
-            return f"did not serve within {self._start_timeout_s:g} s and was killed"
-        if self._child.failure is not None:
-            return f"ended: {self._child.failure.reason}"
-        status = self._child.exited.result()
-        return f"was killed by {Signals(-status).name}" if status < 0 else f"ended with status {status}"
+            return f"{self.label} did not serve within {self._start_timeout_s:g} s and was killed"
+        if failure is not None:
+            return f"{label} ended: {failure.reason}"
+        return f"{label} was killed by {Signals(-status).name}" if status < 0 else f"{label} ended with status {status}"
 
     async def _pause(self, seconds: float) -> None:
         try:

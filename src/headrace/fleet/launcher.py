@@ -1,4 +1,7 @@
-"""Starts one process on this machine, in a session of its own, on the supervisor's leash (`wire.leash`), its output labelled."""
+"""Starts processes on this machine, each in a session of its own, on the supervisor's leash (`wire.leash`), its output labelled.
+
+The ranks of a replica (docs/ranks.md) are one child of several processes.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,13 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
+from headrace.machine.signals import first_of
 from headrace.observe.logs import ENVIRONMENT as LOG_FORMAT
 from headrace.observe.logs import LogFormat, relay
 from headrace.wire.leash import LeashRequests
@@ -24,6 +29,9 @@ SECRET_VARIABLES = ("HEADRACE_API_KEY", "HEADRACE_GATEWAY__API_KEYS", "HEADRACE_
 """Prefixes of variables that children do not inherit."""
 LAST_WORDS_S = 2.0
 
+LEAVE_S = 2.0
+"""Ranks of a replica have this long to end by themselves after the first that ended with status 0."""
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -31,11 +39,38 @@ class Failure:
     can_retry: bool
 
 
-class Child:
-    """ready    facts reported once the child served; cancelled if it ended before
+class Child(Protocol):
+    """label    as its words are logged; of several processes, once it has ended: that of the one for which it ended
+    ready    facts reported once the child served; cancelled if it ended before
     exited   exit status (negative: the signal), set after output and leash were read to their end
+    asked    what its first process is asked
     """
 
+    ready: asyncio.Future[dict[str, object]]
+    exited: asyncio.Task[int]
+    asked: LeashRequests
+
+    @property
+    def label(self) -> str: ...
+
+    @property
+    def failure(self) -> Failure | None: ...
+
+    @property
+    def pids(self) -> Sequence[int]: ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None:
+        """Kills everything the child started, too."""
+        ...
+
+
+Launch = Callable[[], Awaitable[Child]]
+"""Raises OSError when the program cannot be started."""
+
+
+class ChildProcess:
     def __init__(self, label: str, process: asyncio.subprocess.Process, leash: socket.socket) -> None:
         self.label = label
         self.failure: Failure | None = None
@@ -48,22 +83,18 @@ class Child:
         self.exited: asyncio.Task[int] = asyncio.create_task(self._live(), name=f"child {label}")
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
+    def pids(self) -> Sequence[int]:
+        return (self._process.pid,)
 
     def terminate(self) -> None:
-        self._signal(signal.SIGTERM)
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.terminate()
 
     def kill(self) -> None:
-        """Kills everything the child started, too."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-
-    def _signal(self, number: int) -> None:
-        if self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                self._process.send_signal(number)
 
     async def _live(self) -> int:
         pumps = [asyncio.create_task(self._read_leash())]
@@ -123,6 +154,71 @@ class Child:
             relay(line.decode("utf-8", "replace"), self.label)
 
 
+class ChildGroup:
+    """The ranks of one replica, which live and end together. The first one serves; asked to end, it ends the others."""
+
+    def __init__(self, ranks: Sequence[Child]) -> None:
+        self._ranks = ranks
+        self._cause: Child | None = None
+        self.ready = ranks[0].ready
+        self.asked = ranks[0].asked
+        self.exited = asyncio.create_task(self._live(), name=f"ranks of {ranks[0].label}")
+
+    @property
+    def label(self) -> str:
+        return (self._cause or self._ranks[0]).label
+
+    @property
+    def failure(self) -> Failure | None:
+        return None if self._cause is None else self._cause.failure
+
+    @property
+    def pids(self) -> Sequence[int]:
+        return [pid for rank in self._ranks for pid in rank.pids]
+
+    def terminate(self) -> None:
+        self._ranks[0].terminate()
+
+    def kill(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
+
+    async def _live(self) -> int:
+        ended: list[Child] = []
+        exits = {rank.exited: rank for rank in self._ranks}
+        for exited in exits:
+            exited.add_done_callback(lambda each: ended.append(exits[each]))
+        try:
+            await first_of(*exits)
+            if not any(rank.exited.result() for rank in ended):
+                await asyncio.wait(exits, timeout=LEAVE_S)
+            by_themselves = [*ended]
+        finally:
+            await _end_all(self._ranks)
+        refused = (rank for rank in self._ranks if rank.failure is not None and not rank.failure.can_retry)
+        failed = (rank for rank in by_themselves if rank.exited.result())
+        self._cause = cause = next(chain(refused, failed, by_themselves))
+        return cause.exited.result()
+
+
+async def launch_ranks(launches: Sequence[Launch]) -> Child:
+    """One replica. launches: of each of its ranks"""
+    ranks: list[Child] = []
+    try:
+        for launch in launches:
+            ranks.append(await launch())
+    except BaseException:
+        await _end_all(ranks)
+        raise
+    return ChildGroup(ranks) if len(ranks) > 1 else ranks[0]
+
+
+async def _end_all(children: Sequence[Child]) -> None:
+    for child in children:
+        child.kill()
+    await asyncio.gather(*(child.exited for child in children), return_exceptions=True)
+
+
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
     """Children get secrets in a file: /proc shows a process's environment to every process of the same user."""
     return {name: value for name, value in environment.items() if not name.startswith(SECRET_VARIABLES)}
@@ -160,4 +256,4 @@ class ProcessLauncher:
             raise
         finally:
             theirs.close()
-        return Child(label, process, ours)
+        return ChildProcess(label, process, ours)

@@ -21,6 +21,7 @@ from headrace.fleet.files import gateway_content
 from headrace.fleet.gateways import GatewayFile, GatewayGroup, GatewaysView, TextRefused, why_unavailable
 from headrace.fleet.launcher import Launcher
 from headrace.fleet.replica_processes import ReplicaProcess, ReplicaProcesses
+from headrace.machine.resources import num_allowed_cpus
 from headrace.policy.deployment import (
     Deployment,
     DeploymentAction,
@@ -70,6 +71,8 @@ class Reconciler:
         self._round_done = asyncio.Condition()
         self._desired.follow(config, self.deployment)
         self._plan()
+        for warning in self.crowded():
+            self.progress.say(warning)
         self.gateway_file = GatewayFile(folder, gateways, self._content())
 
     @property
@@ -108,7 +111,7 @@ class Reconciler:
         def apply() -> list[ModelProgress]:
             for model in self._desired.follow(config, self.deployment):
                 self.failures.pop(model, None)
-            return [line for model in self.deployment.targets for line in self._memory_note(model)]
+            return [*(line for model in self.deployment.targets for line in self._memory_note(model)), *self.crowded()]
 
         lists = await asyncio.to_thread(read_lists, config)
         changed = [model for model in config.models if lists.sources(model.name) or self.adapters.lists.sources(model.name)]
@@ -125,6 +128,19 @@ class Reconciler:
             return
         reason = "a successor sizes its KV cache by the memory that is free beside its predecessor"
         yield ModelProgress(model, f"{model}: {reason}; num_kv_blocks makes it a fixed size, --max-surge 0 ends the predecessor first")
+
+    def crowded(self) -> Iterator[ModelProgress]:
+        """Warns of replicas of several ranks that have more processes than there are CPUs."""
+        num_cpus = num_allowed_cpus()
+        for spec in self.config.models:
+            target = self.deployment.targets.get(spec.name)
+            if target is None or spec.num_ranks == 1 or (num_processes := target.num_replicas * spec.num_ranks) <= num_cpus:
+                continue
+            shares = f"{counted(target.num_replicas, 'replica')} of {spec.num_ranks} ranks are {num_processes} processes"
+            text = (
+                f"{spec.name}: {shares} on {counted(num_cpus, 'CPU')}: those that share one wait for each other in every layer; use fewer"
+            )
+            yield ModelProgress(spec.name, text, logging.WARNING)
 
     async def _all_or_nothing(self, apply: Callable[[], Iterable[ModelProgress]]) -> None:
         """If `apply` or the round raises, the plan before it is restored."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 
@@ -15,9 +16,10 @@ from headrace.core.adapters import AdapterSource
 from headrace.core.backoff import Backoff
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.fleet.config import FleetConfig, ModelSpec
-from headrace.fleet.files import MachineShare, ReplicaFiles, write_engine_file
+from headrace.fleet.files import ReplicaFiles, rank_label, write_engine_files
 from headrace.fleet.keeper import FleetFailed, ProcessKeeper
-from headrace.fleet.launcher import Launcher
+from headrace.fleet.launcher import Launcher, launch_ranks
+from headrace.machine.resources import MachineShare
 from headrace.policy.deployment import Deployment, PlannedReplica, ReplicaPhase
 
 FIRST_RETRY_S = 30.0
@@ -97,10 +99,6 @@ class ReplicaProcess:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def remove_files(self) -> None:
-        for path in (self.files.config, self.files.socket):
-            path.unlink(missing_ok=True)
-
     async def _live(self) -> None:
         serving = asyncio.create_task(self._report_first_service(), name=f"first service of {self.files.name}")
         backoff = Backoff(FIRST_RETRY_S, LAST_RETRY_S, math.inf)
@@ -165,15 +163,11 @@ class ReplicaProcesses(Mapping[str, ReplicaProcess]):
     ) -> None:
         """Raises ConfigError if the file cannot be written."""
         share, number = self._share(deployment, replaces), next(self._numbers)
-        files = write_engine_file(config, spec, self._folder, name=replica.name, number=number, share=share, adapters=adapters)
-        keeper = ProcessKeeper(
-            replica.name,
-            (*config.engine_command, "--config", str(files.config)),
-            self._launcher,
-            forward=True,
-            withheld=config.key_variables,
-            start_timeout_s=config.start_timeout_s,
-        )
+        files = write_engine_files(config, spec, self._folder, name=replica.name, number=number, share=share, adapters=adapters)
+        launch = partial(self._launcher.launch, forward=True, withheld=config.key_variables)
+        commands = [(*config.engine_command, "--config", str(path)) for path in files.configs]
+        ranks = [partial(launch, rank_label(replica.name, rank), command) for rank, command in enumerate(commands)]
+        keeper = ProcessKeeper(replica.name, partial(launch_ranks, ranks), start_timeout_s=config.start_timeout_s)
         self._by_name[replica.name] = ReplicaProcess(files, spec, share, keeper, self._on_change)
 
     def _share(self, deployment: Deployment, replaces: str) -> MachineShare:
@@ -195,7 +189,7 @@ class ReplicaProcesses(Mapping[str, ReplicaProcess]):
         process = self._by_name.pop(name)
         self._has_forgotten_served |= process.has_served
         process.cancel()
-        process.remove_files()
+        process.files.remove()
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:

@@ -146,10 +146,10 @@ class Supervisor:
     def _gateway_keepers(self, path: Path) -> list[ProcessKeeper]:
         # Not forwarded: its standard output is the request log, and it writes more lines than all engines together.
         command = (*self._config.gateway_command, "--config", str(path))
-        make = partial(ProcessKeeper, launcher=self._launcher, forward=False, start_timeout_s=self._config.start_timeout_s)
-        if self._config.num_gateways == 1:
-            return [make("gateway", command)]
-        return [make(f"gateway-{index}", (*command, "--worker", str(index))) for index in range(self._config.num_gateways)]
+        commands = {f"gateway-{index}": (*command, "--worker", str(index)) for index in range(self._config.num_gateways)}
+        commands = commands if len(commands) > 1 else {"gateway": command}
+        launch, make = partial(self._launcher.launch, forward=False), partial(ProcessKeeper, start_timeout_s=self._config.start_timeout_s)
+        return [make(label, partial(launch, label, command)) for label, command in commands.items()]
 
     async def _control(self, folder: Path, reconciler: Reconciler, stop: StopSignals, reload: asyncio.Event) -> None:
         control = FleetControl(reconciler, self._source, partial(self._drain_all, reconciler, stop), self._audit)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -111,6 +111,22 @@ def _number(text: str | None) -> int | None:
 def allowed_cpus() -> list[int] | None:
     """Ids, ascending. None where the system does not tell (macOS): any CPU may be used."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+
+
+@dataclass(frozen=True, slots=True)
+class MachineShare:
+    index: int
+    total: int
+
+
+def share_of(cpus: Sequence[int] | None, share: MachineShare) -> list[int]:
+    """Empty (no binding) if the share is the only one, or CPUs are not known."""
+    number, total = share.index, share.total
+    if total == 1 or cpus is None:
+        return []
+    if total >= len(cpus):
+        return [cpus[number % len(cpus)]]
+    return list(cpus[number * len(cpus) // total : (number + 1) * len(cpus) // total])
 
 
 def num_allowed_cpus() -> int:

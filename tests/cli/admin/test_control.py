@@ -139,9 +139,9 @@ def test_a_drain_wants_one_target_and_a_time(scripted: type[Scripted]) -> None:
 
 def test_the_status_names_what_runs_and_why_something_does_not(scripted: type[Scripted], capsys: pytest.CaptureFixture[str]) -> None:
     facts = {"revision": 1, "starts": 1, "reason": ""}
-    ready = {**facts, "name": "tiny-1", "phase": "serving", "ready": True, "open": 3, "pid": 12}
-    failed = {**facts, "name": "tiny-2", "phase": "failed", "ready": False, "open": 0, "pid": None, "reason": "no memory."}
-    leaving = {**facts, "name": "old-0", "phase": "draining", "ready": False, "open": None, "pid": 14}
+    ready = {**facts, "name": "tiny-1", "phase": "serving", "ready": True, "open": 3, "pids": [12, 13]}
+    failed = {**facts, "name": "tiny-2", "phase": "failed", "ready": False, "open": 0, "pids": [], "reason": "no memory."}
+    leaving = {**facts, "name": "old-0", "phase": "draining", "ready": False, "open": None, "pids": [14]}
     model = {"name": "tiny", "served": "here", "upstreams": [], "wanted": 2, "revision": 1, "rollout": {"max_surge": 1}, "failure": ""}
     scripted.state = {
         "address": "127.0.0.1:8000",
@@ -161,7 +161,7 @@ def test_the_status_names_what_runs_and_why_something_does_not(scripted: type[Sc
         "command: rollout tiny is running",
         "",
         "tiny: 1 of 2 replicas ready, revision 1, a rollout is under way",
-        "  tiny-1: serving (revision 1, pid 12, 3 open, 1 start)",
+        "  tiny-1: serving (revision 1, pids 12 13, 3 open, 1 start)",
         "  tiny-2: failed (revision 1, no process, 0 open, 1 start): no memory.",
         "",
         "far: answered by far:7001",

@@ -164,7 +164,8 @@ def _shown_model(model: Mapping[str, Any]) -> list[str]:
 
 def _shown_replica(replica: Mapping[str, Any]) -> str:
     is_odd = replica["phase"] == "serving" and not replica["ready"]
-    process = "no process" if replica["pid"] is None else f"pid {replica['pid']}"
+    pids = replica["pids"]
+    process = f"{'pid' if len(pids) == 1 else 'pids'} {' '.join(map(str, pids))}" if pids else "no process"
     facts = [f"revision {replica['revision']}", process, f"{'?' if replica['open'] is None else replica['open']} open"]
     facts.append(counted(replica["starts"], "start"))
     state = f"  {replica['name']}: {replica['phase']}{', not ready' if is_odd else ''} ({', '.join(facts)})"
