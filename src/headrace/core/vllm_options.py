@@ -19,8 +19,8 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "preemption_mode": _SWAP,
     "max_seq_len_to_capture": "graphs that a GPU captures hold for contexts of every length; a CPU captures none",
     "compilation_config": "kernels and captured sizes are built in; enforce_eager captures no graphs",
-    "disable_custom_all_reduce": "a replica is one process",
-    "max_parallel_loading_workers": "weights are read by one process",
+    "disable_custom_all_reduce": "the ranks of a replica add up in memory that they share",
+    "max_parallel_loading_workers": "each rank of a replica reads its own part of the weights, all at once",
     "use_v2_block_manager": "there is one block manager",
 }
 """The end of the notice "NAME has no effect: ..."."""
@@ -51,7 +51,7 @@ _ADAPTS = "How many tokens are drafted adapts by itself."
 _OF_ENGINE = "The draft model is computed as the target is."
 _BOUNDS = "A sequence is matched with itself alone, within bounds that are built in."
 _EXACT = "A draft is accepted if it is the token that the target samples at its place."
-_ONE_PROCESS = "A replica is one process."
+_ONE_PROCESS = "The draft model runs in one process."
 
 SPECULATIVE_METHOD_REMEDIES: Mapping[str, str] = {
     **dict.fromkeys(("eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "dflash", "dspark", "extract_hidden_states"), _HIDDEN_STATES),

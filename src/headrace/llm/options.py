@@ -15,12 +15,11 @@ from headrace.engine.config import EngineConfig, try_gpus
 
 log = logging.getLogger("headrace.llm")
 
-_PARALLEL = "A model runs in one process for now."
 _QUANTIZED = "Weights are rounded at load by quantization='int8', 'int4' or, on a GPU, 'fp8'; a checkpoint's own format is read as it is."
 
 ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "data_parallel_size": ((1,), _PARALLEL),
-    "distributed_executor_backend": ((None, "mp", "uni"), _PARALLEL),
+    "data_parallel_size": ((1,), "An LLM is one replica; `headrace serve --replicas N` runs several."),
+    "distributed_executor_backend": ((None, "mp", "uni"), "The ranks of an LLM are processes of this machine."),
     "trust_remote_code": ((False,), REMEDIES["trust_remote_code"]),
     "allow_deprecated_quantization": ((False,), _QUANTIZED),
     "tokenizer": ((None,), REMEDIES["tokenizer"]),
@@ -37,7 +36,7 @@ ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
     "override_generation_config": ((None, {}), "Give SamplingParams."),
     "cpu_offload_gb": ((0, 0.0), REMEDIES["cpu_offload_gb"]),
     "lora_dtype": (("auto",), "Adapters are computed as the checkpoint has them."),
-    "fully_sharded_loras": ((False,), _PARALLEL),
+    "fully_sharded_loras": ((False,), "Adapters are not divided over ranks."),
     "speculative_model": ((None,), REMEDIES["speculative_model"]),
     "num_speculative_tokens": ((None,), REMEDIES["num_speculative_tokens"]),
     "structured_outputs_config": ((None,), "The only backend is llguidance; say what to match in SamplingParams(structured_outputs=...)."),

@@ -288,6 +288,8 @@ ENGINE_PROCESS_FLAGS = (
     _flag(NETWORK, "--listen", "address", "HOST:PORT or unix:/PATH; port 0 takes a free one.", common=True, metavar="ADDRESS"),
     _TLS_FOLDER,
     _token_file("File with the token that gateways must send; for TCP."),
+    _flag(NETWORK, "--rank", "rank", "Which of its replica's processes this is; 0 is the one that listens. Default 0.", int),
+    _flag(NETWORK, "--rendezvous", "rendezvous", "unix:/PATH where the processes of a replica meet.", metavar="ADDRESS"),
     _flag(OPERATION, "--name", "replica", "In the log and in answers to gateways. Default: the model folder's name.", common=True),
     _LOG_FORMAT,
     _DRAIN,

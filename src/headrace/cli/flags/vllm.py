@@ -1,7 +1,7 @@
 """Reads the words of a command line before the parser does: vLLM's flags and spellings, and flags without their value.
 
 A flag of TABLE is translated where Headrace has the same under another name, dropped with a notice where it changes nothing here, or
-refused with what to do instead. A value that asks for what happens anyway (`--tensor-parallel-size 1`) is dropped without a notice. The
+refused with what to do instead. A value that asks for what happens anyway (`--tokenizer-mode auto`) is dropped without a notice. The
 parser would take any word for a value: `serve --api-key --enable-prefix-caching` would serve with the key "--enable-prefix-caching".
 """
 
@@ -83,7 +83,6 @@ class TranslatedFlag:
 
 
 _QUANTIZED = "Use --kv-cache-dtype int8: its scales are computed as tokens come."
-_PARALLEL = "A replica runs in one process for now; use --replicas N to use more of the machine."
 _GENERATION = "Serve a copy of the model's folder without generation_config.json, or with another one."
 _PROMPTS = "prompts are never logged; --request-log off leaves out the line per request too"
 
@@ -116,9 +115,9 @@ TABLE: dict[str, RefusedFlag | IgnoredFlag | TranslatedFlag] = {
     "--enable-prompt-tokens-details": IgnoredFlag("usage always says how many prompt tokens were cached"),
     # not here
     "--calculate-kv-scales": RefusedFlag(_QUANTIZED, None),
-    "--distributed-executor-backend": RefusedFlag(_PARALLEL, ("mp", "uni")),
+    "--distributed-executor-backend": RefusedFlag("The ranks of a replica are processes of one machine.", ("mp", "uni")),
     "--lora-dtype": RefusedFlag("Adapters are computed as the model is.", ("auto",)),
-    "--fully-sharded-loras": RefusedFlag(_PARALLEL, None),
+    "--fully-sharded-loras": RefusedFlag("Adapters are not divided over ranks.", None),
     "--default-mm-loras": RefusedFlag("Only text models are served."),
     "--tool-parser-plugin": RefusedFlag("Code named on a command line is never loaded; --tool-call-parser names a known form of calls."),
     "--reasoning-parser-plugin": RefusedFlag("Code named on a command line is never loaded; --reasoning-parser names a known form."),
@@ -195,7 +194,7 @@ def translated(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _entry_of(name: str) -> tuple[RefusedFlag | IgnoredFlag | TranslatedFlag | None, bool]:
-    """The flag's row, and whether it is written with `--no-`: `--no-enable-expert-parallel` asks for what Headrace does anyway."""
+    """The flag's row, and whether it is written with `--no-`: `--no-trust-remote-code` asks for what Headrace does anyway."""
     if name in TABLE or not name.startswith("--no-"):
         return TABLE.get(name), False
     entry = TABLE.get(f"--{name.removeprefix('--no-')}")
