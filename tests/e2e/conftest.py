@@ -109,6 +109,14 @@ def pair(trained_folder: Path) -> Iterator[Server]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def ranked_pair(trained_folder: Path) -> Iterator[Server]:
+    """Two replicas of the bundled model as "pair", each divided over two ranks."""
+    engine = {**ENGINE, "model": str(trained_folder), "num_kv_blocks": 400, "deterministic": True, "tensor_parallel_size": 2}
+    with serving({"models": [{"name": "pair", "replicas": 2, "engine": engine}], "gateway": {"request_log": "off"}}) as server:
+        yield server
+
+
 @pytest.fixture(scope="session")
 def fake_server(random_folder: Path) -> Iterator[Server]:
     """The same deployment with an engine that computes nothing: any number of sequences, a token each every 20 ms, no failover."""

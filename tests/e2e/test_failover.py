@@ -1,4 +1,5 @@
-"""Tests engines killed and stopped while streams run, in real processes: every stream ends, with the answer it has without a fault.
+"""Tests engines, or a rank of one, killed and stopped while streams run, in real processes: every stream ends, with the answer it has
+without a fault.
 
 The storm over thousands of streams and every kind of request is `bench/storms/failover.py`. How long streams wait is asserted on virtual
 time in tests/gateway.
@@ -75,33 +76,66 @@ async def begin_and_halt(server: Server, stack: AsyncExitStack, engines: list[in
         await end_all(streams)
 
 
+async def read_unbroken(server: Server) -> list[object]:
+    async with AsyncExitStack() as stack:
+        return await end_all(await begin_all(server, stack))
+
+
 @pytest.fixture(scope="module")
 def unbroken(pair: Server) -> list[object]:
-    async def read() -> list[object]:
-        async with AsyncExitStack() as stack:
-            return await end_all(await begin_all(pair, stack))
-
-    return asyncio.run(read())
+    return asyncio.run(read_unbroken(pair))
 
 
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-async def test_streams_of_an_engine_that_is_killed_or_hangs_are_the_unbroken_ones(
-    pair: Server, unbroken: list[object], fault: signal.Signals
-) -> None:
-    """Both engines stand still until it is known which of them has most streams."""
-    async with asyncio.timeout(4 * PATIENCE_S), AsyncExitStack() as stack:
-        resumed = pair.metric("headrace_sequences_resumed_total")
-        engines = [pair.pids()[name] for name in ("e0", "e1")]
+@pytest.fixture(scope="module")
+def unbroken_of_ranks(ranked_pair: Server) -> list[object]:
+    return asyncio.run(read_unbroken(ranked_pair))
+
+
+async def check_fault(server: Server, fault: signal.Signals, rank: str, unbroken: list[object]) -> bool:
+    """Both engines stand still until it is known which of them has most streams; the fault is that one's. Returns whether it was replaced.
+
+    rank: "" or ".r1"
+    """
+    resumed = server.metric("headrace_sequences_resumed_total")
+    before = server.pids()
+    engines = [before[name] for name in ("e0", "e1")]
+    async with AsyncExitStack() as stack:
         try:
-            streams, bad = await begin_and_halt(pair, stack, engines)
-            os.kill(engines[bad], fault)
-            os.kill(engines[1 - bad], signal.SIGCONT)
+            streams, bad = await begin_and_halt(server, stack, engines)
+            os.kill(before[f"e{bad}{rank}"], fault)
+            for pid in engines:
+                if pid != before[f"e{bad}{rank}"]:
+                    with suppress(ProcessLookupError):  # the ranks of the killed one are killed
+                        os.kill(pid, signal.SIGCONT)
             assert await end_all(streams) == unbroken
+            if rank:
+                await server.eventually(lambda: not {before[f"e{bad}"], before[f"e{bad}{rank}"]} & {*server.pids().values()})
         finally:
             for pid in engines:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
-        assert pair.metric("headrace_sequences_resumed_total") > resumed
-        await pair.eventually(lambda: pair.get("/ready?strict")[0] == 200)
-        await pair.eventually(lambda: all(pair.load(name).is_idle for name in ("e0", "e1")))
-        assert (pair.pids()[f"e{bad}"] == engines[bad]) is (fault is signal.SIGSTOP)
+    assert server.metric("headrace_sequences_resumed_total") > resumed
+    await server.eventually(lambda: server.get("/ready?strict")[0] == 200)
+    await server.eventually(lambda: all(server.load(name).is_idle for name in ("e0", "e1")))
+    assert server.pids().keys() == before.keys()
+    return server.pids()[f"e{bad}"] != engines[bad]
+
+
+FAULTS = pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+
+
+@FAULTS
+async def test_streams_of_an_engine_that_is_killed_or_hangs_are_the_unbroken_ones(
+    pair: Server, unbroken: list[object], fault: signal.Signals
+) -> None:
+    async with asyncio.timeout(4 * PATIENCE_S):
+        assert await check_fault(pair, fault, "", unbroken) is (fault is signal.SIGKILL)
+
+
+@FAULTS
+async def test_streams_of_a_replica_one_of_whose_ranks_is_killed_or_hangs_are_the_unbroken_ones(
+    ranked_pair: Server, unbroken_of_ranks: list[object], fault: signal.Signals
+) -> None:
+    """The replica's other rank is ended with it, and both are started again."""
+    async with asyncio.timeout(4 * PATIENCE_S):
+        assert await check_fault(ranked_pair, fault, ".r1", unbroken_of_ranks)

@@ -245,7 +245,7 @@ FLOORS: dict[str, Floor] = {
         ("matplotlib",),
     ),
     "headrace.lab.plan": Floor(_ours("core", "bundled", "policy.placement", "tensor.checkpoint.config", "lab.svg"), (), ("matplotlib",)),
-    "headrace.llm": Floor(_ours("core", "machine", "text", "policy", "tensor", "engine", "bundled", "fleet.weights"), (), ()),
+    "headrace.llm": Floor(_ours("core", "machine", "text", "observe", "policy", "tensor", "engine", "bundled", "fleet.weights"), (), ()),
     "headrace.__main__": Floor(_ours("cli.main")),
     "headrace.functions": Floor(_ours("core"), ("msgspec",)),
     "headrace.cli": Floor(EVERYTHING, ("typer", "yaml"), ("packaging",)),  # tests/cli: --help imports none

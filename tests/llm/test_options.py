@@ -120,10 +120,11 @@ def test_every_keyword_changes_the_configuration(model_folder: Path) -> None:
         "depth": 2,
         "max_num_batched_tokens": 77,
         "enable_lora": True,
+        "enable_expert_parallel": True,
         "max_cpu_loras": 77,
     }
     changed |= dict.fromkeys(["max_model_len", "max_num_seqs", "block_size", "num_gpu_blocks_override", "num_threads", "seed"], 7)
-    changed |= dict.fromkeys(["max_loras", "max_lora_rank"], 7)
+    changed |= dict.fromkeys(["max_loras", "max_lora_rank", "tensor_parallel_size", "pipeline_parallel_size"], 7)
     changed |= {"kv_cache_memory_bytes": 2**20, "speculative_config": {"method": "suffix"}}
     assert {*changed, "experimental"} == api._KEYWORDS
     plain = {"dtype": "auto", "device": "cpu"}
@@ -171,8 +172,8 @@ def test_unknown_keywords_are_refused_with_a_suggestion(name: str, suggestion: s
 
 
 def test_no_keyword_is_suggested_that_is_then_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^tensor_parallel_size: 2 is not supported; only 1 is"):
-        LLM(tensor_parallel=2)
+    with pytest.raises(ConfigError, match=r"^data_parallel_size: 2 is not supported; only 1 is"):
+        LLM(data_parallel=2)
 
 
 @pytest.mark.parametrize(
@@ -196,8 +197,11 @@ def test_a_key_of_speculation_is_refused_by_its_name(built: list[EngineConfig], 
     [
         ("speculative_model", "org/draft"),
         ("num_speculative_tokens", 5),
-        ("tensor_parallel_size", 2),
+        ("data_parallel_size", 2),
+        ("tensor_parallel_size", 65),
+        ("tensor_parallel_size", "auto"),
         ("tensor_parallel_size", True),
+        ("pipeline_parallel_size", 0),
         ("quantization", "awq"),
         ("quantization", "fp8"),
         ("kv_cache_dtype", "fp8"),

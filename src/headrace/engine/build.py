@@ -149,12 +149,17 @@ def assemble(
     return engine
 
 
-def build_engine(config: EngineConfig, outbox: Outbox, rendezvous: Path | None = None) -> Engine:
-    """Weights are loaded and kernels warm; `run` has not been started. rendezvous: where the other ranks come, if there are any
+def build_engine(
+    config: EngineConfig, outbox: Outbox, rendezvous: Path | None = None, check_ranks: Callable[[], None] = lambda: None
+) -> Engine:
+    """Weights are loaded and kernels warm; `run` has not been started.
+
+    rendezvous   where the other ranks come, if there are any
+    check_ranks  called while they are waited for; raises ConfigError once one cannot come
 
     Raises: ConfigError, CheckpointError, and ForkedProcess in a fork of a process that has made an engine.
     """
-    engine, _, unwritten = _build(config, outbox, rendezvous)
+    engine, _, unwritten = _build(config, outbox, rendezvous, check_ranks=check_ranks)
     if unwritten is not None:
         threading.Thread(target=_write_all, args=(engine, unwritten), name=WRITER, daemon=False).start()
     return engine
@@ -205,17 +210,23 @@ def build_member(config: EngineConfig, rank: int, rendezvous: Path) -> RankMembe
 
 
 def _build(
-    config: EngineConfig, outbox: Outbox, rendezvous: Path | None, block_key: str = ""
+    config: EngineConfig,
+    outbox: Outbox,
+    rendezvous: Path | None,
+    block_key: str = "",
+    check_ranks: Callable[[], None] = lambda: None,
 ) -> tuple[Engine, Callable[[], str] | None, Pieces | None]:
     """Also returns a function that hashes the weights (None: the digest is known), and the packed weights to write."""
     config = config.checked()
     FORKS.begin_engine()
     with reading_ahead(config) as packed:
-        from headrace.engine.ranks.leader import lead_ranks
         from headrace.engine.runner.build import build
 
-        world = config.parallelism.world
-        lead = partial(lead_ranks, rendezvous, config.parallelism) if rendezvous is not None and world > 1 else None
+        lead = None
+        if rendezvous is not None and config.parallelism.world > 1:
+            from headrace.engine.ranks.leader import lead_ranks
+
+            lead = partial(lead_ranks, rendezvous, config.parallelism, check_ranks)
         built = build(config, packed, lead=lead)
     meter = EngineMeter(built.info, built.read_gpu)
     engine = assemble(

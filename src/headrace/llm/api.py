@@ -1,4 +1,4 @@
-"""Provides `LLM`, a model in this process that runs in the calling thread."""
+"""Provides `LLM`, a model in this process that runs in the calling thread, beside its other ranks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class LLM:
 
     {engine_options}
 
-    Any other keyword is refused by name, unless its value asks for what happens anyway (`tensor_parallel_size=1`).
+    Any other keyword is refused by name, unless its value asks for what happens anyway (`data_parallel_size=1`).
 
     In a fork of this process the LLM cannot be used, nor another one made: start such processes with "spawn".
 
@@ -82,6 +82,9 @@ class LLM:
         enforce_eager: bool | None = None,
         num_threads: int | None = None,
         device: str | None = None,
+        tensor_parallel_size: int | None = None,
+        pipeline_parallel_size: int | None = None,
+        enable_expert_parallel: bool | None = None,
         depth: int | None = None,
         enable_lora: bool | None = None,
         max_loras: int | None = None,
@@ -204,9 +207,12 @@ class LLM:
             return
         with self._lock:
             if self._is_open:
-                self._is_open = False
-                self._engine.stop()
-                self._engine.run()  # returns at once and closes the runner
+                self._close()
+
+    def _close(self) -> None:
+        self._is_open = False
+        self._engine.stop()
+        self._engine.run()  # returns at once and closes the runner
 
     def __enter__(self) -> Self:
         return self
@@ -250,7 +256,7 @@ class LLM:
             try:
                 batch.run(jobs, ProgressLine(len(jobs), is_on=use_tqdm))
             except EngineFatal:
-                self._is_open = False
+                self._close()
                 raise
         return outputs_of(jobs)
 
@@ -319,9 +325,9 @@ def _resolve_adapter(path: str) -> Path:
 
 def _build_engine(config: EngineConfig, outbox: Outbox) -> Engine:
     # torch is imported here, not with this module: a mistaken keyword or prompt is refused at once.
-    from headrace.engine.build import build_engine
+    from headrace.llm.members import build_ranks
     from headrace.tensor.host.openmp import prepare_openmp
 
     open_standard_descriptors()  # else a socket of the engine may be what a print of this program goes to
     prepare_openmp(os.environ)
-    return build_engine(config, outbox)
+    return build_ranks(config, outbox)

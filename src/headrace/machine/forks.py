@@ -5,6 +5,8 @@ which an engine and OpenMP would wait for ever. Processes made by "spawn" or "fo
 from __future__ import annotations
 
 import os
+from socket import socket
+from weakref import WeakSet
 
 from headrace.core.errors import HeadraceError
 
@@ -26,10 +28,17 @@ class Forks:
     def __init__(self) -> None:
         self.count = 0
         self.engines_at: int | None = None
+        self._parents: WeakSet[socket] = WeakSet()
         os.register_at_fork(after_in_child=self.add)
 
     def add(self) -> None:
         self.count += 1
+        for parents in [*self._parents]:
+            parents.close()
+
+    def close_in_forks(self, end: socket) -> None:
+        """For a socket whose other end must see that this process is gone, whatever forks it has left."""
+        self._parents.add(end)
 
     def begin_engine(self) -> None:
         """Raises ForkedProcess in a fork of a process that has made an engine, whether or not that engine still runs."""

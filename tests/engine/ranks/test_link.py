@@ -144,7 +144,16 @@ def test_a_directory_open_to_others_or_missing_is_refused(private: Path) -> None
 def test_rank_0_stops_waiting_for_connections(private: Path) -> None:
     times = iter([0.0, GATHER_S - 0.001, GATHER_S])
     with closing(listen(private / "ranks")) as listening:
-        assert list(connections(listening, lambda: next(times))) == []
+        assert list(connections(listening, clock=lambda: next(times))) == []
+
+
+@pytest.mark.socket
+def test_the_starter_of_the_ranks_can_end_the_wait_for_them(private: Path) -> None:
+    def check() -> None:
+        raise ConfigError("rank 1", "ended with status 9")
+
+    with closing(listen(private / "ranks")) as listening, pytest.raises(ConfigError, match="rank 1: ended"):
+        next(connections(listening, check))
 
 
 @pytest.mark.socket

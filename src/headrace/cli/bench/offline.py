@@ -197,10 +197,10 @@ def _engine(config: EngineConfig) -> tuple[Engine, Collector]:
 
 
 def _built(config: EngineConfig, outbox: Outbox) -> Engine:
-    from headrace.engine.build import build_engine
     from headrace.fleet.weights import resolve_model
+    from headrace.llm.members import build_ranks
 
-    return build_engine(replace(config, model=str(resolve_model(config.model))).with_draft_folder(resolve_model), outbox)
+    return build_ranks(replace(config, model=str(resolve_model(config.model))).with_draft_folder(resolve_model), outbox)
 
 
 def _finish(result: dict[str, object], records: Sequence[LoadRecord], output_json: Path | None, as_json: bool) -> None:

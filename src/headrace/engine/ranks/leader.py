@@ -215,11 +215,11 @@ class RankGroup:
             member.said[kind] = payload
 
 
-def lead_ranks(path: Path, parallelism: Parallelism, facts: Mapping[str, str]) -> RankGroup:
-    """Waits until the other ranks have come to the path. Raises ConfigError."""
+def lead_ranks(path: Path, parallelism: Parallelism, check: Callable[[], None], facts: Mapping[str, str]) -> RankGroup:
+    """Waits until the other ranks have come to the path. Raises ConfigError, and what `check` raises meanwhile."""
     with closing(listen(path)) as listening:
         try:
-            links = gather(connections(listening), parallelism.world, facts)
+            links = gather(connections(listening, check), parallelism.world, facts)
         finally:
             path.unlink(missing_ok=True)
     return make_group(links, parallelism.place(0))

@@ -37,6 +37,7 @@ GATHER_S = 600.0
 """Seconds that rank 0 waits for the others, and they for it: by hand they are started one after the other."""
 HELLO_S = 10.0
 RETRY_S = 0.1
+CHECK_S = 0.5
 CHUNK_BYTES = 1 << 16
 
 Frame = tuple[FrameKind, bytearray]
@@ -161,15 +162,18 @@ def listen(path: Path) -> socket.socket:
     return listening
 
 
-def connections(listening: socket.socket, clock: Clock = time.monotonic) -> Iterator[socket.socket]:
-    """Ends GATHER_S after the first was asked for."""
+def connections(
+    listening: socket.socket, check: Callable[[], None] = lambda: None, clock: Clock = time.monotonic
+) -> Iterator[socket.socket]:
+    """Ends GATHER_S after the first was asked for. check: called now and then; what it raises ends the wait"""
     deadline = clock() + GATHER_S
     while (left := deadline - clock()) > 0:
-        listening.settimeout(left)
+        check()
+        listening.settimeout(min(left, CHECK_S))
         try:
             yield listening.accept()[0]
         except TimeoutError:
-            return
+            continue
 
 
 def gather(connected: Iterator[socket.socket], world: int, facts: Mapping[str, str]) -> dict[int, RankLink]:

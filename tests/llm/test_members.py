@@ -1,0 +1,112 @@
+"""Tests the other ranks of an engine in this program as processes: what they are started with, why one ended, and that none outlives the
+program. What they compute is tested in tests/e2e.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from patience import until
+from server_kit import is_alive
+
+from headrace.core.errors import ConfigError
+from headrace.engine.config import EngineConfig
+from headrace.llm import members
+from headrace.llm.members import MemberProcesses
+
+pytestmark = pytest.mark.process
+
+MEMBER = """
+import json, socket, sys
+leash = socket.socket(fileno=int(sys.argv[-1]))
+def say(**message):
+    leash.sendall(json.dumps(message).encode() + b"\\n")
+"""
+PROGRAM = """
+import os, sys, time
+from pathlib import Path
+
+from headrace.engine.config import EngineConfig
+from headrace.llm import members
+
+members.COMMAND = (sys.executable, "-I", "-S", "-c", "import socket, sys; socket.socket(fileno=int(sys.argv[-1])).recv(1)")
+started = members.MemberProcesses(EngineConfig(model="m", device="cpu", tensor_parallel_size=3).checked(), Path(sys.argv[1]))
+if os.fork():
+    print("started", flush=True)
+time.sleep(3600)
+"""
+"""Starts members that wait on their leash, and then a fork, which would hold their leashes too."""
+
+
+@pytest.fixture
+def config() -> EngineConfig:
+    return EngineConfig(model="m", device="cpu", tensor_parallel_size=3).checked()
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Put the program of a member, which has `leash` and `say`, at its end."""
+    words = [sys.executable, "-I", "-S", "-c"]
+    monkeypatch.setattr(members, "COMMAND", words)
+    return words
+
+
+def written(folder: Path, rank: int) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((folder / f"r{rank}.json").read_text())
+    return read
+
+
+def test_members_share_the_machine_with_the_program(
+    config: EngineConfig, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "allowed_cpus", lambda: [0, 1, 2, 3, 4, 5])
+    command.append(f"{MEMBER}leash.recv(1)")
+    with MemberProcesses(config, tmp_path) as started:
+        files = [written(tmp_path, rank) for rank in (1, 2)]
+        assert [(each["rank"], each["cpus"], each["num_neighbours"]) for each in files] == [(1, "2,3", 2), (2, "4,5", 2)]
+        assert {each["rendezvous"] for each in files} == {f"unix:{started.rendezvous}"}
+        assert {each["engine"]["memory_fraction"] for each in files} == {config.memory_fraction}
+        assert (started.rank_0.memory_fraction, started.rank_0.num_threads) == (config.memory_fraction / 3, 2)
+        started.check()
+        pids = [child.pid for child in psutil.Process().children() if any(str(tmp_path) in word for word in child.cmdline())]
+        assert len(pids) == 2
+    assert not any(map(is_alive, pids))
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("say(event='failed', reason='its part does not fit.', can_retry=False); sys.exit(78)", "its part does not fit"),
+        ("sys.exit(9)", "ended with status 9"),
+        ("import os; os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
+    ],
+)
+def test_why_a_member_ended_is_the_programs_error(config: EngineConfig, command: list[str], tmp_path: Path, code: str, reason: str) -> None:
+    command.append(f"{MEMBER}if '/r2.json' not in ' '.join(sys.argv): leash.recv(1)\nelse: {code}")
+    with MemberProcesses(config, tmp_path) as started, pytest.raises(ConfigError, match=f"^rank 2: {reason}\\.$"):
+        until(lambda: started.check())
+
+
+def test_no_member_is_left_by_a_program_that_is_killed_although_a_fork_of_it_lives(tmp_path: Path) -> None:
+    with ExitStack() as ending:
+        program = ending.enter_context(subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path)], stdout=subprocess.PIPE, text=True))
+        ending.callback(program.kill)
+        assert program.stdout is not None
+        assert program.stdout.readline() == "started\n"
+        children = psutil.Process(program.pid).children()
+        [fork] = [child.pid for child in children if "-I" not in child.cmdline()]
+        ending.callback(os.kill, fork, signal.SIGKILL)
+        running = [child.pid for child in children if child.pid != fork]
+        assert len(running) == 2
+        program.kill()
+        until(lambda: not any(map(is_alive, running)))
+        assert is_alive(fork)
