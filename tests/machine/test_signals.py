@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from headrace.machine import signals
-from headrace.machine.signals import DUPLICATE_SIGNAL_S, StopSignals, on_hangup
+from headrace.machine.signals import DUPLICATE_SIGNAL_S, StopSignals, interrupts_deferred, on_hangup
 
 pytestmark = pytest.mark.loop
 
@@ -29,6 +29,23 @@ async def sent(*numbers: signal.Signals) -> None:
     for number in numbers:
         os.kill(os.getpid(), number)
         await asyncio.sleep(0.001)  # the handler runs
+
+
+def test_ctrl_c_is_deferred_to_the_end_of_a_block_and_replaces_what_the_block_raises() -> None:
+    done = []
+
+    def interrupted(error: Exception | None) -> None:
+        with interrupts_deferred():
+            os.kill(os.getpid(), signal.SIGINT)
+            done.append(error)
+            if error is not None:
+                raise error
+
+    for error in (None, ValueError()):
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(error)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert len(done) == 2
 
 
 async def test_the_first_one_drains_and_a_later_one_means_now() -> None:

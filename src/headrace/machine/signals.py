@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 DUPLICATE_SIGNAL_S = 0.5
@@ -57,6 +59,25 @@ class StopSignals:
 async def first_of(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:
     """Return when one future is done, or after `timeout_s`. Cancels no future and raises no future's error."""
     await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+
+
+@contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """In the block SIGINT only waits; its handler is called at the end. In other threads than the main one, where none runs, this does
+    nothing.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    came: list[FrameType | None] = []
+    signal.signal(signal.SIGINT, lambda _, frame: came.append(frame))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            handler(signal.SIGINT, came[0])
 
 
 @contextmanager

@@ -5,6 +5,8 @@ Looks are made by hand: no test waits for one.
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 from collections.abc import Iterator
 
@@ -192,6 +194,19 @@ def test_an_own_failure_within_a_step_ends_the_replica(group: Group) -> None:
     with pytest.raises(EngineFatal, match="rank 0 failed within a step: ZeroDivisionError"), group.leader.computing():
         raise ZeroDivisionError
     group.check_fault("rank 0 failed within a step")
+
+
+def test_ctrl_c_waits_until_the_ranks_are_at_the_same_place_again(group: Group) -> None:
+    done = []
+
+    def interrupted() -> None:
+        with group.leader.computing():
+            os.kill(os.getpid(), signal.SIGINT)
+            done.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert (done, group.leader.fault) == ([True], None)
 
 
 def test_a_step_after_a_fault_raises_its_reason(group: Group) -> None:

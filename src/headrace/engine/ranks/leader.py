@@ -37,6 +37,7 @@ from headrace.engine.ranks.frames import (
     step_frame,
 )
 from headrace.engine.ranks.link import RankLink, connections, gather, listen, welcome
+from headrace.machine.signals import interrupts_deferred
 from headrace.tensor.backends import load_peers, shared_bytes
 from headrace.tensor.batch import ForwardBatch, KvCache
 from headrace.tensor.models.decoder import DecoderModel
@@ -127,13 +128,14 @@ class RankGroup:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """An error in the block ends the replica, since the ranks are no longer at the same place of the same step."""
-        try:
-            yield
-        except Exception as error:
-            self._read_all()  # what a rank says of its failure tells more than that it has left
-            self.end(error if isinstance(error, EngineFatal) else EngineFatal(f"rank 0 failed within a step: {error!r:.300}"))
-            raise EngineFatal(str(self.fault or error)) from error
+        """An error in the block ends the replica: the ranks are no longer at the same place of the same step. Ctrl-C waits for its end."""
+        with interrupts_deferred():
+            try:
+                yield
+            except Exception as error:
+                self._read_all()  # what a rank says of its failure tells more than that it has left
+                self.end(error if isinstance(error, EngineFatal) else EngineFatal(f"rank 0 failed within a step: {error!r:.300}"))
+                raise EngineFatal(str(self.fault or error)) from error
 
     # faults
 
@@ -272,12 +274,12 @@ class LeadingKv(KvCache):
     def copy_block(self, group: int, source: int, target: int) -> None:
         with self._group.computing():
             self._group.send(int_frame(FrameKind.COPY, group, source, target))
-        super().copy_block(group, source, target)
+            super().copy_block(group, source, target)
 
     def clear_pad_block(self) -> None:
         with self._group.computing():
             self._group.send(frame(FrameKind.CLEAR))
-        super().clear_pad_block()
+            super().clear_pad_block()
 
 
 class _Ticket(Protocol):
