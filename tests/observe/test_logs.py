@@ -91,6 +91,14 @@ def test_a_childs_event_is_logged_with_its_own_time_and_level_under_its_name() -
     assert terminal.getvalue().count("\n") == 1
 
 
+def test_a_childs_event_below_the_programs_level_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    record = logging.LogRecord("headrace.a", logging.INFO, "", 0, "loaded", None, None)
+    for level, num_lines in ((logging.WARNING, 0), (logging.INFO, 1)):
+        with caplog.at_level(level):
+            relay(JsonLine().format(record), "rank 1")
+        assert len(caplog.records) == num_lines
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -198,7 +198,9 @@ def relay(line: str, child: str) -> None:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         record = logging.LogRecord(__name__, logging.INFO, "", 0, line, None, None)
     record.child = child
-    logging.getLogger(record.name).handle(record)
+    logger = logging.getLogger(record.name)
+    if logger.isEnabledFor(record.levelno):
+        logger.handle(record)
 
 
 INTERVAL_S = 10.0
