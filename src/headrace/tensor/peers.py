@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -39,6 +39,8 @@ class Peers(Protocol):
 
 class NoPeers:
     """For a replica of one rank."""
+
+    runs_only_kernels: ClassVar = True
 
     def reduce(self, x: Tensor) -> Tensor:
         return x

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +25,11 @@ from headrace.core.parallelism import Parallelism
 from headrace.tensor.backends import load_backend
 from headrace.tensor.batch import allocate_kv
 from headrace.tensor.device import CPU
+from headrace.tensor.kernels.cpu.launch_list import RecordedLaunches
+from headrace.tensor.kernels.cpu.peers import SharedMemoryPeers, shared_bytes
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight, round_weight
-from headrace.tensor.models import LoadedModel, describe, load_model
-from headrace.tensor.peers import NoPeers
+from headrace.tensor.models import LoadedModel, decoder, describe, load_model
+from headrace.tensor.peers import NoPeers, Peers
 
 pytestmark = pytest.mark.socket
 
@@ -57,6 +62,15 @@ CASES = [(family, name) for family in FAMILIES for name in DIVISIONS if "ep" not
 def loader(folder: Path, kernels: str = "reference", **options: Any) -> Callable[..., LoadedModel]:
     given: dict[str, Any] = {"dtype": None, "device": CPU, "load_format": "auto", "seed": 0, "max_model_len": None, **options}
     return partial(load_model, folder, backend=load_backend(kernels), **given)
+
+
+@contextmanager
+def aborting(peers: Peers) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        peers.abort()
+        raise
 
 
 def answers(paged_run: Callable[..., Any]) -> Callable[[LoadedModel], Tensor]:
@@ -106,6 +120,41 @@ def test_compiled_kernels_take_the_parts(
     make_oracle(family, tmp_path, **{**TINY, **FAMILIES[family], "num_key_value_heads": 4})
     found = Ranks(DIVISIONS[name], loader(tmp_path, "numba")).run(answers(paged_run))
     assert_close(found[0], answers(paged_run)(loader(tmp_path)()))
+
+
+@pytest.mark.parametrize("name", ["tp2", "tp2-pp2"])
+def test_recorded_steps_of_ranks_have_the_bits_of_steps_run_at_once(
+    name: str, make_oracle: Callable[..., Any], paged_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Sums and transfers through shared memory are kernels of the step."""
+    parallelism = DIVISIONS[name]
+    make_oracle("Llama", tmp_path, **{**TINY, **FAMILIES["Llama"], "num_key_value_heads": 4})
+    num_replayed = 0
+
+    def replay(recorded: RecordedLaunches) -> bool:
+        nonlocal num_replayed
+        num_replayed += 1
+        return replay_whole(recorded)
+
+    replay_whole = RecordedLaunches.replay
+    monkeypatch.setattr(RecordedLaunches, "replay", replay)
+
+    def found() -> list[Tensor]:
+        memory = mmap(-1, shared_bytes(parallelism))
+        peers = [SharedMemoryPeers(memory, parallelism.place(rank)) for rank in range(parallelism.world)]
+        ranks = [loader(tmp_path, "numba")(place=parallelism.place(rank), peers=each) for rank, each in enumerate(peers)]
+
+        def compute(rank: int) -> Tensor:
+            with torch.inference_mode(), aborting(peers[rank]):
+                return answers(paged_run)(ranks[rank])
+
+        with ThreadPoolExecutor(len(ranks)) as threads:
+            return list(threads.map(compute, range(len(ranks))))
+
+    recorded, replays = found(), num_replayed
+    monkeypatch.setattr(decoder, "can_be_deferred", lambda _: False)
+    assert all(map(torch.equal, recorded, found()))
+    assert 0 < replays == num_replayed
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Gemma3"])

@@ -192,7 +192,8 @@ def test_inputs_of_a_recorded_step_are_on_the_batchs_device() -> None:
 
     groups = (GroupBatch(on_device(2, 3), on_device(2, dtype=torch.int64)),)
     batch = ForwardBatch(on_device(2, dtype=torch.int64), on_device(3), on_device(2), 1, groups)
-    inputs = module._Inputs.of(on_device(2, 8, dtype=torch.float32), batch)
+    branch, residual = (on_device(2, 8, dtype=torch.float32) for _ in range(2))
+    inputs = module._Inputs.of(branch, residual, batch)
     own = inputs.batch
     made = [inputs.branch, inputs.residual, own.positions, own.row_starts, own.context_lens]
     made += [tensor for group in own.groups for tensor in (group.block_table, group.slot_mapping)]

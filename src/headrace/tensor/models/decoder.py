@@ -155,7 +155,7 @@ class DecoderModel:
         return_freed_memory()
         self.adapters = reader.adapters
         self.kv_groups, self.group_of = group_layers(spec, self.place, reader.dtype.itemsize)
-        is_deferred = self.place.parallelism.world == 1 and can_be_deferred(self)  # a sum over ranks is no kernel
+        is_deferred = can_be_deferred(self.peers) and can_be_deferred(self)
         self._steps = RecordedSteps(reader.backend.executor if is_deferred else None, self._layers)
         self.kv_shapes = [(block.attention.kv_heads, block.attention.spec.head_dim) for block in self.blocks]
 
@@ -195,11 +195,15 @@ class DecoderModel:
         Of a stage that another follows: [0, E]; its results are sent.
         """
         if self.place.is_first:
-            return self._steps.run(self._embedded(ids), batch, kv)
-        branch, residual = (torch.empty((len(ids), self.hidden_size), dtype=self.activations, device=self.device.name) for _ in range(2))
-        self.peers.receive(branch)
-        self.peers.receive(residual)
-        return self._layers(branch, residual, batch, kv)
+            branch = self._embedded(ids)
+            residual = torch.zeros_like(branch)
+        else:
+            branch, residual = (
+                torch.empty((len(ids), self.hidden_size), dtype=self.activations, device=self.device.name) for _ in range(2)
+            )
+            self.peers.receive(branch)
+            self.peers.receive(residual)
+        return self._steps.run(branch, residual, batch, kv)
 
     def _embedded(self, ids: Tensor) -> Tensor:
         """A rank has zeros for the tokens of the other ranks' vocabulary."""

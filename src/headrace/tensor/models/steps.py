@@ -53,14 +53,13 @@ class RecordedSteps:
         if self._executor is not None:
             self._executor.next_layer()
 
-    def run(self, branch: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
-        """Returns the hidden states of the last layer, a new tensor. `branch` may be overwritten."""
+    def run(self, branch: Tensor, residual: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
+        """Returns the hidden states of the last layer, a new tensor. `branch` and `residual` may be overwritten."""
         if self._executor is None:
-            return self._layers(branch, torch.zeros_like(branch), batch, kv)
+            return self._layers(branch, residual, batch, kv)
         recording = self._executor.recording(batch.num_tokens) if self._is_replayable(batch) else None
         if recording is not None:
-            return self._replay(recording, branch, batch, kv)
-        residual = torch.zeros_like(branch)
+            return self._replay(recording, branch, residual, batch, kv)
         with self._executor.deferred(batch.num_tokens):
             return self._layers(branch, residual, batch, kv)
 
@@ -68,12 +67,14 @@ class RecordedSteps:
         most = self._most_tokens[batch.adapters is not None]
         return batch.selected is None and batch.num_tokens <= (most if batch.max_count == 1 else min(most, MAX_RAGGED_TOKENS))
 
-    def _replay(self, recording: AbstractContextManager[Recording], branch: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
+    def _replay(
+        self, recording: AbstractContextManager[Recording], branch: Tensor, residual: Tensor, batch: ForwardBatch, kv: KvCache
+    ) -> Tensor:
         """Replay the recorded step of as many tokens; if there is none that can be replayed for this batch, record this step."""
         key = (batch.num_tokens, id(kv), batch.adapters is None)
         step = self._kept.pop(key, None)
-        if step is None or not step.load(branch, batch) or not step.recording.replay():
-            inputs = _Inputs.of(branch, batch)
+        if step is None or not step.inputs.load(branch, residual, batch) or not step.recording.replay():
+            inputs = _Inputs.of(branch, residual, batch)
             with recording as recorded:
                 out = self._layers(inputs.branch, inputs.residual, inputs.batch, kv)
             step = _Step(inputs, recorded, out, kv)
@@ -102,18 +103,18 @@ class _Inputs:
     batch: ForwardBatch
 
     @classmethod
-    def of(cls, branch: Tensor, batch: ForwardBatch) -> _Inputs:
+    def of(cls, branch: Tensor, residual: Tensor, batch: ForwardBatch) -> _Inputs:
         num_rows = batch.num_tokens
         with torch.inference_mode(False):  # so that they may be written in any mode later
             groups = tuple(GroupBatch(_widened(group.block_table, num_rows), _like(group.slot_mapping)) for group in batch.groups)
             starts, lens = batch.row_starts.new_empty(num_rows + 1), batch.context_lens.new_empty(num_rows)
             adapters = None if batch.adapters is None else replace(batch.adapters, slots=_like(batch.adapters.slots), selected_slots=None)
             own = ForwardBatch(_like(batch.positions), starts, lens, batch.max_count, groups, adapters)
-            inputs = cls(_like(branch), _like(branch), own)
-        assert inputs.load(branch, batch)
+            inputs = cls(_like(branch), _like(residual), own)
+        assert inputs.load(branch, residual, batch)
         return inputs
 
-    def load(self, branch: Tensor, batch: ForwardBatch) -> bool:
+    def load(self, branch: Tensor, residual: Tensor, batch: ForwardBatch) -> bool:
         """False if a block table is too wide."""
         mine, num_rows = self.batch, len(batch.context_lens)
         for own, group in zip(mine.groups, batch.groups, strict=True):
@@ -131,7 +132,7 @@ class _Inputs:
             mine.adapters.slots.copy_(batch.adapters.slots)
             mine.adapters.resident = batch.adapters.resident
         self.branch.copy_(branch)
-        self.residual.zero_()
+        self.residual.copy_(residual)
         return True
 
     def drop_adapters(self) -> None:
@@ -148,9 +149,6 @@ class _Step:
     recording: Recording
     out: Tensor
     kv: KvCache
-
-    def load(self, branch: Tensor, batch: ForwardBatch) -> bool:
-        return self.inputs.load(branch, batch)
 
 
 def _like(tensor: Tensor) -> Tensor:

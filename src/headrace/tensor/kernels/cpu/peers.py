@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from functools import cache
 from mmap import mmap
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -199,6 +199,8 @@ class _Group(NamedTuple):
 
 class SharedMemoryPeers:
     """Implements `Peers`. memory: zeros at first, at least `shared_bytes`, mapped by all ranks of the replica."""
+
+    runs_only_kernels: ClassVar = True
 
     def __init__(self, memory: mmap, place: Place) -> None:
         p = place.parallelism
