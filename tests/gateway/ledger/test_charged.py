@@ -74,24 +74,24 @@ async def refused_without_output(bench: TestBench) -> None:
     assert await ask(bench) == 400
 
 
-async def lost(bench: TestBench) -> None:
+async def lost(bench: TestBench, **fields: Any) -> None:
     bench.replica.on_submit = lose
-    assert await ask(bench) == 503
+    assert await ask(bench, **fields) == 503
 
 
-async def cut_by_a_shutdown(bench: TestBench) -> None:
+async def cut_by_a_shutdown(bench: TestBench, **fields: Any) -> None:
     bench.replica.go.clear()
-    asking = asyncio.create_task(ask(bench))
+    asking = asyncio.create_task(ask(bench, **fields))
     await eventually(lambda: bench.replica.num_open == 1)
     bench.gateway.service.open_requests.cut(Unavailable("shutting down"))
     assert await asking == 503
 
 
-async def left(bench: TestBench) -> None:
+async def left(bench: TestBench, **fields: Any) -> None:
     bench.replica.go.clear()
     async with serving(bench.gateway) as port:
         async with dial(port) as (_, writer):
-            writer.write(post(CHAT, chat_body(max_tokens=5), f"authorization: Bearer {KEY}"))
+            writer.write(post(CHAT, chat_body(**{"max_tokens": 5, **fields}), f"authorization: Bearer {KEY}"))
             await eventually(lambda: bench.replica.num_open == 1)
         await eventually(lambda: bench.gateway.service.open_requests.num_open == 0)
 
@@ -101,9 +101,9 @@ async def late(bench: TestBench) -> None:
     assert await ask(bench) == 504
 
 
-async def late_in_the_queue(bench: TestBench) -> None:
+async def late_in_the_queue(bench: TestBench, **fields: Any) -> None:
     bench.replica.on_submit = ending_with(FinishReason.DEADLINE)
-    assert await ask(bench) == 504
+    assert await ask(bench, **fields) == 504
 
 
 async def answered_by_caches(bench: TestBench) -> None:
@@ -111,7 +111,7 @@ async def answered_by_caches(bench: TestBench) -> None:
         assert await ask(bench, {"idempotency-key": name}, temperature=0) == 200
 
 
-ENDINGS: list[tuple[Callable[[TestBench], Awaitable[None]], list[tuple[bool, bool]]]] = [
+ENDINGS: list[tuple[Callable[..., Awaitable[None]], list[tuple[bool, bool]]]] = [
     (completed, [(True, True)]),
     (failed_with_output, [(True, True)]),
     (failed, [(False, False)]),
@@ -135,7 +135,7 @@ async def check_charged(bench: TestBench, written: list[UsageRecord]) -> None:
 
 @pytest.mark.parametrize(("ended", "costs"), ENDINGS, ids=[ended.__name__ for ended, _ in ENDINGS])
 async def test_a_record_has_what_was_charged_however_its_request_ends(
-    text: TextModel, tmp_path: Path, ended: Callable[[TestBench], Awaitable[None]], costs: list[tuple[bool, bool]]
+    text: TextModel, tmp_path: Path, ended: Callable[..., Awaitable[None]], costs: list[tuple[bool, bool]]
 ) -> None:
     more: dict[str, Any] = {"timeouts": {"request_s": 20}, "cache": {"enabled": ended is answered_by_caches}}
     async with open_bench(text, state=str(tmp_path), **BILLED, **more) as bench:
@@ -147,6 +147,23 @@ async def test_a_record_has_what_was_charged_however_its_request_ends(
         uncached = record.prompt_tokens - record.cached_tokens
         assert record.cost_nanos == 1000 * uncached + 500 * record.cached_tokens + 2000 * record.completion_tokens
         assert record.estimated_tokens == 0
+
+
+TURNS = [turn for number in range(30) for turn in (user(f"Turn {number}: The quick brown fox jumps."), assistant("Yes."))]
+SUMMARISED: dict[str, Any] = {"messages": [*TURNS, user("And now?")], "context_fitting": "summary", "max_tokens": 20}
+
+
+@pytest.mark.parametrize(("ended", "is_charged"), [(lost, False), (cut_by_a_shutdown, False), (left, True), (late_in_the_queue, True)])
+async def test_a_summary_that_ends_without_output_is_charged_as_an_answer_is(
+    text: TextModel, tmp_path: Path, ended: Callable[..., Awaitable[None]], is_charged: bool
+) -> None:
+    async with open_bench(text, state=str(tmp_path), **BILLED, timeouts={"request_s": 20}) as bench:
+        written = follow(bench)
+        await ended(bench, **SUMMARISED)
+        await check_charged(bench, written)
+        [summary] = bench.replica.requests
+    costs = (len(summary.prompt_ids), 0) if is_charged else (0, 0)
+    assert [(record.prompt_tokens, record.completion_tokens) for record in written] == [costs] * is_charged
 
 
 def own(name: str, **fallbacks: list[str]) -> dict[str, Any]:
@@ -162,13 +179,12 @@ async def test_a_summary_costs_what_the_model_that_made_it_costs(text: TextModel
             lose(request, stream)
 
     models = [own(MODEL, failed=[OTHER]), own(OTHER)]
-    turns = [turn for number in range(30) for turn in (user(f"Turn {number}: The quick brown fox jumps."), assistant("Yes."))]
     async with open_bench(text, models=models, state=str(tmp_path), **BILLED) as bench:
         written, (first, other) = follow(bench), bench.replicas.values()
         first.on_submit = lose_answer
         if not is_answered:
             other.on_submit = lose_answer
-        status = await ask(bench, messages=[*turns, user("And now?")], context_fitting="summary", max_tokens=20)
+        status = await ask(bench, **SUMMARISED)
         assert status == (200 if is_answered else 503)
         await check_charged(bench, written)
     *summaries, _ = first.requests

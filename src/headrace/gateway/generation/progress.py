@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from headrace.core.errors import DeadlineExceeded, InvalidRequest, SequenceFailed, Unavailable
+from headrace.core.errors import DeadlineExceeded, HeadraceError, InvalidRequest, SequenceFailed, Unavailable
 from headrace.core.grammar import CANNOT_CONTINUE
 from headrace.core.update import FINISH_WORDS, FinishReason
 from headrace.gateway.upstream.seam import EventStream, OutputEvent
@@ -115,6 +115,11 @@ class RequestProgress:
     def _metrics_of(self, index: int) -> ReplicaMetrics | None:
         name = self._stream.facts(index).replica
         return None if name is None else self._instruments(name)
+
+
+def is_charged(end_reason: HeadraceError | None, *, has_run: bool) -> bool:
+    """What failed without output costs nothing; what its client or its deadline ended costs the prompt."""
+    return has_run or not (end_reason is None or isinstance(end_reason, Unavailable))
 
 
 DEADLINE_PASSED = "The request's deadline passed before it was complete."

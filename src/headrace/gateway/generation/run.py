@@ -21,7 +21,7 @@ from headrace.core.clock import Clock
 from headrace.core.errors import DeadlineExceeded, HeadraceError, Unavailable
 from headrace.gateway.generation.answer_encoder import AnswerEncoder, DirectChunkWriter, EncodingTurns
 from headrace.gateway.generation.call import Call, CallNext, Ending, Ready
-from headrace.gateway.generation.progress import DEADLINE_PASSED, RequestProgress, raise_if_failed
+from headrace.gateway.generation.progress import DEADLINE_PASSED, RequestProgress, is_charged, raise_if_failed
 from headrace.gateway.generation.shadows import ShadowCopies
 from headrace.gateway.http.sse import SseStream, StreamWatch
 from headrace.gateway.upstream.fallback import FallbackStream
@@ -281,10 +281,9 @@ class _Answer:
             raise self.exchange.end_reason
 
     def _count_use(self) -> None:
-        """What failed without output costs nothing; what its client or its deadline ended costs the prompt."""
-        call, progress, stream, end_reason = self.call, self.progress, self.stream, self.exchange.end_reason
-        has_run = progress.has_run or not (end_reason is None or isinstance(end_reason, Unavailable))
-        if has_run and self.ready.cache_tier is None and not call.ending.is_free:
+        call, progress, stream = self.call, self.progress, self.stream
+        is_counted = is_charged(self.exchange.end_reason, has_run=progress.has_run)
+        if is_counted and self.ready.cache_tier is None and not call.ending.is_free:
             call.ending.used, used = call.ending.usage(), stream.usage()
             if progress.is_whole and call.earlier is None:
                 means = call.ending.model.means

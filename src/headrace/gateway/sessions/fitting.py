@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 
-from headrace.core.errors import Unavailable
+from headrace.core.errors import DeadlineExceeded, Unavailable
 from headrace.core.ids import RequestId
 from headrace.core.update import FinishReason
 from headrace.gateway.http.errors import ContextLengthExceeded
@@ -125,7 +125,9 @@ class ContextFitter:
     async def _asked(
         self, request: GenerationRequest, earlier: str, messages: Sequence[Message], max_tokens: int
     ) -> tuple[str, TokenUsage]:
-        """Raises ContextLengthExceeded, Unavailable where the model does not end its answer, and what `open_stream` raises."""
+        """Raises ContextLengthExceeded, DeadlineExceeded, Unavailable where the model does not end its answer, and what `open_stream`
+        raises.
+        """
         text = SUMMARY_REQUEST + (f"summary so far: {earlier}\n\n" if earlier else "") + transcript(messages)
         asked = GenerationRequest(
             request_id=RequestId(os.urandom(12).hex()),
@@ -142,8 +144,10 @@ class ContextFitter:
             while events := await stream.events():
                 texts += [event.text for event in events]
                 finish = events[-1].finish
-        if finish is None or not finish.is_answer:
-            raise Unavailable("The earlier conversation could not be summarised; send the request again.", retry_after_s=1.0)
+            if finish is FinishReason.DEADLINE:
+                raise DeadlineExceeded("The request's deadline passed before the earlier conversation was summarised.")
+            if finish is None or not finish.is_answer:
+                raise Unavailable("The earlier conversation could not be summarised; send the request again.", retry_after_s=1.0)
         return "".join(texts).strip() or earlier, prepared.counted(stream.usage())
 
 

@@ -10,8 +10,9 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from headrace.core.clock import Clock
-from headrace.core.errors import HeadraceError
+from headrace.core.errors import DeadlineExceeded, HeadraceError
 from headrace.gateway.generation.call import Call, Ready
+from headrace.gateway.generation.progress import is_charged
 from headrace.gateway.generation.stages.model_choice import CONTEXT_HEADER
 from headrace.gateway.sessions.fitting import ContextFitter, Fitted
 from headrace.gateway.sessions.history import ContextFitting
@@ -83,16 +84,21 @@ async def _side_stream(call: Call, prepared: Prepared) -> AsyncIterator[EventStr
     await call.reservation.reserve(call.price, prepared, highest=call.highest_price)
     stream = prepared.stream()
     call.reservation.follow(lambda: prepared.counted(stream.usage()))
+    has_run = False
     try:
         yield stream
+        has_run = True
+    except DeadlineExceeded:
+        has_run = True
+        raise
     finally:
         await stream.close()
-        _count(call, prepared.counted(stream.usage()))
+        usage = prepared.counted(stream.usage())
+        _count(call, usage, has_run=has_run or usage.completion_tokens > 0)
 
 
-def _count(call: Call, usage: TokenUsage) -> None:
-    """A summary that no engine has begun costs nothing."""
-    if not usage.completion_tokens and call.exchange.end_reason is None:
+def _count(call: Call, usage: TokenUsage, *, has_run: bool) -> None:
+    if not is_charged(call.exchange.end_reason, has_run=has_run):
         call.reservation.count(None)
         return
     call.reservation.count(usage)
