@@ -16,6 +16,7 @@ from headrace.core.errors import ConfigError, Overloaded
 from headrace.core.request import EngineRequest, PriorityClass
 from headrace.gateway.config import config_from
 from headrace.gateway.upstream.fallback import FallbackUpstream
+from headrace.gateway.upstream.foreign.facts import ListedModel
 from headrace.gateway.upstream.foreign.upstream import HttpUpstream
 from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState
@@ -187,6 +188,29 @@ async def test_after_foreign_servers_a_request_waits_for_our_engines_until_it_is
         bench.replica.on_submit = lambda request, stream: seen.append(unsent.num_requests(PriorityClass.BATCH))
         assert await answer(bench, MODEL, **FAR_FIRST["provider"]) == SAID
         assert (seen, unsent.num_requests(PriorityClass.BATCH)) == ([1], 0)
+
+
+async def test_our_queue_does_not_judge_a_request_that_only_foreign_servers_can_take(text: TextModel) -> None:
+    """It is too long for our engines, and the server beside the order answers in their place."""
+    seen: list[int] = []
+
+    def answered(body: dict[str, Any]) -> bytes:
+        seen.append(bench.gateway.service.models.get(MODEL).unsent.num_requests(PriorityClass.BATCH))
+        return head() + said("one", "stop") + DONE
+
+    async with listening(ScriptedServer(BROKEN), ScriptedServer(answer=answered)) as ports:
+        (model,) = some_replicas(1)
+        upstreams = [{"url": f"http://127.0.0.1:{port}/v1"} for port in ports]
+        async with open_bench(text, models=[{**model, "upstreams": upstreams}], admission={"max_wait_s": 5.0}) as bench:
+            upstream = bench.gateway.service.models.get(MODEL).upstream
+            assert isinstance(upstream, FallbackUpstream)
+            assert isinstance(upstream.foreign, HttpUpstream)
+            upstream.foreign.servers[1].listed = ListedModel(True, 10_000)
+            for queue in ({}, {"num_running": 0}):
+                load_of(bench, **queue)
+                too_long = {"messages": [{"role": "user", "content": WORDS * 40}]}
+                assert (await ask(bench, MODEL, **too_long, **FAR_FIRST)).status_code == 200
+    assert seen == [0, 0]
 
 
 @pytest.mark.parametrize("provider", [{"ignore": ["headrace"]}, {"order": ["foreign-0"]}])

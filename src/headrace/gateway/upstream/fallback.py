@@ -120,16 +120,19 @@ class FallbackUpstream(Upstream):
             if ahead is None and request.admit is not None:
                 request.admit()
         try:
-            own = await self._own_first(replace(request, routing=wishes._replace(only=after)), principal, has_foreign=bool(after))
+            rest, is_own = await self._own_first(replace(request, routing=wishes._replace(only=after)), principal, has_foreign=bool(after))
         except (Unavailable, *TOO_LONG) as error:
             if ahead is None or not (isinstance(error, Unavailable) or self._takes_longer):
                 raise
             return ahead
-        return own if ahead is None else self._answering(own, ahead, own, (Overloaded, Unavailable, *TOO_LONG), request.admit)
+        if ahead is None:
+            return rest
+        return self._answering(rest, ahead, rest, (Overloaded, Unavailable, *TOO_LONG), request.admit if is_own else None)
 
-    async def _own_first(self, request: GenerationRequest, principal: PrincipalFacts, *, has_foreign: bool) -> Prepared:
+    async def _own_first(self, request: GenerationRequest, principal: PrincipalFacts, *, has_foreign: bool) -> tuple[Prepared, bool]:
+        """And whether our engines are asked."""
         if not has_foreign:
-            return await self.own.prepare(request, principal)
+            return await self.own.prepare(request, principal), True
         foreign: Prepared | InvalidRequest
         try:
             foreign = await self.foreign.prepare(request, principal)
@@ -145,12 +148,12 @@ class FallbackUpstream(Upstream):
             if isinstance(foreign, Prepared):
                 if request.unsent is not None:
                     request.unsent.uncount()
-                return foreign
+                return foreign, False
             raise error if request.has_fallback else foreign from None
         if isinstance(foreign, InvalidRequest):
-            return own
+            return own, True
         reasons = (Overloaded, Unavailable, *(TOO_LONG if self._takes_longer else ()))
-        return self._answering(own, own, foreign, reasons, None if request.unsent is None else request.unsent.uncount)
+        return self._answering(own, own, foreign, reasons, None if request.unsent is None else request.unsent.uncount), True
 
     def _answering(
         self,
