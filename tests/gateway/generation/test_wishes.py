@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 from foreign_kit import DONE, FAR, HELLO, ScriptedServer, head, listening, said, scripted
-from gateway_kit import MODEL, SAID, TestBench, open_bench, snapshot, some_replicas
+from gateway_kit import MODEL, SAID, TestBench, eventually, open_bench, snapshot, some_replicas
 
 from headrace.core.errors import ConfigError, Overloaded
 from headrace.core.request import EngineRequest, PriorityClass
@@ -228,17 +229,46 @@ async def test_a_request_at_a_foreign_server_does_not_wait_for_our_engines(text:
     assert seen == [0]
 
 
+SUMMARISED: dict[str, Any] = {
+    "messages": [{"role": "user", "content": f"Turn {number}: {WORDS}"} for number in range(40)],
+    "max_tokens": 20,
+    "context_fitting": "summary",
+}
+
+
 async def test_a_summary_is_made_by_the_servers_that_the_request_allows(text: TextModel) -> None:
     server = saying("zero")
-    long = [{"role": "user", "content": f"Turn {number}: {WORDS}"} for number in range(40)]
     async with listening(server) as (port,):
         (model,) = some_replicas(1)
         async with open_bench(text, models=[{**model, "upstreams": [{"url": f"http://127.0.0.1:{port}/v1"}]}]) as bench:
             bench.replica.on_submit = full
-            wish = {"messages": long, "max_tokens": 20, "context_fitting": "summary", "provider": {"only": ["headrace"]}}
-            assert (await ask(bench, MODEL, **wish)).status_code == 429
+            assert (await ask(bench, MODEL, **SUMMARISED, provider={"only": ["headrace"]})).status_code == 429
             assert bench.replica.requests
             assert not server.bodies
+
+
+async def test_our_queue_refuses_a_summary_whose_foreign_servers_failed(text: TextModel) -> None:
+    server = ScriptedServer(BROKEN)
+    async with both(text, server) as bench:
+        load_of(bench)
+        assert (await ask(bench, MODEL, **SUMMARISED, **FAR_FIRST)).status_code == 429
+        assert server.bodies
+        assert not bench.replica.requests
+
+
+async def test_a_summary_and_its_answer_wait_for_our_engines_until_each_is_sent(text: TextModel) -> None:
+    seen: list[int] = []
+    async with open_bench(text) as bench:
+        unsent = bench.gateway.service.models.get(MODEL).unsent
+        bench.replica.on_submit = lambda request, stream: seen.append(unsent.num_requests(PriorityClass.BATCH))
+        bench.replica.go.clear()
+        asking = asyncio.create_task(ask(bench, MODEL, **SUMMARISED))
+        await eventually(lambda: bench.replica.num_open == 1)
+        assert unsent.num_requests(PriorityClass.BATCH) == 0
+        bench.replica.go.set()
+        assert (await asking).status_code == 200
+        assert (seen[0], seen[-1], unsent.num_requests(PriorityClass.BATCH)) == (1, 1, 0)
+        assert len(seen) > 1
 
 
 async def test_a_request_that_falls_to_a_foreign_server_waits_for_no_engine(text: TextModel) -> None:

@@ -86,6 +86,8 @@ class ContextFitter:
         if whole is not None and (whole.prompt_tokens or 0) <= max_prompt:
             return whole, None
         fitted = await self._shortened(request, int(max_prompt * TARGET_SHARE), min(MAX_SUMMARY_TOKENS, window // SUMMARY_DIVISOR))
+        if request.unsent is not None:
+            request.unsent.count()  # a summary was sent, and the answer is to be
         return await self._upstream.prepare(_with(request, fitted.history), self._facts), fitted
 
     async def _shortened(self, request: GenerationRequest, max_prompt: int, summary_tokens: int) -> Fitted:
@@ -134,6 +136,8 @@ class ContextFitter:
             prompt=Conversation(messages=[{"role": "user", "content": text}]),
             sampling={"temperature": 0.0, "max_tokens": max_tokens},
             deadline_at=request.deadline_at,
+            unsent=request.unsent,
+            admit=request.admit,
             routing=request.routing,
             trace_headers=request.trace_headers,
         )
