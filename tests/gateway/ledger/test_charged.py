@@ -17,6 +17,7 @@ from headrace.core.grammar import CANNOT_CONTINUE
 from headrace.core.request import EngineRequest
 from headrace.core.update import FinishReason, SequenceUpdate
 from headrace.gateway.ledger.record import UsageRecord
+from headrace.observe.finished_request import FinishedRequest
 from headrace.text.folder import TextModel
 from headrace.wire.stream import ReplicaStream
 
@@ -213,3 +214,17 @@ async def test_a_prompt_that_a_foreign_server_does_not_count_costs_what_our_toke
     ours, theirs = written
     assert (ours.prompt_tokens, ours.estimated_tokens) == (theirs.prompt_tokens, 0)
     assert (theirs.route, theirs.completion_tokens, theirs.estimated_tokens) == ("foreign-0", 2, theirs.prompt_tokens + 2)
+
+
+async def test_a_cache_says_which_tokens_of_a_foreign_answer_are_estimated(text: TextModel) -> None:
+    async with listening(ScriptedServer(head() + said("one", "stop") + DONE)) as (port,):
+        models = [{**own(MODEL), "upstreams": [{"url": f"http://127.0.0.1:{port}/v1", "model": "far"}]}]
+        async with open_bench(text, models=models, cache={"enabled": True}) as bench:
+            records: list[FinishedRequest] = []
+            bench.gateway.request_log.write = records.append  # type: ignore[method-assign,assignment]
+            for _ in range(2):
+                assert (await bench.chat(temperature=0, provider={"only": ["foreign-0"]})).status_code == 200
+    assert [record.answered.cache_tier for record in records] == [None, "response"]
+    computed, replayed = [record.answered.usage for record in records]
+    assert computed.estimated_tokens
+    assert replayed == computed

@@ -23,6 +23,12 @@ from headrace.text.logprobs import DecodedLogprobs, TokenTexts
 
 FORM = 2
 
+KEPT_USAGE = (
+    *("prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens"),
+    *("earlier_tokens", "earlier_prompt_tokens", "num_uncounted_prompts"),
+)
+"""Fields of `TokenUsage`."""
+
 EVENT_BYTES = 64
 
 
@@ -54,7 +60,8 @@ class WholeAnswer(StoredEntry, frozen=True):
 
     recorded_at    Unix seconds of the answer's end
     prompts        per prompt its number of tokens (None: not known) and its text as echo shows it
-    usage          fields of `TokenUsage` in order
+    usage          the values of `KEPT_USAGE`
+    estimated_tokens  of `TokenUsage`; last, where gateways that do not know it read over it
     """
 
     recorded_at: float
@@ -66,10 +73,11 @@ class WholeAnswer(StoredEntry, frozen=True):
     usage: tuple[int, ...]
     events: list[RecordedEvent]
     vocabularies: list[dict[int, tuple[str, bytes]]]
+    estimated_tokens: int = 0
 
     @property
     def token_usage(self) -> TokenUsage:
-        return TokenUsage(*self.usage)
+        return TokenUsage(**dict(zip(KEPT_USAGE, self.usage, strict=False)), estimated_tokens=self.estimated_tokens)
 
     def output_events(self) -> Iterator[OutputEvent]:
         vocabularies = [RecordedTexts(texts) for texts in self.vocabularies]

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from headrace.core.errors import HeadraceError, ModelNotFound, Unavailable
 from headrace.gateway.access.memory_charges import MemoryCharge
-from headrace.gateway.cache.recorded_answer import FORM, EventRecording, WholeAnswer, recorded_prepared
+from headrace.gateway.cache.recorded_answer import FORM, KEPT_USAGE, EventRecording, WholeAnswer, recorded_prepared
 from headrace.gateway.generation.answer_memory import HOLD_STEP_BYTES
 from headrace.gateway.generation.call import Call, Ending, Ready
 from headrace.gateway.generation.stages.model_choice import show
@@ -59,9 +59,10 @@ class AnswerRecorder:
             [(prompt.num_tokens, prompt.text) for prompt in prepared.prompts],
             prepared.seed,
             list(prepared.ignored),
-            tuple(usage[:-1]),  # without `estimated_tokens`, which an older gateway does not read
+            tuple([getattr(usage, name) for name in KEPT_USAGE]),
             recording.events,
             recording.vocabularies,
+            usage.estimated_tokens,
         )
 
     def _hold(self) -> None:
