@@ -149,6 +149,9 @@ async def test_a_route_is_ready_while_a_target_is_that_a_request_may_get(text: T
             return [(await bench.client.get(f"/ready?{'' if '=' in name else 'model='}{name}")).status_code for name in names]
 
         assert await statuses() == [200, 200, 200, 200, 404, 200]
+        unknown = (await bench.client.get("/ready?model=unknown")).json()["error"]["message"]
+        assert ONE in unknown
+        assert "assistant" not in unknown
         bench.replicas[ONE].die()
         assert await statuses() == [200, 503, 200, 200, 404, 503]
         bench.replicas[LARGE].die()

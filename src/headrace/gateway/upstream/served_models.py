@@ -174,7 +174,7 @@ class ModelTable:
 
     def configured(self, name: str) -> list[ServedModel]:
         """The model of that name, or those that a request for the route may get. Without adapters, for callers that show no key: an
-        adapter's name may be one customer's secret. Raises ModelNotFound.
+        adapter's name may be one customer's secret, and a route's too. Raises ModelNotFound, which names models alone.
         """
         if (model := self._by_name.get(name)) is not None:
             return [model]
@@ -182,7 +182,7 @@ class ModelTable:
         route = None if wish is None else self._all_routes.get(wish.route)
         models = [] if wish is None or route is None else [self._by_name[target.model] for target in route.reachable(wish)]
         if not models:
-            raise ModelNotFound(name, [*self._by_name, *self._all_routes])
+            raise ModelNotFound(name, list(self._by_name))
         return models
 
     def choose(self, name: str | None, sender_of: Callable[[], Sender], hint: Callable[[], SizeHint]) -> ChosenModel:
