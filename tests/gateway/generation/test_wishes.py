@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -16,9 +17,12 @@ from gateway_kit import MODEL, SAID, TestBench, eventually, open_bench, snapshot
 from headrace.core.errors import ConfigError, Overloaded
 from headrace.core.request import EngineRequest, PriorityClass
 from headrace.gateway.config import config_from
+from headrace.gateway.generation.wished_models import wished_queue
 from headrace.gateway.upstream.fallback import FallbackUpstream
 from headrace.gateway.upstream.foreign.facts import ListedModel
 from headrace.gateway.upstream.foreign.upstream import HttpUpstream
+from headrace.gateway.upstream.own.upstream import TokenUpstream
+from headrace.policy.routing.wishes import RoutingWishes
 from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState
 from headrace.wire.stream import ReplicaStream
@@ -171,6 +175,15 @@ async def test_our_queue_refuses_a_request_that_no_foreign_server_takes(text: Te
         upstream.foreign.servers[0].is_reachable = True
         assert (pool.reading(), bench.replica.requests) == (before, [])
         assert await answer(bench, MODEL, **FAR_FIRST["provider"]) == "zero"
+
+
+async def test_whether_a_foreign_server_is_alive_is_asked_of_no_replica(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with both(text, saying("zero")) as bench:
+        model = bench.gateway.service.models.get(MODEL)
+        call: Any = SimpleNamespace(parsed=SimpleNamespace(routing=RoutingWishes(order=("foreign-0", "headrace"))))
+        with monkeypatch.context() as patched:
+            patched.delattr(TokenUpstream, "replicas")
+            assert wished_queue(call, model) is None
 
 
 async def test_after_foreign_servers_a_busy_model_has_its_fallback_or_lets_the_request_wait(text: TextModel) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from headrace.core.errors import InvalidRequest
 from headrace.gateway.generation.call import Call
+from headrace.gateway.upstream.fallback import FallbackUpstream
 from headrace.gateway.upstream.served_models import ServedModel
 from headrace.observe.finished_request import ModelStep
 from headrace.policy.admission import QueueState
@@ -56,10 +57,9 @@ def wished_queue(call: Call, model: ServedModel) -> QueueState | None:
     """The queue at a model that may answer. None also where foreign servers are asked alone, or before our engines and one of them is
     alive: they have another.
     """
-    names = model.upstream.server_names
-    places = server_places(names, call.parsed.routing)
-    if OWN_ENGINES in names and (own_place := places.get(OWN_ENGINES)) != min(places.values()):
-        servers = model.upstream.replicas()
+    places = server_places(model.upstream.server_names, call.parsed.routing)
+    if isinstance(model.upstream, FallbackUpstream) and (own_place := places.get(OWN_ENGINES)) != min(places.values()):
+        servers = model.upstream.foreign.replicas()
         if own_place is None or any(not server.reason and places.get(server.name, own_place) < own_place for server in servers):
             return None
     return model.upstream.queue(call.parsed.priority, model.unsent)
