@@ -195,6 +195,16 @@ async def test_after_foreign_servers_a_busy_model_has_its_fallback_or_lets_the_r
             assert (answered.headers["x-headrace-model"], answered.headers["x-headrace-reason"]) == (model, reason)
 
 
+async def test_a_request_that_left_a_busy_model_for_a_fallback_in_vain_is_not_told_of_a_full_queue(text: TextModel) -> None:
+    async with both(text, ScriptedServer(BROKEN), fallbacks={"busy": [OTHER]}) as bench:
+        load_of(bench, num_running=4, num_waiting=11)
+        bench.replicas[f"of-{OTHER}"].on_submit = full
+        refused = await ask(bench, MODEL, **FAR_FIRST)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        message = "The queue of the model fox is long; try again later. Its fallback cub did not answer either."
+        assert refused.json()["error"]["message"] == message
+
+
 async def test_after_foreign_servers_a_request_waits_for_our_engines_until_it_is_sent(text: TextModel) -> None:
     seen: list[int] = []
     async with both(text, ScriptedServer(BROKEN)) as bench:

@@ -30,7 +30,7 @@ MAX_TOKEN_CHARS = 128
 
 
 class ModelBusy(Overloaded):
-    """The model's queue is longer than the request may wait."""
+    """The model's queue is longer than the request may wait, or than it is to wait where a fallback may answer."""
 
 
 async def choose_model(call: Call, call_next: CallNext, *, clock: Clock, open_requests: OpenRequests, metrics: Metrics) -> Ready:
@@ -153,7 +153,8 @@ class ModelChoice:
 
 
 def _busy(model: ServedModel, found: NextModel) -> ModelBusy:
-    return ModelBusy(f"The queue of the model {model.name} is full; try again later.", retry_after_s=found.retry_after_s)
+    state = "full" if found.retry_after_s else "long"  # and a fallback was preferred to it
+    return ModelBusy(f"The queue of the model {model.name} is {state}; try again later.", retry_after_s=found.retry_after_s)
 
 
 def reasons_of(error: HeadraceError) -> tuple[FallbackReason, ...]:
