@@ -49,8 +49,9 @@ class Caller(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """requested_model: the name that the client sent, of a model, an alias or a route; model: to which it led, of an adapter its base
-    model; version: of the model's weights, its system_fingerprint. From `n` on: parameters that the client gave, perhaps not valid ones
+    """requested_model: the name that the client sent, of a model, an alias or a route, or the model's own where none was sent; model: to
+    which it led, of an adapter its base model; version: of the model's weights, its system_fingerprint. From `n` on: parameters that the
+    client gave, perhaps not valid ones
     """
 
     requested_model: str | None = None

@@ -49,7 +49,9 @@ class UsageRecord(Struct, frozen=True, omit_defaults=True, kw_only=True):
     key_id: Annotated[Word, _OF_KEY] = ""
     tier: Annotated[Word, _OF_KEY] = ""
     model: Annotated[Word, "name of the model; of an adapter, its base model's"]
-    requested_model: Annotated[Word, "the name that the client sent: of the model, or of an alias or a route that led to it"] = ""
+    requested_model: Annotated[
+        Word, "the name that the client sent: of the model, or of an alias or a route that led to it; the model's own where none was sent"
+    ] = ""
     version: Annotated[Word, "`system_fingerprint` of the model's weights"] = ""
     adapter_id: Annotated[Word, "name of the LoRA adapter; empty: none"] = ""
     endpoint: Annotated[Word, "path of the request"] = ""

@@ -423,7 +423,7 @@ _OPENROUTER = (
     ),
     _honoured("sort", Inside.PROVIDER, "price or throughput: the model and its fallbacks are asked in this order."),
     _honoured("max_price", Inside.PROVIDER, "An object: models that cost more do not answer."),
-    _honoured("prompt", Inside.MAX_PRICE, "Of a million prompt tokens, at the measured hit rate of caches; at least 0."),
+    _honoured("prompt", Inside.MAX_PRICE, "Of a million prompt tokens that no cache holds; at least 0."),
     _honoured("completion", Inside.MAX_PRICE, "Of a million generated tokens; at least 0."),
     _refused("request", Inside.MAX_PRICE, "Tokens alone have a price."),
     _refused("image", Inside.MAX_PRICE, _TEXT_ONLY),
