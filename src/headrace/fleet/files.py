@@ -121,12 +121,12 @@ def write_engine_files(
         "replica": replica.name,
         "address": replica.address,
         "drain_timeout_s": config.drain_timeout_s,
-        "block_key": site_secret(config.site_key, BLOCKS),
         "engine": {**model.engine, **({"lora_modules": plain(adapters)} if adapters else {}), "model": str(model.folder)},
     }
     for rank, path in enumerate(configs):
         of_group = {"rank": rank, "rendezvous": rendezvous_of(replica.config)} if world > 1 else {}
-        _write(path, {**content, **of_group, **_machine_share(model, MachineShare(share.index * world + rank, share.total * world))})
+        key = {} if rank else {"block_key": site_secret(config.site_key, BLOCKS)}  # the other ranks hash no blocks
+        _write(path, {**content, **key, **of_group, **_machine_share(model, MachineShare(share.index * world + rank, share.total * world))})
     return replica
 
 
