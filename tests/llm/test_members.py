@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from server_kit import is_alive
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.llm import members
-from headrace.llm.members import MemberProcesses
+from headrace.llm.members import MemberProcesses, build_ranks
 
 pytestmark = pytest.mark.process
 
@@ -94,6 +95,17 @@ def test_why_a_member_ended_is_the_programs_error(config: EngineConfig, command:
     command.append(f"{MEMBER}if '/r2.json' not in ' '.join(sys.argv): leash.recv(1)\nelse: {code}")
     with MemberProcesses(config, tmp_path) as started, pytest.raises(ConfigError, match=f"^rank 2: {reason}\\.$"):
         until(lambda: started.check())
+
+
+def test_a_temporary_directory_that_is_too_long_for_sockets_is_refused(
+    config: EngineConfig, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("d" * 90)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with pytest.raises(ConfigError, match=r"^TMPDIR: .* has more than 90 bytes\. Sockets need a short path: set another TMPDIR\.$"):
+        build_ranks(config, lambda _: None)
+    assert not any(long.iterdir())
 
 
 def test_no_member_is_left_by_a_program_that_is_killed_although_a_fork_of_it_lives(tmp_path: Path) -> None:

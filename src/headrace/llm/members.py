@@ -34,15 +34,20 @@ END_S = 2.0
 
 LAST_WORDS_S = 2.0
 
+MAX_DIR_BYTES = 90
+"""Unix sockets' names have at most 107 bytes."""
+
 
 def build_ranks(config: EngineConfig, outbox: Outbox) -> Engine:
     """The engine of rank 0. The other ranks run until it is closed.
 
-    Raises: as `build_engine`; ConfigError with the reason of a rank that ended at its start.
+    Raises: as `build_engine`; ConfigError with the reason of a rank that ended at its start, and for a long temporary directory.
     """
     if config.parallelism.world == 1:
         return build_engine(config, outbox)
     with TemporaryDirectory(prefix="headrace-ranks-") as folder, ExitStack() as ending:
+        if len(os.fsencode(folder)) > MAX_DIR_BYTES:
+            raise ConfigError("TMPDIR", f"{folder} has more than {MAX_DIR_BYTES} bytes", "Sockets need a short path: set another TMPDIR.")
         members = ending.enter_context(MemberProcesses(config, Path(folder)))
         try:
             engine = build_engine(members.rank_0, outbox, members.rendezvous, members.check)
