@@ -15,7 +15,7 @@ import pytest
 
 from headrace.core.errors import ConfigError, EngineFatal
 from headrace.engine.ranks import link as ranks_link
-from headrace.engine.ranks.frames import FrameKind, RankHello, frame, int_frame
+from headrace.engine.ranks.frames import FrameKind, RankHello, frame, int_frame, json_frame
 from headrace.engine.ranks.link import GATHER_S, RankLink, connect, connections, gather, join, listen, welcome
 
 pytestmark = pytest.mark.pure
@@ -34,8 +34,8 @@ class Joining(threading.Thread):
 
     def __init__(self, hello: RankHello) -> None:
         super().__init__(daemon=True)
-        self.theirs, mine = socket.socketpair()
-        self._link, self._hello = RankLink(mine, {}), hello
+        self.theirs, self._mine = socket.socketpair()
+        self._link, self._hello = RankLink(self._mine, {}), hello
         self.outcome: int | Exception | None = None
         self.start()
 
@@ -44,6 +44,11 @@ class Joining(threading.Thread):
             self.outcome = join(self._link, self._hello)
         except Exception as error:
             self.outcome = error
+
+    def leave(self) -> None:
+        """As the end of its process would."""
+        self._mine.shutdown(socket.SHUT_RDWR)
+        self.join(60)
 
     def result(self) -> int | Exception | None:
         self.join(60)
@@ -95,6 +100,52 @@ def test_a_second_member_of_the_same_rank_is_refused() -> None:
     assert "rank 1 is refused: there is one already" in str(refusal)
 
 
+def test_a_member_that_died_while_others_are_missing_has_a_successor() -> None:
+    died = Joining(RankHello(1, FACTS))
+
+    def connected() -> Iterator[socket.socket]:
+        yield died.theirs
+        died.leave()
+        for each in joining:
+            yield each.theirs
+
+    joining = [Joining(RankHello(rank, FACTS)) for rank in (1, 2)]
+    links = gather(connected(), 3, FACTS)
+    assert links[1].fileno() == joining[0].theirs.fileno()
+    assert died.theirs.fileno() == -1
+
+
+def test_a_member_that_died_before_all_had_come_is_waited_for_again() -> None:
+    died = Joining(RankHello(1, FACTS))
+
+    def connected() -> Iterator[socket.socket]:
+        yield died.theirs
+        died.leave()
+        yield Joining(RankHello(2, FACTS)).theirs
+
+    with pytest.raises(ConfigError, match=r"rank: 1 of 0\.\.2 did not come"):
+        gather(connected(), 3, FACTS)
+
+
+def test_one_that_is_refused_may_have_left(caplog: pytest.LogCaptureFixture) -> None:
+    mine, theirs = socket.socketpair()
+    mine.sendall(json_frame(FrameKind.HELLO, RankHello(7, FACTS)))
+    mine.close()
+    right = Joining(RankHello(1, FACTS))
+    with caplog.at_level(logging.ERROR):
+        assert list(gather(iter([theirs, right.theirs]), 2, FACTS)) == [1]
+    assert "rank 7 is refused" in caplog.text
+
+
+def test_a_member_that_leaves_before_it_is_welcome_is_named() -> None:
+    pairs = {rank: socket.socketpair() for rank in (1, 2)}
+    pairs[2][0].close()
+    fd = os.memfd_create("test")
+    with pytest.raises(EngineFatal, match="rank 2: its link is closed"):
+        welcome({rank: RankLink(theirs, {}) for rank, (_, theirs) in pairs.items()}, fd)
+    os.close(fd)
+
+
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", frame(FrameKind.READY), int_frame(FrameKind.HELLO, 1), b""])
 def test_what_says_no_hello_is_closed_and_the_others_are_waited_for(said: bytes, caplog: pytest.LogCaptureFixture) -> None:
     mine, theirs = socket.socketpair()
@@ -138,6 +189,30 @@ def test_a_directory_open_to_others_or_missing_is_refused(private: Path) -> None
         listen(private / "ranks")
     with pytest.raises(ConfigError, match=r"rendezvous: .*none does not exist\. Make it, with mode 0700"):
         listen(private / "none" / "ranks")
+
+
+@pytest.mark.socket
+def test_a_path_that_cannot_be_listened_at_is_refused_by_name(private: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rendezvous: cannot listen at .*x \(AF_UNIX path too long\)\. Choose a path"):
+        listen(private / ("x" * 100))
+    with pytest.raises(ConfigError, match=r"rendezvous: cannot listen at .* \(File name too long\)\. Choose a path"):
+        listen(private / ("x" * 300) / "ranks")
+    file = private / "ranks"
+    file.write_text("kept")
+    with pytest.raises(ConfigError, match=r"rendezvous: cannot listen at .*ranks \(Address already in use\)\. Choose a path"):
+        listen(file)
+    assert file.read_text() == "kept", "only a socket is removed"
+
+
+@pytest.mark.socket
+def test_a_member_goes_to_no_directory_that_is_open_to_others(private: Path) -> None:
+    with closing(listen(private / "ranks")) as listening:
+        private.chmod(0o770)
+        with pytest.raises(ConfigError, match="rendezvous: the socket's directory is open to other users"):
+            connect(private / "ranks")
+        listening.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listening.accept()
 
 
 @pytest.mark.socket

@@ -6,13 +6,14 @@ share.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from headrace.core.clock import Clock
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 GATHER_S = 600.0
 """Seconds that rank 0 waits for the others, and they for it: by hand they are started one after the other."""
 HELLO_S = 10.0
+"""A connection that says nothing, which only a process of this user can make, keeps the others waiting that long."""
 RETRY_S = 0.1
 CHECK_S = 0.5
 CHUNK_BYTES = 1 << 16
@@ -96,6 +98,15 @@ class RankLink:
     def wait_at_most(self, timeout_s: float | None) -> None:
         self._socket.settimeout(timeout_s)
 
+    def is_closed(self) -> bool:
+        """By the other end. Reads nothing: not meant for a link over which something may have come."""
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def shut(self) -> None:
         """Both ends read no more, and a `send` that waits returns. The socket stays this object's."""
         with suppress(OSError):  # the other end has closed it
@@ -142,24 +153,24 @@ class RankLink:
 def listen(path: Path) -> socket.socket:
     """Raises ConfigError, also where another replica's ranks gather at the path."""
     try:
+        if not path.parent.is_dir():
+            raise ConfigError("rendezvous", f"{path.parent} does not exist", "Make it, with mode 0700.")
         check_socket_folder("rendezvous", path)
         with socket.socket(socket.AF_UNIX) as probe:
-            probe.connect(os.fspath(path))
-    except ConnectionRefusedError:
-        path.unlink(missing_ok=True)  # left behind by one that was killed
-    except FileNotFoundError:
-        if not path.parent.is_dir():
-            raise ConfigError("rendezvous", f"{path.parent} does not exist", "Make it, with mode 0700.") from None
-    else:
-        raise ConfigError("rendezvous", f"another replica's ranks gather at {path}", "Give each replica one of its own.")
-    listening = socket.socket(socket.AF_UNIX)
-    try:
-        listening.bind(os.fspath(path))
-        listening.listen()
+            status = probe.connect_ex(os.fspath(path))
+        if status == 0:
+            raise ConfigError("rendezvous", f"another replica's ranks gather at {path}", "Give each replica one of its own.")
+        if status == errno.ECONNREFUSED and path.is_socket():
+            path.unlink()  # left behind by one that was killed
+        with ExitStack() as unless_listening:
+            listening = unless_listening.enter_context(socket.socket(socket.AF_UNIX))
+            listening.bind(os.fspath(path))
+            listening.listen()
+            unless_listening.pop_all()
+            return listening
     except OSError as error:
-        listening.close()
-        raise ConfigError("rendezvous", f"cannot listen at {path} ({error.strerror})") from error
-    return listening
+        remedy = "Choose a path that is free, of at most 107 bytes, in a directory of yours."
+        raise ConfigError("rendezvous", f"cannot listen at {path} ({error.strerror or error})", remedy) from error
 
 
 def connections(
@@ -192,6 +203,8 @@ def gather(connected: Iterator[socket.socket], world: int, facts: Mapping[str, s
         try:
             link.wait_at_most(HELLO_S)
             hello = read_json(RankHello, link.receive()[1])
+            for left in [rank for rank, joined in links.items() if joined.is_closed()]:
+                links.pop(left).close()
             why_not = _why_not(hello, links, world, facts)
         except EngineFatal as error:
             log.error("a rank that came to this replica is refused: %s", error)
@@ -199,7 +212,8 @@ def gather(connected: Iterator[socket.socket], world: int, facts: Mapping[str, s
             continue
         if why_not:
             log.error("%s", why_not)
-            link.send(json_frame(FrameKind.FAILED, RankFailure(why_not, is_refused=True)))
+            with suppress(EngineFatal):  # it has left
+                link.send(json_frame(FrameKind.FAILED, RankFailure(why_not, is_refused=True)))
             link.close()
             continue
         link.wait_at_most(None)
@@ -224,17 +238,19 @@ def _close_all(links: Mapping[int, RankLink]) -> None:
 
 
 def connect(path: Path, *, clock: Clock = time.monotonic, sleep: Callable[[float], None] = time.sleep) -> socket.socket:
-    """Tries again until rank 0 listens. Raises ConfigError after GATHER_S."""
+    """Tries again until rank 0 listens. Raises ConfigError after GATHER_S, and where another user could listen in its place."""
     deadline = clock() + GATHER_S
     while True:
-        connected = socket.socket(socket.AF_UNIX)
         try:
-            connected.connect(os.fspath(path))
-            return connected
+            check_socket_folder("rendezvous", path)
+            with ExitStack() as unless_connected:
+                connected = unless_connected.enter_context(socket.socket(socket.AF_UNIX))
+                connected.connect(os.fspath(path))
+                unless_connected.pop_all()
+                return connected
         except OSError as error:
-            connected.close()
             if clock() > deadline:
-                reason = f"rank 0 does not listen at {path} after {GATHER_S:g} s ({error.strerror})"
+                reason = f"rank 0 does not listen at {path} after {GATHER_S:g} s ({error.strerror or error})"
                 raise ConfigError("rendezvous", reason, "Start rank 0 with the same rendezvous.") from error
         sleep(RETRY_S)
 
@@ -255,5 +271,9 @@ def join(link: RankLink, hello: RankHello) -> int:
 
 
 def welcome(links: Mapping[int, RankLink], fd: int) -> None:
-    for link in links.values():
-        link.send_descriptor(frame(FrameKind.WELCOME), fd)
+    """Raises EngineFatal where a rank has left."""
+    for rank, link in links.items():
+        try:
+            link.send_descriptor(frame(FrameKind.WELCOME), fd)
+        except OSError as error:
+            raise EngineFatal(f"rank {rank}: its link is closed ({error.strerror})") from error
