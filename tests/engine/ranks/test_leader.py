@@ -27,7 +27,7 @@ from headrace.engine.ranks.frames import (
     json_frame,
     read_ints,
 )
-from headrace.engine.ranks.leader import MAX_MISSED, RankGroup
+from headrace.engine.ranks.leader import MAX_MISSED, MAX_MISSED_AT_START, RankGroup
 from headrace.engine.ranks.link import RankLink
 from headrace.tensor.peers import NoPeers
 
@@ -157,22 +157,52 @@ def test_a_rank_that_stops_beating_is_seen_and_one_missed_beat_is_nothing(group:
     group.check_fault("rank 2 has not beaten for 1.5 s")
 
 
-def test_beats_that_a_compiler_keeps_back_are_not_missed_before_the_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RankGroup, "watch_beats", lambda self, on_fault: None)
-    group = Group()
-    for _ in range(3 * MAX_MISSED):
-        group.leader.look()
-    assert group.leader.fault is None
-    group.members[2].close()
-    group.leader.look()
-    assert "rank 2: its link is closed" in str(group.leader.fault), "that it left is seen"
-    group.leader.close()
+@pytest.fixture
+def starting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
+    """Its engine is not built yet."""
+    with monkeypatch.context() as patched:
+        patched.setattr(RankGroup, "watch_beats", lambda self, on_fault: None)
+        made = Group()
+    monkeypatch.setattr(leader, "JOIN_S", 0.0)
+    yield made
+    made.leader.close()
+
+
+def test_beats_that_a_compiler_keeps_back_are_not_missed_before_the_engine_is_built(starting: Group) -> None:
+    for _ in range(MAX_MISSED_AT_START - 1):
+        starting.leader.look()
+    starting.leader.watch_beats(starting.faults.append)
+    for _ in range(MAX_MISSED - 1):
+        starting.leader.look()
+    assert starting.leader.fault is None
+    starting.leader.look()
+    starting.check_fault("has not beaten for 1.5 s")
+
+
+def test_a_rank_that_leaves_before_the_engine_is_built_is_seen(starting: Group) -> None:
+    starting.members[2].close()
+    starting.leader.look()
+    assert "rank 2: its link is closed" in str(starting.leader.fault)
+
+
+@pytest.mark.parametrize("is_agreed", [False, True], ids=["while it loads", "while it allocates"])
+def test_a_rank_that_is_stopped_fails_the_start(starting: Group, monkeypatch: pytest.MonkeyPatch, is_agreed: bool) -> None:
+    monkeypatch.setattr(leader, "BEAT_S", 0.001)
+    if is_agreed:
+        starting.say(json_frame(FrameKind.SIZES, OWN), json_frame(FrameKind.SIZES, OWN))
+
+    def start() -> None:
+        starting.leader.agree(OWN)
+        starting.leader.wait_until_ready()
+
+    with pytest.raises(EngineFatal, match=r"rank 1 has not beaten for 0\.24 s"):
+        start()
 
 
 def test_a_machine_that_stood_still_ends_no_rank(group: Group) -> None:
     """Its clock jumps, and rank 0 has made no looks meanwhile."""
     group.start()
-    for _ in range(MAX_MISSED):
+    for _ in range(MAX_MISSED - 1):
         group.leader.look()
     group.say(BEAT, BEAT)
     for _ in range(MAX_MISSED):
@@ -234,6 +264,14 @@ def test_an_end_in_order_is_said_and_is_no_fault(group: Group) -> None:
         assert member.recv(1 << 16) == frame(FrameKind.END)
         assert member.recv(1) == b""
     assert not group.faults
+
+
+def test_a_step_that_was_abandoned_is_woken_once_the_links_have_closed(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[bool] = []
+    members = group.members.values()
+    monkeypatch.setattr(group.peers, "abort", lambda: left.extend(not member.recv(1, socket.MSG_DONTWAIT) for member in members))
+    group.leader.close()
+    assert left == [True, True]
 
 
 def test_a_start_that_fails_says_no_end(group: Group) -> None:

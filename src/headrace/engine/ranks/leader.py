@@ -48,6 +48,8 @@ log = logging.getLogger(__name__)
 BEAT_S = 0.25
 MAX_MISSED = 6
 """Looks in a row that saw no beat of a rank. Looks, not seconds: where the whole machine stands still, none are made."""
+MAX_MISSED_AT_START = 240
+"""While an engine is built: a compiler may keep beats back for seconds."""
 JOIN_S = 2.0
 
 OnFault = Callable[[HeadraceError], None]
@@ -70,6 +72,7 @@ class RankGroup:
         self._reading = threading.Lock()
         self._ending = threading.Lock()
         self._on_fault: OnFault | None = None
+        self._is_ready = False
         self._closed = threading.Event()
         self._watch = threading.Thread(target=self._keep_looking, name="headrace-ranks", daemon=True)
         for link in links.values():
@@ -80,8 +83,9 @@ class RankGroup:
     # start
 
     def agree(self, own: RankSizes) -> tuple[int, dict[int, RankSizes]]:
-        """Returns the number of KV blocks that fit every rank, and the sizes of all. Raises what ended a rank, and ConfigError for one that
-        has another model."""
+        """Returns the number of KV blocks that fit every rank, and the sizes of all. The watch begins. Raises what ended a rank, and
+        ConfigError for one that has another model."""
+        self._watch.start()
         sizes = {0: own, **{rank: read_json(RankSizes, said) for rank, said in self._wait_for(FrameKind.SIZES).items()}}
         for rank, its in sizes.items():
             if its.checkpoint_digest != own.checkpoint_digest:
@@ -91,11 +95,11 @@ class RankGroup:
         return num_blocks, sizes
 
     def wait_until_ready(self) -> None:
-        """From then on a rank that leaves is seen by the watch."""
+        """From then on a close ends the ranks in order."""
         self._wait_for(FrameKind.READY)
         for member in self._members.values():
             member.link.allowed = {FrameKind.BEAT: 0, FrameKind.FAILED: MAX_JSON_BYTES}
-        self._watch.start()
+        self._is_ready = True
 
     def _wait_for(self, kind: FrameKind) -> dict[int, bytearray]:
         """The payload of each rank's frame of that kind, once all have come."""
@@ -103,7 +107,7 @@ class RankGroup:
         for member in self._members.values():
             arriving.register(member.link, select.POLLIN)
         while not all(kind in member.said for member in self._members.values()):
-            arriving.poll()
+            arriving.poll()  # ends at a beat, and once the watch has ended the links
             self._read_all()
             if self.fault is not None:
                 raise self.fault
@@ -140,10 +144,13 @@ class RankGroup:
     # faults
 
     def watch_beats(self, on_fault: OnFault) -> None:
-        """From now on a rank that does not beat is a fault, too: before, a compiler may keep its beats back for seconds.
+        """From now on MAX_MISSED looks without a beat are a fault.
 
         on_fault: called once, at a fault of any rank, from any thread; at once where it has happened
         """
+        with self._reading:
+            for member in self._members.values():
+                member.num_missed = 0
         with self._ending:
             self._on_fault = on_fault
             fault = self.fault
@@ -152,13 +159,14 @@ class RankGroup:
 
     def look(self) -> None:
         """Called every BEAT_S."""
+        with self._reading:
+            for member in self._members.values():
+                member.num_missed += 1
         self._read_all()
-        if self._on_fault is None:
-            return
+        limit = MAX_MISSED_AT_START if self._on_fault is None else MAX_MISSED
         for rank, member in self._members.items():
-            member.num_missed += 1
-            if member.num_missed > MAX_MISSED:
-                self.end(EngineFatal(f"rank {rank} has not beaten for {MAX_MISSED * BEAT_S:g} s: it is stopped, or hangs"))
+            if member.num_missed >= limit:
+                self.end(EngineFatal(f"rank {rank} has not beaten for {limit * BEAT_S:g} s: it is stopped, or hangs"))
 
     def end(self, fault: HeadraceError) -> None:
         """Only the first fault counts."""
@@ -178,11 +186,10 @@ class RankGroup:
         if self._closed.is_set():
             return
         self._closed.set()
-        is_running = self._watch.ident is not None
-        if is_running:
+        if self._watch.ident is not None:
             self._watch.join(JOIN_S)
         links = [member.link for member in self._members.values()]
-        if is_running and self.fault is None:
+        if self._is_ready and self.fault is None:
             for link in links:
                 with suppress(EngineFatal):  # it has ended already
                     link.send(frame(FrameKind.END))
@@ -190,6 +197,7 @@ class RankGroup:
                 link.wait_until_closed(JOIN_S)
         for link in links:
             link.close()
+        self.peers.abort()  # a step that the runner has abandoned waits no more
 
     def _keep_looking(self) -> None:
         while not self._closed.wait(BEAT_S):
