@@ -14,7 +14,7 @@ _SPECULATIVE = 'Write speculative_config: {"method": "draft_model", "model": FOL
 _SWAP = "preempted sequences are recomputed, nothing is swapped"
 
 WITHOUT_EFFECT: Mapping[str, str] = {
-    "disable_log_stats": "no statistics are logged",
+    "disable_log_stats": "the only statistics logged are those of drafts, while there are any",
     "swap_space": _SWAP,
     "preemption_mode": _SWAP,
     "max_seq_len_to_capture": "graphs that a GPU captures hold for contexts of every length; a CPU captures none",

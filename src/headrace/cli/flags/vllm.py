@@ -99,7 +99,7 @@ TABLE: dict[str, RefusedFlag | IgnoredFlag | TranslatedFlag] = {
     "--disable-log-requests": IgnoredFlag(_PROMPTS),
     "--max-log-len": IgnoredFlag(_PROMPTS, takes_value=True),
     "--enable-log-requests": IgnoredFlag("every request is a line of the request log, without its prompt"),
-    "--disable-log-stats": IgnoredFlag("only what drafts were worth is logged, while there are any; /metrics has the rest"),
+    "--disable-log-stats": IgnoredFlag(WITHOUT_EFFECT["disable_log_stats"]),
     "--uvicorn-log-level": IgnoredFlag("there is one log level; --request-log says where the line per request goes", takes_value=True),
     "--swap-space": IgnoredFlag(WITHOUT_EFFECT["swap_space"], takes_value=True, accepted=("0",)),
     "--preemption-mode": IgnoredFlag(WITHOUT_EFFECT["preemption_mode"], takes_value=True, accepted=("recompute",)),
