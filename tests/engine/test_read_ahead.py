@@ -20,7 +20,7 @@ from headrace.engine.loop import Engine, Outbox
 from headrace.machine.resources import Available
 from headrace.tensor.host.unfinished import UNFINISHED
 from headrace.tensor.packed import store as packed_store
-from headrace.tensor.packed.file import NOTE_SUFFIX, PackedFile
+from headrace.tensor.packed.file import NOTE_SUFFIX, PackedFile, PackedFolder
 
 pytestmark = pytest.mark.socket
 
@@ -114,6 +114,15 @@ def test_no_more_than_a_half_of_the_memory_is_taken_ahead(cache: Path, opened: l
     assert opened == [1]
     assert folder is not None
     folder.drop()
+
+
+def test_ranks_take_a_half_of_the_memory_together(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[int] = []
+    monkeypatch.setattr(module, "read_available", lambda: Available(6000, "a test"))
+    monkeypatch.setattr(PackedFolder, "read_ahead", lambda folder, max_bytes: limits.append(max_bytes))
+    for rank in range(3):
+        read_ahead(replace(CONFIG, tensor_parallel_size=3), rank)
+    assert limits == [1000] * 3
 
 
 def test_a_start_that_is_refused_stops_reading(cache: Path, opened: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

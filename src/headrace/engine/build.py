@@ -54,7 +54,7 @@ def read_ahead(config: EngineConfig, rank: int = 0) -> PackedFolder | None:
     asked: dict[str, object] = {"place": str(config.parallelism.place(rank))} if config.parallelism.world > 1 else {}
     asked |= {name: getattr(config, name) for name in ("quantization", "dtype", "kernels", "deterministic", "num_threads")}
     folder = PackedFolder(directory, {"model": str(Path(config.model).resolve()), "num_cpus": len(allowed_cpus() or ()), **asked})
-    folder.read_ahead(int(MAX_MEMORY_SHARE * read_available().num_bytes))
+    folder.read_ahead(int(MAX_MEMORY_SHARE * read_available().num_bytes / config.parallelism.world))
     return folder
 
 

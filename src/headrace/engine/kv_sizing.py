@@ -35,7 +35,9 @@ class KvSizing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvMemoryBudget:
-    """
+    """One rank's. What rank 0 alone holds is divided between all: the ranks have the same KV, and the least is that of all.
+
+    available_bytes             beside the weights of all ranks
     weight_bytes, draft_bytes   weights of the model and of its draft model, which count towards `memory_fraction`
     activation_bytes            reserved for a step's tensors
     adapter_bytes               reserved for adapters
@@ -96,11 +98,12 @@ def step_tokens(config: EngineConfig, max_model_len: int) -> int:
 
 
 def activation_bytes(config: EngineConfig, hidden_size: int, vocab_size: int, max_model_len: int, itemsize: int) -> int:
-    """A generous bound: 32 times the hidden size per token, and three copies of the sampled positions' logits in float32."""
+    """A generous bound: 32 times the hidden size per token, and three copies of the sampled positions' logits in float32, which rank 0
+    has for all ranks."""
     num_tokens = step_tokens(config, max_model_len)
     num_drafts = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
     num_sampled = min(config.max_num_seqs * (1 + num_drafts), num_tokens)
-    return itemsize * 32 * num_tokens * hidden_size + 4 * 3 * num_sampled * vocab_size
+    return itemsize * 32 * num_tokens * hidden_size + 4 * 3 * num_sampled * vocab_size // config.parallelism.world
 
 
 def out_of_memory(sizing: KvSizing, wanted_bytes: int) -> ConfigError:
@@ -167,17 +170,19 @@ def _full_blocks(pools: _Pools, budget: KvMemoryBudget) -> tuple[int, str]:
         return config.num_kv_blocks - 1, f"KV memory: {config.num_kv_blocks:,} blocks per group, as num_kv_blocks says"
     if config.kv_cache_bytes is not None:
         return pools.within(config.kv_cache_bytes), f"KV memory: {describe_bytes(config.kv_cache_bytes)}, as kv_cache_bytes says"
-    held = budget.weight_bytes + budget.draft_bytes
-    kv_bytes = int(config.memory_fraction * (budget.available_bytes + held)) - held - budget.activation_bytes - budget.adapter_bytes
+    held, num_ranks = budget.weight_bytes + budget.draft_bytes, config.parallelism.world
+    reserved = held + budget.activation_bytes + budget.adapter_bytes
+    kv_bytes = int(config.memory_fraction * (budget.available_bytes + num_ranks * held)) - reserved
     free, weights, step = (describe_bytes(n) for n in (budget.available_bytes, budget.weight_bytes, budget.activation_bytes))
     adapters = (
         f"- {describe_bytes(budget.adapter_bytes)} for {config.num_cpu_loras} adapters, one more while it is read "
         if budget.adapter_bytes
         else ""
     )
-    draft = f" + {describe_bytes(budget.draft_bytes)} of a draft model" if budget.draft_bytes else ""
+    ranks = f"{num_ranks} x " if num_ranks > 1 else ""
+    draft = f" + {ranks}{describe_bytes(budget.draft_bytes)} of a draft model" if budget.draft_bytes else ""
     line = (
-        f"KV memory: {config.memory_fraction:g} x ({free} free by {budget.source} + {weights} weights{draft}) "
+        f"KV memory: {config.memory_fraction:g} x ({free} free by {budget.source} + {ranks}{weights} weights{draft}) "
         f"- weights - {step} for a step {adapters}= {describe_bytes(kv_bytes)}"
     )
     within, enough = pools.within(kv_bytes), config.max_num_seqs * pools.blocks_for(pools.max_model_len)
@@ -187,7 +192,8 @@ def _full_blocks(pools: _Pools, budget: KvMemoryBudget) -> tuple[int, str]:
 
 
 def _check_fits(pools: _Pools, full_blocks: int, budget: KvMemoryBudget) -> None:
-    config, needed, free = pools.config, pools.num_bytes(full_blocks), budget.available_bytes - budget.adapter_bytes
+    config, needed, num_ranks = pools.config, pools.num_bytes(full_blocks), pools.config.parallelism.world
+    free = (budget.available_bytes - budget.adapter_bytes) // num_ranks
     if needed <= free:
         return
     if config.num_kv_blocks is not None:
@@ -197,10 +203,11 @@ def _check_fits(pools: _Pools, full_blocks: int, budget: KvMemoryBudget) -> None
     else:
         return
     adapters = f", without the {describe_bytes(budget.adapter_bytes)} for adapters" if budget.adapter_bytes else ""
+    ranks = f", for each of {num_ranks} ranks" if num_ranks > 1 else ""
     raise ConfigError(
         option,
         f"{needed:,} bytes ({describe_bytes(needed)}) of KV cache do not fit the {free:,} bytes ({describe_bytes(free)}) that are free by "
-        f"{budget.source}{adapters}",
+        f"{budget.source}{adapters}{ranks}",
         f"Use at most {most}, leave the option out, or free memory.",
     )
 

@@ -29,9 +29,13 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.kv_sizing import KvSizing
 from headrace.engine.ranks.leader import LeadingKv
 from headrace.engine.ranks.member import RankMember
+from headrace.engine.runner import loading
 from headrace.engine.runner.build import build_runner
 from headrace.engine.runner.loading import LoadedPart
 from headrace.fleet.weights import resolve_model
+from headrace.machine.resources import Available
+from headrace.tensor.device import CPU
+from headrace.tensor.models import LoadedModel, describe, load_model
 from headrace.tensor.models.decoder import DecoderModel
 
 pytest.importorskip("headrace.tensor.kernels.cpu.backend")  # now, so that no test moves where its compiled kernels are kept
@@ -168,6 +172,32 @@ def test_a_rank_holds_its_part_and_the_same_memory_has_room_for_more_blocks(tmp_
     assert halves.num_blocks[0] > 1.9 * alone.num_blocks[0]
     assert [any("rank 1: " in line for line in each.decided) for each in facts] == [False, True, True]
     assert ["ranks" in each.numerics for each in facts] == [False, True, False], "stages give the same bits"
+
+
+def test_ranks_have_the_cache_that_one_rank_has_although_the_free_memory_falls_as_they_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank took the free memory for what all but its own weights leave: a model that one rank served was refused."""
+    folder, held, load = save_tiny_model("llama", tmp_path), list[int](), load_model
+    options = {**SPACE, "num_kv_blocks": None, "memory_fraction": 0.9, "max_num_seqs": 64, "max_num_batched_tokens": 64}
+    free = 2 * describe(folder).resident_bytes + (4 << 20)
+
+    def note(*arguments: Any, **its: Any) -> LoadedModel:
+        loaded = load(*arguments, **its)
+        held.append(loaded.resident_bytes)
+        return loaded
+
+    monkeypatch.setattr(loading, "load_model", note)
+    monkeypatch.setattr(CPU, "free_memory", lambda: Available(free - sum(held), "a test"))
+    counts = []
+    for layout in ({}, {**TP2, "memory_fraction": 0.45}):
+        held.clear()
+        with RealEngine(folder, **{**options, **layout}) as engine:
+            counts.append(engine.engine.info.num_blocks[0])
+    alone, divided = counts
+    a_step, block = 4 * 32 * 64 * 128, 2 * 1024  # hidden states of 64 tokens; a block of both ranks
+    assert alone - divided == pytest.approx(a_step / block, abs=2), "all but what the second rank reserves for a step of its own"
+    assert any(line.startswith("ranks: 1 stage of 2 ranks; rank 0: ") for line in engine.engine.info.decided)
 
 
 def test_the_rank_with_the_least_memory_decides_the_number_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -201,6 +202,16 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(tiny_folder: P
     monkeypatch.setattr(loading, "load_model", lambda *args, **kwargs: pytest.fail("weights were read"))
     with pytest.raises(ConfigError, match=r"model: 8\d\.\d KiB of float32 weights do not fit the 48\.8 KiB that the cgroup's limit leaves"):
         build_runner(config(tiny_folder))
+
+
+def test_the_weights_of_all_ranks_must_fit_together(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank's part fit, and the system killed the ranks while they loaded."""
+    pair = config(tiny_folder, tensor_parallel_size=2)
+    part = loading.choose(pair, None, place=pair.parallelism.place(1)).described.resident_bytes
+    for free, fits in ((2 * part, True), (2 * part - 1, False)):
+        monkeypatch.setattr(CPU, "free_memory", lambda free=free: Available(free, "the cgroup's limit"))
+        with nullcontext() if fits else pytest.raises(ConfigError, match=r"of float32 weights on each of 2 ranks do not fit the"):
+            loading.choose(pair, None, place=pair.parallelism.place(1))
 
 
 def test_a_small_machine_shortens_the_context_and_says_so(tiny_folder: Path) -> None:

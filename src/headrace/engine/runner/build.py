@@ -16,9 +16,10 @@ from typing import NamedTuple
 import torch
 
 from headrace import __version__
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, counted
 from headrace.core.load import GpuUse
 from headrace.core.model_info import TEXT_FILES, WEIGHTS, ModelInfo, text_digests
+from headrace.core.parallelism import Parallelism
 from headrace.engine.adapters.preparer import AdapterPreparer
 from headrace.engine.config import EngineConfig
 from headrace.engine.grammar.preparer import GrammarCompiler, GrammarPreparer
@@ -144,7 +145,12 @@ def _size(config: EngineConfig, part: LoadedPart, adapter_bytes: int, draft: Loa
     ranks = "; ".join(
         f"rank {rank}: {describe_bytes(its.weight_bytes)} of weights, {its.num_blocks:,} blocks fit" for rank, its in sizes.items()
     )
-    return replace(agreed, lines=(f"ranks: {config.parallelism}; {ranks}", *agreed.lines))
+    return replace(agreed, lines=(f"ranks: {_describe_ranks(config.parallelism)}; {ranks}", *agreed.lines))
+
+
+def _describe_ranks(parallelism: Parallelism) -> str:
+    experts = ", each with whole experts" if parallelism.ep else ""
+    return f"{counted(parallelism.pp, 'stage')} of {counted(parallelism.tp, 'rank')}{experts}"
 
 
 def _allocate(config: EngineConfig, part: LoadedPart, sizing: KvSizing, group: RankGroup | None) -> KvCache:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -50,7 +50,10 @@ SHARED_OPTIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartChoices:
-    """drafting: of rank 0 alone, where a model drafts"""
+    """
+    drafting   of rank 0 alone, where a model drafts
+    available  before any weight is loaded: other ranks, which load at the same time, wait for this one's hello
+    """
 
     described: ModelDescription
     drafting: DraftDescription | None
@@ -63,6 +66,7 @@ class StartChoices:
     backend: Backend
     threads: ThreadPlan
     layer: str
+    available: Available
 
     def lines(self, config: EngineConfig) -> tuple[str, ...]:
         return (
@@ -124,7 +128,10 @@ def choose(config: EngineConfig, packed: PackedFolder | None, features: CpuFeatu
     dtype, why_dtype = device.resolve_dtype(config.dtype, described.dtype_name, features, is_rounded=is_rounded)
     kv_dtype, why_kv = _kv_dtype(config, dtype, described.dtype_name, features)
     draft_bytes = 0 if drafting is None else drafting.model.resident_bytes
-    _check_weights_fit(described, draft_bytes, device.free_memory(), 0 if packed is None else packed.num_bytes_ahead)
+    free, num_ranks = device.free_memory(), place.parallelism.world
+    # Other ranks are taken to have read as much ahead: the one that has read the least decides, and it takes too little for free.
+    available = replace(free, num_bytes=free.num_bytes + num_ranks * (0 if packed is None else packed.num_bytes_ahead))
+    _check_weights_fit(described, draft_bytes, available, num_ranks)
     kernels, why_kernels = choose_backend(config.kernels, config.device)
     backend = load_backend(kernels, deterministic=config.deterministic, features=features)
     threads = plan_threads(config.num_threads)
@@ -140,6 +147,7 @@ def choose(config: EngineConfig, packed: PackedFolder | None, features: CpuFeatu
         backend=backend,
         threads=threads,
         layer=backend.limit_threads(threads.num_threads),
+        available=available,
     )
 
 
@@ -153,14 +161,15 @@ def _kv_dtype(config: EngineConfig, computed: torch.dtype, stored: str, features
     return getattr(torch, config.kv_cache_dtype), f"as configured{scales}"
 
 
-def _check_weights_fit(described: ModelDescription, draft_bytes: int, available: Available, num_bytes_ahead: int) -> None:
-    """Raises ConfigError before loading: the system would kill the process halfway."""
-    if described.resident_bytes + draft_bytes > available.num_bytes + num_bytes_ahead:
+def _check_weights_fit(described: ModelDescription, draft_bytes: int, available: Available, num_ranks: int) -> None:
+    """Raises ConfigError before loading: the system would kill the process halfway. Ranks have about the same part each."""
+    if num_ranks * described.resident_bytes + draft_bytes > available.num_bytes:
+        ranks = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
         draft = f" and {describe_bytes(draft_bytes)} of a draft model's" if draft_bytes else ""
         raise ConfigError(
             "model",
-            f"{describe_bytes(described.resident_bytes)} of {described.dtype_name} weights{draft} do not fit the "
-            f"{describe_bytes(available.num_bytes + num_bytes_ahead)} that {available.source} leaves",
+            f"{describe_bytes(described.resident_bytes)} of {described.dtype_name} weights{ranks}{draft} do not fit the "
+            f"{describe_bytes(available.num_bytes)} that {available.source} leaves",
             f"Free memory or use a smaller model{', or no draft model' if draft_bytes else ''}.",
         )
 
@@ -171,26 +180,35 @@ def name_of(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LoadedPart:
-    """A rank's part of the model. kv_groups: as stored, in kv_dtype"""
+    """A rank's part of the model.
+
+    kv_groups  as stored, in kv_dtype
+    available  `StartChoices.available`
+    """
 
     loaded: LoadedModel
     kv_dtype: torch.dtype
     kv_groups: tuple[KvGroup, ...]
+    available: Available
 
     def budget(self, config: EngineConfig, adapter_bytes: int = 0, draft: LoadedDraft | None = None) -> KvMemoryBudget:
-        device, loaded = DEVICES[config.device], self.loaded
+        device, loaded, num_ranks = DEVICES[config.device], self.loaded, config.parallelism.world
         models = [loaded.model] if draft is None else [loaded.model, draft.loaded.model]
-        available, itemsize = device.free_memory(), device.step_itemsize(loaded.model.activations)
+        itemsize = device.step_itemsize(loaded.model.activations)
         widest = max(each.hidden_size for each in models)  # they compute one after the other
         step_bytes = activation_bytes(config, widest, loaded.vocab_size, loaded.max_model_len, itemsize)
         step_bytes += sum(each.recorded_bytes for each in models)
+        weight_bytes, draft_bytes = loaded.resident_bytes, 0 if draft is None else draft.loaded.resident_bytes // num_ranks
+        free = device.free_memory()
+        if num_ranks > 1:  # how much of the others' weights it still counts is not known
+            free = replace(self.available, num_bytes=max(0, self.available.num_bytes - num_ranks * (weight_bytes + draft_bytes)))
         return KvMemoryBudget(
-            available_bytes=available.num_bytes,
-            source=available.source,
-            weight_bytes=loaded.resident_bytes,
+            available_bytes=free.num_bytes,
+            source=free.source,
+            weight_bytes=weight_bytes,
             activation_bytes=step_bytes + device.working_bytes(config.max_num_seqs, loaded.vocab_size),
             adapter_bytes=(config.num_cpu_loras + 1) * adapter_bytes,
-            draft_bytes=0 if draft is None else draft.loaded.resident_bytes,
+            draft_bytes=draft_bytes,
         )
 
     def size(
@@ -229,4 +247,4 @@ def load_part(
         raise ConfigError("model", reason, "Free the device's memory, or use a smaller model or --quantization.") from error
     log.info("loaded %s of weights in %.1f s", describe_bytes(loaded.resident_bytes), time.perf_counter() - began)
     groups = tuple(stored_as(group, choices.kv_dtype) for group in loaded.model.kv_groups)
-    return LoadedPart(loaded, choices.kv_dtype, groups)
+    return LoadedPart(loaded, choices.kv_dtype, groups, choices.available)
