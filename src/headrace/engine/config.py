@@ -113,10 +113,10 @@ class EngineConfig:
         16, "Tokens per KV block: small blocks share more of equal prompts, large ones cost less bookkeeping.", low=1, high=2**20
     )
     num_kv_blocks: int | None = option(
-        None, "Size of the KV cache in blocks, instead of a share of memory.", shown="from `memory_fraction`", low=1
+        None, "Size of the KV cache in blocks, of each rank alike, instead of a share of memory.", shown="from `memory_fraction`", low=1
     )
     kv_cache_bytes: int | None = option(
-        None, "Size of the KV cache in bytes, instead of a share of memory.", shown="from `memory_fraction`", low=1
+        None, "Size of the KV cache of each rank in bytes, instead of a share of memory.", shown="from `memory_fraction`", low=1
     )
     memory_fraction: float = by_device(
         0.5,
@@ -160,7 +160,10 @@ class EngineConfig:
         "slower. The KV cache stays as large. A CPU captures none.",
     )
     num_threads: int | None = option(
-        None, "Threads of one engine: fewer leave cores to other processes.", shown="from cores and cgroup", low=1
+        None,
+        "Threads of one engine, of each rank where it has several: fewer leave cores to other processes.",
+        shown="from cores and cgroup",
+        low=1,
     )
     device: str = option(
         "auto", "`auto`: a GPU on which a first kernel runs, else the CPU ([gpu.md](gpu.md)).", one_of=DEVICES, is_common=True
