@@ -1,17 +1,21 @@
-"""Tests idle work of an engine: none of it runs beside a request, and all of it is done in the end."""
+"""Tests idle work of an engine: none of it runs beside a request, and all of it is done in the end. And its part of a machine."""
 
 from __future__ import annotations
 
 import os
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from engine_kit import DrivenEngine, request
 
-from headrace.engine.build import POLL_S, REST_S, do_while_idle
+from headrace.engine.build import POLL_S, REST_S, do_while_idle, part_of_machine
+from headrace.engine.config import EngineConfig
+from headrace.tensor.host import threads
+from headrace.tensor.host.threads import CpuShare
 from headrace.tensor.packed import store
 from headrace.tensor.packed.store import write_tensors
 
@@ -114,3 +118,25 @@ def test_a_file_written_beside_requests_is_the_file_written_at_once(tmp_path: Pa
     assert num_taken > 20
     assert len(driven.finish) >= 5, "requests were answered meanwhile"
     assert paths[1].read_bytes() == paths[0].read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("share", "num_parts", "num_threads"),
+    [
+        (CpuShare(8, 4, None), 2, 2),
+        (CpuShare(16, 8, 6.0), 2, 3),
+        (CpuShare(16, 8, 6.0), 4, 1),
+        (CpuShare(2, 1, None), 8, 1),
+        (CpuShare(8, 4, 6.0), 1, None),
+    ],
+)
+def test_ranks_have_the_threads_of_one_process_together(
+    share: CpuShare, num_parts: int, num_threads: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank counted the CPUs of its part: two hardware threads of one core twice, and the whole quota."""
+    monkeypatch.setattr(threads, "read_cpu_share", lambda: share)
+    pair = EngineConfig(model="m", device="cpu", tensor_parallel_size=2).checked()
+    found = part_of_machine(pair, num_parts)
+    assert (found.num_threads, found.memory_fraction) == (num_threads, pair.memory_fraction / num_parts)
+    assert part_of_machine(replace(pair, num_threads=5), num_parts).num_threads == 5
+    assert part_of_machine(replace(pair, tensor_parallel_size=1), num_parts).num_threads is None, "it is bound to CPUs of its own"

@@ -13,10 +13,11 @@ from patience import eventually
 from scripted_site import FleetExit, Script, ScriptedSite, scripted_site
 
 from headrace.core.errors import ConfigError
-from headrace.fleet import files, reconciler
+from headrace.fleet import files
 from headrace.fleet.config import ModelSpec
 from headrace.fleet.keeper import FIRST_PAUSE_S
 from headrace.fleet.launcher import LEAVE_S
+from headrace.machine import resources
 
 pytestmark = pytest.mark.loop
 
@@ -129,7 +130,8 @@ async def test_a_retired_replica_leaves_no_file_of_its_ranks() -> None:
 async def test_more_processes_than_cpus_are_warned_of_once_and_to_the_operator(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(reconciler, "num_allowed_cpus", lambda: 4)
+    monkeypatch.setattr(resources, "num_allowed_cpus", lambda: 8)
+    monkeypatch.setattr(resources, "cpu_quota", lambda: 4.5)
     caplog.set_level(logging.WARNING, "headrace.fleet")
     async with scripted_site(specs=divided(replicas=2)) as site:
         assert "processes on" not in caplog.text
@@ -140,3 +142,7 @@ async def test_more_processes_than_cpus_are_warned_of_once_and_to_the_operator(
     caplog.clear()
     async with scripted_site(specs=divided(tp=5)):
         assert caplog.text.count("tiny: 1 replica of 5 ranks are 5 processes on 4 CPUs") == 1
+    async with scripted_site(specs=divided(num_threads=2)):
+        assert "of 2 threads" not in caplog.text
+    async with scripted_site(specs=divided(num_threads=3)):
+        assert caplog.text.count("tiny: 1 replica of 2 ranks are 2 processes of 3 threads on 4 CPUs") == 1

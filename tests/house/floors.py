@@ -115,7 +115,9 @@ FLOORS: dict[str, Floor] = {
         _ours("core", "machine", "tensor", "engine.config", "engine.kv_sizing", "engine.runner"), ("torch", "numpy")
     ),
     "headrace.engine.kv_sizing": Floor(_ours("core", "engine.config")),
-    "headrace.engine.build": Floor(_ours("core", "machine", "policy", "engine", "tensor.host.cache_folder", "tensor.packed.file")),
+    "headrace.engine.build": Floor(
+        _ours("core", "machine", "policy", "engine", "tensor.host.cache_folder", "tensor.host.threads", "tensor.packed.file")
+    ),
     "headrace.engine.server": Floor(
         _ours("core", "machine", "policy", "wire", "observe", "engine.config", "engine.loop", "engine.failpoints"), ("grpc", "google")
     ),

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.llm import members
 from headrace.llm.members import MemberProcesses, build_ranks
+from headrace.machine import resources
+from headrace.tensor.host import threads
 
 pytestmark = pytest.mark.process
 
@@ -70,6 +73,7 @@ def test_members_share_the_machine_with_the_program(
     config: EngineConfig, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(members, "allowed_cpus", lambda: [0, 1, 2, 3, 4, 5])
+    monkeypatch.setattr(threads, "read_cpu_share", lambda: threads.CpuShare(12, 12, 6.0))
     command.append(f"{MEMBER}leash.recv(1)")
     with MemberProcesses(config, tmp_path) as started:
         files = [written(tmp_path, rank) for rank in (1, 2)]
@@ -106,6 +110,19 @@ def test_a_temporary_directory_that_is_too_long_for_sockets_is_refused(
     with pytest.raises(ConfigError, match=r"^TMPDIR: .* has more than 90 bytes\. Sockets need a short path: set another TMPDIR\.$"):
         build_ranks(config, lambda _: None)
     assert not any(long.iterdir())
+
+
+def test_more_threads_than_cpus_are_warned_of(
+    config: EngineConfig, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(resources, "num_allowed_cpus", lambda: 6)
+    monkeypatch.setattr(resources, "cpu_quota", lambda: None)
+    command.append(f"{MEMBER}leash.recv(1)")
+    for num_threads in (2, 3):
+        with MemberProcesses(replace(config, num_threads=num_threads), tmp_path) as started:
+            assert started.rank_0.num_threads == num_threads
+    [warning] = caplog.messages
+    assert warning.startswith("the ranks of the model are 3 processes of 3 threads on 6 CPUs")
 
 
 def test_no_member_is_left_by_a_program_that_is_killed_although_a_fork_of_it_lives(tmp_path: Path) -> None:

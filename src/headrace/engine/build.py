@@ -27,6 +27,7 @@ from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.schedule.scheduler import Scheduler
 from headrace.tensor.host.cache_folder import packed_directory
+from headrace.tensor.host.threads import plan_threads
 from headrace.tensor.packed.file import PackedFolder
 
 if TYPE_CHECKING:
@@ -56,6 +57,16 @@ def read_ahead(config: EngineConfig, rank: int = 0) -> PackedFolder | None:
     folder = PackedFolder(directory, {"model": str(Path(config.model).resolve()), "num_cpus": len(allowed_cpus() or ()), **asked})
     folder.read_ahead(int(MAX_MEMORY_SHARE * read_available().num_bytes / config.parallelism.world))
     return folder
+
+
+def part_of_machine(config: EngineConfig, num_parts: int) -> EngineConfig:
+    """The options of one of several processes that share this machine, called before it is bound to CPUs: a rank has its part of the
+    threads that one process would have on all of them.
+    """
+    num_threads = config.num_threads
+    if num_threads is None and config.parallelism.world > 1 < num_parts:
+        num_threads = max(1, plan_threads(None).num_threads // num_parts)
+    return replace(config, memory_fraction=config.memory_fraction / num_parts, num_threads=num_threads)
 
 
 POLL_S = 0.05

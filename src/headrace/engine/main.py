@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 from headrace.core.errors import ConfigError
-from headrace.engine.build import build_member, build_served_engine
+from headrace.engine.build import build_member, build_served_engine, part_of_machine
 from headrace.engine.config import EngineConfig
 from headrace.engine.server.adapter_reload import adapters_of
 from headrace.engine.server.config import ProcessConfig
@@ -25,7 +25,8 @@ def run_engine(read: Callable[[], tuple[ProcessConfig, EngineConfig]], parent_fd
     leash = Leash(parent_fd)
     try:
         held = process, engine = read()
-        engine = process.keep_to_share(engine)
+        engine = part_of_machine(engine, 1 + process.num_neighbours)
+        process.keep_to_share()
     except (ConfigError, OSError, ValueError) as error:
         print(f"headrace engine: {error}", file=sys.stderr)
         leash.failed(str(error), can_retry=False)

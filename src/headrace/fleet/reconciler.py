@@ -21,7 +21,7 @@ from headrace.fleet.files import gateway_content
 from headrace.fleet.gateways import GatewayFile, GatewayGroup, GatewaysView, TextRefused, why_unavailable
 from headrace.fleet.launcher import Launcher
 from headrace.fleet.replica_processes import ReplicaProcess, ReplicaProcesses
-from headrace.machine.resources import num_allowed_cpus
+from headrace.machine.resources import why_crowded
 from headrace.policy.deployment import (
     Deployment,
     DeploymentAction,
@@ -130,17 +130,14 @@ class Reconciler:
         yield ModelProgress(model, f"{model}: {reason}; num_kv_blocks makes it a fixed size, --max-surge 0 ends the predecessor first")
 
     def crowded(self) -> Iterator[ModelProgress]:
-        """Warns of replicas of several ranks that have more processes than there are CPUs."""
-        num_cpus = num_allowed_cpus()
+        """Warns of replicas of several ranks that have more threads than there are CPUs."""
         for spec in self.config.models:
             target = self.deployment.targets.get(spec.name)
-            if target is None or spec.num_ranks == 1 or (num_processes := target.num_replicas * spec.num_ranks) <= num_cpus:
+            if target is None or spec.num_ranks == 1:
                 continue
-            shares = f"{counted(target.num_replicas, 'replica')} of {spec.num_ranks} ranks are {num_processes} processes"
-            text = (
-                f"{spec.name}: {shares} on {counted(num_cpus, 'CPU')}: those that share one wait for each other in every layer; use fewer"
-            )
-            yield ModelProgress(spec.name, text, logging.WARNING)
+            if crowd := why_crowded(target.num_replicas * spec.num_ranks, int(str(spec.engine.get("num_threads") or 1))):
+                text = f"{spec.name}: {counted(target.num_replicas, 'replica')} of {spec.num_ranks} ranks are {crowd}"
+                yield ModelProgress(spec.name, text, logging.WARNING)
 
     async def _all_or_nothing(self, apply: Callable[[], Iterable[ModelProgress]]) -> None:
         """If `apply` or the round raises, the plan before it is restored."""

@@ -5,13 +5,14 @@ they end with the program however it ends.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import subprocess
 import sys
 import threading
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
 from tempfile import TemporaryDirectory
@@ -20,11 +21,13 @@ from typing import IO, Self
 
 from headrace.core.errors import ConfigError, EngineFatal
 from headrace.core.strict_decode import plain
-from headrace.engine.build import build_engine
+from headrace.engine.build import build_engine, part_of_machine
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine, Outbox
 from headrace.machine.forks import FORKS
-from headrace.machine.resources import MachineShare, allowed_cpus, share_of
+from headrace.machine.resources import MachineShare, allowed_cpus, share_of, why_crowded
+
+log = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-P", "-m", "headrace", "engine")
 MAX_LINE_BYTES = 1 << 16
@@ -85,9 +88,9 @@ class MemberProcesses:
         """folder: private"""
         world, cpus = config.parallelism.world, allowed_cpus()
         self.rendezvous = folder / "ranks"
-        # The program's own threads are not bound to CPUs.
-        num_threads = config.num_threads or len(share_of(cpus, MachineShare(0, world))) or None
-        self.rank_0 = replace(config, memory_fraction=config.memory_fraction / world, num_threads=num_threads)
+        if crowd := why_crowded(world, config.num_threads or 1):
+            log.warning("the ranks of the model are %s", crowd)
+        self.rank_0 = part_of_machine(config, world)  # its threads are not bound to CPUs
         self._members: list[_Member] = []
         try:
             for rank in range(1, world):

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from headrace.core.errors import counted
+
 UNLIMITED = 1 << 60
 """Version 1 writes "no limit" as a number just below 2**63."""
 
@@ -132,6 +134,16 @@ def share_of(cpus: Sequence[int] | None, share: MachineShare) -> list[int]:
 def num_allowed_cpus() -> int:
     cpus = allowed_cpus()
     return (os.cpu_count() or 1) if cpus is None else len(cpus)
+
+
+def why_crowded(num_processes: int, num_threads: int) -> str:
+    """A warning to ranks of `num_threads` each. Empty: every thread has a CPU."""
+    num_cpus = min(num_allowed_cpus(), max(1, int(cpu_quota() or UNLIMITED)))
+    if num_processes * num_threads <= num_cpus:
+        return ""
+    threads = f" of {num_threads} threads" if num_threads > 1 else ""
+    where = f"{num_processes} processes{threads} on {counted(num_cpus, 'CPU')}"
+    return f"{where}: those that share one wait for each other in every layer; use fewer"
 
 
 class ProcessMemory(NamedTuple):

@@ -78,20 +78,19 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         load_process_config(tmp_path / "none.json")
 
 
-def test_an_engine_beside_others_takes_its_part_of_memory_and_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_beside_others_keeps_to_its_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bound: list[set[int]] = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: bound.append(cpus))
-    process, engine = load_process_config(write(tmp_path, {**GOOD, "cpus": "0,3", "num_neighbours": 3}))
-    shared = process.keep_to_share(engine)
+    process, _ = load_process_config(write(tmp_path, {**GOOD, "cpus": "0,3", "num_neighbours": 3}))
+    process.keep_to_share()
     assert bound == [{0, 3}]
-    assert shared.memory_fraction == engine.memory_fraction / 4
 
 
 def test_an_engine_sees_the_gpu_that_it_was_given_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    process, engine = load_process_config(write(tmp_path, GOOD))
-    process.keep_to_share(engine)
+    process, _ = load_process_config(write(tmp_path, GOOD))
+    process.keep_to_share()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
-    process, engine = load_process_config(write(tmp_path, {**GOOD, "gpu": "1"}))
-    process.keep_to_share(engine)
+    process, _ = load_process_config(write(tmp_path, {**GOOD, "gpu": "1"}))
+    process.keep_to_share()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"

@@ -76,13 +76,12 @@ class ProcessConfig:
         assert path is not None, "it is a Unix socket"
         return path
 
-    def keep_to_share(self, engine: EngineConfig) -> EngineConfig:
-        """Called before anything counts CPUs or imports torch."""
+    def keep_to_share(self) -> None:
+        """Called before anything imports torch."""
         if self.gpu:
             os.environ[VISIBLE] = self.gpu
         if self.cpus:  # empty on systems that cannot bind a process
             os.sched_setaffinity(0, {int(cpu) for cpu in self.cpus.split(",")})
-        return replace(engine, memory_fraction=engine.memory_fraction / (1 + self.num_neighbours))
 
 
 def load_process_config(path: str | Path) -> tuple[ProcessConfig, EngineConfig]:

@@ -39,7 +39,7 @@ def plan_threads(requested: int | None, share: CpuShare | None = None) -> Thread
     if requested is not None:
         if not 1 <= requested <= share.cpus:
             raise ConfigError("num_threads", f"{requested} is outside 1..{share.cpus}, the CPUs this process may use", "Leave it out.")
-        return ThreadPlan(requested, "as configured")
+        return ThreadPlan(requested, "as given")
     if share.quota is not None and share.quota < share.cores:
         return ThreadPlan(max(1, int(share.quota)), f"the cgroup allows {share.quota:g} CPUs")
     reason = f"{share.cores} cores" if share.cores == share.cpus else f"{share.cores} cores of {share.cpus} hardware threads"
