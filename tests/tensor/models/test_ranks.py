@@ -107,6 +107,21 @@ def test_ranks_answer_as_the_model_on_one(
     assert_close(found[0], answers(paged_run)(whole))
 
 
+@pytest.mark.parametrize("name", ["tp2-pp2", "ep2"])
+def test_ranks_whose_routers_disagree_choose_the_experts_of_the_first(
+    name: str, make_oracle: Callable[..., Any], paged_run: Callable[..., Any], tmp_path: Path
+) -> None:
+    """A library's product may have other bits on a rank with another number of threads, and two scores are then ordered otherwise."""
+    make_oracle("Mixtral", tmp_path, **{**TINY, **FAMILIES["Mixtral"]})
+    ranks = Ranks(DIVISIONS[name], loader(tmp_path))
+    wanted = ranks.run(answers(paged_run))[0]
+    for loaded in ranks.loaded:
+        if loaded.model.place.tp_rank:
+            for block in loaded.model.blocks:
+                block.mlp.router.weight.neg_()  # type: ignore[union-attr]
+    assert torch.equal(ranks.run(answers(paged_run))[0], wanted)
+
+
 @pytest.mark.parametrize(("family", "name"), [("Llama", "tp2"), ("Gemma3", "tp2-pp2"), ("Mixtral", "ep2")])
 def test_compiled_kernels_take_the_parts(
     family: str,

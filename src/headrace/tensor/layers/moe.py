@@ -53,7 +53,7 @@ class SparseMoe:
     """
 
     def __init__(self, reader: WeightReader, prefix: str, spec: MoeSpec, names: MoeNames, hidden_size: int) -> None:
-        self.spec, self.kernels, self.reduce = spec, reader.kernels, reader.peers.reduce
+        self.spec, self.kernels, self.peers = spec, reader.kernels, reader.peers
         reader = reader.without_adapters()
         present = [block for block in names.blocks if reader.source.has(f"{prefix}{block}.gate.weight")]
         block = prefix + (present or names.blocks)[0]
@@ -78,10 +78,10 @@ class SparseMoe:
         weights, experts = self.route(x)
         compute, own = self._together or self._one_by_one, self.own
         if len(own) == self.spec.num_experts:
-            return self.reduce(weighted_sum(compute(x, experts), weights))
+            return self.peers.reduce(weighted_sum(compute(x, experts), weights))
         is_others = (experts < own.start) | (experts >= own.stop)
         outputs = compute(x, (experts - own.start).masked_fill_(is_others, len(own)))
-        return self.reduce(weighted_sum(outputs.masked_fill_(is_others.view(-1, 1), 0.0), weights))
+        return self.peers.reduce(weighted_sum(outputs.masked_fill_(is_others.view(-1, 1), 0.0), weights))
 
     def _one_by_one(self, x: Tensor, experts: Tensor) -> Tensor:
         """Implements `Experts`. The host reads how many tokens each expert has."""
@@ -100,8 +100,13 @@ class SparseMoe:
         return outputs
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights [T, top_k] in x's dtype and expert indices [T, top_k] int64."""
-        weights, experts = choose_experts(self.router(x).float(), self.spec.top_k, is_renormalised=self.spec.is_renormalised)
+        """Weights [T, top_k] in x's dtype and expert indices [T, top_k] int64, the same on every rank.
+
+        A library's product may have other bits with another number of threads: all ranks choose by the scores of the first one.
+        """
+        scores = self.router(x).float()
+        self.peers.broadcast(scores)
+        weights, experts = choose_experts(scores, self.spec.top_k, is_renormalised=self.spec.is_renormalised)
         return weights.to(x.dtype), experts
 
     def weight_bytes(self, *, one_token: bool) -> int:

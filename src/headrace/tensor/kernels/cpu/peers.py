@@ -235,7 +235,8 @@ class SharedMemoryPeers:
         return out
 
     def broadcast(self, x: Tensor) -> None:
-        self._exchange(self._stage, MOVE, x, x)
+        if self._stage.members > 1:
+            self._exchange(self._stage, MOVE, x, x)
 
     def send(self, x: Tensor) -> None:
         assert self._next is not None, "the last stage sends nothing"
