@@ -9,7 +9,7 @@ from torch import Tensor
 
 class Peers(Protocol):
     """Every rank of a stage calls `reduce`, `gather` and `broadcast` in the same order, with tensors of equal shape and dtype; each `send`
-    meets the `receive` of the same place in the next stage. Results are equal on every rank, to the bit.
+    meets the `receive` of the same place in the next stage. Sums are equal on every rank, to the bit.
 
     All raise EngineFatal once a rank of the replica has ended, or `abort` was called.
     """
@@ -19,7 +19,7 @@ class Peers(Protocol):
         ...
 
     def gather(self, x: Tensor) -> Tensor:
-        """[N, v] of each rank of the stage -> [N, tp * v], side by side in the order of ranks."""
+        """[N, v] of each rank of the stage -> [N, tp * v] on the first, side by side in the order of ranks; [0, tp * v] on the others."""
         ...
 
     def broadcast(self, x: Tensor) -> None:

@@ -137,7 +137,7 @@ class PagedRun:
         with torch.inference_mode():
             hidden = self.model.forward(torch.tensor(ids), batch, self.kv)
             logits = self.model.logits(hidden) if len(hidden) else torch.empty(0, self.model.vocab_size)
-        tokens = [] if not self.model.place.is_last else range(len(ids)) if selected is None else selected
+        tokens = [] if self.model.place.rank else range(len(ids)) if selected is None else selected
         assert len(logits) == len(tokens)
         for (row, count), start in zip(rows, starts[:-1], strict=True):
             row.logits.append(logits[[start <= token < start + count for token in tokens]])

@@ -102,8 +102,7 @@ def test_ranks_answer_as_the_model_on_one(
     make_oracle(family, tmp_path, **{**TINY, **FAMILIES[family]})
     whole, ranks = loader(tmp_path)(), Ranks(parallelism, loader(tmp_path))
     found = ranks.run(answers(paged_run))
-    for logits_of_rank in found[: parallelism.tp]:
-        assert torch.equal(logits_of_rank, found[0])
+    assert all(len(logits_of_rank) == 0 for logits_of_rank in found[1:])
     assert_close(found[0], answers(paged_run)(whole))
 
 
@@ -246,7 +245,6 @@ def test_a_rank_holds_the_bits_that_one_rank_would(stored: Stored, bits: int, tm
     assert whole.held == f"linears in {bits} bits: 4, dense: 1"
     assert [rank.held for rank in ranks.loaded] == [whole.held] * 2
     found, wanted = ranks.run(logits), logits(whole)
-    assert torch.equal(found[0], found[1])
     assert (found[0] - wanted).abs().max() <= 0.03 * wanted.abs().max()
 
 

@@ -235,7 +235,9 @@ class DecoderModel:
         return self.final_norm(branch, residual) if len(residual) else residual
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [N, E], rows of what `forward` returned -> [N, V] float32, on every rank of the last stage. All of them call it."""
+        """hidden [N, E], rows of what `forward` returned -> [N, V] float32; [0, V] on all ranks of the last stage but the first, to which
+        they give their parts. All of them call it.
+        """
         own, tp = self.head(hidden), self.place.parallelism.tp
         if tp > 1:
             own = self.peers.gather(F.pad(own, (0, -(-self.vocab_size // tp) - own.shape[1])))[:, : self.vocab_size].contiguous()

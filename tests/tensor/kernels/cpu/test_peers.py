@@ -65,12 +65,10 @@ def summed(parts: Sequence[Tensor]) -> Tensor:
     return reduce(torch.add, [part.float() for part in parts]).to(parts[0].dtype)
 
 
-def gathered(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(parts), dim=1)
-
-
-def first_of(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0]
+def gathered(parts: Sequence[Tensor], rank: int) -> Tensor:
+    """The first rank alone reads it."""
+    whole = torch.cat(list(parts), dim=1)
+    return whole if rank == 0 else whole[:0]
 
 
 def broadcast(peers: SharedMemoryPeers, x: Tensor) -> Tensor:
@@ -78,10 +76,10 @@ def broadcast(peers: SharedMemoryPeers, x: Tensor) -> Tensor:
     return x
 
 
-OPERATIONS: dict[str, tuple[Callable[[SharedMemoryPeers, Tensor], Tensor], Callable[[Sequence[Tensor]], Tensor]]] = {
-    "reduce": (SharedMemoryPeers.reduce, summed),
+OPERATIONS: dict[str, tuple[Callable[[SharedMemoryPeers, Tensor], Tensor], Callable[[Sequence[Tensor], int], Tensor]]] = {
+    "reduce": (SharedMemoryPeers.reduce, lambda parts, rank: summed(parts)),
     "gather": (SharedMemoryPeers.gather, gathered),
-    "broadcast": (broadcast, first_of),
+    "broadcast": (broadcast, lambda parts, rank: parts[0]),
 }
 
 
@@ -110,14 +108,13 @@ def test_any_calls_give_every_rank_the_bits_of_the_plain_twin(
 ) -> None:
     """Each call finds in the areas what earlier ones left there."""
     given_ = [parts_of(tp, shape, dtype, seed + number) for number, (_, shape, dtype) in enumerate(calls)]
-    wants = [OPERATIONS[name][1](parts) for (name, _, _), parts in zip(calls, given_, strict=True)]
 
     def work(rank: int, peers: SharedMemoryPeers) -> list[Tensor]:
         return [OPERATIONS[name][0](peers, parts[rank].clone()) for (name, _, _), parts in zip(calls, given_, strict=True)]
 
-    for results in on_all(make_peers(tp), work):
-        for (name, shape, dtype), got, want in zip(calls, results, wants, strict=True):
-            assert same_bits(got, want), (name, shape, dtype)
+    for rank, results in enumerate(on_all(make_peers(tp), work)):
+        for (name, shape, dtype), got, parts in zip(calls, results, given_, strict=True):
+            assert same_bits(got, OPERATIONS[name][1](parts, rank)), (name, shape, dtype)
 
 
 @pytest.mark.parametrize(
@@ -151,10 +148,9 @@ def test_ranks_may_compute_with_unequal_numbers_of_workers(monkeypatch: pytest.M
             results.append([moved, peers.gather(parts[rank]), peers.reduce(parts[rank].clone())])
         return results
 
-    wants = [[first_of(parts), gathered(parts), summed(parts)] for parts in given_]
-    for results in on_all(make_peers(2), work):
-        for got, want in zip(results, wants, strict=True):
-            assert all(map(same_bits, got, want))
+    for rank, results in enumerate(on_all(make_peers(2), work)):
+        for got, parts in zip(results, given_, strict=True):
+            assert all(map(same_bits, got, [parts[0], gathered(parts, rank), summed(parts)]))
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -226,32 +222,32 @@ def until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("operation", ["reduce", "gather", "broadcast", "receive"])
 def test_ranks_that_wait_are_woken_by_an_abort(operation: str) -> None:
-    """Also the one that aborts raises from then on, and the one that had not called yet."""
+    """Also the one that aborts raises from then on, and the one that had not called yet. In a gather only the first waits."""
     tp, pp = (1, 3) if operation == "receive" else (3, 1)
-    peers = make_peers(tp, pp)
+    peers, waits = make_peers(tp, pp), 0 if operation == "gather" else 1
     call: Callable[[SharedMemoryPeers], Any] = lambda each: getattr(each, operation)(torch.ones(2, 3))  # noqa: E731
     begun = threading.Barrier(2)
 
     def wait() -> None:
         begun.wait()
-        call(peers[1])
+        call(peers[waits])
 
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(wait)
         begun.wait()
         if operation in ("reduce", "gather"):
-            until(lambda: has_arrived(peers[1]))
-        peers[0].abort()
+            until(lambda: has_arrived(peers, waits))
+        peers[1 - waits].abort()
         with pytest.raises(EngineFatal, match="another rank of this replica has ended"):
             waiting.result()
-    for each in (peers[2], peers[0]) if operation != "receive" else (peers[0],):
+    for each in (peers[2], peers[1 - waits]) if operation != "receive" else (peers[0],):
         with pytest.raises(EngineFatal, match="another rank of this replica has ended"):
             call(each)
 
 
-def has_arrived(peers: SharedMemoryPeers) -> bool:
-    """Whether rank 1 of one stage has arrived at its first exchange."""
-    return bool(peers._words[(shared.PAGE_BYTES + shared.MEMBER_BYTES) // 8] == 1)
+def has_arrived(peers: Sequence[SharedMemoryPeers], rank: int) -> bool:
+    """Whether that rank of one stage has arrived at its first exchange."""
+    return bool(peers[rank]._words[(shared.PAGE_BYTES + rank * shared.MEMBER_BYTES) // 8] == 1)
 
 
 def test_a_rank_that_never_comes_ends_the_waiting_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,12 +320,13 @@ def test_processes_exchange_through_a_file_in_memory() -> None:
         said = [rank.communicate(timeout=200)[0] for rank in ranks]
     finally:
         os.close(memory)
-    want = hashlib.sha256()
+    wants = [hashlib.sha256() for _ in ranks]
     for call in range(300):
         generator = torch.Generator().manual_seed(call)
         parts = torch.randn(2, call % 7 + 1, 1000 if call % 50 else 100_000, generator=generator)
         halves = list(parts.to(torch.bfloat16 if call % 3 == 0 else torch.float32))
-        for made in (gathered(halves), summed(halves)):
-            want.update(made.view(torch.uint8).numpy().tobytes())
+        for rank, want in enumerate(wants):
+            for made in (gathered(halves, rank), summed(halves)):
+                want.update(made.view(torch.uint8).numpy().tobytes())
     assert [rank.returncode for rank in ranks] == [0, 0]
-    assert said == [f"{want.hexdigest()}\n"] * 2
+    assert said == [f"{want.hexdigest()}\n" for want in wants]

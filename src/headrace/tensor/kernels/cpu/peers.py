@@ -57,7 +57,7 @@ YIELD_NS = 100_000
 """A wait spins first, then gives its processor to whatever else may run, and from this time on sleeps in between."""
 MAX_NAP_US = 200
 MOVE, GATHER, SUM_F32, SUM_BF16 = range(4)
-"""MOVE: the first member's tensor becomes that of all."""
+"""MOVE: the first member's tensor becomes that of all. GATHER: the first member alone reads."""
 SUMS = {torch.float32: SUM_F32, torch.bfloat16: SUM_BF16}
 ABORTED, LATE = 1, 2
 """The word that ends all waits: 0 at first; ABORTED; LATE + the rank that was waited for too long."""
@@ -147,7 +147,8 @@ def _exchange(arguments: int, worker: int, workers: int) -> None:
     """The counter read first stays until all workers have read it: it counts no exchange at which one of them has not arrived."""
     a: ExchangeArguments = read_arguments(ExchangeArguments, arguments)
     number = load_acquire(as_i64(a.group + MEMBER_BYTES * a.member))
-    is_writer, is_reader = a.operation != MOVE or a.member == 0, a.operation != MOVE or a.member != 0
+    is_writer = a.operation != MOVE or a.member == 0
+    is_reader = a.operation != (MOVE if a.member == 0 else GATHER)
     for offset in range(0, a.num_bytes, AREA_BYTES):
         size = min(a.num_bytes - offset, AREA_BYTES)
         first, last = share((size + LINE_BYTES - 1) // LINE_BYTES, worker, workers)
@@ -230,7 +231,8 @@ class SharedMemoryPeers:
     def gather(self, x: Tensor) -> Tensor:
         if self._stage.members == 1:
             return x
-        out = allocate_result((x.shape[0], x.shape[1] * self._stage.members), x.dtype)
+        rows = x.shape[0] if self._stage.member == 0 else 0
+        out = allocate_result((rows, x.shape[1] * self._stage.members), x.dtype)
         self._exchange(self._stage, GATHER, x, out, row_bytes=x.shape[1] * x.itemsize)
         return out
 
