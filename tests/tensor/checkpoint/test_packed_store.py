@@ -209,7 +209,7 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_time(
 
 
 def test_what_was_not_used_for_long_makes_room(folder: Path, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_store, "MAX_FILES", 2)
+    monkeypatch.setattr(packed_store, "MAX_MODELS", 2)
     names: list[str] = []
     for number in range(3):
         os.utime(folder / "model.safetensors", ns=(number, number))
@@ -221,12 +221,13 @@ def test_what_was_not_used_for_long_makes_room(folder: Path, kept: Path, monkeyp
 
 
 def test_each_rank_keeps_its_part(folder: Path, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where as many files as one replica of one rank may keep are fewer than there are ranks."""
-    monkeypatch.setattr(packed_store, "MAX_FILES", 1)
+    """They count as one model, also when a model of one rank is kept beside them."""
+    monkeypatch.setattr(packed_store, "MAX_MODELS", 2)
     places = [Parallelism(2, 2).place(rank) for rank in range(4)]
     for place in places:
         loaded(folder, kept, place=place)
-    assert len(files(kept)) == 4
+    loaded(folder, kept)
+    assert len(files(kept)) == 5
     for place in places:
         plain, again = (loaded(folder, where, place=place).model for where in (None, kept))
         assert again.resident_bytes == plain.resident_bytes - (plain.embedding.resident_bytes if place.is_first else 0)

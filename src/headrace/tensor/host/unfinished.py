@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -48,17 +48,18 @@ def remove_unfinished(directory: Path) -> None:
                 path.unlink()
 
 
-def remove_oldest(files: list[Path], *, max_files: int, max_bytes: int | None = None) -> list[Path]:
+def remove_oldest(files: list[Path], *, max_files: int, max_bytes: int | None = None, group_of: Callable[[Path], str] = str) -> list[Path]:
     """Remove the files changed longest ago until at most max_files, of at most max_bytes together, are left. Returns these.
 
-    A file that is gone, or cannot be removed, counts as removed.
+    The files of one group count as one, changed when the last of them was. A file that is gone, or cannot be removed, counts as removed.
     """
     found = sorted(((path, *_facts(path)) for path in files), key=lambda entry: entry[1], reverse=True)
     kept: list[Path] = []
+    groups: dict[str, int] = {}
     num_bytes = 0
     for path, _, size in found:
         num_bytes += size
-        if len(kept) < max_files and (max_bytes is None or num_bytes <= max_bytes):
+        if groups.setdefault(group_of(path), len(groups)) < max_files and (max_bytes is None or num_bytes <= max_bytes):
             kept.append(path)
         else:
             with suppress(OSError):

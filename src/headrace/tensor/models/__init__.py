@@ -244,9 +244,9 @@ class _Weights:
         form = backend.packed_format
         if packed is not None and form is not None and not isinstance(self.source, RandomWeights) and self.content is not None:
             version = "" if stored is None else f", read by {READER_VERSION}"
-            kind = f"{precision.value} {self.dtype} {place}{version}"
-            name = store_name(self.digest, self.source.files, precision=kind, layout=form.packed_layout(precision))
-            self.store = PackedStore(packed, name, form, self.content.content, num_ranks=place.parallelism.world)
+            kind = f"{precision.value} {self.dtype} {place.parallelism}{version}"
+            name = store_name(self.digest, self.source.files, precision=kind, layout=form.packed_layout(precision), rank=place.rank)
+            self.store = PackedStore(packed, name, form, self.content.content)
 
     def build(self, reader: WeightReader, spec: DecoderSpec) -> DecoderModel:
         """Raises CheckpointError also if the checkpoint lacks a tensor of another rank, or holds one that the model does not ask for."""

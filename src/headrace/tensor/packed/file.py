@@ -29,7 +29,7 @@ SUFFIX = ".safetensors"
 NOTE_SUFFIX = ".last"
 TABLE = "table:"
 """Before the names of tensors that stay in the file."""
-_NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
+_NAME = re.compile(r"[0-9a-f]{32}-[0-9]+\.safetensors")
 
 
 class PackedFile:

@@ -1,8 +1,8 @@
 """Packed weights kept on disk: a start reads them instead of joining, rounding and packing the checkpoint's weights again.
 
-One file per (checkpoint, precision, layout), written in pieces, and whole or not at all. Its name is a hash of the checkpoint's digest and
-of every weight file's size and modification time. Norms are not kept. How a file is read: `packed.file`; when it is written:
-`engine.build`.
+One file per rank of a (checkpoint, precision, layout), written in pieces, and whole or not at all. Its name is a hash of the checkpoint's
+digest and of every weight file's size and modification time, and the rank. Norms are not kept. How a file is read: `packed.file`; when it
+is written: `engine.build`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 
 VERSION = 3
 """Part of every file's name: files of another version are never opened."""
-MAX_FILES = 6
-"""For each rank. The one used longest ago is removed first."""
+MAX_MODELS = 6
+"""Each with the files of all its ranks. The one used longest ago is removed first."""
 MAX_DISK_SHARE = 0.5
 """A new file takes no more of the disk's free space."""
 MIN_BYTES = 4 << 20
@@ -44,13 +44,16 @@ Pieces = Generator[None, None, None]
 """Work that pauses at each `yield`. Closing it undoes what it has begun."""
 
 
-def store_name(digest: str, files: Iterable[Path], *, precision: str, layout: str) -> str:
-    """files: the checkpoint's weight files; digest: the checkpoint's. Raises OSError for a missing file."""
+def store_name(digest: str, files: Iterable[Path], *, precision: str, layout: str, rank: int) -> str:
+    """files: the checkpoint's weight files; digest: the checkpoint's. Raises OSError for a missing file.
+
+    precision: also how weights are divided over ranks, whose names differ in nothing but the rank.
+    """
     state = blake2b(json.dumps([VERSION, digest, precision, layout]).encode(), digest_size=16, person=b"headrace-packed")
     for path in sorted(files):
         info = path.stat()
         state.update(f"{path.name} {info.st_size} {info.st_mtime_ns}\0".encode())
-    return state.hexdigest() + SUFFIX
+    return f"{state.hexdigest()}-{rank}{SUFFIX}"
 
 
 class StoredTable:
@@ -91,17 +94,13 @@ class PackedStore:
         name: str,
         form: PackedFormat,
         content: Callable[[], Generator[None, None, str]] | None = None,
-        *,
-        num_ranks: int = 1,
     ) -> None:
         """
         name     the model's packed file, from `store_name`
         form     how linears are packed and loaded, and tables read
         content  gives the digest of the checkpoint's bytes, hashing them in pieces if it must; "" if they changed. Written into the packed
                  file
-        num_ranks  of the replica: each keeps a file
         """
-        self._max_files = MAX_FILES * num_ranks
         self._folder, self._path = folder, folder.directory / name
         self._form, self._content = form, content
         self._made: dict[str, PackedLinear] = {}
@@ -244,8 +243,9 @@ class PackedStore:
         self._found = None
 
     def _remove_old(self) -> None:
-        """Files used longest ago, what ended processes left unfinished, and notes that name no file."""
-        kept = {path.name for path in remove_oldest(list(self._path.parent.glob("*" + SUFFIX)), max_files=self._max_files)}
+        """Models used longest ago, what ended processes left unfinished, and notes that name no file."""
+        files = list(self._path.parent.glob("*" + SUFFIX))
+        kept = {path.name for path in remove_oldest(files, max_files=MAX_MODELS, group_of=lambda path: path.name.partition("-")[0])}
         remove_unfinished(self._path.parent)
         for note in self._path.parent.glob("*" + NOTE_SUFFIX):
             with suppress(OSError):
