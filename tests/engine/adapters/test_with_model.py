@@ -120,6 +120,9 @@ def test_a_listed_adapter_that_cannot_be_used_refuses_the_start(base: Path, tmp_
         RealEngine(base, **SPACE, lora_modules=(source,))
 
 
+MAX_SEEDS = 12
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(
     "speculative",
@@ -147,21 +150,26 @@ def test_drafts_leave_every_bit_of_rows_with_and_without_adapters_as_it_is(
     with RealEngine(folder, **space) as engine:
         whole = engine.run(*requests(engine)).answers()
     assert len({tuple(whole[f"{adapter} 0", 0].token_ids) for adapter in (None, *names)}) == 3
-    with RealEngine(folder, **space, depth=depth, speculative_config=speculative) as engine:
-        decide_at_random(engine.engine.scheduler, 1)
-        drafting, accepted = engine.engine.scheduler._drafting, Counter[str | None]()
-        assert drafting is not None
-        verify = drafting.verify
+    seen = set[str]()
+    for seed in range(MAX_SEEDS):  # what is drafted beside what depends on when the requests are added
+        with RealEngine(folder, **space, depth=depth, speculative_config=speculative) as engine:
+            decide_at_random(engine.engine.scheduler, seed)
+            drafting, accepted = engine.engine.scheduler._drafting, Counter[str | None]()
+            assert drafting is not None
+            verify = drafting.verify
 
-        def counted(row: StepRow, num_tokens: int) -> None:
-            accepted[row.seq.request.adapter] += num_tokens - 1
-            verify(row, num_tokens)
+            def counted(row: StepRow, num_tokens: int, accepted: Counter[str | None] = accepted, verify: Any = verify) -> None:
+                accepted[row.seq.request.adapter] += num_tokens - 1
+                verify(row, num_tokens)
 
-        monkeypatch.setattr(drafting, "verify", counted)
-        assert engine.run(*requests(engine)).answers() == whole
-        plans = engine.engine._steps.recent
-        drafted = [{slot for slot, n in zip(plan.adapter_slots, plan.samples, strict=True) if n > 1} for plan in plans]
-        counters = engine.engine.snapshot().counters
-    assert drafted.count({0, 1, 2}) > 0, "drafts of all three in one step"
-    assert min(accepted[adapter] for adapter in (None, *names)) > 0, accepted
-    assert counters.accepted_tokens < counters.draft_tokens
+            monkeypatch.setattr(drafting, "verify", counted)
+            assert engine.run(*requests(engine)).answers() == whole
+            plans = engine.engine._steps.recent
+            drafted = [{slot for slot, n in zip(plan.adapter_slots, plan.samples, strict=True) if n > 1} for plan in plans]
+            counters = engine.engine.snapshot().counters
+        seen |= {f"accepted {adapter}" for adapter in (None, *names) if accepted[adapter]}
+        seen |= {"all three in one step"} if {0, 1, 2} in drafted else set()
+        seen |= {"rejected"} if counters.accepted_tokens < counters.draft_tokens else set()
+        if len(seen) == len(names) + 3:
+            return
+    pytest.fail(f"seen only: {sorted(seen)}")

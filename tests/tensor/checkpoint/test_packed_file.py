@@ -27,9 +27,9 @@ from headrace.tensor.packed.store import StoredTable, write_tensors
 
 pytestmark = pytest.mark.pure
 
-NAME = "0" * 32 + ".safetensors"
+NAME = "0" * 32 + "-0.safetensors"
 SHAPE = (700, 16)
-OTHER = "1" * 32 + ".safetensors"
+OTHER = "1" * 32 + "-0.safetensors"
 LINEARS = {"a/words": torch.arange(24, dtype=torch.int32).reshape(4, 6), "a/scales": torch.randn(3).bfloat16(), "b": torch.randn(5)}
 TABLES = {TABLE + "rows": torch.randn(700, 16).bfloat16()}
 
@@ -187,7 +187,7 @@ def test_nothing_is_read_ahead_that_is_larger_than_may_be(folder: PackedFolder) 
     assert_as_written(held(folder.open(NAME, 1)))
 
 
-@pytest.mark.parametrize("text", ["../" + NAME, "", "x" * 10_000, "/etc/passwd", NAME + "\0", "9" * 32 + ".safetensors"])
+@pytest.mark.parametrize("text", ["../" + NAME, "", "x" * 10_000, "/etc/passwd", NAME + "\0", "9" * 32 + "-0.safetensors"])
 def test_a_note_that_names_no_file_of_the_folder_is_no_matter(folder: PackedFolder, text: str) -> None:
     folder.remember(NAME)
     note(folder).write_text(text)
