@@ -21,13 +21,12 @@ from headrace.core.strict_decode import plain, read_json_object
 from headrace.fleet.config import FleetConfig, ModelSpec
 from headrace.machine.gpus import find_gpus
 from headrace.machine.locked_folders import LockedFolder, is_locked, remove_unlocked
+from headrace.machine.private_files import MAX_DIR_BYTES
 from headrace.machine.resources import MachineShare, allowed_cpus, share_of
 
 PREFIX = "headrace-"
 LOCK = "lock"
 GATEWAY_FILE = "gateway.json"
-MAX_DIR_BYTES = 90
-"""Unix sockets' names have at most 107 bytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from headrace.engine.build import build_engine, part_of_machine
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine, Outbox
 from headrace.machine.forks import FORKS
+from headrace.machine.private_files import MAX_DIR_BYTES
 from headrace.machine.resources import MachineShare, allowed_cpus, share_of, why_crowded
 
 log = logging.getLogger(__name__)
@@ -36,9 +37,6 @@ END_S = 2.0
 """A member whose leash is closed ends at once; one that is stopped is killed after this long."""
 
 LAST_WORDS_S = 2.0
-
-MAX_DIR_BYTES = 90
-"""Unix sockets' names have at most 107 bytes."""
 
 
 def build_ranks(config: EngineConfig, outbox: Outbox) -> Engine:

@@ -8,6 +8,9 @@ import stat
 from headrace.core.errors import ConfigError
 from headrace.core.regular_files import MAX_SECRET_BYTES, in_time, read_file
 
+MAX_DIR_BYTES = 90
+"""Of a directory for Unix sockets, whose names have at most 107 bytes."""
+
 
 def check_private_file(where: str, path: str) -> None:
     """Raises ConfigError unless `path` is a regular file of this user or root that no other user may read or write.
