@@ -9,7 +9,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.regular_files import MAX_SECRET_BYTES, in_time, read_file
 
 MAX_DIR_BYTES = 90
-"""Of a directory for Unix sockets, whose names have at most 107 bytes."""
+"""Unix sockets' names have at most 107 bytes."""
 
 
 def check_private_file(where: str, path: str) -> None:
