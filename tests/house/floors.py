@@ -68,6 +68,7 @@ FLOORS: dict[str, Floor] = {
     "headrace.text.chat_renderer": Floor((), ("jinja2",)),  # imported inside functions
     "headrace.wire": Floor(_ours("core", "machine"), ("google", "grpc")),
     "headrace.observe": Floor(_ours("core"), ("prometheus_client",)),
+    "headrace.registry": Floor(_ours("core", "machine", "tensor.host.cache_folder"), (), ("obstore",)),
     "headrace.observe.traces": Floor(_ours("core", "observe"), ("aiohttp", "msgspec", "prometheus_client")),
     # 2 policy, tensors
     "headrace.policy": Floor(_ours("core")),
@@ -218,7 +219,9 @@ FLOORS: dict[str, Floor] = {
     ),
     "headrace.fleet": Floor((*GROUND, *_ours("policy")), (), ("aiohttp", "cryptography")),
     "headrace.fleet.weights": Floor(
-        _ours("core", "machine", "bundled", "tensor.checkpoint.gguf.folder", "tensor.checkpoint.gguf.paths"), (), ("huggingface_hub",)
+        _ours("core", "machine", "bundled", "registry", "tensor.checkpoint.gguf.folder", "tensor.checkpoint.gguf.paths"),
+        (),
+        ("huggingface_hub",),
     ),
     # 5 roof
     "headrace.lab": Floor(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from enum import IntEnum
 
-from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, InvalidRequest
+from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, InvalidRequest, RegistryFailed
 from headrace.machine.standard_streams import OutputLost
 
 
@@ -41,6 +41,7 @@ CODES: tuple[tuple[type[HeadraceError], CommandExitCode], ...] = (
     (ConfigError, CommandExitCode.CONFIG),
     (CheckpointError, CommandExitCode.CONFIG),
     (ServerFailed, CommandExitCode.SERVER),
+    (RegistryFailed, CommandExitCode.SERVER),
 )
 
 

@@ -39,6 +39,7 @@ from headrace.cli.flags.vllm import TABLE, RefusedFlag, refuse_missing_values, t
 from headrace.cli.models import models
 from headrace.cli.planner.plan import plan
 from headrace.cli.planner.simulate import simulate
+from headrace.cli.registry import registry_app
 from headrace.cli.replay import replay
 from headrace.cli.servers.engine import engine
 from headrace.cli.servers.gateway import gateway
@@ -138,6 +139,7 @@ GROUPS = {
     "tenants": tenants_app,
     "log": log_app,
     "tls": tls_app,
+    "registry": registry_app,
 }
 bench_app = typer.Typer(help="Measure a server, or the engine in this process.", no_args_is_help=True, rich_markup_mode=None)
 bench_app.command(name="serve")(bench_serve)

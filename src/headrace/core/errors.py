@@ -65,6 +65,7 @@
     |  |- NeedsExactlyOne          start: both or none of two keys
     |  |- TextRefused              a replica whose model has a tokenizer or chat template that no gateway can use
     |- CheckpointError             start: a model's file and the reason
+    |- RegistryFailed              start, `headrace registry`: a registry cannot be reached, or refuses
     |- CannotBind                  start: the gateway's address is taken
     |- CannotListen                start: the engine's address is taken
     |- ReloadRefused               supervisor: a child changed nothing
@@ -203,6 +204,11 @@ class CheckpointError(HeadraceError):
     def __init__(self, file: str, reason: str, remedy: str = "") -> None:
         self.file, self.reason, self.remedy = file, reason, remedy
         super().__init__(f"{file}: {reason}." + (f" {remedy}" if remedy else ""))
+
+
+class RegistryFailed(HeadraceError):
+    def __init__(self, url: str, reason: str, remedy: str = "") -> None:
+        super().__init__(f"{url}: {reason}." + (f" {remedy}" if remedy else ""))
 
 
 class ShownValue(str):

@@ -1,11 +1,12 @@
-"""Finds or fetches the local folder of a model by its name: bundled, already here, made for a GGUF file, or a hub id; of an adapter the
-first two.
+"""Finds or fetches the local folder of a model by its name: bundled, already here, made for a GGUF file, of a registry, or a hub id; of an
+adapter bundled, here, or of a registry.
 
 From a hub, only weights in safetensors and text files are fetched: no code.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,7 +14,10 @@ from pathlib import Path
 from headrace.bundled import FOLDER, bundled_adapter, bundled_names, bundled_path
 from headrace.core.errors import ConfigError
 from headrace.machine.folders import expanded
+from headrace.registry.names import is_reference, read_reference
 from headrace.tensor.checkpoint.gguf.paths import is_gguf
+
+log = logging.getLogger(__name__)
 
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
 ALLOWED_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt")
@@ -23,12 +27,14 @@ NEVER_FETCHED = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.py", "*.gguf", "*.onnx")
 def resolve_model(name_or_path: str, *, experimental: bool = False, bundled: Path = FOLDER) -> Path:
     """A bundled name wins over a folder of the same name: write ./name for the folder.
 
-    Raises ConfigError; CheckpointError for a GGUF file that is damaged or not supported.
+    Raises ConfigError; CheckpointError for a GGUF file that is damaged or not supported, and for wrong bytes in a registry; RegistryFailed.
     """
     if not name_or_path or "\0" in name_or_path:
         raise ConfigError("model", f"{name_or_path!r} is not a name or a path")
     if (folder := bundled_path(name_or_path, bundled)) is not None:
         return folder
+    if is_reference(name_or_path):
+        return _from_registry(name_or_path)
     path = expanded(name_or_path)
     if path.is_dir():
         return path.resolve()
@@ -49,13 +55,17 @@ def resolve_model(name_or_path: str, *, experimental: bool = False, bundled: Pat
 
 
 def resolve_adapter(name_or_path: str) -> Path:
-    """A bundled name wins, as for models. Raises ConfigError."""
+    """A bundled name wins, as for models. Raises ConfigError, and for an adapter of a registry what `resolve_model` raises."""
     if (folder := bundled_adapter(name_or_path)) is not None:
         return folder
+    if is_reference(name_or_path):
+        return _from_registry(name_or_path)
     path = expanded(name_or_path)
     if not name_or_path or "\0" in name_or_path or not path.is_dir():
         raise ConfigError(
-            "lora_path", f"there is no folder {name_or_path!r}", "Give a folder as PEFT saves it; adapters are not downloaded."
+            "lora_path",
+            f"there is no folder {name_or_path!r}",
+            "Give a folder as PEFT saves it, or one in a registry, as s3://bucket/adapters/name:2.",
         )
     return path.resolve()
 
@@ -63,6 +73,26 @@ def resolve_adapter(name_or_path: str) -> Path:
 def _is_path(name: str) -> bool:
     is_odd = name.startswith(("/", "~", ".")) or ".." in name or name.endswith("/") or is_gguf(name)
     return is_odd or HUB_ID.fullmatch(name) is None
+
+
+def _from_registry(text: str) -> Path:
+    from headrace.registry.cache import NodeCache
+
+    reference = read_reference(text)
+    shown = 0
+
+    def show(done: int, total: int) -> None:
+        nonlocal shown
+        if total and 10 * done // total > shown:
+            shown = 10 * done // total
+            log.info("%s: %d of %d MB pulled", reference, done // 1_000_000, total // 1_000_000)
+
+    try:
+        return NodeCache().pull(reference, show)
+    except OSError as error:
+        raise ConfigError(
+            "model", f"{reference} cannot be kept on this node: {error}", "Set HEADRACE_CACHE_DIR to another folder."
+        ) from error
 
 
 def _from_hub(name: str, bundled: Path) -> Path:

@@ -27,6 +27,7 @@ from headrace.policy.fallbacks import NO_FALLBACKS, Fallbacks
 from headrace.policy.limits.price import Price
 from headrace.policy.limits.tier import Tier
 from headrace.policy.routing.routes import ModelRoute
+from headrace.registry.names import is_reference, read_reference
 from headrace.tensor.checkpoint.gguf.paths import SUFFIX, is_first, is_gguf, model_name
 from headrace.text.output.formats import AUTO, reasoning_format, tool_format
 from headrace.wire.tls.files import token_path
@@ -158,6 +159,8 @@ class ModelSection:
         section = self.engine or self.remote
         if section is None:
             return self.upstreams[0].model if self.upstreams else ""
+        if is_reference(section.model):
+            return read_reference(section.model).name
         if is_fetched(section.model):
             return section.model
         return model_name(Path(section.model)) if is_gguf(section.model) else expanded(section.model).resolve().name
@@ -367,12 +370,18 @@ def _check_answers(where: str, model: ModelSection) -> None:
 def _check_adapters(where: str, adapters: Mapping[str, str]) -> None:
     for name, path in adapters.items():
         try:
-            resolve_adapter(path)
+            read_reference(path) if is_reference(path) else resolve_adapter(path)
         except ConfigError as error:
             raise error.at(f"{where}.{name}") from None
 
 
 def _check_folder(where: str, name: str) -> None:
+    if is_reference(name):
+        try:
+            read_reference(name)
+        except ConfigError as error:
+            raise error.at(where) from None
+        return
     path = expanded(name)
     if is_fetched(name) or bundled_path(name) or (path / "config.json").is_file() or (is_gguf(name) and path.is_file()):
         return

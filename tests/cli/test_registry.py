@@ -1,0 +1,70 @@
+"""Checks `headrace registry`, and that a version is served under its model's name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headrace.bundled import bundled_path
+from headrace.core.errors import CheckpointError
+from headrace.fleet.weights import resolve_adapter, resolve_model
+from tests.cli.conftest import Headrace
+
+pytestmark = pytest.mark.socket
+
+
+@pytest.fixture
+def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("HEADRACE_CACHE_DIR", str(tmp_path / "cache"))
+    return f"file://{tmp_path}/registry"
+
+
+def test_a_version_from_push_to_removal(url: str, headrace: Headrace) -> None:
+    assert headrace("registry", "push", "headrace-draft", f"{url}/draft:1").returncode == 0
+    assert headrace("registry", "push", "headrace-tiny", f"{url}/draft:2").stdout == f"{url}/draft:2: 6 files, 4989238 bytes\n"
+    assert headrace("registry", "promote", f"{url}/draft:1", "stable").stdout == f"{url}/draft:stable -> 1\n"
+    rows = json.loads(headrace("registry", "list", url, "--json").stdout)
+    assert [(row["version"], row["aliases"]) for row in rows] == [("1", "stable"), ("2", "latest")]
+    assert "LlamaForCausalLM" in headrace("registry", "list", f"{url}/draft").stdout
+    folder = Path(headrace("registry", "pull", f"{url}/draft:stable").stdout.strip())
+    bundled = bundled_path("headrace-draft")
+    assert bundled is not None
+    assert (folder / "model.safetensors").read_bytes() == (bundled / "model.safetensors").read_bytes()
+    assert headrace("registry", "verify", f"{url}/draft:stable").returncode == 0
+    assert headrace("registry", "verify", "--here", f"{url}/draft:stable").returncode == 0
+    assert headrace("registry", "gc", url, "--dry-run").stdout == "0 files, 0 bytes would go\n"
+    assert headrace("registry", "gc").returncode == 0
+    refused = headrace("registry", "remove", f"{url}/draft:1")
+    assert (refused.returncode, "stable points to draft:1" in refused.stderr) == (3, True)
+    assert headrace("registry", "promote", f"{url}/draft:2", "stable").returncode == 0
+    assert headrace("registry", "remove", f"{url}/draft:1").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("push", "headrace-tiny", "REF"), "names no version"),
+        (("push", "/nowhere", "REF:1"), "there is no folder"),
+        (("pull", "REF:9"), "is not in the registry"),
+        (("pull", "http://a/b:1"), "begins with none of"),
+        (("gc", "--dry-run"), "is for a registry"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(url: str, arguments: tuple[str, ...], words: str, headrace: Headrace) -> None:
+    refused = headrace("registry", *(word.replace("REF", f"{url}/draft") for word in arguments))
+    assert (refused.returncode, words in refused.stderr) == (3, True), refused.stderr
+
+
+def test_a_reference_stands_for_a_folder(url: str, headrace: Headrace, monkeypatch: pytest.MonkeyPatch) -> None:
+    headrace("registry", "push", "headrace-draft", f"{url}/draft:1")
+    assert resolve_model(f"{url}/draft").name == "draft"
+    assert resolve_adapter(f"{url}/draft:1").name == "draft"
+    blob = next(path for path in Path(url.removeprefix("file://")).glob("blobs/*") if path.stat().st_size > 10_000)
+    damaged = bytearray(blob.read_bytes())
+    damaged[100] ^= 1
+    blob.write_bytes(bytes(damaged))
+    monkeypatch.setenv("HEADRACE_CACHE_DIR", url.removeprefix("file://") + "-cache")
+    with pytest.raises(CheckpointError, match="other bytes"):
+        resolve_model(f"{url}/draft:1")
