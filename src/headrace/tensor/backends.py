@@ -1,4 +1,4 @@
-"""The kernel backends: which there are, which one an engine computes with, trying and loading one.
+"""The kernel backends.
 
 A new backend is a module with `make_backend` and a row of BACKENDS. This module imports neither torch nor a backend, so that commands can
 list the names at no cost.
@@ -38,9 +38,7 @@ class BackendModule:
     trial: str | None = None
 
     def problem(self) -> str | None:
-        """Why the backend cannot be used in this process; None where it can.
-
-        Numba refuses some versions of numpy and of the CPU's libraries while it is imported, with ImportError, OSError or RuntimeError,
+        """Numba refuses some versions of numpy and of the CPU's libraries while it is imported, with ImportError, OSError or RuntimeError,
         and a partly installed package fails with AttributeError.
         """
         try:
@@ -61,7 +59,6 @@ BACKENDS = {
     ),
     "reference": BackendModule("headrace.tensor.kernels.reference", ("cpu", "cuda"), "plain torch"),
 }
-""""auto" takes the first one that computes on the device and can be used."""
 
 TRIAL_S = 120.0
 """For importing torch, which takes long from a slow disk, and running a first kernel."""
@@ -95,10 +92,7 @@ def find_working_gpus() -> Gpus:
 
 
 def try_kernels(requested: str, device: str) -> None:
-    """requested, device: as in `choose_backend`. Raises ConfigError.
-
-    What compiles the kernels is looked for before, so that the reason is named as `find_gpus` names it.
-    """
+    """requested, device: as in `choose_backend`. Raises ConfigError."""
     names = [name for name, backend in BACKENDS.items() if device in backend.devices and requested in ("auto", name)]
     backend = BACKENDS[names[0]] if names else None
     if backend is None or backend.trial is None:
@@ -159,7 +153,6 @@ SHARED_MEMORY = "headrace.tensor.kernels.cpu.peers"
 
 
 def shared_bytes(parallelism: Parallelism) -> int:
-    """The size of the memory that the ranks of a replica map."""
     return int(import_module(SHARED_MEMORY).shared_bytes(parallelism))
 
 

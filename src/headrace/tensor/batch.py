@@ -64,7 +64,6 @@ class StepAdapters:
     orders: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def slots_of(self, num_rows: int) -> Tensor:
-        """The slots of all tokens; of the selected ones where a layer computes those alone."""
         return self.slots if num_rows == len(self.slots) or self.selected_slots is None else self.selected_slots
 
 
@@ -128,7 +127,6 @@ class KvCache:
         self.block_bytes(group, target).copy_(self.block_bytes(group, source))
 
     def clear_pad_block(self) -> None:
-        """Zero block 0 of every pool, after the warm-up."""
         for group in range(len(self.pools)):
             self.block_bytes(group, 0).zero_()
 
@@ -182,4 +180,4 @@ def _layer_of(piece: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Laye
 
 
 SCALE_BYTES = 4
-"""One scale, float32. Each key and each value of a head has one in an int8 cache."""
+"""One scale, float32."""

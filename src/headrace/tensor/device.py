@@ -1,4 +1,4 @@
-"""The devices that an engine computes on, each a value: its memory, its name where results are compared, and what is chosen for it.
+"""The devices that an engine computes on, each a value.
 
 Another device is a class and a row of DEVICES here, its word and its defaults in `engine.config`, and kernels of its own where those in
 plain torch are too slow (`tensor.backends`).
@@ -116,7 +116,6 @@ class Cpu(TensorDevice):
     def default_kv_dtype(
         self, requested: str, computed: torch.dtype, checkpoint_dtype: str, features: CpuFeatures
     ) -> tuple[torch.dtype, str]:
-        """The dtype of a KV cache for which none is configured, and why."""
         if requested == "auto" and checkpoint_dtype == "bfloat16" and features.has_bf16:
             return torch.bfloat16, "as the checkpoint says; this CPU computes with it"
         return computed, "as computed"

@@ -89,7 +89,6 @@ class AdapterConfig:
 
 
 def layer_of(name: str) -> int | None:
-    """The one number in a linear's name."""
     return next((int(part) for part in name.split(".") if part.isdecimal()), None)
 
 
@@ -142,7 +141,6 @@ def _check_method(file: ConfigFile) -> None:
 
 
 def _modules(file: ConfigFile, name: str) -> Matches:
-    """A string is a pattern of whole names, unless it is target_modules' word for all."""
     value = file.values.get(name)
     if name == "target_modules" and isinstance(value, str) and value.lower() == "all-linear":
         return lambda linear: True

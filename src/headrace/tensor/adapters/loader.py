@@ -52,8 +52,6 @@ _STRANGERS = (
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a stored weight's output is. linear: its number."""
-
     linear: int
     in_features: int
     part: AdaptedPart
@@ -174,7 +172,7 @@ class AdapterLoader:
             raise CheckpointError(str(path.with_name(CONFIG)), reason, "Take both files from one adapter.")
 
     def _read(self, folder: Path, checked: _Checked) -> Tensor:
-        """The whole weight file. Its size is bounded: each tensor has been found to be one of the model's, with its shape."""
+        """The file's size is bounded: each tensor has been found to be one of the model's, with its shape."""
         path, header = folder / WEIGHTS, checked.header
         size = header.data_start + max(stored.end for stored in header.tensors.values())
         try:
@@ -211,7 +209,6 @@ def _values(folder: Path, name: str, data: Tensor, stored: StoredTensor, header:
 
 
 def _same_dtype(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """bfloat16 where that loses nothing, else float32."""
     pair = down.float(), up.float()
     rounded = tuple(each.to(torch.bfloat16) for each in pair)
     return (rounded[0], rounded[1]) if all(map(torch.equal, pair, (each.float() for each in rounded))) else pair

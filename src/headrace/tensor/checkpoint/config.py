@@ -25,7 +25,7 @@ SAMPLING_DEFAULTS = {
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """Fields of a JSON object, each checked when it is read. A field that is null counts as absent.
+    """A field that is null counts as absent.
 
     file    named in every error
     prefix  where the object stands in the file, e.g. "rope_parameters."
@@ -68,7 +68,6 @@ class ConfigFile:
         return value
 
     def items(self, name: str) -> list[object]:
-        """Empty when absent."""
         value = self.values.get(name)
         if value is None:
             return []
@@ -77,7 +76,6 @@ class ConfigFile:
         return value
 
     def section(self, name: str) -> ConfigFile:
-        """Empty when absent."""
         value = self.values.get(name)
         if value is None:
             value = {}
@@ -101,7 +99,7 @@ def read_config(folder: Path) -> ConfigFile:
 
 
 def read_generation_config(folder: Path, config: ConfigFile) -> ConfigFile:
-    """`config` in a folder without the file. Raises CheckpointError."""
+    """Raises CheckpointError."""
     path = folder / "generation_config.json"
     return ConfigFile(str(path), read_json(folder, path.name)) if os.path.lexists(path) else config
 

@@ -1,8 +1,7 @@
 """Which tokens end a sequence: ids in generation_config.json and config.json, and the tokenizer's `eos_token`, a text.
 
-A fine-tune often changes one of these files alone. An end token that is left out is an answer that does not end; an ordinary token
-among them ends answers in their midst: config.json may hold its class's default, an id of another vocabulary. Beside a
-generation_config.json that names ids, config.json's count only where they are added tokens.
+config.json may hold its class's default, an id of another vocabulary. Beside a generation_config.json that names ids, config.json's count
+only where they are added tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _ID = re.compile(r"[0-9]{1,9}")
 
 
 def read_end_tokens(folder: Path, config: ConfigFile, vocab_size: int) -> tuple[int, ...]:
-    """Ids of the end tokens, each once; empty when no file names one. An eos_token that the model cannot write is logged and left out.
+    """Ids of the end tokens, each once; empty when no file names one.
 
     Raises CheckpointError for a damaged file, and for an id outside the vocabulary in generation_config.json, or in config.json where that
     file alone names ids.
@@ -56,7 +55,6 @@ def _checked_ids(config: ConfigFile, vocab_size: int) -> list[int]:
 
 
 def _confirmed_ids(folder: Path, configs: Iterable[ConfigFile], named: list[int], vocab_size: int) -> list[int]:
-    """Added tokens that config.json names beside the `named` ids of generation_config.json. The rest is logged."""
     given = [value for config in configs for value in _given_ids(config) if value not in named]
     if not given:
         return []
@@ -91,7 +89,6 @@ def _eos_tokens(folder: Path) -> dict[str, str]:
 
 
 def _token_id(folder: Path, token: str) -> int | None:
-    """None where no file has the token. The vocabulary of tokenizer.json is read last."""
     if (listed := _listed_tokens(folder).get(token)) is not None:
         return listed
     found: object = None
@@ -127,7 +124,7 @@ def _member(folder: Path, file: str, name: str) -> object:
 
 
 def _members(folder: Path, file: str) -> Iterator[tuple[str, object]]:
-    """Names and values of the JSON object in a file, in order, none if there is no file. A value is decoded when it is asked for.
+    """A value is decoded when it is asked for.
 
     Raises CheckpointError for a file that is too large, no JSON object, or a link that leads out of the folder.
     """

@@ -35,12 +35,11 @@ MAX_HEADER_BYTES = 2**26
 PREFIX = "model."
 """Before the names of all tensors but the head's."""
 READABLE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Dtypes of a plain weight."""
 PART_DTYPES = {
     **READABLE_DTYPES,
     "I32": torch.int32, "I64": torch.int64, "I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.uint8,
 }  # fmt: skip
-"""Dtypes of a quantized weight's tensors. F8_E8M0 (powers of two) is read as bytes."""
+"""F8_E8M0 (powers of two) is read as bytes."""
 INERT = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 """Buffers that older exporters saved beside the weights. Their values follow from config.json, so they are never read."""
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors")
@@ -49,7 +48,7 @@ _SAMPLE_BYTES = 4096
 
 
 class Checkpoint:
-    """All weight files of a folder. Notes which tensors were read, for `check_all_read`."""
+    """Notes which tensors were read, for `check_all_read`."""
 
     has_values = True
 

@@ -110,7 +110,6 @@ def _are_counts(value: object) -> bool:
 
 
 def _check_cover(path: Path, tensors: dict[str, StoredTensor], data_bytes: int) -> None:
-    """Ranges laid end to end must be exactly the data."""
     position = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].begin):
         if tensor.begin != position:

@@ -45,7 +45,6 @@ class Sample:
             self._bits[dtype].append(np.frombuffer(data, "<u2", count=len(data) // 2)[::_STRIDE])
 
     def contradiction(self) -> str | None:
-        """Why the values cannot have the dtype that the header says; None if they can."""
         for dtype, looks_wrong in (("F16", _looks_like_bfloat16), ("BF16", _looks_like_float16)):
             parts = self._bits[dtype]
             magnitudes = np.concatenate(parts) & 0x7FFF if parts else np.empty(0, np.uint16)

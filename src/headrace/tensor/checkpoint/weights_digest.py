@@ -31,8 +31,7 @@ Stamps = list[list[object]]
 
 
 class WeightsDigest:
-    """The digest of one checkpoint's files. Used by one thread at a time. Made before the weights are read, so that later changes
-    are noticed.
+    """Used by one thread at a time. Made before the weights are read, so that later changes are noticed.
 
     known  hex digest; "" before `compute`, unless an earlier start has stored a record
     """

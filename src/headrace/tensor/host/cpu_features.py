@@ -63,7 +63,6 @@ _LINEAR_PATHS: dict[tuple[str, torch.dtype], LinearPath] = {
 
 
 def parse_cpu_flags(cpuinfo: str) -> frozenset[str]:
-    """The "flags" line (x86) or the "Features" line (Arm) of the first CPU."""
     for line in cpuinfo.splitlines():
         name, _, values = line.partition(":")
         if name.strip() in ("flags", "Features"):
@@ -73,7 +72,6 @@ def parse_cpu_flags(cpuinfo: str) -> frozenset[str]:
 
 @cache
 def read_cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> CpuFeatures:
-    """A file that cannot be read gives no flags, which leads to the family "generic"."""
     try:
         text = cpuinfo.read_text(encoding="utf-8", errors="replace")
     except OSError:

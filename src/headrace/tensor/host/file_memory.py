@@ -1,7 +1,7 @@
 """Allocates memory for weights in huge pages, and reads weight files into it with several threads.
 
-With pages of 4 KiB, mapping takes longer than writing the weights; with huge pages of 2 MiB it adds a few per cent. Where the kernel gives
-none, the memory has small pages. No torch is imported here: an engine begins to read weights before torch is imported.
+With pages of 4 KiB, mapping takes longer than writing the weights; with huge pages of 2 MiB it adds a few per cent. No torch is imported
+here: an engine begins to read weights before torch is imported.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ def map_pages(num_bytes: int) -> mmap.mmap:
 
 
 class FileReading:
-    """Reads a part of a file into memory with several threads, that of `wait` among them."""
-
     def __init__(self, descriptor: int, start: int, target: memoryview, num_threads: int) -> None:
         """Bytes [start, start + len(target)). The caller keeps the file open until `wait` or `stop` returns."""
         self.num_read = 0

@@ -14,7 +14,7 @@ _WAIT_VARIABLES = ("OMP_WAIT_POLICY", "KMP_BLOCKTIME")
 
 
 def prepare_openmp(environ: MutableMapping[str, str], *, torch_is_loaded: bool | None = None) -> str:
-    """Set the spin count unless a variable there already decides how threads wait. Returns what was done, in words.
+    """Returns what was done, in words.
 
     torch_is_loaded  None: in this process. A launcher that prepares a child's environment passes False
     """

@@ -31,10 +31,8 @@ class ThreadPlan:
 
 
 def plan_threads(requested: int | None, share: CpuShare | None = None) -> ThreadPlan:
-    """share: None: this process's own.
-
-    Raises ConfigError for more threads than CPUs: threads wait for each other by spinning, and would keep the computing ones from a CPU.
-    """
+    """Raises ConfigError for more threads than CPUs: threads wait for each other by spinning, and would keep the computing ones from a
+    CPU."""
     share = share or read_cpu_share()
     if requested is not None:
         if not 1 <= requested <= share.cpus:
@@ -56,7 +54,6 @@ def read_cpu_share(root: Path = Path("/")) -> CpuShare:
 
 
 def count_cores(root: Path, cpus: Iterable[int]) -> int:
-    """A CPU whose siblings cannot be read counts as a core."""
     cores = set()
     for cpu in cpus:
         siblings = read_text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")

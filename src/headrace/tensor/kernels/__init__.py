@@ -1,8 +1,7 @@
 """The interface between a model and the code that computes for it.
 
 `reference` is plain torch and defines every result; `cpu` is Numba and a library GEMM. A model is given a `Backend` and never asks which
-one. A new backend has to write `Kernels` and nothing else. Shape letters: see `tensor.batch`; E hidden size, F feed-forward size, V
-vocabulary. Implementations are compared with `reference` in tests/tensor/kernels.
+one. Shape letters: see `tensor.batch`; E hidden size, F feed-forward size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -285,8 +284,7 @@ class Backend:
     numerics: str = ""
 
     def limit_threads(self, num_threads: int) -> str:
-        """Process-wide, before the first step. Returns the name of the kernels' threading layer, "none" if they have no threads of their
-        own."""
+        """Process-wide, before the first step."""
         layer = "none" if self.compiler is None else self.compiler.limit_threads(num_threads)
         torch.set_num_threads(num_threads)
         return layer

@@ -136,7 +136,7 @@ def _drop_beyond(above: Floats, threshold: Floats, size: Ints) -> None:
 
 
 def _running(weights: Floats) -> Doubles:
-    """Sums are in double precision. Weights are widened first: summing while converting is four times slower."""
+    """Weights are widened first: summing while converting is four times slower."""
     sums: Doubles = np.cumsum(weights.astype(np.float64), axis=-1)
     return sums
 

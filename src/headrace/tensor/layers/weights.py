@@ -36,7 +36,7 @@ class WeightSource(Protocol):
         ...
 
     def read(self, name: str, shape: tuple[int, ...], region: tuple[slice, ...] = ()) -> Tensor:
-        """The stored tensor, or a region of it. Callers copy the result and never change it.
+        """Callers copy the result and never change it.
 
         Raises CheckpointError when the tensor is missing, has another shape, or cannot be read.
         """
@@ -112,7 +112,7 @@ def stacked_parts(prefix: str, names: tuple[str, ...], rows: list[int]) -> list[
 
 @dataclass(frozen=True, slots=True)
 class WeightReader:
-    """Reads the weights of one rank. Every returned tensor is a copy, but for a linear or table from `store`.
+    """Every returned tensor is a copy, but for a linear or table from `store`.
 
     dtype      of the linears' products
     precision  of the linears' weights; norms, embeddings and routers are not rounded
@@ -172,7 +172,6 @@ class WeightReader:
         return self._empty(size).copy_(stored)
 
     def table(self, name: str, rows: int, columns: int) -> Table:
-        """This rank's part of the vocabulary."""
         shape = len(self.vocabulary(rows)), columns
 
         def read() -> Tensor:
@@ -203,7 +202,6 @@ class WeightReader:
         return self._stacked([part], [range(part.rows)], in_features, False, precision)
 
     def head(self, part: Part, in_features: int) -> Linear:
-        """This rank's part of the vocabulary."""
         return self._stacked([part], [self.vocabulary(part.rows)], in_features, False)
 
     def row_linear(self, part: Part, in_features: int, *, bias: bool) -> Linear:

@@ -1,7 +1,6 @@
 """Decoder models by architecture name, loaded from a checkpoint folder.
 
-`load_model` reads weights, `describe` reads only config.json. A new architecture is one file with a `decoder_spec` and one line in
-ARCHITECTURES and in MODEL_TYPES; see docs/models.md.
+`load_model` reads weights, `describe` reads only config.json.
 """
 
 from __future__ import annotations
@@ -145,9 +144,7 @@ def load_model(
     place: Place = ALONE,
     peers: Peers = NO_PEERS,
 ) -> LoadedModel:
-    """Read one rank's part of the folder's model.
-
-    dtype          to compute with; None: the checkpoint's
+    """dtype          to compute with; None: the checkpoint's
     load_format    "dummy": random weights from config.json and `seed`; otherwise safetensors
     max_model_len  None: the checkpoint's (`DecoderSpec.default_positions`)
     quantization   "none", how linears' weights are rounded at load (`kernels.rounding.Precision`), or the checkpoint's own format
@@ -240,7 +237,6 @@ class _Weights:
     def open_store(
         self, packed: PackedFolder | None, backend: Backend, precision: Precision, place: Place, stored: WeightFormat | GgufFormat | None
     ) -> None:
-        """Unless the backend keeps nothing on disk."""
         form = backend.packed_format
         if packed is not None and form is not None and not isinstance(self.source, RandomWeights) and self.content is not None:
             version = "" if stored is None else f", read by {READER_VERSION}"
@@ -388,7 +384,7 @@ def _check_model_type(config: ConfigFile, architecture: str) -> None:
 
 
 def find_architecture(config: ConfigFile) -> str:
-    """The first supported entry of `architectures`; what `model_type` stands for where there is no entry. Raises CheckpointError."""
+    """Raises CheckpointError."""
     names, model_type = config.items("architectures"), config.text("model_type", "")
     if not names and model_type in MODEL_TYPES:
         return MODEL_TYPES[model_type]

@@ -1,8 +1,7 @@
 """The decoder all architectures share: embeddings, blocks around one residual stream, a final norm, a head.
 
 Adding a branch (attention, feed-forward) to the residual stream is fused into the next norm, so a block receives the previous branch, not
-added yet. How a step's layers are run, at once, deferred or recorded: `models.steps`. Shape letters: `tensor.batch`, E hidden size, V
-vocabulary.
+added yet. Shape letters: `tensor.batch`, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Says into how many ranks a model divides. How each layer is divided: `layers.weights`, and each layer."""
+"""Says into how many ranks a model divides."""
 
 from __future__ import annotations
 

@@ -185,7 +185,6 @@ def refuse_other_models(config: ConfigFile) -> None:
 
 
 def rope_field(config: ConfigFile) -> str:
-    """The older name where the file has that field, else the current name."""
     return "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"
 
 
@@ -231,7 +230,6 @@ def _rope_params(config: ConfigFile, layer_type: str | None) -> ConfigFile:
 
 
 def _with_one_type(params: ConfigFile) -> dict[str, object]:
-    """The fields that are not null, with the older `type` under its name of today."""
     fields = {"rope_type": params.values.get("type"), **{name: value for name, value in params.values.items() if name != "type"}}
     return {name: value for name, value in fields.items() if value is not None}
 
@@ -312,7 +310,6 @@ def _factor(params: ConfigFile, default: float | None = None) -> float:
 
 
 def decoder(config: ConfigFile, shape: DecoderShape, layers: Iterable[LayerSpec], names: TensorNames | None = None) -> DecoderSpec:
-    """The head is its own unless `tie_word_embeddings`."""
     layers = tuple(layers)
     return DecoderSpec(
         vocab_size=shape.vocab_size,

@@ -1,8 +1,7 @@
 """Runs a model's layers for a step: at once, deferred by the backend's `StepExecutor`, or recorded and replayed.
 
 Steps of one number of tokens run the same operations on other token ids, positions, block tables and lengths. These are copied into input
-tensors that stay in place; the next step of that number is a few copies and one call, as with CUDA graphs. How the tokens are divided
-among rows is one more input: a recorded step has as many rows as tokens, of which the last are empty.
+tensors that stay in place; the next step of that number is a few copies and one call, as with CUDA graphs.
 """
 
 from __future__ import annotations
@@ -70,7 +69,6 @@ class RecordedSteps:
     def _replay(
         self, recording: AbstractContextManager[Recording], branch: Tensor, residual: Tensor, batch: ForwardBatch, kv: KvCache
     ) -> Tensor:
-        """Replay the recorded step of as many tokens; if there is none that can be replayed for this batch, record this step."""
         key = (batch.num_tokens, id(kv), batch.adapters is None)
         step = self._kept.pop(key, None)
         if step is None or not step.inputs.load(branch, residual, batch) or not step.recording.replay():
@@ -115,7 +113,6 @@ class _Inputs:
         return inputs
 
     def load(self, branch: Tensor, residual: Tensor, batch: ForwardBatch) -> bool:
-        """False if a block table is too wide."""
         mine, num_rows = self.batch, len(batch.context_lens)
         for own, group in zip(mine.groups, batch.groups, strict=True):
             width = group.block_table.shape[1]

@@ -2,7 +2,7 @@
 
 A packed file is a safetensors file: linears first, tables (embeddings) last. Linears are read into one piece of memory and are views of it;
 tables stay in the file, which stays open. Which file a start needs is known only after torch has been imported: reading begins earlier,
-with the file that the last start with the same configuration used. The writer of the files, and their names: `packed.store`.
+with the file that the last start with the same configuration used.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ class PackedFile:
 
     @property
     def num_bytes_read(self) -> int:
-        """Memory filled so far."""
         return self._num_bytes if self._reading is None else self._reading.num_read
 
     def wait(self) -> None:
@@ -109,11 +108,10 @@ class PackedFolder:
 
     @property
     def num_bytes_ahead(self) -> int:
-        """Memory that reading ahead has filled so far."""
         return 0 if self._ahead is None else self._ahead.num_bytes_read
 
     def read_ahead(self, max_bytes: int) -> None:
-        """Begin to read the file that the note names, if it exists and has at most `max_bytes`. Raises nothing: `open` reports errors."""
+        """Raises nothing: `open` reports errors."""
         try:
             name = self._note.read_text(encoding="ascii")[:64]
             path = self.directory / name
@@ -123,7 +121,7 @@ class PackedFolder:
             self._ahead = None
 
     def open(self, name: str, num_threads: int) -> PackedFile:
-        """The file, read whole. Raises CheckpointError for a damaged file, OSError for one that cannot be read."""
+        """Raises CheckpointError for a damaged file, OSError for one that cannot be read."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead.path.name != name:
             ahead.drop()

@@ -1,8 +1,7 @@
 """Packed weights kept on disk: a start reads them instead of joining, rounding and packing the checkpoint's weights again.
 
 One file per rank of a (checkpoint, precision, layout), written in pieces, and whole or not at all. Its name is a hash of the checkpoint's
-digest and of every weight file's size and modification time, and the rank. Norms are not kept. How a file is read: `packed.file`; when it
-is written: `engine.build`.
+digest and of every weight file's size and modification time, and the rank. Norms are not kept.
 """
 
 from __future__ import annotations
@@ -133,7 +132,6 @@ class PackedStore:
         return linear
 
     def keep(self, name: str, linear: Linear) -> None:
-        """For `save`, unless the linear's packing is not kept on disk."""
         if (packed := self._form.packed(linear)) is not None:
             self._made[name] = packed
 
@@ -243,7 +241,6 @@ class PackedStore:
         self._found = None
 
     def _remove_old(self) -> None:
-        """Models used longest ago, what ended processes left unfinished, and notes that name no file."""
         files = list(self._path.parent.glob("*" + SUFFIX))
         kept = {path.name for path in remove_oldest(files, max_files=MAX_MODELS, group_of=lambda path: path.name.partition("-")[0])}
         remove_unfinished(self._path.parent)

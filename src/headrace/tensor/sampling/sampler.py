@@ -71,7 +71,6 @@ class TokenCounts:
             del self._place[token_id]
 
     def __len__(self) -> int:
-        """The number of ids held."""
         return len(self._place)
 
     def _grow(self) -> None:
@@ -163,8 +162,6 @@ class Sampled:
 
 
 class _Edits:
-    """One sequence's changes to its logits before a token is chosen."""
-
     def __init__(self, started: Started, eos_token_ids: frozenset[int]) -> None:
         params, prompt = started.params, started.num_prompt_tokens
         self._bias_ids = np.fromiter(params.logit_bias.keys(), dtype=np.int64)
@@ -192,7 +189,7 @@ class _Edits:
 
 
 class Sampler:
-    """Parameters of every slot, and the choice of tokens. One thread at a time.
+    """One thread at a time.
 
     draw  chooses the tokens of random rows: the backend's function, or the plain `kernels.filters.draw`
     mask  applies grammar masks: the backend's function, or the plain one

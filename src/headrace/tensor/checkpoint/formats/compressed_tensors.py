@@ -60,7 +60,6 @@ from headrace.tensor.kernels.rounding import Precision
 
 NVFP4_GROUP, MX_GROUP = 16, 32
 MIXED = "mixed-precision"
-"""Each group has its own `format`."""
 CLASS = "Linear"
 """Every linear which no other target names."""
 PATTERN = "re:"
@@ -142,7 +141,6 @@ class CompressedTensorsFormat:
         return self._scheme(stem).read(parts, stem, shape)
 
     def _scheme(self, stem: str) -> Scheme:
-        """The first group's that names the linear, or else that of all linears."""
         if len({group.scheme for group in self.groups}) == 1:
             return self.groups[0].scheme
         name = Name(stem)
@@ -262,7 +260,6 @@ BITS = {"pack-quantized": (2, 8), "int-quantized": (2, 8), "float-quantized": (8
 FIXED_GROUPS = {"mxfp8-quantized": MX_GROUP, "nvfp4-pack-quantized": NVFP4_GROUP, "mxfp4-pack-quantized": MX_GROUP}
 INTEGERS = ("pack-quantized", "int-quantized")
 IN_ORDER, IN_ANY_ORDER = (None, False, "weight", "static"), ("group", "dynamic", True)
-"""Values of `actorder`."""
 
 
 def read_format(section: ConfigFile) -> CompressedTensorsFormat:

@@ -27,15 +27,11 @@ class StoredParts(Protocol):
         """As safetensors names it, such as "BF16"."""
         ...
 
-    def stored_shape(self, name: str) -> tuple[int, ...]:
-        """The shape in the file."""
-        ...
+    def stored_shape(self, name: str) -> tuple[int, ...]: ...
 
     def read_part(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> Tensor:
-        """A whole stored tensor.
-
-        Raises CheckpointError also when its shape is not `shape` or its dtype none of `dtypes`, and when a float of 16 or 32 bits is NaN or
-        infinite.
+        """Raises CheckpointError also when its shape is not `shape` or its dtype none of `dtypes`, and when a float of 16 or 32 bits is NaN
+        or infinite.
         """
         ...
 

@@ -68,7 +68,7 @@ class Fp8Format:
 
 
 def tensor_or_channel(parts: StoredParts, name: str) -> Blocks:
-    """By the shape of the scales. Raises CheckpointError when they are missing."""
+    """Raises CheckpointError when they are missing."""
     return TENSOR if parts.stored_shape(name) in ((), (1,), (1, 1)) else CHANNEL
 
 

@@ -21,7 +21,6 @@ weight[n, k] = (integer - zero point) * scale. Source: the file format of AutoGP
   is refused; zeros say nothing.
 - `dynamic` has GPTQModel's rules for single modules. The first whose pattern matches counts: "-:" excludes modules, which are stored as
   plain weights, "+:" or nothing gives them other `bits`, `group_size`, `desc_act` or `sym`.
-- Fields that say how the integers were found are ignored.
 """
 
 from __future__ import annotations

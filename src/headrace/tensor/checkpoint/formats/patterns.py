@@ -61,7 +61,7 @@ class Pattern:
 
 
 def read_patterns(file: str, texts: Iterable[str]) -> dict[str, Pattern]:
-    """The patterns by their texts. Raises CheckpointError naming the file for no regular expression, an unsupported one, and too many."""
+    """Raises CheckpointError naming the file for no regular expression, an unsupported one, and too many."""
     found: dict[str, Pattern] = {}
     for text in dict.fromkeys(texts):
         if len(found) == MAX_PATTERNS:

@@ -103,7 +103,6 @@ class ScaledWeight:
         return values if self.last is None else self.last(values)
 
     def rounded(self, rows: slice) -> RoundedWeight | None:
-        """Integers of four bits in groups, and integers and E4M3 with one scale per output; else None."""
         scale_rows = torch.arange(len(self.codes))[rows] // (self.blocks.rows or len(self.codes))
         if self.last is not None or self.order is not None or self.blocks.rows > 1:
             return None
@@ -140,7 +139,6 @@ def bytes_with_scales(shape: tuple[int, int], bits: int, blocks: Blocks, scale_b
 
 
 def read_any(parts: StoredParts, name: str, shapes: Sequence[tuple[int, ...]], dtypes: tuple[str, ...]) -> Tensor:
-    """Stored in any of `shapes`, reshaped to the first of them."""
     stored = parts.stored_shape(name)
     return parts.read_part(name, stored if stored in shapes else shapes[0], dtypes).reshape(shapes[0])
 

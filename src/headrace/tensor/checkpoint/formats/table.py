@@ -42,7 +42,7 @@ UNUSED = (
     *("input_scale", "input_zero_point", "input_global_scale", "activation_scale", "output_scale", "output_zero_point"),
     *("kv_scale", "q_scale", "k_scale", "v_scale", "q_zero_point", "k_zero_point", "v_zero_point"),
 )
-"""Parts that say how activations, keys or values may be rounded as they are computed. They change no weight, and are not used."""
+"""Parts that say how activations, keys or values may be rounded as they are computed."""
 
 READER_VERSION = 3
 """Part of what names packed weights on disk: another one where a format's weights are read otherwise than before."""
@@ -64,13 +64,13 @@ def read_format(config: ConfigFile) -> WeightFormat | GgufFormat | None:
 
 
 def find_section(config: ConfigFile) -> ConfigFile | None:
-    """In config.json, or in a file beside it; None for plain weights. Raises CheckpointError."""
+    """Raises CheckpointError."""
     name = next((name for name in ("quantization_config", "compression_config") if config.has(name)), None)
     return read_separate(config) if name is None else config.section(name)
 
 
 def read_separate(config: ConfigFile) -> ConfigFile | None:
-    """What `quantization_config` would say, with its `quant_method`; None where no such file is. Raises CheckpointError naming the file.
+    """Raises CheckpointError naming the file.
 
     A file that names no method is of its writer's format; AutoAWQ's fields may stand in AutoGPTQ's file, as vLLM allows. A GPTQ file that
     names no version is of version 1: writers that know version 2 name it there.
@@ -86,7 +86,7 @@ def read_separate(config: ConfigFile) -> ConfigFile | None:
 
 
 def resolve_precision(quantization: str, stored: WeightFormat | GgufFormat | None) -> Precision:
-    """How linears are rounded at load. The name of a format rounds nothing; ConfigError where it is not the checkpoint's."""
+    """The name of a format rounds nothing; ConfigError where it is not the checkpoint's."""
     is_own = quantization == "fp8" and stored is not None and stored.method == "fp8"
     if quantization not in METHODS:
         return Precision.NONE if is_own else Precision(quantization)
@@ -114,8 +114,6 @@ class _Expected:
 
 
 class QuantizedSource:
-    """A checkpoint whose linears are stored in a format."""
-
     def __init__(self, checkpoint: Checkpoint, stored: WeightFormat) -> None:
         self._checkpoint, self._format = checkpoint, stored
 

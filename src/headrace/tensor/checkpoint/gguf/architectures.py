@@ -67,9 +67,7 @@ _PHI3 = {
 
 
 class TensorPlace(NamedTuple):
-    """Where a tensor of Hugging Face's name is.
-
-    name    in the GGUF file
+    """name    in the GGUF file
     expert  index in the leading dimension; None: the tensor is not stacked
     heads   of a weight whose rows are stored pair by pair in each head; None: they are in order
     """
@@ -81,9 +79,7 @@ class TensorPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NameTable:
-    """Hugging Face's names of an architecture's tensors in GGUF's.
-
-    layer        name in a layer -> GGUF's, both without ".weight"
+    """layer        name in a layer -> GGUF's, both without ".weight"
     experts      the same of an expert's linears, without the expert's number
     rotated      heads of q and k where the file stores each head's rows as pairs (arch "llama"); empty: they are in order
     is_norm_plus norm weights are stored as w + 1
@@ -281,7 +277,7 @@ def _dtype(model: GgufModel) -> str:
 
 
 def _rope(keys: _Keys, model: GgufModel, head_dim: int) -> dict[str, object]:
-    """Partial rotation and scaling. Factors per pair (`rope_freqs.weight`, Llama 3.1's) are LongRoPE's of one length."""
+    """Factors per pair (`rope_freqs.weight`, Llama 3.1's) are LongRoPE's of one length."""
     fields: dict[str, object] = {}
     if (rotated := keys.integer("rope.dimension_count", head_dim)) != head_dim:
         fields["partial_rotary_factor"] = rotated / head_dim

@@ -69,8 +69,6 @@ def read_format(section: ConfigFile) -> GgufFormat:
 
 
 class GgufCheckpoint:
-    """Notes which tensors were read, for `check_all_read`."""
-
     def __init__(self, folder: Path) -> None:
         """folder: made by `gguf.folder.make_folder`. Raises CheckpointError, also if the GGUF file has changed since."""
         source = find_source(folder)

@@ -42,10 +42,7 @@ class GgufSource(NamedTuple):
 
 
 def make_folder(file: Path) -> Path:
-    """The folder of a GGUF file, made unless an earlier call made it. Its name is the file's without suffix.
-
-    Raises CheckpointError for a file that is damaged or not supported; ConfigError where the folder cannot be kept.
-    """
+    """Raises CheckpointError for a file that is damaged or not supported; ConfigError where the folder cannot be kept."""
     file = file.absolute()
     model = read_gguf(file)
     try:
@@ -81,7 +78,7 @@ def find_source(folder: Path) -> GgufSource:
 
 
 def _write(home: Path, name: str, model: GgufModel) -> None:
-    """Write the folder under another name, then rename it. Raises CheckpointError, OSError."""
+    """Raises CheckpointError, OSError."""
     config = make_config(model)
     text = make_text_files(model.keys, int(str(config["vocab_size"])))
     documents = dict(zip(_FILES, (config, text.generation, text.tokenizer, text.config), strict=True))

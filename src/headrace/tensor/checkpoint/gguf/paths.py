@@ -20,6 +20,5 @@ def is_first(path: Path) -> bool:
 
 
 def model_name(path: Path) -> str:
-    """A file is served under its own name, without the suffix and the number of the shard."""
     found = SHARD.fullmatch(path.stem)
     return found[1] if found else path.stem

@@ -22,9 +22,7 @@ MAX_SHARDS = 4096
 
 @dataclass(frozen=True, slots=True)
 class GgufModel:
-    """The headers of all files of one model, one for each shard, in order.
-
-    keys     of the first file, which has all of the model's metadata
+    """keys     of the first file, which has all of the model's metadata
     tensors  name -> (header of the file that holds the tensor, the tensor's entry)
     """
 
@@ -53,10 +51,8 @@ class GgufModel:
 
 
 def read_gguf(path: Path) -> GgufModel:
-    """`path` is the first shard.
-
-    Raises CheckpointError when a shard is missing or unreadable, when `path` is not the first shard, when a shard's number does not match
-    its name, when two shards hold the same tensor, and when the number of tensors is zero or not the declared one.
+    """Raises CheckpointError when a shard is missing or unreadable, when `path` is not the first shard, when a shard's number does not
+    match its name, when two shards hold the same tensor, and when the number of tensors is zero or not the declared one.
     """
     limits = HeaderLimits()
     first = read_gguf_header(path, limits)

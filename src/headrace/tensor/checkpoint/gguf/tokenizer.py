@@ -41,9 +41,7 @@ _SPLIT_TEKKEN = (
 
 @dataclass(frozen=True, slots=True)
 class CutRule:
-    """How a byte-level tokenizer cuts a text before it merges.
-
-    patterns   regular expressions, each applied to the pieces that the one before it leaves
+    """patterns   regular expressions, each applied to the pieces that the one before it leaves
     whole      a piece that is a token is never merged from smaller ones
     has_bos    a text begins with the token bos unless the file says otherwise
     is_nfc     texts are brought to Unicode's form NFC first
@@ -254,7 +252,7 @@ def _bpe(vocabulary: _Vocabulary, merges: list[list[str]], *, ignore_merges: boo
 
 
 def _document(vocabulary: _Vocabulary, *, has_bos: bool) -> dict[str, object]:
-    """What both kinds have. has_bos: where the file does not say."""
+    """has_bos: where the file does not say."""
     keys = vocabulary.keys
     around = {"bos": keys.flag(f"{PREFIX}add_bos_token", has_bos), "eos": keys.flag(f"{PREFIX}add_eos_token", False)}
     ids = {name: vocabulary.named(f"{name}_token_id") for name, is_added in around.items() if is_added}

@@ -1,1 +1,1 @@
-"""The kernels of the CPU. `backend` implements the `Kernels` protocol with them."""
+"""The kernels of the CPU."""

@@ -1,8 +1,5 @@
 """Low-rank updates of linears (`AdapterKernels`): each token of a step by the adapter that it asks for.
 
-Two kernels per linear. The tokens of one adapter, wherever they stand in the step, are cut into panels, and each panel meets its adapter's
-weights once:
-
     shrink   sums[k, r] = scale * (down[k] . x[r])     RANKS rows of `down` at a time, by dot products: a rank needs no padding to a strip
     expand   y[r] += sums[:, r] . up                   strips of outputs, as in `linear`
 

@@ -1,10 +1,6 @@
 """The CPU backend: Numba kernels for every operation, and linear layers by `linear_path`.
 
-Arguments that a kernel does not support (float16, a head size that is no multiple of a register, a strided last dimension, a tensor on a
-device) go to `reference`, operation by operation.
-
-These kernels give a token the same bits whatever else is in the step; oneDNN and torch do not. A deterministic backend does not use oneDNN,
-and refuses whatever these kernels do not support. Experts are routed and summed by torch on every backend (`layers.moe`).
+Experts are routed and summed by torch on every backend (`layers.moe`).
 """
 
 from __future__ import annotations

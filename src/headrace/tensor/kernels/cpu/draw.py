@@ -1,7 +1,6 @@
 """Draws one token for each random row of logits, on all threads. `filters` defines which tokens are kept, and is the test oracle.
 
-With filters, all tokens above a floor are gathered in the order of their ids; then the lightest kept weight is found by bisecting the range
-of its bits, without a sort. A token depends on its row, its limits and u alone.
+A token depends on its row, its limits and u alone.
 
 Weights may differ from the oracle's in the last place of exp, and sums in the order of additions: where u is that close to a border between
 two tokens, the other one is drawn.

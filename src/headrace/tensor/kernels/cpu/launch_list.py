@@ -1,8 +1,4 @@
-"""Capture and replay of kernel launches, as CUDA graphs do it: many kernels run in one parallel region.
-
-`deferred_launches` collects launches in a list and runs the list at its end. `recording` keeps the list with all memory that it names, so
-that a later step of the same shape is one call.
-"""
+"""Capture and replay of kernel launches, as CUDA graphs do it: many kernels run in one parallel region."""
 
 from __future__ import annotations
 

@@ -255,7 +255,6 @@ class StripLinear:
 
 
 def as_float32(x: Tensor) -> Tensor:
-    """Returns x itself where it is contiguous float32, else a copy."""
     if x.dtype == torch.float32 and x.is_contiguous():
         return x
     run_pending()

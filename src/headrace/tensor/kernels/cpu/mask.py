@@ -31,7 +31,6 @@ def mask_word(logits: Pointer, word: int, count: int) -> None:
 
 @helper
 def mask_block(logits: Pointer, words: Pointer, count: int) -> bool:
-    """Returns whether any token is allowed."""
     num_words = (count + 31) // 32
     seen = 0
     for w in range(num_words):

@@ -55,7 +55,6 @@ def pack_strips(weight: Tensor, block: int) -> Tensor:
 
 
 def narrowed(weight: Tensor, block: int) -> Tensor | None:
-    """None for a weight with a value that is no bfloat16."""
     packed, is_exact = _packed(weight, block, torch.int32)
     return packed if is_exact else None
 

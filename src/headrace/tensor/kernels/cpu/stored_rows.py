@@ -1,8 +1,4 @@
-"""Reads rows of an embedding table that stays in its file, with `pread`: a microsecond for a row that is in the page cache.
-
-Mapping the file was rejected: the kernel counts sixteen pages around each row that is read as memory of this process, and a disk error
-would end the process (SIGBUS).
-"""
+"""Reads rows of an embedding table that stays in its file, with `pread`: a microsecond for a row that is in the page cache."""
 
 from __future__ import annotations
 

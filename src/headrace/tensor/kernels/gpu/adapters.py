@@ -244,7 +244,6 @@ class TritonAdapters:
 
 
 def _order(step: StepAdapters, rows: int) -> tuple[Tensor, Tensor]:
-    """Made once in a step, by its first linear; once more for the selected tokens."""
     if rows not in step.orders:
         assert step.addresses is not None
         step.orders[rows] = order_by_expert(step.slots_of(rows), len(step.addresses))

@@ -131,7 +131,6 @@ def _decode_kernel(
 
 
 def padded_dim(dim: int) -> int:
-    """A power of two, and as many as the matrix units take at least."""
     return max(MIN_DIM, int(triton.next_power_of_2(dim)))
 
 

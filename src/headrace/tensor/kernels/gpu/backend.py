@@ -1,10 +1,4 @@
-"""The backend for NVIDIA GPUs: kernels in Triton, dense products of many rows by torch's libraries.
-
-No operation waits for the device or reads one of its values, so a step can be captured as a graph. Results depend on the batch in their
-last bits: splits and the libraries' kernels are chosen by the number of rows. Block sizes are in `tuning` and `h100.json`; products of
-every stored format in `product` and `linears`; `compiler` runs a first kernel before all others. Equivalence with `reference`:
-tests/tensor/kernels/gpu.
-"""
+"""The backend for NVIDIA GPUs: kernels in Triton, dense products of many rows by torch's libraries."""
 
 from __future__ import annotations
 
@@ -66,7 +60,6 @@ class TritonKernels:
         kv_scales: Tensor | None = None,
         num_decodes: int = 0,
     ) -> Tensor:
-        """The leading `num_decodes` rows by split-KV, the others by tiles of tokens."""
         out = empty(query.shape, query.dtype, query.device)
         if num_decodes:
             decode_attention(

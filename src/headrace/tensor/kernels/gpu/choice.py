@@ -1,10 +1,7 @@
 """Sampling on the GPU: implements `DeviceChoice` with the Triton kernels of this module, `choice_edits` and `choice_filters`.
 
-Reference: tests/support/plain_choice.py. Sums over the vocabulary are made in another order than on the host, and in single precision, so a
-random number on the border between two tokens may choose the other one.
-
-The inputs of a decode step (`DecodeRows`) are made on the GPU, so a step can be launched before the host has read the tokens of the step
-before.
+Sums over the vocabulary are made in another order than on the host, and in single precision, so a random number on the border between two
+tokens may choose the other one.
 """
 
 from __future__ import annotations
@@ -141,8 +138,6 @@ def _report(logits: Tensor, fields: Tensor, chosen: Tensor) -> None:
 
 
 class TritonChoice:
-    """Implements `DeviceChoice`."""
-
     def write_tables(self, tables: Tensor, changes: Tensor) -> None:
         _write_tables_kernel[(MAX_TABLE_CHANGES // _BLOCK,)](tables, changes, MOST=MAX_TABLE_CHANGES, BLOCK=_BLOCK, num_warps=2)
 

@@ -294,7 +294,7 @@ class _Rows:
         return found
 
     def find_digits(self, best: _Level | None = None) -> _Level:
-        """Finds top_k's level, or given that one, top_p's. Returns the last pass."""
+        """Finds top_k's level, or given that one, top_p's."""
         shifts = list(range(0, self.bits, _STEP))[::-1]
         keys = empty((len(shifts), self.count), torch.int32, self.device)
         sums = empty((len(shifts), self.count, self.parts, _SUMS.value), torch.float32, self.device)

@@ -1,7 +1,7 @@
 """Block sizes and numbers of warps of the GPU kernels, by weight format and shape, as measured on one device (`h100.json`).
 
 Values for cases that the table does not have (float32, head dims above 128, rows of a few tokens) are derived by the limits of shared
-memory and registers; compiling all kernels ahead of time checks them. Other devices use the same table, which is logged at start.
+memory and registers; compiling all kernels ahead of time checks them.
 """
 
 from __future__ import annotations
@@ -81,7 +81,6 @@ class Tuning:
         return _first(variants, rows, 0) or variants[-1]
 
     def decode(self, value_bytes: int, query_bytes: int, dim: int) -> DecodeVariant:
-        """Wide heads and float32 get smaller tiles."""
         measured = self.narrow_decode if value_bytes == 1 else self.wide_decode
         if query_bytes == 4:
             return replace(measured, block_n=32, warps=8, stages=1)

@@ -122,7 +122,6 @@ def scratch_layout(vectors: int, head_dim: int) -> ScratchLayout:
 
 @helper
 def scratch_floats(vectors: int, head_dim: int) -> int:
-    """float32 of a worker: the layout, and what its start is moved by to the next cache line."""
     return scratch_layout(vectors, head_dim).end + ALIGNMENT // 4
 
 
@@ -262,7 +261,7 @@ def transpose_keys(g: Geometry, scratch: Scratch, tile: int, low: int, high: int
 
 @helper
 def weigh(g: Geometry, scores: Pointer, running: Sums, position: int, used: int, low: int, high: int) -> None:
-    """One step of an online softmax, in place. Where a peak grew, earlier sums are rescaled."""
+    """One step of an online softmax, in place."""
     vector, here = 0, position
     while vector < used:
         begin, end = max(low, here - g.window + 1), min(high, here + 1)

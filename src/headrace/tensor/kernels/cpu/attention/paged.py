@@ -4,8 +4,8 @@
   additions, and splits are added left to right whether one worker computes them or several.
 - Slots that the row may not see are never read: they may hold anything, NaN included.
 
-Only element types are compiled in: fixing head size, group count, block size and window gained 0 to 4 % (docs/experiments.md). Reference:
-`reference.ReferenceKernels.attention`. Idea of the splits: flash-decoding, Dao et al. 2023.
+Only element types are compiled in: fixing head size, group count, block size and window gained 0 to 4 % (docs/experiments.md). Idea of the
+splits: flash-decoding, Dao et al. 2023.
 """
 
 from __future__ import annotations

@@ -111,7 +111,6 @@ def _in_parallel(function: int, arguments: int, workers: int) -> None:
 
 @helper
 def run_workers(function: int, arguments: int, workers: int) -> None:
-    """One worker runs on the calling thread, without a region."""
     if workers > 1:
         _in_parallel(function, arguments, workers)
     else:
@@ -145,7 +144,6 @@ def thread_limit() -> int:
 
 
 def set_thread_limit(limit: int) -> int:
-    """The limit is at most the threads with which Numba was started; returns what was set."""
     _THREADS.limit = max(1, min(limit, int(numba.config.NUMBA_NUM_THREADS)))
     return _THREADS.limit
 

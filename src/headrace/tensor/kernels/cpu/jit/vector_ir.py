@@ -27,7 +27,6 @@ def native_features() -> frozenset[str]:
 
 
 def native_lanes() -> int:
-    """float32 lanes of the widest vector register: 16, 8 or 4."""
     features = native_features()
     if "avx512f" in features:
         return 16
