@@ -1,4 +1,4 @@
-"""Creates, changes and revokes API keys and tenants, by the same rules for every key store. Each change leaves an audit record.
+"""Creates, changes and revokes API keys and tenants, by the same rules for every key store.
 
 A change is written only if no record has changed since it was decided (compare and swap); otherwise it is decided again.
 """
@@ -94,7 +94,7 @@ class NewTenant(TenantChange):
 
 
 class Administration:
-    """Creates, changes and ends the keys and tenants of one store. Every method raises StoreFailed and InvalidRequest."""
+    """Every method raises StoreFailed and InvalidRequest."""
 
     def __init__(self, store: KeyStore, *, tiers: Collection[str], unix_time: Clock, actor: str) -> None:
         """tiers: built-in ones included"""

@@ -1,4 +1,4 @@
-"""Authenticates a request: finds the principal of its API key. Once any key exists, every path needs one unless it is public.
+"""Authenticates a request: finds the principal of its API key.
 
 `gateway.app` decides by the path that the router matched, never by a URL rebuilt from headers. Keys exist here only as SHA-256 digests;
 look-ups hash a digest once more with a random secret, so that their time leaks nothing about stored digests (`stored_keys.blinding`).
@@ -45,8 +45,6 @@ class _Made:
 
 
 class Authenticator:
-    """Finds the principal of a request's key, by configured and stored keys."""
-
     def __init__(
         self, api_keys: Sequence[ApiKey], tiers: Mapping[str, Tier], stored: StoredKeys | None = None, clock: Clock = time.monotonic
     ) -> None:

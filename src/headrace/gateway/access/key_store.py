@@ -1,9 +1,4 @@
-"""Keeps the directory of keys and tenants: in SQLite for one machine, in Redis for several.
-
-No record holds a key itself, only its SHA-256 digest and first characters. Every change names the version of the directory that it was
-decided on, and is refused if the directory has changed since. Redis (6.2 or later) or Valkey needs persistence, and a `maxmemory-policy`
-that evicts no key without an expiry; if it has lost the records, gateways refuse all keys.
-"""
+"""Keeps the directory of keys and tenants: in SQLite for one machine, in Redis for several."""
 
 from __future__ import annotations
 
@@ -24,7 +19,7 @@ from headrace.gateway.stores.store import StoreProgress
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRecord:
-    """A stored key: its digest, tenant and limits. Times are Unix seconds; None: never.
+    """Times are Unix seconds; None: never.
 
     id               the same after a rotation
     tier             empty: the tenant's tier holds; READER_TIER: the role is reader, and the tenant's tier holds
@@ -127,7 +122,7 @@ def decoded(record: bytes, kind: type[T]) -> T:
 
 
 class KeyStore(Protocol):
-    """A store of the directory: keys, tenants and audit records. Every method raises StoreFailed."""
+    """Every method raises StoreFailed."""
 
     progress: StoreProgress
 
@@ -231,8 +226,6 @@ FIND_ROW = (
 
 
 class SqliteKeys:
-    """A `KeyStore` in a SQLite file of one machine."""
-
     def __init__(self, path: str) -> None:
         """Raises ConfigError."""
         self._thread = SqliteThread(open_sqlite(path, KEYS))

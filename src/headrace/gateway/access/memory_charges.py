@@ -37,8 +37,6 @@ class ChargeLimits:
 
 
 class MemorySum:
-    """One sum of the bytes that requests hold, by request and tenant."""
-
     def __init__(self, limits: ChargeLimits, name: str = "answers") -> None:
         self.limits = limits
         self.name = name
@@ -106,7 +104,7 @@ class MemorySum:
 
 
 class MemoryCharge:
-    """The bytes that one request holds in one sum. The end of `with memory_sum.open(tenant) as charge:` gives the bytes back."""
+    """The end of `with memory_sum.open(tenant) as charge:` gives the bytes back."""
 
     __slots__ = ("_sum", "num_bytes", "tenant")
 
@@ -133,7 +131,7 @@ class MemoryLimits(NamedTuple):
 
 
 class RequestMemory:
-    """The two sums of charges of this process. num_open: open requests; num_closed: since the start"""
+    """num_open: open requests; num_closed: since the start"""
 
     def __init__(self, limits: MemoryLimits) -> None:
         self.prompts = MemorySum(limits.prompts, "prompts")

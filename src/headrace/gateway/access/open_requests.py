@@ -14,8 +14,6 @@ from headrace.policy.admission import TenantTurn
 
 
 class UseCount:
-    """Counts the requests that use one object, which is closed after the last."""
-
     __slots__ = ("_tenants", "_unused", "num_users")
 
     def __init__(self) -> None:
@@ -57,9 +55,7 @@ CutOff = Callable[[HeadraceError], None]
 
 
 class OpenRequests:
-    """The generating requests that are open at this gateway, bounded in number. Each request is in one `UseCount`. max_requests: lowering
-    it ends no open request
-    """
+    """Each request is in one `UseCount`. max_requests: lowering it ends no open request"""
 
     def __init__(self, max_requests: int, tenant_share: Callable[[], float] = lambda: 1.0) -> None:
         self.max_requests = max_requests

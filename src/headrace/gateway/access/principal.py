@@ -1,6 +1,4 @@
-"""Defines the authenticated caller of a request, the keys that the configuration names, and the metrics that a caller sees. No repr shows a
-key or its hash.
-"""
+"""Defines the authenticated caller of a request. No repr shows a key or its hash."""
 
 from __future__ import annotations
 
@@ -44,9 +42,7 @@ class KeyLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Principal:
-    """The authenticated caller of a request.
-
-    tenant_id     drawn when the tenant was created; "" for a tenant without a record in the store
+    """tenant_id     drawn when the tenant was created; "" for a tenant without a record in the store
     tenant_since  Unix seconds of the tenant's creation: earlier usage is that of another tenant of the same name
     options       the tenant's choices: name -> JSON value; an absent option has its default
     """

@@ -1,8 +1,6 @@
 """Caches the keys that one gateway has looked up in the store, until the directory of keys changes.
 
-The directory's version is read every POLL_S. After a new version each key is looked up again, so that a revoked or changed key stops on
-every gateway within two seconds; where that look-up fails, the earlier answer holds until then. While the store does not answer, known keys
-stay good for OUTAGE_S, and others are refused with 503.
+The directory's version is read every POLL_S.
 """
 
 from __future__ import annotations
@@ -31,9 +29,8 @@ LookUp = Callable[[bytes, str], Awaitable[StoredKey | None]]
 
 
 class KeyLookups:
-    """Looks keys up in their store, for all requests of this gateway. Requests for the same key share one look-up. A flood of invented keys
-    leaves connections for known keys. A request that stops waiting does not cancel its look-up: the Redis client would close the
-    connection.
+    """Requests for the same key share one look-up. A flood of invented keys leaves connections for known keys. A request that stops waiting
+    does not cancel its look-up: the Redis client would close the connection.
     """
 
     def __init__(self, look_up: LookUp, guard: StoreGuard) -> None:

@@ -38,8 +38,6 @@ EQUAL_WAIT_S = 30.0
 
 
 class AnswerCache:
-    """The response cache of one gateway: stored answers, and those being computed."""
-
     def __init__(self, store: GuardedStore, metrics: AnswerCacheMetrics, unix_time: Clock) -> None:
         self.max_entry_bytes = MAX_ANSWER_BYTES
         self._store = store

@@ -56,9 +56,7 @@ class RecordedEvent(Struct, array_like=True, frozen=True):
 
 
 class WholeAnswer(StoredEntry, frozen=True):
-    """The recorded answer to one request.
-
-    recorded_at    Unix seconds of the answer's end
+    """recorded_at    Unix seconds of the answer's end
     prompts        per prompt its number of tokens (None: not known) and its text as echo shows it
     usage          the values of `KEPT_USAGE`
     estimated_tokens  of `TokenUsage`; last, where gateways that do not know it read over it

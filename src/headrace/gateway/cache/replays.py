@@ -1,4 +1,4 @@
-"""Answers retries with an Idempotency-Key: the first request claims the key and its answer is kept, a retry gets that answer.
+"""Answers retries with an Idempotency-Key.
 
 no entry --claim--> running, for LEASE_S at a time, renewed --keep--> the answer, for TTL_S
     ^                    |
@@ -59,9 +59,7 @@ def open_replay_store(stores: Stores) -> Store:
 
 
 class ReplayEntry(StoredEntry, frozen=True):
-    """The store's entry of one Idempotency-Key: its first request, and the answer.
-
-    body    digest of the path, the session and the body of the request
+    """body    digest of the path, the session and the body of the request
     answer  None while the request runs; None with an empty claim: the answer was too large to be kept
     """
 
@@ -99,8 +97,6 @@ class KeyClaim:
 
 
 class Replays:
-    """The Idempotency-Keys that one gateway's requests claim, and the answers kept for them."""
-
     def __init__(self, store: GuardedStore, metrics: ReplayMetrics, *, limits: StoreLimits) -> None:
         self._limits = limits
         self._store = store

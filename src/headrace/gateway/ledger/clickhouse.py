@@ -55,9 +55,7 @@ class ClickHouseRefused(SinkFailed):
 
 
 class ClickHouseSink:
-    """A `Sink` in a table of ClickHouse. A record that is shipped twice becomes one row when ClickHouse merges, or at once for a query with
-    FINAL.
-    """
+    """A record that is shipped twice becomes one row when ClickHouse merges, or at once for a query with FINAL."""
 
     name = CLICKHOUSE
 

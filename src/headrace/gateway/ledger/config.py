@@ -1,6 +1,4 @@
-"""Defines the options of usage records. A server on another machine must be reached over TLS with authentication, unless `allow_insecure`
-is set.
-"""
+"""Defines the options of usage records."""
 
 from __future__ import annotations
 

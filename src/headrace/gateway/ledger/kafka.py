@@ -1,8 +1,4 @@
-"""Sends usage records to a Kafka topic, keyed by the request's id, and moves them from there to ClickHouse (`headrace log archive`).
-
-The archive commits a batch's offsets after ClickHouse has answered. A batch that is inserted again after a crash changes no row
-(`ReplacingMergeTree`).
-"""
+"""Sends usage records to a Kafka topic, keyed by the request's id, and moves them from there to ClickHouse (`headrace log archive`)."""
 
 from __future__ import annotations
 
@@ -38,7 +34,7 @@ _key_of = msgspec.json.Decoder(MessageKey).decode
 
 
 class KafkaSink:
-    """A `Sink` in a Kafka topic. After a crash or a timeout a record may be in the topic twice, with equal key and content."""
+    """After a crash or a timeout a record may be in the topic twice, with equal key and content."""
 
     name = KAFKA
 
@@ -141,8 +137,6 @@ FILL_S = 1.0
 
 
 class Archive:
-    """Moves usage records from a Kafka topic to ClickHouse."""
-
     def __init__(self, config: UsageConfig) -> None:
         """Raises ConfigError."""
         if config.kafka is None or config.clickhouse is None:

@@ -34,8 +34,6 @@ QUERY_S = 5.0
 
 
 class Ledger:
-    """Takes one gateway's usage records, and answers questions about usage."""
-
     def __init__(self, spool: Spool, usage_db: UsageDb, local: LocalUsage, config: UsageConfig) -> None:
         """usage_db: sink of every ledger. Raises ConfigError."""
         self._spool = spool
@@ -49,10 +47,7 @@ class Ledger:
         start()
 
     def prepare(self, config: UsageConfig) -> Callable[[], None]:
-        """Calling the result uses the new sinks from then on. Raises ConfigError.
-
-        Records that wait for a sink that is not named any more stay in the spool until a configuration names the sink again.
-        """
+        """Calling the result uses the new sinks from then on. Raises ConfigError."""
         sinks: dict[str, Sink] = {sink.name: sink for sink in (self._usage_db, *far_sinks(config))}
         source = self._local if config.clickhouse is None else ClickHouseUsage(config.clickhouse)
         self._spool.make_folders(list(sinks))

@@ -1,4 +1,4 @@
-"""Defines the usage record (what one request used, what it cost and how it went) and the protocol of its sinks."""
+"""Defines the usage record and the protocol of its sinks."""
 
 from __future__ import annotations
 
@@ -95,7 +95,6 @@ decode_record = msgspec.json.Decoder(UsageRecord).decode
 
 
 def is_recorded(request: FinishedRequest) -> bool:
-    """True for a request that reached an engine, or was answered from a cache."""
     answered = request.answered
     has_begun = answered.usage.completion_tokens is not None and request.end.outcome is not Outcome.REFUSED
     return has_begun or answered.cache_tier is not None or answered.charged != NOTHING_CHARGED

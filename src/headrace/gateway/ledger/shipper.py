@@ -1,6 +1,4 @@
-"""The thread that ships usage records from the spool to one sink. Each sink has its own, so that a failing one delays no other. Processes
-may share a spool: a lock file per sink, released when its process ends, lets one of them ship.
-"""
+"""The thread that ships usage records from the spool to one sink. Each sink has its own, so that a failing one delays no other."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ MAX_BATCH_BYTES = 8 << 20
 
 
 class Shipper:
-    """A thread that ships the spool's segments to one sink. num_damaged_bytes: bytes of segments that were part of no whole record, and are
-    lost
-    """
+    """num_damaged_bytes: bytes of segments that were part of no whole record, and are lost"""
 
     def __init__(self, spool: Spool, sink: Sink) -> None:
         self.sink = sink

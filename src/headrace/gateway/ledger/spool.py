@@ -1,10 +1,9 @@
-"""Manages the spool, a folder of usage records that have not been shipped: segments that are written, and what waits for each sink.
+"""Manages the spool, a folder of usage records that have not been shipped.
 
     open/NAME.seg   being written by one process, which holds a lock on it
     SINK/NAME.seg   a closed segment that waits for this sink: a hard link, unlinked once it is shipped
     SINK/lock       held by the process that ships for this sink
 
-Any number of processes may use one folder. The segments that a process leaves when it dies are closed by any other one (`Spool.adopt`).
 Names sort by the time at which their segments were begun. A segment is a file:
 
     magic, then per record: length (4 bytes, big-endian), CRC-32 of the payload (4 bytes), payload
@@ -88,8 +87,6 @@ MAX_BYTES = 1 << 30
 
 
 class Spool:
-    """The spool's folder, which several processes may share."""
-
     def __init__(self, folder: Path, sinks: Sequence[str]) -> None:
         """Closed to other users. Raises ConfigError."""
         self.folder = folder

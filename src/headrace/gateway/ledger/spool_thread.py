@@ -36,10 +36,7 @@ LOGGED_EVERY_S = 10.0
 
 
 class SpoolThread:
-    """A thread that writes usage records from its queue to the spool.
-
-    dropped       dropped records by reason: "queue", "disk", or "full:SINK" when too many bytes wait for a sink
-    """
+    """dropped       dropped records by reason: "queue", "disk", or "full:SINK" when too many bytes wait for a sink"""
 
     def __init__(self, spool: Spool, *, on_segment: Callable[[], None], clock: Clock = monotonic) -> None:
         """on_segment: called in the thread when a segment waits for the sinks"""

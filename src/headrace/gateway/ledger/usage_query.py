@@ -1,4 +1,4 @@
-"""Asks a store for usage by tenant, user, key, model, adapter or day: sums over usage records, or other `Figures` of them.
+"""Asks a store for usage by tenant, user, key, model, adapter or day.
 
 `usage_rows` asks usage.db, and reads whole days from its sums of days.
 """

@@ -1,7 +1,6 @@
-"""Applies the limits at one gateway: reserves for new requests, renews the gateway's heartbeat, and charges ended requests.
+"""Applies the limits at one gateway.
 
-`take` carries charges of the same tenant's earlier requests; all others are made in the background. The gateway names a reservation
-until the store has taken its charge.
+The gateway names a reservation until the store has taken its charge.
 """
 
 from __future__ import annotations
@@ -97,7 +96,6 @@ class EndedRequests:
         return amounts
 
     def num_waiting(self, tenant: str) -> int:
-        """Charges that are in no call."""
         return len(self._waiting.get(tenant, ()))
 
     async def answered(self, tenant: str) -> None:
@@ -151,7 +149,7 @@ class EndedRequests:
 
 
 class Limiter:
-    """Holds the requests of one gateway to their limits. gateway: name of this process in the book, drawn at each start"""
+    """gateway: name of this process in the book, drawn at each start"""
 
     def __init__(self, store: LimitStore, *, clock: Clock, budget: DeploymentBudget = NO_BUDGET) -> None:
         self.gateway = secrets.token_hex(8)

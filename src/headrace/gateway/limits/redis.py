@@ -35,8 +35,6 @@ IDLE_MINUTE_MS = 3 * MINUTE_MS
 
 
 class RedisLimits(RedisCalls):
-    """A `LimitStore` in Redis."""
-
     is_in_order = False
     """Calls at the same time are on several connections."""
 

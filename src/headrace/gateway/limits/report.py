@@ -35,9 +35,7 @@ def key_principal(key: KeyRecord, tenant: TenantRecord, tier: Tier) -> Principal
 
 
 class LimitReport:
-    """Reports how much of their limits the callers have used. All methods raise InvalidRequest for an unknown name, ConfigError and
-    StoreFailed.
-    """
+    """All methods raise InvalidRequest for an unknown name, ConfigError and StoreFailed."""
 
     def __init__(
         self, admin: Administration, store: LimitStore, tiers: Mapping[str, Tier], budget: DeploymentBudget, unix_time: Clock
@@ -49,12 +47,10 @@ class LimitReport:
         return await (self.of_key(name) if kind == "keys" else self.of_tenant(name))
 
     async def of_key(self, key_id: str) -> list[dict[str, object]]:
-        """Empty for a revoked or expired key."""
         key = await self._admin.key(key_id)
         return await self._shown([await self._key_principal(key)] if key.is_active(self._unix_time()) else [])
 
     async def of_tenant(self, name: str) -> list[dict[str, object]]:
-        """The tenant's limits and the deployment's, then those of its users and of MAX_KEYS active keys."""
         tenant = await self._admin.tenant(name)
         now = self._unix_time()
         active = [key for key in await self._admin.keys(name) if key.is_active(now)]

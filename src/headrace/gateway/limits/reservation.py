@@ -38,8 +38,7 @@ class ReservationKeeper(Protocol):
 
 
 class LimitReservation:
-    """The reservation of one generating request: what it has taken of its limits. At the end of `async with` the request is charged for its
-    use.
+    """At the end of `async with` the request is charged for its use.
 
     is_held  the store has, or may have, a reservation of this request
     counted  tokens that are charged

@@ -55,7 +55,7 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LimitRule:
-    """One limit of a caller, with the counter that it bounds. number: tokens, requests or nano-units, inclusive"""
+    """number: tokens, requests or nano-units, inclusive"""
 
     option: str
     scope: Scope
@@ -112,8 +112,8 @@ def _scope_rules(numbers: object, limits: tuple[tuple[str, Window, Unit], ...], 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallerLimits:
-    """All limits that hold for one caller. first_rules: taken or read before the body is read. takes_open: `first_rules` limit open
-    requests, so a reservation must be given back.
+    """first_rules: taken or read before the body is read. takes_open: `first_rules` limit open requests, so a reservation must be given
+    back.
     """
 
     first_rules: tuple[LimitRule, ...]
@@ -227,7 +227,6 @@ async def limits_now(store: LimitStore, rules: Sequence[LimitRule]) -> list[Limi
 
 
 def refusal(rules: Sequence[LimitRule], claims: Sequence[Claim], result: TakeResult) -> RateLimitExceeded | QuotaExhausted:
-    """About the exceeded limit with the longest retry time."""
     state, claim = max(zip(states(rules, claims, result), claims, strict=True), key=lambda one: one[0].wait_ms)
     rule, amount, wait_s = state.rule, claim.amount or 0, state.wait_ms / 1000
     if rule.is_of_deployment:
@@ -237,7 +236,6 @@ def refusal(rules: Sequence[LimitRule], claims: Sequence[Claim], result: TakeRes
 
 
 def headers(limit_states: Iterable[LimitState]) -> list[tuple[bytes, bytes]]:
-    """For requests and for tokens: the limit that refuses for longest, else that with the smallest part left."""
     tightest: dict[HeaderNames, tuple[tuple[int, float], LimitState]] = {}
     for state in limit_states:
         if (names := SHOWN.get(state.rule.unit)) is not None:

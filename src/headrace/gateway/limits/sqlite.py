@@ -257,8 +257,6 @@ class _OwedCharges:
 
 
 class SqliteLimits:
-    """A `LimitStore` in a SQLite file, or in memory."""
-
     is_in_order = True
     """Calls of a process run one after the other, and each transaction begins with the charges that were asked for before it."""
 

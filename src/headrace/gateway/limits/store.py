@@ -18,8 +18,8 @@ from headrace.policy.limits.counters import Amounts
 
 
 class LimitStore(Protocol):
-    """A store of the limits' book, shared by gateways. Every method raises StoreFailed. A failed or cancelled call may have taken effect or
-    not. is_in_order: a call is made after the charges of all earlier calls, also of failed and cancelled ones
+    """Every method raises StoreFailed. A failed or cancelled call may have taken effect or not. is_in_order: a call is made after the
+    charges of all earlier calls, also of failed and cancelled ones
     """
 
     is_in_order: bool

@@ -1,4 +1,4 @@
-"""Makes a conversation fit its context: leaves out its oldest turns, and has the model summarise them if asked to."""
+"""Makes a conversation fit its context."""
 
 from __future__ import annotations
 
@@ -50,8 +50,6 @@ OpenStream = Callable[[Prepared], AbstractAsyncContextManager[EventStream]]
 
 
 class ContextFitter:
-    """Shortens one conversation until it fits its model's context."""
-
     def __init__(
         self,
         upstream: Upstream,
@@ -113,7 +111,6 @@ class ContextFitter:
     async def _summarised(
         self, request: GenerationRequest, earlier: str, messages: Sequence[Message], max_tokens: int
     ) -> tuple[str, TokenUsage]:
-        """Messages that are too long for one request are summarised in halves; a single message that is too long is left out."""
         try:
             return await self._asked(request, earlier, messages, max_tokens)
         except ContextLengthExceeded:

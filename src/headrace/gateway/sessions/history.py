@@ -21,9 +21,7 @@ COMPRESSION = 1
 
 
 class StoredSession(StoredEntry, frozen=True):
-    """The store's entry of one session.
-
-    created, updated  Unix seconds of the first and the last turn
+    """created, updated  Unix seconds of the first and the last turn
     answer_id   id of the last turn's answer, which its client may continue
     num_before  number of messages before the last turn's own
     packed      messages as compressed JSON

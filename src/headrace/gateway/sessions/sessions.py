@@ -97,8 +97,6 @@ class ReadSession:
 
 
 class Sessions:
-    """The sessions of one gateway, over the store that holds them."""
-
     def __init__(self, store: GuardedStore | None, config: SessionConfig, *, metrics: SessionMetrics, unix_time: Clock) -> None:
         self._store = store
         self.config = config

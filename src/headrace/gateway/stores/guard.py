@@ -1,7 +1,4 @@
-"""Bounds the time that a request waits for all its stores together, and leaves a failing store alone for a while.
-
-Writes that no request waits for run in the background, and are tried again.
-"""
+"""Bounds the time that a request waits for all its stores together, and leaves a failing store alone for a while."""
 
 from __future__ import annotations
 
@@ -116,7 +113,7 @@ _request_wait: ContextVar[StoreWait | None] = ContextVar("store wait of this req
 
 
 class _Wait:
-    """Bounds one call by the rest of its request's waiting time. until: time of the clock of waits"""
+    """until: time of the clock of waits"""
 
     __slots__ = ("_began_at", "_guard", "_num_answers", "_request", "_timeout", "until")
 
@@ -154,8 +151,6 @@ class _Wait:
 
 
 class StoreGuard:
-    """Bounds waiting for one store, and pauses its use where it does not answer."""
-
     def __init__(self, name: str, progress: StoreProgress, clock: Clock = time.monotonic) -> None:
         self._name = name
         self.progress = progress
@@ -198,8 +193,6 @@ class TooMuchToWrite(StoreFailed):
 
 
 class GuardedStore:
-    """A `Store` whose calls are bounded, and whose writes run in the background."""
-
     def __init__(self, store: Store, name: str, clock: Clock = time.monotonic) -> None:
         self.store = store
         self.guard = StoreGuard(name, store.progress, clock)

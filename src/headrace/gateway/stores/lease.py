@@ -18,9 +18,7 @@ GIVE_BACK_PAUSES_S = (0.25, 0.25, 0.5, 1.0, 2.0)
 
 
 class EntryLease:
-    """A request's hold on one entry of a store, renewed until its end.
-
-    value    bytes of the entry while it is claimed, of this request alone
+    """value    bytes of the entry while it is claimed, of this request alone
     lasts_s  seconds until a claim that is not renewed is over
     """
 

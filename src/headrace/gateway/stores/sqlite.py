@@ -34,8 +34,6 @@ ENTRIES = SqliteForm(
 
 
 class SqliteStore:
-    """A `Store` in a SQLite file, or in memory."""
-
     def __init__(self, path: str, limits: StoreLimits, unix_time: Clock) -> None:
         """Raises ConfigError."""
         self._limits = limits

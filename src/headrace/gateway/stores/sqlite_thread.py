@@ -41,9 +41,7 @@ OPEN_TRIES, OPEN_RETRY_S = 240, 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SqliteForm:
-    """The schema and durability of one SQLite file.
-
-    version      version of the schema (`user_version`); a file of another version is refused
+    """version      version of the schema (`user_version`); a file of another version is refused
     added        table -> SQL that adds the table to an older file of the same version; older programs ignore such a table
     synchronous  SQLite's pragma. "OFF": a commit survives the end of the process, not a power cut. "NORMAL": after a power cut the file is
                  intact, but the last commits may be lost. "FULL": a commit is on disk before its caller continues
@@ -61,8 +59,6 @@ def _nothing() -> None:
 
 
 class SqliteThread:
-    """One SQLite connection and the thread that runs its calls."""
-
     def __init__(
         self,
         connection: sqlite3.Connection,

@@ -72,7 +72,7 @@ class StoreLimits:
 
 
 class Store(Protocol):
-    """A store of bytes by key. Every method raises StoreFailed. A failed or cancelled call may have taken effect or not."""
+    """Every method raises StoreFailed. A failed or cancelled call may have taken effect or not."""
 
     progress: StoreProgress
 

@@ -1,4 +1,4 @@
-"""Implements POST /v1/chat/completions: the wire types of a conversation, how a body is parsed, and how events become its answer."""
+"""Implements POST /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -171,8 +171,6 @@ def _fitting(request: ChatRequest, principal: Principal) -> ContextFitting:
 
 
 class ChatAnswer(OpenAIAnswer[ChatRequest]):
-    """Encodes the answer of /v1/chat/completions."""
-
     ID_PREFIX, OBJECT, CHUNK_OBJECT = "chatcmpl-", "chat.completion", "chat.completion.chunk"
     TEXT_CHOICE = b'{"index":%d,"delta":{"content":%s},"logprobs":null,"finish_reason":null}'
 

@@ -1,4 +1,4 @@
-"""Implements POST /v1/completions: the wire types of plain prompts, how a body is parsed, and how events become its answer."""
+"""Implements POST /v1/completions."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _own_params(request: CompletionRequest) -> dict[str, Any]:
 
 
 class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
-    """Encodes the answer of /v1/completions. With max_tokens 0 (echo only) the generated token is not shown."""
+    """With max_tokens 0 (echo only) the generated token is not shown."""
 
     ID_PREFIX, OBJECT, CHUNK_OBJECT = "cmpl-", "text_completion", "text_completion"
     TEXT_CHOICE = b'{"index":%d,"text":%s,"logprobs":null,"finish_reason":null}'

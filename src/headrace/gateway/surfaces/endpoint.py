@@ -59,9 +59,7 @@ class QueryParameter:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint(Generic[HandlerT]):
-    """One method of one path, with its handler and types.
-
-    method       GET answers HEAD as well
+    """method       GET answers HEAD as well
     parser       a text worker finds it by the path; None: no body is read
     for_readers  a key of the role reader may ask: it generates, changes and stores nothing, and shows no conversation
     has_limits   its requests count in the caller's limits on requests

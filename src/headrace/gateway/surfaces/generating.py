@@ -1,7 +1,4 @@
-"""Makes the endpoint of a surface that generates, from its path and types, the parser of its bodies, and the encoder of its answers.
-
-tests/gateway/surfaces/test_another_surface.py has a whole surface of another API.
-"""
+"""Makes the endpoint of a surface that generates."""
 
 from __future__ import annotations
 
@@ -28,9 +25,7 @@ RequestT = TypeVar("RequestT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratingSurface(Generic[RequestT]):
-    """A surface that generates, as the handler of its path.
-
-    path     by it `dialect.field_table` lists the fields of its body
+    """path     by it `dialect.field_table` lists the fields of its body
     names    gives the client's names of fields: name in `ParsedRequest` -> name in the body
     common   converts the surface's request to a `ParsedRequest`
     encoder  makes the encoder of the answer

@@ -1,7 +1,7 @@
 """Makes the document of /openapi.json (OpenAPI 3.1) from the tables and constants that the handlers use, so that both agree.
 
-A request schema is as strict as the server about each single field. Not in the schemas are rules between fields, rules of the model, and
-the priority class that the API key allows. The schema limits texts by characters, while the server counts UTF-8 bytes.
+Not in the schemas are rules between fields, rules of the model, and the priority class that the API key allows. The schema limits texts by
+characters, while the server counts UTF-8 bytes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Lists every path that this server answers, and finds the row of a path: the gateway's router. /openapi.json and docs/api.md are made of
-the list. A new surface is one file beside this one and its rows here.
+the list.
 
 {name} stands for one part of a path, {name:path} for the rest of it. Every path is looked up in its plain form (`plain_path`).
 """
@@ -187,9 +187,7 @@ _NAMED = re.compile(r"\\{(\w+)(:path)?\\}")
 
 @dataclass(slots=True)
 class AnsweredPath:
-    """One path of the list, with its endpoints by method. A flag about quiet, public or probes holds if it does for all endpoints;
-    `generates` if it does for one.
-    """
+    """A flag about quiet, public or probes holds if it does for all endpoints; `generates` if it does for one."""
 
     path: str
     shown_path: str

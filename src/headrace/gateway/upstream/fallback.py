@@ -1,17 +1,9 @@
 """Streams an answer from what comes next when what was asked first fails without output: a model's foreign servers after its replicas, and
 a model's fallbacks after the model (`generation.stages.model_choice`).
 
-`FallbackUpstream` sends a request to Headrace's replicas first, and to foreign servers of the same model when no replica takes it.
+docs/foreign.md, "Behind our own engines", has the rules.
 
-A request falls back when all replicas reject it, when no replica is ready, or when its replica was lost before the first token and no other
-is ready. The foreign servers are tried in their configured order, and compute the answer from its beginning.
-
-A request may say which of them answer, and that foreign servers are asked before our engines (`policy.routing.wishes`). Admission looks at
-such a request when our engines are to answer.
-
-No request falls back after its first token, nor a stream that a client continues: the text of another model cannot follow. A request that
-is too long for the replicas falls back only when a foreign server has a longer context. A request that no foreign server supports
-(log-probabilities of the prompt, ...) never falls back.
+No request falls back after its first token, nor a stream that a client continues: the text of another model cannot follow.
 """
 
 from __future__ import annotations
@@ -54,8 +46,6 @@ TOO_LONG = (ContextLengthExceeded, RequestTooLarge)
 
 
 class FallbackUpstream(Upstream):
-    """The upstream of a model that both replicas and foreign servers serve."""
-
     def __init__(self, own: Upstream, foreign: Upstream, clock: Clock) -> None:
         self.own = own
         self.foreign = foreign
@@ -163,9 +153,6 @@ class FallbackUpstream(Upstream):
         reasons: tuple[type[HeadraceError], ...],
         on_turn: Callable[[], None] | None,
     ) -> Prepared:
-        """The request as our engines have counted it, answered by `first`, or for one of `reasons` by `other`, before which `on_turn` is
-        called.
-        """
         then = self._then(other, reasons, on_turn)
         return replace(own, stream=lambda: FallbackStream(first.stream(), then, num_sequences=own.num_sequences))
 

@@ -61,9 +61,7 @@ def names_inside(value: Any) -> set[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """A prompt of messages, to be rendered by a chat template.
-
-    separates_reasoning  the model's reasoning is separated from its text
+    """separates_reasoning  the model's reasoning is separated from its text
     reasoning_fields     the client's fields behind `switches`, for a foreign server that reads them itself
     """
 
@@ -107,9 +105,7 @@ class RequestedGrammar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """A generating request as its upstream gets it.
-
-    sampling     the parameters the client gave, by the names of `SamplingParams`; the upstream adds its own defaults
+    """sampling     the parameters the client gave, by the names of `SamplingParams`; the upstream adds its own defaults
     deadline_at  time on the service's clock at which the answer ends, finished or not; None: no deadline
 
     session      of its tenant, in every gateway alike; empty: none
@@ -153,9 +149,7 @@ class EarlierOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrincipalFacts:
-    """What an upstream needs to know of a request's caller. salt: separates prefix caches, never chosen by the client alone. ceiling: also
-    bounds the output of a request without `max_tokens`
-    """
+    """salt: separates prefix caches, never chosen by the client alone. ceiling: also bounds the output of a request without `max_tokens`"""
 
     tenant: str = ""
     priority: PriorityClass = PriorityClass.STANDARD

@@ -1,4 +1,4 @@
-"""Defines the configuration of served models: their replicas, their foreign servers, and the rules that hold among all models.
+"""Defines the configuration of served models.
 
 Addresses hold no password and are not link-local; a name's address is checked when it is connected to (`foreign.session`).
 """
@@ -32,7 +32,7 @@ _LINK_LOCAL = "Cloud machines hand out credentials at such addresses: name the s
 
 
 class PoolRules(NamedTuple):
-    """What holds for the replicas of all models. failover_s: 0: a call ends when its replica is lost; routing: a name of `POLICIES`"""
+    """failover_s: 0: a call ends when its replica is lost; routing: a name of `POLICIES`"""
 
     failover_s: float
     routing: str
@@ -99,9 +99,7 @@ class ForeignConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The configuration of one served model.
-
-    upstreams    foreign servers: they answer all requests, or beside `replicas` those that no replica takes
+    """upstreams    foreign servers: they answer all requests, or beside `replicas` those that no replica takes
     unavailable  why the model has no replica now, in words that clients may read; only with empty `replicas`
 
     tool_call_parser, reasoning_parser  names of rows in `text.output.formats`; auto: chosen by the chat template

@@ -2,7 +2,7 @@
 
     validated request + facts of its key --Upstream.prepare--> Prepared (counts, to decide on) --stream--> EventStream --> OutputEvents
 
-`own` answers by Headrace's engines, `foreign` by OpenAI-compatible servers. Neither imports the other, and nothing above imports either.
+`own` answers by Headrace's engines, `foreign` by OpenAI-compatible servers.
 """
 
 from __future__ import annotations
@@ -84,9 +84,7 @@ class ToolCall(NamedTuple):
 
 
 class OutputEvent(NamedTuple):
-    """New output of one sequence.
-
-    index            number of the sequence in the request: sequence i of prompt p is p * n + i
+    """index            number of the sequence in the request: sequence i of prompt p is p * n + i
     offset           output ids of the sequence read so far, plus one once it has ended; only from our engines
     prompt_logprobs  pages of prompt positions 1.. in order, over one or more events; `PreparedPrompt.decoded_logprobs` adds the texts
     finish           set exactly once, on the sequence's last event
@@ -371,8 +369,6 @@ class ReplicaHealth:
 
 
 class Upstream(ABC):
-    """What answers the requests of one model: replicas, foreign servers, or both."""
-
     def queue(self, priority: PriorityClass, unsent: UnsentRequests) -> QueueState | None:
         """`unsent` requests included. None: not known"""
         return None
@@ -414,7 +410,6 @@ class Upstream(ABC):
 
     @property
     def is_alive(self) -> bool:
-        """Whether a replica or a foreign server is connected."""
         return any(replica.is_connected for replica in self.replicas())
 
     def retired_replicas(self) -> list[ReplicaHealth]:

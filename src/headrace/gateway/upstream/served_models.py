@@ -32,9 +32,7 @@ MAX_LOGGED = 100
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServedModel:
-    """One served model under one configuration.
-
-    users    count of the requests that asked for this model or an adapter of it and have not ended
+    """users    count of the requests that asked for this model or an adapter of it and have not ended
     overload  by class, whether more requests come than the model answers
     parent   of an adapter, the name of its base model; else empty
     means    of the answers of this process, of the model and its adapters
@@ -67,7 +65,7 @@ class ServedModel:
         return self.name if self.parent else None
 
     def adapted(self, name: str) -> ServedModel | None:
-        """The model with that adapter, at the same engines and with the same queue. None: none of them has it."""
+        """None: none of them has it."""
         upstream = self.upstream.adapted(name)
         return (
             None if upstream is None else replace(self, name=name, aliases=(), upstream=upstream, fallbacks=NO_FALLBACKS, parent=self.name)
@@ -104,7 +102,7 @@ class ChosenModel(NamedTuple):
 
 
 class ModelTable:
-    """The served models by name, alias and route. A client's name is only looked up here, and never used as a path.
+    """A client's name is only looked up here, and never used as a path.
 
     models  the configured ones; adapters of theirs are not among them
     routes  that the caller may use, by name

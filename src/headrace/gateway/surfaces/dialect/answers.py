@@ -1,4 +1,4 @@
-"""Builds what the answers of chat and completions share: the head of every chunk, a sequence's collected output, the bytes around a choice.
+"""Builds what the answers of chat and completions share.
 
 Everything that is constant over a stream (id, model, created, ...) is encoded once; only the new text and log-probabilities are encoded per
 chunk. Text is always a JSON string, so nothing a model says can break the framing.
@@ -27,9 +27,7 @@ _encode = msgspec.json.encode
 
 @dataclass(slots=True)
 class ChoiceOutput:
-    """One choice of an answer, collected from its sequence's events. logprobs: a part for each vocabulary of token ids; has_tool_calls:
-    also set in a stream
-    """
+    """logprobs: a part for each vocabulary of token ids; has_tool_calls: also set in a stream"""
 
     logprobs: list[DecodedLogprobs] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)

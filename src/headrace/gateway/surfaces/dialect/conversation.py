@@ -1,7 +1,4 @@
-"""Reads the fields of a body that make a conversation.
-
-Functions become values of `core.tools`. `text.output` knows the form of a call in the model's text.
-"""
+"""Reads the fields of a body that make a conversation."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@
     passed on  as inert at our engines; sent to a foreign server, which may read it (marks of caches, signatures of calls)
     refused    the field belongs to a known API but is not supported: accepted only with a value that means "off" or "default"
 
-A request with a field that has no row is refused, and the error names the field. The response header `x-headrace-ignored` names each field
-that was accepted and had no effect.
+A request with a field that has no row is refused, and the error names the field.
 """
 
 from __future__ import annotations
@@ -61,9 +60,7 @@ class Inside(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FieldRule:
-    """One row of the table: a field and its treatment.
-
-    places  bodies (paths) and objects inside a body (`Inside`) that may have the field
+    """places  bodies (paths) and objects inside a body (`Inside`) that may have the field
     note    for users: the rule of a field that is not refused; of a refused field the reason, and what to do instead
     off     values with no effect, accepted like null. A refused field accepts no other value
     is_any  an inert field whose value is not checked, or a passed one of any value within MAX_PASSED_BYTES

@@ -1,7 +1,6 @@
 """Writes log-probabilities in the shapes clients know: OpenAI's of chat and of completions, and vLLM's `prompt_logprobs`.
 
-Columns become JSON page by page, each when it is asked for: an answer may have a million alternatives, and no object is made per
-alternative. Functions give pieces that, joined, are one JSON value; each is less than a millisecond of work.
+Functions give pieces that, joined, are one JSON value; each is less than a millisecond of work.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Checks the decoded body of a request, as far as several surfaces share its fields, and makes a request that cannot be wrong.
 
-Honoured fields (`dialect.field_table`) are kept, fields that change nothing are reported by name, and all others are refused. msgspec
-checks types, `core.sampling` has the rules of parameters. Nothing here depends on the model.
+Nothing here depends on the model.
 """
 
 from __future__ import annotations
@@ -238,7 +237,6 @@ _type_info = cache(inspect.type_info)
 
 
 def _with_integers(data: object, kind: inspect.Type) -> object:
-    """JSON knows no difference between 16 and 16.0."""
     kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
     if isinstance(data, float):
         is_whole = data.is_integer() and abs(data) <= MAX_WHOLE

@@ -1,7 +1,6 @@
 """Defines the wire types of the HTTP API: what msgspec decodes and encodes, and the source of /openapi.json's schemas.
 
-Request types have honoured fields alone, since `dialect.parse` takes out all other ones before. `core.sampling` has the bounds. Answers
-have OpenAI's shapes, with vLLM's additions.
+Request types have honoured fields alone, since `dialect.parse` takes out all other ones before.
 
 A request has at most one field that says what an answer must match, in the words of OpenAI, vLLM, SGLang, llama.cpp or Ollama. The engine
 compiles the `Grammar` and refuses what it cannot enforce.

@@ -1,4 +1,4 @@
-"""Works out what the pieces of a foreign server's answer mean together: which sequence each belongs to, what it adds, when a sequence ends.
+"""Works out what the pieces of a foreign server's answer mean together.
 
 Some servers name an end in every piece. So a sequence's end is given when nothing can follow it any more ([DONE], usage by itself, the end
 of the body). A named end is sure without any of these where its word is known and no output ever followed it.
@@ -37,9 +37,7 @@ MAX_PASSED_BYTES = 1 << 20
 
 
 class ForeignAnswer:
-    """Converts the pieces of a foreign server's answer to output events. left: valid at the end, sequences for which the server sent
-    nothing, as one that ignores `n` does
-    """
+    """left: valid at the end, sequences for which the server sent nothing, as one that ignores `n` does"""
 
     def __init__(self, indices: Sequence[int], call_key: str) -> None:
         self.num_running = len(indices)
@@ -97,7 +95,7 @@ class ForeignAnswer:
                 self._give_ends(events)
 
     def end(self, events: list[OutputEvent], *, is_marked: bool, is_document: bool = False) -> None:
-        """Append the ends of all sequences. Raises BrokenStream if one began and has not ended, or if none began.
+        """Raises BrokenStream if one began and has not ended, or if none began.
 
         is_marked    the server marked the end of the answer ([DONE])
         is_document  the body was one JSON text, whose end is the end of a whole answer
@@ -133,7 +131,7 @@ class ForeignAnswer:
         return 0
 
     def _event(self, output: SequenceOutput, choice: SentChoice) -> OutputEvent | None:
-        """None: no output. Raises BrokenStream."""
+        """Raises BrokenStream."""
         if choice.error is not None and says_something(choice.error):
             raise broken_by(error_in({"error": choice.error}))
         if choice.message is None and choice.logprobs is None and choice.finish_reason is None:
@@ -208,7 +206,6 @@ class ForeignAnswer:
             output.is_sure, output.is_revoked = False, True
 
     def _note_ending(self, output: SequenceOutput, named: ForeignFinish) -> None:
-        """An unknown word does not replace a known one."""
         if output.is_over or (output.ending is not None and output.ending.is_known and not named.is_known):
             return
         output.ending = named

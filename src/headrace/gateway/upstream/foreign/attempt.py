@@ -1,7 +1,7 @@
 """Writes a request in a form that one foreign server takes, and says what its failure means for the request.
 
 `ForeignServer` keeps a form for later requests once an answer came in it, if the server does not know the field's name (`field_errors`): a
-value that it refuses is one client's. A field that says something about the answer is never left out: the client gets its name.
+value that it refuses is one client's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_ADAPTATIONS = 3
 
 @dataclass(slots=True, kw_only=True)
 class ForeignRequest:
-    """A request in OpenAI's form, for any of a model's servers. is_one_by_one: a server refused `n` in this request, or left choices out"""
+    """is_one_by_one: a server refused `n` in this request, or left choices out"""
 
     request_id: RequestId
     path: str
@@ -150,7 +150,7 @@ ANSWERS = (AttemptResult.OK, AttemptResult.INVALID, AttemptResult.OVERFLOW, Atte
 
 
 class AttemptFailed(HeadraceError):
-    """One attempt of a request at a foreign server failed. The client gets `error` if no other attempt follows."""
+    """The client gets `error` if no other attempt follows."""
 
     def __init__(self, result: AttemptResult, error: HeadraceError, *, has_begun: bool = False, refusal: Refusal | None = None) -> None:
         self.result, self.error, self.has_begun, self.refusal = result, error, has_begun, refusal

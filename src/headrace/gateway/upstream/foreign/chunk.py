@@ -106,9 +106,7 @@ class LlamaCppTimings(Struct):
 
 
 class SaidUsage(NamedTuple):
-    """Token counts of an answer, as its server means them.
-
-    prompt    with the cached and written tokens, unless these are more
+    """prompt    with the cached and written tokens, unless these are more
     uncached  prompt without the cached and written tokens
     is_split  cached tokens that by their name are no part of the prompt came without it
     """

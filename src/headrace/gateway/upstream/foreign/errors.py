@@ -1,7 +1,6 @@
 """Sorts the errors of foreign servers by what they mean. None of their text reaches a client or the log.
 
-Servers say the same few things with any status, in an event or in a body of status 200, by a code or in a sentence; `_TABLE` has them. A
-sentence may quote what the client wrote. So a kind that rests on words alone (`SentError.is_certain`) has no effect on other clients'
+A sentence may quote what the client wrote. So a kind that rests on words alone (`SentError.is_certain`) has no effect on other clients'
 requests. And where an error names a field of the client's request, words about the server, its key or its filter are not believed at all.
 """
 
@@ -227,9 +226,7 @@ _MAX_DEPTH, _MAX_LISTED = 8, 8
 
 
 class _Facts:
-    """Collects codes, texts and waits from a foreign server's error. A validation error quotes the client's request in other fields, which
-    are not read.
-    """
+    """A validation error quotes the client's request in other fields, which are not read."""
 
     def __init__(self) -> None:
         self.codes: list[object] = []

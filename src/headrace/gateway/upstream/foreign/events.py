@@ -1,8 +1,5 @@
 """Turns the body of an OpenAI-compatible server's answer into output events. Its bytes are not trusted: they are bounded and read, or
 refused.
-
-`EventFraming` splits the bytes into the data of events, `loose_chunks` reads values from the data, and `answer` makes output events of the
-values. A body of bare JSON is read too: a whole answer in one document, or a chunk in each line.
 """
 
 from __future__ import annotations
@@ -36,9 +33,7 @@ Frame = tuple[bytes, bytes]
 
 
 class EventFraming:
-    """Splits one body into server-sent events.
-
-    fault            why the rest of the body cannot be read; empty: it can
+    """fault            why the rest of the body cannot be read; empty: it can
     is_one_document  valid at the end: the body was one JSON text and nothing else
     """
 
@@ -187,8 +182,6 @@ class EventSink(EventListener, Protocol):
 
 
 class SilenceLimit:
-    """Bounds how long a foreign server may send nothing, once its answer has begun."""
-
     def __init__(self, deadline: asyncio.Timeout, silence_s: float) -> None:
         self._deadline, self._silence_s = deadline, silence_s
         self._silent_since: float | None = None
@@ -206,9 +199,7 @@ class SilenceLimit:
 
 
 class EventReader:
-    """Reads one answer's body, and gives its events to a sink. is_cut: the server stayed silent where choices were missing, and was waited
-    for no longer
-    """
+    """is_cut: the server stayed silent where choices were missing, and was waited for no longer"""
 
     def __init__(self, indices: Sequence[int], call_key: str, *, late_usage_s: float = LATE_USAGE_S) -> None:
         self.answer = ForeignAnswer(indices, call_key)

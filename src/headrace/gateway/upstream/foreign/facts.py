@@ -1,4 +1,4 @@
-"""Reads what a foreign server says of itself: its models with their limits, its load, and how long to wait.
+"""Reads what a foreign server says of itself.
 
 Only numbers are kept, each within bounds. A value that is not understood counts as not known.
 """
@@ -72,7 +72,6 @@ def _context_tokens(model: Mapping[str, object]) -> int | None:
 
 
 def reported_load(page: bytes, name: str) -> ReportedLoad | None:
-    """A sample's label `model` or `model_name` must be `name`."""
     sums: dict[str, float] = {}
     for line in page.decode("utf-8", "replace").splitlines():
         if len(line) > _MAX_LINE_CHARS or not line.startswith(_LINE_BEGINS) or (match := _SAMPLE.fullmatch(line)) is None:

@@ -1,7 +1,6 @@
 """Reads pieces of an answer in other forms than the usual one into the types of `chunk`.
 
-The reader is strict about what the answer needs: its text, its calls, how it ended. Another form of these is read if it has only one
-meaning; any other form breaks the answer, with an error that names it. Other malformed fields are left out and counted.
+docs/foreign.md, "What an answer may look like", has the forms.
 """
 
 from __future__ import annotations
@@ -55,8 +54,6 @@ _Read = TypeVar("_Read")
 
 
 class PieceReader:
-    """Reads the pieces of one answer in any server's form."""
-
     def __init__(self) -> None:
         self.left_out: Counter[SideField] = Counter()
 
@@ -243,7 +240,6 @@ def _call_parts(content: object) -> list[Fields]:
 
 
 def _is_reasoning(part: Fields) -> bool:
-    """By its type, by Gemini's flag, or by the name of its only text field."""
     kind = part.get("type")
     if isinstance(kind, str):
         return part.get("thought") is True or any(stem in kind.lower() for stem in REASONING_STEMS)

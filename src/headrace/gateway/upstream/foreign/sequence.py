@@ -1,8 +1,7 @@
 """Keeps the state of one sequence of a foreign server's answer, and reads the words that name its end.
 
-Servers have many words for the same few ends. For a word on none of the lists a stem decides; a word that may mean a failure counts as one
-and breaks the answer, since its text may be cut off. After an unknown word the answer counts as complete where the server shows its end in
-another way (`answer`), and the client gets the word as `stop_reason`.
+For a word on none of the lists a stem decides; a word that may mean a failure counts as one and breaks the answer, since its text may be
+cut off.
 """
 
 from __future__ import annotations
@@ -99,9 +98,7 @@ _NOTHING_NEW = SentDelta()
 
 
 class SequenceOutput:
-    """What one sequence of a foreign answer has given so far.
-
-    said_text, said_reasoning, has_calls  output in deltas so far; a server may also send a whole message, which repeats it
+    """said_text, said_reasoning, has_calls  output in deltas so far; a server may also send a whole message, which repeats it
     is_sure            the named end needs no other sign of the end
     """
 

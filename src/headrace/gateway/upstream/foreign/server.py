@@ -1,7 +1,6 @@
 """Makes attempts of requests at one foreign server, and keeps what is known of the server's state.
 
-An attempt ends in exactly one `AttemptResult`, which moves the server's circuit breaker and is counted. What the server sent is never shown
-as it is.
+An attempt ends in exactly one `AttemptResult`, which moves the server's circuit breaker and is counted.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ RATE_LIMIT_S = 1.0
 
 
 class ForeignServer:
-    """One foreign server of a model: its attempts and its state. sends_usage: an answer had token counts; None: it gave no answer yet"""
+    """sends_usage: an answer had token counts; None: it gave no answer yet"""
 
     def __init__(self, model: str, name: str, config: ForeignConfig, session: ForeignSession, *, clock: Clock, unix_time: Clock) -> None:
         self.name = name

@@ -1,9 +1,4 @@
-"""Streams the answer to one request from a model's foreign servers: chooses the server, and decides what follows a failed attempt.
-
-Servers that were not tried yet come first, then those whose context holds the request, those that can be reached, the lowest `order`. Each
-server is tried once before one is tried again. A second try follows only a failure that may pass: no connection, a 5xx, a 429 whose
-Retry-After is short.
-"""
+"""Streams the answer to one request from a model's foreign servers."""
 
 from __future__ import annotations
 
@@ -46,9 +41,7 @@ FIRST_IN_ORDER = "the first, by its order, of those that can take it now"
 
 
 class ForeignRoute:
-    """Chooses the server of each attempt of one request.
-
-    places       the servers that may answer, each with its place in the request's own order
+    """places       the servers that may answer, each with its place in the request's own order
     keeps_first  no other server is asked after the first
     reason, compared  of the last choice, as `AnswerAttempt` has them
     """
@@ -128,7 +121,7 @@ class ForeignRoute:
 
 
 class HttpStream(EventStream):
-    """The event stream of one request at foreign servers. A task of its own reads, so that `cancel` ends it wherever it waits."""
+    """A task of its own reads, so that `cancel` ends it wherever it waits."""
 
     unread_bytes = 0
 

@@ -1,4 +1,4 @@
-"""Sorts the pieces of tool calls that a foreign server sends into distinct calls, each with a number, one id and one name.
+"""Sorts the pieces of tool calls that a foreign server sends into distinct calls.
 
 Servers tell parallel calls apart in their own ways: by index, by id, by both, or by nothing but a further name. Where these do not decide,
 the arguments do: nothing can follow a JSON text that is complete, so a name that follows begins another call.
@@ -63,9 +63,7 @@ class JsonEnd:
 
 
 class ObjectText:
-    """The arguments of a tool call, which come in pieces. A server may wrap arguments in a JSON string, which is unwrapped, or send null.
-    Other text stays unchanged.
-    """
+    """A server may wrap arguments in a JSON string, which is unwrapped, or send null. Other text stays unchanged."""
 
     __slots__ = ("_held", "_is_plain", "_is_quoted")
 
@@ -130,9 +128,7 @@ class _Piece(NamedTuple):
 
 
 class _Call:
-    """One tool call, of which pieces still come.
-
-    is_held      the arguments are NO_ARGUMENTS so far and held back: some servers send that before the real arguments
+    """is_held      the arguments are NO_ARGUMENTS so far and held back: some servers send that before the real arguments
     is_repeated  after complete arguments the name came again alone: arguments that follow are of another call
     """
 
@@ -209,8 +205,6 @@ class _Call:
 
 
 class CallPieces:
-    """Sorts the pieces of one sequence's tool calls."""
-
     def __init__(self, key: str) -> None:
         self._key = key
         self._calls: list[_Call] = []

@@ -1,8 +1,5 @@
 """Lets OpenAI-compatible servers answer a model's requests (chat and completions over HTTP), behind the interface `seam`.
 
-The servers always stream. Until the first token of an answer another attempt may follow. After it a failure is a retryable error at the
-stream's end.
-
 A server's chat template and tokenizer are not known here. An upper bound of the prompt's tokens follows from its bytes: a tokenizer that
 reads every text makes at most one token of a byte. The bound does not hold where a normal form makes one character into several (NFKC),
 which tokenizers of large models rarely have.
@@ -50,8 +47,6 @@ _TOKENIZER = "a model that this server runs itself"
 
 
 class HttpUpstream(Upstream):
-    """The upstream of one model at its foreign servers."""
-
     def __init__(self, name: str, servers: Sequence[ForeignServer], *, clock: Clock, random: Random) -> None:
         self.name = name
         self.servers = tuple(servers)
@@ -68,7 +63,6 @@ class HttpUpstream(Upstream):
         return max((server.max_model_len or 0 for server in self.servers), default=0) or None
 
     def queue(self, priority: PriorityClass, unsent: UnsentRequests) -> QueueState | None:
-        """The shortest of the servers that take requests."""
         now = self._clock()
         loads = [server.reported(now) for server in self.servers if not server.reason()]
         known = [load.num_waiting for load in loads if load is not None and load.num_waiting is not None]
@@ -299,7 +293,6 @@ NO_ANSWER = (*NOT_CONNECTED, aiohttp.ClientError, OSError, TimeoutError)
 
 
 async def watch(server: ForeignServer, *, reads_load: bool, clock: Clock) -> None:
-    """A server without known metrics is asked again only with each list of models"""
     asked_at, has_load = -math.inf, False
     while True:
         if clock() - asked_at >= (MODELS_S if server.is_reachable else UNREACHABLE_S):

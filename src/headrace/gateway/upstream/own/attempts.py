@@ -1,8 +1,6 @@
 """Submits the sequences of one call to a replica, to another one after a rejection, and continues them elsewhere after a loss.
 
-All n sequences of a call are submitted together. When their replica is lost, each sequence that has not ended is submitted by itself to a
-replica of equal numerics, with the token ids that were read of it. Without such a replica the call waits for one. docs/failover.md has the
-rules.
+docs/failover.md has the rules.
 """
 
 from __future__ import annotations
@@ -44,9 +42,7 @@ MAX_FRUITLESS_LOSSES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptCall:
-    """What replicas are asked for one prompt, and how its output is read.
-
-    max_output_tokens  most output tokens of a sequence, by the parameters or by the rest of the context
+    """max_output_tokens  most output tokens of a sequence, by the parameters or by the rest of the context
     answer_id          id of the earlier stream's request, from which ids of tool calls are made; None: `request_id` is used
     """
 
@@ -86,9 +82,7 @@ class SequenceGroup:
 
 
 class CallAttempts:
-    """Runs one call at replicas, attempt after attempt, and gives its updates. output_ids: per sequence, every id that was read, also if
-    its text is held back. The reader adds them by `keep`
-    """
+    """output_ids: per sequence, every id that was read, also if its text is held back. The reader adds them by `keep`"""
 
     def __init__(self, pool: ReplicaPool, call: PromptCall) -> None:
         num_sequences = call.request.params.n
@@ -184,7 +178,6 @@ class CallAttempts:
     # -- reading -------------------------------------------------------------------------------------------------------------------
 
     async def _next(self) -> tuple[SequenceGroup, list[SequenceUpdate]]:
-        """A single group is read in the caller's task; several groups have a task each."""
         if len(self._groups) == 1 and not self._reads:
             return self._groups[0], await self._read(self._groups[0])
         for group in self._groups:
@@ -248,7 +241,7 @@ class CallAttempts:
     # -- submitting ----------------------------------------------------------------------------------------------------------------
 
     async def _place(self, group: SequenceGroup) -> None:
-        """After a loss, wait for a replica that takes it. Raises Unavailable, or ReplicaLost after a loss."""
+        """Raises Unavailable, or ReplicaLost after a loss."""
         silent_until = self._pool.clock() + SILENT_WAIT_S
         self.submissions.begin()
         while group in self._groups:
@@ -266,7 +259,7 @@ class CallAttempts:
                     raise
 
     def _submit(self, group: SequenceGroup) -> None:
-        """To the replica that routing picks, or to the next if that one is lost at this moment. Raises Unavailable."""
+        """Raises Unavailable."""
         whole = replace(self._call.request, epoch=self.epoch + 1)
         num_output, chunks = max(len(self.output_ids[index]) for index in group.indices), self._pool.chunks(whole)
         while True:
@@ -306,7 +299,7 @@ class CallAttempts:
         return request.resumed(index, self.output_ids[index], numerics_digest(group.numerics or {}))
 
     async def _reroute(self, group: SequenceGroup, error: Exception) -> None:
-        """Send a rejected group to another replica: once, or after a loss until `wait_until`. Otherwise raises the rejection's error."""
+        """Raises the rejection's error where the group is not sent again."""
         group.updates = None
         if group.attempt is not None:
             group.attempt.end()
@@ -328,7 +321,7 @@ class CallAttempts:
     # -- after a loss --------------------------------------------------------------------------------------------------------------
 
     def _lose(self, group: SequenceGroup, error: Unavailable) -> None:
-        """Make groups of the open sequences of a lost replica. Raises ReplicaLost if they must not wait."""
+        """Raises ReplicaLost if they must not wait."""
         assert group.updates is not None
         assert group.attempt is not None
         group.attempt.lose()
@@ -350,9 +343,7 @@ class CallAttempts:
             self._groups.append(SequenceGroup((index,), numerics if self.output_ids[index] else None, wait_until))
 
     def _may_resume_again(self, group: SequenceGroup) -> bool:
-        """Always after a new token, and at the first loss without one; later by the pool's budget. Several groups at one lost connection
-        count as one loss.
-        """
+        """Several groups at one lost connection count as one loss."""
         assert group.attempt is not None
         connection, last_epoch = self._last_loss
         if group.attempt.connection == connection and group.epoch <= last_epoch:

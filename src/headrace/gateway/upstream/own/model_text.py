@@ -18,8 +18,6 @@ from headrace.text.tokenizer import Tokenizer
 
 
 class ModelText:
-    """The template and tokenizer of one model, run in the text workers."""
-
     def __init__(self, pool: TextPool, name: str, tokenizer: Tokenizer) -> None:
         self._pool = pool
         self._name = name

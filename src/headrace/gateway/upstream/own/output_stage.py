@@ -1,8 +1,6 @@
-"""Turns a sequence's text into content, reasoning and tool calls, as its model's output formats say, and gives the grammar that they
-require.
+"""Turns a sequence's text into content, reasoning and tool calls, as its model's output formats say.
 
-An `OutputStage` belongs to one sequence and works behind the assembler of its stream. `EarlierSequence` is what is kept of an answer to go
-on with it: docs/failover.md, "A client that comes back".
+`EarlierSequence` is what is kept of an answer to go on with it: docs/failover.md, "A client that comes back".
 """
 
 from __future__ import annotations
@@ -65,9 +63,7 @@ class OutputParsing:
 
 
 class OutputStage:
-    """Parses the text of one sequence into content, reasoning and tool calls.
-
-    is_passed             all further events are plain content, so that `read` need not be called
+    """is_passed             all further events are plain content, so that `read` need not be called
     num_reasoning_tokens  tokens whose text begins inside the reasoning, without its markers
     """
 
@@ -154,9 +150,7 @@ class EarlierSequence(Struct, array_like=True, frozen=True):
 
 
 class EarlierCallOutput(Struct, array_like=True, frozen=True):
-    """The output of one call that an earlier stream has read.
-
-    prompt_digest       digest of the prompt's ids: a template may write today's date, so that the same request has another prompt
+    """prompt_digest       digest of the prompt's ids: a template may write today's date, so that the same request has another prompt
     num_counted_tokens  output tokens that the requests so far were charged for; 0: written by a version without this field
     adapter_digest      empty without an adapter
     """
@@ -198,7 +192,7 @@ def prompt_digest(prompt_ids: Sequence[int]) -> bytes:
 
 
 class EarlierUpdates:
-    """Gives the output of an earlier stream again, as updates. The first update of sequence 0 has the number of cached prompt tokens."""
+    """The first update of sequence 0 has the number of cached prompt tokens."""
 
     def __init__(self, call: EarlierCallOutput, request_id: RequestId) -> None:
         self._request_id = request_id
@@ -224,8 +218,8 @@ class EarlierUpdates:
 
 @dataclass(slots=True)
 class RecomputedLogprobs:
-    """Collects log-probabilities of earlier output ids. Ids are kept without log-probabilities, so some are computed again. ids: in order,
-    those whose text was held back when the client stopped
+    """Ids are kept without log-probabilities, so some are computed again. ids: in order, those whose text was held back when the client
+    stopped
     """
 
     ids: Sequence[int]

@@ -1,8 +1,4 @@
-"""Judges the health of one replica as a gateway sees it: whether it is ready, how long it has stalled, and whether its requests fail.
-
-A request that the replica lost before the first token counts as a failure, once per connection. A request with a sequence that ended by a
-fault of the engine counts too. `policy.routing.failures` decides what follows from open circuits.
-"""
+"""Judges the health of one replica as a gateway sees it."""
 
 from __future__ import annotations
 
@@ -128,7 +124,6 @@ class ReplicaAttempt:
             self._circuit.breaker.succeed(self._ticket)
 
     def lose(self) -> None:
-        """It counts as a failure only before the first token."""
         if not self._is_over:
             self._is_over = True
             if self._has_begun:
@@ -150,7 +145,7 @@ ReplicaInstance = tuple[ReplicaId, str]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replica:
-    """One replica of a model: its name, connection and circuit. Compared by identity."""
+    """Compared by identity."""
 
     name: ReplicaId
     connection: ReplicaClient
@@ -171,18 +166,15 @@ class Replica:
 
     @property
     def numerics(self) -> Numerics:
-        """Empty before its hello."""
         info = self.connection.info
         return info.model.numerics if info is not None else {}
 
     @property
     def adapters(self) -> Mapping[str, str]:
-        """Empty before its hello."""
         info = self.connection.info
         return info.model.adapters if info is not None else {}
 
     def has_adapter(self, name: str | None, digest: str) -> bool:
-        """None: the base model, which every replica has."""
         return name is None or self.adapters.get(name) == digest
 
     def health(self, reason: str, now: float) -> ReplicaHealth:

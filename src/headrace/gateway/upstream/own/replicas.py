@@ -1,8 +1,6 @@
-"""Keeps the replicas of one model as this gateway sees them: holds their connections, and chooses among them.
+"""Keeps the replicas of one model as this gateway sees them.
 
-A replica hangs when it makes no progress for `MOVE_AFTER_S` beyond its predicted step. A stream of such a replica is given up only if
-another ready replica may continue it, or may begin it where no output has come yet. Otherwise the stream stays until the wire's lease ends.
-Without a `failover_s` nothing moves, and only the calls that wait already are woken. docs/failover.md
+docs/failover.md says what becomes of the streams of one that hangs.
 """
 
 from __future__ import annotations
@@ -101,9 +99,7 @@ class Glance(NamedTuple):
 
 
 class ReplicaPool:
-    """The replicas of one model: their connections, and the choice among them.
-
-    unavailable    why there is no replica, in words that clients may read; empty if there are some
+    """unavailable    why there is no replica, in words that clients may read; empty if there are some
     failover_s, routing  as in `PoolRules`
     """
 
@@ -201,7 +197,6 @@ class ReplicaPool:
         return next((info.model for replica in self.replicas if (info := replica.connection.info) is not None), None)
 
     def _models(self) -> Sequence[ModelInfo]:
-        """Facts of each connected replica; without a connection, the last known ones."""
         models = [info.model for replica in self.replicas if (info := replica.connection.info) is not None]
         self._last_models = models or self._last_models
         return self._last_models
@@ -275,9 +270,7 @@ class ReplicaPool:
     def queue(self, priority: PriorityClass, unsent: UnsentRequests) -> QueueState | None:
         """The shortest queue ahead of a request of this class at a ready replica; None: no connected replica has reported its load.
 
-        Where no replica is ready, the queues of the connected ones count: otherwise requests would join without a bound. With a queue
-        policy without classes all waiting requests are ahead.
-        Of many replicas those alone are looked at that had the shortest queues GLANCE_S ago at most.
+        Where no replica is ready, the queues of the connected ones count: otherwise requests would join without a bound.
         """
         facts, size, glance, now = self._first_facts(), self._mean_size(), self._glance_at_many(), self.clock()
         traits = traits_of(facts.queue_policy if facts else "")
@@ -308,7 +301,6 @@ class ReplicaPool:
         return ejected({replica.name: replica.circuit.breaker for replica in ready}, self.clock())
 
     def _started(self, fit: Sequence[Replica]) -> list[Replica]:
-        """A newly connected replica takes part in a growing share of decisions."""
         now, infos = self.clock(), [replica.connection.info for replica in fit]
         connected_s = [0.0 if info is None else now - info.connected_at for info in infos]
         return started(fit, [started_share(seconds, self._slow_start_s) for seconds in connected_s], self._random)
@@ -338,7 +330,6 @@ class ReplicaPool:
         return list(dict.fromkeys([*filter(is_usual, homes), *drawn, *filter(is_usual, holders)]))
 
     def _glance_at_many(self) -> Glance | None:
-        """None: there are few."""
         if len(self.replicas) <= FEW:
             return None
         now = self.clock()
@@ -428,10 +419,7 @@ class ReplicaPool:
                 log.exception("looking at the replicas failed")
 
     def _look_at(self, replica: Replica) -> None:
-        """Move requests off a replica that hangs (any), or does not read (those that it has not counted).
-
-        A request moves if another ready replica has its adapter, room for all its tokens, and equal numerics unless nothing of it has come.
-        """
+        """Move requests off a replica that hangs (any), or does not read (those that it has not counted)."""
         connection, name = replica.connection, replica.instance[0]
         is_hanging = stalled_s(connection.state, connection.snapshot, connection.silent_s, self.clock()) >= MOVE_AFTER_S
         if not connection.num_open or not (is_hanging or connection.unread_s >= MOVE_AFTER_S):

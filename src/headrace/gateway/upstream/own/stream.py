@@ -1,7 +1,4 @@
-"""Streams the answer to one prompt from a replica: sends token ids over the wire, and turns the returned ids into text.
-
-`attempts` decides which replica computes the call, and which one after that is lost.
-"""
+"""Streams the answer to one prompt from a replica."""
 
 from __future__ import annotations
 
@@ -42,8 +39,6 @@ ANOTHER_TOKEN = "This answer cannot be continued from where it stopped; it can b
 
 
 class TokenStream(EventStream):
-    """The event stream of one call at our engines."""
-
     def __init__(self, pool: ReplicaPool, tokenizer: Tokenizer, call: PromptCall, *, first_index: int = 0) -> None:
         self._first_index = first_index
         self.call = call
@@ -146,7 +141,6 @@ class TokenStream(EventStream):
         return merged(event for update in updates if (event := self._read_one(update)) is not None)
 
     def _read_one(self, update: SequenceUpdate) -> OutputEvent | None:
-        """None: no visible content."""
         assembler = self._assemblers[update.index]
         if assembler.finish is None:
             self.attempts.keep(update.index, update.token_ids)
@@ -217,7 +211,7 @@ def event_of(index: int, delta: OutputDelta, offset: int) -> OutputEvent:
 
 
 class MergedStream(EventStream):
-    """The streams of several prompts as one. An error of one stream is raised, and `close` then cancels the others.
+    """An error of one stream is raised, and `close` then cancels the others.
 
     A listener is ignored, since several streams would interleave their events.
     """

@@ -48,8 +48,6 @@ MAX_NAMED = 8
 
 
 class TokenUpstream(Upstream):
-    """The upstream of one model at its replicas."""
-
     def __init__(
         self,
         text: ModelText,
