@@ -95,7 +95,6 @@ def _item(item: object, *, is_secret: bool) -> str:
 
 
 def _by_name(value: object) -> dict[str, object] | None:
-    """The items by name; None if an item has no name, or two have the same."""
     if not isinstance(value, list | tuple):
         return None
     names = [item.get("name") if isinstance(item, Mapping) else getattr(item, "name", None) for item in value]

@@ -90,7 +90,7 @@ MAX_FIELD_CHARS = 160
 
 
 class HeadraceError(Exception):
-    """Root of what is raised on purpose. A message may be shown to clients unless it is about the wire, the start or a fault of ours."""
+    """A message may be shown to clients unless it is about the wire, the start or a fault of ours."""
 
     def __reduce__(self) -> tuple[Callable[..., HeadraceError], tuple[object, ...]]:
         """Pickles without the constructor, whose arguments are not those of Exception."""

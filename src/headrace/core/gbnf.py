@@ -1,7 +1,7 @@
 """llama.cpp's grammar language, GBNF, rewritten as Lark in time linear in its length.
 
 A rule that reaches no recursion becomes a terminal of Lark, which the lexer matches as a whole: as many characters as it can. A grammar
-without recursion therefore keeps its meaning exactly. In one that recurses, such a rule must not end with what may stand behind it.
+without recursion therefore keeps its meaning exactly.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def chain_root(key: bytes, *, model_digest: bytes, kv_dtype: str, salt: bytes = 
 
 
 def block_hash(parent: BlockHash, token_ids: Sequence[int], modality_digests: Sequence[bytes] = ()) -> BlockHash:
-    """Identity of one full block. Each token is 4 bytes, little endian."""
+    """Each token is 4 bytes, little endian."""
     tokens = token_ids if isinstance(token_ids, array) and token_ids.typecode == "i" else array("i", token_ids)
     state = _BLOCK.copy()
     state.update(parent + tokens.tobytes())

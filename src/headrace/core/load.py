@@ -155,7 +155,6 @@ class EngineCounters:
         self.step_buckets[bisect_left(STEP_BOUNDS_S, seconds)] += 1
 
     def note_verified(self, num_drafts: int, num_accepted: int) -> None:
-        """One row with drafts was verified."""
         self.drafts += 1
         self.draft_tokens += num_drafts
         self.accepted_tokens += num_accepted
@@ -219,9 +218,7 @@ class GpuUse(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSnapshot:
-    """A replica's load at one moment.
-
-    num_waiting         includes the sequences of requests that are still in the inbox
+    """num_waiting         includes the sequences of requests that are still in the inbox
     num_queued_tokens   known tokens not planned yet: of waiting sequences, and the rest of prompts computed in chunks
     max_num_seqs        as configured, or fewer where goals of running sequences allow no more; 0: not known
     kv_blocks_*         summed over KV groups; free + cached + used == total

@@ -44,9 +44,7 @@ class KvGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """Facts of one loaded model on one replica.
-
-    max_model_len     resolved: never more than the KV pool can hold for one sequence
+    """max_model_len     resolved: never more than the KV pool can hold for one sequence
     eos_token_ids     all end tokens that any file of the model's folder names
     num_blocks        per KV group, pad block included
     weight_bytes      read by one decode step (for MBU)

@@ -44,9 +44,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """Facts about an option beside its field's type and default.
-
-    help         one sentence or a few words, in Markdown
+    """help         one sentence or a few words, in Markdown
     default      value of a field that is not set; None where `on` has it
     shown        the default in words, where its value says too little ("the model's"); empty: the value is shown
     flags        None: made from the field's name by commands with a flag for each field (`cli.flags.flag`), else none

@@ -37,7 +37,7 @@ class Parallelism:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one rank stands. Rank 0 leads: it has the loop and the scheduler, and it is in the last stage, whose head gives the logits.
+    """Rank 0 leads: it has the loop and the scheduler, and it is in the last stage, whose head gives the logits.
 
     tp_rank  within its stage
     stage    0 has the embedding

@@ -82,9 +82,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One step.
-
-    Rows, one per sequence computed this step (equal lengths):
+    """Rows, one per sequence computed this step (equal lengths):
       starts         absolute position of the first token computed
       counts         tokens computed, >= 1
       samples        positions at the row's end whose logits are used: 0, 1, or 1 + the row's drafted tokens. One token is sampled

@@ -66,7 +66,7 @@ def dump_plans(plans: Iterable[Plan]) -> bytes:
 
 
 def load_plans(data: bytes) -> list[Plan]:
-    """The plans of a replay file. Raises PlanCodecError."""
+    """Raises PlanCodecError."""
     if not data.startswith(MAGIC):
         raise PlanCodecError(f"not a plan dump: the file does not begin with {MAGIC!r}")
     plans, position = [], len(MAGIC)

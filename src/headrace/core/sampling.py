@@ -31,9 +31,7 @@ FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen and when a sequence ends.
-
-    temperature          0 means greedy
+    """temperature          0 means greedy
     top_k, top_p, min_p  filters, applied in this order after temperature; top_k 0 or -1 = off; top_p 0 means greedy
     presence_penalty     subtracted once from logits of tokens already generated
     frequency_penalty    subtracted times their count among the generated tokens

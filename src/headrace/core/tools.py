@@ -27,9 +27,7 @@ class CallMode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionTool:
-    """A function that the model may call.
-
-    parameters  JSON Schema of the arguments, an object; None: the function takes none
+    """parameters  JSON Schema of the arguments, an object; None: the function takes none
     is_strict   the arguments of every call match the schema, also where the model decides whether to call
     cache_control, function_cache_control  marks of the tool and of the function in it, for foreign servers that cache by marks
     """
