@@ -95,7 +95,7 @@ def too_old(capability: tuple[int, int]) -> Gpus:
 
 
 def run_probe(code: str, timeout_s: float, environment: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """Run Python code in a new process. Returns its output and the last line of its errors, both stripped."""
+    """Returns the output of the new process and the last line of its errors, both stripped."""
     command = [sys.executable, "-P", "-c", code]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, env=environment)

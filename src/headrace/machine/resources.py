@@ -155,7 +155,7 @@ class ProcessMemory(NamedTuple):
 
 
 def process_memory() -> ProcessMemory:
-    """Reads the memory of this process; zeros without /proc."""
+    """Zeros without /proc."""
     size, resident, shared = map(int, (read_text(Path("/proc/self/statm")) or "0 0 0").split()[:3])
     page = resource.getpagesize()
     return ProcessMemory(size * page, resident * page, (resident - shared) * page)
