@@ -1,10 +1,7 @@
 """Decides which adapters have the places of an engine, and which requests wait for one.
 
 A request holds its adapter's place from when it is granted until the request ends. A place that no request holds keeps its adapter until
-another adapter needs one, the least recently held first. At most `max_holders` requests hold places, since they go on to the queue, where
-a backlog would keep the places from others: it waits here, where tenants take turns, for each class their own. For each adapter that
-waits without a place, one more place is closed, the one granted longest ago first: other requests for its adapter wait too, so that it is
-given on once those that hold it have ended.
+another adapter needs one, the least recently held first. docs/adapters.md, "Where the weights are", has the rules.
 
 No thread, no tensor, no clock: the caller has a lock and says the time.
 """

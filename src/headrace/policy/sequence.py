@@ -36,10 +36,7 @@ QUEUE, PREFILL, DECODE, PREEMPTED, STALLED = Stage
 
 
 class RunningFacts(NamedTuple):
-    """Facts of a sequence that do not change while it runs.
-
-    counted  1 if every committed token counts as generated; 0 with stop strings, where the gateway reports at the end how many count
-    """
+    """counted  1 if every committed token counts as generated; 0 with stop strings, where the gateway reports at the end how many count"""
 
     slot: int
     plan_epoch: int
@@ -71,9 +68,7 @@ NO_FACTS = RunningFacts(NO_SLOT, 0, RequestId(""), 0, 0, 0, NO_SLOT, 0)
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One token stream of a request, as the scheduler sees it.
-
-    limit        length at which the sequence ends
+    """limit        length at which the sequence ends
     plan_epoch  raised by every preemption: rows planned with a lower one do not count as computed any more
     preemptible_from  length from which on the sequence may be preempted
     blocks       per KV group, block ids in order; 0 where a window has passed

@@ -1,9 +1,4 @@
-"""Decides how many drafted tokens are computed (docs/speculation.md, How many).
-
-A draft is worth computing while it makes the tokens more that are expected per second. Two estimates say so: how often the drafts of a
-sequence are right, and how long steps take by their number of tokens (`policy.cost_curve`). What speculation has cost beyond what it gave
-is added up as measured, whatever the estimates say: after a loss, speculation rests until the loss is MAX_LOSS_SHARE of the time since.
-"""
+"""Decides how many drafted tokens are computed (docs/speculation.md, How many)."""
 
 from __future__ import annotations
 
@@ -52,7 +47,7 @@ PLAIN_EVERY = 16
 
 START_EVERY, MAX_DEBT_STEPS = 2, 3
 """A draft model begins with one sequence, and doubles their number every START_EVERY steps, except while it owes the time of more than
-MAX_DEBT_STEPS steps: prompts are caught up for as long as that pays.
+MAX_DEBT_STEPS steps.
 """
 
 ASK_EVERY = 4
@@ -72,9 +67,7 @@ NOTHING_OFFERED = array("i")
 
 @dataclass(slots=True)
 class DraftRecord:
-    """What drafts of one sequence were worth.
-
-    right, tried  fading counts of drafts that were right, and of those that were tried: drafts behind a wrong one were not
+    """right, tried  fading counts of drafts that were right, and of those that were tried: drafts behind a wrong one were not
     offered, at   drafts that no step computes, and the position of the first: they are compared with the tokens that come
     is_new        they were offered since the last plan
     wanted        drafts that a draft model makes in each step
@@ -122,9 +115,7 @@ class StepTime(NamedTuple):
 
 
 class Speculation:
-    """The estimates and decisions of one engine.
-
-    is_free        drafts take no time that counts
+    """is_free        drafts take no time that counts
     is_overlapped  without speculation a step is planned while the one before runs; with it none is, and `gap_s` passes between two
     """
 

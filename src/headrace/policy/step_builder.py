@@ -1,4 +1,4 @@
-"""Collects a step while it is being decided: its rows, its token budget, and the changes of state that the runner needs for them.
+"""Collects a step while it is being decided.
 
 Rows are stored as columns, so that such a row costs two appends (`seqs`, `starts`). The columns that change only when a sequence starts
 or ends (slot, request id, epoch) are in `RunningColumns`, built once and shared by every step until then.
@@ -160,7 +160,7 @@ Move = tuple[int, int, int, int, int]
 
 @dataclass(slots=True)
 class StepBuilder:
-    """One step while it is being decided. Changes are listed in the order in which they must be made; columns as in `core.plan`."""
+    """Changes are listed in the order in which they must be made; columns as in `core.plan`."""
 
     step_id: int
     max_tokens: int = 0

@@ -58,9 +58,7 @@ class HostTierConfig:
 
 @dataclass(slots=True)
 class _Slots:
-    """The slots of host memory: free, stored and read ones.
-
-    stored   identity -> slot that holds it, roughly the least recently used first
+    """stored   identity -> slot that holds it, roughly the least recently used first
     readers  slot -> number of transfers that read it; a slot that is read is not reused
     """
 
@@ -80,8 +78,6 @@ class _Slots:
 
 
 class HostTier:
-    """Decides which blocks are copied to host memory, and which back."""
-
     def __init__(self, kv: KvManager, config: HostTierConfig) -> None:
         if len(kv.groups) != 1 or kv.groups[GROUP].window is not None:
             raise ValueError("a host tier needs exactly one KV group, without a window")

@@ -40,8 +40,6 @@ class Lease:
 
 
 class Leases:
-    """All leases on the blocks of one engine's pools."""
-
     def __init__(self, pools: Sequence[BlockPool]) -> None:
         self._pools = pools
         self._leases: dict[Lease, None] = {}

@@ -1,4 +1,4 @@
-"""Gives a sequence its KV blocks over all groups: prefix hits, growth with copy-on-write, forks, windows, release.
+"""Gives a sequence its KV blocks over all groups.
 
 A method that may fail checks first, so it changes everything or nothing. Changes of block tables and block moves go into the plan being
 built.
@@ -128,7 +128,7 @@ class KvManager:
         return self._chain_root(salt=salt, adapter_digest=bytes.fromhex(seq.request.adapter_digest))
 
     def miss_reason(self, seq: Sequence, num_tokens: int) -> MissReason:
-        """Why `num_hit_tokens` was not more. Asked once, when the sequence first starts: its beginning is remembered."""
+        """Asked once, when the sequence first starts: its beginning is remembered."""
         if not (self.caching and self.pools and seq.uses_prefix_cache) or seq.needs_prompt_logprobs:
             return MissReason.NOT_USED
         hits = num_tokens // self.block_size

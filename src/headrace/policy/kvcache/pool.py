@@ -4,11 +4,8 @@
                     ^                                                                    |
                     `----------------------- hold (prefix hit), lend (transfer) ---------'
 
-A registered block is immutable: it holds the KV of one identity of the hash chain. The chain makes a dict a tree: a block's identity
-contains its parent's, so a hit on block i implies hits on all before it. `drop` is called tail first, so leaves of the prefix tree go
-before their parents.
-
-`free + cached + used == total`, where used = owned by sequences or leases (`leases.py`) + pending free + the pad block.
+A registered block is immutable: it holds the KV of one identity of the hash chain. `drop` is called tail first, so leaves of the prefix
+tree go before their parents.
 """
 
 from __future__ import annotations
@@ -24,10 +21,7 @@ from headrace.policy.kvcache.misses import EvictedBlocks
 
 
 class CachedShares:
-    """Counts the cached blocks of one pool by tenant.
-
-    max_blocks  cached blocks of a tenant that are protected from eviction by other tenants
-    """
+    """max_blocks  cached blocks of a tenant that are protected from eviction by other tenants"""
 
     def __init__(self, max_blocks: int) -> None:
         self.max_blocks = max_blocks

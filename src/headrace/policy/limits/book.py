@@ -41,9 +41,7 @@ class Taken(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """The amounts taken for one request.
-
-    gateway     the process that charges the reservation; "" once that process was found dead
+    """gateway     the process that charges the reservation; "" once that process was found dead
     saved       the amounts to charge if the gateway dies
     """
 

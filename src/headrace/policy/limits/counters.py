@@ -1,8 +1,5 @@
 """Keeps the counters that limits are compared with.
 
-A minute slides: what counts is the running 60 s bucket and the part of the one before it that lies less than 60 s back, as if its use
-had been spread evenly.
-
 Everything is a whole number, so that a script in Redis and this module agree to the last digit.
 """
 

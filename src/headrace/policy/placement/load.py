@@ -1,4 +1,4 @@
-"""Predicts what the users of one replica see at a load: the time from token to token, the wait for the first one, and the rate.
+"""Predicts what the users of one replica see at a load.
 
 The engine plans one step ahead: a prompt waits for the step that runs and for the one that is planned already, and the next one
 computes it. With D seconds of a step without prompts, s of one prompt and r requests per second, a step takes

@@ -21,11 +21,7 @@ _Entry = tuple[float, float, int, str]
 
 
 class TenantOrder:
-    """A virtual token counter per tenant (Sheng et al. 2024): the tenant with the least service is served first.
-
-    When a tenant begins to wait, its counter is raised to IDLE_CREDIT_TOKENS below the least counter among the waiting tenants, or the
-    last one's: idling earns no more credit.
-    """
+    """A virtual token counter per tenant (Sheng et al. 2024): the tenant with the least service is served first."""
 
     def __init__(self) -> None:
         self.served = 0.0
@@ -146,11 +142,7 @@ missed.
 
 
 class FairShareQueue:
-    """Serves the tier with the least weighted service first, and inside that tier the tenant with the least service.
-
-    A tier that was idle may not catch up at once: when the tier begins to wait, its service is raised to IDLE_CREDIT_TOKENS below the
-    least service of the waiting tiers.
-    """
+    """Serves the tier with the least weighted service first, and inside that tier the tenant with the least service."""
 
     traits = QueueTraits(has_tenants=True)
     shares = StepShares()

@@ -52,9 +52,7 @@ class Candidate(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What a policy knows beside the candidates.
-
-    session     the same in every gateway; empty: the request is of no session
+    """session     the same in every gateway; empty: the request is of no session
     number      decisions before this one
     is_blind    measured speeds are ignored
     """
@@ -118,7 +116,6 @@ def figures_of(candidates: Sequence[Candidate], decision: Decision) -> tuple[Rep
 
 
 def best_first(figures: Sequence[ReplicaFigures]) -> Sequence[ReplicaFigures]:
-    """First the one that is done first. Of those about as soon the one with most of the prompt cached, of these the first."""
     seconds = [each.predicted_s for each in figures if each.predicted_s is not None]
     if len(seconds) < len(figures):
         best = min(figures, key=lambda each: (each.cost.lacks_blocks, each.cost.outstanding, -each.cached_tokens, each.cost.fullness))

@@ -30,9 +30,7 @@ class BreakerLimits:
 
 
 class CircuitBreaker:
-    """The circuit of one server.
-
-        CLOSED --max_failures in a row--> OPEN --cooldown passed--> HALF_OPEN --probe answered--> CLOSED
+    """CLOSED --max_failures in a row--> OPEN --cooldown passed--> HALF_OPEN --probe answered--> CLOSED
                                            ^                            |
                                            `------- probe failed -------'  the cooldown doubles, up to max_cooldown_s
 

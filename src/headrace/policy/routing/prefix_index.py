@@ -1,7 +1,7 @@
 """Remembers which replica was sent which beginnings of prompts, so that routing knows what its prefix cache holds.
 
-A prompt is cut into chunks of CHUNK_TOKENS. A chunk's id is the hash of the id before it and its tokens, and the first of a prompt follows
-on its tenant's salt and its adapter, so that tenants share none. Two chunks of one tenant that are wrongly equal cost a wrong guess.
+A chunk's id is the hash of the id before it and its tokens, and the first of a prompt follows on its tenant's salt and its adapter, so that
+tenants share none. Two chunks of one tenant that are wrongly equal cost a wrong guess.
 
 A replica's chunks are dropped in the order in which they were last sent, the end of a prompt before its beginning: so a replica that has
 a chunk has all before it, and the length that it holds is found by halving.

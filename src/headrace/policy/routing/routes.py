@@ -2,8 +2,7 @@
 
     assistant   assistant:large   assistant@2   assistant:small@2
 
-The choice depends on the route, the name and the sender alone, so that all processes and gateways agree and nothing is kept. By weighted
-rendezvous hashing (Schindelhauer and Schomaker 2005) a changed weight moves senders to or from that target alone.
+By weighted rendezvous hashing (Schindelhauer and Schomaker 2005) a changed weight moves senders to or from that target alone.
 """
 
 from __future__ import annotations

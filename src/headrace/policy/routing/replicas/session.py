@@ -1,7 +1,4 @@
-"""Takes the replica that a session's id belongs to, so that its prefix cache has the session's earlier turns.
-
-Which one follows from the id and the replicas' names alone, in every gateway alike.
-"""
+"""Takes the replica that a session's id belongs to, so that its prefix cache has the session's earlier turns."""
 
 from __future__ import annotations
 
