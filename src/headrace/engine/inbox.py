@@ -97,9 +97,7 @@ class SubmittedWork(NamedTuple):
 
 
 class Inbox:
-    """A queue of messages to the loop, bounded in bytes. `put` may be called from any thread, `take` only from the loop's. max_bytes: of
-    the requests in the inbox
-    """
+    """`put` may be called from any thread, `take` only from the loop's. max_bytes: of the requests in the inbox"""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes

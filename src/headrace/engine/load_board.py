@@ -25,8 +25,6 @@ class _Published:
 
 
 class LoadBoard:
-    """Holds the last published load, and reads it together with what came since."""
-
     def __init__(
         self,
         scheduler: Scheduler,

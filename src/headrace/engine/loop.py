@@ -1,4 +1,4 @@
-"""Runs the engine loop: takes messages from the inbox, plans a step, submits it to the runner, commits its result, emits updates.
+"""Runs the engine loop.
 
 One thread runs the loop and owns the scheduler; other threads reach it through the `inbox`. The runner is a Protocol (`steps`): the
 loop imports no tensor.
@@ -46,9 +46,7 @@ Outbox = Callable[[list[SequenceUpdate | Rejected]], None]
 
 
 class Engine:
-    """One engine: a scheduler, a runner and the loop between them. outbox: called on the loop's thread, must not block; closing: released
-    when the loop has ended
-    """
+    """outbox: called on the loop's thread, must not block; closing: released when the loop has ended"""
 
     def __init__(
         self,
@@ -166,7 +164,7 @@ class Engine:
                     self.idle()
 
     def turn(self) -> bool:
-        """Handle messages, plan, submit, commit the oldest step. False when there was nothing to do."""
+        """False when there was nothing to do."""
         self._take_messages()
         plan = self._plan()
         self._publish()  # before a step keeps this thread busy: what left the inbox is counted, and ended requests are released

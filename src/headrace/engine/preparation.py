@@ -1,4 +1,4 @@
-"""Prepares resources that a request needs before it takes a step's budget, while the request waits, and releases them when it is over.
+"""Prepares resources that a request needs before it takes a step's budget.
 
 Each request has its own `PreparationId`, so that a late answer for a cancelled request is not taken for one of the same request id.
 """

@@ -1,8 +1,4 @@
-"""Recovers from a step that raised: undoes it, repeats its rows in halves, and ends the sequence that makes it fail.
-
-One forward computes all rows, so the sequence that causes the failure is unknown until it runs alone. Failures are counted, and a few
-of each kind per window are logged.
-"""
+"""Recovers from a step that raised: undoes it, repeats its rows in halves, and ends the sequence that makes it fail."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ NO_USE = EngineUse()
 
 
 class EngineMeter:
-    """Reads what the engine's process and its device use. Callable from any thread; a reading is at most READ_EVERY_S old."""
+    """Callable from any thread; a reading is at most READ_EVERY_S old."""
 
     def __init__(self, info: ModelInfo, read_gpu: Callable[[], GpuUse | None]) -> None:
         self._info, self._read_gpu = info, read_gpu

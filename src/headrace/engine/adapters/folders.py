@@ -1,6 +1,4 @@
-"""Reads the folders of adapters: each within a time limit, and one that was loaded at run time only below its root, wherever links lead
-by then.
-"""
+"""Reads the folders of adapters, each within a time limit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Prepares the adapters of requests (a `Preparer`): a request waits until its adapter has a place and its weights are there, which are
-read on the preparer's own thread while others are served.
+"""Prepares the adapters of requests (a `Preparer`), on its own thread while others are served.
 
 Which adapters have places is decided in `policy.adapter_places`.
 """

@@ -1,4 +1,4 @@
-"""Simplifies keywords of a JSON schema together with their neighbours: with the schema's `allOf` and references, or with each other."""
+"""Simplifies keywords of a JSON schema together with their neighbours."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Compiles a grammar over a model's vocabulary, or says in a client's words why it cannot be compiled.
 
-The bytes of tokens are those of the project's own detokenizer (`text.tokenizer`), so what a grammar allows is what the client reads. A
-grammar reaches control tokens by name only.
+The bytes of tokens are those of the project's own detokenizer (`text.tokenizer`), so what a grammar allows is what the client reads.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Simplifies the keywords of one JSON schema, without its subschemas: drops those without effect and rewrites the spellings of older
-drafts.
-"""
+"""Simplifies the keywords of one JSON schema, without its subschemas."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Rewrites a JSON schema into the form that llguidance enforces: the one pass between what a client sends and the grammar library.
+"""Rewrites a JSON schema into the form that llguidance enforces.
 
-What llguidance cannot express is rewritten where the rewritten schema means the same; every other keyword that binds an answer is
-refused by its name and its place. The order of properties is kept, since it is the order of the answer.
+The order of properties is kept, since it is the order of the answer.
 
 The library cannot combine a definition that it is still reading with other keywords, so it is written out in place, up to MAX_WRITTEN.
 All else that is written is linear in the size of the document.

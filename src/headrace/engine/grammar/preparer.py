@@ -1,8 +1,4 @@
-"""Prepares the grammars of requests (a `Preparer`): a request waits until its grammar is vetted and compiled, on the preparer's own
-thread.
-
-Tenants take turns on that thread, so one tenant's grammars delay only its own requests.
-"""
+"""Prepares the grammars of requests (a `Preparer`), on its own thread."""
 
 from __future__ import annotations
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 
 class GrammarKey(NamedTuple):
-    """Keys have the tenant, so that no tenant finds another's grammars."""
-
     tenant: str
     grammar: Grammar
 

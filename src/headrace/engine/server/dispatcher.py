@@ -1,7 +1,4 @@
-"""Dispatches gateways' commands to the engine, and each of the engine's updates to the stream of its attempt.
-
-A request lives on the stream that submitted it: when the stream ends, all of its requests are cancelled.
-"""
+"""Dispatches gateways' commands to the engine, and each of the engine's updates to the stream of its attempt."""
 
 from __future__ import annotations
 
@@ -27,9 +24,7 @@ Stream = TypeVar("Stream", bound=Hashable)
 
 @dataclass(slots=True)
 class Route(Generic[Stream]):
-    """One attempt of a request, and the stream that gets its updates.
-
-    epoch         the gateway's; a higher one replaces a lower one
+    """epoch         the gateway's; a higher one replaces a lower one
     engine_epoch  what the engine gets instead: a gateway may send a request again with the same epoch
     """
 
@@ -43,9 +38,8 @@ class Route(Generic[Stream]):
 
 @dataclass(slots=True)
 class Routes(Generic[Stream]):
-    """All open routes of one engine process, by request and by handle. A route is open from Submit until every sequence of the request has
-    finished, was rejected or cancelled, or the stream ended. An attempt with a higher epoch replaces an older one of the same request, on
-    whichever stream that came.
+    """A route is open from Submit until every sequence of the request has finished, was rejected or cancelled, or the stream ended. An
+    attempt with a higher epoch replaces an older one of the same request, on whichever stream that came.
     """
 
     _by_request: dict[RequestId, Route[Stream]] = field(default_factory=dict)
@@ -136,9 +130,7 @@ class ServedEngine(Protocol):
 
 
 class RequestDispatcher:
-    """Dispatches the open requests of one engine, over all gateways' streams. Lives on the asyncio loop. draining: why no new request is
-    taken
-    """
+    """Lives on the asyncio loop. draining: why no new request is taken"""
 
     def __init__(self, engine: ServedEngine) -> None:
         self.draining: str | None = None

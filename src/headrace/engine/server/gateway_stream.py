@@ -1,7 +1,4 @@
-"""Serves one gateway's stream at the engine: reads its commands, writes its frames, and ends when either stops.
-
-The stream owns no request: the dispatcher routes them, and cancels those still open when the stream ends (`dispatcher`).
-"""
+"""Serves one gateway's stream at the engine."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ class StreamLost(HeadraceError):
 
 
 class GatewayStream:
-    """One gateway's stream at the engine, with what it has not sent. clock: bounds how long a frame's commands occupy the event loop"""
+    """clock: bounds how long a frame's commands occupy the event loop"""
 
     def __init__(self, context: Any, *, on_command: Callable[[GatewayStream, pb.Command], None], clock: Clock = time.monotonic) -> None:
         self._context = context

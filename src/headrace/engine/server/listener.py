@@ -65,8 +65,6 @@ class CannotListen(HeadraceError):
 
 
 class TcpListener:
-    """Accepts gateways on one TCP port, and relays their bytes until either side closes."""
-
     def __init__(self, target: GrpcTarget) -> None:
         """Raises ConfigError if the certificates or the directory cannot be used."""
         self._target = target

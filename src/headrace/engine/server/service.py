@@ -1,4 +1,4 @@
-"""Serves the engine's end of the wire: gateways' streams from hello to hang-up, heartbeats, drain, and operators' calls.
+"""Serves the engine's end of the wire.
 
 The gRPC server (grpc.aio) and everything else here run on the asyncio loop of the main thread. Heartbeats are sent from here and not
 from the engine's loop, so that they go on while a step runs or hangs.
@@ -54,8 +54,6 @@ Asked = TypeVar("Asked", pb.DrainRequest, pb.SnapshotRequest)
 
 
 class EngineService:
-    """Serves one engine at one address, from `start` until `stop`."""
-
     def __init__(
         self,
         engine: ServedEngine,

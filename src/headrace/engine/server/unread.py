@@ -33,7 +33,7 @@ PAGE_POSITIONS = 1024
 
 
 class UnreadUpdate:
-    """Consecutive updates of one sequence, merged into one. num_entries: its size in a frame; num_units: its charge in memory"""
+    """num_entries: its size in a frame; num_units: its charge in memory"""
 
     __slots__ = ("_facts", "_logprobs", "_prompt_logprobs", "_token_ids", "num_entries", "num_units")
 

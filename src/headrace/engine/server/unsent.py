@@ -1,7 +1,4 @@
-"""The outbox of one gateway in an engine: updates, refusals and the load snapshot that were not sent yet, made into frames.
-
-While one frame is being written, the later updates of each sequence are merged into one (`engine.server.unread`).
-"""
+"""The outbox of one gateway in an engine."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ MAX_REJECTED_BYTES = 2**20
 
 
 class UnsentFrames:
-    """Holds what one gateway is to be sent, until `take` makes a frame of it. Used on the server's event loop only."""
+    """Used on the server's event loop only."""
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[Handle, int], Unread] = {}
