@@ -1,7 +1,6 @@
 """Connects a gateway to one replica: `ReplicaClient` keeps the connection and gives every open request a stream of its updates.
 
-ReplicaClient reconnects with back-off until it is closed, and keeps the replica's last hello and load. When the connection dies, every
-open `ReplicaStream` raises Unavailable: nothing is lost silently, and the caller decides whether to send the request again.
+ReplicaClient reconnects with back-off until it is closed, and keeps the replica's last hello and load.
 """
 
 from __future__ import annotations
@@ -66,8 +65,6 @@ class SeenLoad:
 
 
 class ReplicaClient:
-    """The gateway's connection to one replica, dialled again after a loss."""
-
     def __init__(
         self,
         target: str,

@@ -29,8 +29,6 @@ ALERT_S = 0.5
 
 
 class Dialer:
-    """Opens connections to one engine."""
-
     def __init__(self, target: GrpcTarget) -> None:
         self.target = target
         self._certificates = None if target.tls is None else Certificates(target.tls, TlsRole.GATEWAY)

@@ -115,7 +115,7 @@ class NotListening(ConnectionLost):
 
 
 class Session:
-    """One connection to a replica, from its dial to its loss. Owns a gRPC channel while `run` runs."""
+    """Owns a gRPC channel while `run` runs."""
 
     def __init__(
         self,

@@ -39,8 +39,6 @@ TOKEN_ID_BYTES = 40
 class ReplicaStream:
     """The updates of one request at one replica, read by `batch`; iterating over them one by one is for tests.
 
-    `plain_row_handler`, where it is set, takes rows of tokens alone without waking the task that waits in `batch`.
-
     The stream ends after the last sequence's finish or after a Rejected. Once everything is read, `batch` raises Unavailable if the
     replica was lost, or the error of the plain row handler. If the scope ends before the stream does, the request is cancelled at the
     engine. The gateway cancels a request whose `unread_bytes` grow too large.

@@ -35,9 +35,7 @@ LISTENS_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class GrpcTarget:
-    """The checked address of an engine, with what connecting to it needs. path: None for TCP; token: required for TCP; tls: None only for
-    Unix sockets and loopback addresses
-    """
+    """path: None for TCP; token: required for TCP; tls: None only for Unix sockets and loopback addresses"""
 
     address: str
     path: Path | None

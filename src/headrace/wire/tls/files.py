@@ -85,10 +85,7 @@ LOOK_S = 1.0
 
 
 class Watched(Generic[Value]):
-    """What some files hold, loaded again when they change, so that no connection waits for the file system.
-
-    A use that comes LOOK_S after the last look starts the next one, in a thread beside, and gets what is held already.
-    """
+    """What some files hold, loaded again when they change, so that no connection waits for the file system."""
 
     def __init__(self, paths: tuple[str, ...], load: Callable[[], Value], clock: Clock = time.monotonic) -> None:
         self._paths, self._load, self._clock = paths, load, clock

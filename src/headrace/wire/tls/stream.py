@@ -39,7 +39,7 @@ class PlainStream:
 
 
 class TlsStream:
-    """The engine's end of TLS over a plain stream. One task may call `recv` while another calls `sendall`."""
+    """One task may call `recv` while another calls `sendall`."""
 
     def __init__(self, plain: ByteStream, context: ssl.SSLContext) -> None:
         self._plain = plain
