@@ -31,7 +31,6 @@ def cache_root(environ: Mapping[str, str]) -> Path:
 
 
 def packed_directory() -> Path | None:
-    """None if packed weights are not to be kept or, with a log line, cannot be kept."""
     if os.environ.get(KEEP) == "0":
         return None
     try:

@@ -82,7 +82,6 @@ class RoundedWeight:
 
 
 def join_rounded(parts: Sequence[RoundedWeight]) -> RoundedWeight | None:
-    """None for weights that are stored in different ways; else they are stacked by outputs."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -115,7 +114,6 @@ def round_weight(weight: Tensor, precision: Precision, *, group: int = DEFAULT_G
 
 
 def group_for(in_features: int, wanted: int = DEFAULT_GROUP) -> int:
-    """The wanted group size, or the largest smaller one that divides in_features; 0 when none does."""
     return next((size for size in GROUPS if size <= wanted and in_features % size == 0), 0)
 
 

@@ -363,7 +363,7 @@ def _without_values(spec: DecoderSpec, reader: WeightReader) -> DecoderModel:
 
 
 def read_spec(config: ConfigFile) -> tuple[str, DecoderSpec]:
-    """The architecture's name and spec. Raises CheckpointError for features that no architecture here has."""
+    """Raises CheckpointError for features that no architecture here has."""
     refuse_set(config, "is_encoder_decoder", "add_cross_attention")
     refuse_other_models(config)
     architecture = find_architecture(config)

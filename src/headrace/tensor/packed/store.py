@@ -136,7 +136,7 @@ class PackedStore:
             self._made[name] = packed
 
     def find_table(self, name: str, shape: tuple[int, int], reread: Callable[[], Tensor]) -> Table | None:
-        """The table that an earlier start kept. reread: gives the whole table from the checkpoint."""
+        """reread: gives the whole table from the checkpoint."""
         if self._found is None or TABLE + name not in self._found.tensors:
             return None
         try:

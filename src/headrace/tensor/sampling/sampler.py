@@ -64,7 +64,7 @@ class TokenCounts:
         self._counts[place] += 1
 
     def retract(self, token_id: int) -> None:
-        """Uncount one generated token: its step is repeated, or it was a draft. An id that came last and counts no more is forgotten."""
+        """Uncount one generated token: its step is repeated, or it was a draft."""
         place = self._place[token_id]
         self._counts[place] -= 1
         if place == len(self._place) - 1 and not self._counts[place] and not self._in_prompt[place]:

@@ -66,7 +66,6 @@ class GptqWeight:
         return values.sub_(zeros).mul_(scales)
 
     def rounded(self, rows: slice) -> RoundedWeight | None:
-        """None also with more than four bits, or groups in any order."""
         inputs = len(self.groups)
         size = inputs // self.scales.shape[1]
         if self.bits > 4 or not torch.equal(self.groups, torch.arange(inputs) // max(size, 1)):
