@@ -86,7 +86,6 @@ class MemorySum:
         charge.num_bytes += num_bytes
 
     def _set_by(self, most: int) -> str:
-        """Empty when no option sets `most`, the limit of a request."""
         if most == self.limits.request:
             return ""
         name = f"max_{self.name.removesuffix('s')}_bytes" if most == self.limits.total else "max_tenant_share"

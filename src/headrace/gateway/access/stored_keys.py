@@ -238,7 +238,7 @@ class StoredKeys:
         return None if self._state is None else self._state.version
 
     async def _looked_up(self, blinded: bytes, sha256: str, known: _Found | None) -> StoredKey | None:
-        """While the store fails, `known` from before a change holds for OUTDATED_S. Raises Unavailable."""
+        """Raises Unavailable."""
         try:
             return await self._lookups.find(blinded, sha256, was_found=known is not None)
         except Unavailable:

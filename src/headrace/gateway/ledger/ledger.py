@@ -142,7 +142,7 @@ def _close(source: LocalUsage | ClickHouseUsage) -> None:
 
 
 def open_ledger(state: str, config: UsageConfig, unix_time: Clock) -> Ledger | None:
-    """None without a state folder: usage is not kept then. Raises ConfigError."""
+    """Raises ConfigError."""
     if not state:
         return None
     folder = Path(state)
@@ -152,7 +152,7 @@ def open_ledger(state: str, config: UsageConfig, unix_time: Clock) -> Ledger | N
 
 
 def far_sinks(config: UsageConfig) -> list[Sink]:
-    """With Kafka there is no ClickHouse sink: ClickHouse gets the records from Kafka. Raises ConfigError."""
+    """Raises ConfigError."""
     if config.kafka is not None:
         return [KafkaSink(config.kafka)]
     return [] if config.clickhouse is None else [ClickHouseSink(config.clickhouse)]

@@ -51,14 +51,14 @@ class Shipper:
         self._woken.set()
 
     def join(self, timeout_s: float) -> None:
-        """Wait, then interrupt the sink and wait INTERRUPT_S. A daemon thread that has not ended then ends with the process."""
+        """A daemon thread that has not ended after INTERRUPT_S ends with the process."""
         self._thread.join(max(0.0, timeout_s))
         if self._thread.is_alive():
             self.sink.interrupt()
             self._thread.join(INTERRUPT_S)
 
     def ship_waiting(self) -> bool:
-        """Whether there were segments. The caller holds the sink's lock. Raises SinkFailed and OSError."""
+        """The caller holds the sink's lock. Raises SinkFailed and OSError."""
         is_any = False
         while batch := self._batch():
             is_any = True

@@ -113,7 +113,7 @@ class Spool:
         return size
 
     def adopt(self) -> Counter[str]:
-        """Close the segments that dead processes left open. Returns, per sink, the records dropped because its spool is full."""
+        """Returns, per sink, the records dropped because its spool is full."""
         num_dropped: Counter[str] = Counter()
         for path in self._segments(OPEN):
             with suppress(OSError), _locked(path) as is_abandoned:
@@ -221,7 +221,6 @@ class OpenSegment:
             os.close(self._descriptor)
 
     def _write(self, data: memoryview) -> int:
-        """Number of bytes written: fewer than all when the disk is full or fails."""
         written = 0
         try:
             while written < len(data):

@@ -103,7 +103,6 @@ class UsageDb:
 
 
 def _row(payload: bytes) -> tuple[object, ...] | None:
-    """None for a form that this version does not know."""
     try:
         record = decode_record(payload)
     except MsgspecError:

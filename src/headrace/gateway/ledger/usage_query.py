@@ -126,7 +126,6 @@ def usage_statement(query: UsageQuery, dialect: SqlDialect) -> str:
 
 
 def explanation_statement(request_id: str, tenant: str | None, dialect: SqlDialect) -> tuple[str, dict[str, str]]:
-    """The statement for the column `explain` of one record, and its parameters."""
     values = {"request_id": request_id} if tenant is None else {"request_id": request_id, "tenant": tenant}
     where = " AND ".join(f"{name} = {dialect.value(name, value)}" for name, value in values.items())
     return f"SELECT explain FROM {dialect.table} WHERE {where} LIMIT 1", values
@@ -269,7 +268,6 @@ def _values(figures: Sequence[Any]) -> Sequence[object]:
 
 
 def _numbers(quantiles: str | Sequence[float] | None) -> Sequence[float | None]:
-    """None for each quantile when no record of the group has the field."""
     given = json.loads(quantiles) if isinstance(quantiles, str) else quantiles
     return [round(number, 3) for number in given] if given else [None] * len(QUANTILES)
 

@@ -224,7 +224,7 @@ class Limiter:
         assert not self.num_uncharged
 
     async def _carried(self, carried: CarriedCharges, call: Awaitable[T]) -> T:
-        """Raises StoreFailed. After an error or a cancellation the charges wait again."""
+        """Raises StoreFailed."""
         try:
             answer = await call
         except BaseException as error:

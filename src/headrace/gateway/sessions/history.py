@@ -46,7 +46,6 @@ class History(Struct, frozen=True):
         return num_head(self.messages)
 
     def with_messages(self, new: Sequence[Message]) -> History:
-        """System messages at the head of `new` replace those of this history."""
         count = num_head(new)
         head = new[:count] or self.messages[: self.num_head]
         return History([*head, *self.messages[self.num_head :], *new[count:]], self.summary)

@@ -52,7 +52,6 @@ class UsageList(Struct):
 
 
 async def usage(service: Service, exchange: Exchange) -> None:
-    """404 without a state folder, which would keep usage."""
     if service.ledger is None:
         raise RouteNotFound(exchange.scope["path"])
     query = _query(exchange, service.unix_time())
@@ -62,7 +61,6 @@ async def usage(service: Service, exchange: Exchange) -> None:
 
 
 def _query(exchange: Exchange, now: float) -> UsageQuery:
-    """About the caller's tenant alone, unless the caller reads all."""
     caller = exchange.principal
     given = query_of(exchange, USAGE_QUERY, "a parameter of /v1/usage: by, since, until")
     return UsageQuery(

@@ -93,9 +93,7 @@ def _ready_query(exchange: Exchange) -> dict[str, str]:
 
 
 def _why_not_ready(models: Sequence[ServedModel], *, is_strict: bool) -> str:
-    """Empty: ready. A replica whose circuit is open is ready, but not strictly. A foreign server always counts as ready: it would fail for
-    every gateway.
-    """
+    """Empty: ready. A foreign server always counts as ready: it would fail for every gateway."""
     replicas = [(model.name, replica) for model in models for replica in model.upstream.replicas()]
     missing = [f"{model}/{replica.name} {replica.reason}" for model, replica in replicas if replica.reason and not replica.is_foreign]
     failing = [f"{model}/{replica.name} {FAILING}" for model, replica in replicas if replica.is_failing and not replica.reason]

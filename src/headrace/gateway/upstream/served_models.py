@@ -65,7 +65,6 @@ class ServedModel:
         return self.name if self.parent else None
 
     def adapted(self, name: str) -> ServedModel | None:
-        """None: none of them has it."""
         upstream = self.upstream.adapted(name)
         return (
             None if upstream is None else replace(self, name=name, aliases=(), upstream=upstream, fallbacks=NO_FALLBACKS, parent=self.name)
@@ -142,7 +141,7 @@ class ModelTable:
         return self if principal.may_use_all else ModelTable(self._configured, self._all_routes, principal)
 
     def get(self, name: str) -> ServedModel:
-        """A route's name stands for its first target of that size and version. Raises as `find`."""
+        """Raises as `find`."""
         return self.find(name).models[0]
 
     def reached(self, name: str, by: str | None) -> ServedModel:
@@ -171,8 +170,8 @@ class ModelTable:
         raise ModelNotFound(name, self.names)
 
     def configured(self, name: str) -> list[ServedModel]:
-        """The model of that name, or those that a request for the route may get. Without adapters, for callers that show no key: an
-        adapter's name may be one customer's secret, and a route's too. Raises ModelNotFound, which names models alone.
+        """Without adapters, for callers that show no key: an adapter's name may be one customer's secret, and a route's too. Raises
+        ModelNotFound, which names models alone.
         """
         if (model := self._by_name.get(name)) is not None:
             return [model]

@@ -119,7 +119,6 @@ _DETAIL_TEXTS = ("text", "summary", "data")
 
 
 def joined_details(pieces: object) -> object:
-    """Consecutive pieces of one type and index become one."""
     if not isinstance(pieces, list) or not all(isinstance(piece, dict) for piece in pieces):
         return pieces
     return [_joined(run) for _, run in groupby(pieces, key=lambda piece: (piece.get("type"), piece.get("index")))]

@@ -324,7 +324,6 @@ def unpacked(decoder: BodyDecoder, piece: bytes) -> Iterator[bytes]:
 
 
 async def _read_until(deadline_at: float, response: aiohttp.ClientResponse, *passed_over: type[Exception]) -> bytes:
-    """Empty at the end, at the deadline, and after an error that is passed over."""
     if asyncio.get_running_loop().time() >= deadline_at:
         return b""  # bytes that are there already would be read without a look at the clock
     with suppress(*(passed_over or (aiohttp.ClientError, OSError))):  # TimeoutError is an OSError

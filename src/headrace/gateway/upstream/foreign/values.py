@@ -86,7 +86,6 @@ def count_of(value: object) -> int | None:
 
 
 def number_in(text: str) -> float:
-    """-1: no finite number."""
     text = text.strip()
     if not text.isascii() or len(text) > 32 or not text[:1].isdigit():
         return -1.0

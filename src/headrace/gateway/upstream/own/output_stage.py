@@ -102,10 +102,7 @@ class OutputStage:
 
 
 def bound_grammar(formats: ModelFormats, prompt: Conversation | PlainPrompts, wanted: Grammar | None) -> Grammar | None:
-    """The grammar of the output: calls as the request's tools require, or `wanted`, the request's own grammar.
-
-    Raises InvalidRequest for functions whose calls cannot be parsed or forced, and for a grammar that cannot be combined with calls.
-    """
+    """Raises InvalidRequest for functions whose calls cannot be parsed or forced, and for a grammar that cannot be combined with calls."""
     if not isinstance(prompt, Conversation) or not prompt.shown_tools:
         return wanted
     if formats.tools is None:
@@ -230,7 +227,6 @@ class RecomputedLogprobs:
         return len(self.columns) == len(self.ids)
 
     def take(self, update: SequenceUpdate) -> SequenceUpdate | None:
-        """None: the update's tokens differ from `ids`, or are too few."""
         count = min(len(self.ids) - len(self.columns), len(update.token_ids))
         begin = len(self.columns)
         is_equal = tuple(self.ids[begin : begin + count]) == update.token_ids[:count]

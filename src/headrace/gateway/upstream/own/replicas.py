@@ -205,7 +205,7 @@ class ReplicaPool:
         return {name for model in self._models() for name in model.adapters}
 
     def adapter_digest(self, name: str) -> str | None:
-        """The one that most replicas have, of those that are ready if any has it: they differ during a reload. None: none has it."""
+        """The one that most replicas have, of those that are ready if any has it: they differ during a reload."""
         ready = [replica.adapters for replica in self.ready()]
         for announced in (ready, [model.adapters for model in self._models()]):
             counts = Counter(adapters[name] for adapters in announced if name in adapters)
