@@ -89,12 +89,12 @@ class Grammar:
 
     @classmethod
     def ebnf(cls, source: str, *, field: str = "grammar") -> Grammar:
-        """A grammar in Lark, or in GBNF, which is rewritten as Lark. Raises InvalidRequest naming `field`."""
+        """Raises InvalidRequest naming `field`."""
         given = cls(GrammarKind.LARK, source).checked(field=field)
         return cls(GrammarKind.LARK, lark_of_gbnf(source, name=field)).checked(field=field) if is_gbnf(source) else given
 
     def checked(self, *, field: str = "grammar") -> Grammar:
-        """This value if its size and texts are within bounds. Raises InvalidRequest naming `field`."""
+        """Raises InvalidRequest naming `field`."""
         if not isinstance(self.source, str) or not self.source.strip():
             raise InvalidRequest(field, "a non-empty text", self.source)
         num_bytes = len(self.source.encode("utf-8", "surrogatepass"))

@@ -36,7 +36,7 @@ def site_secret(site_key: str, purpose: bytes) -> str:
 
 
 def chain_root(key: bytes, *, model_digest: bytes, kv_dtype: str, salt: bytes = b"", adapter_digest: bytes = b"") -> BlockHash:
-    """The parent identity of a sequence's first block. Everything except the tokens enters the hash here.
+    """The parent identity of a sequence's first block.
 
     key             secret of the deployment, at most 64 bytes; replicas that share blocks have the same
     kv_dtype        name of the cache's element type, as rounded: "bfloat16", "int8"

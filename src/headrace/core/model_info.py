@@ -89,7 +89,6 @@ class ModelInfo:
 
     @property
     def version(self) -> str:
-        """A hex digest that changes with the content digests, the numerics and the end tokens."""
         facts = [f"{name}={value}" for part in (self.digests, self.numerics) for name, value in sorted(part.items())]
         facts.append(f"eos_token_ids={sorted(self.eos_token_ids)}")
         return blake2b("\n".join(facts).encode(), digest_size=16, person=b"headrace-version").hexdigest()
@@ -108,7 +107,6 @@ TEXT_FILES: Mapping[str, tuple[str, ...]] = {
 
 
 def text_digests(files: Mapping[str, bytes]) -> dict[str, str]:
-    """For each kind of text file, hex SHA-256 over the names and contents of its files; "" where the folder has none."""
     digests: dict[str, str] = {}
     for kind, names in TEXT_FILES.items():
         state = sha256()
@@ -143,9 +141,7 @@ def why_not_resume(first: Numerics, second: Numerics) -> str:
 
 
 def may_resume(first: str, second: str) -> bool:
-    """Whether both digests are known and equal.
-
-    The resumed stream has the same tokens for certain only where both replicas run with `deterministic`, which is one of the facts: without
-    it the logits depend on the other sequences of a batch.
+    """The resumed stream has the same tokens for certain only where both replicas run with `deterministic`, which is one of the facts:
+    without it the logits depend on the other sequences of a batch.
     """
     return bool(first) and first == second

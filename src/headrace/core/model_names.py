@@ -20,7 +20,7 @@ def name_of_file(name: str) -> str:
 
 
 def check_model_names(where: str, name: str, aliases: Sequence[str], taken: set[str]) -> None:
-    """Check one model's names, and add them to `taken`. Raises ConfigError naming the path of a name that is invalid or taken.
+    """Raises ConfigError naming the path of a name that is invalid or taken.
 
     where  path of the model's section
     """
@@ -29,7 +29,7 @@ def check_model_names(where: str, name: str, aliases: Sequence[str], taken: set[
 
 
 def check_free_name(where: str, name: str, taken: set[str]) -> None:
-    """Check a name that clients may ask for, and add it to `taken`. Raises ConfigError."""
+    """Raises ConfigError."""
     if MODEL_NAME.fullmatch(name) is None:
         raise ConfigError(where, f"{name!r} is not a model name", "Letters, digits and ._/:@- only, at most 256.")
     if name in taken:

@@ -104,7 +104,6 @@ class Option:
 
     @property
     def _without(self) -> str:
-        """What leaving out an option means that is unset by default. Else empty."""
         return f"Leave it out for {self.shown or 'no limit'}." if self.default is None and not self.on else ""
 
     @property
@@ -205,7 +204,7 @@ def _of_items(hint: object) -> object:
 
 
 def live_paths(kind: type, where: str = "") -> Iterator[str]:
-    """Paths of the fields marked `Reload.LIVE`. Each, with everything below it, may change while the process runs."""
+    """Each path, with everything below it, may change while the process runs."""
     for name, described in options(kind):
         path = joined(where, name)
         nested = inner(get_type_hints(kind)[name])

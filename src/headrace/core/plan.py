@@ -250,7 +250,6 @@ def wide_columns() -> LogprobColumns:
 
 
 def columns_of(positions: Sequence[TokenLogprobs]) -> LogprobColumns:
-    """`positions` unchanged if they are columns, else copied into wide columns."""
     if isinstance(positions, LogprobColumns):
         return positions
     made = wide_columns()

@@ -87,7 +87,7 @@ class SamplingParams:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     def end_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
-        """Tokens that end a sequence: the model's own, unless they are ignored, and the client's. May be `eos_token_ids` itself."""
+        """May be `eos_token_ids` itself."""
         ends = frozenset() if self.ignore_eos else eos_token_ids
         return ends.union(self.stop_token_ids) if self.stop_token_ids else ends
 
@@ -104,7 +104,7 @@ class SamplingParams:
 
 
 def params_from_mapping(given: Mapping[str, Any], *, defaults: SamplingParams | None = None) -> SamplingParams:
-    """Fields missing in `given` are taken from `defaults`. Raises InvalidRequest for an unknown key."""
+    """Raises InvalidRequest for an unknown key."""
     known = {f.name for f in fields(SamplingParams)}
     for key in given:
         if key not in known:

@@ -14,7 +14,7 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 def given_kind(fields: object, *, field: str) -> str:
-    """The one attribute among KINDS that is set. Raises InvalidRequest naming `field` if none or several are."""
+    """Raises InvalidRequest naming `field` if none or several are."""
     given = [name for name in KINDS if getattr(fields, name) not in (None, False)]
     if len(given) != 1:
         raise InvalidRequest(field, f"exactly one of {', '.join(KINDS[:-1])} and {KINDS[-1]}", given)
