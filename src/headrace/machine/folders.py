@@ -14,7 +14,7 @@ def expanded(path: str) -> Path:
 
 
 def inside(folder: Path, file: str) -> Path:
-    """The path of `file` in `folder`. Links to the blobs of a Hugging Face cache's repository are accepted.
+    """Links to the blobs of a Hugging Face cache's repository are accepted.
 
     Raises CheckpointError for a missing file, for one that cannot be resolved, and for a link that leads out of the folder.
     """

@@ -38,7 +38,6 @@ class Available:
 
 
 def read_available(root: Path = Path("/")) -> Available:
-    """The least of MemAvailable and of what each memory cgroup leaves. Without /proc/meminfo, all memory of the machine."""
     meminfo = read_text(root / "proc/meminfo")
     if meminfo is None:
         return Available(physical_bytes(), "the machine's memory; what is free is not measured there", is_measured=False)
@@ -170,7 +169,6 @@ def physical_bytes() -> int:
 
 
 def parse_meminfo(text: str) -> int:
-    """MemAvailable in bytes, or MemFree on kernels that do not report it."""
     fields = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in text.splitlines()) if rest.split()}
     return fields.get("MemAvailable", fields.get("MemFree", 0))
 

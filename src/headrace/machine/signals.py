@@ -57,7 +57,7 @@ class StopSignals:
 
 
 async def first_of(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:
-    """Return when one future is done, or after `timeout_s`. Cancels no future and raises no future's error."""
+    """Cancels no future and raises no future's error."""
     await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
 
