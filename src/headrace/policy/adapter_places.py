@@ -87,7 +87,7 @@ class AdapterPlaces:
         return None
 
     def end(self, holder: PreparationId, now: float) -> list[Granted]:
-        """The request has ended, whether it holds a place or waits. Returns what others are granted."""
+        """Returns what others are granted."""
         if holder in self._waiting:
             self._leave(holder)
         else:
@@ -107,7 +107,6 @@ class AdapterPlaces:
         return next(iter(self._idle), None)
 
     def _next(self) -> PreparationId | None:
-        """The first request that can have a place: by turns, then by arrival."""
         if len(self._holders) >= self._max_holders:
             return None
         closed = self._closed()

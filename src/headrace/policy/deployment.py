@@ -122,7 +122,6 @@ class Deployment:
     # -- commands ------------------------------------------------------------------------------------------------------------------
 
     def scale(self, counts: Mapping[str, int]) -> None:
-        """A model that is missing from `counts` is removed; a new one is added."""
         for model in [*self.targets]:
             if model not in counts:
                 del self.targets[model]
@@ -290,7 +289,6 @@ class Deployment:
 
 
 def _retired(live: Iterable[PlannedReplica], count: int, *, first: Iterable[PlannedReplica] = ()) -> Iterator[RetireReplica]:
-    """Retire `count` of `live`: first those in `first`, then failed, starting, not ready, ready; the youngest among equals."""
     preferred = {replica.name for replica in first}
     ordered = sorted(live, key=lambda replica: (replica.name not in preferred, *_rank(replica), -replica.number))
     yield from (RetireReplica(replica.name) for replica in ordered[: max(0, count)])

@@ -146,7 +146,7 @@ def next_model(
 
 
 def _look(model: ModelFacts, terms: ChoiceTerms) -> tuple[tuple[FallbackReason, ...], AdmissionVerdict]:
-    """What is against the model. A queue that refuses the request is a failure, too."""
+    """A queue that refuses the request is a failure, too."""
     verdict = AdmissionVerdict(AdmissionOutcome.SERVED)
     if not model.is_alive:
         return (FAILED,), verdict

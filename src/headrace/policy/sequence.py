@@ -177,7 +177,6 @@ class Sequence:
         self.bulk_decode_limit = 0
 
     def discard_rows(self) -> None:
-        """Discard the rows in flight, which were planned on more tokens than an earlier row gave."""
         self.plan_epoch += 1
         self.facts = self._facts()
         self.waits_for_commit = True

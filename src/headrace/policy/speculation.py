@@ -215,7 +215,6 @@ class Speculation:
     # decisions
 
     def choose(self, offers: Items[Offer], shape: StepShape) -> list[int]:
-        """How many of each sequence's drafts the step computes."""
         if self.is_on and self._loss_s > MAX_LOSS_STEPS * self._rows_s > 0.0:
             self._turn_off()
         if not self.is_on:

@@ -162,7 +162,6 @@ class HostTier:
             self._outs[lease] = _Out(identity, slot)
 
     def _idle_blocks(self, now: float) -> list[tuple[int, float]]:
-        """Idle blocks without those that a slot holds or is about to hold, the oldest first, each with the time of its last use."""
         known = {*self._slots.stored, *(move.identity for move in self._outs.values())}
         old = takewhile(lambda entry: now - entry[1] >= self.config.idle_s, self._pool.idle_since())
         return [(block, last_used) for block, last_used in old if self._pool.identity(block) not in known]

@@ -139,7 +139,6 @@ class BlockPool:
         return next((count for count, identity in enumerate(identities) if identity not in self._by_hash), len(identities))
 
     def num_idle_hits(self, identities: Sequence[BlockHash]) -> int:
-        """The blocks that are cached without an owner."""
         return sum([1 for identity in identities if self._by_hash.get(identity) in self._cached])
 
     def identity(self, block: int) -> BlockHash | None:

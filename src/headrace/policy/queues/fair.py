@@ -250,7 +250,6 @@ def _rank(served: float, least: float, slack: float) -> tuple[bool, float, float
 
 
 def _slack_s(seq: Sequence, now: float, costs: StepCosts) -> float:
-    """Infinite without a goal, after the first token, and when it is missed already."""
     goal_ms = seq.request.tier.ttft_ms
     if goal_ms is None or seq.first_token_emitted:
         return math.inf

@@ -110,10 +110,7 @@ REPLICA_LIMITS = BreakerLimits(max_failures=3, cooldown_s=5.0, max_cooldown_s=60
 
 
 def ejected(ready: Mapping[ReplicaId, CircuitBreaker], now: float) -> frozenset[ReplicaId]:
-    """The ready replicas that get no request now: few at a time, and never the last one.
-
-    ready  the circuit of every ready replica of the model
-    """
+    """ready  the circuit of every ready replica of the model"""
     most = min(max(1, len(ready) // EJECTED_DIVISOR), len(ready) - 1)
     closed_off = [name for name, breaker in ready.items() if not breaker.can_send(now)]
     return frozenset(sorted(closed_off, key=lambda name: -ready[name].wait_s(now))[: max(0, most)])

@@ -93,7 +93,6 @@ class RouteWish(NamedTuple):
 
 
 def wish_of(name: str) -> RouteWish | None:
-    """None: the name has no route's form."""
     rest, at, version = name.partition("@")
     route, colon, size = rest.partition(":")
     return None if (at and not version) or (colon and not size) else RouteWish(route, size, version)

@@ -70,7 +70,6 @@ class AnswerMeans:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the prompts' tokens that were found in a cache; 0 before the first answer."""
         return self._cached_tokens / self._prompt_tokens if self._prompt_tokens else 0.0
 
     @property
@@ -100,7 +99,6 @@ class ModelFigures(NamedTuple):
 
 
 def excess(figures: ModelFigures, wishes: RoutingWishes) -> str:
-    """Why the model costs too much. Empty: it does not"""
     for kind, price, most in (
         ("prompt", figures.price.input, wishes.max_input_price),
         ("completion", figures.price.output, wishes.max_output_price),
@@ -149,7 +147,6 @@ def _reason(figures: ModelFigures, wishes: RoutingWishes) -> str:
 
 
 def server_places(names: Iterable[str], wishes: RoutingWishes) -> dict[str, int]:
-    """Name of each server that may answer -> its place in `order`; those beside `order` share the last place."""
     last, others_may = len(wishes.order), wishes.allow_fallbacks or not wishes.order
     places = {name: wishes.order.index(name) if name in wishes.order else last for name in names}
     return {
