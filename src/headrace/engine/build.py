@@ -78,10 +78,7 @@ REST_S = 0.5
 def do_while_idle(
     pieces: Iterator[None], *, is_idle: Callable[[], bool], is_over: Callable[[], bool], sleep: Callable[[float], None] = time.sleep
 ) -> None:
-    """Returns after the last piece, or once the engine is over.
-
-    pieces   each takes some milliseconds of all CPUs
-    """
+    """pieces   each takes some milliseconds of all CPUs"""
     rested_s = 0.0
     while not is_over():
         rested_s = rested_s + POLL_S if is_idle() else 0.0

@@ -260,7 +260,7 @@ class EngineConfig:
             raise ConfigError("speculative_config", "is not supported on a GPU yet", "Leave it out, or use device = cpu.")
 
     def with_draft_folder(self, resolve: Callable[[str], Path]) -> EngineConfig:
-        """With the local folder of the model that drafts, if one does. Raises what `resolve` raises, and its ConfigError with the key."""
+        """Raises what `resolve` raises, and its ConfigError with the key."""
         drafting = self.speculative_config
         if drafting is None or not drafting.model:
             return self
@@ -314,5 +314,5 @@ def _say_unused(why: str) -> None:
 
 
 def default_on(device: str, described: Option) -> object:
-    """The default of an option on a device. An unknown device has the CPU's default: `EngineConfig.checked` refuses it."""
+    """An unknown device has the CPU's default: `EngineConfig.checked` refuses it."""
     return described.on.get(device, described.on["cpu"])

@@ -50,7 +50,6 @@ class GrammarStore:
         return len(self._compiled)
 
     def pin(self, key: GrammarKey) -> bool:
-        """False: the store does not have it."""
         with self._lock:
             if (compiled := self._compiled.get(key)) is None:
                 return False

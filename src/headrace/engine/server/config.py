@@ -114,7 +114,7 @@ def _check_rank(process: ProcessConfig, engine: EngineConfig) -> None:
 
 
 def section(data: dict[str, object], key: str) -> Mapping[str, object]:
-    """Takes a nested object out of `data`. Raises ConfigError."""
+    """Raises ConfigError."""
     value = data.pop(key, None)
     if not isinstance(value, dict):
         raise ConfigError(key, "is missing" if value is None else "is not an object")

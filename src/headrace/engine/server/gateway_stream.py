@@ -51,9 +51,8 @@ class GatewayStream:
         self._wake.set()
 
     def check_lease(self, beat_s: float, lease_s: float, max_units: int) -> None:
-        """End the stream if the gateway does not read: one write took longer than `lease_s`, or more than `max_units` units are unsent.
-
-        Called once per beat: time is counted in beats of `beat_s`, not by a clock, as a delay of this process is not the gateway's fault.
+        """Called once per beat: time is counted in beats of `beat_s`, not by a clock, as a delay of this process is not the gateway's
+        fault.
         """
         if self._lost.done():
             return

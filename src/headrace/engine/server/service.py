@@ -149,7 +149,6 @@ class EngineService:
             self._note_drained()
 
     async def drained(self, timeout_s: float) -> bool:
-        """False: not within `timeout_s` seconds."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._drained.wait()
@@ -233,7 +232,6 @@ class EngineService:
         self._note_drained()
 
     def _report_and_wake(self) -> LoadSnapshot:
-        """Give every stream the present load, and have it write what waits in its `unsent`, tokens included."""
         load = self._engine.snapshot()
         for stream in self._streams:
             stream.unsent.put_load(load, stream.num_submits, stream.last_ping)
