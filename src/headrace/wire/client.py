@@ -178,7 +178,6 @@ class ReplicaClient:
         return stream
 
     def cancel(self, request_id: RequestId) -> None:
-        """An unknown id is ignored."""
         stream = self._streams.get(request_id)
         if stream is not None:
             if self._session is not None:

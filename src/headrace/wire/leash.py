@@ -160,7 +160,7 @@ class LeashRequests:
         self.num_answers = 0
 
     async def reload(self) -> Mapping[str, Any]:
-        """Returns the facts that have changed. Raises ReloadRefused, or Unavailable when the child ends first."""
+        """Raises ReloadRefused, or Unavailable when the child ends first."""
         answer = await self._ask(LeashRequestKind.RELOAD)
         if answer["event"] == "refused":
             raise ReloadRefused(str(answer["reason"]))
