@@ -219,12 +219,12 @@ def _errors(make: Maker, dtype: torch.dtype, backends: Mapping[str, Backend]) ->
 
 
 def markdown(table: Mapping[str, Mapping[str, Errors]]) -> str:
-    """One line per case and dtype: the worst of the compiled and of the plain kernels over the row counts."""
-    lines = ["| kernel | dtype | " + " | ".join(IMPLEMENTATIONS) + " |", "|---|---|" + "---|" * len(IMPLEMENTATIONS)]
+    """One line per case: the worst over the row counts, of each implementation in each dtype."""
+    columns = [(name, label) for name in IMPLEMENTATIONS for label in DTYPES]
+    lines = ["| kernel | " + " | ".join(f"{name}, {label}" for name, label in columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for name, by_dtype in table.items():
-        for label, errors in by_dtype.items():
-            worst = " | ".join(f"{max(errors[implementation].values()):.1e}" for implementation in IMPLEMENTATIONS)
-            lines.append(f"| {name} | {label} | {worst} |")
+        worst = " | ".join(f"{max(by_dtype[label][implementation].values()):.1e}" for implementation, label in columns)
+        lines.append(f"| {name} | {worst} |")
     return "\n".join(lines)
 
 
