@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
 from headrace.gateway.ledger.record import COLUMNS
-from headrace.gateway.surfaces.dialect.field_table import BOTH, GROUPS, FieldRule, Inside, Treatment
+from headrace.gateway.surfaces.dialect.field_table import BOTH, CHAT, COMPLETIONS, GROUPS, FieldRule, Inside, Treatment
 from headrace.gateway.surfaces.routes import ENDPOINTS
 from tests.house.reader import ROOT
 
@@ -15,6 +16,9 @@ PAGE, USAGE_PAGE = ROOT / "docs" / "api.md", ROOT / "docs" / "usage.md"
 COLUMN_ROWS = "<!-- columns: made from headrace.gateway.ledger.record -->\n", "<!-- end of columns -->"
 PATHS = "<!-- paths: made from headrace.gateway.surfaces.routes -->\n", "<!-- end of paths -->"
 FIELDS = "<!-- fields: made from headrace.gateway.surfaces.dialect.field_table -->\n", "<!-- end of fields -->"
+BODIES = {CHAT: "chats", COMPLETIONS: "completions"}
+SHOWN = {Treatment.HONOURED: "", Treatment.INERT: "Inert: ", Treatment.PASSED: "Passed on: ", Treatment.REFUSED: "Refused: "}
+"""What stands before a field's rule."""
 
 
 def paths_table() -> str:
@@ -28,21 +32,23 @@ def paths_table() -> str:
 def fields_tables() -> str:
     lines: list[str] = []
     for group, rules in GROUPS.items():
-        lines += [f"{group}:", "", "| field | in | treatment | rule |", "|---|---|---|---|", *_rows(rules), ""]
+        lines += [f"{group}:", "", "| field | rule |", "|---|---|", *_rows(rules), ""]
     return "\n".join(lines)
 
 
 def _rows(rules: Iterable[FieldRule]) -> list[str]:
-    alike: dict[str, list[str]] = {}
+    """One row for all fields of one treatment and note, in the order of the first."""
+    alike: dict[tuple[Treatment, str], list[str]] = {}
     for rule in rules:
-        places = (
-            "both"
-            if rule.places == BOTH
-            else ", ".join(place if isinstance(place, Inside) else place.split("/")[2] for place in rule.places)
-        )
-        treatment = f"only {rule.off_words}" if rule.treatment is Treatment.REFUSED else rule.treatment
-        alike.setdefault(f"{places} | {treatment} | {rule.note}", []).append(f"`{rule.name}`")
-    return [f"| {', '.join(names)} | {cells} |" for cells, names in alike.items()]
+        only = f" ({' or '.join(map(json.dumps, rule.off))})" if rule.treatment is Treatment.REFUSED and rule.off else ""
+        alike.setdefault((rule.treatment, rule.note), []).extend(name + only for name in _names(rule))
+    return [f"| {', '.join(names)} | {SHOWN[treatment]}{note} |" for (treatment, note), names in alike.items()]
+
+
+def _names(rule: FieldRule) -> Iterable[str]:
+    if rule.places == BOTH:
+        return [f"`{rule.name}`"]
+    return [f"{place}.`{rule.name}`" if isinstance(place, Inside) else f"`{rule.name}` of {BODIES[place]}" for place in rule.places]
 
 
 def columns_table() -> str:

@@ -301,7 +301,7 @@ _STRUCTURED = (
     _refused("disable_any_whitespace", Inside.STRUCTURED_OUTPUTS, _WHITESPACE, False),
     _refused("disable_additional_properties", Inside.STRUCTURED_OUTPUTS, "Say additionalProperties: false in the schema.", False),
     _refused("disable_fallback", Inside.STRUCTURED_OUTPUTS, "There is one backend.", True, False),
-    _honoured("guided_json", BOTH, f"{_SCHEMA} vLLM's older name, like the next three."),
+    _honoured("guided_json", BOTH, _SCHEMA),
     _honoured("guided_regex", BOTH, _REGEX),
     _honoured("guided_choice", BOTH, "The answer is one of these texts."),
     _honoured("guided_grammar", BOTH, _GRAMMAR),
