@@ -18,14 +18,13 @@ LIBRARIES = ("F", "json", "numpy", "object", "prometheus_client", "random", "tim
 """First parts of dotted names that are other projects'."""
 FOREIGN = frozenset(
     [
-        *("BaseHTTPMiddleware", "RequestResponseCycle.send", "StreamingResponse"),  # Starlette, uvicorn
-        *("attrgetter", "finally", "None", "Protocol"),  # Python
+        *("finally", "None", "Protocol"),  # Python
         *("Allow", "Forwarded", "Origin"),  # HTTP
-        *("client_max_body_size", "health_check", "least_conn", "maxconn", "worker_connections"),  # nginx, HAProxy
+        *("client_max_body_size", "health_check", "least_conn", "worker_connections"),  # nginx, HAProxy
         *("SSL_CERT_FILE",),  # OpenSSL
         *("default.headrace_usage",),  # a table in ClickHouse
-        *("CapabilityBoundingSet", "MemoryDenyWriteExecute"),  # systemd
-        *("cpu_gemm_wna16", "int8_asym", "raw_logprobs"),  # vLLM, OpenVINO
+        *("CapabilityBoundingSet",),  # systemd
+        *("cpu_gemm_wna16", "int8_asym"),  # vLLM, OpenVINO
         *("mark_control_tokens", "modeling_rope_utils"),  # transformers
         *(
             "libtorch_cpu.so",
@@ -35,7 +34,6 @@ FOREIGN = frozenset(
             "ca.crt",
             "tls.crt",
         ),  # files of others
-        *("perf", "prefetchnta"),  # Linux, x86
         *("num_x", "max_x", "x_id", "a_to_b", "_ms"),  # patterns of names
     ]
 )
