@@ -54,7 +54,7 @@ def test_the_bundled_draft_says_how_it_drafts(capsys: pytest.CaptureFixture[str]
     models(None, as_json=False)
     [said] = re.findall(r"drafts for headrace-tiny: --speculative-config '(.*?)'", capsys.readouterr().out)
     drafting = decode(EngineConfig, {"model": DEFAULT_MODEL, "device": "cpu", "speculative_config": json.loads(said)}).checked()
-    assert drafting.with_draft_folder(resolve_model).speculative_config == SpeculativeConfig(
+    assert drafting.with_folders(resolve_model).speculative_config == SpeculativeConfig(
         method="draft_model", model=str(FOLDER / "headrace-draft")
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,16 +105,18 @@ def test_it_is_refused_on_a_gpu(given: dict[str, Any]) -> None:
         checked(given, device="cuda")
 
 
-def test_only_the_model_that_drafts_has_a_folder() -> None:
-    resolved = checked({"method": "draft_model", "model": "x"}).with_draft_folder(Path("/models").joinpath)
+def test_the_model_and_the_one_that_drafts_get_folders() -> None:
+    resolved = checked({"method": "draft_model", "model": "x"}).with_folders(Path("/models").joinpath)
     assert resolved.speculative_config == SpeculativeConfig(method="draft_model", model="/models/x")
-    assert resolved.model == "m"
+    assert resolved.model == "/models/m"
     for given in (NGRAM, None):
         config = checked(given)
-        assert config.with_draft_folder(Path("/models").joinpath) == config
+        assert config.with_folders(Path("/models").joinpath) == replace(config, model="/models/m")
 
     def missing(name: str) -> Path:
-        raise ConfigError("model", f"there is no folder {name}")
+        if name == "x":
+            raise ConfigError("model", f"there is no folder {name}")
+        return Path(name)
 
     with pytest.raises(ConfigError, match=r"^speculative_config\.model: there is no folder x"):
-        checked({"method": "draft_model", "model": "x"}).with_draft_folder(missing)
+        checked({"method": "draft_model", "model": "x"}).with_folders(missing)

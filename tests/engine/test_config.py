@@ -9,7 +9,7 @@ import pytest
 from headrace.core.errors import ConfigError
 from headrace.core.strict_decode import decode, plain
 from headrace.engine import config as engine_config
-from headrace.engine.config import EngineConfig, resolve
+from headrace.engine.config import EngineConfig, find_gpus_to_start, resolve
 from headrace.machine.gpus import Gpus, unusable
 
 pytestmark = pytest.mark.pure
@@ -34,34 +34,30 @@ def test_a_value_outside_its_bounds_or_of_another_kind_is_refused_by_name(name: 
 @pytest.mark.parametrize(
     ("gpus", "device", "defaults"), [(Gpus(("0",)), "cuda", (256, 8192, 0.9, 2)), (Gpus(problem="no driver"), "cpu", (64, 512, 0.5, 1))]
 )
-def test_auto_takes_a_gpu_that_works_and_its_defaults(
-    gpus: Gpus, device: str, defaults: tuple[int, int, float, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_config, "_is_starting", False)
-    monkeypatch.setattr(engine_config, "find_gpus", lambda: gpus)
-    for config in (EngineConfig(model="m").checked(), resolve(EngineConfig(model="m", device=device), Gpus())):
+def test_auto_takes_a_gpu_that_works_and_its_defaults(gpus: Gpus, device: str, defaults: tuple[int, int, float, int]) -> None:
+    for config in (EngineConfig(model="m").checked(lambda: gpus), resolve(EngineConfig(model="m"), device)):
         assert config.device == device
         assert (config.max_num_seqs, config.max_num_batched_tokens, config.memory_fraction, config.depth) == defaults
-    assert decode(EngineConfig, {"model": "m", "max_num_seqs": 5, "depth": 1}).checked().device == device
+    assert decode(EngineConfig, {"model": "m", "max_num_seqs": 5, "depth": 1}).checked(lambda: gpus).device == device
 
 
 def test_a_command_that_starts_engines_takes_the_cpu_where_the_first_kernel_fails_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(engine_config, "_is_starting", False)
-    monkeypatch.setattr(engine_config, "find_gpus", lambda: Gpus(("0",)))
     monkeypatch.setattr(engine_config, "find_working_gpus", lambda: unusable("gcc fails", "Mend it"))
-    engine_config._say_unused.cache_clear()
-    assert EngineConfig(model="m").checked().device == "cuda", "other commands try nothing, and say nothing"
-    assert caplog.messages == []
-    engine_config.try_gpus()
+    find_gpus_to_start.cache_clear()
     for _ in range(2):
-        config = EngineConfig(model="m").checked()
+        config = EngineConfig(model="m").checked(find_gpus_to_start)
         assert (config.device, config.max_num_seqs, config.memory_fraction, config.depth) == ("cpu", 64, 0.5, 1)
     assert caplog.messages == ["device = auto takes the CPU: gcc fails. Mend it, or use device = cpu."]
-    assert EngineConfig(model="m", device="cuda").checked().device == "cuda", "what is insisted on is refused by the engine"
+    assert EngineConfig(model="m", device="cuda").checked(find_gpus_to_start).device == "cuda", (
+        "what is insisted on is refused by the engine"
+    )
     monkeypatch.setattr(engine_config, "find_working_gpus", lambda: Gpus(("0",)))
-    assert (EngineConfig(model="m").checked().device, EngineConfig(model="m").checked().depth) == ("cuda", 2)
+    find_gpus_to_start.cache_clear()
+    config = EngineConfig(model="m").checked(find_gpus_to_start)
+    assert (config.device, config.depth) == ("cuda", 2)
+    find_gpus_to_start.cache_clear()
 
 
 def test_of_steps_and_sequences_the_one_that_is_not_set_fits_the_other() -> None:

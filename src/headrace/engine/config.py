@@ -1,4 +1,4 @@
-"""Defines the configuration of one engine. The command line decodes it (`cli.config.load`); it is resolved once and never changed.
+"""Defines the configuration of one engine. The command line decodes it (`cli.config.load`); `resolve` makes of it the one that holds.
 
 `EngineConfig` is the one list of engine options. Flags of the commands (`cli.flags.flag`), keywords of `LLM`, the checks of values and
 the table in docs/config.md are made from it.
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from headrace.core.adapters import MAX_ADAPTERS, AdapterSource, check_adapters
 from headrace.core.errors import ConfigError
@@ -33,13 +34,12 @@ KV_CACHE_DTYPES = ("auto", "bfloat16", "int8", "fp8")
 """fp8 in both: on GPUs that compute it (`tensor.device`)."""
 DEVICES = ("auto", "cuda", "cpu")
 
+FindGpus = Callable[[], Gpus]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The options of one replica. Of `checked` and `resolve`: with the device and its defaults; None before stands for such a default.
-
-    The fleet resolves models to local folders.
-    """
+    """The options of one replica, as they are given: None stands for a default of the device. Of `resolve`: with the device and values."""
 
     model: str = required(
         "A folder in the Hugging Face layout, a `.gguf` file, the name of a bundled model, or a hub id.",
@@ -211,28 +211,29 @@ class EngineConfig:
     def num_cpu_loras(self) -> int:
         return self.max_cpu_loras or self.max_loras
 
-    def checked(self) -> EngineConfig:
-        """The value for this machine, if its rules hold. Raises ConfigError naming the option, the value and the remedy."""
-        config = self.on_this_machine()
-        if config.quantization in INSTEAD:
-            raise ConfigError("quantization", f"{config.quantization!r} is not supported", INSTEAD[config.quantization])
-        check_options(config)
-        if config.max_waiting_per_tenant is not None and config.max_waiting_per_tenant > config.max_waiting:
+    def checked(self, find: FindGpus = find_gpus) -> EngineConfig:
+        """As `resolve`, for the device of this machine. find: asked only where the device is "auto"."""
+        return resolve(self, choose_device(self.device, find))
+
+    def _check(self) -> None:
+        if self.quantization in INSTEAD:
+            raise ConfigError("quantization", f"{self.quantization!r} is not supported", INSTEAD[self.quantization])
+        check_options(self)
+        if self.max_waiting_per_tenant is not None and self.max_waiting_per_tenant > self.max_waiting:
             raise ConfigError(
                 "max_waiting_per_tenant",
-                f"{config.max_waiting_per_tenant} is more than max_waiting ({config.max_waiting}), so that it would never act",
+                f"{self.max_waiting_per_tenant} is more than max_waiting ({self.max_waiting}), so that it would never act",
                 "Lower it, or leave it out: one tenant may then fill the queue.",
             )
-        if config.max_num_batched_tokens < config.max_num_seqs:
+        if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 "max_num_batched_tokens",
-                f"{config.max_num_batched_tokens} is less than max_num_seqs ({config.max_num_seqs})",
+                f"{self.max_num_batched_tokens} is less than max_num_seqs ({self.max_num_seqs})",
                 "Every running sequence needs one token per step.",
             )
-        config._check_parallelism()
-        config._check_adapters()
-        config._check_speculation()
-        return config
+        self._check_parallelism()
+        self._check_adapters()
+        self._check_speculation()
 
     def _check_parallelism(self) -> None:
         tp, pp, world = self.tensor_parallel_size, self.pipeline_parallel_size, self.parallelism.world
@@ -259,60 +260,45 @@ class EngineConfig:
         if self.device == "cuda":
             raise ConfigError("speculative_config", "is not supported on a GPU yet", "Leave it out, or use device = cpu.")
 
-    def with_draft_folder(self, resolve: Callable[[str], Path]) -> EngineConfig:
-        """Raises what `resolve` raises, and its ConfigError with the key."""
+    def with_folders(self, find: Callable[[str], Path]) -> EngineConfig:
+        """With local folders for its model, and for the one that drafts. Raises what `find` raises, and its ConfigError with the key."""
+        named = replace(self, model=str(find(self.model)))
         drafting = self.speculative_config
         if drafting is None or not drafting.model:
-            return self
+            return named
         try:
-            return replace(self, speculative_config=replace(drafting, model=str(resolve(drafting.model))))
+            return replace(named, speculative_config=replace(drafting, model=str(find(drafting.model))))
         except ConfigError as error:
             raise error.at("speculative_config.model") from error
 
-    def on_this_machine(self) -> EngineConfig:
-        return resolve(self, _gpus_here() if self.device == "auto" else Gpus())
 
-
-def resolve(config: EngineConfig, gpus: Gpus) -> EngineConfig:
-    """The options with the device chosen and unset ones filled in. Of max_num_seqs and max_num_batched_tokens one that is unset fits the
-    other."""
-    device = ("cuda" if gpus.names else "cpu") if config.device == "auto" else config.device
+def resolve(config: EngineConfig, device: str) -> EngineConfig:
+    """The options on a device, with unset ones filled in, if their rules hold. Of max_num_seqs and max_num_batched_tokens one that is unset
+    fits the other. Raises ConfigError naming the option, the value and the remedy."""
+    unset = {name: default_on(device, about) for name, about in options(EngineConfig) if about.on and getattr(config, name) is None}
     seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
-    about = dict(options(EngineConfig))
-    unset = {name: default_on(device, option) for name, option in about.items() if option.on and getattr(config, name) is None}
-    resolved = replace(config, device=device, **unset)  # type: ignore[arg-type]
     if seqs is None and isinstance(tokens, int):
-        resolved = replace(resolved, max_num_seqs=min(resolved.max_num_seqs, tokens))
+        unset["max_num_seqs"] = min(unset["max_num_seqs"], tokens)
     if tokens is None and isinstance(seqs, int):
-        resolved = replace(resolved, max_num_batched_tokens=max(resolved.max_num_batched_tokens, seqs))
+        unset["max_num_batched_tokens"] = max(unset["max_num_batched_tokens"], seqs)
+    resolved = replace(config, device=device, **unset)
+    resolved._check()
     return resolved
 
 
-_is_starting = False
+def choose_device(asked: str, find: FindGpus = find_gpus) -> str:
+    return asked if asked != "auto" else "cuda" if find().names else "cpu"
 
 
-def try_gpus() -> None:
-    """From now on, "auto" takes a GPU only if a first kernel runs on it, and logs why it takes the CPU.
-
-    For commands that start engines, called before options are read. Other commands skip the trial, which takes seconds.
-    """
-    global _is_starting
-    _is_starting = True
-
-
-def _gpus_here() -> Gpus:
-    gpus = find_working_gpus() if _is_starting else find_gpus()
-    if gpus.problem and _is_starting:
-        _say_unused(f"{gpus.problem}. {gpus.remedy}")
-    return gpus
+def default_on(device: str, described: Option) -> Any:
+    """The default of an option on a device. An unknown device has the CPU's default: `resolve` refuses it."""
+    return described.on.get(device, described.on["cpu"])
 
 
 @cache
-def _say_unused(why: str) -> None:
-    """Log once per process, however often options are read."""
-    log.warning("device = auto takes the CPU: %s", why)
-
-
-def default_on(device: str, described: Option) -> object:
-    """An unknown device has the CPU's default: `EngineConfig.checked` refuses it."""
-    return described.on.get(device, described.on["cpu"])
+def find_gpus_to_start() -> Gpus:
+    """For commands that start engines: GPUs on which a first kernel ran, which takes seconds. Logs once why there is none."""
+    gpus = find_working_gpus()
+    if gpus.problem:
+        log.warning("device = auto takes the CPU: %s. %s", gpus.problem, gpus.remedy)
+    return gpus

@@ -97,7 +97,7 @@ class LLM:
         given = {name: value for name, value in locals().items() if name in ENGINE_FIELDS}
         refuse_unsupported(unsupported, _KEYWORDS)
         folder = _resolve(model, experimental=experimental)
-        config = engine_config(folder, given).with_draft_folder(partial(_resolve, experimental=experimental))
+        config = engine_config(folder, given).with_folders(partial(_resolve, experimental=experimental))
         self._start(config, load_text(folder), seed, _build_engine)
 
     @classmethod

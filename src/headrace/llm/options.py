@@ -11,7 +11,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.option import options
 from headrace.core.strict_decode import decode
 from headrace.core.vllm_options import REMEDIES, WITHOUT_EFFECT
-from headrace.engine.config import EngineConfig, try_gpus
+from headrace.engine.config import EngineConfig, find_gpus_to_start
 
 log = logging.getLogger("headrace.llm")
 
@@ -77,9 +77,8 @@ def engine_config(folder: Path, given: Mapping[str, object]) -> EngineConfig:
     about = dict(options(EngineConfig))
     values = {ENGINE_FIELDS[name]: value for name, value in given.items() if value is not None}
     values = {field: about[field].other_names.get(value, value) if isinstance(value, str) else value for field, value in values.items()}
-    try_gpus()
     try:
-        return decode(EngineConfig, {"model": str(folder), **values}).checked()
+        return decode(EngineConfig, {"model": str(folder), **values}).checked(find_gpus_to_start)
     except ConfigError as error:
         raise error.at(VLLM_NAMES.get(error.where, error.where)) from error
 

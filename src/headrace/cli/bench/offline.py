@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +16,7 @@ from headrace.cli.exits import UsageRefused
 from headrace.cli.flags.flag import GivenFlags, with_flags
 from headrace.cli.flags.rows import engine_flags
 from headrace.core.strict_decode import decode
-from headrace.engine.config import EngineConfig, try_gpus
+from headrace.engine.config import EngineConfig, find_gpus_to_start
 
 if TYPE_CHECKING:
     from headrace.core.model_info import ModelInfo
@@ -185,8 +184,7 @@ def _offline_shape(info: ModelInfo, inputs: int, outputs: int, spread: float, pr
 
 
 def _config(model: str | None, engine: Mapping[str, object]) -> EngineConfig:
-    try_gpus()
-    return decode(EngineConfig, {**engine, "model": model or DEFAULT_MODEL}).checked()
+    return decode(EngineConfig, {**engine, "model": model or DEFAULT_MODEL}).checked(find_gpus_to_start)
 
 
 def _engine(config: EngineConfig) -> tuple[Engine, Collector]:
@@ -200,7 +198,7 @@ def _built(config: EngineConfig, outbox: Outbox) -> Engine:
     from headrace.fleet.weights import resolve_model
     from headrace.llm.members import build_ranks
 
-    return build_ranks(replace(config, model=str(resolve_model(config.model))).with_draft_folder(resolve_model), outbox)
+    return build_ranks(config.with_folders(resolve_model), outbox)
 
 
 def _finish(result: dict[str, object], records: Sequence[LoadRecord], output_json: Path | None, as_json: bool) -> None:

@@ -16,6 +16,8 @@ from headrace.cli.exits import CommandExitCode
 from headrace.cli.flags.flag import NO_FLAGS, GivenFlags
 from headrace.core.errors import ConfigError, counted
 from headrace.core.strict_decode import joined, key_of
+from headrace.engine.config import FindGpus
+from headrace.machine.gpus import find_gpus
 from headrace.policy.limits.tier import BUILT_IN_TIERS
 from headrace.policy.queues import QUEUES
 
@@ -57,7 +59,7 @@ _EXAMPLE_DIGEST = "<hex digest of the key: printf %s KEY | sha256sum>"
 @config_app.command()
 def check(file: Annotated[Path, typer.Argument(help="YAML file.")]) -> None:
     """Read a file (and the environment) as `serve` would, and print whether it is valid, or every fault with its line."""
-    config = load_to_start(file, NO_FLAGS)
+    config = load_to_start(file, NO_FLAGS, find_gpus)
     _check_keys(config)
     replicas = sum(model.num_replicas for model in config.models)
     names = ", ".join(model.served_name for model in config.models)
@@ -65,7 +67,7 @@ def check(file: Annotated[Path, typer.Argument(help="YAML file.")]) -> None:
     print(f"{file}: ok. {models} ({names}), {engines}, {config.gateway.host}:{config.gateway.port}")
 
 
-def load_to_start(file: Path | None, flags: GivenFlags) -> ServeConfig:
+def load_to_start(file: Path | None, flags: GivenFlags, find: FindGpus) -> ServeConfig:
     """As `config.load`. Variables that nothing reads are named on stderr. Raises ConfigError, and typer.Exit where all faults of a file
     were printed."""
     from headrace.cli.config.faults import faults, unread_variables
@@ -74,9 +76,9 @@ def load_to_start(file: Path | None, flags: GivenFlags) -> ServeConfig:
     for line in unread_variables(os.environ):
         print(f"headrace: {line}", file=sys.stderr)
     try:
-        return load(file, os.environ, flags)
+        return load(file, os.environ, flags, find)
     except ConfigError as error:
-        if file is None or error.where in flags.names.values() or not (all_faults := faults(file, os.environ)):
+        if file is None or error.where in flags.names.values() or not (all_faults := faults(file, os.environ, find)):
             raise
         for fault in all_faults:
             print(fault.message(file), file=sys.stderr)

@@ -18,18 +18,20 @@ from headrace.cli.config.load import ENV_PREFIX, apply_variable, from_raw, neare
 from headrace.cli.config.yaml_files import Raw, mapping_of, parse_document, read_text
 from headrace.core.errors import ConfigError
 from headrace.core.strict_decode import MissingKey, NeedsExactlyOne, UnknownKey, joined
+from headrace.engine.config import FindGpus
+from headrace.machine.gpus import find_gpus
 
 MOST_FAULTS = 100
 """Bounds the work of the search for any file."""
 
 
-def each_error(raw: Raw) -> Iterator[ConfigError]:
+def each_error(raw: Raw, find: FindGpus) -> Iterator[ConfigError]:
     """One error per place, each with its path in the file. `raw` is changed in place."""
     mending = _Mending(raw)
     written, changed = set(), set()
     for _ in range(MOST_FAULTS):
         try:
-            from_raw(copy.deepcopy(raw))
+            from_raw(copy.deepcopy(raw), find=find)
             return
         except ConfigError as error:
             where = mending.as_written(error.where)
@@ -178,7 +180,7 @@ class ConfigFault:
         return str(self.error) if self.line is None else f"{file}:{self.line}: {self.error}"
 
 
-def faults(file: Path, environment: Mapping[str, str]) -> list[ConfigFault]:
+def faults(file: Path, environment: Mapping[str, str], find: FindGpus = find_gpus) -> list[ConfigFault]:
     """All faults, in the order of their lines. Raises ConfigError if the file cannot be read or is not YAML."""
     document = parse_document(read_text(file), str(file))
     raw, lines = mapping_of(document.value, file), document.lines
@@ -191,7 +193,7 @@ def faults(file: Path, environment: Mapping[str, str]) -> list[ConfigFault]:
             apply_variable(raw, name, steps, environment[name])
         except ConfigError as error:
             all_faults.append(ConfigFault(error, None))
-    for fault in each_error(raw):
+    for fault in each_error(raw, find):
         origin = origin_of(fault.where, environment)
         if origin is None:
             all_faults.append(ConfigFault(fault, _line(lines, fault.where)))

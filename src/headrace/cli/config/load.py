@@ -26,10 +26,12 @@ from headrace.core.differences import differences
 from headrace.core.errors import ConfigError
 from headrace.core.option import Leaf, leaves
 from headrace.core.strict_decode import UnknownKey, decode, generic, inner, joined, key_of
+from headrace.engine.config import FindGpus
 from headrace.fleet.config import FleetConfig
 from headrace.gateway.access.principal import OPEN_ACCESS
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.control.protections import check_keeps_protections, gives_up_keys
+from headrace.machine.gpus import find_gpus
 from headrace.machine.hosts import is_loopback
 
 ENV_PREFIX = "HEADRACE_"
@@ -64,9 +66,9 @@ def file_keys() -> Iterator[Leaf]:
     return (leaf for leaf in leaves(ServeConfig) if not any(rest_within(leaf.path, path) is not None for path in ELSEWHERE))
 
 
-def load(file: Path | None, environment: Mapping[str, str], flags: GivenFlags = NO_FLAGS) -> ServeConfig:
+def load(file: Path | None, environment: Mapping[str, str], flags: GivenFlags = NO_FLAGS, find: FindGpus = find_gpus) -> ServeConfig:
     """Raises ConfigError, which names the flag or the variable of a wrong value, else its path in the file."""
-    config = load_settings(file, environment, flags)
+    config = load_settings(file, environment, flags, find)
     with named_by_origin(environment, flags):
         check_wants_keys(config)
         if config.usage.kafka is not None:
@@ -74,7 +76,9 @@ def load(file: Path | None, environment: Mapping[str, str], flags: GivenFlags = 
     return config
 
 
-def load_settings(file: Path | None, environment: Mapping[str, str], flags: GivenFlags = NO_FLAGS) -> ServeConfig:
+def load_settings(
+    file: Path | None, environment: Mapping[str, str], flags: GivenFlags = NO_FLAGS, find: FindGpus = find_gpus
+) -> ServeConfig:
     """As `load`, for a command that serves nothing: a server open without keys is not refused, and secrets of Kafka are not read."""
     raw = {} if file is None else read_yaml(file)
     is_empty, default_model = not raw, None if "models" in raw else DEFAULT_MODEL
@@ -82,7 +86,7 @@ def load_settings(file: Path | None, environment: Mapping[str, str], flags: Give
         for name, steps in variables(environment):
             apply_variable(raw, name, steps, environment[name])
         _apply_flags(raw, flags)
-        config = from_raw(raw, default_model)
+        config = from_raw(raw, default_model, find)
     if file is not None and is_empty:
         raise ConfigError(str(file), "is empty", "`headrace config init` prints a file to begin with; the defaults need no file.")
     return replace(config, state=str(state_folder(config.state, environment)))
@@ -102,11 +106,11 @@ def check_wants_keys(config: ServeConfig) -> None:
         )
 
 
-def from_raw(raw: Raw, default_model: str | None = None) -> ServeConfig:
+def from_raw(raw: Raw, default_model: str | None = None, find: FindGpus = find_gpus) -> ServeConfig:
     """Missing parts are added to `raw`, in place. Raises ConfigError with the path in `raw`."""
     config = decoded(raw, default_model)
     _refuse_adapters_that_are_off(raw)
-    config = config.checked()
+    config = config.checked(find)
     return replace(config, gateway=_with_hashed_keys(config.gateway))
 
 

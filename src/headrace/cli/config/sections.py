@@ -14,7 +14,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.model_names import name_of_file
 from headrace.core.option import Reload, Role, check_options, mapping, option, required, section
 from headrace.core.strict_decode import NeedsExactlyOne, plain
-from headrace.engine.config import EngineConfig
+from headrace.engine.config import EngineConfig, FindGpus
 from headrace.fleet.admin_listen import AdminListen
 from headrace.fleet.config import MAX_REPLICAS, MAX_TIMEOUT_S, FleetConfig, ModelSpec
 from headrace.fleet.weights import HUB_ID, resolve_adapter
@@ -22,6 +22,7 @@ from headrace.gateway.config import GatewayConfig, config_from
 from headrace.gateway.ledger.config import UsageConfig
 from headrace.gateway.upstream.model_config import ForeignConfig, ModelConfig, ReplicaConfig
 from headrace.machine.folders import expanded
+from headrace.machine.gpus import find_gpus
 from headrace.observe.logs import LogFormat
 from headrace.policy.fallbacks import NO_FALLBACKS, Fallbacks
 from headrace.policy.limits.price import Price
@@ -126,7 +127,7 @@ class ModelSection:
     def engine_options(self, resolve: Callable[[str], Path]) -> dict[str, Any]:
         """The options of engines that are started here, but for their adapters. resolve: as of `ServeConfig.fleet`"""
         assert self.engine is not None
-        engine = self.engine.on_this_machine().with_draft_folder(resolve)
+        engine = self.engine.with_folders(resolve)
         made: dict[str, Any] = plain(replace(engine, enable_lora=engine.enable_lora or bool(self.adapters)))
         return made
 
@@ -254,10 +255,9 @@ class ServeConfig:
         role=Role.DEVELOPER,
     )
 
-    def checked(self) -> ServeConfig:
+    def checked(self, find: FindGpus = find_gpus) -> ServeConfig:
         """With engines' options for this machine. Raises ConfigError with the path of the wrong key in the file."""
-        for index, model in enumerate(self.models):
-            self._check_model(f"models[{index}]", model)
+        models = tuple(_checked_model(f"models[{index}]", model, find) for index, model in enumerate(self.models))
         self._check_gateway()
         check_options(self)
         folders = {model.remote.tls_dir for model in self.models if model.remote is not None and model.remote.tls_dir}
@@ -266,41 +266,9 @@ class ServeConfig:
             raise ConfigError("admin.tls_dir", "is the folder that the gateways show to engines", remedy)
         if self.lora_root is not None and not expanded(self.lora_root).is_dir():
             raise ConfigError("lora_root", f"there is no folder {self.lora_root!r}")
-        models = [model if model.engine is None else replace(model, engine=model.engine.on_this_machine()) for model in self.models]
-        config = replace(self, models=tuple(models))
+        config = replace(self, models=models)
         config.fleet(lambda model: Path(model)).checked()
         return config
-
-    def _check_model(self, where: str, model: ModelSection) -> None:
-        _check_answers(where, model)
-        check_options(model, where)
-        if model.engine is None and model.replicas != 1:
-            reason = "counts engines that are started here, and this model has none"
-            raise ConfigError(f"{where}.replicas", reason, "Leave it out beside upstreams and remote.")
-        if model.engine is None and model.adapters:
-            reason = "are of engines that are started here, and this model has none"
-            raise ConfigError(f"{where}.adapters", reason, "Give them to `headrace engine --lora-modules`.")
-        if model.engine is None and model.remote is None:
-            for name, parser in model.parsers.items():
-                if parser != AUTO:
-                    raise ConfigError(f"{where}.{name}", "is for text of our engines", "Leave it out: the other server parses its output.")
-            return
-        tool_format(model.tool_call_parser, (), where=f"{where}.tool_call_parser")
-        reasoning_format(model.reasoning_parser, (), where=f"{where}.reasoning_parser")
-        if model.engine is not None:
-            self._check_engine(where, model.engine)
-            _check_adapters(f"{where}.adapters", model.adapters)
-        if model.remote is not None:
-            _check_folder(f"{where}.remote.model", model.remote.model)
-
-    def _check_engine(self, where: str, engine: EngineConfig) -> None:
-        try:
-            engine.checked()
-        except ConfigError as error:
-            raise error.at(f"{where}.engine.{error.where}") from error
-        _check_folder(f"{where}.engine.model", engine.model)
-        if engine.speculative_config is not None and engine.speculative_config.model:
-            _check_folder(f"{where}.engine.speculative_config.model", engine.speculative_config.model)
 
     def _check_gateway(self) -> None:
         try:
@@ -329,7 +297,7 @@ class ServeConfig:
             if model.engine is not None:
                 engine = model.engine_options(resolve)
                 folders = {name: str(resolve_adapter(path)) for name, path in model.adapters.items()}
-                spec = replace(spec, folder=resolve(engine.pop("model")), engine=engine, adapters=folders)
+                spec = replace(spec, folder=Path(engine.pop("model")), engine=engine, adapters=folders)
             elif model.remote is not None:
                 remote = tuple(plain(replica) for replica in model.remote.gateway_replicas())
                 spec = replace(spec, folder=resolve(model.remote.model), remote=remote)
@@ -347,6 +315,42 @@ class ServeConfig:
             lora_root=None if self.lora_root is None else expanded(self.lora_root).resolve(),
             admin=self.admin,
         )
+
+
+def _checked_model(where: str, model: ModelSection, find: FindGpus) -> ModelSection:
+    _check_answers(where, model)
+    check_options(model, where)
+    if model.engine is None and model.replicas != 1:
+        reason = "counts engines that are started here, and this model has none"
+        raise ConfigError(f"{where}.replicas", reason, "Leave it out beside upstreams and remote.")
+    if model.engine is None and model.adapters:
+        reason = "are of engines that are started here, and this model has none"
+        raise ConfigError(f"{where}.adapters", reason, "Give them to `headrace engine --lora-modules`.")
+    if model.engine is None and model.remote is None:
+        for name, parser in model.parsers.items():
+            if parser != AUTO:
+                raise ConfigError(f"{where}.{name}", "is for text of our engines", "Leave it out: the other server parses its output.")
+        return model
+    tool_format(model.tool_call_parser, (), where=f"{where}.tool_call_parser")
+    reasoning_format(model.reasoning_parser, (), where=f"{where}.reasoning_parser")
+    if model.remote is not None:
+        _check_folder(f"{where}.remote.model", model.remote.model)
+    if model.engine is None:
+        return model
+    engine = _checked_engine(f"{where}.engine", model.engine, find)
+    _check_adapters(f"{where}.adapters", model.adapters)
+    return replace(model, engine=engine)
+
+
+def _checked_engine(where: str, engine: EngineConfig, find: FindGpus) -> EngineConfig:
+    try:
+        checked = engine.checked(find)
+    except ConfigError as error:
+        raise error.at(f"{where}.{error.where}") from error
+    _check_folder(f"{where}.model", engine.model)
+    if engine.speculative_config is not None and engine.speculative_config.model:
+        _check_folder(f"{where}.speculative_config.model", engine.speculative_config.model)
+    return checked
 
 
 def _as_gateway_model(model: ModelSection) -> ModelConfig:

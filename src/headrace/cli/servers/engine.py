@@ -22,7 +22,7 @@ from headrace.cli.flags.flag import GivenFlags, ParentFd, with_flags
 from headrace.cli.flags.rows import ENGINE_PROCESS_FLAGS
 from headrace.core.errors import ConfigError
 from headrace.core.model_names import name_of_file
-from headrace.engine.config import try_gpus
+from headrace.engine.config import find_gpus_to_start
 
 if TYPE_CHECKING:
     from headrace.engine.config import EngineConfig
@@ -46,9 +46,8 @@ def engine(
     from headrace.engine.main import run_engine
     from headrace.engine.server.config import load_process_config
 
-    try_gpus()
     if parent_fd is not None and config is not None:
-        run_engine(partial(load_process_config, config), parent_fd)
+        run_engine(partial(load_process_config, config, find_gpus_to_start), parent_fd)
         return
     given = dict(flags.values)
     log_format, experimental = given.pop("log_format", None), bool(given.pop("experimental", False))
@@ -78,7 +77,7 @@ def _from_file(path: Path, given: Sequence[str], *, experimental: bool) -> tuple
 
     for flag in given:
         raise UsageRefused(f"{flag}: the file given with --config holds everything. Leave one of them out.")
-    process, engine = process_config_from(read_yaml(path))
+    process, engine = process_config_from(read_yaml(path), find_gpus_to_start)
     return process, _with_folders(engine, experimental=experimental)
 
 
@@ -87,7 +86,7 @@ def _with_folders(config: EngineConfig, *, experimental: bool) -> EngineConfig:
     from headrace.fleet.weights import resolve_adapter, resolve_model
 
     resolve = partial(resolve_model, experimental=experimental)
-    config = replace(config, model=str(resolve(config.model))).with_draft_folder(resolve)
+    config = config.with_folders(resolve)
     folders = []
     for index, adapter in enumerate(config.lora_modules):
         try:
@@ -114,7 +113,7 @@ def _from_flags(given: Mapping[str, object], names: Mapping[str, str], *, experi
     known = {path: flag.names[0].partition("/")[0] for flag in ENGINE_PROCESS_FLAGS if flag.names for path in flag.paths}
     spellings = {path.removeprefix("engine."): name for path, name in {**known, **names}.items()}  # errors name fields of `EngineConfig`
     try:
-        process, engine = process_config_from(data)
+        process, engine = process_config_from(data, find_gpus_to_start)
         return process, _with_folders(engine, experimental=experimental)
     except ConfigError as error:
         raise error.at(spellings.get(error.where.removeprefix("engine."), error.where)) from error

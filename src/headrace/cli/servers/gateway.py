@@ -23,6 +23,7 @@ from headrace.cli.servers.engine import GRPC_LOG
 from headrace.cli.servers.serve import run
 from headrace.core.errors import ConfigError
 from headrace.core.option import Reload, options
+from headrace.machine.gpus import find_gpus
 
 if TYPE_CHECKING:
     from headrace.cli.config.sections import ServeConfig
@@ -67,7 +68,7 @@ def _run_by_hand(flags: GivenFlags, file: Path | None) -> int:
     if file is None and "model.remote.replicas" not in flags.values:
         raise UsageRefused("--replica: name the engines (--replica NAME=HOST:PORT), or give a file with them (--config).")
     given, environment = _with_model(flags), dict(os.environ)
-    config = load_to_start(file, given)
+    config = load_to_start(file, given, find_gpus)
 
     def load_again() -> ServeConfig:
         changed = load(file, environment, given)

@@ -16,7 +16,7 @@ from headrace.cli.admin.directory import open_administration, read_limits
 from headrace.cli.config.commands import load_to_start
 from headrace.cli.flags.flag import ConfigPath, GivenFlags, with_flags
 from headrace.cli.flags.rows import SERVE_FLAGS
-from headrace.engine.config import try_gpus
+from headrace.engine.config import find_gpus_to_start
 
 if TYPE_CHECKING:
     from headrace.cli.config.sections import ServeConfig
@@ -29,9 +29,8 @@ def serve(config: ConfigPath = None, *, flags: GivenFlags) -> None:
     """Serve a model over the OpenAI API."""
     from headrace.cli.config.load import load, named_by_origin
 
-    try_gpus()
-    resolved = load_to_start(config, flags)
-    read_again = None if config is None else partial(load, config, os.environ, flags)
+    resolved = load_to_start(config, flags, find_gpus_to_start)
+    read_again = None if config is None else partial(load, config, os.environ, flags, find_gpus_to_start)
     with named_by_origin(os.environ, flags):  # a port in use is found only now
         raise typer.Exit(run(resolved, read_again=read_again, file=config))
 

@@ -14,8 +14,8 @@ from headrace.core.errors import ConfigError
 from headrace.core.hashing import BLOCKS, check_secret, site_secret
 from headrace.core.option import Role, check_options, option, required
 from headrace.core.strict_decode import decode, read_json_object
-from headrace.engine.config import EngineConfig
-from headrace.machine.gpus import VISIBLE
+from headrace.engine.config import EngineConfig, FindGpus
+from headrace.machine.gpus import VISIBLE, find_gpus
 from headrace.wire.target import GrpcTarget, check_target, parse_target, target_of
 from headrace.wire.tls.files import TlsRole, load_certificates
 
@@ -84,13 +84,13 @@ class ProcessConfig:
             os.sched_setaffinity(0, {int(cpu) for cpu in self.cpus.split(",")})
 
 
-def load_process_config(path: str | Path) -> tuple[ProcessConfig, EngineConfig]:
-    return process_config_from(read_json_object(path))
+def load_process_config(path: str | Path, find: FindGpus = find_gpus) -> tuple[ProcessConfig, EngineConfig]:
+    return process_config_from(read_json_object(path), find)
 
 
-def process_config_from(data: dict[str, object]) -> tuple[ProcessConfig, EngineConfig]:
+def process_config_from(data: dict[str, object], find: FindGpus = find_gpus) -> tuple[ProcessConfig, EngineConfig]:
     """Raises ConfigError naming the key."""
-    engine = decode(EngineConfig, section(data, "engine"), "engine").checked()
+    engine = decode(EngineConfig, section(data, "engine"), "engine").checked(find)
     process = decode(ProcessConfig, data)
     check_options(process)
     check_secret("site_key", process.site_key)

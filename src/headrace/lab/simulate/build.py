@@ -18,7 +18,7 @@ from headrace.core.plan import Plan, Result
 from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.build import assemble
-from headrace.engine.config import ROUNDINGS, EngineConfig
+from headrace.engine.config import ROUNDINGS, EngineConfig, choose_device, resolve
 from headrace.engine.loop import Engine
 from headrace.engine.steps import Runner
 from headrace.lab.simulate.step_times import step_s
@@ -199,10 +199,10 @@ KV_DTYPES = {"bfloat16": "bf16", "int8": "int8", "fp8": "fp8"}
 def on_device(config: EngineConfig, named: Collection[str], device: str) -> EngineConfig:
     """named: options that the file sets. Raises ConfigError."""
     kind = "cpu" if device == "cpu" else "cuda"
-    if "device" in named and (own := config.on_this_machine().device) != kind:
+    if "device" in named and (own := choose_device(config.device)) != kind:
         raise ConfigError("device", f"{own} is not what --gpu {device} simulates", f"Write {kind}, or leave it out.")
     unset = {name: None for name, described in options(EngineConfig) if described.on and name not in named}
-    checked = replace(config, device=kind, **unset).checked()  # type: ignore[arg-type]
+    checked = resolve(replace(config, **unset), kind)  # type: ignore[arg-type]
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if (size := getattr(checked, name)) > 1:
             raise ConfigError(
