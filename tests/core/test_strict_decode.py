@@ -97,10 +97,10 @@ def test_a_section_is_named_with_what_is_around_it() -> None:
 
 def test_a_key_that_is_set_elsewhere_is_never_suggested() -> None:
     with pytest.raises(UnknownKey) as caught:
-        decode(Whole, {"name": "a", "spare": {"size": 1, "weights": 1}}, elsewhere={"spare.weight": "Set it at the top."})
+        decode(Whole, {"name": "a", "spare": {"size": 1, "weights": 1}}, refused={"spare.weight": "Set it at the top."})
     assert (caught.value.nearest, caught.value.remedy) == (None, "Set it at the top.")
     with pytest.raises(UnknownKey) as caught:
-        decode(Whole, {"name": "a", "spare": {"zzz": 1}}, elsewhere={"spare.weight": "Set it at the top."})
+        decode(Whole, {"name": "a", "spare": {"zzz": 1}}, refused={"spare.weight": "Set it at the top."})
     assert caught.value.remedy == "Known: size."
 
 

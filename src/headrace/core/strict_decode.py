@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import keyword
-import re
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
@@ -40,18 +39,13 @@ _REMEDIES: dict[tuple[object, object], str] = {
 class UnknownKey(ConfigError):
     """nearest: the known key of the same mapping that was probably meant; None where none is similar."""
 
-    def __init__(self, where: str, known: Iterable[str], elsewhere: Mapping[str, str]) -> None:
-        """elsewhere: path, with [N] for list indices -> remedy, for keys that must not be set in this file, and for removed ones."""
-        around, _, key = where.rpartition(".")
-        self.nearest = None
-        if (remedy := elsewhere.get(generic(where))) is not None:
-            super().__init__(where, "is not a key any more", remedy)
-            return
-        remedies = {name: elsewhere[path] for name in known if (path := generic(joined(around, name))) in elsewhere}
-        close = next(iter(get_close_matches(key, known, n=1)), None)
-        self.nearest = None if close in remedies else close
-        suggestion = f"Did you mean {close}?" if close else f"Known: {', '.join(name for name in known if name not in remedies)}."
-        super().__init__(where, "is not a known key", remedies.get(close or "", suggestion))
+    def __init__(self, where: str, known: Iterable[str], refused: Mapping[str, str]) -> None:
+        """refused: key of the mapping -> what to write in its place"""
+        key, known = where.rpartition(".")[2], [name for name in known if name not in refused]
+        close = key if key in refused else next(iter(get_close_matches(key, [*known, *refused], n=1)), None)
+        self.nearest = None if close in refused else close
+        suggestion = f"Did you mean {close}?" if close else f"Known: {', '.join(known)}."
+        super().__init__(where, f"is not a {'' if key in refused else 'known '}key", refused.get(close or "", suggestion))
 
 
 class MissingKey(ConfigError):
@@ -77,9 +71,12 @@ def read_json_object(path: str | Path) -> dict[str, object]:
     return data
 
 
-def decode(kind: type[Value], data: object, where: str = "", *, elsewhere: Mapping[str, str] | None = None) -> Value:
-    """Raises ConfigError, UnknownKey or MissingKey, with the path of the first key that does not fit. elsewhere: see `UnknownKey`."""
-    return cast(Value, _decoded(kind, data, where, elsewhere or {}))
+def decode(kind: type[Value], data: object, where: str = "", *, refused: Mapping[str, str] | None = None) -> Value:
+    """Raises ConfigError, UnknownKey or MissingKey, with the path of the first key that does not fit.
+
+    refused: paths of keys that must not be given, fields or not, with [N] and [NAME] as in `core.option.Leaf` -> what to write instead
+    """
+    return cast(Value, _decoded(kind, data, where, refused or {}))
 
 
 def plain(value: object) -> Any:
@@ -107,25 +104,28 @@ def joined(where: str, key: str) -> str:
     return f"{where}.{key}" if where else key
 
 
-def generic(path: str) -> str:
-    """[N] in place of each list index."""
-    return re.sub(r"\[\d+\]", "[N]", path)
-
-
 def _choices(hint: object) -> tuple[object, ...]:
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
-def _decoded(hint: object, data: object, where: str, elsewhere: Mapping[str, str]) -> object:
+def _below(refused: Mapping[str, str], step: str) -> Mapping[str, str]:
+    """The paths below a key, without it."""
+    inside = {path.removeprefix(step): remedy for path, remedy in refused.items() if path.startswith((f"{step}.", f"{step}["))}
+    return {path.removeprefix("."): remedy for path, remedy in inside.items()}
+
+
+def _decoded(hint: object, data: object, where: str, refused: Mapping[str, str]) -> object:
     if data is None and type(None) in _choices(hint):
         return None
     kind = inner(hint)
     if isinstance(kind, type) and is_dataclass(kind) and isinstance(data, Mapping):
-        return _object(kind, data, where, elsewhere)
+        return _object(kind, data, where, refused)
     if get_origin(kind) is tuple and isinstance(data, list | tuple):
-        return tuple(_decoded(get_args(kind)[0], item, f"{where}[{index}]", elsewhere) for index, item in enumerate(data))
+        below = _below(refused, "[N]")
+        return tuple(_decoded(get_args(kind)[0], item, f"{where}[{index}]", below) for index, item in enumerate(data))
     if get_origin(kind) is dict and isinstance(data, Mapping):
-        return {str(key): _decoded(get_args(kind)[1], value, joined(where, str(key)), elsewhere) for key, value in data.items()}
+        below = _below(refused, "[NAME]")
+        return {str(key): _decoded(get_args(kind)[1], value, joined(where, str(key)), below) for key, value in data.items()}
     if kind is float and type(data) is int:
         return float(data)
     if not any(type(data) is choice for choice in _choices(kind)):  # exactly: true is no integer
@@ -135,15 +135,16 @@ def _decoded(hint: object, data: object, where: str, elsewhere: Mapping[str, str
     return data
 
 
-def _object(kind: type, data: Mapping[object, object], where: str, elsewhere: Mapping[str, str]) -> object:
+def _object(kind: type, data: Mapping[object, object], where: str, refused: Mapping[str, str]) -> object:
     hints, names = _fields_of(kind)
     for key in data:
-        if key not in names:
+        if key not in names or key in refused:
             if (why := getattr(kind, "INSTEAD", {}).get(key)) is not None:
                 raise ConfigError(joined(where, str(key)), "is not supported", why)
-            raise UnknownKey(joined(where, str(key)), names, elsewhere)
+            raise UnknownKey(joined(where, str(key)), names, {path: way for path, way in refused.items() if path.isidentifier()})
     # Unknown keys are reported before missing ones: a misspelt key may be why another is missing.
-    values = {names[str(key)]: _decoded(hints[names[str(key)]], value, joined(where, str(key)), elsewhere) for key, value in data.items()}
+    given = {str(key): value for key, value in data.items()}
+    values = {names[key]: _decoded(hints[names[key]], value, joined(where, key), _below(refused, key)) for key, value in given.items()}
     for item in fields(kind):
         if item.default is MISSING and item.default_factory is MISSING and item.name not in values:
             raise MissingKey(joined(where, key_of(item.name)), getattr(kind, "IF_MISSING", {}).get(item.name, ""))

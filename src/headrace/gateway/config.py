@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from headrace.core.errors import ConfigError
 from headrace.core.hashing import check_secret
-from headrace.core.option import Reload, Role, check_options, option, required, section
+from headrace.core.option import Reload, Role, check_options, option, section
 from headrace.core.strict_decode import decode, read_json_object
 from headrace.gateway.access.principal import (
     ANY_ACCESS,
@@ -51,7 +51,7 @@ MAX_WORKERS = 64
 class GatewayConfig:
     """The gateway's whole configuration file."""
 
-    models: tuple[ModelConfig, ...] = required("Served models.", reload=Reload.LIVE)
+    models: tuple[ModelConfig, ...] = option((), "Served models.", reload=Reload.LIVE)
     host: str = option(
         "127.0.0.1",
         "Address or name to listen at; `::` is every address, those of IPv4 too. "

@@ -15,7 +15,7 @@ import yaml
 
 from headrace.bundled import DEFAULT_MODEL, bundled_adapter
 from headrace.cli.config.faults import faults
-from headrace.cli.config.load import REMOVED, ServeSource, load
+from headrace.cli.config.load import INSTEAD, ServeSource, load
 from headrace.cli.config.sections import ServeConfig, is_fetched
 from headrace.cli.config.yaml_files import Raw, dump_yaml, parse_yaml
 from headrace.cli.flags.flag import GivenFlags
@@ -188,7 +188,7 @@ def test_adapters_that_cannot_be_served_are_refused(model: str, more: str, reaso
 
 def test_adapters_are_named_in_one_place_and_of_engines_that_run_here(tmp_path: Path, model_folder: Path) -> None:
     text = f"models: [{{engine: {{model: {model_folder}, lora_modules: []}}}}]"
-    assert str(refusal(tmp_path, text)) == "models[0].engine.lora_modules: is not set here. Name adapters in models[N].adapters."
+    assert str(refusal(tmp_path, text)) == "models[0].engine.lora_modules: is not a key. Name adapters in models[N].adapters."
     text = "models: [{name: far, adapters: {sql: pirate}, upstreams: [{url: 'http://127.0.0.1/v1', model: m}]}]"
     assert str(refusal(tmp_path, text)).startswith("models[0].adapters: are of engines that are started here")
 
@@ -377,18 +377,19 @@ def test_wrong_files_are_refused_with_path_and_remedy(tmp_path: Path, model_fold
     assert what in str(error), error
 
 
-@pytest.mark.parametrize("path", REMOVED)
-def test_a_removed_key_is_refused_with_what_takes_its_place(tmp_path: Path, path: str) -> None:
-    steps = re.split(r"[.\[\]]+", path.replace("[N]", "[0]"))
-    value: object = {"url": "http://127.0.0.1/v1", "model": "m", steps[-1]: 1} if "upstreams" in steps else {steps[-1]: 1}
+@pytest.mark.parametrize("path", INSTEAD)
+def test_a_key_that_is_not_here_is_refused_with_what_to_write_instead(tmp_path: Path, path: str) -> None:
+    steps = re.split(r"[.\[\]]+", path.replace("[N]", "[0]").replace("[NAME]", ".free"))
+    value: object = {steps[-1]: 1}
     for step in reversed(steps[:-1]):
         value = [value] if step.isdecimal() else {step: value}
     refused = refusal(tmp_path, json.dumps(value))
-    assert (refused.where, refused.remedy) == (path.replace("[N]", "[0]"), REMOVED[path])
+    where = path.replace("[N]", "[0]").replace("[NAME]", ".free")
+    assert (refused.where, refused.reason, refused.remedy) == (where, "is not a key", INSTEAD[path])
     variable = f"HEADRACE_{'__'.join(steps).upper()}"
     if "__" in variable:
         refused = refusal(tmp_path, "", {variable: "1"})
-        assert (refused.where, refused.remedy) == (variable, REMOVED[path])
+        assert (refused.where, refused.reason, refused.remedy) == (variable, "is not a key", INSTEAD[path])
 
 
 def test_deep_nesting_is_refused_with_its_line(tmp_path: Path) -> None:

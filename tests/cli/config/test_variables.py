@@ -11,7 +11,7 @@ import pytest
 from typer._click.exceptions import NoSuchOption
 from typer.main import get_command
 
-from headrace.cli.config.load import ELSEWHERE, apply_variable, from_raw, known_variables, nearest_variable, set_at, variables
+from headrace.cli.config.load import INSTEAD, apply_variable, from_raw, known_variables, nearest_variable, set_at, variables
 from headrace.cli.flags.vllm import TABLE, RefusedFlag
 from headrace.cli.main import app
 from headrace.core.errors import ConfigError
@@ -34,7 +34,7 @@ def steps_of(path: str) -> list[str]:
     return path.replace("[N]", ".0").replace("[NAME]", ".free").split(".")
 
 
-@pytest.mark.parametrize("path", [*PATHS, *ELSEWHERE])
+@pytest.mark.parametrize("path", [*PATHS, *INSTEAD])
 def test_keys_that_are_suggested_are_known(path: str) -> None:
     *section, last = steps_of(path)
     for word in misspelt(last):
@@ -42,14 +42,14 @@ def test_keys_that_are_suggested_are_known(path: str) -> None:
         set_at(raw, [*section, word], 1, "test")
         with pytest.raises(ConfigError) as caught:
             from_raw(raw, "headrace-tiny")
-        if f"{'.'.join(section)}.{word}" in ELSEWHERE or word in [steps_of(known)[-1] for known in PATHS]:
+        if f"{'.'.join(section)}.{word}" in INSTEAD or word in [steps_of(known)[-1] for known in PATHS]:
             continue  # another key by chance
         assert caught.value.reason == "is not a known key", word
         remedy = caught.value.remedy
         suggested = re.fullmatch(r"Did you mean (\w+)\?", remedy)
         listed = re.fullmatch(r"Known: (.*)\.", remedy)
         names = [suggested[1]] if suggested else listed[1].split(", ") if listed else []
-        assert names or remedy in ELSEWHERE.values()
+        assert names or remedy in INSTEAD.values()
         for name in names:
             known = ".".join([*section, name])
             assert any(".".join(steps_of(each)).startswith(known) for each in PATHS), f"{word} -> {known}"
@@ -65,7 +65,7 @@ def test_variables_that_are_suggested_are_read(number: int, name: str) -> None:
     raw: dict[str, object] = {}
     apply_variable(raw, found, steps, "1")
     assert raw
-    assert ".".join(steps) not in ELSEWHERE
+    assert ".".join(steps) not in INSTEAD
 
 
 def commands(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

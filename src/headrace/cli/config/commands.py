@@ -160,7 +160,7 @@ def import_litellm(
 def shown(value: object, where: str = "") -> object:
     """The keys that a file may have, as plain data. Fields without repr are secrets: they are hidden, except for the first characters of
     a digest. where: path of `value`"""
-    from headrace.cli.config.load import ELSEWHERE
+    from headrace.cli.config.load import INSTEAD
 
     if is_dataclass(value):
         plain: dict[str, object] = {}
@@ -168,7 +168,7 @@ def shown(value: object, where: str = "") -> object:
             inner, path = getattr(value, item.name), joined(where, item.name)
             if not item.repr and isinstance(inner, str):
                 inner = f"{inner[:8]}..." if inner and item.name == "sha256" else "(hidden)" if inner else ""
-            if path not in ELSEWHERE:
+            if path not in INSTEAD:
                 plain[key_of(item.name)] = shown(inner, path)
         return plain
     if isinstance(value, Mapping):

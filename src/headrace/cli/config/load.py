@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from headrace.bundled import DEFAULT_MODEL
 from headrace.cli.config.sections import ServeConfig
@@ -25,7 +25,7 @@ from headrace.cli.flags.flag import NO_FLAGS, GivenFlags
 from headrace.core.differences import differences
 from headrace.core.errors import ConfigError
 from headrace.core.option import Leaf, leaves
-from headrace.core.strict_decode import UnknownKey, decode, generic, inner, joined, key_of
+from headrace.core.strict_decode import UnknownKey, decode, inner, joined, key_of
 from headrace.engine.config import FindGpus
 from headrace.fleet.config import FleetConfig
 from headrace.gateway.access.principal import OPEN_ACCESS
@@ -36,7 +36,7 @@ from headrace.machine.hosts import is_loopback
 
 ENV_PREFIX = "HEADRACE_"
 
-ELSEWHERE = {
+INSTEAD = {
     "gateway.models": "Declare models at the top level.",
     "gateway.salt_key": "Set site_key at the top level.",
     "gateway.state": "Set state at the top level.",
@@ -49,21 +49,18 @@ ELSEWHERE = {
     "gateway.limits.max_prompt_bytes": "A sixteenth of the memory is for prompts: limit the process's memory, or set max_requests.",
     "models[N].engine.lora_modules": "Name adapters in models[N].adapters.",
     "gateway.limits.max_answer_bytes": "Answers may hold 40 MiB: set max_requests, or max_tenant_share.",
-}
-"""Keys of the packages' configs that are computed from other keys, or have one good value -> what to do instead."""
-
-REMOVED = {
+    # Earlier versions had these.
     "models[N].smaller": "Write fallbacks: {busy: [NAME]}: the models that answer while this one is busy.",
     "models[N].upstreams[N].first_token_s": "silence_s holds before the first token too.",
     "models[N].upstreams[N].allow_link_local": "A server at a link-local address is never connected to: name it by another address.",
     "gateway.timeouts.sse_ping_s": "A quiet stream gets a comment line every 10 s: give proxies a longer time.",
     "gateway.idempotency": "Answers to requests with an Idempotency-Key are kept for 24 hours.",
 }
-"""Paths of keys that earlier versions had -> what takes their place."""
+"""Paths that are refused -> what to do instead. The first are keys of the packages' configs that are computed, or have one good value."""
 
 
 def file_keys() -> Iterator[Leaf]:
-    return (leaf for leaf in leaves(ServeConfig) if not any(rest_within(leaf.path, path) is not None for path in ELSEWHERE))
+    return (leaf for leaf in leaves(ServeConfig) if not any(rest_within(leaf.path, path) is not None for path in INSTEAD))
 
 
 def load(file: Path | None, environment: Mapping[str, str], flags: GivenFlags = NO_FLAGS, find: FindGpus = find_gpus) -> ServeConfig:
@@ -109,16 +106,15 @@ def check_wants_keys(config: ServeConfig) -> None:
 def from_raw(raw: Raw, default_model: str | None = None, find: FindGpus = find_gpus) -> ServeConfig:
     """Missing parts are added to `raw`, in place. Raises ConfigError with the path in `raw`."""
     config = decoded(raw, default_model)
-    _refuse_adapters_that_are_off(raw)
+    _refuse_adapters_that_are_off(raw["models"])
     config = config.checked(find)
     return replace(config, gateway=_with_hashed_keys(config.gateway))
 
 
 def decoded(raw: Raw, default_model: str | None = None) -> ServeConfig:
     """As `from_raw`, but only keys and types are checked, not values: a model's folder need not exist."""
-    _refuse_computed(raw)
     _fill(raw, default_model)
-    return decode(ServeConfig, raw, elsewhere={**ELSEWHERE, **REMOVED})
+    return decode(ServeConfig, raw, refused=INSTEAD)
 
 
 def _fill(raw: Raw, default_model: str | None) -> None:
@@ -132,41 +128,14 @@ def _fill(raw: Raw, default_model: str | None) -> None:
         engine = only.setdefault("engine", {})
         if isinstance(engine, dict):
             engine.setdefault("model", default_model)
-    gateway = raw.setdefault("gateway", {})
-    if isinstance(gateway, dict):
-        gateway["models"] = []
 
 
-def _refuse_computed(raw: Raw) -> None:
-    for path, remedy in ELSEWHERE.items():
-        *sections, name = path.split(".")
-        for where, section in _sections(raw, sections):
-            if isinstance(section, dict) and name in section:
-                raise ConfigError(joined(where, name), "is not set here", remedy)
-
-
-def _refuse_adapters_that_are_off(raw: Raw) -> None:
-    """Adapters set `enable_lora`, unless it is set to off: decoded, that looks like the default."""
-    for where, model in _sections(raw, ["models[N]"]):
-        if isinstance(model, dict) and model.get("adapters") and (model.get("engine") or {}).get("enable_lora") is False:
-            remedy = "Leave out one of the two."
-            raise ConfigError(joined(where, "engine.enable_lora"), "is off, and there are adapters (--lora-modules)", remedy)
-
-
-def _sections(place: object, steps: Sequence[str], where: str = "") -> Iterator[tuple[str, object]]:
-    """The values at a path, with the paths of each: one, or several where a step ends with [N]."""
-    if not steps:
-        yield where, place
-    elif isinstance(place, dict):
-        key = steps[0].removesuffix("[N]")
-        path, value = joined(where, key), place.get(key)
-        found = (
-            [(path, value)]
-            if key == steps[0]
-            else [(f"{path}[{n}]", item) for n, item in enumerate(value if isinstance(value, list) else [])]
-        )
-        for inner_path, each in found:
-            yield from _sections(each, steps[1:], inner_path)
+def _refuse_adapters_that_are_off(models: Any) -> None:
+    """Adapters set `enable_lora`, unless it is set to off: decoded, that looks like the default. models: as a file has them, decodable"""
+    for index, model in enumerate(models):
+        if model.get("adapters") and (model.get("engine") or {}).get("enable_lora") is False:
+            where, remedy = f"models[{index}].engine.enable_lora", "Leave out one of the two."
+            raise ConfigError(where, "is off, and there are adapters (--lora-modules)", remedy)
 
 
 def _with_hashed_keys(gateway: GatewayConfig) -> GatewayConfig:
@@ -216,17 +185,18 @@ def nearest_variable(name: str) -> str | None:
 
 def _hint_at(steps: Sequence[str], name: str) -> object:
     hint: object = ServeConfig
+    path = ""
     for step in steps:
         hint = inner(hint)
         if get_origin(hint) is tuple and step.isdecimal():
-            hint = get_args(hint)[0]
+            hint, path = get_args(hint)[0], f"{path}[N]"
         elif get_origin(hint) is dict:
-            hint = get_args(hint)[1]
+            hint, path = get_args(hint)[1], f"{path}[NAME]"
         elif isinstance(hint, type) and is_dataclass(hint):
-            hints = {key_of(name): each for name, each in get_type_hints(hint).items()}
+            hints, path = {key_of(name): each for name, each in get_type_hints(hint).items()}, joined(path, step)
+            if path in INSTEAD:
+                raise ConfigError(name, "is not a key", INSTEAD[path])
             if step not in hints:
-                if (remedy := REMOVED.get(generic(shown_path(steps)))) is not None:
-                    raise ConfigError(name, "is not a key any more", remedy)
                 nearest = nearest_variable(name)
                 raise ConfigError(name, "is not a known key", f"Did you mean {nearest}?") if nearest else UnknownKey(name, hints, {})
             hint = hints[step]

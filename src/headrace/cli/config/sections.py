@@ -182,7 +182,7 @@ class ServeConfig:
     prices: dict[str, Price] = section(dict, reload=Reload.LIVE, role=Role.TENANTS)
     routes: dict[str, ModelRoute] = section(dict, reload=Reload.LIVE, role=Role.OPERATOR)
     usage: UsageConfig = section(UsageConfig, reload=Reload.LIVE, role=Role.BILLING)
-    gateway: GatewayConfig = section(lambda: GatewayConfig(models=()), role=Role.OPERATOR)
+    gateway: GatewayConfig = section(GatewayConfig, role=Role.OPERATOR)
     drain_timeout_s: float = option(
         30.0,
         "Seconds that running streams may take after SIGTERM, when no new work is accepted.",

@@ -238,7 +238,7 @@ def _planned_site(asked: _Asked, section: _Section | None, lengths: WorkloadShap
 
     known = read_catalogue()
     device = known.device(asked.gpu or "")
-    section = section or _Section(EngineConfig(model=asked.model or DEFAULT_MODEL), (), 1, GatewayConfig(models=()))
+    section = section or _Section(EngineConfig(model=asked.model or DEFAULT_MODEL), (), 1, GatewayConfig())
     engine = on_device(section.engine, section.named, device.name)
     shape, dtype = _shape(engine, known.models)
     longest = engine.max_model_len or shape.max_positions
@@ -264,7 +264,7 @@ def _measured_site(asked: _Asked, steps: Path, section: _Section | None) -> _Sit
     if asked.tp is not None:
         raise UsageRefused("--tp: the steps of --steps are those of the engine that was measured; only --gpu has layouts.")
     measured = read_steps(steps)
-    section = section or _Section(replace(measured.engine, model=asked.model or measured.engine.model), (), 1, GatewayConfig(models=()))
+    section = section or _Section(replace(measured.engine, model=asked.model or measured.engine.model), (), 1, GatewayConfig())
     engine = section.engine.checked()
     known = read_catalogue().models
     shape, _ = _shape(engine, known)

@@ -75,7 +75,7 @@ class Limits:
         role=Role.TENANTS,
     )
 
-    # Not in an operator's file: what bounds them is the machine or another key (`cli.config.load.ELSEWHERE`).
+    # Not in an operator's file: what bounds them is the machine or another key (`cli.config.load.INSTEAD`).
     max_text_workers: int = option(2, "Processes that render templates and tokenize, at least one a gateway worker.", low=1, is_shared=True)
     max_prompt_bytes: int | None = option(
         None, "Bytes of the bodies and prompts of all requests; None: a part of the machine's memory.", low=1, is_shared=True
