@@ -36,7 +36,7 @@ async def adapted_site(root: Path, *names: str, script: Script | None = None, re
     """Deployments of one test share their state folder."""
     gateway = {"state": str(root.parent)}
     model = adapted(root, *names, replicas=replicas)
-    async with scripted_site(script, specs=(model,), gateway=gateway, lora_root=root) as site:
+    async with scripted_site(script, specs=(model,), gateway=gateway, lora_root=None if root is None else str(root)) as site:
         await site.all_serving()
         yield site
 

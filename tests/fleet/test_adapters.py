@@ -132,7 +132,7 @@ def deployment(state: Path, root: Path | None = None, **adapters: str) -> FleetC
     other = replace(tiny, name="other", aliases=(), adapters={})
     plain = ModelSpec(name="plain", folder=Path("none"))
     gateway = {"state": str(state), "routes": {"chat": {"targets": [{"model": "tiny"}]}}}
-    return FleetConfig(models=(tiny, other, plain), gateway=gateway, lora_root=root)
+    return FleetConfig(models=(tiny, other, plain), gateway=gateway, lora_root=None if root is None else str(root))
 
 
 def test_the_file_wins_and_what_is_gone_is_left_out(tmp_path: Path, root: Path) -> None:

@@ -37,7 +37,7 @@ def fleet_config(given: dict[str, Any]) -> FleetConfig:
         ),
         gateway={**given["gateway"], "out": str(folder / "gateway.out")},
         drain_timeout_s=given.get("drain_timeout_s", 10),
-        run_dir=folder,
+        run_dir=str(folder),
         engine_command=(sys.executable, str(SUPPORT / "fleet_engine.py"), str(options)),
         gateway_command=(sys.executable, str(SUPPORT / "fake_gateway.py")),
     )

@@ -414,7 +414,7 @@ async def scripted_site(
             patch.setattr(supervisor_module, "reserved_port", operator.reserved_port)
             patch.setattr(supervisor_module, "admin_socket", operator.admin_socket)
         section = {"workers": workers, **(gateway or {})}
-        config = FleetConfig(models=specs or models_of(models or {"tiny": 1}), gateway=section, run_dir=parent, **options)
+        config = FleetConfig(models=specs or models_of(models or {"tiny": 1}), gateway=section, run_dir=str(parent), **options)
         source = ScriptedSource(config)
 
         def make(on_ready: Callable[[FleetReady], None]) -> Supervisor:

@@ -46,7 +46,7 @@ def config_of(given: dict[str, Any]) -> FleetConfig:
         ),
         gateway={"port": 0, "request_log": "off", **given.get("gateway", {})},
         drain_timeout_s=given.get("drain_timeout_s", 20.0),
-        run_dir=Path(given["run_dir"]),
+        run_dir=given["run_dir"],
         engine_command=(sys.executable, str(ENGINE), str(options)),
     )
 

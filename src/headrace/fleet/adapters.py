@@ -67,12 +67,12 @@ class AdapterLists:
             raise ConfigError("NAME", f"{name!r} {reason}", "Load it under another name.")
         if other := next((each for each in self.loaded if name in self.loaded[each] and each != model and _serves(config, each)), None):
             raise ConfigError("NAME", f"{name!r} is an adapter of {other}", "Load it under another name.")
-        folder = str(folder_below(config.lora_root, path))
+        folder = str(folder_below(config.adapters_root, path))
         loaded = {**self.loaded, model: {**self.loaded.get(model, {}), name: folder}}
         if len(loaded[model]) + len(self.configured.get(model, {})) > MAX_ADAPTERS:
             raise ConfigError("NAME", f"{model} has {MAX_ADAPTERS} adapters, and may have no more", "Unload one first.")
         left_out = {place: reason for place, reason in self.left_out.items() if place != (model, name)}
-        return replace(self, loaded=loaded, left_out=left_out, root=config.lora_root)
+        return replace(self, loaded=loaded, left_out=left_out, root=config.adapters_root)
 
     def without_configured(self, model: str, name: str) -> AdapterLists:
         return replace(self, unloaded=self.unloaded | {(model, name)})
@@ -106,12 +106,12 @@ def read_lists(config: FleetConfig) -> AdapterLists:
             if not spec.has_adapters:
                 reason = f"{spec.name} has no adapters now (enable_lora)"
             else:
-                reason = f"{name} {taken}" if taken else _why_not_below(config.lora_root, path)
+                reason = f"{name} {taken}" if taken else _why_not_below(config.adapters_root, path)
             if reason:
                 left_out[spec.name, name] = reason
             else:
                 models[name] = spec.name
-    return AdapterLists({spec.name: spec.adapters for spec in config.models}, loaded, left_out, root=config.lora_root)
+    return AdapterLists({spec.name: spec.adapters for spec in config.models}, loaded, left_out, root=config.adapters_root)
 
 
 def _why_taken(config: FleetConfig, name: str) -> str:

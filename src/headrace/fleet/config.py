@@ -13,10 +13,12 @@ from headrace.core.adapters import MAX_ADAPTERS
 from headrace.core.errors import ConfigError
 from headrace.core.hashing import check_secret
 from headrace.core.model_names import check_free_name, check_model_names
+from headrace.core.option import Reload, Role, check_options, option, options
 from headrace.core.parallelism import Parallelism
 from headrace.core.strict_decode import NeedsExactlyOne
 from headrace.fleet.admin_listen import AdminListen
 from headrace.fleet.launcher import SECRET_VARIABLES
+from headrace.machine.folders import expanded
 from headrace.observe.logs import LogFormat
 from headrace.policy.deployment import Deployment, RolloutOptions, replica_prefix
 
@@ -60,23 +62,75 @@ class ModelSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FleetConfig:
-    """site_key         secret (hex) from which the site's shared secrets are derived; empty: `with_site_key` draws one
-    start_timeout_s  after which a process that does not serve yet is killed, and counts as failed; 0: never
-    hang_timeout_s   after which an engine that no gateway can use is killed and started again; 0: never
-    lora_root        below which operators may load adapters; None: they may not
-    """
+class FleetOptions:
+    """What an operator's file says of a deployment. Who decodes it and who runs it each have `models` of their own."""
+
+    models: tuple[object, ...]
+    drain_timeout_s: float = option(
+        30.0,
+        "Seconds that running streams may take after SIGTERM, when no new work is accepted.",
+        "--drain-timeout",
+        low=0.0,
+        high=MAX_TIMEOUT_S,
+        reload=Reload.LIVE,
+        role=Role.OPERATOR,
+    )
+    start_timeout_s: float = option(
+        1800.0,
+        "A gateway or an engine that has not served within these seconds of its start is killed and counts as failed "
+        "([fleet.md](fleet.md#what-happens-when)); 0: never. Longer than the slowest load of weights.",
+        low=0.0,
+        high=MAX_TIMEOUT_S,
+        reload=Reload.LIVE,
+        role=Role.OPERATOR,
+    )
+    hang_timeout_s: float = option(
+        60.0,
+        "An engine that has served, and that no gateway can use for these seconds, is killed and started again; a gateway that answers "
+        "nothing, after about 10 s. At least 15; 0: never, for work with a debugger.",
+        low=0.0,
+        high=MAX_TIMEOUT_S,
+        reload=Reload.LIVE,
+        role=Role.OPERATOR,
+    )
+    log_format: str = option(
+        "auto",
+        "Format of the whole log: `auto` is text on a terminal and JSON elsewhere. A request log that is a file is always JSON.",
+        "--log-format",
+        one_of=tuple(LogFormat),
+        role=Role.OPERATOR,
+    )
+    run_dir: str | None = option(
+        None,
+        "Directory in which the private directory for sockets is made.",
+        shown="`XDG_RUNTIME_DIR`, else the temporary directory",
+        role=Role.OPERATOR,
+    )
+    lora_root: str | None = option(
+        None,
+        "Folder below which `headrace adapters load` may load adapters, links followed ([control.md](control.md#adapters)); without it "
+        "none can be loaded at run time.",
+        "--lora-root",
+        reload=Reload.LIVE,
+        role=Role.OPERATOR,
+    )
+    admin: AdminListen | None = option(None, "The operator's commands from other machines.", role=Role.OPERATOR)
+    site_key: str = option(
+        "",
+        "Hex secret (32 to 128 digits) from which the tenants' cache salts and the hashes of KV blocks are keyed: set it where several "
+        "starts serve one site.",
+        shown="drawn at start",
+        role=Role.SECURITY,
+        repr=False,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetConfig(FleetOptions):
+    """An empty site_key: `with_site_key` draws one."""
 
     models: tuple[ModelSpec, ...]
     gateway: Mapping[str, object] = field(default_factory=dict, repr=False)
-    site_key: str = field(default="", repr=False)
-    drain_timeout_s: float = 30.0
-    start_timeout_s: float = 1800.0
-    hang_timeout_s: float = 60.0
-    log_format: LogFormat = LogFormat.AUTO
-    run_dir: Path | None = None
-    lora_root: Path | None = None
-    admin: AdminListen | None = None
     engine_command: tuple[str, ...] = (*COMMAND, "engine")
     gateway_command: tuple[str, ...] = (*COMMAND, "gateway")
 
@@ -90,9 +144,7 @@ class FleetConfig:
             check_free_name(f"routes.{route}", route, names)
         if "models" in self.gateway:
             raise ConfigError("gateway.models", "is not a key of this file", "Models are declared once, under `models`.")
-        for name in ("drain_timeout_s", "start_timeout_s", "hang_timeout_s"):
-            if not 0 <= getattr(self, name) <= MAX_TIMEOUT_S:
-                raise ConfigError(name, f"{getattr(self, name)} is outside 0..{MAX_TIMEOUT_S} seconds")
+        check_options(self)
         if 0 < self.hang_timeout_s < MIN_HANG_TIMEOUT_S:
             reason = f"{self.hang_timeout_s:g} is less than {MIN_HANG_TIMEOUT_S:g} seconds: a slow step would end its engine"
             raise ConfigError("hang_timeout_s", reason, "Use at least that, or 0 for never.")
@@ -115,6 +167,11 @@ class FleetConfig:
     def routes(self) -> Sequence[str]:
         given = self.gateway.get("routes", {})
         return list(given) if isinstance(given, Mapping) else []
+
+    @property
+    def adapters_root(self) -> Path | None:
+        """Below which operators may load adapters; None: they may not."""
+        return None if self.lora_root is None else expanded(self.lora_root).resolve()
 
     @property
     def adapters_file(self) -> Path | None:
@@ -169,7 +226,7 @@ def _check_key_variable(where: str, name: str) -> None:
         raise ConfigError(where, reason, "Give it another name, or use api_key_file.")
 
 
-FIXED = ("admin", "site_key", "log_format", "run_dir", "engine_command", "gateway_command")
+FIXED = tuple(name for name, described in options(FleetOptions) if described.reload is not Reload.LIVE)
 
 FIXED_GATEWAY = ("host", "port", "workers")
 

@@ -27,7 +27,9 @@ from headrace.fleet.gateways import GatewayGroup, reserved_port
 from headrace.fleet.keeper import ProcessKeeper
 from headrace.fleet.launcher import Launcher, ProcessLauncher
 from headrace.fleet.reconciler import Reconciler
+from headrace.machine.folders import expanded
 from headrace.machine.signals import StopSignals, first_of, on_hangup
+from headrace.observe.logs import LogFormat
 from headrace.policy.deployment import ReplicaPhase
 
 log = logging.getLogger(__name__)
@@ -85,7 +87,7 @@ class Supervisor:
         on_ready  called once, when every gateway has served, and every replica has served, cannot be started or is late
         """
         self._config = config.checked().with_site_key()
-        self._launcher = launcher or ProcessLauncher(log_format=config.log_format)
+        self._launcher = launcher or ProcessLauncher(log_format=LogFormat(config.log_format))
         self._source = source
         self._requests = requests
         self._audit = CommandAudit(audit)
@@ -110,7 +112,7 @@ class Supervisor:
         with (
             StopSignals() as stop,  # entered first, so that a signal during the start waits until the processes serve
             on_hangup(None if self._source is None else reload.set, stop),
-            run_dir(self._config.run_dir) as folder,
+            run_dir(None if self._config.run_dir is None else expanded(self._config.run_dir)) as folder,
             self._address(),
         ):
             return await self._run_in(folder, stop, reload)

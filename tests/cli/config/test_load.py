@@ -52,7 +52,7 @@ def test_keys_that_take_a_restart_are_those_that_the_supervisor_or_its_gateways_
     supervisor = {
         name for name, described in options(ServeConfig) if described.reload is not Reload.LIVE and name not in ("gateway", "state")
     }
-    assert supervisor == {name for name in FIXED if name not in ("engine_command", "gateway_command")}
+    assert supervisor == set(FIXED)
     restart = {leaf.path for leaf in leaves(GatewayConfig) if leaf.option.reload is Reload.RESTART}
     assert set(FIXED_GATEWAY) | {"state"} <= restart
 
@@ -155,10 +155,10 @@ def test_adapters_of_the_file_are_the_engines(tmp_path: Path, model_folder: Path
     fleet = config.fleet(Path)
     [model] = fleet.models
     assert model.adapters == {"sql": str(tmp_path / "sql"), "my.pirate": str(bundled_adapter("pirate"))}
-    assert (model.engine["enable_lora"], model.engine["lora_modules"], fleet.lora_root) == (True, [], tmp_path)
+    assert (model.engine["enable_lora"], model.engine["lora_modules"], fleet.adapters_root) == (True, [], tmp_path)
     assert "model" not in model.engine
     without = load_text(tmp_path, f"models: [{{engine: {{model: {model_folder}}}}}]").fleet(Path)
-    assert (without.models[0].engine["enable_lora"], without.lora_root) == (False, None)
+    assert (without.models[0].engine["enable_lora"], without.adapters_root) == (False, None)
 
 
 @pytest.mark.parametrize(

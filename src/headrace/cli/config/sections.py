@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,13 @@ from headrace.core.model_names import name_of_file
 from headrace.core.option import Reload, Role, check_options, mapping, option, required, section
 from headrace.core.strict_decode import NeedsExactlyOne, plain
 from headrace.engine.config import EngineConfig, FindGpus
-from headrace.fleet.admin_listen import AdminListen
-from headrace.fleet.config import MAX_REPLICAS, MAX_TIMEOUT_S, FleetConfig, ModelSpec
+from headrace.fleet.config import MAX_REPLICAS, FleetConfig, FleetOptions, ModelSpec
 from headrace.fleet.weights import HUB_ID, resolve_adapter
 from headrace.gateway.config import GatewayConfig, config_from
 from headrace.gateway.ledger.config import UsageConfig
 from headrace.gateway.upstream.model_config import ForeignConfig, ModelConfig, ReplicaConfig
 from headrace.machine.folders import expanded
 from headrace.machine.gpus import find_gpus
-from headrace.observe.logs import LogFormat
 from headrace.policy.fallbacks import NO_FALLBACKS, Fallbacks
 from headrace.policy.limits.price import Price
 from headrace.policy.limits.tier import Tier
@@ -168,7 +166,7 @@ class ModelSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeConfig:
+class ServeConfig(FleetOptions):
     models: tuple[ModelSection, ...] = required("Served models.", reload=Reload.LIVE, role=Role.DEVELOPER)
     state: str = option(
         "",
@@ -183,69 +181,12 @@ class ServeConfig:
     routes: dict[str, ModelRoute] = section(dict, reload=Reload.LIVE, role=Role.OPERATOR)
     usage: UsageConfig = section(UsageConfig, reload=Reload.LIVE, role=Role.BILLING)
     gateway: GatewayConfig = section(GatewayConfig, role=Role.OPERATOR)
-    drain_timeout_s: float = option(
-        30.0,
-        "Seconds that running streams may take after SIGTERM, when no new work is accepted.",
-        "--drain-timeout",
-        low=0.0,
-        high=MAX_TIMEOUT_S,
-        reload=Reload.LIVE,
-        role=Role.OPERATOR,
-    )
-    start_timeout_s: float = option(
-        1800.0,
-        "A gateway or an engine that has not served within these seconds of its start is killed and counts as failed "
-        "([fleet.md](fleet.md#what-happens-when)); 0: never. Longer than the slowest load of weights.",
-        low=0.0,
-        high=MAX_TIMEOUT_S,
-        reload=Reload.LIVE,
-        role=Role.OPERATOR,
-    )
-    hang_timeout_s: float = option(
-        60.0,
-        "An engine that has served, and that no gateway can use for these seconds, is killed and started again; a gateway that answers "
-        "nothing, after about 10 s. At least 15; 0: never, for work with a debugger.",
-        low=0.0,
-        high=MAX_TIMEOUT_S,
-        reload=Reload.LIVE,
-        role=Role.OPERATOR,
-    )
-    log_format: str = option(
-        "auto",
-        "Format of the whole log: `auto` is text on a terminal and JSON elsewhere. A request log that is a file is always JSON.",
-        "--log-format",
-        one_of=tuple(LogFormat),
-        role=Role.OPERATOR,
-    )
-    run_dir: str | None = option(
-        None,
-        "Directory in which the private directory for sockets is made.",
-        shown="`XDG_RUNTIME_DIR`, else the temporary directory",
-        role=Role.OPERATOR,
-    )
-    lora_root: str | None = option(
-        None,
-        "Folder below which `headrace adapters load` may load adapters, links followed ([control.md](control.md#adapters)); without it "
-        "none can be loaded at run time.",
-        "--lora-root",
-        reload=Reload.LIVE,
-        role=Role.OPERATOR,
-    )
-    admin: AdminListen | None = option(None, "The operator's commands from other machines.", role=Role.OPERATOR)
     allow_open: bool = option(
         False,
         "Listen beyond loopback although there is no API key, neither in the configuration nor in the store ([identity.md](identity.md)).",
         "--allow-open",
         reload=Reload.LIVE,
         role=Role.SECURITY,
-    )
-    site_key: str = option(
-        "",
-        "Hex secret (32 to 128 digits) from which the tenants' cache salts and the hashes of KV blocks are keyed: set it where several "
-        "starts serve one site.",
-        shown="drawn at start",
-        role=Role.SECURITY,
-        repr=False,
     )
     experimental: bool = option(
         False,
@@ -259,7 +200,6 @@ class ServeConfig:
         """With engines' options for this machine. Raises ConfigError with the path of the wrong key in the file."""
         models = tuple(_checked_model(f"models[{index}]", model, find) for index, model in enumerate(self.models))
         self._check_gateway()
-        check_options(self)
         folders = {model.remote.tls_dir for model in self.models if model.remote is not None and model.remote.tls_dir}
         if self.admin is not None and self.admin.tls_dir in folders:
             remedy = "Make a folder for operators alone: headrace tls init admin."
@@ -302,19 +242,8 @@ class ServeConfig:
                 remote = tuple(plain(replica) for replica in model.remote.gateway_replicas())
                 spec = replace(spec, folder=resolve(model.remote.model), remote=remote)
             models.append(replace(spec, upstreams=tuple(plain(upstream) for upstream in model.upstreams)))
-        run_dir = None if self.run_dir is None else expanded(self.run_dir)
-        return FleetConfig(
-            models=tuple(models),
-            gateway=gateway,
-            site_key=self.site_key,
-            drain_timeout_s=self.drain_timeout_s,
-            start_timeout_s=self.start_timeout_s,
-            hang_timeout_s=self.hang_timeout_s,
-            log_format=LogFormat(self.log_format),
-            run_dir=run_dir,
-            lora_root=None if self.lora_root is None else expanded(self.lora_root).resolve(),
-            admin=self.admin,
-        )
+        shared = {item.name: getattr(self, item.name) for item in fields(FleetOptions)}
+        return FleetConfig(**{**shared, "models": tuple(models), "gateway": gateway})
 
 
 def _checked_model(where: str, model: ModelSection, find: FindGpus) -> ModelSection:
