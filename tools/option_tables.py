@@ -8,24 +8,25 @@ engine's own file. tests/tools/test_option_tables.py fails where the page has an
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from headrace.cli.config.load import file_keys
-from headrace.cli.flags.rows import ENGINE_FLAGS
+from headrace.cli.flags.flag import CommandFlag
+from headrace.cli.flags.rows import ENGINE_PROCESS_FLAGS, GATEWAY_FLAGS, SERVE_FLAGS
 from headrace.core.option import Leaf, Option, Role, leaves, written
 from headrace.engine.server.config import ProcessConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "config.md"
 PLACE = re.compile(r"(<!-- keys: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 REST, ENGINE_FILE = "rest", "engine"
-ENGINE = "models[N].engine."
+SERVER_FLAGS = (*SERVE_FLAGS, *GATEWAY_FLAGS)
 MIB = 1 << 20
 
 
-def table(leaves_of_place: list[Leaf]) -> str:
+def table(leaves_of_place: list[Leaf], flags: Sequence[CommandFlag]) -> str:
     lines = ["| key | flag | default | change | turned by | meaning |", "|---|---|---|---|---|---|"]
-    return "\n".join([*lines, *map(_row, leaves_of_place)]) + "\n"
+    return "\n".join([*lines, *(_row(leaf, flags) for leaf in leaves_of_place)]) + "\n"
 
 
 def filled(text: str) -> str:
@@ -35,23 +36,31 @@ def filled(text: str) -> str:
     rows[ENGINE_FILE] = [leaf for leaf in leaves(ProcessConfig, role=Role.OPERATOR) if leaf.option.help]
     for leaf in file_keys():
         rows[next((place for place in places if _is_below(leaf.path, place)), REST)].append(leaf)
-    return PLACE.sub(lambda place: place[1] + table(rows[place[2]]) + place[3], text)
+    flags: dict[str, Sequence[CommandFlag]] = {ENGINE_FILE: ENGINE_PROCESS_FLAGS}
+    return PLACE.sub(lambda place: place[1] + table(rows[place[2]], flags.get(place[2], SERVER_FLAGS)) + place[3], text)
+
+
+def keys_of(path: str) -> str:
+    """The path of a flag as the file has it: a key, or a section or list around some."""
+    key = re.sub(r"^model\.", "models[N].", path)
+    return "gateway.api_keys[N].key" if key == "gateway.api_keys" else key
 
 
 def _is_below(path: str, place: str) -> bool:
     return path == place or path.startswith((f"{place}.", f"{place}["))
 
 
-def _row(leaf: Leaf) -> str:
+def _row(leaf: Leaf, flags: Sequence[CommandFlag]) -> str:
     option = leaf.option
-    flags = ", ".join(f"`{flag}`" for flag in _flags(leaf)) or "-"
-    return f"| `{leaf.path}` | {flags} | {_default(leaf)} | {option.reload} | {option.role or '-'} | {_meaning(option)} |"
+    names = ", ".join(f"`{name}`" for name in dict.fromkeys(_names(leaf, flags))) or "-"
+    return f"| `{leaf.path}` | {names} | {_default(leaf)} | {option.reload} | {option.role or '-'} | {_meaning(option)} |"
 
 
-def _flags(leaf: Leaf) -> Iterator[str]:
-    made = {ENGINE + flag.field: flag.names for flag in ENGINE_FLAGS}
-    for names in made.get(leaf.path, leaf.option.flags or ()):
-        yield from names.split("/")
+def _names(leaf: Leaf, flags: Sequence[CommandFlag]) -> Iterator[str]:
+    for flag in flags:
+        if any(_is_below(leaf.path, keys_of(path)) for path in flag.paths):
+            for names in flag.names or (str(flag.about["metavar"]),):
+                yield from names.split("/")
 
 
 def _default(leaf: Leaf) -> str:

@@ -1,6 +1,6 @@
 """Options: fields of the configurations with what people and commands must know of them, each said once.
 
-    port: int = option(8000, "Port to listen at; 0 takes a free one.", "--port", low=0, high=65535)
+    port: int = option(8000, "Port to listen at; 0 takes a free one.", low=0, high=65535)
 
 The tables of docs/config.md, the commands' flags, the keywords of `LLM`, the checks of values and the paths that a reload may change are
 made from these fields. A field that is itself a configuration (`section`) hands on to its fields what holds for all of them.
@@ -47,7 +47,7 @@ class Option:
     """help         one sentence or a few words, in Markdown
     default      value of a field that is not set; None where `on` has it
     shown        the default in words, where its value says too little ("the model's"); empty: the value is shown
-    flags        None: made from the field's name by commands with a flag for each field (`cli.flags.flag`), else none
+    flags        of a class with a flag for each field (`cli.flags.rows`); None: made from the field's name
     one_of       allowed values; other_names: vLLM's names for some of them
     low, high    bounds, included; above: in place of `low`, a bound that is not included
     switch       (off, on): the values that its flag --x/--no-x sets
@@ -125,9 +125,7 @@ def option(default: Value, help: str, *flags: str, repr: bool = True, **about: o
     return field(default=default, repr=repr, metadata={"option": Option(help=help, default=default, **about)})  # type: ignore[arg-type]
 
 
-def required(help: str, *flags: str, **about: object) -> Any:
-    if flags:
-        about["flags"] = flags
+def required(help: str, **about: object) -> Any:
     return field(metadata={"option": Option(help=help, **about)})  # type: ignore[arg-type]
 
 
@@ -142,9 +140,9 @@ def section(make: Callable[[], Value], *, reload: Reload | None = None, role: Ro
     return made
 
 
-def mapping(help: str, *flags: str, **about: object) -> dict[str, str]:
+def mapping(help: str, **about: object) -> dict[str, str]:
     """A field of plain values by names that are chosen in the file; empty by default."""
-    made: dict[str, str] = field(default_factory=dict, metadata={"option": Option(help=help, default={}, flags=flags, **about)})  # type: ignore[arg-type]
+    made: dict[str, str] = field(default_factory=dict, metadata={"option": Option(help=help, default={}, **about)})  # type: ignore[arg-type]
     return made
 
 

@@ -16,8 +16,6 @@ SPECULATIVE_METHODS = (NGRAM, SUFFIX, DRAFT_MODEL)
 MAX_SPECULATIVE_TOKENS = 16
 MAX_LOOKUP_TOKENS = 64
 
-_FLAG = "--speculative-config"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
@@ -31,20 +29,17 @@ class SpeculativeConfig:
     method: str = required(
         "`ngram` copies what followed the last tokens where they occur earlier in the sequence, `suffix` what followed the longest such "
         "match, `draft_model` runs a smaller model. The flag has vLLM's JSON: an object of these keys.",
-        _FLAG,
         one_of=SPECULATIVE_METHODS,
     )
     num_speculative_tokens: int = option(
         5,
         "Most tokens drafted to follow a token; how many are, adapts by itself.",
-        _FLAG,
         low=1,
         high=MAX_SPECULATIVE_TOKENS,
     )
     prompt_lookup_min: int | None = option(
         None,
         "`ngram`: fewest of the last tokens that must occur earlier. Less drafts more often, and worse.",
-        _FLAG,
         shown="3, or `prompt_lookup_max` if that is less",
         low=1,
         high=MAX_LOOKUP_TOKENS,
@@ -52,14 +47,11 @@ class SpeculativeConfig:
     prompt_lookup_max: int | None = option(
         None,
         "`ngram`: how many of the last tokens are looked for first.",
-        _FLAG,
         shown="5, or `prompt_lookup_min` if that is more",
         low=1,
         high=MAX_LOOKUP_TOKENS,
     )
-    model: str = option(
-        "", "`draft_model`: the folder of a smaller model with the same tokenizer, or a bundled one (`headrace-draft`).", _FLAG
-    )
+    model: str = option("", "`draft_model`: the folder of a smaller model with the same tokenizer, or a bundled one (`headrace-draft`).")
 
     @property
     def prompt_lookup(self) -> tuple[int, int]:

@@ -43,8 +43,7 @@ class EngineConfig:
 
     model: str = required(
         "A folder in the Hugging Face layout, a `.gguf` file, the name of a bundled model, or a hub id.",
-        "MODEL",
-        "--model",
+        flags=(),
         reload=Reload.RESTART,
     )
     dtype: str = option(

@@ -69,7 +69,6 @@ class FleetOptions:
     drain_timeout_s: float = option(
         30.0,
         "Seconds that running streams may take after SIGTERM, when no new work is accepted.",
-        "--drain-timeout",
         low=0.0,
         high=MAX_TIMEOUT_S,
         reload=Reload.LIVE,
@@ -96,7 +95,6 @@ class FleetOptions:
     log_format: str = option(
         "auto",
         "Format of the whole log: `auto` is text on a terminal and JSON elsewhere. A request log that is a file is always JSON.",
-        "--log-format",
         one_of=tuple(LogFormat),
         role=Role.OPERATOR,
     )
@@ -110,7 +108,6 @@ class FleetOptions:
         None,
         "Folder below which `headrace adapters load` may load adapters, links followed ([control.md](control.md#adapters)); without it "
         "none can be loaded at run time.",
-        "--lora-root",
         reload=Reload.LIVE,
         role=Role.OPERATOR,
     )

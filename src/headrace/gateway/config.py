@@ -56,14 +56,12 @@ class GatewayConfig:
         "127.0.0.1",
         "Address or name to listen at; `::` is every address, those of IPv4 too. "
         "Beyond loopback an API key (here, or by `headrace keys create`) or `allow_open` is required.",
-        "--host",
         role=Role.DEVELOPER,
     )
-    port: int = option(8000, "Port to listen at; 0 takes a free one, which is printed.", "--port", low=0, high=65535, role=Role.DEVELOPER)
+    port: int = option(8000, "Port to listen at; 0 takes a free one, which is printed.", low=0, high=65535, role=Role.DEVELOPER)
     workers: int = option(
         1,
         "Gateway processes on the port: more streams than one core carries, for another copy of the tokenizer each.",
-        "--gateway-workers",
         low=1,
         high=MAX_WORKERS,
     )
@@ -95,7 +93,6 @@ class GatewayConfig:
     allowed_hosts: tuple[str, ...] = option(
         (),
         "Names that a `Host` header may carry, without port; again for more. On loopback its own names are always allowed.",
-        "--allowed-hosts",
         shown="on loopback its own names, elsewhere any",
         reload=Reload.LIVE,
         role=Role.SECURITY,
@@ -104,28 +101,24 @@ class GatewayConfig:
         (),
         "Origins whose pages a browser lets use this server (`https://app.example`), or `*` for every page; again for more. On loopback "
         "without keys `*` is every page that the user opens.",
-        "--allowed-origins",
         reload=Reload.LIVE,
         role=Role.SECURITY,
     )
     request_log: bool | str = option(
         "on",
         "One line per request, probes and scrapes excepted: `on` (stdout), `off`, `stderr` or a file ([gateway.md](gateway.md#logs)).",
-        "--request-log",
         reload=Reload.LIVE,
     )
     log_prompt_blocks: bool = option(
         False,
         "Add keyed hashes of the blocks of 128 tokens that a prompt begins with to the request log, for `headrace log trace` "
         "([measuring.md](measuring.md#traces)). They show a reader of the log which prompts of a tenant begin alike.",
-        "--log-prompt-blocks",
         reload=Reload.LIVE,
     )
     otlp_traces_endpoint: str = option(
         "",
         "Where each generating request's trace is sent: an OpenTelemetry collector's address for OTLP over HTTP, such as "
         "`http://127.0.0.1:4318`; without a path `/v1/traces` is added ([monitoring.md](monitoring.md#traces)).",
-        "--otlp-traces-endpoint",
         shown="no traces are sent",
     )
     salt_key: str = field(default="", repr=False)

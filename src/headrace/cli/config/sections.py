@@ -36,10 +36,8 @@ from headrace.wire.tls.files import token_path
 class RemoteReplica:
     """One engine that `headrace engine` started, and that this supervisor does not manage."""
 
-    name: str = required("Label `replica` of metrics and logs, and its name in `/ready`.", "--replica")
-    address: str = required(
-        "Where the engine listens: `HOST:PORT` or `unix:/path`; the flag is `NAME=ADDRESS`, again for more.", "--replica"
-    )
+    name: str = required("Label `replica` of metrics and logs, and its name in `/ready`.")
+    address: str = required("Where the engine listens: `HOST:PORT` or `unix:/path`; the flag is `NAME=ADDRESS`, again for more.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,19 +45,16 @@ class RemoteSection:
     model: str = required(
         "What the engines serve: a folder on this machine, a bundled model or a hub id. The gateway reads its tokenizer and template. "
         "Another one takes a restart of `headrace serve`.",
-        "MODEL",
     )
     replicas: tuple[RemoteReplica, ...] = required("Where its engines listen.")
     tls_dir: str = option(
         "",
         "Folder with this machine's certificates (`ca.crt`, `tls.crt`, `tls.key`), as `headrace tls init` or cert-manager makes it; for "
         "TCP addresses, required beyond loopback.",
-        "--tls-dir",
     )
     token_file: str = option(
         "",
         "File with the token that the engines want, closed to other users; required for TCP.",
-        "--token-file",
         shown="`token` of `tls_dir`",
     )
 
@@ -86,31 +81,27 @@ class ModelSection:
     name: str = option(
         "",
         "What clients ask for.",
-        "--served-model-name",
         shown="the hub id, the folder's name (what no name may have becomes `-`), or `model` of the first of `upstreams`",
     )
-    aliases: tuple[str, ...] = option((), "Further names for it: the flag's from the second on.", "--served-model-name")
+    aliases: tuple[str, ...] = option((), "Further names for it: the flag's from the second on.")
     replicas: int = option(
-        1, "Engine processes, each with its own copy of the weights: more throughput, more memory.", "--replicas", low=1, high=MAX_REPLICAS
+        1, "Engine processes, each with its own copy of the weights: more throughput, more memory.", low=1, high=MAX_REPLICAS
     )
     adapters: dict[str, str] = mapping(
         "LoRA adapters of its engines: the name that clients ask for -> a folder as PEFT saves it, or the name of a bundled one. They set "
         "`enable_lora`. A reload changes them in engines that run, and reads their folders again; the flag is `NAME=FOLDER ...`, or vLLM's "
         "JSON.",
-        "--lora-modules",
     )
     fallbacks: Fallbacks = section(Fallbacks, role=Role.TENANTS)
     tool_call_parser: str = option(
         AUTO,
         "How the model writes calls: a name that vLLM has for it (`hermes`, `llama3_json`, `mistral`, `pythonic`, ...), or `none`. `auto`: "
         "what the chat template shows. Without a known form requests with functions are refused.",
-        "--tool-call-parser",
     )
     reasoning_parser: str = option(
         AUTO,
         "How the model marks its reasoning (`qwen3`, `deepseek_r1`, `mistral`, ...), or `none`: then it is part of the text. `auto`: what "
         "the chat template shows.",
-        "--reasoning-parser",
     )
 
     @property
@@ -172,7 +163,6 @@ class ServeConfig(FleetOptions):
         "",
         "Folder of all embedded stores ([tenancy.md](tenancy.md)): keys, limits, usage. Made closed to other users; every command that "
         "reads or changes them finds it by the same rule. Relative to the working directory.",
-        "--state",
         shown="`HEADRACE_STATE`, `$XDG_STATE_HOME/headrace`, else `~/.local/state/headrace`",
         role=Role.OPERATOR,
     )
@@ -184,14 +174,12 @@ class ServeConfig(FleetOptions):
     allow_open: bool = option(
         False,
         "Listen beyond loopback although there is no API key, neither in the configuration nor in the store ([identity.md](identity.md)).",
-        "--allow-open",
         reload=Reload.LIVE,
         role=Role.SECURITY,
     )
     experimental: bool = option(
         False,
         "Allow what has not been run where Headrace is tested: hub ids.",
-        "--experimental",
         reload=Reload.LIVE,
         role=Role.DEVELOPER,
     )

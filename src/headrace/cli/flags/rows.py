@@ -76,7 +76,7 @@ def _engine_flags() -> Iterator[CommandFlag]:
         kind = bool if option.switch else next(kind for kind in (bool, int, float, str) if hints[name] in (kind, kind | None))
         made = f"--{word}/--no-{word}" if kind is bool else f"--{word}"
         names = (made,) if option.flags is None else option.flags
-        if names and name != "model":  # an argument as well, which each command declares
+        if names:
             about = {"parser": whole_number, "metavar": "<int>"} if kind is int else {}
             yield CommandFlag(group=ENGINE, paths=(name,), names=names, kind=kind, option=option, split=_converter(option), about=about)
 

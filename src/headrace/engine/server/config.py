@@ -28,26 +28,20 @@ class ProcessConfig:
     block_key  secret (hex) of block hashes, derived from `site_key`; a supervisor passes only this one
     """
 
-    replica: str = required("The replica's name in logs and metrics; the flag's default is the model folder's name.", "--name")
+    replica: str = required("The replica's name in logs and metrics; the flag's default is the model folder's name.")
     address: str = required(
         "Address to listen on: `HOST:PORT` with a token, beyond loopback with `tls_dir` too; or `unix:/path` in a directory of mode 0700.",
-        "--listen",
     )
     token: str | None = field(default=None, repr=False)
-    token_file: str = option(
-        "", "File with the token that gateways must send, closed to other users.", "--token-file", shown="`token` of `tls_dir`"
-    )
-    tls_dir: str = option("", "Folder with this machine's certificates, as for `remote`.", "--tls-dir")
-    drain_timeout_s: float = option(30.0, "Seconds that running streams may take after SIGTERM.", "--drain-timeout", low=0.0)
+    token_file: str = option("", "File with the token that gateways must send, closed to other users.", shown="`token` of `tls_dir`")
+    tls_dir: str = option("", "Folder with this machine's certificates, as for `remote`.")
+    drain_timeout_s: float = option(30.0, "Seconds that running streams may take after SIGTERM.", low=0.0)
     cpus: str = option("", "CPUs that the engine keeps to, `0,1,2`.", shown="all")
     gpu: str = ""
-    rank: int = option(
-        0, "Which of its replica's processes this is ([ranks.md](ranks.md)): 0 is the one that gateways reach.", "--rank", low=0
-    )
+    rank: int = option(0, "Which of its replica's processes this is ([ranks.md](ranks.md)): 0 is the one that gateways reach.", low=0)
     rendezvous: str = option(
         "",
         "Where the processes of a replica meet: `unix:/path` in a directory of mode 0700.",
-        "--rendezvous",
         shown="`address` and `.ranks`",
     )
     num_neighbours: int = option(0, "Other engines on this machine, or on its GPU: each takes an equal part of its memory.", low=0)

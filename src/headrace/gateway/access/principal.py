@@ -104,7 +104,6 @@ class ApiKey:
         "",
         "The key itself, at least 8 characters; only its digest is kept. Other users of the machine can see a flag, and not "
         "the variable `HEADRACE_API_KEY`.",
-        "--api-key",
         repr=False,
         role=Role.SECURITY,
     )

@@ -34,9 +34,8 @@ class HttpTls:
     certificate: str = required(
         "PEM file with the certificate of the port, intermediate ones after it: the port speaks https alone then. Changed files are read "
         "beside a later connection, at most once a second, and hold for those after it: after a quiet time one more gets the old one.",
-        "--ssl-certfile",
     )
-    key: str = required("PEM file with its private key, without passphrase; refused where other users can read it.", "--ssl-keyfile")
+    key: str = required("PEM file with its private key, without passphrase; refused where other users can read it.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
