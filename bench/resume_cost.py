@@ -52,7 +52,7 @@ def event_ns(has_ids: bool) -> float:
 
 async def kept_us(path: str, num_streams: int) -> float:
     store = GuardedStore(SqliteStore(path, PLENTY, time.time), "streams")
-    streams = KeptStreams(store, ttl_s=60, metrics=ResumeMetrics(CollectorRegistry()))
+    streams = KeptStreams(store, metrics=ResumeMetrics(CollectorRegistry()))
     began = time.process_time()
     for number in range(num_streams):
         streams.keep(RequestId(f"{number:024x}"), KEPT)

@@ -446,7 +446,6 @@ def run(names: list[str], count: int) -> dict[str, dict[str, Any]]:
                 aliases=(MODEL_SMALL,),
                 further={MODEL_LARGE: {"large0": large_engine.address}},
                 request_log=log,
-                timeouts={"stream_resume_s": 60},
             )
         for gateway in gateways.values():
             gateway.wait_ready()

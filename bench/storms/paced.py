@@ -61,13 +61,14 @@ def tiered_server(
     tier_of  tenant -> its tier. None: one tenant of each tier, with its name
     engine   further keys of the engine;  gateway: of the gateway
     """
-    tenants = {**(tier_of or {name: name for name in tiers}), OPERATOR: next(iter(tiers))}
+    tenants = tier_of or {name: name for name in tiers}
     keys = [{"key": key_of(tenant), "tenant": tenant, "tier": tier} for tenant, tier in tenants.items()]
+    keys.append({"key": key_of(OPERATOR), "tenant": OPERATOR, "role": "reader"})
     content = {
         "models": [{"engine": {"model": model, **(engine or {})}}],
         "tiers": {name: {**TIER, **rules} for name, rules in tiers.items()},
         "prices": {Path(model).name: PRICE},
-        "gateway": {"api_keys": keys, "metrics_tenants": [OPERATOR], **(gateway or {})},
+        "gateway": {"api_keys": keys, **(gateway or {})},
     }
     with TemporaryDirectory(prefix="headrace-storm-") as folder:
         path = Path(folder) / "site.yaml"

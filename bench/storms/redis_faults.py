@@ -360,7 +360,7 @@ def _reported(name: str, load: Load, began: float, ended: float) -> FaultReport:
 def _waits(gateway: HandStarted) -> dict[str, int]:
     """Generating requests by what they waited for stores, so far."""
     address = f"http://127.0.0.1:{gateway.port}/metrics"
-    with urlopen(Request(address, headers={"authorization": f"Bearer {config_key('free')}"})) as answer:
+    with urlopen(Request(address, headers={"authorization": f"Bearer {config_key('reader')}"})) as answer:
         text = answer.read().decode()
     counts: dict[str, int] = {}
     for family in text_string_to_metric_families(text):
@@ -399,14 +399,13 @@ async def redis_site(site: HandStartedSite, tenants: Sequence[str]) -> AsyncIter
 
 
 def _gateway(site: HandStartedSite, name: str, engine: HandStarted, redis_port: int, tenants: Sequence[str]) -> HandStarted:
-    keys = [{"key": config_key("free"), "tenant": "free"}]
+    keys = [{"key": config_key("free"), "tenant": "free"}, {"key": config_key("reader"), "tenant": "free", "role": "reader"}]
     keys += [{"key": config_key(tenant), "tenant": tenant, "tier": "metered"} for tenant in tenants]
     return site.gateway(
         name,
         {"e0": engine.address},
         store={"url": f"redis://127.0.0.1:{redis_port}/0"},
         api_keys=keys,
-        metrics_tenants=["free"],
         cache={"enabled": True, "ttl_s": 5.0},
         tiers={"metered": LIMITS},
     )

@@ -91,12 +91,16 @@ def server(random_folder: Path) -> Iterator[Server]:
     config = {
         "models": [{"name": "random", "aliases": ["alias"], "engine": {**ENGINE, "model": str(random_folder), "num_kv_blocks": 48}}],
         "gateway": {
-            "api_keys": [{"key": KEY, "tenant": "operator"}, *({"key": key_of(tenant), "tenant": tenant} for tenant in TENANTS)],
-            "metrics_tenants": ["operator"],
+            "api_keys": [
+                {"key": KEY, "tenant": "operator"},
+                {"key": key_of("reader"), "tenant": "operator", "role": "reader"},
+                *({"key": key_of(tenant), "tenant": tenant} for tenant in TENANTS),
+            ],
             "request_log": "{folder}/requests.jsonl",
         },
     }
     with serving(config) as server:
+        server.metrics_key = key_of("reader")
         yield server
 
 

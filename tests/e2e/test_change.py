@@ -120,9 +120,9 @@ async def test_streams_run_through_every_change(site: Server) -> None:
         assert (await statuses(site, KEY), await statuses(site, OTHER_KEY)) == ({200}, {401})
         refused = await ask(site.port, "POST", COMPLETIONS, {"model": "visitor", "prompt": "x"}, key=KEY)
         assert refused.status == 404
-        change_file(site, models={"late": {}}, gateway={**gateway(KEY), "timeouts": {"stream_resume_s": 7}})
+        change_file(site, models={"late": {}}, gateway={**gateway(KEY), "sessions": {"ttl_s": 7}})
         ended, said = await do(site, "reload")
-        assert (ended, "timeouts.stream_resume_s: cannot change while the gateway runs" in said[-1]) == ("refused", True), said
+        assert (ended, "gateway.sessions: cannot change while the deployment runs" in said[-1]) == ("refused", True), said
         assert num_done() > PARALLEL
     assert [(replica["phase"], replica["open"]) for replica in await replicas(site)] == [("serving", 0)]
 

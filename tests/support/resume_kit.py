@@ -149,10 +149,10 @@ def _add(found: dict[str, Any], choice: dict[str, Any]) -> None:
 @asynccontextmanager
 async def two_gateways(text: TextModel, folder: Path, **changes: Any) -> AsyncIterator[tuple[TestBench, TestBench]]:
     """Two gateways over one store, each with a replica of its own, of equal numerics."""
-    state, timeouts = str(folder), {"stream_resume_s": 60, **changes.pop("timeouts", {})}
+    state = str(folder)
     async with (
-        open_bench(text, state=state, timeouts=timeouts, **changes) as first,
-        open_bench(text, state=state, timeouts=timeouts, **changes) as second,
+        open_bench(text, state=state, **changes) as first,
+        open_bench(text, state=state, **changes) as second,
     ):
         for bench in (first, second):
             equal(bench.replica)

@@ -104,6 +104,7 @@ class Server:
         with open(folder / "out", "wb") as out, open(folder / "err", "wb") as err:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment)
         self.port = 0
+        self.metrics_key = KEY
 
     @property
     def log(self) -> str:
@@ -143,7 +144,7 @@ class Server:
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of a metric's samples with these labels; 0 when there is none."""
-        status, text = self.get("/metrics")
+        status, text = self.get("/metrics", key=self.metrics_key)
         assert status == 200
         pattern = re.compile(rf"^{re.escape(name)}(?:\{{(?P<labels>[^}}]*)\}})? (?P<value>\S+)", re.MULTILINE)
         wanted = [f'{label}="{value}"' for label, value in labels.items()]

@@ -207,9 +207,8 @@ async def _stored_keys(stack: AsyncExitStack, config: GatewayConfig, share: Tena
 
 
 def _kept_streams(stack: AsyncExitStack, config: GatewayConfig, stores: Stores, metrics: Metrics, sources: Sources) -> KeptStreams:
-    ttl_s = config.timeouts.stream_resume_s
-    store = GuardedStore(stores.open_streams(), "streams", sources.clock) if ttl_s else None
-    streams = KeptStreams(store, ttl_s=ttl_s, metrics=ResumeMetrics(metrics.registry))
+    store = GuardedStore(stores.open_streams(), "streams", sources.clock)
+    streams = KeptStreams(store, metrics=ResumeMetrics(metrics.registry))
     stack.push_async_callback(streams.close)
     return streams
 

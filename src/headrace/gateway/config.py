@@ -21,7 +21,6 @@ from headrace.gateway.access.principal import (
     OPEN_ACCESS,
     READER_TIER,
     ApiKey,
-    MetricsAccess,
     OpenMetrics,
     check_key,
     with_digest,
@@ -76,17 +75,12 @@ class GatewayConfig:
         reload=Reload.LIVE,
         role=Role.SECURITY,
     )
-    open_metrics: bool | str = option(
+    open_metrics: str = option(
         OpenMetrics.NONE.value,
         "What `/metrics` shows without a key although there are keys: `none`, `totals` (sums over all tenants), or `all` (series of "
-        "tenants and tiers too).",
-        reload=Reload.LIVE,
-        role=Role.SECURITY,
-    )
-    metrics_tenants: tuple[str, ...] = option(
-        (),
-        "Tenants whose keys read the series of all tenants on `/metrics` (give the scraper such a key); where there are several tenants, "
-        "any other key but a reader's reads its own tenant's alone. Refused beside `open_metrics`.",
+        "tenants and tiers too). Where there are several tenants, a key reads its own tenant's series, and a reader's key all "
+        "([identity.md](identity.md#readers)).",
+        one_of=tuple(OpenMetrics),
         reload=Reload.LIVE,
         role=Role.SECURITY,
     )
@@ -170,7 +164,6 @@ class GatewayConfig:
         if self.log_prompt_blocks and self.request_log_target == "off":
             raise ConfigError("log_prompt_blocks", "has no effect while request_log is off", "Name a file as request_log.")
         check_secret("salt_key", self.salt_key)
-        self._check_metrics()
         check_names(self.allowed_hosts, self.allowed_origins)
         check_networks("trusted_proxies", self.trusted_proxies)
         for name, part in ((each.name, getattr(self, each.name)) for each in fields(self)):
@@ -206,14 +199,6 @@ class GatewayConfig:
                     where, f"does not count the model {unpriced[0]}, which has no price", f"Give prices.{unpriced[0]}; 0 is free."
                 )
 
-    def _check_metrics(self) -> None:
-        """Raise ConfigError for an unknown word, and for `metrics_tenants` where it would have no effect."""
-        if self.open_metrics not in list(OpenMetrics):
-            raise ConfigError("open_metrics", f"{self.open_metrics!r} is not one of {', '.join(OpenMetrics)}")
-        if self.metrics_tenants and self.open_metrics != OpenMetrics.NONE:
-            remedy = "Leave out one of the two; `open_metrics: all` shows tenants to every reader."
-            raise ConfigError("metrics_tenants", "has no effect beside open_metrics, where no reader shows a key", remedy)
-
     @property
     def scheme(self) -> str:
         """The scheme of this gateway's URLs."""
@@ -232,14 +217,13 @@ class GatewayConfig:
 
     @property
     def requests(self) -> RequestConfig:
-        metrics = MetricsAccess(open=OpenMetrics(str(self.open_metrics)), tenants=self.metrics_tenants)
         return RequestConfig(
             limits=self.limits,
             timeouts=self.timeouts,
             admission=self.admission,
             prices=self.prices,
             cache=self.cache,
-            metrics=metrics,
+            open_metrics=OpenMetrics(self.open_metrics),
             log_prompt_blocks=self.log_prompt_blocks,
         )
 

@@ -123,8 +123,6 @@ gateway:
   allowed_hosts:
     - api.example
     - localhost
-  metrics_tenants:
-    - nightly
   limits:
     max_requests: 16
     daily_budget: 100
@@ -277,7 +275,6 @@ def values(config: ServeConfig) -> dict[str, object]:
         found |= {f"engine {name} {each.name}": (each.address, each.tls_dir) for each in remote}
         found |= {f"token {name} {each.name}": each.token_file for each in remote if each.token_file}
     found |= {name: getattr(gateway, name) for name in ("tls", "store", "sessions", "host", "allowed_hosts")}
-    found |= {"metrics_tenants": gateway.metrics_tenants} if gateway.metrics_tenants else {}  # without one nobody reads those of all
     found |= {"request_s": gateway.timeouts.request_s, "budgets": gateway.limits.budget, "cached": gateway.cache.models}
     return found | {"usage": config.usage, "state": config.state, "access": gateway.access}
 

@@ -51,7 +51,7 @@ from headrace.wire.leash import Leash, LeashRequest, LeashRequestKind, ReplicaSt
 
 pytestmark = pytest.mark.loop
 
-FIXED = ("host", "port", "workers", "otlp_traces_endpoint", "salt_key", "store", "state", "sessions", "timeouts.stream_resume_s")
+FIXED = ("host", "port", "workers", "otlp_traces_endpoint", "salt_key", "store", "state", "sessions")
 """Options of the gateway that take a restart."""
 
 
@@ -606,7 +606,6 @@ def is_below(path: str, prefixes: Iterable[str]) -> bool:
         {"port": 4000},
         {"workers": 2},
         {"salt_key": "ab" * 16},
-        {"timeouts": {"stream_resume_s": 5}},
         {"store": {"url": "unix:///elsewhere"}},
         {"state": "/elsewhere"},
         {"sessions": {"ttl_s": 60.0}},

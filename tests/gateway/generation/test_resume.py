@@ -16,7 +16,7 @@ from resume_kit import CHAT, COMPLETIONS, Event, answer_of, equal, kept, send, s
 from headrace.core.request import EngineRequest
 from headrace.core.update import FinishReason, SequenceUpdate
 from headrace.gateway.generation.event_log import HEADER, NO_EVENT
-from headrace.gateway.generation.kept_streams import GIVE_WAY_S, SIBLINGS_S, KeptStream
+from headrace.gateway.generation.kept_streams import GIVE_WAY_S, KEPT_S, SIBLINGS_S, KeptStream
 from headrace.gateway.site.worker import GatewayWorker, Siblings
 from headrace.gateway.stores.guard import REQUEST_WAIT_S, WRITE_S
 from headrace.gateway.stores.lease import GIVE_BACK_PAUSES_S
@@ -28,7 +28,6 @@ from headrace.wire.stream import ReplicaStream
 pytestmark = pytest.mark.loop
 
 BODY = streaming_body(CHAT, max_tokens=12, ignore_eos=True)
-ON = {"stream_resume_s": 60}
 
 
 async def left(bench: TestBench, *, after: int = 4, body: bytes = BODY, key: str | None = None) -> list[Event]:
@@ -42,16 +41,8 @@ async def go_on(bench: TestBench, last_event: str, body: bytes = BODY, key: str 
     return await send(bench.gateway, CHAT, body, last_event=last_event, key=key)
 
 
-async def test_streams_have_no_ids_where_none_are_kept(text: TextModel) -> None:
-    async with open_bench(text, timeouts={"stream_resume_s": 0}) as bench:
-        assert not any(event.id for event in (await send(bench.gateway, CHAT, BODY)).events)
-        refused = await go_on(bench, f"{'a' * 24}/3")
-        assert (refused.status, refused.error["code"]) == (404, "stream_not_found")
-        assert "stream_resume_s" in refused.error["message"]
-
-
 async def test_only_what_can_be_made_again_has_ids(text: TextModel) -> None:
-    async with open_bench(text, timeouts=ON) as bench:
+    async with open_bench(text) as bench:
         body = streaming_body(COMPLETIONS, echo=True, logprobs=1, max_tokens=3)
         assert not any(event.id for event in (await send(bench.gateway, COMPLETIONS, body)).events)
         failing = await send(bench.gateway, COMPLETIONS, body, last_event=f"{'a' * 24}/3")
@@ -62,14 +53,14 @@ async def test_only_what_can_be_made_again_has_ids(text: TextModel) -> None:
     "given", ["5", "abc/1", f"{'a' * 24}", f"{'a' * 24}/0", f"{'a' * 24}/-1", f"{'A' * 24}/1", f"{'a' * 24}/1234567890", "\u00e9/1"]
 )
 async def test_an_id_of_another_form_is_refused(text: TextModel, given: str) -> None:
-    async with open_bench(text, timeouts=ON) as bench:
+    async with open_bench(text) as bench:
         refused = await go_on(bench, given)
         assert (refused.status, refused.error["param"]) == (400, "Last-Event-ID")
 
 
 async def test_events_have_ids_where_the_client_asks_for_them(text: TextModel) -> None:
     """Many clients take each line of a stream for data."""
-    async with open_bench(text, timeouts=ON) as bench:
+    async with open_bench(text) as bench:
         plain = await bench.client.post(CHAT, content=BODY, headers={"content-type": "application/json"})
         assert plain.text.startswith("data: ")
         assert "id: " not in plain.text
@@ -82,7 +73,7 @@ async def test_events_have_ids_where_the_client_asks_for_them(text: TextModel) -
 
 async def test_an_unknown_id_and_another_tenants_are_answered_alike(text: TextModel) -> None:
     keys = [{"key": "key-of-one", "tenant": "one"}, {"key": "key-of-two", "tenant": "two"}]
-    async with open_bench(text, timeouts=ON, api_keys=keys) as bench:
+    async with open_bench(text, api_keys=keys) as bench:
         equal(bench.replica)
         events = await left(bench, key="key-of-one")
         unknown = await go_on(bench, f"{'a' * 24}/4", key="key-of-two")
@@ -93,7 +84,7 @@ async def test_an_unknown_id_and_another_tenants_are_answered_alike(text: TextMo
 
 
 async def test_another_body_or_number_is_refused_and_the_stream_stays(text: TextModel) -> None:
-    async with open_bench(text, timeouts=ON) as bench:
+    async with open_bench(text) as bench:
         equal(bench.replica)
         events = await left(bench)
         answer_id = events[-1].id.partition("/")[0]
@@ -147,7 +138,7 @@ async def test_a_worker_that_hangs_costs_a_resume_nothing_but_the_stream(text: T
     assert isinstance(loop, NetworkedLoop)
     worker = GatewayWorker(0, tmp_path)
     silent = loop.network.listen_at(str(worker.socket(1)))
-    async with open_bench(text, timeouts=ON) as bench, Siblings(worker, 2) as siblings:
+    async with open_bench(text) as bench, Siblings(worker, 2) as siblings:
         bench.gateway.service.kept_streams.join(siblings)
         began = now()
         unknown = await go_on(bench, f"{'a' * 24}/3")
@@ -157,10 +148,10 @@ async def test_a_worker_that_hangs_costs_a_resume_nothing_but_the_stream(text: T
 
 
 async def test_a_stream_is_forgotten_after_its_time(text: TextModel) -> None:
-    async with open_bench(text, timeouts=ON) as bench:
+    async with open_bench(text) as bench:
         equal(bench.replica)
         one, two = await left(bench), await left(bench)
-        await asyncio.sleep(ON["stream_resume_s"] - 0.1)
+        await asyncio.sleep(KEPT_S - 0.1)
         assert (await go_on(bench, one[-1].id)).status == 200
         await asyncio.sleep(0.2)
         unknown = await go_on(bench, two[-1].id)
@@ -196,7 +187,7 @@ async def test_while_a_stream_goes_on_at_another_gateway_it_is_taken(text: TextM
 
 async def test_a_newer_connection_takes_a_stream_from_an_older_one(text: TextModel) -> None:
     """The older one, at the same gateway, may have broken without a sign until its socket gives up."""
-    async with open_bench(text, timeouts=ON) as bench:
+    async with open_bench(text) as bench:
         equal(bench.replica)
         began = now()
         answer_id, old = await begun(bench)
@@ -213,7 +204,7 @@ async def test_a_newer_connection_takes_a_stream_from_an_older_one(text: TextMod
 
 async def test_a_stranger_cannot_end_a_stream(text: TextModel) -> None:
     keys = [{"key": "key-of-one", "tenant": "one"}, {"key": "key-of-two", "tenant": "two"}]
-    async with open_bench(text, timeouts=ON, api_keys=keys) as bench:
+    async with open_bench(text, api_keys=keys) as bench:
         equal(bench.replica)
         sent: list[bytes] = []
         bench.replica.token_delay_s = 0.01
@@ -228,7 +219,7 @@ async def test_a_stranger_cannot_end_a_stream(text: TextModel) -> None:
 
 
 async def test_a_resume_that_no_replica_takes_can_be_tried_again(text: TextModel) -> None:
-    async with open_bench(text, timeouts=ON) as bench:
+    async with open_bench(text) as bench:
         equal(bench.replica)
         events = await left(bench)
         bench.replica.state = ConnectionState.DOWN
@@ -246,7 +237,7 @@ async def test_a_stream_that_failed_by_itself_is_not_kept(text: TextModel) -> No
         stream.put(SequenceUpdate(**common, token_ids=(70,)))
         stream.put(SequenceUpdate(**common, finish=FinishReason.ERROR, error="device"))
 
-    async with open_bench(text, timeouts=ON) as bench:
+    async with open_bench(text) as bench:
         equal(bench.replica)
         bench.replica.on_submit = fail
         failed = await send(bench.gateway, CHAT, BODY)
@@ -257,7 +248,7 @@ async def test_a_stream_that_failed_by_itself_is_not_kept(text: TextModel) -> No
 
 
 async def test_a_stream_whose_replica_is_lost_can_be_continued(text: TextModel) -> None:
-    async with open_bench(text, timeouts=ON) as bench:
+    async with open_bench(text) as bench:
         replica = bench.replica
         equal(replica)
         info, snapshot = replica.info, replica.snapshot
@@ -312,7 +303,7 @@ async def test_a_bad_store_costs_resuming_and_no_answer(
     text: TextModel, monkeypatch: pytest.MonkeyPatch, is_slow: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("headrace.gateway.compose.Stores.open_streams", lambda *_: BadStore(is_slow=is_slow))
-    async with open_bench(text, timeouts=ON) as bench:
+    async with open_bench(text) as bench:
         equal(bench.replica)
         began = now()
         events = (await send(bench.gateway, CHAT, BODY)).events
@@ -333,7 +324,7 @@ async def test_a_bad_store_costs_resuming_and_no_answer(
 
 @pytest.mark.usefixtures("shipped_patience")
 async def test_a_claim_that_comes_too_late_is_given_back(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with open_bench(text, timeouts=ON) as bench:
+    async with open_bench(text) as bench:
         equal(bench.replica)
         events = await left(bench)
         store = _store(bench)
@@ -365,7 +356,7 @@ async def test_a_claim_that_comes_too_late_is_given_back(text: TextModel, monkey
 
 @pytest.mark.usefixtures("shipped_patience")
 async def test_a_claim_that_is_given_back_leaves_the_claim_of_another_request(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with open_bench(text, timeouts=ON) as bench:
+    async with open_bench(text) as bench:
         equal(bench.replica)
         events = await left(bench)
         store = _store(bench)
@@ -386,7 +377,7 @@ async def test_a_claim_that_is_given_back_leaves_the_claim_of_another_request(te
 async def test_what_waits_to_be_written_is_bounded(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.gateway.compose.Stores.open_streams", lambda *_: BadStore(is_slow=True))
     monkeypatch.setattr("headrace.gateway.stores.guard.MAX_WRITING_BYTES", 1000)
-    async with open_bench(text, timeouts=ON) as bench:
+    async with open_bench(text) as bench:
         equal(bench.replica)
         for _ in range(8):
             await send(bench.gateway, CHAT, BODY)
@@ -396,7 +387,7 @@ async def test_what_waits_to_be_written_is_bounded(text: TextModel, monkeypatch:
 
 
 async def test_an_entry_of_another_version_is_unknown(text: TextModel) -> None:
-    async with open_bench(text, timeouts=ON) as bench:
+    async with open_bench(text) as bench:
         equal(bench.replica)
         events = await left(bench)
         store = _store(bench)
@@ -409,7 +400,7 @@ async def test_an_entry_of_another_version_is_unknown(text: TextModel) -> None:
 
 
 async def test_a_stream_that_an_earlier_version_kept_goes_on_at_the_model_of_the_name(text: TextModel) -> None:
-    async with open_bench(text, timeouts=ON) as bench:
+    async with open_bench(text) as bench:
         equal(bench.replica)
         events = await left(bench)
         answer_id = events[-1].id.partition("/")[0]
@@ -421,7 +412,7 @@ async def test_a_stream_that_an_earlier_version_kept_goes_on_at_the_model_of_the
 
 async def test_the_log_line_of_a_resume_names_the_stream(text: TextModel, tmp_path: Path) -> None:
     log = tmp_path / "requests"
-    async with open_bench(text, timeouts=ON, request_log=str(log)) as bench:
+    async with open_bench(text, request_log=str(log)) as bench:
         equal(bench.replica)
         events = await left(bench)
         await go_on(bench, events[-1].id)

@@ -231,13 +231,13 @@ async def test_the_line_and_the_record_name_what_was_asked_for_beside_who_answer
 
 async def test_a_continued_stream_stays_with_its_model_whatever_the_weights_are_then(text: TextModel) -> None:
     body = streaming_body(CHAT, model="assistant", max_tokens=12, ignore_eos=True)
-    async with open_bench(text, **of_version(0), timeouts={"stream_resume_s": 60}) as bench:
+    async with open_bench(text, **of_version(0)) as bench:
         for replica in bench.replicas.values():
             equal(replica)
         whole: dict[Any, Any] = answer_of((await send(bench.gateway, CHAT, body)).events)
         first = (await send(bench.gateway, CHAT, body, leave_after=4)).events
         await kept(bench)
-        await apply(bench, {**of_version(100), "timeouts": {"stream_resume_s": 60}})
+        await apply(bench, {**of_version(100)})
         rest = await send(bench.gateway, CHAT, body, last_event=first[-1].id)
         assert rest.status == 200, rest.body
         made: dict[Any, Any] = answer_of([*first, *rest.events])
@@ -247,7 +247,7 @@ async def test_a_continued_stream_stays_with_its_model_whatever_the_weights_are_
         again = (await send(bench.gateway, CHAT, body, leave_after=4)).events
         await kept(bench)
         left = {"models": served(ONE), "routes": {"assistant": {"targets": [{"model": ONE}]}}}
-        await apply(bench, {**left, "timeouts": {"stream_resume_s": 60}})
+        await apply(bench, {**left})
         refused = await send(bench.gateway, CHAT, body, last_event=again[-1].id)
         assert (refused.status, "not served any more" in refused.error["message"]) == (409, True)
 
@@ -256,7 +256,7 @@ async def test_another_key_of_the_tenant_continues_no_stream_of_a_model_that_it_
     keys = [{"key": f"key-of-{name}", "tenant": "acme", "tier": name} for name in ("large", "small")]
     tiers = {"large": {"models": [LARGE]}, "small": {"models": [ONE]}}
     body = streaming_body(CHAT, model=None, max_tokens=12, ignore_eos=True)
-    config: dict[str, Any] = {"models": served(ONE, LARGE), "api_keys": keys, "tiers": tiers, "timeouts": {"stream_resume_s": 60}}
+    config: dict[str, Any] = {"models": served(ONE, LARGE), "api_keys": keys, "tiers": tiers}
     async with open_bench(text, **config) as bench:
         for replica in bench.replicas.values():
             equal(replica)

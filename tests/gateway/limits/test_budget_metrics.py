@@ -79,14 +79,15 @@ async def test_while_the_store_fails_there_is_none(text: TextModel) -> None:
         assert shown(bench)[0] == 0.5
 
 
-KEYS = [{"key": f"hr-{tenant}-0123456789", "tenant": tenant} for tenant in ("alice", "bob", "ops")]
+KEYS: list[dict[str, Any]] = [{"key": f"hr-{tenant}-0123456789", "tenant": tenant} for tenant in ("alice", "bob")]
+KEYS.append({"key": "hr-ops-0123456789", "tenant": "ops", "role": "reader"})
 
 
 @pytest.mark.parametrize(
     ("reader", "options", "is_shown"),
     [
-        ("alice", {"metrics_tenants": ["ops"]}, False),
-        ("ops", {"metrics_tenants": ["ops"]}, True),
+        ("alice", {}, False),
+        ("ops", {}, True),
         ("", {"open_metrics": "totals"}, False),
         ("", {"open_metrics": "all"}, True),
     ],

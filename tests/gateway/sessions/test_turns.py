@@ -323,7 +323,7 @@ async def test_a_turn_that_cannot_be_stored_ends_in_an_error_and_costs_nothing(t
 async def test_what_a_stream_that_is_continued_adds_is_one_turn(text: TextModel) -> None:
     """The stream was stored whole, and its client lost the end."""
     body = {"messages": [user("one")], "stream": True, "max_tokens": 4, "ignore_eos": True}
-    async with open_bench(text, timeouts={"stream_resume_s": 60}) as bench:
+    async with open_bench(text) as bench:
         await turn(bench, "s", "zero", max_tokens=2)
         headers = {"x-session-id": "s", "last-event-id": "0"}
         first = await bench.client.post(CHAT, json=body, headers=headers)

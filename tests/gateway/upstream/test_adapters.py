@@ -245,7 +245,7 @@ async def test_an_answer_of_other_files_is_never_found_in_the_cache(text: TextMo
 
 @pytest.mark.parametrize(("later", "expected"), [(FIRST, 200), (SECOND, 409)])
 async def test_a_stream_that_a_client_continues_needs_the_same_files(text: TextModel, later: dict[str, str], expected: int) -> None:
-    async with open_bench(text, timeouts={"stream_resume_s": 60}) as bench:
+    async with open_bench(text) as bench:
         equal(bench.replica)
         give(bench.replica, FIRST)
         body = streaming_body(CHAT, model=ADAPTER, max_tokens=12, ignore_eos=True)

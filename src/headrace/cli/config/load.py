@@ -54,6 +54,8 @@ INSTEAD = {
     "models[N].upstreams[N].first_token_s": "silence_s holds before the first token too.",
     "models[N].upstreams[N].allow_link_local": "A server at a link-local address is never connected to: name it by another address.",
     "gateway.timeouts.sse_ping_s": "A quiet stream gets a comment line every 10 s: give proxies a longer time.",
+    "gateway.timeouts.stream_resume_s": "A stream whose client asks for that can be continued for 60 s after its end.",
+    "gateway.metrics_tenants": "Give whoever reads the series of all tenants a key with role: reader.",
     "gateway.idempotency": "Answers to requests with an Idempotency-Key are kept for 24 hours.",
 }
 """Paths that are refused -> what to do instead. The first are keys of the packages' configs that are computed, or have one good value."""

@@ -155,17 +155,9 @@ class OpenMetrics(StrEnum):
     ALL = "all"
     """the whole page"""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricsAccess:
-    """tenants: whose keys show the whole page"""
-
-    open: OpenMetrics
-    tenants: tuple[str, ...]
-
     def shown_to(self, reader: Principal, *, has_several: bool) -> ShownTenants:
-        if self.open is not OpenMetrics.NONE:
-            return EVERY_TENANT if self.open is OpenMetrics.ALL else NO_TENANT
-        if reader.reads_all or not reader.key_id or not has_several or reader.tenant in self.tenants:
+        if self is not OpenMetrics.NONE:
+            return EVERY_TENANT if self is OpenMetrics.ALL else NO_TENANT
+        if reader.reads_all or not reader.key_id or not has_several:
             return EVERY_TENANT
         return ShownTenants(own=reader.tenant)

@@ -52,7 +52,7 @@ SECTIONS = {
     "usage.clickhouse": ("password_file", "ca_file"),
 }
 
-LISTS = ("allowed_hosts", "allowed_origins", "metrics_tenants", "trusted_proxies")
+LISTS = ("allowed_hosts", "allowed_origins", "trusted_proxies")
 
 
 Entries = dict[str, set[tuple[str, object]]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from headrace.gateway.access.principal import MetricsAccess
+from headrace.gateway.access.principal import OpenMetrics
 from headrace.gateway.cache.config import CacheConfig
 from headrace.gateway.http.config import Limits, Timeouts
 from headrace.policy.config import AdmissionRules
@@ -14,16 +14,14 @@ from headrace.policy.limits.price import FREE, Price
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestConfig:
-    """The parts of the configuration that answering a request reads. prices: model name -> price; metrics: which series a reader of the
-    page sees; log_prompt_blocks: of the request log
-    """
+    """prices: model name -> price; open_metrics: which series a reader of the page sees; log_prompt_blocks: of the request log"""
 
     limits: Limits
     timeouts: Timeouts
     admission: AdmissionRules
     prices: Mapping[str, Price]
     cache: CacheConfig
-    metrics: MetricsAccess
+    open_metrics: OpenMetrics
     log_prompt_blocks: bool
 
     def price_of(self, model: str) -> Price:

@@ -29,6 +29,9 @@ from headrace.gateway.stores.store import EntryTooLarge, StoredEntry, StoreFaile
 from headrace.gateway.upstream.generation_request import EarlierOutput
 from headrace.observe.store_metrics import ContinueOutcome, KeepOutcome, ResumeMetrics
 
+KEPT_S = 60.0
+"""Seconds from a stream's end for which its client can continue it."""
+
 GIVE_WAY_S = 1.0
 """Seconds after which a stream that is being sent gives way to a newer connection of its client. Before, the newer one gets 409."""
 
@@ -134,10 +137,9 @@ def is_worth_keeping(error: BaseException | None) -> bool:
 class KeptStreams:
     """The open streams of one gateway, and the store of kept ones. `close` finishes the writes."""
 
-    def __init__(self, store: GuardedStore | None, *, ttl_s: float, metrics: ResumeMetrics) -> None:
-        """store: closed by `close`; None: no stream is kept, and events have no ids."""
+    def __init__(self, store: GuardedStore, *, metrics: ResumeMetrics) -> None:
+        """store: closed by `close`"""
         self._store = store
-        self._ttl_s = ttl_s
         self._metrics = metrics
         self._open: dict[RequestId, OpenStream] = {}
         self._siblings: OtherWorkers | None = None
@@ -148,16 +150,11 @@ class KeptStreams:
         siblings.handle(END_STREAM, self._end_for_sibling)
 
     @property
-    def is_on(self) -> bool:
-        return self._store is not None
-
-    @property
     def num_writing(self) -> int:
-        return 0 if self._store is None else self._store.num_writing
+        return self._store.num_writing
 
     async def close(self) -> None:
-        if self._store is not None:
-            await self._store.close()
+        await self._store.close()
 
     # -- continuing ----------------------------------------------------------------------------------------------------------------
 
@@ -169,8 +166,6 @@ class KeptStreams:
         """
         if (event := last_event(exchange)) is None:
             return None
-        if self._store is None:
-            raise UnknownStream("This server keeps no streams (timeouts.stream_resume_s is 0).")
         with self._counted():
             async with self._store.guard.waiting():
                 sent = self._open.get(event.answer_id)
@@ -185,9 +180,8 @@ class KeptStreams:
 
     async def claim(self, stream: ContinuedStream) -> None:
         """Raises StreamConflict when another request has claimed the stream, or Unavailable."""
-        assert self._store is not None
         claimed = _encode(msgspec.structs.replace(stream.kept, entries=b"", state=secrets.token_bytes(CLAIM_BYTES), is_claimed=True))
-        lease = EntryLease(self._store, stream.answer_id, claimed, tenant=stream.kept.tenant, lasts_s=self._ttl_s)
+        lease = EntryLease(self._store, stream.answer_id, claimed, tenant=stream.kept.tenant, lasts_s=KEPT_S)
         with self._counted():
             try:
                 is_ours = await self._store.asked(lambda store: lease.claim(store, expected=stream.value))
@@ -280,12 +274,11 @@ class KeptStreams:
         self._write(
             answer_id,
             len(value),
-            lambda store: store.put(answer_id, value, tenant=kept.tenant, ttl_s=self._ttl_s),
+            lambda store: store.put(answer_id, value, tenant=kept.tenant, ttl_s=KEPT_S),
             lambda failure: self._metrics.kept(_outcome(failure)),
         )
 
     def _write(self, answer_id: RequestId, num_bytes: int, work: Work, count: Ended) -> None:
-        assert self._store is not None
         if (stream := self._open.get(answer_id)) is not None:
             stream.is_ended = True
 

@@ -79,4 +79,4 @@ class Service:
         return self.models.usable_by(principal).choose(parsed.model, sender, hint)
 
     def shown_tenants(self, reader: Principal) -> ShownTenants:
-        return self.config.metrics.shown_to(reader, has_several=self.tenant_share.has_several)
+        return self.config.open_metrics.shown_to(reader, has_several=self.tenant_share.has_several)

@@ -113,12 +113,6 @@ class Timeouts:
         low=0.0,
         reload=Reload.LIVE,
     )
-    stream_resume_s: float = option(
-        60.0,
-        "Seconds after its end for which a stream is kept, so that its client can continue it if it asked for that "
-        "([api.md](api.md#resuming-a-stream)); 0: never. Each kept stream takes some 100 bytes and 8 per token.",
-        low=0.0,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,7 @@ async def resume(call: Call, call_next: CallNext, *, kept_streams: KeptStreams, 
             open_requests.use(exchange.request_id, call.principal.tenant, call.model.users)
     ready = await call_next(call)
     has_ids = ready.call.model is call.asked  # another one may not answer the next time
-    if not (has_ids and kept_streams.is_on and is_streaming and ready.prepared.keeps_events):
+    if not (has_ids and is_streaming and ready.prepared.keeps_events):
         if continued is not None:
             raise StreamConflict("The model of this stream is answered by another server now, which cannot continue it.")
         return ready
