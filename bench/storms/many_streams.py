@@ -90,8 +90,7 @@ class Deployment:
 
     def _start_gateway(self, names: list[str]) -> subprocess.Popen[bytes]:
         replicas = [{"name": name, "address": f"unix:{self._folder}/{name}"} for name in names]
-        most = 2 * self._given.streams
-        limits = {"max_requests": most, "max_connections": most}
+        limits = {"max_requests": 2 * self._given.streams}
         gateway = {"port": 0, "workers": self._given.workers, "request_log": "off", "limits": limits}
         model = {"name": "fake", "remote": {"model": str(bundled_path(DEFAULT_MODEL)), "replicas": replicas}}
         content = {"models": [model], "gateway": gateway, "run_dir": str(self._folder)}

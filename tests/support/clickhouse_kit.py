@@ -58,9 +58,8 @@ class ClickHouseServer:
         self.port = free_port()
         (self.folder / "config.xml").write_text(CONFIG.format(folder=self.folder, port=self.port, tcp_port=free_port()))
         self.config = ClickHouseConfig(
-            url=f"http://127.0.0.1:{self.port}",
+            url=f"http://{USER}@127.0.0.1:{self.port}",
             table="headrace_test.headrace_usage",
-            user=USER,
             password_file=str(self.folder / "password"),
         ).checked("usage.clickhouse")
 

@@ -344,9 +344,9 @@ async def open_bench(
 
 
 @asynccontextmanager
-async def serving(gateway: Gateway, reloader: Reloader | None = None) -> AsyncIterator[int]:
+async def serving(gateway: Gateway, reloader: Reloader | None = None, max_connections: int = 1000) -> AsyncIterator[int]:
     """The gateway behind its real HTTP server on a free loopback port, in this event loop. reloader: whose changes the server follows"""
-    limit = ConnectionLimit(gateway.config.limits.max_connections, 8)
+    limit = ConnectionLimit(max_connections, 8)
     server = Server(gateway, server_config(gateway.config), gateway.refused, limit)
     port = await server.start()
     if reloader is not None:

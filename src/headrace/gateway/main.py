@@ -109,14 +109,14 @@ async def _serve_until_stopped(
 
 
 def limit_connections(config: GatewayConfig, num_connections: int = 0) -> ConnectionLimit:
-    """`limits.max_connections` as far as open files allow. num_connections: open client connections. Raises ConfigError if too few fit."""
+    """As many connections as open files allow. num_connections: open client connections. Raises ConfigError if too few fit."""
     wanted = config.limits.max_connections
     num_foreign = sum(len(model.upstreams) for model in config.models)
     num_replicas = sum(len(model.replicas) for model in config.models)
     num_text_workers = config.limits.max_text_workers
     limit = connection_limit(wanted, num_replicas, num_foreign, num_text_workers=num_text_workers, num_connections=num_connections)
     if limit.max_connections < wanted:
-        log.warning("limits.max_connections: %d instead of %d, as open files allow (ulimit -n)", limit.max_connections, wanted)
+        log.warning("%d connections at once instead of %d, as open files allow (ulimit -n)", limit.max_connections, wanted)
     return limit
 
 

@@ -28,8 +28,7 @@ from headrace.gateway.control.protections import check_keeps_protections
 from headrace.gateway.control.reload import check_change
 from headrace.gateway.http.config import HttpTls
 from headrace.gateway.http.tls import load_context
-from headrace.gateway.ledger.clickhouse import ClickHouseSink
-from headrace.gateway.ledger.config import ClickHouseConfig, read_properties
+from headrace.gateway.ledger.config import read_properties
 from headrace.gateway.upstream.foreign.session import read_key
 from headrace.gateway.upstream.model_config import ForeignConfig
 from headrace.machine.private_files import read_token
@@ -110,10 +109,8 @@ usage:
       - "kafka.example:9093"
     properties_file: FOLDER/kafka.properties
   clickhouse:
-    url: "https://clickhouse.example:8443"
-    user: headrace
+    url: "https://headrace@clickhouse.example:8443"
     password_file: FOLDER/token
-    ca_file: FOLDER/ca.pem
 gateway:
   host: 0.0.0.0
   port: 8443
@@ -239,7 +236,6 @@ def protections(config: ServeConfig) -> set[str]:
         "kafka's properties": usage.kafka and usage.kafka.properties_file,
         "clickhouse": usage.clickhouse,
         "clickhouse's password": usage.clickhouse and usage.clickhouse.password_file,
-        "clickhouse's authorities": usage.clickhouse and usage.clickhouse.ca_file,
     }
     for key in gateway.api_keys:
         found[f"the tenant of {key.sha256} is {key.tenant}"] = True
@@ -347,7 +343,6 @@ LOST = [
     ("limits:", r"gateway\.limits\.daily_budget: protects .*, and gateway\.limits\.monthly_budget"),
     ("timeouts:", r"gateway\.timeouts\.request_s: protects"),
     ("kafka:", r"usage\.kafka: protects"),
-    ("ca_file:", r"usage\.clickhouse\.ca_file: protects"),
     ("retention_days:", r"usage\.retention_days: protects"),
     ("state:", r"^state: cannot change while the deployment runs"),
     ("store:", r"^gateway\.store: cannot change while the deployment runs"),
@@ -760,7 +755,6 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
         lambda folder: load_context(HttpTls(**dict(zip(("certificate", "key"), _key_and(folder, "tls.crt"), strict=True)))),
     ),
     "ca.crt": ("a FIFO", lambda folder: _key_and(folder) and load_certificates(files_in(folder), TlsRole.GATEWAY)),
-    "ca.pem": ("a FIFO", lambda folder: ClickHouseSink(ClickHouseConfig(url="https://h:8443", ca_file=str(folder / "ca.pem")))),
     "gateway.json": ("a FIFO", lambda folder: load_config(folder / "gateway.json")),
     "tokenizer.json": ("a FIFO", lambda folder: read_bytes(folder / "tokenizer.json")),
 }

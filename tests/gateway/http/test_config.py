@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from headrace.core.errors import ConfigError
-from headrace.gateway.http.config import MAX_REFUSALS, MIN_CONNECTIONS, ConnectionLimit, connection_limit, divide
+from headrace.gateway.http.config import MAX_REFUSALS, MIN_CONNECTIONS, ConnectionLimit, Limits, connection_limit, divide
 from headrace.machine.resources import num_open_files, raise_open_files_limit
 
 pytestmark = pytest.mark.pure
@@ -55,6 +55,10 @@ def test_the_soft_limit_is_raised_as_far_as_it_may_and_never_lowered() -> None:
         assert raise_open_files_limit(hard + 1) == hard
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_many_connections_are_held_whatever_few_requests_may_run() -> None:
+    assert [Limits(max_requests=number).max_connections for number in (1, 4096, 10_000)] == [16_384, 16_384, 20_000]
 
 
 def test_text_workers_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

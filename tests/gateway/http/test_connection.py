@@ -278,7 +278,7 @@ async def test_client_that_does_not_take_the_end_of_the_last_answer_is_cut_off(
     theirs.setblocking(False)
     async with open_bench(text) as bench:
         config = bench.gateway.config
-        server = Server(bench.gateway, config.server, bench.gateway.refused, ConnectionLimit(config.limits.max_connections, 8))
+        server = Server(bench.gateway, config.server, bench.gateway.refused, ConnectionLimit(8, 8))
         server.config.load()
         kind = protocol.protocol_for(bench.gateway.config.server, bench.gateway.refused)
         made: asyncio.Protocol = kind(server.config, server.server_state, app_state={})
@@ -435,7 +435,7 @@ async def test_chunked_may_be_written_in_any_way(port: int, value: bytes) -> Non
 
 async def test_connections_beyond_the_cap_are_told_so(text: TextModel) -> None:
     """They were closed without a word, which a client cannot tell from a server that crashed."""
-    async with open_bench(text, limits={"max_connections": 2}) as bench, serving(bench.gateway) as port:
+    async with open_bench(text) as bench, serving(bench.gateway, max_connections=2) as port:
         async with dial(port) as (reader, writer), dial(port):
             writer.write(GET.replace(b"connection: close\r\n", b""))
             assert b" 200 " in await reader.readline()
@@ -462,7 +462,7 @@ async def test_a_burst_beyond_the_cap_is_answered_to_the_last(text: TextModel, o
         except (ssl.SSLError, ConnectionError):
             return None
 
-    async with open_bench(text, limits={"max_connections": 20}) as bench, serving(bench.gateway) as port:
+    async with open_bench(text) as bench, serving(bench.gateway, max_connections=20) as port:
         before = num_open_files()
         counts = Counter(await asyncio.gather(*(ask(port) for _ in range(150))))
         assert counts.keys() <= {200, 503, None}

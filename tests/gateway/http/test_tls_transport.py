@@ -181,8 +181,8 @@ async def test_a_handshake_that_does_not_end_is_ended_in_time(port: int, every_s
 
 async def test_handshakes_count_as_connections_and_give_their_places_back(text: TextModel) -> None:
     async with (
-        open_bench(text, limits={"max_connections": 2}) as bench,
-        serving(bench.gateway) as port,
+        open_bench(text) as bench,
+        serving(bench.gateway, max_connections=2) as port,
         asyncio.timeout(60),
         dial_tcp(port),
         dial_tcp(port),
@@ -199,8 +199,8 @@ async def test_handshakes_count_as_connections_and_give_their_places_back(text: 
 async def test_refusals_beyond_the_cap_are_bounded_in_number_and_time(text: TextModel) -> None:
     """Eight at a time are answered after their handshake; one that does not shake hands gives its place back after a second."""
     async with (
-        open_bench(text, limits={"max_connections": 1}) as bench,
-        serving(bench.gateway) as port,
+        open_bench(text) as bench,
+        serving(bench.gateway, max_connections=1) as port,
         asyncio.timeout(60),
         dialled(port),
         AsyncExitStack() as silent,
@@ -224,8 +224,8 @@ async def test_refused_connections_that_cannot_be_taken_give_their_places_back(
         raise OSError("no room")
 
     async with (
-        open_bench(text, limits={"max_connections": 1}) as bench,
-        serving(bench.gateway) as port,
+        open_bench(text) as bench,
+        serving(bench.gateway, max_connections=1) as port,
         asyncio.timeout(60),
         dialled(port),
     ):

@@ -15,7 +15,7 @@ from headrace.gateway.stores.config import InsecureStore, StoreConfig
 
 pytestmark = pytest.mark.pure
 
-SECRET = {"user": "ledger", "password_file": "/run/secret"}
+SECRET = {"password_file": "/run/secret"}
 
 
 def config(data: dict[str, Any]) -> UsageConfig:
@@ -32,12 +32,12 @@ def config(data: dict[str, Any]) -> UsageConfig:
         ({"kafka": {"brokers": ["localhost:9092"], "topic": "a b"}}, "usage.kafka.topic"),
         ({"clickhouse": {"url": "localhost:8123"}}, "usage.clickhouse.url"),
         ({"clickhouse": {"url": "http://localhost:8123/?x=1"}}, "usage.clickhouse.url"),
-        ({"clickhouse": {"url": "http://u:p@localhost:8123"}}, "holds a user or a password"),
+        ({"clickhouse": {"url": "http://u:p@localhost:8123"}}, "holds a password"),
         ({"clickhouse": {"url": "http://localhost:8123", "table": "usage; DROP"}}, "usage.clickhouse.table"),
         ({"clickhouse": {"url": "http://localhost:8123", "table": "a.b.c"}}, "usage.clickhouse.table.*DATABASE.TABLE"),
         ({"clickhouse": {"url": "http://localhost:8123", "table": ".usage"}}, "usage.clickhouse.table"),
-        ({"clickhouse": {"url": "http://localhost:8123", "ca_file": "/ca"}}, "usage.clickhouse.ca_file.*without an https"),
-        ({"clickhouse": {"url": "http://localhost:8123", "password_file": "/p"}}, "without user"),
+        ({"clickhouse": {"url": "http://localhost:8123", "password_file": "/p"}}, "usage.clickhouse.url.*has no user"),
+        ({"clickhouse": {"url": "http://u@localhost:8123"}}, "usage.clickhouse.password_file.*has no password"),
     ],
 )
 def test_a_fault_is_named(data: dict[str, Any], error: str) -> None:
@@ -51,7 +51,7 @@ def test_a_fault_is_named(data: dict[str, Any], error: str) -> None:
         {"kafka": {"brokers": ["10.0.0.7:9092"]}},
         {"kafka": {"brokers": ["localhost:9092", "kafka.example:9092"]}},
         {"clickhouse": {"url": "http://10.0.0.7:8123"}},
-        {"clickhouse": {"url": "http://clickhouse.example:8123", **SECRET}},
+        {"clickhouse": {"url": "http://ledger@clickhouse.example:8123", **SECRET}},
         {"clickhouse": {"url": "https://clickhouse.example:8443"}},
     ],
 )
@@ -67,7 +67,7 @@ def test_a_store_on_another_machine_wants_encryption_and_authentication(section:
     [
         {"kafka": {"brokers": ["127.0.0.1:9092", "[::1]:9092", "localhost:9092"]}},
         {"clickhouse": {"url": "http://localhost:8123"}},
-        {"clickhouse": {"url": "https://clickhouse.example:8443/", **SECRET, "ca_file": "/ca"}},
+        {"clickhouse": {"url": "https://ledger@clickhouse.example:8443/", **SECRET}},
     ],
 )
 def test_what_is_safe_is_taken(section: dict[str, Any]) -> None:

@@ -55,6 +55,9 @@ INSTEAD = {
     "models[N].upstreams[N].allow_link_local": "A server at a link-local address is never connected to: name it by another address.",
     "gateway.timeouts.sse_ping_s": "A quiet stream gets a comment line every 10 s: give proxies a longer time.",
     "gateway.timeouts.stream_resume_s": "A stream whose client asks for that can be continued for 60 s after its end.",
+    "gateway.limits.max_connections": "A gateway holds 16384 connections, or twice max_requests where that is more.",
+    "usage.clickhouse.user": "Write it into url, as https://USER@HOST:8443.",
+    "usage.clickhouse.ca_file": "Add the authority to the system's, or name all of them by SSL_CERT_FILE.",
     "gateway.metrics_tenants": "Give whoever reads the series of all tenants a key with role: reader.",
     "gateway.idempotency": "Answers to requests with an Idempotency-Key are kept for 24 hours.",
 }

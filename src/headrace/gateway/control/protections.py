@@ -49,7 +49,7 @@ SECTIONS = {
     "gateway": ("tls",),
     "usage": ("kafka", "clickhouse"),
     "usage.kafka": ("properties_file",),
-    "usage.clickhouse": ("password_file", "ca_file"),
+    "usage.clickhouse": ("password_file",),
 }
 
 LISTS = ("allowed_hosts", "allowed_origins", "trusted_proxies")

@@ -23,6 +23,9 @@ DEFAULT_PORTS = {"http": "80", "https": "443"}
 
 ANY_ORIGIN = "*"
 
+MIN_MAX_CONNECTIONS = 16_384
+"""Many clients keep connections open, whatever few requests may run at once."""
+
 FAIL_OPEN, FAIL_CLOSED = "open", "closed"
 """Values of `limits.on_store_failure`."""
 
@@ -43,9 +46,6 @@ class Limits:
     """Inclusive."""
 
     max_body_bytes: int = option(1 << 20, "A request's body.", low=1)
-    max_connections: int = option(
-        16_384, "Open connections, fewer where open files (`ulimit -n`) do not suffice; one more gets 503.", low=1, is_shared=True
-    )
     max_requests: int = option(
         4096, "Requests at once; one more gets 429. A tenant may have `max_tenant_share` of them.", low=1, is_shared=True
     )
@@ -80,6 +80,11 @@ class Limits:
         None, "Bytes of the bodies and prompts of all requests; None: a part of the machine's memory.", low=1, is_shared=True
     )
     max_answer_bytes: int = option(40 << 20, "Bytes of log-probabilities and unwritten answers of all requests.", low=1, is_shared=True)
+
+    @property
+    def max_connections(self) -> int:
+        """Of one process, as far as open files allow; one more gets 503."""
+        return max(MIN_MAX_CONNECTIONS, 2 * self.max_requests)
 
     @property
     def max_text_queue(self) -> int:

@@ -17,8 +17,6 @@ from contextlib import suppress
 from typing import Any, TypeVar
 from urllib.parse import urlencode
 
-from headrace.core.errors import ConfigError
-from headrace.core.regular_files import MAX_SECRET_BYTES, read_file
 from headrace.gateway.ledger.config import ClickHouseConfig
 from headrace.gateway.ledger.record import COLUMNS, SinkFailed
 from headrace.gateway.ledger.usage_query import (
@@ -168,12 +166,7 @@ def _headers(config: ClickHouseConfig) -> dict[str, str]:
 def _tls(config: ClickHouseConfig) -> ssl.SSLContext | None:
     if config.address.scheme != "https":
         return None
-    try:
-        if config.ca_file:
-            read_file(config.ca_file, MAX_SECRET_BYTES)  # OpenSSL opens it by its path, and waits for what is no regular file
-        return ssl.create_default_context(cafile=config.ca_file or None)
-    except OSError as error:
-        raise ConfigError("usage.clickhouse.ca_file", f"{config.ca_file} cannot be used ({error})") from None
+    return ssl.create_default_context()
 
 
 MAX_QUESTIONS = 2

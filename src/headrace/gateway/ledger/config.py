@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from headrace.core.errors import ConfigError
 from headrace.core.option import Role, check_options, option, required
@@ -119,16 +119,18 @@ def _is_file(name: str, path: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClickHouseConfig:
-    url: str = required("`http://HOST:8123` or `https://HOST:8443`.")
+    url: str = required("`http://HOST:8123`, or `https://USER@HOST:8443` with a user.")
     table: str = option("default.headrace_usage", "Database and table, joined by a dot; made where they are not there, if the user may.")
-    user: str = option("", "Beside `password_file`.", role=Role.SECURITY)
-    password_file: str = option("", "File with its password, closed to other users.", role=Role.SECURITY)
-    ca_file: str = option("", "Authorities that sign the server's certificate.", shown="the system's", role=Role.SECURITY)
+    password_file: str = option("", "File with the password of the user in `url`, closed to other users.", role=Role.SECURITY)
     allow_insecure: bool = option(False, "Allow a server on another machine without https, or without a user.", role=Role.SECURITY)
 
     @property
     def address(self) -> SplitResult:
         return urlsplit(self.url)
+
+    @property
+    def user(self) -> str:
+        return unquote(self.address.username or "")
 
     @property
     def full_table(self) -> str:
@@ -139,11 +141,11 @@ class ClickHouseConfig:
         self._check_url(f"{where}.url")
         if TABLE.fullmatch(self.table) is None:
             raise ConfigError(f"{where}.table", f"{self.table!r} is not DATABASE.TABLE, names of letters, digits and _")
-        for name, other in (("user", "password_file"), ("password_file", "user")):
-            if getattr(self, name) and not getattr(self, other):
-                raise ConfigError(f"{where}.{name}", f"is given without {other}")
-        if self.ca_file and self.address.scheme != "https":
-            raise ConfigError(f"{where}.ca_file", "is given without an https:// url")
+        if bool(self.user) != bool(self.password_file):
+            given, other = ("url", "password_file") if self.user else ("password_file", "url")
+            raise ConfigError(
+                f"{where}.{other}", f"has no {'password' if self.user else 'user'}, and {given} has one", "Give both or none."
+            )
         if not (self.allow_insecure or is_loopback(self.address.hostname or "")):
             if self.address.scheme != "https":
                 raise InsecureStore(f"{where}.url", "https")
@@ -158,9 +160,9 @@ class ClickHouseConfig:
         except ValueError:
             is_address = False
         if not is_address or parts.path not in ("", "/") or parts.query or parts.fragment:
-            raise ConfigError(where, "is no address of ClickHouse's HTTP port", "Write http://HOST:8123 or https://HOST:8443.")
-        if parts.username is not None or parts.password is not None:
-            raise ConfigError(where, "holds a user or a password", "Write them as user and password_file.")
+            raise ConfigError(where, "is no address of ClickHouse's HTTP port", "Write http://HOST:8123 or https://USER@HOST:8443.")
+        if parts.password is not None:
+            raise ConfigError(where, "holds a password", "Write it into a file, closed to other users: password_file.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
