@@ -142,10 +142,8 @@ class ClickHouseConfig:
         if TABLE.fullmatch(self.table) is None:
             raise ConfigError(f"{where}.table", f"{self.table!r} is not DATABASE.TABLE, names of letters, digits and _")
         if bool(self.user) != bool(self.password_file):
-            given, other = ("url", "password_file") if self.user else ("password_file", "url")
-            raise ConfigError(
-                f"{where}.{other}", f"has no {'password' if self.user else 'user'}, and {given} has one", "Give both or none."
-            )
+            lacking, what = ("password_file", "password") if self.user else ("url", "user")
+            raise ConfigError(f"{where}.{lacking}", f"has no {what}", "Give both or none.")
         if not (self.allow_insecure or is_loopback(self.address.hostname or "")):
             if self.address.scheme != "https":
                 raise InsecureStore(f"{where}.url", "https")
