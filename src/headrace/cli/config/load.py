@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from headrace.bundled import DEFAULT_MODEL
-from headrace.cli.config.sections import ServeConfig
+from headrace.cli.config.sections import TOP_LEVEL, ServeConfig
 from headrace.cli.config.state import has_stored_keys, state_folder
 from headrace.cli.config.yaml_files import Raw, parse_yaml, read_yaml, shown_path
 from headrace.cli.flags.flag import NO_FLAGS, GivenFlags
@@ -37,13 +37,8 @@ from headrace.machine.hosts import is_loopback
 ENV_PREFIX = "HEADRACE_"
 
 INSTEAD = {
-    "gateway.models": "Declare models at the top level.",
+    **{f"gateway.{name}": f"Set {name} at the top level." for name in ("models", *TOP_LEVEL)},
     "gateway.salt_key": "Set site_key at the top level.",
-    "gateway.state": "Set state at the top level.",
-    "gateway.tiers": "Declare tiers at the top level.",
-    "gateway.prices": "Declare prices at the top level.",
-    "gateway.routes": "Declare routes at the top level.",
-    "gateway.usage": "Set usage at the top level.",
     "gateway.timeouts.drain_s": "Set drain_timeout_s at the top level.",
     "gateway.limits.max_text_workers": "Each gateway worker has one or two: set gateway.workers.",
     "gateway.limits.max_prompt_bytes": "A sixteenth of the memory is for prompts: limit the process's memory, or set max_requests.",

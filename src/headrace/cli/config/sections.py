@@ -31,6 +31,9 @@ from headrace.tensor.checkpoint.gguf.paths import SUFFIX, is_first, is_gguf, mod
 from headrace.text.output.formats import AUTO, reasoning_format, tool_format
 from headrace.wire.tls.files import token_path
 
+TOP_LEVEL = ("state", "tiers", "prices", "routes", "usage")
+"""Keys of the gateways' file that stand beside the section `gateway` in an operator's."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteReplica:
@@ -205,11 +208,10 @@ class ServeConfig(FleetOptions):
         except ConfigError as error:
             # Replicas that this file does not name have made-up addresses, which are right.
             where = re.sub(r"^(models\[\d+\])\.replicas", r"\1.remote.replicas", error.where)
-            is_on_top = where.startswith(("models", "state", "tiers", "prices", "routes", "usage"))
-            raise error.at(where if is_on_top else f"gateway.{where}") from error
+            raise error.at(where if where.startswith(("models", *TOP_LEVEL)) else f"gateway.{where}") from error
 
     def whole_gateway(self) -> GatewayConfig:
-        return replace(self.gateway, state=self.state, tiers=self.tiers, prices=self.prices, routes=self.routes, usage=self.usage)
+        return replace(self.gateway, **{name: getattr(self, name) for name in TOP_LEVEL})
 
     def gateway_before_start(self) -> GatewayConfig:
         """Engines that are not started yet have placeholders for addresses."""

@@ -86,6 +86,17 @@ _QUANTIZED = "Use --kv-cache-dtype int8: its scales are computed as tokens come.
 _GENERATION = "Serve a copy of the model's folder without generation_config.json, or with another one."
 _PROMPTS = "prompts are never logged; --request-log off leaves out the line per request too"
 
+_ACCEPTED: dict[str, tuple[str, ...] | None] = {
+    "trust_remote_code": None,
+    "tokenizer_mode": ("auto",),
+    "task": ("auto", "generate"),
+    "runner": ("auto", "generate"),
+    "convert": ("auto", "none"),
+    "cpu_offload_gb": ("0",),
+}
+_NEEDS_NO_NOTICE = {"swap_space": ("0",), "preemption_mode": ("recompute",)}
+_WITHOUT_VALUE = ("disable_log_stats", "disable_custom_all_reduce", "use_v2_block_manager")
+
 TABLE: dict[str, RefusedFlag | IgnoredFlag | TranslatedFlag] = {
     # the same under another name
     "--data-parallel-size": TranslatedFlag(("--replicas",), takes_value=True),
@@ -96,24 +107,21 @@ TABLE: dict[str, RefusedFlag | IgnoredFlag | TranslatedFlag] = {
     "--kv-cache-memory-bytes": TranslatedFlag(("--kv-cache-bytes",), takes_value=True),
     "--disable-uvicorn-access-log": TranslatedFlag(("--request-log", "off")),
     # harmless
+    **{
+        f"--{name.replace('_', '-')}": IgnoredFlag(why, name not in _WITHOUT_VALUE, _NEEDS_NO_NOTICE.get(name, ()))
+        for name, why in WITHOUT_EFFECT.items()
+    },
     "--disable-log-requests": IgnoredFlag(_PROMPTS),
     "--max-log-len": IgnoredFlag(_PROMPTS, takes_value=True),
     "--enable-log-requests": IgnoredFlag("every request is a line of the request log, without its prompt"),
-    "--disable-log-stats": IgnoredFlag(WITHOUT_EFFECT["disable_log_stats"]),
     "--uvicorn-log-level": IgnoredFlag("there is one log level; --request-log says where the line per request goes", takes_value=True),
-    "--swap-space": IgnoredFlag(WITHOUT_EFFECT["swap_space"], takes_value=True, accepted=("0",)),
-    "--preemption-mode": IgnoredFlag(WITHOUT_EFFECT["preemption_mode"], takes_value=True, accepted=("recompute",)),
-    "--max-seq-len-to-capture": IgnoredFlag(WITHOUT_EFFECT["max_seq_len_to_capture"], takes_value=True),
-    "--compilation-config": IgnoredFlag(WITHOUT_EFFECT["compilation_config"], takes_value=True),
-    "--disable-custom-all-reduce": IgnoredFlag(WITHOUT_EFFECT["disable_custom_all_reduce"]),
-    "--max-parallel-loading-workers": IgnoredFlag(WITHOUT_EFFECT["max_parallel_loading_workers"], takes_value=True),
     "--disable-frontend-multiprocessing": IgnoredFlag("gateway and engine are always processes of their own"),
-    "--use-v2-block-manager": IgnoredFlag(WITHOUT_EFFECT["use_v2_block_manager"]),
     "--enable-auto-tool-choice": IgnoredFlag("a model may call functions wherever a request has tools"),
     "--exclude-tools-when-tool-choice-none": IgnoredFlag('with tool_choice "none" functions are always left out of the prompt'),
     "--enable-reasoning": IgnoredFlag("reasoning is separated where the chat template shows its form, or --reasoning-parser names it"),
     "--enable-prompt-tokens-details": IgnoredFlag("usage always says how many prompt tokens were cached"),
     # not here
+    **{f"--{name.replace('_', '-')}": RefusedFlag(remedy, _ACCEPTED.get(name, ())) for name, remedy in REMEDIES.items()},
     "--calculate-kv-scales": RefusedFlag(_QUANTIZED, None),
     "--distributed-executor-backend": RefusedFlag("The ranks of a replica are processes of one machine.", ("mp", "uni")),
     "--lora-dtype": RefusedFlag("Adapters are computed as the model is.", ("auto",)),
@@ -123,30 +131,14 @@ TABLE: dict[str, RefusedFlag | IgnoredFlag | TranslatedFlag] = {
     "--reasoning-parser-plugin": RefusedFlag("Code named on a command line is never loaded; --reasoning-parser names a known form."),
     "--structured-outputs-config": RefusedFlag("The only backend is llguidance; a request says what its output must match."),
     "--guided-decoding-backend": RefusedFlag("The only backend is llguidance.", ("auto", "guidance")),
-    "--speculative-model": RefusedFlag(REMEDIES["speculative_model"]),
-    "--num-speculative-tokens": RefusedFlag(REMEDIES["num_speculative_tokens"]),
-    "--trust-remote-code": RefusedFlag(REMEDIES["trust_remote_code"], None),
-    "--tokenizer": RefusedFlag(REMEDIES["tokenizer"]),
-    "--tokenizer-mode": RefusedFlag(REMEDIES["tokenizer_mode"], ("auto",)),
-    "--tokenizer-revision": RefusedFlag(REMEDIES["tokenizer_revision"]),
     "--skip-tokenizer-init": RefusedFlag("Use the Python API with prompt_token_ids and detokenize=False.", None),
     "--chat-template": RefusedFlag("Put the template into the model's folder as chat_template.jinja."),
-    "--hf-overrides": RefusedFlag(REMEDIES["hf_overrides"]),
     "--rope-scaling": RefusedFlag("Edit rope_scaling in a copy of the model's config.json."),
     "--rope-theta": RefusedFlag("Edit rope_theta in a copy of the model's config.json."),
     "--generation-config": RefusedFlag(_GENERATION, ("auto",)),
     "--override-generation-config": RefusedFlag(_GENERATION),
-    "--revision": RefusedFlag(REMEDIES["revision"]),
-    "--code-revision": RefusedFlag(REMEDIES["code_revision"]),
-    "--download-dir": RefusedFlag(REMEDIES["download_dir"]),
-    "--task": RefusedFlag(REMEDIES["task"], ("auto", "generate")),
-    "--runner": RefusedFlag(REMEDIES["runner"], ("auto", "generate")),
-    "--convert": RefusedFlag(REMEDIES["convert"], ("auto", "none")),
-    "--cpu-offload-gb": RefusedFlag(REMEDIES["cpu_offload_gb"], ("0",)),
     "--kv-transfer-config": RefusedFlag("Prefill and decode run in one replica."),
     "--sliding-window": RefusedFlag("The window comes from the model's config.json."),
-    "--limit-mm-per-prompt": RefusedFlag(REMEDIES["limit_mm_per_prompt"]),
-    "--mm-processor-kwargs": RefusedFlag(REMEDIES["mm_processor_kwargs"]),
     "--max-logprobs": RefusedFlag("At most 20 log-probabilities per token can be asked for.", ("20",)),
     "--root-path": RefusedFlag("Rewrite paths in a proxy in front of the gateway.", ("/",)),
     "--middleware": RefusedFlag("Code named on a command line is never loaded."),
