@@ -63,7 +63,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
-    """What an operator's file says of a deployment. Who decodes it and who runs it each have `models` of their own."""
+    """What an operator's file says of a deployment. The decoded file and the fleet each have `models` of another class."""
 
     models: tuple[object, ...]
     drain_timeout_s: float = option(

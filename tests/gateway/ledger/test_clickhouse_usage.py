@@ -168,8 +168,8 @@ async def test_targets_follow_a_reload(text: TextModel, tmp_path: Path) -> None:
             await bench.reloader.reload(partial(gateway_config, state=state))
             answer = await bench.chat(max_tokens=2)
             assert set(ledger.reading().sinks) == {"sql"}
-            unreadable = {"clickhouse": {"url": first.url, "password_file": str(tmp_path / "none")}}
-            with pytest.raises(ConfigError, match="password_file"):
+            unreadable = {"clickhouse": {"url": first.url.replace("//", "//ledger@"), "password_file": str(tmp_path / "none")}}
+            with pytest.raises(ConfigError, match=r"^usage\.clickhouse\.password_file: .*none"):
                 await bench.reloader.reload(partial(gateway_config, state=state, usage=unreadable))
             assert set(ledger.reading().sinks) == {"sql"}, "nothing of a refused configuration holds"
         assert len(first.ids) == len(second.ids) == 1

@@ -83,7 +83,7 @@ class Limits:
 
     @property
     def max_connections(self) -> int:
-        """Of one process, as far as open files allow; one more gets 503."""
+        """For one process, as far as open files allow; one more gets 503."""
         return max(MIN_MAX_CONNECTIONS, 2 * self.max_requests)
 
     @property

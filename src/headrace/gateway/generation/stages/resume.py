@@ -1,6 +1,6 @@
 """Lets clients continue streams.
 
-Nothing happens where the client did not send `Last-Event-ID`, the server keeps no streams, or the answer is not a stream.
+Nothing happens where the client did not send `Last-Event-ID`, or the answer is not a stream.
 """
 
 from __future__ import annotations
