@@ -39,15 +39,14 @@ from headrace.core.ids import RequestId
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.http.config import Limits
 from headrace.gateway.http.errors import RateLimitExceeded
-from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.limits.limiter import Limiter
 from headrace.gateway.limits.redis import RedisLimits
+from headrace.gateway.limits.reservation import LimitReservation
 from headrace.gateway.limits.rules import rules_of
 from headrace.gateway.stores.redis import open_redis
 from headrace.gateway.upstream.seam import Prepared, TokenUsage
 from headrace.lab.environment import environment
 from headrace.lab.report import write_json
-from headrace.observe.timeline import StageMarks
 from headrace.policy.limits.book import LEASE_S
 from headrace.policy.limits.price import FREE
 from headrace.policy.limits.tier import Tier
@@ -121,10 +120,9 @@ async def run_gateway(url: str, truth: Path, budget: int, spenders: int) -> None
 
 async def spend(limiter: Limiter, truth: BinaryIO, caller: Principal, stop: asyncio.Event) -> None:
     while not stop.is_set():
-        exchange = _exchange(caller)
         try:
-            async with limiter.admit(exchange, Limits()):
-                await use(limiter, truth, exchange.request_id)
+            async with limiter.admit(RequestId(os.urandom(12).hex()), caller, Limits()) as reservation:
+                await use(reservation, truth)
             truth.write(b"ended\n")
         except RateLimitExceeded:
             truth.write(b"refused\n")
@@ -149,9 +147,8 @@ RESERVED = Prepared(
 """What a spender reserves."""
 
 
-async def use(limiter: Limiter, truth: BinaryIO, request_id: RequestId) -> None:
+async def use(reservation: LimitReservation, truth: BinaryIO) -> None:
     """Reserve, and then use a part of it, piece by piece."""
-    reservation = limiter.reservation(request_id)
     await reservation.reserve(FREE, RESERVED, highest=FREE)
     output = 0
     reservation.follow(lambda: TokenUsage(PROMPT_TOKENS, output, 0))
@@ -164,21 +161,6 @@ async def use(limiter: Limiter, truth: BinaryIO, request_id: RequestId) -> None:
         truth.write(b"%d\n" % new)
         output += new
     reservation.count(TokenUsage(PROMPT_TOKENS, output, 0))
-
-
-def _exchange(caller: Principal) -> Exchange:
-    """A request that has no connection."""
-
-    async def none(*_: object) -> dict[str, object]:
-        return {}
-
-    async def send(_: object) -> None:
-        return
-
-    request_id = RequestId(os.urandom(12).hex())
-    made = Exchange({"headers": []}, none, send, request_id=request_id, marks=StageMarks(lambda: 0.0))
-    made.principal = caller
-    return made
 
 
 # -- the storm ------------------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from headrace.gateway.access.auth import Authenticator
 from headrace.gateway.access.open_requests import Draining, KeyRevoked, UseCount
 from headrace.gateway.access.principal import ANONYMOUS, OpenMetrics, Principal
 from headrace.gateway.config import GatewayConfig
+from headrace.gateway.generation.call import RequestAccount
 from headrace.gateway.generation.service import Service
 from headrace.gateway.generation.stages.model_choice import with_outcome
 from headrace.gateway.http.asgi import Receive, Scope, Send
@@ -108,24 +109,25 @@ class Gateway:
         service = active.service
         scope["path"] = plain_path(scope["path"])
         exchange = Exchange(scope, receive, send, request_id=RequestId(os.urandom(12).hex()), marks=StageMarks(service.clock))
+        account = RequestAccount()
         path, scope["path_params"] = find_path(scope["path"])
         if path is not None:
             exchange.framing = path.framing
             if path.generates:
-                exchange.trace = trace_context(exchange.headers, has_spans=service.traces is not None)
-        arrival = _arrival(exchange, active)
+                account.trace = trace_context(exchange.headers, has_spans=service.traces is not None)
+        arrival = _arrival(exchange, account, active)
         reached: AnsweredPath | None = None
         end = UNFINISHED
         with StoreWait(service.clock) as store_wait:
             try:
-                service.open_requests.use(exchange.request_id, exchange.principal.tenant, active.requests_without_model)
+                service.open_requests.use(exchange.request_id, account.principal.tenant, active.requests_without_model)
                 host = active.host_check(exchange, is_probe=path is not None and path.is_probe)
                 active.origins.check(exchange, host)
                 if is_preflight(exchange):
                     await answer_preflight(exchange)
                 else:
                     reached = path
-                    await self.dispatch(path, exchange, active)
+                    await self.dispatch(path, exchange, account, active)
                 end = End(Outcome.COMPLETED, exchange.status, service.clock() - exchange.arrived_at)
             except HeadraceError as error:
                 reply, end = _ended_by(error)
@@ -142,28 +144,30 @@ class Gateway:
                 service.open_requests.leave_used(exchange.request_id)
                 if end.latency_s is None:
                     end = end._replace(status=exchange.status or end.status, latency_s=service.clock() - exchange.arrived_at)
-                finished = FinishedRequest(
-                    arrival, end, _caller(exchange.principal), exchange.asked, exchange.answered, entered=exchange.marks.entered
-                )
-                self._record(finished, exchange, reached, service, store_wait)
+                caller = _caller(account.principal)
+                finished = FinishedRequest(arrival, end, caller, account.asked, account.answered, entered=exchange.marks.entered)
+                self._record(finished, account.logged_prompt, reached, service, store_wait)
 
-    async def dispatch(self, path: AnsweredPath | None, exchange: Exchange, active: ActiveConfig) -> None:
+    async def dispatch(self, path: AnsweredPath | None, exchange: Exchange, account: RequestAccount, active: ActiveConfig) -> None:
         """Check the key, then call the handler. An unknown path needs a key too, so that strangers cannot learn which paths exist."""
         if path is None or not (path.is_public or path.path in active.public):
-            exchange.principal = await active.authenticator.principal(exchange.headers, exchange.framing)
+            account.principal = await active.authenticator.principal(exchange.headers, exchange.framing)
         if path is None:
             raise RouteNotFound(exchange.scope["path"])
         endpoint, service = path.endpoint(exchange.scope["method"]), active.service
-        if exchange.principal.reads_all and not endpoint.for_readers:
+        principal = account.principal
+        if principal.reads_all and not endpoint.for_readers:
             raise ReaderRefused
         if not (endpoint.generates or endpoint.has_limits):
-            await endpoint.handler(service, exchange)
+            await endpoint.handler(service, exchange, account)
             return
-        await self._turns.take(exchange.principal.tenant)
+        await self._turns.take(principal.tenant)
         keys = service.stored_keys if endpoint.generates else None
-        with keys.uses.use(exchange.principal.key_id, exchange.end) if keys is not None else nullcontext():
-            async with service.limiter.admit(exchange, service.config.limits):  # `limiter.reservation` finds it by the request's id
-                await endpoint.handler(service, exchange)
+        with keys.uses.use(principal.key_id, exchange.end) if keys is not None else nullcontext():
+            reservation = service.limiter.admit(exchange.request_id, principal, service.config.limits)
+            exchange.late_headers = reservation.headers
+            async with reservation as account.reservation:
+                await endpoint.handler(service, exchange, account)
 
     def refused(self, request_id: str, status: int, reason: str) -> None:
         """Log and count an answer by the HTTP protocol class itself: the bytes were no HTTP, or the head was too large or too late."""
@@ -179,15 +183,15 @@ class Gateway:
             await exchange.fail(reply)
 
     def _record(
-        self, request: FinishedRequest, exchange: Exchange, path: AnsweredPath | None, service: Service, store_wait: StoreWait
+        self, request: FinishedRequest, prompt: str | None, path: AnsweredPath | None, service: Service, store_wait: StoreWait
     ) -> None:
-        """Count and log a request that has ended. service: of the configuration that the request began with"""
+        """Count and log a request that has ended. prompt: to be logged; service: of the configuration that the request began with"""
         metrics = service.metrics
         metrics.http_responses.labels(str(request.end.status)).inc()
         if path is not None and path.generates:
             metrics.store_wait.observe(store_wait.waited_s)
             metrics.finished(request.model or "", request.answered.replica or "", request.counted_outcome)
-            usage = usage_record(request, prompt=exchange.logged_prompt) if is_recorded(request) else None
+            usage = usage_record(request, prompt=prompt) if is_recorded(request) else None
             if request.caller.tenant is not None:  # else strangers could fill what is kept of tenants
                 service.explanations.keep(request, usage)
                 if service.traces is not None:
@@ -197,7 +201,7 @@ class Gateway:
             self.request_log.write(request)
 
 
-def _arrival(exchange: Exchange, active: ActiveConfig) -> RequestArrival:
+def _arrival(exchange: Exchange, account: RequestAccount, active: ActiveConfig) -> RequestArrival:
     scope, peer = exchange.scope, exchange.scope.get("client")
     return RequestArrival(
         exchange.request_id,
@@ -206,7 +210,7 @@ def _arrival(exchange: Exchange, active: ActiveConfig) -> RequestArrival:
         time=active.service.unix_time(),
         client=active.proxies.client_of(peer[0], exchange.headers) if peer else None,
         client_request_id=sane_request_id(exchange.header(b"x-request-id")),
-        trace=exchange.trace,
+        trace=account.trace,
         at=exchange.arrived_at,
     )
 

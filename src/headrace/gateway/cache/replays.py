@@ -16,8 +16,8 @@ import msgspec
 
 from headrace.core.errors import InvalidRequest, Unavailable
 from headrace.gateway.cache.recorded_answer import FORM, WholeAnswer
+from headrace.gateway.http.asgi import Headers
 from headrace.gateway.http.errors import IdempotencyConflict, IdempotencyMismatch
-from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.stores.config import Stores
 from headrace.gateway.stores.guard import GuardedStore
 from headrace.gateway.stores.lease import EntryLease
@@ -80,12 +80,12 @@ def replay_key(given: bytes, tenant: str) -> str:
     return digest.hexdigest()
 
 
-def retry_key(exchange: Exchange) -> str:
+def retry_key(headers: Headers, tenant: str) -> str:
     """Raises InvalidRequest for a malformed key."""
-    given = [value for name, value in exchange.headers if name == IDEMPOTENCY_KEY]
+    given = [value for name, value in headers if name == IDEMPOTENCY_KEY]
     if not given:
         return ""
-    return replay_key(given[0] if len(given) == 1 else b"", exchange.principal.tenant_key)
+    return replay_key(given[0] if len(given) == 1 else b"", tenant)
 
 
 class KeyClaim:

@@ -1,4 +1,5 @@
-"""The values of a generating request: `Call` is what its client wants, `Ready` is the answer that may begin, `Ending` is its account.
+"""The values of a request: `RequestAccount` is its caller and what its finished request is made of; of one that generates `Call` is what its
+client wants, `Ready` is the answer that may begin, `Ending` is what is written down as it goes on.
 
 `surfaces.generating` makes a `Call`, each stage (`generation.stages`) gives it to the next one, and `generation.run` writes the answer.
 """
@@ -18,7 +19,7 @@ from headrace.core.hashing import TENANT_SALT_BYTES
 from headrace.core.ids import RequestId
 from headrace.core.sampling import SamplingParams
 from headrace.gateway.access.memory_charges import RequestCharges
-from headrace.gateway.access.principal import Principal
+from headrace.gateway.access.principal import ANONYMOUS, Principal
 from headrace.gateway.generation.answer_encoder import AnswerEncoder, EventRecorder, RecordEvents
 from headrace.gateway.generation.answer_memory import AnswerMemory
 from headrace.gateway.generation.config import RequestConfig
@@ -34,15 +35,38 @@ from headrace.gateway.sessions.history import History
 from headrace.gateway.upstream.generation_request import Conversation, EarlierOutput, GenerationRequest, PrincipalFacts
 from headrace.gateway.upstream.seam import NO_USAGE, EventStream, Prepared, TokenUsage
 from headrace.gateway.upstream.served_models import ChosenModel, ModelTable, ServedModel
-from headrace.observe.finished_request import Asked, ModelStep
+from headrace.observe.finished_request import Answered, Asked, ModelStep
+from headrace.observe.trace_context import TraceContext
 from headrace.policy.admission import UnsentRequest
 from headrace.policy.limits.price import Price, highest
 
 ASKED_PARAMETERS = Asked._fields[Asked._fields.index("n") :]
+_NOT_ASKED, _NOT_ANSWERED = Asked(), Answered()
+
+
+class RequestAccount:
+    """The caller of a request, and what becomes of it beside its bytes. `app` makes the finished request of it.
+
+    principal      the caller; ANONYMOUS until its key is checked
+    trace          where the request stands in a trace; None: in none
+    reservation    what it takes of its limits; None: it has none
+    asked          set where the model is found
+    answered       set at the end of `generation.run`
+    logged_prompt  JSON, for the usage record; None: prompts are not logged
+    """
+
+    __slots__ = ("answered", "asked", "logged_prompt", "principal", "reservation", "trace")
+
+    def __init__(self) -> None:
+        self.principal: Principal = ANONYMOUS
+        self.trace: TraceContext | None = None
+        self.reservation: LimitReservation | None = None
+        self.asked, self.answered = _NOT_ASKED, _NOT_ANSWERED
+        self.logged_prompt: str | None = None
 
 
 class Ending:
-    """The account of a request, which stages and the answer write as it goes on, and of which `generation.run` makes an `Answered`.
+    """What stages and the answer write down as a request goes on, and of which `generation.run` makes an `Answered`.
 
     ends                closed at the end of the request, also after an error
     model               that answers; at first the one that the client named
@@ -110,6 +134,7 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
     """
 
     exchange: Exchange
+    account: RequestAccount
     charges: RequestCharges
     config: RequestConfig
     models: ModelTable
@@ -138,48 +163,50 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
     def opened(
         cls,
         exchange: Exchange,
+        account: RequestAccount,
         charges: RequestCharges,
         parsed: ParsedRequest,
         *,
         config: RequestConfig,
         models: ModelTable,
         chosen: ChosenModel,
-        reservation: LimitReservation,
         salt_key: bytes,
         now: int,
     ) -> Self:
         """now: Unix seconds. Raises InvalidRequest, and Unavailable for a fallback that may be the adapter of a model that starts."""
-        model = chosen.model
+        model, principal = chosen.model, account.principal
+        assert account.reservation is not None, "every generating request has one"
         ending = Ending(model, chosen.steps)
         given = map(parsed.sampling.get, ASKED_PARAMETERS)
-        exchange.asked = Asked(parsed.model or model.name, model.base_name, model.adapter, ending.version, parsed.is_streaming, *given)
+        account.asked = Asked(parsed.model or model.name, model.base_name, model.adapter, ending.version, parsed.is_streaming, *given)
         params = SamplingParams(**parsed.sampling).checked()
-        parsed.check_caps(exchange.principal.priority)
+        parsed.check_caps(principal.priority)
         request_s = config.timeouts.request_s
         return cls(
             exchange=exchange,
+            account=account,
             charges=charges,
             config=config,
             models=models,
             parsed=parsed,
             params=params,
             memory=AnswerMemory(charges, parsed, params),
-            reservation=reservation,
+            reservation=account.reservation,
             ending=ending,
             asked=model,
             model=model,
             shadow=chosen.shadow,
-            salt=_salt(exchange.principal, parsed, salt_key),
+            salt=_salt(principal, parsed, salt_key),
             deadline_at=None if request_s is None else exchange.arrived_at + request_s,
             answer_id=exchange.request_id,
             created=now,
             history=History(parsed.prompt.messages) if isinstance(parsed.prompt, Conversation) else History(),
-            fallbacks=fallback_chain(model, parsed.routing, models, exchange.principal, by=parsed.model),
+            fallbacks=fallback_chain(model, parsed.routing, models, principal, by=parsed.model),
         )
 
     @property
     def principal(self) -> Principal:
-        return self.exchange.principal
+        return self.account.principal
 
     @property
     def continues(self) -> bool:
@@ -236,7 +263,7 @@ class Call(Struct, frozen=True, kw_only=True, eq=False):
             has_fallback=self.has_fallback,
             foreign_fields=parsed.foreign_fields,
             routing=parsed.routing,
-            trace_headers={} if self.exchange.trace is None else self.exchange.trace.headers(),
+            trace_headers={} if self.account.trace is None else self.account.trace.headers(),
         )
 
     def facts(self) -> PrincipalFacts:

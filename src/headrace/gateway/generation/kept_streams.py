@@ -107,11 +107,13 @@ class ContinuedStream:
 class OpenStream:
     """A stream that is being sent, or written to the store.
 
+    owner     of its client and its body: another request may continue it where its own is equal
     begun_at  on the event loop's clock
     closed    set once the stream is neither sent nor written any more
     """
 
     exchange: Exchange
+    owner: str
     begun_at: float
     is_ended: bool = False
     closed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -158,7 +160,7 @@ class KeptStreams:
 
     # -- continuing ----------------------------------------------------------------------------------------------------------------
 
-    async def find(self, exchange: Exchange) -> ContinuedStream | None:
+    async def find(self, exchange: Exchange, tenant: str) -> ContinuedStream | None:
         """None: the request names none. A stream that this gateway still sends is ended, since its client has lost the connection. Nothing
         else is changed.
 
@@ -166,17 +168,18 @@ class KeptStreams:
         """
         if (event := last_event(exchange)) is None:
             return None
+        owner = _owner(exchange, tenant)
         with self._counted():
             async with self._store.guard.waiting():
                 sent = self._open.get(event.answer_id)
-                if sent is not None and _owner(sent.exchange) == _owner(exchange):  # `_checked` refuses another owner
+                if sent is not None and sent.owner == owner:  # `_checked` refuses another owner
                     await self._give_way(sent)
                 value = await self._store.store.get(event.answer_id)
                 kept = entry_in(value, _decoder, FORM)
                 is_elsewhere = value is None or (kept is not None and kept.is_claimed)
-                if is_elsewhere and await self._has_ended_at_sibling(event.answer_id, exchange):
+                if is_elsewhere and await self._has_ended_at_sibling(event.answer_id, owner):
                     value = await self._store.store.get(event.answer_id)
-            return self._checked(event, value, exchange)
+            return self._checked(event, value, exchange, tenant)
 
     async def claim(self, stream: ContinuedStream) -> None:
         """Raises StreamConflict when another request has claimed the stream, or Unavailable."""
@@ -208,9 +211,9 @@ class KeptStreams:
             self._metrics.continued(refused.get(type(error), ContinueOutcome.REFUSED))
             raise
 
-    def _checked(self, event: EventId, value: bytes | None, exchange: Exchange) -> ContinuedStream:
+    def _checked(self, event: EventId, value: bytes | None, exchange: Exchange, tenant: str) -> ContinuedStream:
         kept = entry_in(value, _decoder, FORM)
-        if value is None or kept is None or kept.tenant != exchange.principal.tenant_key:
+        if value is None or kept is None or kept.tenant != tenant:
             raise UnknownStream(UNKNOWN, retry_after_s=BUSY_RETRY_S)
         if kept.body != exchange.body_digest:
             raise InvalidRequest(HEADER, "an event of a stream that the same body began", None, "Send the request as it was sent first.")
@@ -229,7 +232,7 @@ class KeptStreams:
             stream.exchange.abort(ClientLeft("The client continued the stream over a newer connection."))
         await stream.closed.wait()
 
-    async def _has_ended_at_sibling(self, answer_id: RequestId, exchange: Exchange) -> bool:
+    async def _has_ended_at_sibling(self, answer_id: RequestId, owner: str) -> bool:
         """True: another worker of this port sent the stream, has ended it and has kept it.
 
         Raises StreamConflict when the stream has just begun there.
@@ -238,7 +241,7 @@ class KeptStreams:
             return False
         try:
             async with asyncio.timeout(SIBLINGS_S):
-                answers = await self._siblings.ask_others(END_STREAM, f"{answer_id} {_owner(exchange)}")
+                answers = await self._siblings.ask_others(END_STREAM, f"{answer_id} {owner}")
         except TimeoutError:
             return False
         if HAS_JUST_BEGUN in answers:
@@ -248,7 +251,7 @@ class KeptStreams:
     async def _end_for_sibling(self, argument: str) -> bytes:
         answer_id, _, owner = argument.partition(" ")
         stream = self._open.get(RequestId(answer_id))
-        if stream is None or _owner(stream.exchange) != owner:
+        if stream is None or stream.owner != owner:
             return b""
         try:
             await self._give_way(stream)
@@ -258,8 +261,8 @@ class KeptStreams:
 
     # -- keeping -------------------------------------------------------------------------------------------------------------------
 
-    def begin(self, answer_id: RequestId, exchange: Exchange) -> None:
-        self._open[answer_id] = OpenStream(exchange, _now())
+    def begin(self, answer_id: RequestId, exchange: Exchange, tenant: str) -> None:
+        self._open[answer_id] = OpenStream(exchange, _owner(exchange, tenant), _now())
 
     def forget(self, answer_id: RequestId, *, is_claimed: bool) -> None:
         """is_claimed: the claim in the store is removed"""
@@ -293,8 +296,8 @@ class KeptStreams:
             stream.closed.set()
 
 
-def _owner(exchange: Exchange) -> str:
-    return blake2b(exchange.principal.tenant_key.encode() + b"\0" + exchange.body_digest, digest_size=16).hexdigest()
+def _owner(exchange: Exchange, tenant: str) -> str:
+    return blake2b(tenant.encode() + b"\0" + exchange.body_digest, digest_size=16).hexdigest()
 
 
 def _now() -> float:

@@ -59,7 +59,7 @@ class Pipeline:
                 answer = _Answer(self, ready, encoder_of)
                 await answer.write()
         finally:
-            exchange.answered = _answered(call, ready if answer is None else answer.ready, answer)
+            call.account.answered = _answered(call, ready if answer is None else answer.ready, answer)
 
 
 def _answered(call: Call, ready: Ready | None, answer: _Answer | None) -> Answered:

@@ -68,9 +68,8 @@ class Service:
     clock: Clock
     unix_time: Clock
 
-    def choose_model(self, exchange: Exchange, parsed: ParsedRequest, num_bytes: int) -> ChosenModel:
+    def choose_model(self, exchange: Exchange, principal: Principal, parsed: ParsedRequest, num_bytes: int) -> ChosenModel:
         """num_bytes: of the body. Raises ModelNotFound, InvalidRequest, or Unavailable while the name may be that of an adapter."""
-        principal = exchange.principal
 
         def sender() -> Sender:
             return Sender(principal.tenant_key, named_session(exchange, parsed) or "", exchange.request_id)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.core.errors import HeadraceError
 from headrace.core.ids import RequestId
-from headrace.gateway.access.principal import ANONYMOUS, Principal
 from headrace.gateway.http.asgi import (
     ABORT_EXTENSION,
     CONNECTION_EXTENSION,
@@ -29,9 +28,7 @@ from headrace.gateway.http.asgi import (
 )
 from headrace.gateway.http.content_encoding import decoder_of
 from headrace.gateway.http.errors import BodyTooLarge, ClientLeft, ErrorReply, ReadTimeout, SlowReader, UnsupportedMediaType
-from headrace.observe.finished_request import Answered, Asked
 from headrace.observe.timeline import StageMarks
-from headrace.observe.trace_context import TraceContext
 
 if TYPE_CHECKING:
     from headrace.gateway.http.client_transport import ClientTransport
@@ -39,7 +36,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _JSON = (b"content-type", b"application/json")
-_NOT_ASKED, _NOT_ANSWERED = Asked(), Answered()
 
 
 class Watching:
@@ -68,17 +64,13 @@ class Watching:
 class Exchange:
     """One request and its answer.
 
-    principal      the caller; ANONYMOUS until its key is checked
-    asked, answered  parts of the finished request, set by `Call.opened` and at the end of `generation.run`
-    logged_prompt  JSON, for the usage record; None: prompts are not logged
     status         HTTP status of the answer; 0: it has not begun
     marks          the stages that the request has entered since its headers were complete
     end_reason     error that ends the answer early (client left, deadline passed, shutdown); None: it goes on
     more_headers   from `add_headers`
-    late_headers   set by `limiter.admit`; called when the answer begins, for headers known only then: the rest of the caller's limits
+    late_headers   called when the answer begins, for headers known only then: the rest of the caller's limits
     ignored        names, never values, of body fields that changed nothing, for x-headrace-ignored
     body_digest    digest of path, session and body; a continued stream or a retry must have the same
-    trace          where the request stands in a trace; None: in none
     pending_bytes  bytes of the running write that the transport has not taken yet
     """
 
@@ -91,8 +83,6 @@ class Exchange:
         "_repeated",
         "_send",
         "_values",
-        "answered",
-        "asked",
         "body_digest",
         "connection",
         "end_reason",
@@ -100,15 +90,12 @@ class Exchange:
         "headers",
         "ignored",
         "late_headers",
-        "logged_prompt",
         "marks",
         "more_headers",
         "pending_bytes",
-        "principal",
         "request_id",
         "scope",
         "status",
-        "trace",
     )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, request_id: RequestId, marks: StageMarks) -> None:
@@ -121,16 +108,12 @@ class Exchange:
         self._values = dict(self.headers)
         self._repeated = _repeated(self.headers) if len(self._values) < len(self.headers) else frozenset()
         self.framing: Framing = OPENAI
-        self.principal: Principal = ANONYMOUS
-        self.asked, self.answered = _NOT_ASKED, _NOT_ANSWERED
-        self.logged_prompt: str | None = None
         self.status = 0
         self.ignored: list[str] = []
         self.end_reason: HeadraceError | None = None
         self.more_headers: Headers = ()
         self.late_headers: Callable[[], Headers] | None = None
         self.body_digest = b""
-        self.trace: TraceContext | None = None
         self.pending_bytes = 0
         self._lost: Callable[[], ClientLeft | SlowReader | None] = scope.get("extensions", {}).get(LOST_EXTENSION, lambda: None)
         self.connection: ClientTransport | None = scope.get("extensions", {}).get(CONNECTION_EXTENSION)

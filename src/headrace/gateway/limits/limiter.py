@@ -17,8 +17,8 @@ from headrace.core.clock import Clock
 from headrace.core.errors import counted
 from headrace.core.ids import RequestId
 from headrace.core.money import NANOS
+from headrace.gateway.access.principal import Principal
 from headrace.gateway.http.config import FAIL_OPEN, Limits
-from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.limits.reservation import NOTHING, LimitReservation
 from headrace.gateway.limits.rules import LimitState, deployment_rules, limits_now
 from headrace.gateway.limits.store import LimitStore
@@ -175,12 +175,10 @@ class Limiter:
         finally:
             await limiter._leave(tasks)
 
-    def admit(self, exchange: Exchange, limits: Limits) -> LimitReservation:
+    def admit(self, request_id: RequestId, principal: Principal, limits: Limits) -> LimitReservation:
         """For `async with`, which raises RateLimitExceeded or Unavailable; the request is charged at the end."""
         is_open_on_failure = limits.on_store_failure == FAIL_OPEN
-        made = LimitReservation(self, exchange.request_id, exchange.principal, budget=limits.budget, is_open_on_failure=is_open_on_failure)
-        exchange.late_headers = made.headers
-        return made
+        return LimitReservation(self, request_id, principal, budget=limits.budget, is_open_on_failure=is_open_on_failure)
 
     def opened(self, reservation: LimitReservation) -> None:
         self._reservations[reservation.request_id] = reservation
@@ -189,9 +187,6 @@ class Limiter:
         del self._reservations[reservation.request_id]
         if reservation.is_held and (reservation.used != NOTHING or self.num_uncharged < MAX_GIVEN_UP):
             self._ended.add(reservation.principal.tenant_key, reservation.request_id, reservation.used)
-
-    def reservation(self, request_id: RequestId) -> LimitReservation:
-        return self._reservations[request_id]
 
     async def take(self, reservation: LimitReservation, claims: Sequence[Claim]) -> TakeResult:
         """The tenant's ended requests are charged before. Raises StoreFailed."""

@@ -89,7 +89,7 @@ class LimitReservation:
         self._first_taken: _LimitsTaken | None = None
         self._tokens_taken: _LimitsTaken | None = None
 
-    async def __aenter__(self) -> None:
+    async def __aenter__(self) -> LimitReservation:
         """Raises RateLimitExceeded or Unavailable."""
         self._limiter.opened(self)
         try:
@@ -97,6 +97,7 @@ class LimitReservation:
         except BaseException:
             self._limiter.closed(self)
             raise
+        return self
 
     async def __aexit__(self, *error: object) -> None:
         self._limiter.closed(self)

@@ -13,6 +13,7 @@ import msgspec
 
 from headrace.core.errors import InvalidRequest
 from headrace.gateway.access.memory_charges import RequestCharges
+from headrace.gateway.access.principal import Principal
 from headrace.gateway.cache.replays import IDEMPOTENCY_KEY
 from headrace.gateway.generation.event_log import LAST_EVENT_ID
 from headrace.gateway.generation.kept_streams import body_digest
@@ -110,7 +111,7 @@ def query_of(exchange: Exchange, parameters: Sequence[QueryParameter], rule: str
     return query
 
 
-async def parsed_body(service: Service, exchange: Exchange, charges: RequestCharges, parser: BodyParser[T]) -> T:
+async def parsed_body(service: Service, exchange: Exchange, principal: Principal, charges: RequestCharges, parser: BodyParser[T]) -> T:
     """Names of fields that change nothing go to `exchange.ignored`. charges: for the body's bytes as they arrive
 
     Raises what `Exchange.body` raises, InvalidRequest or RequestTooLarge, and Overloaded or Unavailable without memory or a text worker.
@@ -124,7 +125,7 @@ async def parsed_body(service: Service, exchange: Exchange, charges: RequestChar
         exchange.ignored += ignored
         return made
     async with exchange.watching():
-        asked = service.text_pool.parse_body(exchange.scope["path"], body, tenant=exchange.principal.tenant)
+        asked = service.text_pool.parse_body(exchange.scope["path"], body, tenant=principal.tenant)
         _, tail = await exchange.unless_ended(asked)
     made, ignored = parser.decode(tail)
     exchange.ignored += ignored

@@ -11,7 +11,7 @@ from headrace.core.errors import InvalidRequest
 from headrace.gateway.access.memory_charges import RequestCharges
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.generation.answer_encoder import AnswerEncoder
-from headrace.gateway.generation.call import Call, Ready
+from headrace.gateway.generation.call import Call, Ready, RequestAccount
 from headrace.gateway.generation.parsed_request import ParsedRequest
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.asgi import OPENAI, Framing
@@ -57,13 +57,13 @@ class GeneratingSurface(Generic[RequestT]):
             generates=True,
         )
 
-    async def __call__(self, service: Service, exchange: Exchange) -> None:
-        tenant = exchange.principal.tenant
+    async def __call__(self, service: Service, exchange: Exchange, account: RequestAccount) -> None:
+        principal, tenant = account.principal, account.principal.tenant
         with service.open_requests.admit(exchange.request_id, tenant, exchange.end), service.memory.open(tenant) as charges:
             exchange.marks.enter(READ)
-            request = await parsed_body(service, exchange, charges, self.parser)
+            request = await parsed_body(service, exchange, principal, charges, self.parser)
             try:
-                call = _call(service, exchange, charges, self.common(request, exchange.principal))
+                call = _call(service, exchange, account, charges, self.common(request, principal))
                 await service.pipeline.run(call, partial(self.encoder, request))
             except InvalidRequest as error:
                 if (renamed := error_as_written(error, self.names(request))) is None:
@@ -71,18 +71,18 @@ class GeneratingSurface(Generic[RequestT]):
                 raise renamed from error
 
 
-def _call(service: Service, exchange: Exchange, charges: RequestCharges, parsed: ParsedRequest) -> Call:
+def _call(service: Service, exchange: Exchange, account: RequestAccount, charges: RequestCharges, parsed: ParsedRequest) -> Call:
     """Raises ModelNotFound, InvalidRequest or Unavailable."""
-    chosen = service.choose_model(exchange, parsed, charges.prompts.num_bytes)
-    service.open_requests.use(exchange.request_id, exchange.principal.tenant, chosen.model.users)
+    chosen = service.choose_model(exchange, account.principal, parsed, charges.prompts.num_bytes)
+    service.open_requests.use(exchange.request_id, account.principal.tenant, chosen.model.users)
     return Call.opened(
         exchange,
+        account,
         charges,
         parsed,
         config=service.config,
         models=service.models,
         chosen=chosen,
-        reservation=service.limiter.reservation(exchange.request_id),
         salt_key=service.salt_key,
         now=int(service.unix_time()),
     )

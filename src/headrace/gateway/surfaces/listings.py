@@ -11,6 +11,7 @@ from msgspec import Struct, structs
 
 from headrace.core.errors import InvalidRequest
 from headrace.gateway.access.principal import Principal
+from headrace.gateway.generation.call import RequestAccount
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.errors import RequestNotFound, RouteNotFound
 from headrace.gateway.http.exchange import Exchange
@@ -51,17 +52,16 @@ class UsageList(Struct):
     has_more: bool
 
 
-async def usage(service: Service, exchange: Exchange) -> None:
+async def usage(service: Service, exchange: Exchange, account: RequestAccount) -> None:
     if service.ledger is None:
         raise RouteNotFound(exchange.scope["path"])
-    query = _query(exchange, service.unix_time())
+    query = _query(exchange, account.principal, service.unix_time())
     rows = await service.ledger.rows(query)
     shown = [msgspec.convert(row, UsageRow) for row in rows[:MAX_ROWS]]
     await exchange.reply(200, msgspec.json.encode(UsageList(object="list", data=shown, has_more=len(rows) > MAX_ROWS)))
 
 
-def _query(exchange: Exchange, now: float) -> UsageQuery:
-    caller = exchange.principal
+def _query(exchange: Exchange, caller: Principal, now: float) -> UsageQuery:
     given = query_of(exchange, USAGE_QUERY, "a parameter of /v1/usage: by, since, until")
     return UsageQuery(
         by=groups_of([given.get("by", "day")]),
@@ -78,10 +78,10 @@ _REQUEST_ID = re.compile(r"(?:chatcmpl-|cmpl-)?([0-9a-f]{24})(?:-[0-9]{1,4}(?:\.
 """As an answer, its headers and the log of an engine have it."""
 
 
-async def explain(service: Service, exchange: Exchange) -> None:
+async def explain(service: Service, exchange: Exchange, account: RequestAccount) -> None:
     if (match := _REQUEST_ID.fullmatch(exchange.scope["path_params"]["id"])) is None:
         raise InvalidRequest("id", "the `id` of an answer, or its x-request-id", exchange.scope["path_params"]["id"])
-    reader = exchange.principal
+    reader = account.principal
     found = await service.explanations.find(match[1], reader, sees_site=service.shown_tenants(reader).is_all)
     if found is None:
         raise RequestNotFound
@@ -105,8 +105,8 @@ class SessionDeleted(Struct):
     deleted: bool
 
 
-async def show_session(service: Service, exchange: Exchange) -> None:
-    key = _key(service, exchange)
+async def show_session(service: Service, exchange: Exchange, account: RequestAccount) -> None:
+    key = _key(service, exchange, account.principal)
     stored, messages = await service.sessions.shown(key)
     reply = SessionReply(
         id=key.session_id,
@@ -119,15 +119,15 @@ async def show_session(service: Service, exchange: Exchange) -> None:
     await exchange.reply(200, _encode(reply))
 
 
-async def delete_session(service: Service, exchange: Exchange) -> None:
-    key = _key(service, exchange)
+async def delete_session(service: Service, exchange: Exchange, account: RequestAccount) -> None:
+    key = _key(service, exchange, account.principal)
     await service.sessions.delete(key)
     await exchange.reply(200, _encode(SessionDeleted(id=key.session_id, object="session.deleted", deleted=True)))
 
 
-def _key(service: Service, exchange: Exchange) -> SessionKey:
+def _key(service: Service, exchange: Exchange, principal: Principal) -> SessionKey:
     service.sessions.check_on("id")
-    return SessionKey(exchange.principal.tenant_key, checked_session_id("id", exchange.scope["path_params"]["id"]))
+    return SessionKey(principal.tenant_key, checked_session_id("id", exchange.scope["path_params"]["id"]))
 
 
 class RateLimits(Struct):
@@ -158,11 +158,11 @@ class ModelList(Struct):
     data: list[ModelCard]
 
 
-async def list_models(service: Service, exchange: Exchange) -> None:
-    usable = service.models.usable_by(exchange.principal)
+async def list_models(service: Service, exchange: Exchange, account: RequestAccount) -> None:
+    usable = service.models.usable_by(account.principal)
     names = [*(name for model in usable.models for name in model.names), *usable.routes]
-    cards = [_card(usable.find(name), name, exchange.principal) for name in names]
-    cards += _adapter_cards(usable, exchange.principal)
+    cards = [_card(usable.find(name), name, account.principal) for name in names]
+    cards += _adapter_cards(usable, account.principal)
     await exchange.reply(200, _encode(ModelList(object="list", data=cards)))
 
 
@@ -175,10 +175,10 @@ def _adapter_cards(usable: ModelTable, principal: Principal) -> Iterator[ModelCa
         yield structs.replace(made[base.name], id=name, root=name)
 
 
-async def one_model(service: Service, exchange: Exchange) -> None:
+async def one_model(service: Service, exchange: Exchange, account: RequestAccount) -> None:
     name: str = exchange.scope["path_params"]["model"]
-    found = service.models.usable_by(exchange.principal).find(name)
-    await exchange.reply(200, _encode(_card(found, name, exchange.principal)))
+    found = service.models.usable_by(account.principal).find(name)
+    await exchange.reply(200, _encode(_card(found, name, account.principal)))
 
 
 def _card(found: NamedModels, name: str, principal: Principal) -> ModelCard:

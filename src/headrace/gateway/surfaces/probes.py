@@ -15,6 +15,7 @@ from msgspec import Struct
 
 import headrace
 from headrace.core.errors import InvalidRequest
+from headrace.gateway.generation.call import RequestAccount
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.errors import RouteNotFound
 from headrace.gateway.http.exchange import Exchange
@@ -60,18 +61,18 @@ class LoadReply(Struct):
     server_load: int
 
 
-async def live(service: Service, exchange: Exchange) -> None:
+async def live(service: Service, exchange: Exchange, account: RequestAccount) -> None:
     await exchange.reply(200, _encode(ProbeReply(ok=True, replicas=[])))
 
 
-async def health(service: Service, exchange: Exchange) -> None:
+async def health(service: Service, exchange: Exchange, account: RequestAccount) -> None:
     """vLLM's meaning: 200 while every model has a living engine process, else 503."""
     dead = [model.name for model in service.models.models if not model.is_alive]
     reason = f"no engine for: {', '.join(dead)}" if dead else ""
     await exchange.reply(503 if dead else 200, _encode(ProbeReply(ok=not dead, replicas=[], reason=reason)))
 
 
-async def ready(service: Service, exchange: Exchange) -> None:
+async def ready(service: Service, exchange: Exchange, account: RequestAccount) -> None:
     """The query may ask for more (READY_QUERY). The body lists the replicas of all models whatever was asked."""
     query = _ready_query(exchange)
     models = service.models.configured(query["model"]) if "model" in query else service.models.models
@@ -103,19 +104,19 @@ def _why_not_ready(models: Sequence[ServedModel], *, is_strict: bool) -> str:
     return ""
 
 
-async def version(service: Service, exchange: Exchange) -> None:
+async def version(service: Service, exchange: Exchange, account: RequestAccount) -> None:
     await exchange.reply(200, _encode(VersionReply(version=headrace.__version__)))
 
 
-async def load(service: Service, exchange: Exchange) -> None:
+async def load(service: Service, exchange: Exchange, account: RequestAccount) -> None:
     """In all workers of this server. With several tenants, a key sees its own tenant's requests."""
-    num_open = await service.site_metrics.num_open(service.shown_tenants(exchange.principal))
+    num_open = await service.site_metrics.num_open(service.shown_tenants(account.principal))
     await exchange.reply(200, _encode(LoadReply(server_load=num_open)))
 
 
-async def metrics(service: Service, exchange: Exchange) -> None:
+async def metrics(service: Service, exchange: Exchange, account: RequestAccount) -> None:
     accept = (exchange.header(b"accept") or b"").decode("latin-1")
-    body, content_type = await service.site_metrics.page(accept, service.shown_tenants(exchange.principal))
+    body, content_type = await service.site_metrics.page(accept, service.shown_tenants(account.principal))
     await exchange.reply(200, body, [(b"content-type", content_type.encode())])
 
 
@@ -150,9 +151,9 @@ _HTML_PAGE = f"""<!doctype html>
 """.encode()
 
 
-async def front(service: Service, exchange: Exchange) -> None:
+async def front(service: Service, exchange: Exchange, account: RequestAccount) -> None:
     if exchange.scope["method"] == "OPTIONS":
-        await health(service, exchange)
+        await health(service, exchange, account)
         return
     if b"text/html" in (exchange.header(b"accept") or b"").lower():
         kind, body = b"text/html; charset=utf-8", _HTML_PAGE
@@ -166,11 +167,11 @@ _DOCS_CSP = b"default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-in
 _DOCS_PAGE = "docs.html"
 
 
-async def docs(service: Service, exchange: Exchange) -> None:
+async def docs(service: Service, exchange: Exchange, account: RequestAccount) -> None:
     await _serve(exchange, _DOCS_PAGE)
 
 
-async def docs_asset(service: Service, exchange: Exchange) -> None:
+async def docs_asset(service: Service, exchange: Exchange, account: RequestAccount) -> None:
     await _serve(exchange, exchange.scope["path_params"]["name"])
 
 

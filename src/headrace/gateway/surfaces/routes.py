@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
+from headrace.gateway.generation.call import RequestAccount
 from headrace.gateway.generation.explanations import Explanation
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.asgi import OPENAI, Framing
@@ -19,10 +20,10 @@ from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.surfaces import chat, completions, listings, openapi, probes, tokenize
 from headrace.gateway.surfaces.endpoint import Endpoint
 
-Handler = Callable[[Service, Exchange], Awaitable[None]]
+Handler = Callable[[Service, Exchange, RequestAccount], Awaitable[None]]
 
 
-async def openapi_json(service: Service, exchange: Exchange) -> None:
+async def openapi_json(service: Service, exchange: Exchange, account: RequestAccount) -> None:
     await exchange.reply(200, _document())
 
 

@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Struct
 
 from headrace.core.errors import InvalidRequest
+from headrace.gateway.generation.call import RequestAccount
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.surfaces.dialect.conversation import (
@@ -78,12 +79,12 @@ TOKENIZE_BODY = BodyParser(parse_tokenize, TokenizeRequest)
 DETOKENIZE_BODY = BodyParser(parse_detokenize, DetokenizeRequest)
 
 
-async def tokenize(service: Service, exchange: Exchange) -> None:
+async def tokenize(service: Service, exchange: Exchange, account: RequestAccount) -> None:
     """vLLM's bench reads token_strs, so they are there unless declined."""
-    tenant = exchange.principal.tenant
+    tenant = account.principal.tenant
     with service.memory.open(tenant) as charges:
-        request = await parsed_body(service, exchange, charges, TOKENIZE_BODY)
-        model = _used_model(service, exchange, request.model)
+        request = await parsed_body(service, exchange, account.principal, charges, TOKENIZE_BODY)
+        model = _used_model(service, exchange, account, request.model)
         asked = model.upstream.tokenize(_prompt(request), needs_texts=request.return_token_strs is not False, tenant=tenant)
         async with exchange.watching():
             made = await exchange.unless_ended(asked)
@@ -94,11 +95,11 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
         await exchange.reply_parts(parts)
 
 
-async def detokenize(service: Service, exchange: Exchange) -> None:
-    tenant = exchange.principal.tenant
+async def detokenize(service: Service, exchange: Exchange, account: RequestAccount) -> None:
+    tenant = account.principal.tenant
     with service.memory.open(tenant) as charges:
-        request = await parsed_body(service, exchange, charges, DETOKENIZE_BODY)
-        model = _used_model(service, exchange, request.model)
+        request = await parsed_body(service, exchange, account.principal, charges, DETOKENIZE_BODY)
+        model = _used_model(service, exchange, account, request.model)
         async with exchange.watching():
             text = await exchange.unless_ended(model.upstream.detokenize(request.tokens, tenant=tenant))
         body = _encode(DetokenizeReply(prompt=text))
@@ -106,11 +107,11 @@ async def detokenize(service: Service, exchange: Exchange) -> None:
         await exchange.reply(200, body)
 
 
-def _used_model(service: Service, exchange: Exchange, name: str | None) -> ServedModel:
+def _used_model(service: Service, exchange: Exchange, account: RequestAccount, name: str | None) -> ServedModel:
     """The model stays open until the exchange ends."""
-    model = service.models.usable_by(exchange.principal).only(name)
-    service.open_requests.use(exchange.request_id, exchange.principal.tenant, model.users)
-    exchange.asked = Asked(name or model.name, model.base_name, model.adapter)
+    model = service.models.usable_by(account.principal).only(name)
+    service.open_requests.use(exchange.request_id, account.principal.tenant, model.users)
+    account.asked = Asked(name or model.name, model.base_name, model.adapter)
     return model
 
 

@@ -89,5 +89,5 @@ def _prepared(call: Call, *, clock: Clock) -> Coroutine[Any, Any, Ready]:
 async def log_prompt(call: Call, call_next: CallNext) -> Ready:
     if call.principal.logs_prompts:
         prompt = call.parsed.prompt
-        call.exchange.logged_prompt = prompt_json(prompt.messages if isinstance(prompt, Conversation) else prompt.prompts)
+        call.account.logged_prompt = prompt_json(prompt.messages if isinstance(prompt, Conversation) else prompt.prompts)
     return await call_next(call)

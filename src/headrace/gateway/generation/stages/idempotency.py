@@ -18,7 +18,7 @@ async def answer_once(call: Call, call_next: CallNext, *, replays: Replays, metr
     Unavailable.
     """
     exchange = call.exchange
-    key = retry_key(exchange)
+    key = retry_key(exchange.headers, call.principal.tenant_key)
     if not key:
         return await call_next(call)
     _check_can_be_kept(call)

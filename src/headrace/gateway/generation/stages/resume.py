@@ -34,7 +34,7 @@ async def resume(call: Call, call_next: CallNext, *, kept_streams: KeptStreams, 
         return await call_next(call)
     if not is_streaming and last_event:
         raise InvalidRequest(HEADER, "stream = true in the body", None, "An answer that is not streamed has no events.")
-    continued = await kept_streams.find(exchange)
+    continued = await kept_streams.find(exchange, call.principal.tenant_key)
     if continued is not None:
         call = call.changed(earlier=continued.earlier, answer_id=continued.answer_id, created=continued.kept.created)
         call.ending.continued_id = continued.answer_id
@@ -52,7 +52,7 @@ async def resume(call: Call, call_next: CallNext, *, kept_streams: KeptStreams, 
     stream = ResumableStream(call, kept_streams, continued, event_log)
     if continued is not None:
         await kept_streams.claim(continued)
-    kept_streams.begin(call.answer_id, exchange)
+    kept_streams.begin(call.answer_id, exchange, call.principal.tenant_key)
     call.ending.ends.push(stream.end)
     return ready.changed(event_log=event_log, replay=None if continued is None else stream.replay)
 

@@ -48,7 +48,7 @@ async def take_turn(call: Call, call_next: CallNext, *, sessions: Sessions) -> R
         return await call_next(call)
     sessions.check_on(SESSION_HEADER if exchange.has_header(RAW_HEADER) else METADATA_FIELD)
     _check_one_line(parsed, parsed.prompt)
-    key = retry_key(exchange)
+    key = retry_key(exchange.headers, call.principal.tenant_key)
     continued = last_event(exchange)
     turn = SessionTurn(sessions, SessionKey(call.principal.tenant_key, session_id), key)
     call.ending.ends.callback(turn.lease.free)
