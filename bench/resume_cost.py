@@ -61,7 +61,7 @@ async def kept_us(path: str, num_streams: int) -> float:
     while streams.num_writing:
         await asyncio.sleep(0.001)
     used = time.process_time() - began
-    await streams.close()
+    await store.close()
     return 1e6 * used / num_streams
 
 

@@ -166,7 +166,7 @@ async def test_a_collector_that_fails_costs_spans_and_no_request_its_time(
             exported, queue, refused = counted(bench)
             assert (exported, refused) == (0, 0)
             assert queue > 0
-            exporter = bench.gateway.service.traces
+            exporter = bench.gateway.traces
             assert exporter is not None
             assert 0 < exporter._waiting_bytes <= 8 << 10
             await asyncio.sleep(traces.INTERVAL_S + 0.1)

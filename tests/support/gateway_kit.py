@@ -417,7 +417,7 @@ def events_of(text: str) -> list[dict[str, Any]]:
 
 def metric(gateway: Gateway, name: str, **labels: str) -> float:
     """One sample of the metrics page; 0 when it is not there."""
-    metrics = gateway.service.metrics
+    metrics = gateway.metrics
     values = [registry.get_sample_value(name, labels) for registry in (metrics.registry, metrics.reported)]
     return next((value for value in values if value is not None), 0.0)
 
@@ -430,7 +430,7 @@ def follow(*opened: TestBench) -> list[UsageRecord]:
     """The records that these gateways write from now on, in the order in which their requests ended."""
     written: list[UsageRecord] = []
     for bench in opened:
-        ledger = bench.gateway.service.ledger
+        ledger = bench.gateway.service.explanations.ledger
         assert ledger is not None
         ledger.write = written.append  # type: ignore[method-assign,assignment]
     return written
@@ -438,7 +438,7 @@ def follow(*opened: TestBench) -> list[UsageRecord]:
 
 async def used(bench: TestBench, limit: str, key: str) -> int:
     """What counts of a limit of that key's tenant, once everything is charged."""
-    limiter = bench.gateway.service.limiter
+    limiter = bench.gateway.limiter
     await eventually(lambda: not limiter.num_uncharged)
     principal = await bench.gateway.active.authenticator.principal([(b"authorization", f"Bearer {key}".encode())], OPENAI)
     claims: list[Claim] = [rule.claim(None) for rule in rules_of(principal) if rule.name == limit]

@@ -166,4 +166,4 @@ def equal(replica: FakeReplica) -> None:
 
 
 async def kept(bench: TestBench) -> None:
-    await eventually(lambda: bench.gateway.service.kept_streams.num_writing == 0)
+    await eventually(lambda: bench.gateway.service.stages.kept_streams.num_writing == 0)

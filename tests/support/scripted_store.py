@@ -57,21 +57,21 @@ class ScriptedStore:
 
 
 def script_limits(bench: TestBench) -> ScriptedStore:
-    limiter: Any = bench.gateway.service.limiter
+    limiter: Any = bench.gateway.limiter
     limiter._store = store = ScriptedStore(limiter._store)
     return store
 
 
 def script_answers(bench: TestBench) -> ScriptedStore:
-    return _script_entries(bench.gateway.service.answer_cache._store)
+    return _script_entries(bench.gateway.service.stages.answer_cache._store)
 
 
 def script_replays(bench: TestBench) -> ScriptedStore:
-    return _script_entries(bench.gateway.service.replays._store)
+    return _script_entries(bench.gateway.service.stages.replays._store)
 
 
 def script_sessions(bench: TestBench) -> ScriptedStore:
-    return _script_entries(bench.gateway.service.sessions._store)
+    return _script_entries(bench.gateway.service.stages.sessions._store)
 
 
 def _script_entries(guarded: Any) -> ScriptedStore:

@@ -60,7 +60,7 @@ def prompt_of(bench: TestBench, replica: FakeReplica | None = None) -> str:
 async def idle(*opened: TestBench) -> None:
     """Until no claim is on its way back."""
     for bench in opened:
-        await eventually(lambda bench=bench: bench.gateway.service.sessions.num_pending == 0)  # type: ignore[misc]
+        await eventually(lambda bench=bench: bench.gateway.service.stages.sessions.num_pending == 0)  # type: ignore[misc]
 
 
 def roles(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -14,12 +14,15 @@ import os
 import re
 import traceback
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
+from headrace.core.clock import Clock
 from headrace.core.errors import DeadlineExceeded, HeadraceError, InvalidRequest
 from headrace.core.ids import RequestId
 from headrace.gateway.access.auth import Authenticator
 from headrace.gateway.access.open_requests import Draining, KeyRevoked, UseCount
 from headrace.gateway.access.principal import ANONYMOUS, OpenMetrics, Principal
+from headrace.gateway.access.stored_keys import StoredKeys
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.generation.call import RequestAccount
 from headrace.gateway.generation.service import Service
@@ -44,15 +47,20 @@ from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.origins import HostCheck, Origins, TrustedProxies, answer_preflight, is_preflight
 from headrace.gateway.http.turns import BeginTurns
 from headrace.gateway.ledger.record import UsageRecord, is_recorded, usage_record
+from headrace.gateway.limits.limiter import Limiter
 from headrace.gateway.stores.guard import StoreWait
 from headrace.gateway.surfaces.routes import AnsweredPath, find_path, logged_path, plain_path
 from headrace.gateway.upstream.seam import ReplicaLost
 from headrace.observe.finished_request import MAX_DETAIL_CHARS, Caller, End, FinishedRequest, Outcome, RequestArrival
+from headrace.observe.metrics import Metrics
 from headrace.observe.request_log import RequestLog
 from headrace.observe.tenant_metrics import RequestUse
 from headrace.observe.timeline import StageMarks
 from headrace.observe.trace_context import trace_context
 from headrace.policy.admission import AdmissionOutcome
+
+if TYPE_CHECKING:
+    from headrace.observe.traces import TraceExporter
 
 log = logging.getLogger("headrace.gateway")
 
@@ -69,10 +77,8 @@ class ActiveConfig:
     requests_without_model  counts the requests that have not asked for a model yet: each may still take any model of this configuration
     """
 
-    def __init__(self, config: GatewayConfig, service: Service) -> None:
-        self.config = config
-        self.service = service
-        self.authenticator = Authenticator(config.api_keys, config.tiers, service.stored_keys, service.clock)
+    def __init__(self, config: GatewayConfig, service: Service, authenticator: Authenticator) -> None:
+        self.config, self.service, self.authenticator = config, service, authenticator
         self.host_check = HostCheck(config.host, config.allowed_hosts)
         self.origins = Origins(config.allowed_origins)
         self.proxies = TrustedProxies(config.trusted_proxies)
@@ -85,12 +91,30 @@ class Gateway:
 
     active       configuration of new requests
     request_log  may be replaced at any time; a request is written to the log that is present at its end
+    traces       None: no collector is configured
+    clock        monotonic seconds
     """
 
-    def __init__(self, config: GatewayConfig, service: Service, request_log: RequestLog) -> None:
-        self.active = ActiveConfig(config, service)
-        self.request_log = request_log
-        self._turns = BeginTurns(service.clock)
+    def __init__(
+        self,
+        config: GatewayConfig,
+        service: Service,
+        request_log: RequestLog,
+        *,
+        stored_keys: StoredKeys | None,
+        limiter: Limiter,
+        metrics: Metrics,
+        traces: TraceExporter | None,
+        clock: Clock,
+    ) -> None:
+        self.request_log, self.metrics, self.traces, self.clock = request_log, metrics, traces, clock
+        self.stored_keys, self.limiter = stored_keys, limiter
+        self._turns = BeginTurns(clock)
+        self.follow(config, service)
+
+    def follow(self, config: GatewayConfig, service: Service) -> None:
+        """New requests have this configuration."""
+        self.active = ActiveConfig(config, service, Authenticator(config.api_keys, config.tiers, self.stored_keys, self.clock))
 
     @property
     def config(self) -> GatewayConfig:
@@ -108,17 +132,17 @@ class Gateway:
         active = self.active
         service = active.service
         scope["path"] = plain_path(scope["path"])
-        exchange = Exchange(scope, receive, send, request_id=RequestId(os.urandom(12).hex()), marks=StageMarks(service.clock))
+        exchange = Exchange(scope, receive, send, request_id=RequestId(os.urandom(12).hex()), marks=StageMarks(self.clock))
         account = RequestAccount()
         path, scope["path_params"] = find_path(scope["path"])
         if path is not None:
             exchange.framing = path.framing
             if path.generates:
-                account.trace = trace_context(exchange.headers, has_spans=service.traces is not None)
+                account.trace = trace_context(exchange.headers, has_spans=self.traces is not None)
         arrival = _arrival(exchange, account, active)
         reached: AnsweredPath | None = None
         end = UNFINISHED
-        with StoreWait(service.clock) as store_wait:
+        with StoreWait(self.clock) as store_wait:
             try:
                 service.open_requests.use(exchange.request_id, account.principal.tenant, active.requests_without_model)
                 host = active.host_check(exchange, is_probe=path is not None and path.is_probe)
@@ -128,7 +152,7 @@ class Gateway:
                 else:
                     reached = path
                     await self.dispatch(path, exchange, account, active)
-                end = End(Outcome.COMPLETED, exchange.status, service.clock() - exchange.arrived_at)
+                end = End(Outcome.COMPLETED, exchange.status, self.clock() - exchange.arrived_at)
             except HeadraceError as error:
                 reply, end = _ended_by(error)
                 await self._fail(exchange, error, reply, end)
@@ -143,7 +167,7 @@ class Gateway:
             finally:
                 service.open_requests.leave_used(exchange.request_id)
                 if end.latency_s is None:
-                    end = end._replace(status=exchange.status or end.status, latency_s=service.clock() - exchange.arrived_at)
+                    end = end._replace(status=exchange.status or end.status, latency_s=self.clock() - exchange.arrived_at)
                 caller = _caller(account.principal)
                 finished = FinishedRequest(arrival, end, caller, account.asked, account.answered, entered=exchange.marks.entered)
                 self._record(finished, account.logged_prompt, reached, service, store_wait)
@@ -162,16 +186,16 @@ class Gateway:
             await endpoint.handler(service, exchange, account)
             return
         await self._turns.take(principal.tenant)
-        keys = service.stored_keys if endpoint.generates else None
+        keys = self.stored_keys if endpoint.generates else None
         with keys.uses.use(principal.key_id, exchange.end) if keys is not None else nullcontext():
-            reservation = service.limiter.admit(exchange.request_id, principal, service.config.limits)
+            reservation = self.limiter.admit(exchange.request_id, principal, service.config.limits)
             exchange.late_headers = reservation.headers
             async with reservation as account.reservation:
                 await endpoint.handler(service, exchange, account)
 
     def refused(self, request_id: str, status: int, reason: str) -> None:
         """Log and count an answer by the HTTP protocol class itself: the bytes were no HTTP, or the head was too large or too late."""
-        self.service.metrics.http_responses.labels(str(status)).inc()
+        self.metrics.http_responses.labels(str(status)).inc()
         arrival = RequestArrival(request_id, method="", path="", time=self.service.unix_time())
         self.request_log.write(FinishedRequest(arrival, End(Outcome.REFUSED, status, error=BAD_HTTP, reason=reason)))
 
@@ -186,7 +210,7 @@ class Gateway:
         self, request: FinishedRequest, prompt: str | None, path: AnsweredPath | None, service: Service, store_wait: StoreWait
     ) -> None:
         """Count and log a request that has ended. prompt: to be logged; service: of the configuration that the request began with"""
-        metrics = service.metrics
+        metrics = self.metrics
         metrics.http_responses.labels(str(request.end.status)).inc()
         if path is not None and path.generates:
             metrics.store_wait.observe(store_wait.waited_s)
@@ -194,8 +218,8 @@ class Gateway:
             usage = usage_record(request, prompt=prompt) if is_recorded(request) else None
             if request.caller.tenant is not None:  # else strangers could fill what is kept of tenants
                 service.explanations.keep(request, usage)
-                if service.traces is not None:
-                    service.traces.write(request)
+                if self.traces is not None:
+                    self.traces.write(request)
                 metrics.tenants.count(request.caller.tier, request.caller.tenant, use_of(request, usage), model=request.model or "")
         if not (path is not None and path.is_quiet and request.end.outcome is Outcome.COMPLETED):
             self.request_log.write(request)

@@ -33,7 +33,7 @@ from headrace.gateway.generation.run import Pipeline
 from headrace.gateway.generation.service import Service
 from headrace.gateway.generation.shadows import ShadowCopies
 from headrace.gateway.generation.size_hint import with_classifier
-from headrace.gateway.generation.stages import chain
+from headrace.gateway.generation.stages import Stages
 from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.ledger.ledger import Ledger, open_ledger
 from headrace.gateway.limits.limiter import Limiter
@@ -43,6 +43,7 @@ from headrace.gateway.site.memory import TenantShare, give_back_when_idle, memor
 from headrace.gateway.site.worker import GatewayWorker, Siblings, SiteMetrics
 from headrace.gateway.stores.config import Stores
 from headrace.gateway.stores.guard import GuardedStore
+from headrace.gateway.stores.store import Store
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.text_workers.processes import HostProcess
 from headrace.gateway.text_workers.workers import Workers
@@ -103,19 +104,28 @@ async def open_gateway(
     request_log = open_log(config.request_log_target)
     async with AsyncExitStack() as stack:
         stack.callback(request_log.close)
-        text_pool = await stack.enter_async_context(_text_pool(config, workers, sources))
+        limits = config.limits
+        text_pool = TextPool(workers, max_workers=limits.max_text_workers, max_queue=limits.max_text_queue, clock=sources.clock)
+        await stack.enter_async_context(text_pool)
         loaded = LoadedTexts(config.models, texts, text_pool, load, make_workers)
         models = SiteModels(ModelOpener(text_pool, connect, sources), metrics)
         stack.push_async_callback(models.close)
         await models.open(config.models, config.pool_rules, loaded.texts)
         with_classifier(config.routes.values())
-        service = await _open_service(stack, config, models, text_pool, metrics, sources)
-        app = Gateway(config, service, request_log)
+        service, stored_keys = await _open_service(stack, config, models, text_pool, metrics, sources)
+        limiter = await _limiter(stack, config, metrics, sources)
+        traces = _traces(stack, config, metrics)
+        app = Gateway(
+            config, service, request_log, stored_keys=stored_keys, limiter=limiter, metrics=metrics, traces=traces, clock=sources.clock
+        )
         stack.callback(lambda: app.request_log.close())
         if worker is not None:
-            await stack.enter_async_context(_joined(service, worker, config.workers))
+            siblings = Siblings(worker, config.workers)
+            for part in (service.site_metrics, service.stages.kept_streams, service.explanations):
+                part.join(siblings)
+            await stack.enter_async_context(siblings)
         _connect_metrics(app, models)
-        yield OpenGateway(app, _followed(Reloader(app, models, loaded, open_log), service))
+        yield OpenGateway(app, _followed(Reloader(app, models, loaded, open_log), app))
 
 
 async def _open_service(
@@ -125,76 +135,53 @@ async def _open_service(
     text_pool: TextPool,
     metrics: Metrics,
     sources: Sources,
-) -> Service:
+) -> tuple[Service, StoredKeys | None]:
     """Open everything that requests share; `stack` closes each part. Raises ConfigError."""
+    clock, unix_time, registry = sources.clock, sources.unix_time, metrics.registry
     share = TenantShare(config.limits.max_tenant_share, config.num_tenants)
     memory = RequestMemory(memory_limits(config.limits, machine_bytes(), share))
     stack.callback(asyncio.create_task(give_back_when_idle(memory), name="memory given back").cancel)
     open_requests = OpenRequests(config.limits.max_requests, share)
-    stores = Stores(config.store, config.state, share, sources.unix_time)
-    answers = GuardedStore(open_answer_store(stores), "cached answers", sources.clock)
-    replayed = GuardedStore(open_replay_store(stores), "answers under an Idempotency-Key", sources.clock)
-    for store in (answers, replayed):
-        stack.push_async_callback(store.close)
+    stores = Stores(config.store, config.state, share, unix_time)
+
+    def opened(store: Store, name: str) -> GuardedStore:
+        guarded = GuardedStore(store, name, clock)
+        stack.push_async_callback(guarded.close)
+        return guarded
+
+    answers = opened(open_answer_store(stores), "cached answers")
+    replayed = opened(open_replay_store(stores), "answers under an Idempotency-Key")
     stored_keys = await _stored_keys(stack, config, share, sources)
-    watch = await stack.enter_async_context(_watch(config, memory, metrics, sources))
-    kept_streams = _kept_streams(stack, config, stores, metrics, sources)
-    sessions = _sessions(stack, config, stores, metrics, sources)
-    answer_cache = AnswerCache(answers, AnswerCacheMetrics(metrics.registry), sources.unix_time)
-    replays = Replays(replayed, ReplayMetrics(metrics.registry), limits=replay_limits(stores))
-    stages = chain(
-        sessions=sessions,
-        replays=replays,
-        answer_cache=answer_cache,
-        kept_streams=kept_streams,
+    watch = StreamWatch(left_bytes=lambda: memory.answers.left, on_lag=metrics.loop_lag.observe, clock=clock)
+    await stack.enter_async_context(watch)
+    conversations = opened(open_session_store(stores), "sessions") if config.sessions.ttl_s else None
+    stages = Stages(
+        sessions=Sessions(conversations, config.sessions, metrics=SessionMetrics(registry), unix_time=unix_time),
+        replays=Replays(replayed, ReplayMetrics(registry), limits=replay_limits(stores)),
+        answer_cache=AnswerCache(answers, AnswerCacheMetrics(registry), unix_time),
+        kept_streams=KeptStreams(opened(stores.open_streams(), "streams"), metrics=ResumeMetrics(registry)),
         open_requests=open_requests,
         metrics=metrics,
-        clock=sources.clock,
-        unix_time=sources.unix_time,
+        clock=clock,
+        unix_time=unix_time,
     )
     ledger = await _ledger(stack, config, metrics, sources)
-    shadows = ShadowCopies(memory, metrics, sources.clock)
+    shadows = ShadowCopies(memory, metrics, clock)
     stack.push_async_callback(shadows.close)
-    return Service(
+    service = Service(
         config=config.requests,
         models=ModelTable(models.served, config.routes),
-        stored_keys=stored_keys,
         open_requests=open_requests,
         text_pool=text_pool,
-        pipeline=Pipeline(stages, watch, EncodingTurns(sources.clock), shadows, metrics, sources.clock),
         memory=memory,
-        tenant_share=share,
-        kept_streams=kept_streams,
-        sessions=sessions,
-        limiter=await _limiter(stack, config, metrics, sources),
-        answer_cache=answer_cache,
-        replays=replays,
-        metrics=metrics,
-        traces=_traces(stack, config, metrics),
-        ledger=ledger,
+        stages=stages,
+        pipeline=Pipeline(stages.chain(), watch, EncodingTurns(clock), shadows, metrics, clock),
         explanations=Explanations(ledger),
-        site_metrics=SiteMetrics(metrics, open_requests.by_tenant),
+        site_metrics=SiteMetrics(metrics, open_requests.by_tenant, share),
         salt_key=bytes.fromhex(config.salt_key) or secrets.token_bytes(32),
-        clock=sources.clock,
-        unix_time=sources.unix_time,
+        unix_time=unix_time,
     )
-
-
-def _watch(config: GatewayConfig, memory: RequestMemory, metrics: Metrics, sources: Sources) -> StreamWatch:
-    return StreamWatch(
-        left_bytes=lambda: memory.answers.left,
-        on_lag=metrics.loop_lag.observe,
-        clock=sources.clock,
-    )
-
-
-def _joined(service: Service, worker: GatewayWorker, num_workers: int) -> Siblings:
-    """The connection to the other workers of the port. While it is entered, this worker asks them and answers them."""
-    siblings = Siblings(worker, num_workers)
-    service.site_metrics.join(siblings)
-    service.kept_streams.join(siblings)
-    service.explanations.join(siblings)
-    return siblings
+    return service, stored_keys
 
 
 async def _stored_keys(stack: AsyncExitStack, config: GatewayConfig, share: TenantShare, sources: Sources) -> StoredKeys | None:
@@ -204,13 +191,6 @@ async def _stored_keys(stack: AsyncExitStack, config: GatewayConfig, share: Tena
     keys = StoredKeys(store, clock=sources.clock, unix_time=sources.unix_time)
     keys.on_first_key(share.note_stored_keys)
     return await stack.enter_async_context(keys)
-
-
-def _kept_streams(stack: AsyncExitStack, config: GatewayConfig, stores: Stores, metrics: Metrics, sources: Sources) -> KeptStreams:
-    store = GuardedStore(stores.open_streams(), "streams", sources.clock)
-    streams = KeptStreams(store, metrics=ResumeMetrics(metrics.registry))
-    stack.push_async_callback(streams.close)
-    return streams
 
 
 async def _limiter(stack: AsyncExitStack, config: GatewayConfig, metrics: Metrics, sources: Sources) -> Limiter:
@@ -238,40 +218,24 @@ def _traces(stack: AsyncExitStack, config: GatewayConfig, metrics: Metrics) -> T
     return exporter
 
 
-def _followed(reloader: Reloader, service: Service) -> Reloader:
+def _followed(reloader: Reloader, app: Gateway) -> Reloader:
     """The reloader, after each shared object has been set to follow configuration changes."""
+    service, share = app.service, app.service.site_metrics.share
     reloader.follow(lambda config: partial(service.open_requests.change, config.limits.max_requests))
     reloader.follow(lambda config: partial(service.text_pool.change, config.limits.max_text_queue))
-    reloader.follow(lambda config: partial(service.tenant_share.change, config.limits.max_tenant_share, config.num_tenants))
-    reloader.follow(lambda config: partial(service.memory.change, memory_limits(config.limits, machine_bytes(), service.tenant_share)))
-    if (ledger := service.ledger) is not None:
+    reloader.follow(lambda config: partial(share.change, config.limits.max_tenant_share, config.num_tenants))
+    reloader.follow(lambda config: partial(service.memory.change, memory_limits(config.limits, machine_bytes(), share)))
+    if (ledger := service.explanations.ledger) is not None:
         reloader.follow(lambda config: ledger.prepare(config.usage))
     reloader.follow(lambda config: with_classifier(config.routes.values()))
-    reloader.follow(lambda config: partial(service.limiter.follow_budget, config.limits.budget))
+    reloader.follow(lambda config: partial(app.limiter.follow_budget, config.limits.budget))
     return reloader
-
-
-def _sessions(stack: AsyncExitStack, config: GatewayConfig, stores: Stores, metrics: Metrics, sources: Sources) -> Sessions:
-    store = GuardedStore(open_session_store(stores), "sessions", sources.clock) if config.sessions.ttl_s else None
-    sessions = Sessions(store, config.sessions, metrics=SessionMetrics(metrics.registry), unix_time=sources.unix_time)
-    stack.push_async_callback(sessions.close)
-    return sessions
-
-
-def _text_pool(config: GatewayConfig, workers: Workers, sources: Sources) -> TextPool:
-    limits = config.limits
-    return TextPool(
-        workers,
-        max_workers=limits.max_text_workers,
-        max_queue=limits.max_text_queue,
-        clock=sources.clock,
-    )
 
 
 def _connect_metrics(app: Gateway, models: SiteModels) -> None:
     """Give the metrics page functions that read gauges from their owners when the page is asked for."""
-    service = app.service
-    metrics, budgets = service.metrics, (service.memory.prompts, service.memory.answers)
+    service, metrics = app.service, app.metrics
+    budgets = service.memory.prompts, service.memory.answers
     metrics.read_process(lambda: process_memory().resident)
     metrics.read_engines(models.readings)
     metrics.read_upstreams(models.upstream_readings)

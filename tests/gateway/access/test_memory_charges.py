@@ -366,7 +366,7 @@ async def test_an_answered_request_is_freed_at_once_too(text: TextModel, stream:
                 writer.write(post("/v1/chat/completions", body, *more))
                 assert (await reader.readline()).split()[1] == b"200"
                 await reader.read()
-            await eventually(lambda: not bench.gateway.service.open_requests.num_open and not bench.gateway.service.replays.claims)
+            await eventually(lambda: not bench.gateway.service.open_requests.num_open and not bench.gateway.service.stages.replays.claims)
             await asyncio.sleep(0.05)
             assert not kept_requests()
         finally:

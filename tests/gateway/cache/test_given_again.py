@@ -53,7 +53,9 @@ async def test_nothing_of_an_answer_differs_when_it_is_given_again(
     answers = []
     for _ in range(2):
         answers.append(await bench.client.post(PATH, json=body, headers=headers))
-        await eventually(lambda: not bench.gateway.service.answer_cache.num_computing and not bench.gateway.service.replays.claims)
+        await eventually(
+            lambda: not bench.gateway.service.stages.answer_cache.num_computing and not bench.gateway.service.stages.replays.claims
+        )
         bench.replica.said = "Something else."
     assert len(bench.replica.requests) == 1
     assert shown(answers[0]) == shown(answers[1])

@@ -47,7 +47,7 @@ async def results(bench: TestBench) -> list[str]:
         drawn = await bench.client.post(PATH, json=chat_body(max_tokens=3), headers=headers | {"idempotency-key": "a"})
         found.append(drawn.headers.get("idempotent-replayed", "false"))
     service = bench.gateway.service
-    await eventually(lambda: not service.replays.claims and not service.answer_cache.num_computing)
+    await eventually(lambda: not service.stages.replays.claims and not service.stages.answer_cache.num_computing)
     return found
 
 
@@ -84,7 +84,7 @@ async def test_all_removes_a_tenants_sessions_and_kept_streams_too(
             answer = await bench.client.post(PATH, json=chat_body(), headers=sent | {"x-session-id": "s"})
             assert answer.status_code == 200
             await bench.client.post(PATH, json=chat_body(stream=True), headers=sent | {"last-event-id": "0"})
-        await eventually(lambda: not service.kept_streams.num_writing and not service.sessions.num_pending)
+        await eventually(lambda: not service.stages.kept_streams.num_writing and not service.stages.sessions.num_pending)
         assert await removed(bench, tmp_path, "socket", is_all=False) == 0, "answers alone"
         assert await removed(bench, tmp_path, way, is_all=True) == 2
         assert await removed(bench, tmp_path, way, is_all=True) == 0

@@ -48,7 +48,7 @@ def outcome(bench: TestBench, name: str) -> float:
 async def one(text: TextModel) -> AsyncIterator[TestBench]:
     async with open_bench(text) as bench:
         yield bench
-        bench.gateway.service.replays.check()
+        bench.gateway.service.stages.replays.check()
 
 
 @asynccontextmanager
@@ -109,7 +109,7 @@ async def test_while_the_first_runs_a_retry_is_told_when_to_come_again(text: Tex
             assert (busy.status_code, busy.json()["error"]["code"], busy.headers["retry-after"]) == (409, "idempotency_conflict", "1")
         first.replica.go.set()
         assert not is_replay(await running)
-        await eventually(lambda: not first.gateway.service.replays.claims)
+        await eventually(lambda: not first.gateway.service.stages.replays.claims)
         assert is_replay(await ask(second, "a"))
         assert not second.replica.requests
 
@@ -135,10 +135,10 @@ async def test_after_a_failure_the_next_request_is_the_first(one: TestBench) -> 
     one.replica.on_submit = fail
     assert (await ask(one, "a")).status_code == 503
     one.replica.on_submit = None
-    await eventually(lambda: not one.gateway.service.replays.claims)
+    await eventually(lambda: not one.gateway.service.stages.replays.claims)
     assert not is_replay(await ask(one, "a"))
     assert (await ask(one, "c", min_tokens=9)).status_code == 400
-    await eventually(lambda: not one.gateway.service.replays.claims)
+    await eventually(lambda: not one.gateway.service.stages.replays.claims)
     assert not is_replay(await ask(one, "c")), "a refused request binds its key to no body"
 
 
@@ -152,7 +152,7 @@ async def test_an_answer_is_finished_without_its_client_and_waits_for_the_retry(
             if stream:
                 await reader.readuntil(b"data: ")
         assert (await ask(one, "a", stream=stream)).status_code == 409
-        await eventually(lambda: not one.gateway.service.replays.claims)
+        await eventually(lambda: not one.gateway.service.stages.replays.claims)
         answer = await ask(one, "a", stream=stream)
         assert is_replay(answer)
         assert (len(one.replica.requests), one.replica.cancelled) == (1, [])
@@ -186,7 +186,7 @@ async def test_what_a_shutdown_cuts_off_is_billed_as_it_counts_in_the_limits(
     scope = {"type": "http", "method": "POST", "path": PATH, "query_string": b"", "headers": headers, "http_version": "1.1"}
     monkeypatch.setattr(LimitReservation, "count", note)
     async with open_bench(text, state=str(tmp_path)) as bench:
-        ledger = bench.gateway.service.ledger
+        ledger = bench.gateway.service.explanations.ledger
         assert ledger is not None
         monkeypatch.setattr(ledger, "write", written.append)
         bench.replica.token_delay_s = 1.0
@@ -208,7 +208,7 @@ async def test_a_gateway_that_died_keeps_its_keys_for_a_lease(text: TextModel, t
         running = asyncio.create_task(ask(first, "a"))
         await asyncio.sleep(3 * LEASE_S)
         assert (await ask(second, "a")).status_code == 409, "a living gateway renews its claim, again and again"
-        replays = first.gateway.service.replays
+        replays = first.gateway.service.stages.replays
         (claim,) = replays.claims
         assert await claim.lease.renew(replays._store.store)
         claim.lease.end()  # what its death does
@@ -217,11 +217,11 @@ async def test_a_gateway_that_died_keeps_its_keys_for_a_lease(text: TextModel, t
         await asyncio.sleep(0.001)
         taken = await ask(second, "a")
         assert not is_replay(taken)
-        await eventually(lambda: not second.gateway.service.replays.claims)
+        await eventually(lambda: not second.gateway.service.stages.replays.claims)
         first.replica.said = "The dead one's late answer."
         first.replica.go.set()
         await running
-        await eventually(lambda: not first.gateway.service.replays.claims)
+        await eventually(lambda: not first.gateway.service.stages.replays.claims)
         assert (await ask(second, "a")).json()["choices"] == taken.json()["choices"], "the late answer does not take the place"
 
 
@@ -229,7 +229,7 @@ async def test_an_answer_that_is_too_large_is_not_computed_again(text: TextModel
     monkeypatch.setattr(replays, "MAX_REPLAY_BYTES", 300)
     async with open_bench(text) as bench:
         assert (await ask(bench, "a", max_tokens=100, ignore_eos=True)).status_code == 200
-        await eventually(lambda: not bench.gateway.service.replays.claims)
+        await eventually(lambda: not bench.gateway.service.stages.replays.claims)
         again = await ask(bench, "a", max_tokens=100, ignore_eos=True)
         assert (again.status_code, "retry-after" in again.headers) == (409, False)
         assert "too large" in again.json()["error"]["message"]
@@ -265,7 +265,7 @@ async def test_a_cached_answer_is_kept_under_the_key_too(text: TextModel) -> Non
 async def test_without_the_store_a_request_with_a_key_is_refused_retryably(one: TestBench, trouble: str) -> None:
     store, loop = script_replays(one), asyncio.get_running_loop()
     assert (await ask(one, "a")).status_code == 200
-    await eventually(lambda: not one.gateway.service.replays.claims)
+    await eventually(lambda: not one.gateway.service.stages.replays.claims)
     if trouble == "fails":
         store.failure = "down"
     else:
@@ -277,7 +277,7 @@ async def test_without_the_store_a_request_with_a_key_is_refused_retryably(one: 
     assert (await one.chat()).status_code == 200, "without a key it is answered"
     store.go_on()
     assert (await ask(one, "b")).status_code == 200
-    await eventually(lambda: not one.gateway.service.replays.claims)
+    await eventually(lambda: not one.gateway.service.stages.replays.claims)
 
 
 async def test_a_replay_and_a_hit_take_nothing_of_the_tenants_limits(text: TextModel) -> None:

@@ -30,7 +30,7 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
 async def cached(text: TextModel) -> AsyncIterator[TestBench]:
     async with open_bench(text, **ON) as bench:
         yield bench
-        bench.gateway.service.answer_cache.check()
+        bench.gateway.service.stages.answer_cache.check()
 
 
 def result(answer: httpx2.Response) -> str:
@@ -40,7 +40,7 @@ def result(answer: httpx2.Response) -> str:
 
 async def written(bench: TestBench) -> None:
     """Until the store has every answer."""
-    await eventually(lambda: not bench.gateway.service.answer_cache.num_computing)
+    await eventually(lambda: not bench.gateway.service.stages.answer_cache.num_computing)
 
 
 def comparable(answer: httpx2.Response) -> dict[str, Any]:

@@ -81,18 +81,18 @@ async def use_everything(caller: Caller, state: Path) -> None:
         await caller.ask("POST", CHAT, 200, said())
     for _ in range(2):  # the second is a replay
         await caller.ask("POST", CHAT, 200, said(temperature=1), idempotency_key=REPLAY)
-        await eventually(lambda: not bench.gateway.service.replays.claims)
+        await eventually(lambda: not bench.gateway.service.stages.replays.claims)
     await caller.ask("POST", CHAT, 422, said(temperature=1, max_tokens=3), idempotency_key=REPLAY)
     await caller.ask("POST", CHAT, 400, said(), idempotency_key=f"{REPLAY} {REPLAY}")
     for _ in range(2):
         await caller.ask("POST", CHAT, 200, said(stream=True), session_id=SESSION)
-        await eventually(lambda: not bench.gateway.service.sessions.num_pending)
+        await eventually(lambda: not bench.gateway.service.stages.sessions.num_pending)
     await caller.ask("POST", CHAT, 400, said(n=2), session_id=SESSION)
     await caller.ask("POST", CHAT, 400, said(), session_id=f"{SESSION} {SESSION}")
     for session in (SESSION, SESSION + "-2"):
         for method in ("GET", "DELETE"):
             await caller.ask(method, f"/v1/sessions/{session}", 200 if session == SESSION else 404)
-            await eventually(lambda: not bench.gateway.service.sessions.num_pending)
+            await eventually(lambda: not bench.gateway.service.stages.sessions.num_pending)
     await caller.ask("POST", CHAT, 400, said(PROMPT * 100))
     long = [{"role": "user", "content": f"{number} {PROMPT * 3}"} for number in range(12)]
     for fitting in ("sliding_window", "summary"):
@@ -116,7 +116,7 @@ async def fail(caller: Caller, state: Path) -> None:
         other.execute("ALTER TABLE entries RENAME TO hidden")
         await caller.ask("POST", CHAT, 503, said("another"), session_id=SESSION)
         other.execute("ALTER TABLE hidden RENAME TO entries")  # what waits to be written is tried again
-    await eventually(lambda: not caller.bench.gateway.service.sessions.num_pending)
+    await eventually(lambda: not caller.bench.gateway.service.stages.sessions.num_pending)
 
 
 @pytest.fixture

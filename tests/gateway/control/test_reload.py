@@ -540,7 +540,7 @@ async def test_a_request_log_that_was_moved_away_is_opened_again(text: TextModel
 async def test_the_cache_follows_and_what_is_kept_stays(bench: TestBench) -> None:
     async def cache_said(question: str) -> str:
         answer = await bench.chat(temperature=0, max_tokens=2, messages=[{"role": "user", "content": question}])
-        await eventually(lambda: not bench.gateway.service.answer_cache.num_computing)
+        await eventually(lambda: not bench.gateway.service.stages.answer_cache.num_computing)
         said: str = answer.headers["x-headrace-cache"]
         return said
 
@@ -728,7 +728,7 @@ async def test_a_gateway_that_shuts_down_changes_nothing(bench: TestBench) -> No
 
 async def test_failures_are_counted_from_zero_so_that_the_first_ones_are_in_a_rate(bench: TestBench) -> None:
     await apply(bench, model(MODEL, "r0", "r1"), model("owl", "o0"))
-    page = bench.gateway.service.metrics.page()[0].decode()
+    page = bench.gateway.metrics.page()[0].decode()
     for name, replica in ((MODEL, ""), (MODEL, "r0"), (MODEL, "r1"), ("owl", ""), ("owl", "o0")):
         for outcome in ("failed", "deadline"):
             assert f'headrace_requests_total{{model="{name}",outcome="{outcome}",replica="{replica}"}} 0.0' in page
@@ -736,7 +736,7 @@ async def test_failures_are_counted_from_zero_so_that_the_first_ones_are_in_a_ra
 
 async def test_series_of_what_left_are_dropped_after_a_while(bench: TestBench) -> None:
     def shown() -> set[str]:
-        page = bench.gateway.service.metrics.page()[0].decode()
+        page = bench.gateway.metrics.page()[0].decode()
         return {name for name in ("r0", "r1", "o0") if f'replica="{name}"' in page}
 
     await bench.chat()
@@ -750,7 +750,7 @@ async def test_series_of_what_left_are_dropped_after_a_while(bench: TestBench) -
     assert shown() == {"r0", "r1", "o0"}
     await asyncio.sleep(1.1)
     assert shown() == {"r1"}
-    assert 'model="owl"' not in bench.gateway.service.metrics.page()[0].decode()
+    assert 'model="owl"' not in bench.gateway.metrics.page()[0].decode()
 
 
 async def test_a_name_that_comes_back_keeps_its_series(bench: TestBench) -> None:

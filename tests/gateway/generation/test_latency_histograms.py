@@ -43,7 +43,7 @@ async def test_histograms_hold_what_the_client_measured(text: TextModel, tmp_pat
         target = LoadTarget(url=f"http://127.0.0.1:{port}", model=MODEL)
         times = send_times(NUM_REQUESTS, rate=RATE)
         records = await run_load(target, make_requests(NUM_REQUESTS, SHAPE), times, clock=virtual_loop().time)
-        page = gateway.service.metrics.page()[0].decode()
+        page = gateway.metrics.page()[0].decode()
         changing.cancel()
     assert all(record.is_finished for record in records)
     ttfts = [record.ttft_s for record in records]

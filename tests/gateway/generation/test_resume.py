@@ -64,7 +64,7 @@ async def test_events_have_ids_where_the_client_asks_for_them(text: TextModel) -
         plain = await bench.client.post(CHAT, content=BODY, headers={"content-type": "application/json"})
         assert plain.text.startswith("data: ")
         assert "id: " not in plain.text
-        assert bench.gateway.service.kept_streams.num_writing == 0
+        assert bench.gateway.service.stages.kept_streams.num_writing == 0
         headers = [{"content-type": "application/json", HEADER: given} for given in ("", NO_EVENT)]
         asked = [await bench.client.post(CHAT, content=BODY, headers=each) for each in headers]
         for answer in asked:
@@ -120,8 +120,8 @@ async def test_a_newer_connection_at_another_worker_takes_a_stream_from_an_older
         Siblings(GatewayWorker(0, tmp_path), 2) as here,
         Siblings(GatewayWorker(1, tmp_path), 2) as there,
     ):
-        first.gateway.service.kept_streams.join(here)
-        second.gateway.service.kept_streams.join(there)
+        first.gateway.service.stages.kept_streams.join(here)
+        second.gateway.service.stages.kept_streams.join(there)
         answer_id, old = await begun(first, key="key-of-one")
         assert (await go_on(second, f"{answer_id}/2", key="key-of-two")).status == 404, "another tenant's stream is unknown"
         assert (await go_on(second, f"{answer_id}/2", key="key-of-one")).status == 409, "it has just begun"
@@ -139,7 +139,7 @@ async def test_a_worker_that_hangs_costs_a_resume_nothing_but_the_stream(text: T
     worker = GatewayWorker(0, tmp_path)
     silent = loop.network.listen_at(str(worker.socket(1)))
     async with open_bench(text) as bench, Siblings(worker, 2) as siblings:
-        bench.gateway.service.kept_streams.join(siblings)
+        bench.gateway.service.stages.kept_streams.join(siblings)
         began = now()
         unknown = await go_on(bench, f"{'a' * 24}/3")
         assert (unknown.status, unknown.headers["retry-after"]) == (404, "1")
@@ -274,7 +274,7 @@ async def test_the_store_holds_no_text_and_no_prompt(text: TextModel, tmp_path: 
 
 
 def _store(bench: TestBench) -> Store:
-    guarded = bench.gateway.service.kept_streams._store
+    guarded = bench.gateway.service.stages.kept_streams._store
     assert guarded is not None
     return guarded.store
 
@@ -312,7 +312,7 @@ async def test_a_bad_store_costs_resuming_and_no_answer(
         failed = await go_on(bench, events[3].id)
         assert (failed.status, failed.error["code"]) == (503, "unavailable")
         assert now() - began == pytest.approx(REQUEST_WAIT_S)
-        streams = bench.gateway.service.kept_streams
+        streams = bench.gateway.service.stages.kept_streams
         await asyncio.sleep(began + WRITE_S - 0.01 - now())
         assert streams.num_writing == 1, "it may still be written"
         await asyncio.sleep(0.02)
@@ -346,7 +346,7 @@ async def test_a_claim_that_comes_too_late_is_given_back(text: TextModel, monkey
             await eventually(lambda: bool(late))
         assert (await running).status == 503
         await asyncio.sleep(sum(GIVE_BACK_PAUSES_S[:-1]) - 0.1)  # the claim is asked back in vain
-        assert bench.gateway.service.kept_streams.num_writing == 1
+        assert bench.gateway.service.stages.kept_streams.num_writing == 1
         is_given_up.set()
         assert await late[0], "the store took the claim after all"
         await kept(bench)
@@ -381,9 +381,9 @@ async def test_what_waits_to_be_written_is_bounded(text: TextModel, monkeypatch:
         equal(bench.replica)
         for _ in range(8):
             await send(bench.gateway, CHAT, BODY)
-        assert 0 < bench.gateway.service.kept_streams.num_writing < 8
+        assert 0 < bench.gateway.service.stages.kept_streams.num_writing < 8
         dropped = metric(bench.gateway, "headrace_streams_kept_total", outcome="dropped")
-        assert dropped + bench.gateway.service.kept_streams.num_writing == 8
+        assert dropped + bench.gateway.service.stages.kept_streams.num_writing == 8
 
 
 async def test_an_entry_of_another_version_is_unknown(text: TextModel) -> None:

@@ -291,7 +291,7 @@ async def test_a_copy_changes_no_byte_and_costs_nothing(text: TextModel, tmp_pat
             bench.replicas[SHADOW].said = "Another answer."
             answers.append(without_ids(await ask(bench, key="key-of-acme", max_tokens=8, seed=1, **fields)))
             await eventually(lambda bench=bench, name=name: num_copies(bench, ShadowResult.ANSWERED) == (name == "copied"))  # type: ignore[misc]
-            ledger = bench.gateway.service.ledger
+            ledger = bench.gateway.service.explanations.ledger
             assert ledger is not None
             rows: list[Any] = []
             while not rows:

@@ -78,7 +78,7 @@ async def opened(text: TextModel, tmp_path: Path, **changes: Any) -> AsyncIterat
 
 async def garbage_of(bench: TestBench, ask: Callable[[], Awaitable[None]], saved: list[Any]) -> dict[str, int]:
     """Type of ours or of uvicorn's -> objects that requests left to the collector, at least one for each of them."""
-    limiter = bench.gateway.service.limiter
+    limiter = bench.gateway.limiter
 
     async def is_over() -> None:
         await eventually(lambda: not limiter.num_uncharged and bench.gateway.service.open_requests.num_open == 0)

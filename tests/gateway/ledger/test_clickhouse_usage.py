@@ -162,7 +162,7 @@ async def test_targets_follow_a_reload(text: TextModel, tmp_path: Path) -> None:
                 async with asyncio.timeout(60):
                     while answer.headers["x-request-id"] not in collector.ids:
                         await asyncio.sleep(0.05)
-            ledger = bench.gateway.service.ledger
+            ledger = bench.gateway.service.explanations.ledger
             assert ledger is not None
             assert ledger._usage_db.retention_days == 90
             await bench.reloader.reload(partial(gateway_config, state=state))

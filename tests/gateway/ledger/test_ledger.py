@@ -26,7 +26,7 @@ PRICES = {MODEL: {"input": 1.0, "output": 2.0, "cached_input": 0.5}}
 
 async def recorded(bench: TestBench, count: int, by: str = "tenant") -> list[dict[str, Any]]:
     """The rows, once they are of this many requests."""
-    ledger = bench.gateway.service.ledger
+    ledger = bench.gateway.service.explanations.ledger
     assert ledger is not None
     async with asyncio.timeout(60):
         while True:
@@ -156,7 +156,7 @@ async def test_metrics_count_records(text: TextModel, tmp_path: Path) -> None:
 
 
 async def test_without_a_state_folder_nothing_is_kept(bench: TestBench) -> None:
-    assert bench.gateway.service.ledger is None
+    assert bench.gateway.service.explanations.ledger is None
     assert (await bench.chat(max_tokens=2)).status_code == 200
 
 

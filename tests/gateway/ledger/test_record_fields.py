@@ -82,13 +82,13 @@ async def test_every_field_says_what_its_request_saw(text: TextModel, tmp_path: 
     written: list[UsageRecord] = []
     runner = {"step_seconds": STEP_MS / 1000, "digests": DIGESTS}
     async with virtual_gateway(text, pause_s=PAUSE_MS / 1000, runner=runner, state=str(tmp_path), **SITE) as (gateway, _):
-        ledger = gateway.service.ledger
+        ledger = gateway.service.explanations.ledger
         assert ledger is not None
         monkeypatch.setattr(ledger, "write", written.append)
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=gateway), base_url="http://localhost") as client:
             first = await Asked(loop).whole(client, "a")
             again = await Asked(loop).whole(client)
-            await eventually(lambda: not gateway.service.replays.claims)
+            await eventually(lambda: not gateway.service.stages.replays.claims)
             replayed = await Asked(loop).whole(client, "a")
         async with serving(gateway) as port:
             left = await Asked(loop).left(port, 8)

@@ -61,7 +61,7 @@ async def test_a_reader_sees_the_usage_of_every_tenant_and_asks_once_at_a_time(t
             assert (await bench.client.post("/v1/chat/completions", json=chat_body(), headers=as_tenant(tenant))).status_code == 200
         both = await rows(bench, "reader", "?by=tenant", count=2)
         assert [(row["tenant"], row["requests"]) for row in both] == [("acme", 1), ("globex", 1)]
-        ledger = bench.gateway.service.ledger
+        ledger = bench.gateway.service.explanations.ledger
         assert ledger is not None
         ledger._asking.add(None)
         assert (await bench.client.get("/v1/usage", headers=as_tenant("reader"))).status_code == 429
@@ -86,7 +86,7 @@ async def test_a_wrong_question_is_refused_by_its_parameter(text: TextModel, tmp
 
 async def test_a_tenants_second_query_at_a_time_is_refused_and_another_tenants_waits_for_the_first(text: TextModel, tmp_path: Path) -> None:
     async with open_bench(text, state=str(tmp_path), api_keys=KEYS) as bench:
-        ledger = bench.gateway.service.ledger
+        ledger = bench.gateway.service.explanations.ledger
         assert ledger is not None
         released = threading.Event()
         blocking = asyncio.create_task(ledger._local._reader.call(lambda: released.wait(600), is_read=True))

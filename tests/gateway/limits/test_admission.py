@@ -267,7 +267,7 @@ async def test_what_another_tenant_reserved_and_did_not_use_is_free_again(opened
         running.cancel()
         bench.replica.go.set()
         await asyncio.gather(running, return_exceptions=True)
-        await eventually(lambda: bench.gateway.service.limiter.num_uncharged == 0)
+        await eventually(lambda: bench.gateway.limiter.num_uncharged == 0)
         assert (await ask(bench, max_tokens=9)).status_code == 200
 
 
@@ -397,7 +397,7 @@ async def test_a_request_that_no_engine_takes_costs_no_tokens(opened: Opened) ->
 async def test_callers_without_limits_ask_no_store(text: TextModel) -> None:
     async with open_bench(text) as bench:
         taken: list[object] = []
-        bench.gateway.service.limiter._store.take = partial(_record, taken)  # type: ignore[method-assign,assignment]
+        bench.gateway.limiter._store.take = partial(_record, taken)  # type: ignore[method-assign,assignment]
         response = await bench.chat()
         assert response.status_code == 200
         assert not taken
@@ -421,7 +421,7 @@ async def test_a_clock_that_jumps_opens_no_window_when_it_is_back(opened: Opened
         assert await used(bench, "daily_tokens", KEY) == before * (1 if abs(jump_s) > 43_200 else 2)
         assert (await ask(bench, max_tokens=9)).status_code in (200, 429)
         assert (await ask(bench, max_tokens=1)).status_code == 429
-        bench.gateway.service.limiter.check()
+        bench.gateway.limiter.check()
 
 
 @pytest.fixture
@@ -531,7 +531,7 @@ async def test_a_locked_file_refuses_and_heals(opened: Opened, tmp_path: Path) -
 async def test_the_next_process_charges_what_a_dead_one_left(opened: Opened, clocks: Clocks, tmp_path: Path) -> None:
     numbers = {"max_concurrent_requests": 1, "output_tokens_per_minute": 1000}
     async with opened(numbers, state=str(tmp_path)) as bench:
-        limiter = bench.gateway.service.limiter
+        limiter = bench.gateway.limiter
         bench.replica.go.clear()
         running = asyncio.create_task(ask(bench, max_tokens=400))
         await eventually(lambda: bool(bench.replica.requests))
@@ -540,7 +540,7 @@ async def test_the_next_process_charges_what_a_dead_one_left(opened: Opened, clo
                 if task.get_name() in ("limits _beats", "limits _charges") and task.get_coro().cr_frame.f_locals["self"] is limiter:  # type: ignore[union-attr]
                     task.cancel()
             assert (await ask(survivor, max_tokens=5)).status_code == 429
-            watcher = survivor.gateway.service.limiter
+            watcher = survivor.gateway.limiter
             await watcher._renew()
             clocks.wait(4.9)
             await watcher._renew()
@@ -583,9 +583,9 @@ async def test_work_that_generates_nothing_counts_as_a_request(
         for _ in range(2):
             answer = await bench.client.request(method, path, json=body, headers=headers)
             assert answer.status_code in (200, 404)
-            await eventually(lambda: not bench.gateway.service.limiter.num_uncharged)
+            await eventually(lambda: not bench.gateway.limiter.num_uncharged)
         assert (await ask(bench)).status_code == 200
-        await eventually(lambda: not bench.gateway.service.limiter.num_uncharged)
+        await eventually(lambda: not bench.gateway.limiter.num_uncharged)
         refused = await bench.client.request(method, path, json=body, headers=headers)
         assert (refused.status_code, error_of(refused)["code"]) == (429, "rate_limit_exceeded")
         assert limit in error_of(refused)["message"]
@@ -593,5 +593,5 @@ async def test_work_that_generates_nothing_counts_as_a_request(
         assert (await ask(bench, OTHER)).status_code == 200, "the tenant alone is refused"
         for unlimited in ("/v1/models", "/version", "/metrics"):
             assert (await bench.client.get(unlimited, headers=headers)).status_code == 200
-        await eventually(lambda: not bench.gateway.service.limiter.num_uncharged)
-        bench.gateway.service.limiter.check()
+        await eventually(lambda: not bench.gateway.limiter.num_uncharged)
+        bench.gateway.limiter.check()

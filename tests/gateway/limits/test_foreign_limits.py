@@ -40,7 +40,7 @@ async def ask(bench: TestBench, **fields: Any) -> httpx2.Response:
 
 async def remaining(bench: TestBench) -> int:
     """Tokens left of the limit, once everything is charged: after this refused request, which reads it."""
-    limiter = bench.gateway.service.limiter
+    limiter = bench.gateway.limiter
     await eventually(lambda: not limiter.num_uncharged)
     return int((await ask(bench, max_tokens=1_000_000)).headers["x-ratelimit-remaining-tokens"])
 

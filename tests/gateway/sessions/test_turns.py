@@ -143,7 +143,7 @@ async def test_two_turns_that_both_hold_the_claim_end_with_one_stored(text: Text
             bench.replica.go.clear()
         first = asyncio.create_task(turn(one, "s", "first", max_tokens=2))
         await eventually(lambda: bool(one.replica.requests))
-        assert await one.gateway.service.sessions.store.store.purge("default") == 1
+        assert await one.gateway.service.stages.sessions.store.store.purge("default") == 1
         second = asyncio.create_task(turn(other, "s", "second", max_tokens=2, stream=True))
         await eventually(lambda: bool(other.replica.requests))
         one.replica.go.set()
@@ -327,7 +327,7 @@ async def test_what_a_stream_that_is_continued_adds_is_one_turn(text: TextModel)
         await turn(bench, "s", "zero", max_tokens=2)
         headers = {"x-session-id": "s", "last-event-id": "0"}
         first = await bench.client.post(CHAT, json=body, headers=headers)
-        await eventually(lambda: bench.gateway.service.kept_streams.num_writing == 0)
+        await eventually(lambda: bench.gateway.service.stages.kept_streams.num_writing == 0)
         second = await bench.client.post(CHAT, json=body, headers={**headers, "last-event-id": f"{first.headers['x-request-id']}/2"})
         assert second.status_code == 200, second.text
         assert first.text.endswith(second.text)

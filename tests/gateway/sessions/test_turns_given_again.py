@@ -30,7 +30,9 @@ async def keyed(bench: TestBench, said: str, key: str, *, session: str = "s", **
 async def written(bench: TestBench) -> None:
     """Until every answer and every claim is in its store."""
     await idle(bench)
-    await eventually(lambda: not bench.gateway.service.replays.claims and not bench.gateway.service.answer_cache.num_computing)
+    await eventually(
+        lambda: not bench.gateway.service.stages.replays.claims and not bench.gateway.service.stages.answer_cache.num_computing
+    )
 
 
 async def asked(bench: TestBench, session: str = "s") -> list[str]:
@@ -79,15 +81,15 @@ async def test_an_answer_that_goes_on_without_its_client_is_a_turn(text: TextMod
 
 async def test_an_answer_whose_turn_could_not_be_stored_is_computed_again(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
     async with open_bench(text, cache={"enabled": True}) as bench:
-        keep = bench.gateway.service.sessions.keep
+        keep = bench.gateway.service.stages.sessions.keep
 
         async def fail(*_: object) -> None:
             raise Unavailable("gone")
 
         for said, temperature in (("one", 1), ("two", 0)):  # the second time the response cache has the answer
-            monkeypatch.setattr(bench.gateway.service.sessions, "keep", fail)
+            monkeypatch.setattr(bench.gateway.service.stages.sessions, "keep", fail)
             assert (await keyed(bench, said, said, temperature=temperature)).status_code == 503
-            monkeypatch.setattr(bench.gateway.service.sessions, "keep", keep)
+            monkeypatch.setattr(bench.gateway.service.stages.sessions, "keep", keep)
             assert not is_replay(await keyed(bench, said, said, temperature=temperature))
             assert is_replay(await keyed(bench, said, said, temperature=temperature))
         assert await asked(bench) == ["one", "two"]

@@ -163,7 +163,7 @@ async def test_an_open_request_of_a_revoked_key_ends_and_is_charged(
         kept = asyncio.create_task(ask(other.key))
         await eventually(lambda: len(bench.replica.requests) == len(asked) + 1)
         await asyncio.sleep(0.5)  # each has said something
-        ledger = bench.gateway.service.ledger
+        ledger = bench.gateway.service.explanations.ledger
         assert ledger is not None
         charged: list[UsageRecord] = []
         monkeypatch.setattr(ledger, "write", charged.append)
@@ -178,7 +178,7 @@ async def test_an_open_request_of_a_revoked_key_ends_and_is_charged(
         assert (await kept).status_code == 200
         assert [record.tenant for record in charged] == ["acme"] * len(asked) + ["globex"]
         assert all(record.completion_tokens >= 1 for record in charged)
-        keys = bench.gateway.service.stored_keys
+        keys = bench.gateway.stored_keys
         await eventually(lambda: keys is not None and not keys.uses._ends)
 
 
@@ -751,7 +751,7 @@ async def num_kept(bench: TestBench, tenant: str) -> list[int]:
     """How many of eight entries, a tenth of the store each, every store of the gateway keeps for a tenant."""
     service: Any = bench.gateway.service
     found = []
-    for owner in (service.kept_streams, service.sessions, service.answer_cache, service.replays):
+    for owner in (service.stages.kept_streams, service.stages.sessions, service.stages.answer_cache, service.stages.replays):
         store = owner._store.store
         for number in range(8):
             await store.put(f"{tenant}-{number}", ONE_TENTH, tenant=tenant, ttl_s=60)
@@ -791,7 +791,7 @@ async def test_a_tenants_option_turns_the_cache_on_or_off(
 @pytest.mark.socket
 async def test_a_store_is_closed_with_its_gateway(text: TextModel, tmp_path: Path) -> None:
     async with open_bench(text, state=str(tmp_path)) as bench:
-        stored: Any = bench.gateway.service.stored_keys
+        stored: Any = bench.gateway.stored_keys
         store: KeyStore = stored._store
     assert stored._polling.done()
     assert isinstance(store, SqliteKeys)

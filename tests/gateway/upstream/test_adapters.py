@@ -233,14 +233,14 @@ async def test_an_answer_of_other_files_is_never_found_in_the_cache(text: TextMo
 
         async def result(model: str) -> str:
             answer = await bench.chat(model=model, temperature=0, max_tokens=4)
-            await eventually(lambda: not bench.gateway.service.answer_cache.num_computing)
+            await eventually(lambda: not bench.gateway.service.stages.answer_cache.num_computing)
             return answer.headers["x-headrace-cache"]
 
         give(bench.replica, FIRST)
         assert [await result(name) for name in (MODEL, ADAPTER, ADAPTER)] == ["miss", "miss", "hit"]
         give(bench.replica, SECOND)
         assert [await result(name) for name in (MODEL, ADAPTER, ADAPTER)] == ["hit", "miss", "hit"]
-        bench.gateway.service.answer_cache.check()
+        bench.gateway.service.stages.answer_cache.check()
 
 
 @pytest.mark.parametrize(("later", "expected"), [(FIRST, 200), (SECOND, 409)])

@@ -45,9 +45,6 @@ class AnswerCache:
         self._unix_time = unix_time
         self._computing: dict[str, Computation] = {}
 
-    async def close(self) -> None:
-        await self._store.close()
-
     def age_s(self, answer: WholeAnswer) -> float:
         return max(0.0, self._unix_time() - answer.recorded_at)
 

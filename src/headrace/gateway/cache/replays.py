@@ -103,9 +103,6 @@ class Replays:
         self._metrics = metrics
         self._claims: dict[str, KeyClaim] = {}
 
-    async def close(self) -> None:
-        await self._store.close()
-
     @property
     def max_entry_bytes(self) -> int:
         return min(self._limits.entry, self._limits.tenant)

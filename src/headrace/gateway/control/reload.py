@@ -16,7 +16,7 @@ from headrace.core.differences import differences
 from headrace.core.errors import ConfigError, HeadraceError, counted
 from headrace.core.option import live_paths
 from headrace.gateway.access.open_requests import Draining
-from headrace.gateway.app import ActiveConfig, Gateway
+from headrace.gateway.app import Gateway
 from headrace.gateway.config import LOG_TARGETS, GatewayConfig
 from headrace.gateway.control.protections import check_keeps_protections, gives_up_keys
 from headrace.gateway.control.site_models import SiteModels
@@ -94,7 +94,7 @@ class Reloader:
         apply_models(self._app.active.requests_without_model)
         self._texts.apply(texts)
         served = replace(self._app.service, config=config.requests, models=ModelTable(self._models.served, config.routes))
-        self._app.active = ActiveConfig(config, served)
+        self._app.follow(config, served)
         for apply in follows:
             apply()
         _log_differences(before, config)
@@ -104,7 +104,7 @@ class Reloader:
     async def reload_file(self, read: Read) -> None:
         """Also refused where it loses what protects the server."""
         config = await asyncio.to_thread(read)
-        stored = self._app.service.stored_keys if gives_up_keys(self.config, config) else None
+        stored = self._app.stored_keys if gives_up_keys(self.config, config) else None
         check_keeps_protections(self.config, config, has_stored_keys=stored is not None and await stored.has_keys())
         await self.reload(lambda: config)
 

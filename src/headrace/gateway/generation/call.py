@@ -1,5 +1,5 @@
-"""The values of a request: `RequestAccount` is its caller and what its finished request is made of; of one that generates `Call` is what its
-client wants, `Ready` is the answer that may begin, `Ending` is what is written down as it goes on.
+"""The values of a request. `RequestAccount` has its caller and what its finished request is made of. Of one that generates `Call` is what
+its client wants, `Ready` is the answer that may begin, `Ending` is what is written down as it goes on.
 
 `surfaces.generating` makes a `Call`, each stage (`generation.stages`) gives it to the next one, and `generation.run` writes the answer.
 """

@@ -277,11 +277,11 @@ def _rounded(number: float | None) -> float | None:
 
 class Explanations:
     """Keeps what explains this process's last requests, at most `max_bytes` of it, and gives the ledger that of requests that used
-    something. An explanation is made when one is asked for.
+    something. An explanation is made when one is asked for. ledger: None: usage is not kept
     """
 
     def __init__(self, ledger: Ledger | None, max_bytes: int = MAX_BYTES) -> None:
-        self._ledger, self._max_bytes = ledger, max_bytes
+        self.ledger, self._max_bytes = ledger, max_bytes
         self._kept: OrderedDict[str, bytes] = OrderedDict()
         self._siblings: OtherWorkers | None = None
         self.num_bytes = 0
@@ -292,14 +292,14 @@ class Explanations:
 
     def keep(self, request: FinishedRequest, usage: UsageRecord | None) -> None:
         """usage: None for a request that used nothing"""
-        encoded = kept(request, usage, is_in_ledger=self._ledger is not None and usage is not None)
+        encoded = kept(request, usage, is_in_ledger=self.ledger is not None and usage is not None)
         self._kept[request.arrival.request_id] = encoded
         self.num_bytes += len(encoded) + ENTRY_BYTES
         while self.num_bytes > self._max_bytes:
             _, dropped = self._kept.popitem(last=False)
             self.num_bytes -= len(dropped) + ENTRY_BYTES
-        if self._ledger is not None and usage is not None:
-            self._ledger.write(msgspec.structs.replace(usage, explain=encoded.decode()))
+        if self.ledger is not None and usage is not None:
+            self.ledger.write(msgspec.structs.replace(usage, explain=encoded.decode()))
 
     async def find(self, request_id: str, reader: Principal, *, sees_site: bool) -> bytes | None:
         """JSON of an `Explanation` that the caller may read. Raises Unavailable or Overloaded where the ledger cannot be asked.
@@ -307,8 +307,8 @@ class Explanations:
         sees_site  the caller may know of others' use, and what is for the operator: the load of replicas, texts of errors
         """
         found = self._kept.get(request_id) or b"".join(await self._others(request_id))
-        if not found and self._ledger is not None:
-            found = (await self._ledger.explanation(request_id, None if reader.reads_all else reader.tenant) or "").encode()
+        if not found and self.ledger is not None:
+            found = (await self.ledger.explanation(request_id, None if reader.reads_all else reader.tenant) or "").encode()
         try:
             request = _decode(found) if found else None
         except msgspec.MsgspecError:  # of a newer version

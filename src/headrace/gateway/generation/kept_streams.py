@@ -137,10 +137,9 @@ def is_worth_keeping(error: BaseException | None) -> bool:
 
 
 class KeptStreams:
-    """The open streams of one gateway, and the store of kept ones. `close` finishes the writes."""
+    """The open streams of one gateway, and the store of kept ones."""
 
     def __init__(self, store: GuardedStore, *, metrics: ResumeMetrics) -> None:
-        """store: closed by `close`"""
         self._store = store
         self._metrics = metrics
         self._open: dict[RequestId, OpenStream] = {}
@@ -154,9 +153,6 @@ class KeptStreams:
     @property
     def num_writing(self) -> int:
         return self._store.num_writing
-
-    async def close(self) -> None:
-        await self._store.close()
 
     # -- continuing ----------------------------------------------------------------------------------------------------------------
 

@@ -107,10 +107,6 @@ class Sessions:
     def num_pending(self) -> int:
         return 0 if self._store is None else self._store.num_writing
 
-    async def close(self) -> None:
-        if self._store is not None:
-            await self._store.close()
-
     def check_on(self, field: str) -> None:
         if self._store is None:
             raise InvalidRequest(field, "no session: this server keeps none (sessions.ttl_s is 0)", None, "Send the whole conversation.")

@@ -17,7 +17,7 @@ from types import TracebackType
 
 from headrace.core.option import options
 from headrace.gateway.http.config import Limits
-from headrace.gateway.site.memory import default_prompt_bytes
+from headrace.gateway.site.memory import TenantShare, default_prompt_bytes
 from headrace.observe.metrics import Metrics
 from headrace.observe.tenant_metrics import ShownTenants
 
@@ -128,9 +128,9 @@ async def _read_all(reader: asyncio.StreamReader) -> bytes:
 class SiteMetrics:
     """The metrics of all gateway workers of the port. Before `join`, of this worker alone."""
 
-    def __init__(self, metrics: Metrics, num_open: Callable[[], Mapping[str, int]]) -> None:
-        """num_open: tenant -> its generating requests in this process"""
-        self._metrics, self._num_open = metrics, num_open
+    def __init__(self, metrics: Metrics, num_open: Callable[[], Mapping[str, int]], share: TenantShare) -> None:
+        """num_open: tenant -> its generating requests in this process; share: knows whether there are several tenants"""
+        self._metrics, self._num_open, self.share = metrics, num_open, share
         self._siblings: Siblings | None = None
 
     def join(self, siblings: Siblings) -> None:

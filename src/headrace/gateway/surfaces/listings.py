@@ -53,10 +53,10 @@ class UsageList(Struct):
 
 
 async def usage(service: Service, exchange: Exchange, account: RequestAccount) -> None:
-    if service.ledger is None:
+    if (ledger := service.explanations.ledger) is None:
         raise RouteNotFound(exchange.scope["path"])
     query = _query(exchange, account.principal, service.unix_time())
-    rows = await service.ledger.rows(query)
+    rows = await ledger.rows(query)
     shown = [msgspec.convert(row, UsageRow) for row in rows[:MAX_ROWS]]
     await exchange.reply(200, msgspec.json.encode(UsageList(object="list", data=shown, has_more=len(rows) > MAX_ROWS)))
 
@@ -107,7 +107,7 @@ class SessionDeleted(Struct):
 
 async def show_session(service: Service, exchange: Exchange, account: RequestAccount) -> None:
     key = _key(service, exchange, account.principal)
-    stored, messages = await service.sessions.shown(key)
+    stored, messages = await service.stages.sessions.shown(key)
     reply = SessionReply(
         id=key.session_id,
         object="session",
@@ -121,12 +121,12 @@ async def show_session(service: Service, exchange: Exchange, account: RequestAcc
 
 async def delete_session(service: Service, exchange: Exchange, account: RequestAccount) -> None:
     key = _key(service, exchange, account.principal)
-    await service.sessions.delete(key)
+    await service.stages.sessions.delete(key)
     await exchange.reply(200, _encode(SessionDeleted(id=key.session_id, object="session.deleted", deleted=True)))
 
 
 def _key(service: Service, exchange: Exchange, principal: Principal) -> SessionKey:
-    service.sessions.check_on("id")
+    service.stages.sessions.check_on("id")
     return SessionKey(principal.tenant_key, checked_session_id("id", exchange.scope["path_params"]["id"]))
 
 

@@ -253,7 +253,7 @@ async def test_a_provider_whose_counters_are_used_up_is_left_until_they_are_rese
     first, second = ScriptedServer(used_up + said("first", "stop") + DONE), ScriptedServer(GOOD)
     async with listening(first, second) as ports, open_bench(text, models=in_order(*ports)) as near:
         assert [await said_by(near) for _ in range(3)] == ["first", "good", "good"]
-        assert 80 < servers_of(near)[0].held_s(near.gateway.service.clock()) <= 90
+        assert 80 < servers_of(near)[0].held_s(near.gateway.clock()) <= 90
 
 
 async def test_retries_end_with_their_budget(text: TextModel) -> None:
@@ -334,7 +334,7 @@ async def test_a_probe_whose_client_leaves_lets_the_next_request_be_the_probe(te
         assert breaker.state is CircuitState.HALF_OPEN
         assert (await ask(near)).status_code == 503, "one probe at a time"
         asking.cancel()
-        await eventually(lambda: breaker.can_send(near.gateway.service.clock()))
+        await eventually(lambda: breaker.can_send(near.gateway.clock()))
         assert len(server.heads) == 1
 
 
@@ -386,8 +386,8 @@ async def test_requests_go_where_the_servers_own_metrics_say_that_less_is_waitin
     busy, idle = ScriptedServer(GOOD, pages=metrics(4, 9)), ScriptedServer(GOOD, pages=metrics(1, 0))
     async with scripted(text, busy, idle) as near:
         first, second = servers_of(near)
-        await eventually(lambda: first.outstanding(near.gateway.service.clock()) == 13)
-        await eventually(lambda: second.outstanding(near.gateway.service.clock()) == 1)
+        await eventually(lambda: first.outstanding(near.gateway.clock()) == 13)
+        await eventually(lambda: second.outstanding(near.gateway.clock()) == 1)
         for _ in range(6):
             await said_by(near)
         assert (len(busy.heads), len(idle.heads)) == (0, 6)
@@ -470,7 +470,7 @@ async def test_a_draining_server_of_ours_is_left_for_the_other(text: TextModel) 
         one.gateway.service.open_requests.drain()
         assert [await said_by(near) for _ in range(3)] == [expected] * 3
         assert (len(one.replica.requests), len(two.replica.requests)) == (1, 3)
-        await eventually(lambda: all(server.reported(near.gateway.service.clock()) is not None for server in servers_of(near)))
+        await eventually(lambda: all(server.reported(near.gateway.clock()) is not None for server in servers_of(near)))
 
 
 async def test_many_requests_over_servers_that_fail_at_random_are_answered_by_one_server_each_or_end_in_an_error(text: TextModel) -> None:

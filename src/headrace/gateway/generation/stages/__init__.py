@@ -12,6 +12,7 @@ the answer. It charges bytes that it holds to `Call.charges`, which returns them
 from __future__ import annotations
 
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -37,33 +38,37 @@ class StageRow(Protocol):
     def __call__(self, call: Call, /, *, call_next: CallNext) -> Coroutine[Any, Any, Ready]: ...
 
 
-def chain(
-    *,
-    sessions: Sessions,
-    replays: Replays,
-    answer_cache: AnswerCache,
-    kept_streams: KeptStreams,
-    open_requests: OpenRequests,
-    metrics: Metrics,
-    clock: Clock,
-    unix_time: Clock,
-) -> CallNext:
-    """The stages in their order, with what they work with. What a reload may change they read from `Call.config`."""
-    rows: tuple[tuple[str, StageRow], ...] = (
-        ("session", partial(take_turn, sessions=sessions)),  # first: the history is a part of the prompt for all others
-        ("log_prompt", log_prompt),  # before the caches, whose answers have a usage record too
-        # a retry never gets beyond it
-        ("idempotency", partial(answer_once, replays=replays, metrics=answer_cache.metrics, unix_time=unix_time)),
-        # nor a hit: what every request is to pass stands before
-        ("response_cache", partial(use_cache, cache=answer_cache, unix_time=unix_time)),
-        # before the choice: a continued stream keeps its model
-        ("resume_stream", partial(resume, kept_streams=kept_streams, open_requests=open_requests)),
-        ("choose_model", partial(choose_model, clock=clock, open_requests=open_requests, metrics=metrics)),
-    )
-    stage: CallNext = partial(_prepared, clock=clock)
-    for name, row in reversed(rows):
-        stage = _marked(name, row, stage)
-    return stage
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """What the stages work with. What a reload may change they read from `Call.config`."""
+
+    sessions: Sessions
+    replays: Replays
+    answer_cache: AnswerCache
+    kept_streams: KeptStreams
+    open_requests: OpenRequests
+    metrics: Metrics
+    clock: Clock
+    unix_time: Clock
+
+    def chain(self) -> CallNext:
+        """The stages in their order."""
+        cache, open_requests = self.answer_cache, self.open_requests
+        rows: tuple[tuple[str, StageRow], ...] = (
+            ("session", partial(take_turn, sessions=self.sessions)),  # first: the history is a part of the prompt for all others
+            ("log_prompt", log_prompt),  # before the caches, whose answers have a usage record too
+            # a retry never gets beyond it
+            ("idempotency", partial(answer_once, replays=self.replays, metrics=cache.metrics, unix_time=self.unix_time)),
+            # nor a hit: what every request is to pass stands before
+            ("response_cache", partial(use_cache, cache=cache, unix_time=self.unix_time)),
+            # before the choice: a continued stream keeps its model
+            ("resume_stream", partial(resume, kept_streams=self.kept_streams, open_requests=open_requests)),
+            ("choose_model", partial(choose_model, clock=self.clock, open_requests=open_requests, metrics=self.metrics)),
+        )
+        stage: CallNext = partial(_prepared, clock=self.clock)
+        for name, row in reversed(rows):
+            stage = _marked(name, row, stage)
+        return stage
 
 
 def _marked(name: str, row: StageRow, call_next: CallNext) -> CallNext:
