@@ -20,8 +20,8 @@ from typing import Any, cast
 from prometheus_client import CollectorRegistry
 
 from headrace.core.ids import RequestId
-from headrace.gateway.generation.event_log import EventLog
 from headrace.gateway.generation.kept_streams import FORM, KeptStream, KeptStreams
+from headrace.gateway.http.sse import EventLog
 from headrace.gateway.stores.guard import GuardedStore
 from headrace.gateway.stores.sqlite import SqliteStore
 from headrace.gateway.stores.sqlite_thread import IN_MEMORY

@@ -42,7 +42,7 @@ from bench.storms.by_hand import HERE, MODEL, HandStarted, HandStartedSite, free
 from bench.storms.common import RESULTS
 from bench.storms.failover import quantiles
 from headrace.fleet.authority import make_authority, make_certificate, pem_of_certificate, pem_of_key
-from headrace.gateway.generation.event_log import NO_EVENT
+from headrace.gateway.http.sse import NO_EVENT
 from headrace.lab.environment import environment
 from headrace.lab.report import write_json
 from headrace.wire.tls.files import TlsRole

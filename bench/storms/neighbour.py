@@ -41,7 +41,7 @@ from bench.storms.paced import (
 )
 from headrace.bundled import DEFAULT_MODEL
 from headrace.gateway.http.config import Limits
-from headrace.gateway.site.memory import SEVERAL_TENANTS_SHARE
+from headrace.gateway.site import SEVERAL_TENANTS_SHARE
 from headrace.lab.datasets import make_requests, send_times
 from headrace.lab.environment import environment
 from headrace.lab.loadgen import run_load

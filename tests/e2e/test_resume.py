@@ -18,7 +18,7 @@ from redis_kit import RedisServer
 from wire_kit import socket_dir
 
 from headrace.bundled import bundled_path
-from headrace.gateway.generation.event_log import NO_EVENT
+from headrace.gateway.http.sse import NO_EVENT
 
 pytestmark = pytest.mark.process
 

@@ -37,7 +37,7 @@ from headrace.gateway.access.key_store import SqliteKeys
 from headrace.gateway.cache.answer_cache import open_answer_store
 from headrace.gateway.control.purge import cache_requests
 from headrace.gateway.sessions.sessions import open_session_store
-from headrace.gateway.site.memory import TenantShare
+from headrace.gateway.site import TenantShare
 from headrace.gateway.stores.config import Stores
 from headrace.policy.limits.tier import BUILT_IN_TIERS
 from headrace.wire.tls import files as tls_files

@@ -173,9 +173,7 @@ FLOORS: dict[str, Floor] = {
         ),
         ("msgspec",),
     ),
-    "headrace.gateway.generation.kept_streams": Floor(
-        _ours("core", *ABOVE_THE_SEAM, "gateway.generation.event_log", "gateway.stores", "observe"), ("msgspec",)
-    ),
+    "headrace.gateway.generation.kept_streams": Floor(_ours("core", *ABOVE_THE_SEAM, "gateway.stores", "observe"), ("msgspec",)),
     "headrace.gateway.ledger": Floor(
         _ours("core", "gateway.access.principal", "machine", "gateway.stores", "observe", "policy.limits"),
         ("msgspec",),

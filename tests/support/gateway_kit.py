@@ -41,8 +41,7 @@ from headrace.gateway.ledger.record import UsageRecord
 from headrace.gateway.limits.rules import rules_of
 from headrace.gateway.main import follow_connections
 from headrace.gateway.text_host import TextContext
-from headrace.gateway.text_workers.frames import HostConfig
-from headrace.gateway.text_workers.workers import Workers
+from headrace.gateway.text_workers.frames import HostConfig, Workers
 from headrace.gateway.upstream.model_config import ModelConfig, ReplicaConfig, text_folders
 from headrace.policy.limits.book import Claim
 from headrace.text.folder import TextModel

@@ -10,7 +10,7 @@ from functools import partial
 from headrace.core.errors import CheckpointError
 from headrace.gateway.text_host import TextContext
 from headrace.gateway.text_workers import frames
-from headrace.gateway.text_workers.workers import Owner, Worker
+from headrace.gateway.text_workers.frames import Owner, Worker
 
 
 class LocalWorkers:

@@ -14,7 +14,7 @@ from typing import Any
 from gateway_kit import MODEL, FakeReplica, TestBench, chat_body, eventually, open_bench, snapshot
 
 from headrace.gateway.app import Gateway
-from headrace.gateway.generation.event_log import NO_EVENT
+from headrace.gateway.http.sse import NO_EVENT
 from headrace.text.folder import TextModel
 from headrace.wire.client import SeenLoad
 

@@ -20,7 +20,7 @@ from headrace.core.clock import Clock
 from headrace.core.errors import DeadlineExceeded, HeadraceError, InvalidRequest
 from headrace.core.ids import RequestId
 from headrace.gateway.access.auth import Authenticator
-from headrace.gateway.access.open_requests import Draining, KeyRevoked, UseCount
+from headrace.gateway.access.open_requests import BeginTurns, Draining, KeyRevoked, UseCount
 from headrace.gateway.access.principal import ANONYMOUS, OpenMetrics, Principal
 from headrace.gateway.access.stored_keys import StoredKeys
 from headrace.gateway.config import GatewayConfig
@@ -45,7 +45,6 @@ from headrace.gateway.http.errors import (
 )
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.origins import HostCheck, Origins, TrustedProxies, answer_preflight, is_preflight
-from headrace.gateway.http.turns import BeginTurns
 from headrace.gateway.ledger.record import UsageRecord, is_recorded, usage_record
 from headrace.gateway.limits.limiter import Limiter
 from headrace.gateway.stores.guard import StoreWait

@@ -29,24 +29,23 @@ from headrace.gateway.control.texts import LoadedTexts, LoadText, MakeWorkers
 from headrace.gateway.generation.answer_encoder import EncodingTurns
 from headrace.gateway.generation.explanations import Explanations
 from headrace.gateway.generation.kept_streams import KeptStreams
+from headrace.gateway.generation.parsed_request import with_classifier
 from headrace.gateway.generation.run import Pipeline
 from headrace.gateway.generation.service import Service
 from headrace.gateway.generation.shadows import ShadowCopies
-from headrace.gateway.generation.size_hint import with_classifier
 from headrace.gateway.generation.stages import Stages
 from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.ledger.ledger import Ledger, open_ledger
 from headrace.gateway.limits.limiter import Limiter
 from headrace.gateway.limits.store import open_limits
 from headrace.gateway.sessions.sessions import Sessions, open_session_store
-from headrace.gateway.site.memory import TenantShare, give_back_when_idle, memory_limits
-from headrace.gateway.site.worker import GatewayWorker, Siblings, SiteMetrics
+from headrace.gateway.site import GatewayWorker, Siblings, SiteMetrics, TenantShare, give_back_when_idle, memory_limits
 from headrace.gateway.stores.config import Stores
 from headrace.gateway.stores.guard import GuardedStore
 from headrace.gateway.stores.store import Store
+from headrace.gateway.text_workers.frames import Workers
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.text_workers.processes import HostProcess
-from headrace.gateway.text_workers.workers import Workers
 from headrace.gateway.upstream.served_models import ModelTable
 from headrace.machine.resources import machine_bytes, process_memory
 from headrace.observe.logs import environment_format
@@ -156,7 +155,7 @@ async def _open_service(
     await stack.enter_async_context(watch)
     conversations = opened(open_session_store(stores), "sessions") if config.sessions.ttl_s else None
     stages = Stages(
-        sessions=Sessions(conversations, config.sessions, metrics=SessionMetrics(registry), unix_time=unix_time),
+        sessions=Sessions(conversations, ttl_s=config.sessions.ttl_s, metrics=SessionMetrics(registry), unix_time=unix_time),
         replays=Replays(replayed, ReplayMetrics(registry), limits=replay_limits(stores)),
         answer_cache=AnswerCache(answers, AnswerCacheMetrics(registry), unix_time),
         kept_streams=KeptStreams(opened(stores.open_streams(), "streams"), metrics=ResumeMetrics(registry)),

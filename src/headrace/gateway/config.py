@@ -25,11 +25,9 @@ from headrace.gateway.access.principal import (
     check_key,
     with_digest,
 )
-from headrace.gateway.cache.config import CacheConfig
-from headrace.gateway.generation.config import RequestConfig
+from headrace.gateway.generation.config import CacheConfig, RequestConfig, SessionConfig
 from headrace.gateway.http.config import HttpTls, Limits, ServerConfig, Timeouts, check_names, check_networks
 from headrace.gateway.ledger.config import UsageConfig
-from headrace.gateway.sessions.config import SessionConfig
 from headrace.gateway.stores.config import StoreConfig
 from headrace.gateway.upstream.model_config import ModelConfig, PoolRules, check_models, check_routes, check_url
 from headrace.policy.config import AdmissionRules
@@ -210,7 +208,6 @@ class GatewayConfig:
             host=self.host,
             port=self.port,
             tls=self.tls,
-            limits=self.limits,
             timeouts=self.timeouts,
             allowed_origins=self.allowed_origins,
         )

@@ -21,8 +21,8 @@ from headrace.gateway.control.reload import answering
 from headrace.gateway.http.config import ConnectionLimit, connection_limit
 from headrace.gateway.http.server import Server
 from headrace.gateway.http.tls import ServerCertificate
-from headrace.gateway.site.worker import GatewayWorker
-from headrace.gateway.text_workers.workers import Workers
+from headrace.gateway.site import GatewayWorker
+from headrace.gateway.text_workers.frames import Workers
 from headrace.gateway.upstream.served_models import ModelTable
 from headrace.machine.signals import DUPLICATE_SIGNAL_S, StopSignals, first_of
 from headrace.text.folder import TextModel

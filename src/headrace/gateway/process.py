@@ -19,10 +19,9 @@ from pathlib import Path
 
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError
 from headrace.gateway.config import GatewayConfig, load_config
-from headrace.gateway.site.worker import GatewayWorker, part_of
-from headrace.gateway.text_workers.frames import HostConfig
+from headrace.gateway.site import GatewayWorker, part_of
+from headrace.gateway.text_workers.frames import HostConfig, Workers
 from headrace.gateway.text_workers.processes import HostProcess
-from headrace.gateway.text_workers.workers import Workers
 from headrace.gateway.upstream.model_config import key_variables, text_folders
 from headrace.machine.resources import machine_bytes
 from headrace.observe.logs import set_up_logging

@@ -23,7 +23,7 @@ from headrace.gateway.text_workers.limits import check_fits
 from headrace.text.folder import TextModel
 
 
-def parsers_of(rows: Iterable[Endpoint[Any]]) -> dict[str, BodyParser[Any]]:
+def parsers_of(rows: Iterable[Endpoint]) -> dict[str, BodyParser[Any]]:
     parsers: dict[str, BodyParser[Any]] = {}
     for row in rows:
         if row.parser is not None:

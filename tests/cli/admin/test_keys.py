@@ -19,8 +19,10 @@ from headrace.cli.exits import UsageRefused, exit_code_of
 from headrace.cli.main import app
 from headrace.core.errors import ConfigError, HeadraceError, InvalidRequest
 from headrace.gateway.access.admin_requests import KeyRequests
+from headrace.gateway.access.auth import with_record
 from headrace.gateway.access.key_store import TenantRecord
-from headrace.gateway.limits.report import limit_requests, tenant_principal
+from headrace.gateway.access.principal import Principal
+from headrace.gateway.limits.report import limit_requests
 from headrace.gateway.limits.rules import rules_of
 from headrace.gateway.limits.store import open_limits
 from headrace.gateway.stores.config import StoreConfig
@@ -122,7 +124,7 @@ def test_a_tenants_limits_are_shown_with_what_is_used_and_left() -> None:
     assert (limits["monthly_budget"]["number"], limits["monthly_budget"]["left"]) == (2.5, 2.5)
 
     record = TenantRecord(name="acme", tier="free", created_at=0.0, id=printed("tenants", "show", "acme")["id"], monthly_budget=2.5)
-    principal = tenant_principal(record, BUILT_IN_TIERS["free"])
+    principal = with_record(Principal(tenant="acme", tier=BUILT_IN_TIERS["free"]), record)
 
     async def take() -> None:
         store = open_limits(StoreConfig(), os.environ["HEADRACE_STATE"], clock=time.monotonic, unix_time=time.time)

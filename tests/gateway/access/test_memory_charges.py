@@ -18,6 +18,7 @@ from gateway_kit import MODEL, TestBench, chat_body, dial, eventually, metric, o
 from headrace.core.errors import ConfigError, DeadlineExceeded, Overloaded
 from headrace.core.ids import RequestId
 from headrace.core.plan import columns_of
+from headrace.gateway import site
 from headrace.gateway.access.memory_charges import ChargeLimits, MemoryCharge, MemoryLimits, RequestMemory
 from headrace.gateway.config import config_from
 from headrace.gateway.generation.answer_memory import first_answer_bytes
@@ -27,8 +28,7 @@ from headrace.gateway.http.config import Limits
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.limits.reservation import LimitReservation
-from headrace.gateway.site import memory
-from headrace.gateway.site.memory import TenantShare
+from headrace.gateway.site import TenantShare
 from headrace.gateway.surfaces.dialect.logprobs import completion_logprobs, echo_logprobs
 from headrace.gateway.upstream.own.upstream import TokenPrompt
 from headrace.observe.timeline import StageMarks
@@ -121,7 +121,7 @@ async def test_where_there_is_no_room_a_request_is_told_so_and_room_comes_back(t
 
 
 async def test_one_request_that_is_too_large_alone_is_refused_for_good(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "MAX_REQUEST_BYTES", 100_000)
+    monkeypatch.setattr(site, "MAX_REQUEST_BYTES", 100_000)
     async with open_bench(text) as bench:
         refused = await ask(bench, "/v1/completions", ECHO)
         assert (refused.status_code, refused.json()["error"]["code"]) == (413, "request_too_large")
@@ -131,7 +131,7 @@ async def test_one_request_that_is_too_large_alone_is_refused_for_good(text: Tex
 
 
 async def test_a_whole_answer_that_outgrows_the_room_ends_and_its_engine_is_told(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "MAX_REQUEST_BYTES", 40_000)
+    monkeypatch.setattr(site, "MAX_REQUEST_BYTES", 40_000)
     async with open_bench(text) as bench:
         refused = await bench.chat(logprobs=True, top_logprobs=20, n=3, max_tokens=400, ignore_eos=True)
         assert refused.status_code == 413
@@ -144,7 +144,7 @@ KEYS = ({"key": "k" * 16, "tenant": "a"}, {"key": "l" * 16, "tenant": "b"})
 
 def budget_of(**limits: Any) -> RequestMemory:
     config = config_from({"models": [{"name": "m", "folder": "f", "replicas": [{"name": "r", "address": "unix:/a"}]}], **limits})
-    return RequestMemory(memory.memory_limits(config.limits, 16 << 30, TenantShare(config.limits.max_tenant_share, config.num_tenants)))
+    return RequestMemory(site.memory_limits(config.limits, 16 << 30, TenantShare(config.limits.max_tenant_share, config.num_tenants)))
 
 
 def fill(stack: ExitStack, budget: RequestMemory, tenant: str, *, of: str) -> None:
@@ -171,7 +171,7 @@ def test_without_keys_there_is_one_tenant_who_may_take_all() -> None:
     budget = budget_of()
     assert budget.prompts.limits.tenant == budget.prompts.limits.total == 1 << 30
     assert budget.answers.limits.tenant == budget.answers.limits.total == 40 << 20
-    assert memory.memory_limits(Limits(), 1, lambda: 1.0).prompts.total == 40 << 20
+    assert site.memory_limits(Limits(), 1, lambda: 1.0).prompts.total == 40 << 20
 
 
 @pytest.mark.pure
@@ -204,7 +204,7 @@ def test_requests_that_come_are_refused_before_those_that_run_are_ended() -> Non
 
 async def test_unread_answers_of_tokenize_are_bounded(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten of them to prompts of 1 MB took 146 MB that no limit knew of."""
-    monkeypatch.setattr(memory, "MAX_REQUEST_BYTES", 3_000_000)
+    monkeypatch.setattr(site, "MAX_REQUEST_BYTES", 3_000_000)
     async with open_bench(text, limits={"max_answer_bytes": 4_000_000}) as bench:
         async with serving(bench.gateway) as port, dial(port, limit=1024) as (_, writer):
             writer.write(post("/tokenize", {"model": MODEL, "prompt": "a b " * 80_000}))
@@ -299,16 +299,16 @@ async def test_cycles_are_collected_once_nothing_runs() -> None:
     """766 MB of a storm's were kept until new work came."""
     budget = RequestMemory(MemoryLimits(ONE_BYTE, ONE_BYTE))
     gc.disable()
-    task = asyncio.create_task(memory.give_back_when_idle(budget))
+    task = asyncio.create_task(site.give_back_when_idle(budget))
     try:
-        await asyncio.sleep(2 * memory.CHECK_S)
+        await asyncio.sleep(2 * site.CHECK_S)
         with budget.open("a"):
             left = weakref.ref(Cycle())
             with budget.open("b"):
                 pass
-            await asyncio.sleep(5 * memory.CHECK_S)
+            await asyncio.sleep(5 * site.CHECK_S)
             assert left() is not None, "not while something runs"
-        await asyncio.sleep(2 * memory.CHECK_S)
+        await asyncio.sleep(2 * site.CHECK_S)
         assert left() is None
     finally:
         gc.enable()
@@ -319,13 +319,13 @@ async def test_memory_is_given_back_twice_once_nothing_runs(monkeypatch: pytest.
     """What the last requests' connections held was freed just after the only look, and three quarters of a storm's peak were kept."""
     given: list[int] = []
     budget = RequestMemory(MemoryLimits(ONE_BYTE, ONE_BYTE))
-    monkeypatch.setattr(memory, "give_back", lambda: given.append(budget.num_open))
-    task = asyncio.create_task(memory.give_back_when_idle(budget))
+    monkeypatch.setattr(site, "give_back", lambda: given.append(budget.num_open))
+    task = asyncio.create_task(site.give_back_when_idle(budget))
     try:
         for num_expected in (2, 4):
             with budget.open("a"), budget.open("b"):
-                await asyncio.sleep(5 * memory.CHECK_S)
-            await asyncio.sleep(10 * memory.CHECK_S)
+                await asyncio.sleep(5 * site.CHECK_S)
+            await asyncio.sleep(10 * site.CHECK_S)
             assert given == [0] * num_expected
     finally:
         task.cancel()

@@ -18,8 +18,8 @@ from virtual_time import virtual_loop
 from headrace.core.errors import InvalidRequest, Overloaded, RequestTooLarge, Unavailable
 from headrace.core.request import EngineRequest
 from headrace.gateway.access.principal import Principal
-from headrace.gateway.generation.fallback_chain import fallback_chain
 from headrace.gateway.text_host import TextContext
+from headrace.gateway.upstream.served_models import fallback_chain
 from headrace.policy.limits.price import Price
 from headrace.policy.routing.wishes import RoutingWishes
 from headrace.text.folder import TextModel

@@ -15,9 +15,9 @@ from resume_kit import CHAT, COMPLETIONS, Event, answer_of, equal, kept, send, s
 
 from headrace.core.request import EngineRequest
 from headrace.core.update import FinishReason, SequenceUpdate
-from headrace.gateway.generation.event_log import HEADER, NO_EVENT
 from headrace.gateway.generation.kept_streams import GIVE_WAY_S, KEPT_S, SIBLINGS_S, KeptStream
-from headrace.gateway.site.worker import GatewayWorker, Siblings
+from headrace.gateway.http.sse import LAST_EVENT, NO_EVENT
+from headrace.gateway.site import GatewayWorker, Siblings
 from headrace.gateway.stores.guard import REQUEST_WAIT_S, WRITE_S
 from headrace.gateway.stores.lease import GIVE_BACK_PAUSES_S
 from headrace.gateway.stores.store import Store, StoreFailed, StoreProgress
@@ -65,7 +65,7 @@ async def test_events_have_ids_where_the_client_asks_for_them(text: TextModel) -
         assert plain.text.startswith("data: ")
         assert "id: " not in plain.text
         assert bench.gateway.service.stages.kept_streams.num_writing == 0
-        headers = [{"content-type": "application/json", HEADER: given} for given in ("", NO_EVENT)]
+        headers = [{"content-type": "application/json", LAST_EVENT: given} for given in ("", NO_EVENT)]
         asked = [await bench.client.post(CHAT, content=BODY, headers=each) for each in headers]
         for answer in asked:
             assert answer.text.startswith(f"id: {answer.headers['x-request-id']}/1\ndata: ")

@@ -17,7 +17,7 @@ from gateway_kit import MODEL, SAID, TestBench, eventually, open_bench, snapshot
 from headrace.core.errors import ConfigError, Overloaded
 from headrace.core.request import EngineRequest, PriorityClass
 from headrace.gateway.config import config_from
-from headrace.gateway.generation.wished_models import wished_queue
+from headrace.gateway.generation.stages.model_choice import wished_queue
 from headrace.gateway.upstream.fallback import FallbackUpstream
 from headrace.gateway.upstream.foreign.facts import ListedModel
 from headrace.gateway.upstream.foreign.upstream import HttpUpstream

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from headrace.core.errors import Overloaded
-from headrace.gateway.http.turns import BEGINS_PER_ROUND, MAX_WAIT_S, STORM_S, STORM_WAIT_S, BeginTurns
+from headrace.gateway.access.open_requests import BEGINS_PER_ROUND, MAX_WAIT_S, STORM_S, STORM_WAIT_S, BeginTurns
 
 pytestmark = pytest.mark.loop
 

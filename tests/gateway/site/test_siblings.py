@@ -9,7 +9,7 @@ import pytest
 from virtual_time import virtual_loop
 from wire_kit import socket_dir
 
-from headrace.gateway.site.worker import ANSWER_S, GatewayWorker, Siblings
+from headrace.gateway.site import ANSWER_S, GatewayWorker, Siblings
 
 pytestmark = pytest.mark.loop
 
@@ -71,7 +71,7 @@ async def test_an_unknown_question_ends_without_an_answer(question: bytes, tmp_p
 
 @pytest.mark.socket
 async def test_a_worker_takes_the_socket_of_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.gateway.site.worker.ANSWER_S", 60.0)
+    monkeypatch.setattr("headrace.gateway.site.ANSWER_S", 60.0)
     with socket_dir() as folder:
         (folder / "w1.sock").touch()
         async with a_worker(0, folder, 2) as first:

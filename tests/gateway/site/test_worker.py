@@ -15,8 +15,7 @@ from headrace.core.errors import ConfigError
 from headrace.gateway.config import MAX_WORKERS
 from headrace.gateway.http.config import Limits
 from headrace.gateway.process import load_part
-from headrace.gateway.site.memory import memory_limits
-from headrace.gateway.site.worker import SHARED_LIMITS, GatewayWorker, divided, part_of
+from headrace.gateway.site import SHARED_LIMITS, GatewayWorker, divided, memory_limits, part_of
 
 pytestmark = pytest.mark.pure
 

@@ -21,8 +21,7 @@ from headrace.gateway.http.asgi import Framing
 from headrace.gateway.http.errors import ErrorReply
 from headrace.gateway.surfaces import openapi, routes
 from headrace.gateway.surfaces.dialect.parse import convert
-from headrace.gateway.surfaces.endpoint import MAX_INLINE_BYTES, BodyParser
-from headrace.gateway.surfaces.generating import GeneratingSurface
+from headrace.gateway.surfaces.endpoint import MAX_INLINE_BYTES, BodyParser, Endpoint, GeneratingSurface
 from headrace.gateway.surfaces.routes import ENDPOINTS
 from headrace.gateway.upstream.generation_request import Conversation
 from headrace.gateway.upstream.seam import OutputEvent, TokenUsage
@@ -112,16 +111,23 @@ class MessagesReply(Struct):
     usage: dict[str, int]
 
 
-MESSAGES = GeneratingSurface(
-    path=PATH,
-    summary="Anthropic's messages.",
+PARSER = BodyParser(parse_messages, MessagesRequest)
+
+MESSAGES = Endpoint(
+    "POST",
+    PATH,
+    GeneratingSurface(
+        parser=PARSER,
+        names=lambda request: {"prompt": "messages", "n": "num_candidates", "priority": "service_tier"},
+        common=common,
+        encoder=MessagesAnswer,
+    ),
+    "Anthropic's messages.",
     request=MessagesRequest,
     reply=MessagesReply,
     chunk=MessagesReply,
-    parser=BodyParser(parse_messages, MessagesRequest),
-    names=lambda request: {"prompt": "messages", "n": "num_candidates", "priority": "service_tier"},
-    common=common,
-    encoder=MessagesAnswer,
+    parser=PARSER,
+    generates=True,
     framing=Framing(
         key_header=b"x-api-key",
         key_scheme=b"",
@@ -137,9 +143,9 @@ MESSAGES = GeneratingSurface(
 @pytest.fixture(autouse=True)
 def _row(monkeypatch: pytest.MonkeyPatch) -> None:
     answered = routes.AnsweredPath(PATH, PATH)
-    answered.add(MESSAGES.endpoint)
+    answered.add(MESSAGES)
     monkeypatch.setitem(routes._PATHS, PATH, answered)
-    monkeypatch.setitem(text_host.PARSERS, PATH, MESSAGES.parser)
+    monkeypatch.setitem(text_host.PARSERS, PATH, PARSER)
 
 
 def body(**fields: Any) -> dict[str, Any]:
@@ -238,7 +244,7 @@ async def test_the_caps_of_every_surface_hold_for_it(
 
 @pytest.mark.pure
 def test_its_description_has_its_own_types_and_key() -> None:
-    made = msgspec.json.decode(openapi.document((*ENDPOINTS, MESSAGES.endpoint)))
+    made = msgspec.json.decode(openapi.document((*ENDPOINTS, MESSAGES)))
     described, schemas = made["paths"][PATH]["post"], made["components"]["schemas"]
     assert described["responses"]["400"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/MessagesError"}
     assert set(schemas["MessagesError"]["properties"]) == {"type", "error"}

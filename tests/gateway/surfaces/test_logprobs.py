@@ -15,12 +15,12 @@ from gateway_kit import MAX_MODEL_LEN, TestBench, events_of, eventually, open_be
 
 from headrace.core.ids import RequestId
 from headrace.core.plan import TokenLogprobs, columns_of
+from headrace.gateway import site
 from headrace.gateway.generation import answer_memory
 from headrace.gateway.generation.answer_encoder import EncodingTurns
 from headrace.gateway.http.asgi import PIECE_BYTES
 from headrace.gateway.http.errors import ClientLeft
 from headrace.gateway.http.exchange import Exchange
-from headrace.gateway.site import memory
 from headrace.gateway.surfaces import completions
 from headrace.gateway.surfaces.dialect.logprobs import LOWEST_LOGPROB, chat_logprobs, completion_logprobs
 from headrace.observe.timeline import StageMarks
@@ -176,7 +176,7 @@ async def test_kept_json_that_is_longer_than_charged_beforehand_is_charged_as_it
         answered = await bench.complete(**body)
         assert answered.status_code == 200
         assert bench.gateway.service.memory.held == 0
-    monkeypatch.setattr(memory, "MAX_REQUEST_BYTES", 170_000)
+    monkeypatch.setattr(site, "MAX_REQUEST_BYTES", 170_000)
     async with open_bench(text) as bench:
         refused = await bench.complete(**body)
         assert (refused.status_code, len(bench.replica.requests)) == (413, 1), "only its encoding is too large"

@@ -11,7 +11,7 @@ from gateway_kit import chat_body, open_bench
 
 from headrace.gateway.http.errors import MethodNotAllowed
 from headrace.gateway.surfaces.endpoint import Endpoint
-from headrace.gateway.surfaces.routes import ENDPOINTS, MAX_LOGGED_PATH, AnsweredPath, Handler, find_path, logged_path, plain_path
+from headrace.gateway.surfaces.routes import ENDPOINTS, MAX_LOGGED_PATH, AnsweredPath, find_path, logged_path, plain_path
 from headrace.gateway.text_host import parsers_of
 from headrace.text.folder import TextModel
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.pure
 
 
 @pytest.mark.parametrize("row", ENDPOINTS, ids=lambda row: f"{row.method} {row.path}")
-def test_every_row_of_the_table_is_found(row: Endpoint[Handler]) -> None:
+def test_every_row_of_the_table_is_found(row: Endpoint) -> None:
     found, values = find_path(re.sub(r"{\w+(:path)?}", "name", row.path))
     assert found is not None
     assert found.endpoint(row.method) is row
@@ -49,7 +49,7 @@ def test_other_paths_are_unknown(path: str) -> None:
 
 
 @pytest.mark.parametrize("row", ENDPOINTS, ids=lambda row: f"{row.method} {row.path}")
-def test_slashes_too_many_change_no_route(row: Endpoint[Handler]) -> None:
+def test_slashes_too_many_change_no_route(row: Endpoint) -> None:
     path = re.sub(r"{\w+(:path)?}", "name", row.path)
     for sent in (path, f"/{path}", f"{path}/", f"{path}//", path.replace("/", "//"), f"//{path}///"):
         plain = plain_path(sent)

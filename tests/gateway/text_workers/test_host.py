@@ -26,11 +26,11 @@ from headrace.gateway.http.config import Limits
 from headrace.gateway.http.errors import ContextLengthExceeded
 from headrace.gateway.process import text_workers
 from headrace.gateway.text_workers import frames, processes
+from headrace.gateway.text_workers.frames import Worker
 from headrace.gateway.text_workers.host_socket import HostSocket
 from headrace.gateway.text_workers.limits import HEAVY_BYTES
 from headrace.gateway.text_workers.pool import RETRY_S, TextPool
 from headrace.gateway.text_workers.processes import HostProcess, WorkerProcess
-from headrace.gateway.text_workers.workers import Worker
 from headrace.gateway.upstream.generation_request import Conversation
 from headrace.gateway.upstream.own.model_text import ModelText
 from headrace.text.folder import load_text

@@ -12,9 +12,9 @@ from gateway_kit import eventually
 
 from headrace.core.errors import CheckpointError, InvalidRequest, Unavailable
 from headrace.gateway.text_workers import frames
+from headrace.gateway.text_workers.frames import HOST_LOST, Owner
 from headrace.gateway.text_workers.limits import HEAVY_BYTES
 from headrace.gateway.text_workers.pool import RETRY_S, Done, TextPool
-from headrace.gateway.text_workers.workers import HOST_LOST, Owner
 
 pytestmark = pytest.mark.loop
 

@@ -51,7 +51,7 @@ def _run_supervised(file: Path, parent_fd: int, index: int | None) -> int:
     """index: number of this worker; None: it is the only gateway. Returns the exit status."""
     from headrace.gateway.config import load_config
     from headrace.gateway.process import load_part, run_gateway
-    from headrace.gateway.site.worker import GatewayWorker
+    from headrace.gateway.site import GatewayWorker
 
     worker = None if index is None else GatewayWorker(index, file.parent)
     read = partial(load_config, file) if worker is None else partial(load_part, file, worker)

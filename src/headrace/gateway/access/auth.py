@@ -10,13 +10,13 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from headrace.core.clock import Clock
 from headrace.core.errors import Unauthorized, UnusableKey
 from headrace.gateway.access.key_store import KeyRecord, StoredKey, TenantRecord
 from headrace.gateway.access.principal import ANONYMOUS, ApiKey, KeyRole, Principal, digest_of
 from headrace.gateway.access.stored_keys import StoredKeys, blinding, remember
+from headrace.gateway.http.asgi import Framing, Headers
 from headrace.policy.limits.tier import DEFAULT_TIER, Tier, all_tiers
 
 log = logging.getLogger(__name__)
@@ -26,15 +26,6 @@ LOG_EVERY_S = 10.0
 """Between two log lines about one unusable key."""
 
 MAX_MADE = 16_384
-
-
-class KeyPlace(Protocol):
-    """key_header: lower-case; key_scheme: word before the key, such as Bearer; b"": none"""
-
-    @property
-    def key_header(self) -> bytes: ...
-    @property
-    def key_scheme(self) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +48,13 @@ class Authenticator:
         self._logged_at: dict[str, float] = {}
         self._anonymous = replace(ANONYMOUS, tier=self._tiers[DEFAULT_TIER])
 
-    async def principal(self, headers: Sequence[tuple[bytes, bytes]], place: KeyPlace) -> Principal:
+    async def principal(self, headers: Headers, framing: Framing) -> Principal:
         """Raises Unauthorized, whose message never gives the reason; UnusableKey where the key's tier is not configured; Unavailable where
         the store of keys is needed and does not answer.
         """
         if not self._configured and (self._stored is None or not await self._stored.has_keys()):
             return self._anonymous
-        key = key_in(headers, place)
+        key = key_in(headers, framing)
         digest = digest_of(key)
         configured = self._configured.get(self._blind(digest)) if self._configured else None
         if configured is not None:
@@ -71,7 +62,7 @@ class Authenticator:
             return self._known(configured, tenant) or self._keep(configured, tenant, self._of_configured(configured, tenant))
         stored = None if self._stored is None else await self._stored.find(digest)
         if stored is None:
-            raise _unauthorized(place)
+            raise _unauthorized(framing)
         return self._known(stored.key, stored.tenant) or self._keep(stored.key, stored.tenant, self._of_stored(stored))
 
     def _known(self, key: ApiKey | KeyRecord, tenant: TenantRecord | None) -> Principal | None:
@@ -89,20 +80,10 @@ class Authenticator:
         principal = Principal(
             tenant=key.tenant, user=key.user, tier_name=name, tier=self._tier(key_id, name), key_id=key_id, role=KeyRole(key.role)
         )
-        return principal if tenant is None else _with_record(principal, tenant)
+        return principal if tenant is None else with_record(principal, tenant)
 
     def _of_stored(self, stored: StoredKey) -> Principal:
-        key, name = stored.key, stored.key.own_tier or stored.tenant.tier
-        principal = Principal(
-            tenant=key.tenant,
-            user=key.user,
-            tier_name=name,
-            tier=self._tier(key.id, name),
-            key_id=key.id,
-            role=key.role,
-            limits=key.limits,
-        )
-        return _with_record(principal, stored.tenant)
+        return stored_principal(stored, self._tier(stored.key.id, stored.tier_name))
 
     def _tier(self, key_id: str, name: str) -> Tier:
         """Raises UnusableKey, and logs the reason now and then."""
@@ -116,24 +97,33 @@ class Authenticator:
         return tier
 
 
-def _with_record(principal: Principal, tenant: TenantRecord) -> Principal:
+def stored_principal(stored: StoredKey, tier: Tier) -> Principal:
+    """tier: of the stored key's `tier_name`"""
+    key = stored.key
+    principal = Principal(
+        tenant=key.tenant, user=key.user, tier_name=stored.tier_name, tier=tier, key_id=key.id, role=key.role, limits=key.limits
+    )
+    return with_record(principal, stored.tenant)
+
+
+def with_record(principal: Principal, tenant: TenantRecord) -> Principal:
     tier = principal.tier
     if tenant.monthly_budget is not None:
         tier = replace(tier, monthly_budget=tenant.monthly_budget)
     return replace(principal, tenant_id=tenant.id, tenant_since=tenant.created_at, tier=tier, options=tenant.options)
 
 
-def key_in(headers: Sequence[tuple[bytes, bytes]], place: KeyPlace) -> bytes:
+def key_in(headers: Headers, framing: Framing) -> bytes:
     """Raises Unauthorized where the request carries no key, several, or one that is too long."""
-    given = [value for name, value in headers if name == place.key_header]
+    given = [value for name, value in headers if name == framing.key_header]
     if len(given) != 1 or len(given[0]) > MAX_KEY_BYTES:
-        raise _unauthorized(place)
-    scheme, _, key = given[0].partition(b" ") if place.key_scheme else (b"", b"", given[0])
-    if scheme.lower() != place.key_scheme.lower() or not key:
-        raise _unauthorized(place)
+        raise _unauthorized(framing)
+    scheme, _, key = given[0].partition(b" ") if framing.key_scheme else (b"", b"", given[0])
+    if scheme.lower() != framing.key_scheme.lower() or not key:
+        raise _unauthorized(framing)
     return key.strip(b" ")
 
 
-def _unauthorized(place: KeyPlace) -> Unauthorized:
-    where = f"{place.key_header.decode().title()}: {place.key_scheme.decode()}".rstrip()
+def _unauthorized(framing: Framing) -> Unauthorized:
+    where = f"{framing.key_header.decode().title()}: {framing.key_scheme.decode()}".rstrip()
     return Unauthorized(f"This server wants a valid API key: send it as '{where} KEY'.")

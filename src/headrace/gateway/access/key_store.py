@@ -92,6 +92,10 @@ class StoredKey:
     key: KeyRecord
     tenant: TenantRecord
 
+    @property
+    def tier_name(self) -> str:
+        return self.key.own_tier or self.tenant.tier
+
 
 @dataclass(frozen=True, slots=True)
 class DirectoryState:

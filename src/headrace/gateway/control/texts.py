@@ -12,9 +12,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.core.errors import CheckpointError
-from headrace.gateway.text_workers.frames import HostConfig
+from headrace.gateway.text_workers.frames import HostConfig, Workers
 from headrace.gateway.text_workers.pool import TextPool
-from headrace.gateway.text_workers.workers import Workers
 from headrace.gateway.upstream.model_config import ModelConfig, key_variables, text_folders
 from headrace.text.folder import TextModel
 

@@ -1,7 +1,7 @@
 """The values of a request. `RequestAccount` has its caller and what its finished request is made of. Of one that generates `Call` is what
 its client wants, `Ready` is the answer that may begin, `Ending` is what is written down as it goes on.
 
-`surfaces.generating` makes a `Call`, each stage (`generation.stages`) gives it to the next one, and `generation.run` writes the answer.
+`surfaces.endpoint` makes a `Call`, each stage (`generation.stages`) gives it to the next one, and `generation.run` writes the answer.
 """
 
 from __future__ import annotations
@@ -23,18 +23,16 @@ from headrace.gateway.access.principal import ANONYMOUS, Principal
 from headrace.gateway.generation.answer_encoder import AnswerEncoder, EventRecorder, RecordEvents
 from headrace.gateway.generation.answer_memory import AnswerMemory
 from headrace.gateway.generation.config import RequestConfig
-from headrace.gateway.generation.event_log import LAST_EVENT_ID, EventLog
-from headrace.gateway.generation.fallback_chain import FallbackChain, fallback_chain
 from headrace.gateway.generation.parsed_request import ParsedRequest
 from headrace.gateway.generation.progress import RequestProgress
 from headrace.gateway.http.exchange import Exchange
-from headrace.gateway.http.sse import SseStream
+from headrace.gateway.http.sse import LAST_EVENT_ID, EventLog, SseStream
 from headrace.gateway.limits.reservation import LimitReservation
 from headrace.gateway.sessions.fitting import Fitted
 from headrace.gateway.sessions.history import History
 from headrace.gateway.upstream.generation_request import Conversation, EarlierOutput, GenerationRequest, PrincipalFacts
 from headrace.gateway.upstream.seam import NO_USAGE, EventStream, Prepared, TokenUsage
-from headrace.gateway.upstream.served_models import ChosenModel, ModelTable, ServedModel
+from headrace.gateway.upstream.served_models import ChosenModel, FallbackChain, ModelTable, ServedModel, fallback_chain
 from headrace.observe.finished_request import Answered, Asked, ModelStep
 from headrace.observe.trace_context import TraceContext
 from headrace.policy.admission import UnsentRequest

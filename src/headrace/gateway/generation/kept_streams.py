@@ -20,9 +20,9 @@ import msgspec
 
 from headrace.core.errors import HeadraceError, InvalidRequest, Unavailable
 from headrace.core.ids import RequestId
-from headrace.gateway.generation.event_log import HEADER, EventId, last_event, offsets_of
 from headrace.gateway.http.errors import ClientLeft, SlowReader, StreamConflict, UnknownStream
 from headrace.gateway.http.exchange import Exchange
+from headrace.gateway.http.sse import LAST_EVENT, EventId, last_event, offsets_of
 from headrace.gateway.stores.guard import Ended, GuardedStore, TooMuchToWrite, Work
 from headrace.gateway.stores.lease import EntryLease
 from headrace.gateway.stores.store import EntryTooLarge, StoredEntry, StoreFailed, entry_in
@@ -212,12 +212,14 @@ class KeptStreams:
         if value is None or kept is None or kept.tenant != tenant:
             raise UnknownStream(UNKNOWN, retry_after_s=BUSY_RETRY_S)
         if kept.body != exchange.body_digest:
-            raise InvalidRequest(HEADER, "an event of a stream that the same body began", None, "Send the request as it was sent first.")
+            raise InvalidRequest(
+                LAST_EVENT, "an event of a stream that the same body began", None, "Send the request as it was sent first."
+            )
         if kept.is_claimed:
             raise StreamConflict(BUSY, retry_after_s=BUSY_RETRY_S)
         stream = ContinuedStream(event.answer_id, event.number, kept, value)
         if event.number > len(stream.entries) + 1:
-            raise InvalidRequest(HEADER, f"at most event {len(stream.entries) + 1} of this stream", event.number)
+            raise InvalidRequest(LAST_EVENT, f"at most event {len(stream.entries) + 1} of this stream", event.number)
         return stream
 
     async def _give_way(self, stream: OpenStream) -> None:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field, structs
 
+from headrace.bundled import CLASSIFIER
 from headrace.core.errors import InvalidRequest, counted
 from headrace.core.request import PriorityClass
 from headrace.gateway.cache.control import NO_WISH, CacheControl
 from headrace.gateway.sessions.history import ContextFitting
 from headrace.gateway.upstream.generation_request import Conversation, PlainPrompts, RequestedGrammar
+from headrace.policy.routing.model_size import size_for
+from headrace.policy.routing.routes import ModelRoute, SizeHint
 from headrace.policy.routing.wishes import NO_WISHES, RoutingWishes
+
+if TYPE_CHECKING:
+    from headrace.text.classifier import RequestClassifier
+
+BYTES_PER_TOKEN = 4
+"""About as many as English text has, with the JSON around it."""
 
 MAX_SEQUENCES = 128
 """Sequences of one request: prompts times `n`."""
@@ -52,6 +62,11 @@ class ParsedRequest(Struct, frozen=True, kw_only=True):
     def with_prompt(self, prompt: Conversation | PlainPrompts) -> ParsedRequest:
         return structs.replace(self, prompt=prompt)
 
+    def size_hint(self, num_bytes: int) -> SizeHint:
+        """Which size of a route suits it, as the classifier says. num_bytes: of its body"""
+        kind = _classifier().classify(_asked_text(self.prompt))
+        return size_for(kind.task, kind.question, num_tokens=num_bytes // BYTES_PER_TOKEN, priority=self.priority)
+
     def check_caps(self, own: PriorityClass) -> None:
         """Raises InvalidRequest beyond MAX_SEQUENCES or MAX_MESSAGES, and for a priority class above `own`, the key's."""
         num_prompts = 1
@@ -71,3 +86,29 @@ def check_num_messages(field: str, num_messages: int) -> None:
     """Raises InvalidRequest."""
     if num_messages > MAX_MESSAGES:
         raise InvalidRequest(field, f"at most {MAX_MESSAGES} messages", num_messages, "Drop the oldest ones.")
+
+
+@cache
+def _classifier() -> RequestClassifier:
+    from headrace.text.classifier import RequestClassifier  # numpy, which no other request needs
+
+    return RequestClassifier(CLASSIFIER.read_bytes())
+
+
+def with_classifier(routes: Iterable[ModelRoute]) -> Callable[[], None]:
+    """Loads the classifier in this thread if a route has several sizes, so that no request waits for it. A `control.reload.Follow`: nothing
+    is left to apply.
+    """
+    if any(len(route.sizes) > 1 for route in routes):
+        _classifier()
+    return lambda: None
+
+
+def _asked_text(prompt: Conversation | PlainPrompts) -> str:
+    """The last message of the user, or the first prompt. Empty: it is not text"""
+    if isinstance(prompt, PlainPrompts):
+        return first if isinstance(first := prompt.prompts[0], str) else ""
+    content: Any = next((message["content"] for message in reversed(prompt.messages) if message["role"] == "user"), "")
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in content if part.get("type") == "text")
+    return content or ""

@@ -13,11 +13,10 @@ from headrace.gateway.generation.config import RequestConfig
 from headrace.gateway.generation.explanations import Explanations
 from headrace.gateway.generation.parsed_request import ParsedRequest
 from headrace.gateway.generation.run import Pipeline
-from headrace.gateway.generation.size_hint import size_hint
 from headrace.gateway.generation.stages import Stages
 from headrace.gateway.generation.stages.session import named_session
 from headrace.gateway.http.exchange import Exchange
-from headrace.gateway.site.worker import SiteMetrics
+from headrace.gateway.site import SiteMetrics
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.upstream.served_models import ChosenModel, ModelTable
 from headrace.observe.tenant_metrics import ShownTenants
@@ -48,8 +47,7 @@ class Service:
         def sender() -> Sender:
             return Sender(principal.tenant_key, named_session(exchange, parsed) or "", exchange.request_id)
 
-        hint = partial(size_hint, parsed.prompt, num_bytes, parsed.priority)
-        return self.models.usable_by(principal).choose(parsed.model, sender, hint)
+        return self.models.usable_by(principal).choose(parsed.model, sender, partial(parsed.size_hint, num_bytes))
 
     def shown_tenants(self, reader: Principal) -> ShownTenants:
         return self.config.open_metrics.shown_to(reader, has_several=self.site_metrics.share.has_several)

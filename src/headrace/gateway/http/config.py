@@ -125,7 +125,6 @@ class ServerConfig:
     host: str
     port: int
     tls: HttpTls | None
-    limits: Limits
     timeouts: Timeouts
     allowed_origins: tuple[str, ...]
 

@@ -10,7 +10,8 @@ from headrace.core.errors import ConfigError
 from headrace.core.money import NANOS
 from headrace.gateway.access.admin_requests import Handlers
 from headrace.gateway.access.administration import Administration
-from headrace.gateway.access.key_store import KeyRecord, TenantRecord
+from headrace.gateway.access.auth import stored_principal, with_record
+from headrace.gateway.access.key_store import StoredKey
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.limits.rules import LimitRule, LimitState, Scope, limits_now, rules_of
 from headrace.gateway.limits.store import LimitStore
@@ -18,20 +19,6 @@ from headrace.policy.limits.counters import Unit
 from headrace.policy.limits.tier import DeploymentBudget, Tier
 
 MAX_KEYS = 1000
-
-
-def tenant_principal(tenant: TenantRecord, tier: Tier) -> Principal:
-    own = replace(tier, user_requests_per_minute=None)
-    if tenant.monthly_budget is not None:
-        own = replace(own, monthly_budget=tenant.monthly_budget)
-    return Principal(tenant=tenant.name, tenant_id=tenant.id, tier_name=tenant.tier, tier=own)
-
-
-def key_principal(key: KeyRecord, tenant: TenantRecord, tier: Tier) -> Principal:
-    """tier: the key's own, or else the tenant's"""
-    shared = tenant_principal(tenant, tier)
-    own = replace(shared.tier, user_requests_per_minute=tier.user_requests_per_minute)
-    return replace(shared, tier=own, user=key.user, key_id=key.id, limits=key.limits)
 
 
 class LimitReport:
@@ -48,21 +35,23 @@ class LimitReport:
 
     async def of_key(self, key_id: str) -> list[dict[str, object]]:
         key = await self._admin.key(key_id)
-        return await self._shown([await self._key_principal(key)] if key.is_active(self._unix_time()) else [])
+        if not key.is_active(self._unix_time()):
+            return []
+        return await self._shown([self._principal(StoredKey(key, await self._admin.tenant(key.tenant)))])
 
     async def of_tenant(self, name: str) -> list[dict[str, object]]:
         tenant = await self._admin.tenant(name)
         now = self._unix_time()
         active = [key for key in await self._admin.keys(name) if key.is_active(now)]
-        callers = [await self._key_principal(key, tenant) for key in active[:MAX_KEYS]]
-        return await self._shown([tenant_principal(tenant, self._tier(tenant.tier, name)), *callers])
+        callers = [self._principal(StoredKey(key, tenant)) for key in active[:MAX_KEYS]]
+        own = replace(self._tier(tenant.tier, name), user_requests_per_minute=None)
+        return await self._shown([with_record(Principal(tenant=name, tier=own), tenant), *callers])
 
     async def of_deployment(self) -> list[dict[str, object]]:
         return await self._shown([Principal(tenant="", tier=Tier())])
 
-    async def _key_principal(self, key: KeyRecord, tenant: TenantRecord | None = None) -> Principal:
-        tenant = tenant or await self._admin.tenant(key.tenant)
-        return key_principal(key, tenant, self._tier(key.own_tier or tenant.tier, key.tenant))
+    def _principal(self, stored: StoredKey) -> Principal:
+        return stored_principal(stored, self._tier(stored.tier_name, stored.key.tenant))
 
     def _tier(self, name: str, tenant: str) -> Tier:
         if name not in self._tiers:

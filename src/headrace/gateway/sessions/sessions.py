@@ -18,7 +18,6 @@ import msgspec
 from headrace.core.clock import Clock
 from headrace.core.errors import InvalidRequest, RequestTooLarge, Unavailable
 from headrace.gateway.http.errors import SessionConflict, UnknownSession
-from headrace.gateway.sessions.config import SessionConfig
 from headrace.gateway.sessions.history import (
     Message,
     StoredSession,
@@ -97,9 +96,9 @@ class ReadSession:
 
 
 class Sessions:
-    def __init__(self, store: GuardedStore | None, config: SessionConfig, *, metrics: SessionMetrics, unix_time: Clock) -> None:
+    def __init__(self, store: GuardedStore | None, *, ttl_s: float, metrics: SessionMetrics, unix_time: Clock) -> None:
         self._store = store
-        self.config = config
+        self._ttl_s = ttl_s
         self.metrics = metrics
         self.unix_time = unix_time
 
@@ -153,7 +152,7 @@ class Sessions:
     async def _swapped(self, store: Store, key: SessionKey, entry: bytes, expected: bytes | None) -> bool:
         """A session that has vanished since it was read (expired, or the store was emptied) is written again."""
         for state in dict.fromkeys((expected, None)):
-            if await store.swap(key.entry, entry, expected=state, tenant=key.tenant, ttl_s=self.config.ttl_s):
+            if await store.swap(key.entry, entry, expected=state, tenant=key.tenant, ttl_s=self._ttl_s):
                 return True
         return False
 

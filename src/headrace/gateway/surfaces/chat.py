@@ -21,8 +21,7 @@ from headrace.gateway.surfaces.dialect.conversation import ConversationFields, c
 from headrace.gateway.surfaces.dialect.field_table import CHAT
 from headrace.gateway.surfaces.dialect.logprobs import chat_logprobs, prompt_logprobs
 from headrace.gateway.surfaces.dialect.reasoning import joined_details
-from headrace.gateway.surfaces.endpoint import BodyParser
-from headrace.gateway.surfaces.generating import GeneratingSurface
+from headrace.gateway.surfaces.endpoint import BodyParser, GeneratingSurface
 from headrace.gateway.upstream.generation_request import PASSED_IN_CHAT, REASONING_PASSED
 from headrace.gateway.upstream.seam import OutputEvent, ToolCall, joined_values
 
@@ -266,14 +265,5 @@ def _function(call: ToolCall) -> FunctionCall:
     return FunctionCall(name=call.name, arguments=call.arguments)
 
 
-chat_completions = GeneratingSurface(
-    path=CHAT,
-    summary="A conversation's next turn; `stream` for server-sent events.",
-    request=ChatRequest,
-    reply=ChatCompletion,
-    chunk=ChatChunk,
-    parser=BodyParser(parse_chat, ParsedChat),
-    names=_names,
-    common=_common,
-    encoder=ChatAnswer,
-)
+CHAT_BODY = BodyParser(parse_chat, ParsedChat)
+chat_completions = GeneratingSurface(parser=CHAT_BODY, names=_names, common=_common, encoder=ChatAnswer)

@@ -17,8 +17,7 @@ from headrace.gateway.surfaces.dialect import parse, schemas
 from headrace.gateway.surfaces.dialect.answers import ChoiceOutput, OpenAIAnswer
 from headrace.gateway.surfaces.dialect.field_table import COMPLETIONS
 from headrace.gateway.surfaces.dialect.logprobs import EchoedLogprobs, completion_logprobs, echo_logprobs, prompt_logprobs
-from headrace.gateway.surfaces.endpoint import BodyParser
-from headrace.gateway.surfaces.generating import GeneratingSurface
+from headrace.gateway.surfaces.endpoint import BodyParser, GeneratingSurface
 from headrace.gateway.upstream.generation_request import PlainPrompts
 from headrace.gateway.upstream.seam import OutputEvent, TokenUsage
 from headrace.text.logprobs import DecodedLogprobs
@@ -213,14 +212,5 @@ class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
         return made
 
 
-completions = GeneratingSurface(
-    path=COMPLETIONS,
-    summary="Text or token ids continued; `stream` for server-sent events.",
-    request=CompletionRequest,
-    reply=Completion,
-    chunk=Completion,
-    parser=BodyParser(parse_completion, ParsedCompletion),
-    names=_names,
-    common=_common,
-    encoder=CompletionAnswer,
-)
+COMPLETION_BODY = BodyParser(parse_completion, ParsedCompletion)
+completions = GeneratingSurface(parser=COMPLETION_BODY, names=_names, common=_common, encoder=CompletionAnswer)

@@ -1,11 +1,13 @@
-"""Defines the form of a row in `surfaces.routes`, and reads what a client sent to it: the query, and the body of a POST."""
+"""Defines the form of a row in `surfaces.routes`, reads what a client sent to it (the query, and the body of a POST), and handles the
+requests that generate.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Generic, TypeVar
 from urllib.parse import parse_qsl
 
@@ -15,16 +17,22 @@ from headrace.core.errors import InvalidRequest
 from headrace.gateway.access.memory_charges import RequestCharges
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.cache.replays import IDEMPOTENCY_KEY
-from headrace.gateway.generation.event_log import LAST_EVENT_ID
+from headrace.gateway.generation.answer_encoder import AnswerEncoder
+from headrace.gateway.generation.call import Call, Ready, RequestAccount
 from headrace.gateway.generation.kept_streams import body_digest
+from headrace.gateway.generation.parsed_request import ParsedRequest
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.asgi import OPENAI, Framing
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.json_border import decode_object
+from headrace.gateway.http.sse import LAST_EVENT_ID
 from headrace.gateway.sessions.sessions import RAW_HEADER
+from headrace.gateway.surfaces.dialect.parse import error_as_written
+from headrace.observe.timeline import READ
 
 T = TypeVar("T")
-HandlerT = TypeVar("HandlerT", covariant=True)
+
+Handler = Callable[[Service, Exchange, RequestAccount], Awaitable[None]]
 
 MAX_INLINE_BYTES = 16 << 10
 """Parsed on the event loop in 4 ms at worst; handing a body to a text worker takes a quarter of a millisecond."""
@@ -59,7 +67,7 @@ class QueryParameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint(Generic[HandlerT]):
+class Endpoint:
     """method       GET answers HEAD as well
     parser       a text worker finds it by the path; None: no body is read
     for_readers  a key of the role reader may ask: it generates, changes and stores nothing, and shows no conversation
@@ -72,7 +80,7 @@ class Endpoint(Generic[HandlerT]):
 
     method: str
     path: str
-    handler: HandlerT
+    handler: Handler
     summary: str
     request: type | None = None
     reply: type | None = None
@@ -135,3 +143,51 @@ async def parsed_body(service: Service, exchange: Exchange, principal: Principal
 @cache
 def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(tuple[kind, list[str]])
+
+
+RequestT = TypeVar("RequestT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratingSurface(Generic[RequestT]):
+    """Handles the requests of a path that generates. tests/gateway/surfaces/test_another_surface.py has a whole surface of another API.
+
+    names    gives the client's names of fields: name in `ParsedRequest` -> name in the body
+    common   converts the surface's request to a `ParsedRequest`
+    encoder  makes the encoder of the answer
+    """
+
+    parser: BodyParser[RequestT]
+    names: Callable[[RequestT], Mapping[str, str]]
+    common: Callable[[RequestT, Principal], ParsedRequest]
+    encoder: Callable[[RequestT, Ready], AnswerEncoder]
+
+    async def __call__(self, service: Service, exchange: Exchange, account: RequestAccount) -> None:
+        principal, tenant = account.principal, account.principal.tenant
+        with service.open_requests.admit(exchange.request_id, tenant, exchange.end), service.memory.open(tenant) as charges:
+            exchange.marks.enter(READ)
+            request = await parsed_body(service, exchange, principal, charges, self.parser)
+            try:
+                call = _call(service, exchange, account, charges, self.common(request, principal))
+                await service.pipeline.run(call, partial(self.encoder, request))
+            except InvalidRequest as error:
+                if (renamed := error_as_written(error, self.names(request))) is None:
+                    raise
+                raise renamed from error
+
+
+def _call(service: Service, exchange: Exchange, account: RequestAccount, charges: RequestCharges, parsed: ParsedRequest) -> Call:
+    """Raises ModelNotFound, InvalidRequest or Unavailable."""
+    chosen = service.choose_model(exchange, account.principal, parsed, charges.prompts.num_bytes)
+    service.open_requests.use(exchange.request_id, account.principal.tenant, chosen.model.users)
+    return Call.opened(
+        exchange,
+        account,
+        charges,
+        parsed,
+        config=service.config,
+        models=service.models,
+        chosen=chosen,
+        salt_key=service.salt_key,
+        now=int(service.unix_time()),
+    )

@@ -80,7 +80,7 @@ _INSIDE = {
 }
 
 
-def document(endpoints: Sequence[Endpoint[object]]) -> bytes:
+def document(endpoints: Sequence[Endpoint]) -> bytes:
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in endpoints:
         paths.setdefault(endpoint.shown_path, {})[endpoint.method.lower()] = _operation(endpoint)
@@ -97,7 +97,7 @@ def document(endpoints: Sequence[Endpoint[object]]) -> bytes:
     )
 
 
-def _operation(endpoint: Endpoint[object]) -> dict[str, Any]:
+def _operation(endpoint: Endpoint) -> dict[str, Any]:
     operation: dict[str, Any] = {"summary": endpoint.summary, "responses": _responses(endpoint)}
     text = {"schema": {"type": "string"}}
     parameters = [
@@ -113,7 +113,7 @@ def _operation(endpoint: Endpoint[object]) -> dict[str, Any]:
     return operation
 
 
-def _responses(endpoint: Endpoint[object]) -> dict[str, Any]:
+def _responses(endpoint: Endpoint) -> dict[str, Any]:
     if endpoint.reply is None:
         kind = {} if endpoint.media_type == _JSON else {"type": "string"}
         return {"200": {"description": "OK", "content": {endpoint.media_type: {"schema": kind}}}}
@@ -128,7 +128,7 @@ def _responses(endpoint: Endpoint[object]) -> dict[str, Any]:
     return responses
 
 
-def _schemas(endpoints: Sequence[Endpoint[object]]) -> dict[str, Any]:
+def _schemas(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     kinds = [kind for row in endpoints for kind in (row.framing.error_type, row.request, row.reply, row.chunk) if kind is not None]
     _, components = msgspec.json.schema_components(list(dict.fromkeys(kinds)), ref_template=_REF)
     places: dict[str, str] = {row.request.__name__: row.path for row in endpoints if row.request is not None and row.path in RULES}
@@ -138,7 +138,7 @@ def _schemas(endpoints: Sequence[Endpoint[object]]) -> dict[str, Any]:
     return dict(components)
 
 
-def _key(endpoint: Endpoint[object]) -> str:
+def _key(endpoint: Endpoint) -> str:
     return endpoint.framing.key_header.decode()
 
 

@@ -7,7 +7,7 @@ the list.
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -18,18 +18,37 @@ from headrace.gateway.http.asgi import OPENAI, Framing
 from headrace.gateway.http.errors import MethodNotAllowed
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.surfaces import chat, completions, listings, openapi, probes, tokenize
+from headrace.gateway.surfaces.dialect import field_table
 from headrace.gateway.surfaces.endpoint import Endpoint
-
-Handler = Callable[[Service, Exchange, RequestAccount], Awaitable[None]]
 
 
 async def openapi_json(service: Service, exchange: Exchange, account: RequestAccount) -> None:
     await exchange.reply(200, _document())
 
 
-ENDPOINTS: tuple[Endpoint[Handler], ...] = (
-    chat.chat_completions.endpoint,
-    completions.completions.endpoint,
+ENDPOINTS: tuple[Endpoint, ...] = (
+    Endpoint(
+        "POST",
+        field_table.CHAT,
+        chat.chat_completions,
+        "A conversation's next turn; `stream` for server-sent events.",
+        request=chat.ChatRequest,
+        parser=chat.CHAT_BODY,
+        reply=chat.ChatCompletion,
+        chunk=chat.ChatChunk,
+        generates=True,
+    ),
+    Endpoint(
+        "POST",
+        field_table.COMPLETIONS,
+        completions.completions,
+        "Text or token ids continued; `stream` for server-sent events.",
+        request=completions.CompletionRequest,
+        parser=completions.COMPLETION_BODY,
+        reply=completions.Completion,
+        chunk=completions.Completion,
+        generates=True,
+    ),
     Endpoint(
         "GET",
         "/v1/models",
@@ -192,14 +211,14 @@ class AnsweredPath:
 
     path: str
     shown_path: str
-    methods: dict[str, Endpoint[Handler]] = field(default_factory=dict)
+    methods: dict[str, Endpoint] = field(default_factory=dict)
     generates: bool = False
     is_quiet: bool = True
     is_public: bool = True
     is_probe: bool = True
     framing: Framing = OPENAI
 
-    def add(self, endpoint: Endpoint[Handler]) -> None:
+    def add(self, endpoint: Endpoint) -> None:
         assert endpoint.method not in self.methods, f"two rows answer {endpoint.method} {self.path}"
         self.methods[endpoint.method] = endpoint
         self.generates = self.generates or endpoint.generates
@@ -208,7 +227,7 @@ class AnsweredPath:
         self.is_public = self.is_public and endpoint.is_public
         self.is_probe = self.is_probe and endpoint.is_probe
 
-    def endpoint(self, method: str) -> Endpoint[Handler]:
+    def endpoint(self, method: str) -> Endpoint:
         is_get = method == "HEAD" or (method == "OPTIONS" and self.is_probe)  # OPTIONS: how load balancers ask by default
         endpoint = self.methods.get("GET" if is_get else method)
         if endpoint is None:

@@ -1,4 +1,5 @@
-"""Encodes and decodes the frames between the gateway and a text worker: one each way per job. Nothing in them can name code.
+"""Encodes and decodes the frames between the gateway and a text worker, one each way per job, and has the protocols of both sides. Nothing
+in a frame can name code.
 
 4 bytes  length of the head, little endian
 4 bytes  length of the tail
@@ -10,12 +11,12 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
-from headrace.core.errors import HeadraceError, InvalidRequest, RequestTooLarge, ShownValue
+from headrace.core.errors import CheckpointError, HeadraceError, InvalidRequest, RequestTooLarge, ShownValue
 from headrace.gateway.http.errors import ContextLengthExceeded, UnsupportedMediaType
 from headrace.gateway.text_workers.limits import START_CPU_S
 from headrace.text.template_switch import TemplateSwitch
@@ -164,3 +165,47 @@ def error_of(answer: JobRefused) -> HeadraceError:
         return UnsupportedMediaType(answer.message)
     value = None if answer.value is None else ShownValue(answer.value)
     return REFUSALS[answer.kind](answer.field, answer.limit, value, answer.remedy)
+
+
+HOST_LOST = -1
+"""Signal of a worker that ended with its host."""
+
+
+class Worker(Protocol):
+    """Does one job at a time."""
+
+    def send(self, data: bytes) -> None: ...
+
+    def kill(self) -> None:
+        """`Owner.ended` is called afterwards."""
+        ...
+
+
+class Owner(Protocol):
+    def answered(self, worker: Worker, answer: AnyAnswer, tail: memoryview) -> None: ...
+
+    def ended(self, worker: Worker, number: int) -> None:
+        """number: of the signal that ended the worker; 0: none; or HOST_LOST"""
+        ...
+
+
+class Workers(Protocol):
+    @property
+    def reason(self) -> str:
+        """In words that clients may see; empty: a worker can be started."""
+        ...
+
+    @property
+    def failures(self) -> Mapping[str, CheckpointError]:
+        """Model -> why its text cannot be used."""
+        ...
+
+    async def start(self) -> None:
+        """Return when each model's text is loaded or in `failures`. Raises CheckpointError if no worker can be started."""
+        ...
+
+    async def add(self, owner: Owner) -> Worker:
+        """Raises OSError if none can be started now."""
+        ...
+
+    async def close(self) -> None: ...

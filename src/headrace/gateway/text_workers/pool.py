@@ -18,9 +18,9 @@ from functools import partial
 from headrace.core.clock import Clock
 from headrace.core.errors import CheckpointError, HeadraceError, InvalidRequest, Overloaded, TextQueueFull, Unavailable
 from headrace.gateway.text_workers import frames
+from headrace.gateway.text_workers.frames import HOST_LOST, Worker, Workers
 from headrace.gateway.text_workers.limits import MIB, JobLimits
 from headrace.gateway.text_workers.queue import JobQueue, QueuedJob
-from headrace.gateway.text_workers.workers import HOST_LOST, Worker, Workers
 from headrace.observe.metrics import TextReading
 
 log = logging.getLogger("headrace.gateway")

@@ -21,8 +21,8 @@ from headrace.core.backoff import Backoff
 from headrace.core.clock import Clock
 from headrace.core.errors import CheckpointError
 from headrace.gateway.text_workers import frames
+from headrace.gateway.text_workers.frames import HOST_LOST, Owner, Worker
 from headrace.gateway.text_workers.host_socket import HostSocket
-from headrace.gateway.text_workers.workers import HOST_LOST, Owner, Worker
 
 log = logging.getLogger("headrace.gateway")
 

@@ -35,7 +35,7 @@ from headrace.gateway.upstream.seam import (
 from headrace.observe.finished_request import AnswerHandling
 from headrace.observe.logs import LimitedLog
 from headrace.policy.admission import QueueState, UnsentRequests
-from headrace.policy.routing.wishes import OWN_ENGINES, server_places
+from headrace.policy.routing.wishes import OWN_ENGINES, RoutingWishes, server_places
 
 log = logging.getLogger("headrace.gateway")
 
@@ -65,6 +65,14 @@ class FallbackUpstream(Upstream):
 
     def queue(self, priority: PriorityClass, unsent: UnsentRequests) -> QueueState | None:
         return self.own.queue(priority, unsent)
+
+    def is_queue_first(self, wishes: RoutingWishes) -> bool:
+        """Foreign servers come before our engines only while one of them is alive."""
+        places = server_places(self.server_names, wishes)
+        if (own_place := places.get(OWN_ENGINES)) == min(places.values()):
+            return True
+        before = (server for server in self.foreign.replicas() if not server.reason)
+        return own_place is not None and all(places.get(server.name, own_place) >= own_place for server in before)
 
     @property
     def version(self) -> str:

@@ -23,7 +23,7 @@ from headrace.core.update import FinishReason, MissReason, StageSeconds
 from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PlainPrompts, PrincipalFacts, string_bytes
 from headrace.observe.finished_request import AnswerHandling
 from headrace.policy.admission import QueueState, UnsentRequests
-from headrace.policy.routing.wishes import OWN_ENGINES
+from headrace.policy.routing.wishes import OWN_ENGINES, RoutingWishes
 from headrace.text.logprobs import DecodedLogprobs
 
 TOOL_CALL_BYTES = 256
@@ -372,6 +372,10 @@ class Upstream(ABC):
     def queue(self, priority: PriorityClass, unsent: UnsentRequests) -> QueueState | None:
         """`unsent` requests included. None: not known"""
         return None
+
+    def is_queue_first(self, wishes: RoutingWishes) -> bool:
+        """False: other servers are asked alone, or before those of the queue."""
+        return True
 
     @property
     def server_names(self) -> Sequence[str]:

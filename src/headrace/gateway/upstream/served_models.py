@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, NoReturn
 
@@ -20,9 +21,9 @@ from headrace.gateway.upstream.seam import ReplicaHealth, Upstream
 from headrace.observe.finished_request import ModelStep
 from headrace.observe.metrics import ReplicaReading
 from headrace.policy.admission import OverloadWatch, UnsentRequests
-from headrace.policy.fallbacks import NO_FALLBACKS, Fallbacks
+from headrace.policy.fallbacks import NO_FALLBACKS, FallbackReason, Fallbacks
 from headrace.policy.routing.routes import ModelRoute, RouteWish, Sender, SizeHint, choose_target, is_copied, wish_of
-from headrace.policy.routing.wishes import AnswerMeans
+from headrace.policy.routing.wishes import AnswerMeans, RoutingWishes
 
 log = logging.getLogger("headrace.gateway")
 
@@ -237,3 +238,33 @@ class UnreadableModel(Upstream):
 
     def _refusal(self) -> Unavailable:
         return Unavailable(f"The model {self._model} cannot be served now: {UNREADABLE}.", retry_after_s=UNREADABLE_RETRY_S)
+
+
+FallbackChain = tuple[tuple[FallbackReason | None, ServedModel], ...]
+"""Reason None: for every reason."""
+
+
+def fallback_chain(asked: ServedModel, wishes: RoutingWishes, models: ModelTable, principal: Principal, *, by: str | None) -> FallbackChain:
+    """The client's own fallbacks, then the configured ones. A configured one that the key may not use is left out.
+
+    by  the name that the client asked for
+
+    Raises InvalidRequest for a name of the client's that its key may not use, and Unavailable while it may be that of an adapter.
+    """
+    named = [("models", name) for name in wishes.models] + [("fallbacks", name) for name in wishes.fallbacks]
+    if not named and asked.fallbacks == NO_FALLBACKS:
+        return ()
+    models = models.usable_by(principal)
+    chain: list[tuple[FallbackReason | None, ServedModel]] = []
+    for place, name in named:
+        try:
+            candidate = models.find(name)
+        except ModelNotFound as error:
+            raise InvalidRequest(place, f"names of models that are served ({error.limit})", name, error.remedy) from None
+        if candidate.route is not None:
+            raise InvalidRequest(place, "names of models, and this is a route", name, "Name one of its models.")
+        chain.append((None, candidate.models[0]))
+    for reason, name in asked.fallbacks.named():
+        with suppress(ModelNotFound):
+            chain.append((reason, models.reached(name, by)))
+    return tuple([(reason, model) for reason, model in chain if model.name != asked.name])

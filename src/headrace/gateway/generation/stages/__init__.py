@@ -22,10 +22,9 @@ from headrace.gateway.cache.answer_cache import AnswerCache
 from headrace.gateway.cache.replays import Replays
 from headrace.gateway.generation.call import Call, CallNext, Ready
 from headrace.gateway.generation.kept_streams import KeptStreams
-from headrace.gateway.generation.stages.idempotency import answer_once
+from headrace.gateway.generation.stages.kept_answers import answer_once, use_cache
 from headrace.gateway.generation.stages.model_choice import choose_model
 from headrace.gateway.generation.stages.prepare import prepare
-from headrace.gateway.generation.stages.response_cache import use_cache
 from headrace.gateway.generation.stages.resume import resume
 from headrace.gateway.generation.stages.session import take_turn
 from headrace.gateway.ledger.record import prompt_json

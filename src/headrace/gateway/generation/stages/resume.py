@@ -13,11 +13,10 @@ from headrace.core.errors import InvalidRequest, ModelNotFound, Unavailable
 from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.generation.answer_encoder import AnswerEncoder, RecordEvents
 from headrace.gateway.generation.call import Call, CallNext, Ready
-from headrace.gateway.generation.event_log import HEADER, LAST_EVENT_ID, EventLog, offsets_of
 from headrace.gateway.generation.kept_streams import FORM, ContinuedStream, KeptStream, KeptStreams, is_worth_keeping
 from headrace.gateway.generation.progress import RequestProgress
 from headrace.gateway.http.errors import StreamConflict
-from headrace.gateway.http.sse import SseStream
+from headrace.gateway.http.sse import LAST_EVENT, LAST_EVENT_ID, EventLog, SseStream, offsets_of
 from headrace.gateway.upstream.seam import EventStream
 from headrace.observe.finished_request import ModelStep
 
@@ -33,7 +32,7 @@ async def resume(call: Call, call_next: CallNext, *, kept_streams: KeptStreams, 
     if (last_event := exchange.header(LAST_EVENT_ID)) is None:
         return await call_next(call)
     if not is_streaming and last_event:
-        raise InvalidRequest(HEADER, "stream = true in the body", None, "An answer that is not streamed has no events.")
+        raise InvalidRequest(LAST_EVENT, "stream = true in the body", None, "An answer that is not streamed has no events.")
     continued = await kept_streams.find(exchange, call.principal.tenant_key)
     if continued is not None:
         call = call.changed(earlier=continued.earlier, answer_id=continued.answer_id, created=continued.kept.created)

@@ -13,10 +13,10 @@ from typing import Any
 from headrace.core.errors import InvalidRequest
 from headrace.gateway.cache.replays import retry_key
 from headrace.gateway.generation.call import Call, CallNext, Ready
-from headrace.gateway.generation.event_log import last_event
 from headrace.gateway.generation.parsed_request import MAX_MESSAGES, ParsedRequest
 from headrace.gateway.generation.stages.kept_answers import IDEMPOTENCY
 from headrace.gateway.http.exchange import Exchange
+from headrace.gateway.http.sse import last_event
 from headrace.gateway.sessions.history import FORM, History, Message, StoredSession, messages_json, prompt_messages
 from headrace.gateway.sessions.sessions import HEADER as SESSION_HEADER
 from headrace.gateway.sessions.sessions import (

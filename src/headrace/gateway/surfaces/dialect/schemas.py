@@ -42,7 +42,7 @@ class ResponseFormat(Struct):
 
 
 class StructuredOutputs(Struct):
-    """vLLM's `structured_outputs`. Its fields are the `guided_` fields of READERS in `dialect.structured`, without that prefix."""
+    """vLLM's `structured_outputs`. Its fields are the `guided_` fields of READERS, without that prefix."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None

@@ -17,8 +17,8 @@ from headrace.core.ids import RequestId
 from headrace.core.model_info import Numerics, numerics_digest
 from headrace.core.request import EngineRequest
 from headrace.core.update import FinishReason, Rejected, SequenceUpdate
-from headrace.gateway.upstream.own.output_stage import EarlierCallOutput, OutputParsing
-from headrace.gateway.upstream.own.replica_health import ConnectionKey, Replica, ReplicaAttempt, ReplicaInstance
+from headrace.gateway.upstream.own.output_parsing import EarlierCallOutput, OutputParsing
+from headrace.gateway.upstream.own.replica_health import ConnectionKey, Replica, ReplicaInstance
 from headrace.gateway.upstream.own.replicas import ReplicaPool
 from headrace.gateway.upstream.own.submissions import Submission, SubmissionResult, Submissions
 from headrace.gateway.upstream.seam import ReplicaLost
@@ -72,7 +72,6 @@ class SequenceGroup:
     tried: set[ReplicaInstance] = field(default_factory=set)
     request_id: RequestId | None = None
     replica: Replica | None = None
-    attempt: ReplicaAttempt | None = None
     submission: Submission | None = None
     updates: ReplicaStream | None = None
     epoch: int = -1
@@ -201,8 +200,7 @@ class CallAttempts:
                 await self._reroute(group, updates[0].error)
                 continue
             read = [update for update in updates if isinstance(update, SequenceUpdate)]
-            if group.attempt is not None and group.submission is not None:
-                group.attempt.read(read)
+            if group.submission is not None:
                 group.submission.read(read, self._pool.clock)
             return [self._trimmed(group, update) for update in read]
         return []
@@ -224,8 +222,6 @@ class CallAttempts:
             self._numerics = group.updates.numerics
         if group in self._groups:
             self._groups.remove(group)
-            if group.attempt is not None:
-                group.attempt.end()
             if group.submission is not None:
                 is_open = self._open.intersection(group.indices)
                 result = SubmissionResult.CANCELLED if is_open else self.submissions.result_of(group.indices)
@@ -272,8 +268,7 @@ class CallAttempts:
                 group.updates = replica.connection.submit(request)
             except Unavailable:
                 continue
-            group.attempt = self._pool.note_sent(replica, chunks)
-            group.submission = self.submissions.add(Submission(group.indices, choice, group.attempt))
+            group.submission = self.submissions.add(Submission(group.indices, choice, self._pool.note_sent(replica, chunks)))
             if self._call.unsent is not None:
                 self._call.unsent.uncount()
             self.epoch += 1
@@ -301,8 +296,6 @@ class CallAttempts:
     async def _reroute(self, group: SequenceGroup, error: Exception) -> None:
         """Raises the rejection's error where the group is not sent again."""
         group.updates = None
-        if group.attempt is not None:
-            group.attempt.end()
         if group.submission is not None:
             group.submission.end(self._pool.clock(), SubmissionResult.REJECTED, error)
         if not isinstance(error, Overloaded | Unavailable | RequestTooLarge):
@@ -323,10 +316,8 @@ class CallAttempts:
     def _lose(self, group: SequenceGroup, error: Unavailable) -> None:
         """Raises ReplicaLost if they must not wait."""
         assert group.updates is not None
-        assert group.attempt is not None
-        group.attempt.lose()
-        if group.submission is not None:
-            group.submission.end(self._pool.clock(), SubmissionResult.LOST)
+        assert group.submission is not None
+        group.submission.end(self._pool.clock(), SubmissionResult.LOST)
         self._numerics = numerics = group.updates.numerics
         self._drop(group)
         indices = [index for index in group.indices if index in self._open]
@@ -344,11 +335,11 @@ class CallAttempts:
 
     def _may_resume_again(self, group: SequenceGroup) -> bool:
         """Several groups at one lost connection count as one loss."""
-        assert group.attempt is not None
-        connection, last_epoch = self._last_loss
-        if group.attempt.connection == connection and group.epoch <= last_epoch:
+        assert group.submission is not None
+        lost, (connection, last_epoch) = group.submission.attempt.connection, self._last_loss
+        if lost == connection and group.epoch <= last_epoch:
             return True
-        self._last_loss = group.attempt.connection, self.epoch
+        self._last_loss = lost, self.epoch
         self._num_fruitless = 0 if self._num_read > group.num_read else self._num_fruitless + 1
         if self._num_fruitless < 2:
             return True

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from headrace.core.plan import columns_of
 from headrace.core.update import FinishReason, SequenceUpdate
 from headrace.gateway.upstream.own.attempts import CallAttempts, PromptCall
-from headrace.gateway.upstream.own.output_stage import (
+from headrace.gateway.upstream.own.output_parsing import (
     EarlierCallOutput,
     EarlierSequence,
     EarlierUpdates,
-    OutputStage,
+    OutputReader,
     RecomputedLogprobs,
     joined_states,
     prompt_digest,
@@ -46,7 +46,7 @@ class TokenStream(EventStream):
         self.attempts = CallAttempts(pool, call)
         kept_ids = call.parsing.marker_ids if call.parsing is not None else frozenset()
         self._assemblers = [OutputAssembler(tokenizer, call.request.params, kept_ids=kept_ids) for _ in range(n)]
-        self._stages = [_stage(call, tokenizer, index) for index in range(n)]
+        self._readers = [_reader(call, tokenizer, index) for index in range(n)]
         self._listener: EventListener | None = None
         self._ends: list[tuple[FinishReason | None, int | None]] = [(None, None)] * n
         self._num_earlier_tokens = call.earlier.num_counted_tokens if call.earlier is not None else 0
@@ -75,7 +75,7 @@ class TokenStream(EventStream):
 
     def usage(self) -> TokenUsage:
         completion = sum([assembler.num_tokens for assembler in self._assemblers])
-        reasoning = sum([stage.num_reasoning_tokens for stage in self._stages if stage is not None])
+        reasoning = sum([reader.num_reasoning_tokens for reader in self._readers if reader is not None])
         earlier = completion if self._earlier is not None else min(completion, self._num_earlier_tokens)
         num_prompt = len(self.call.request.prompt_ids)
         earlier_prompt = num_prompt if self.call.earlier is not None else 0
@@ -192,15 +192,15 @@ class TokenStream(EventStream):
         return self._parsed(index, OutputEvent(self._first_index + index, text, len(token_ids), offset), token_ids)
 
     def _parsed(self, index: int, event: OutputEvent, token_ids: Sequence[int]) -> OutputEvent:
-        stage = self._stages[index]
-        return event if stage is None or stage.is_passed else stage.read(event, token_ids)
+        reader = self._readers[index]
+        return event if reader is None or reader.is_passed else reader.read(event, token_ids)
 
 
-def _stage(call: PromptCall, tokenizer: Tokenizer, index: int) -> OutputStage | None:
+def _reader(call: PromptCall, tokenizer: Tokenizer, index: int) -> OutputReader | None:
     if call.parsing is None:
         return None
     skipped = tokenizer.special_ids - call.parsing.marker_ids if call.request.params.skip_special_tokens else frozenset()
-    return OutputStage(call.parsing, tokenizer, skipped, f"{call.request.params.seed}/{call.answer_id or call.request.request_id}/{index}")
+    return OutputReader(call.parsing, tokenizer, skipped, f"{call.request.params.seed}/{call.answer_id or call.request.request_id}/{index}")
 
 
 def event_of(index: int, delta: OutputDelta, offset: int) -> OutputEvent:

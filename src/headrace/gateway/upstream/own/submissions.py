@@ -48,7 +48,8 @@ class Submission:
     result: SubmissionResult | None = None
     detail: str = ""
 
-    def read(self, updates: Iterable[SequenceUpdate], clock: Clock) -> None:
+    def read(self, updates: Sequence[SequenceUpdate], clock: Clock) -> None:
+        self.attempt.read(updates)
         for update in updates:
             if update.queue_time_s is not None:
                 self.begun[update.index] = update.queue_time_s, clock()
@@ -56,7 +57,10 @@ class Submission:
                 self.lasts[update.index] = update
 
     def end(self, at: float, result: SubmissionResult, error: Exception | None = None) -> None:
+        """Ends its attempt, too. A later call changes nothing."""
         if self.result is None:
+            end_attempt = self.attempt.lose if result is SubmissionResult.LOST else self.attempt.end
+            end_attempt()
             self.ended_at, self.result, self.detail = at, result, "" if error is None else str(error)[:MAX_DETAIL_CHARS]
 
     def spans(self, index: int, ended_at: float) -> list[Span]:

@@ -21,7 +21,7 @@ from headrace.gateway.http.errors import ContextLengthExceeded, StreamConflict, 
 from headrace.gateway.upstream.generation_request import Conversation, EarlierOutput, GenerationRequest, PlainPrompts, PrincipalFacts
 from headrace.gateway.upstream.own.attempts import PromptCall
 from headrace.gateway.upstream.own.model_text import ModelText
-from headrace.gateway.upstream.own.output_stage import (
+from headrace.gateway.upstream.own.output_parsing import (
     EarlierCallOutput,
     OutputParsing,
     after_reasoning,

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from headrace.core.tools import FunctionTool
 from headrace.core.update import FinishReason
-from headrace.gateway.upstream.own.output_stage import OutputParsing, OutputStage
+from headrace.gateway.upstream.own.output_parsing import OutputParsing, OutputReader
 from headrace.gateway.upstream.seam import OutputEvent
 from headrace.text.folder import TextModel, load_text
 from headrace.text.output.formats import REASONING_FORMATS, TOOL_FORMATS
@@ -209,7 +209,7 @@ def test_reasoning_tokens_are_those_that_begin_inside(text: TextModel) -> None:
 
 def counted(parsing: OutputParsing, text: TextModel, ids: Sequence[int], rng: random.Random) -> int:
     """Reasoning tokens of an output in frames of random lengths that end with whole characters, as an assembler gives them."""
-    stage = OutputStage(parsing, text.tokenizer, frozenset(), "")
+    reader = OutputReader(parsing, text.tokenizer, frozenset(), "")
     at = 0
     while at < len(ids):
         after = min(len(ids), at + rng.randrange(1, 4))
@@ -217,25 +217,25 @@ def counted(parsing: OutputParsing, text: TextModel, ids: Sequence[int], rng: ra
             after += 1
         part = ids[at:after]
         finish = FinishReason.STOP if after == len(ids) else None
-        stage.read(OutputEvent(0, text.tokenizer.join(part).decode(), len(part), finish=finish), part)
+        reader.read(OutputEvent(0, text.tokenizer.join(part).decode(), len(part), finish=finish), part)
         at = after
-    return stage.num_reasoning_tokens
+    return reader.num_reasoning_tokens
 
 
 @pytest.mark.pure
-def test_a_stage_that_can_find_nothing_more_is_passed(text: TextModel) -> None:
+def test_a_reader_that_can_find_nothing_more_is_passed(text: TextModel) -> None:
     parsing = OutputParsing(tools=TOOL_FORMATS["pythonic"], reasoning=REASONING_FORMATS["qwen3"], functions=[FunctionTool(name="f")])
-    stage = OutputStage(parsing, text.tokenizer, frozenset(), "")
+    reader = OutputReader(parsing, text.tokenizer, frozenset(), "")
     for said, is_passed in (("<think>a", False), ("</think>b", True)):
-        stage.read(OutputEvent(0, said, 1), (0,))
-        assert stage.is_passed is is_passed
+        reader.read(OutputEvent(0, said, 1), (0,))
+        assert reader.is_passed is is_passed
 
 
 @pytest.mark.pure
 def test_ids_of_calls_depend_on_the_sequence_alone(text: TextModel) -> None:
     def ids(key: str) -> list[str | None]:
-        stage = OutputStage(OutputParsing(tools=TOOL_FORMATS["hermes"]), text.tokenizer, frozenset(), key)
-        return [call.call_id for call in stage.read(OutputEvent(0, CALL * 2, 1), (0,)).tool_calls if call.name]
+        reader = OutputReader(OutputParsing(tools=TOOL_FORMATS["hermes"]), text.tokenizer, frozenset(), key)
+        return [call.call_id for call in reader.read(OutputEvent(0, CALL * 2, 1), (0,)).tool_calls if call.name]
 
     assert ids("a") == ids("a")
     assert len({*ids("a"), *ids("b")}) == 4

@@ -62,7 +62,7 @@ class OutputParsing:
         )
 
 
-class OutputStage:
+class OutputReader:
     """is_passed             all further events are plain content, so that `read` need not be called
     num_reasoning_tokens  tokens whose text begins inside the reasoning, without its markers
     """
