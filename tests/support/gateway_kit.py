@@ -16,6 +16,7 @@ from typing import Any
 import httpx2
 import msgspec
 import text_kit
+from asgi_connection import connected
 from local_workers import LocalWorkers
 from patience import eventually as eventually
 from tls_kit import TlsClient, tls_client
@@ -332,7 +333,7 @@ async def open_bench(
         config, texts, workers, connect=connect, load=load or (lambda _folder: text), make_workers=make_workers, sources=sources
     ) as opened:
         gateway = opened.app
-        transport = httpx2.ASGITransport(app=gateway)
+        transport = httpx2.ASGITransport(app=connected(gateway))
         async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
             yield TestBench(gateway, replicas, client, opened.reloader)
         assert gateway.service.open_requests.num_open == 0

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from asgi_connection import connected
 from gateway_kit import MODEL, FakeReplica, TestBench, chat_body, eventually, open_bench, snapshot
 
 from headrace.gateway.app import Gateway
@@ -106,7 +107,7 @@ async def send(
                 received.body = b"".join(part + b"\n\n" for part in received.body.split(b"\n\n")[:leave_after])
                 left.set()
 
-    await gateway({"type": "http", "method": "POST", "path": path, "headers": headers}, receive, take)
+    await connected(gateway)({"type": "http", "method": "POST", "path": path, "headers": headers}, receive, take)
     return received
 
 

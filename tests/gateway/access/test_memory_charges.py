@@ -13,17 +13,16 @@ from typing import Any
 
 import httpx2
 import pytest
+from asgi_connection import exchange_of
 from gateway_kit import MODEL, TestBench, chat_body, dial, eventually, metric, open_bench, post, serving, token_logprobs
 
 from headrace.core.errors import ConfigError, DeadlineExceeded, Overloaded
-from headrace.core.ids import RequestId
 from headrace.core.plan import columns_of
 from headrace.gateway import site
 from headrace.gateway.access.memory_charges import ChargeLimits, MemoryCharge, MemoryLimits, RequestMemory
 from headrace.gateway.config import config_from
 from headrace.gateway.generation.answer_memory import first_answer_bytes
 from headrace.gateway.generation.call import Call, Ending
-from headrace.gateway.http.asgi import ABORT_EXTENSION
 from headrace.gateway.http.config import Limits
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.sse import StreamWatch
@@ -31,7 +30,6 @@ from headrace.gateway.limits.reservation import LimitReservation
 from headrace.gateway.site import TenantShare
 from headrace.gateway.surfaces.dialect.logprobs import completion_logprobs, echo_logprobs
 from headrace.gateway.upstream.own.upstream import TokenPrompt
-from headrace.observe.timeline import StageMarks
 from headrace.text.folder import TextModel
 
 pytestmark = pytest.mark.loop
@@ -243,10 +241,7 @@ class Client:
 
     def __init__(self, size: int) -> None:
         self.was_dropped = False
-        extensions = {ABORT_EXTENSION: self._drop}
-        self.exchange = Exchange(
-            {"headers": [], "extensions": extensions}, self._never, self._never, request_id=RequestId("r"), marks=StageMarks(lambda: 0.0)
-        )
+        self.exchange = exchange_of(self._never, self._never, on_cut=self._drop)
         self.exchange.pending_bytes = self.size = size
 
     def _drop(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from asgi_connection import connected
 from gateway_kit import TestBench, chat_body, dial, events_of, eventually, metric, open_bench, post, serving
 from scripted_store import script_replays
 
@@ -190,7 +191,7 @@ async def test_what_a_shutdown_cuts_off_is_billed_as_it_counts_in_the_limits(
         assert ledger is not None
         monkeypatch.setattr(ledger, "write", written.append)
         bench.replica.token_delay_s = 1.0
-        running = asyncio.create_task(bench.gateway(scope, receive, send))
+        running = asyncio.create_task(connected(bench.gateway)(scope, receive, send))
         await asyncio.sleep(2.5)
         left.set()
         await asyncio.sleep(1.0)

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from asgi_connection import connected
 from gateway_kit import MODEL, TestBench, chat_body, gateway_config, open_bench, some_replicas
 from local_workers import LocalWorkers
 from msgspec import structs
@@ -75,7 +76,7 @@ async def test_the_stages_of_a_thousand_requests_fill_their_time(text: TextModel
     sources = Sources(clock=loop.time, unix_time=loop.unix_time)
     async with open_gateway(config, texts, LocalWorkers(TextContext(dict(texts))), connect=connect, sources=sources) as opened:
         await asyncio.sleep(1.0)  # until they are connected
-        transport = httpx2.ASGITransport(app=opened.app)
+        transport = httpx2.ASGITransport(app=connected(opened.app))
         async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
             breaking = asyncio.create_task(break_links(engines))
             answers = await asyncio.gather(*[later(client, number / 50, body(draw)) for number in range(NUM_REQUESTS)])

@@ -230,7 +230,7 @@ async def test_a_fault_of_ours_on_the_short_way_ends_one_request(bench: TestBenc
     def broken(exchange: Exchange, body: bytes) -> None:
         if b'"index":1' in body:
             raise ZeroDivisionError
-        exchange.connection.write_chunk(body)  # type: ignore[union-attr]
+        exchange.connection.write_chunk(body)
 
     monkeypatch.setattr(Exchange, "write_now", broken)
     async with serving(bench.gateway) as port:

@@ -7,12 +7,11 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
+from asgi_connection import exchange_of
 
 from headrace.core.errors import Unavailable
-from headrace.core.ids import RequestId
 from headrace.gateway.http.errors import ClientLeft
 from headrace.gateway.http.exchange import Exchange
-from headrace.observe.timeline import StageMarks
 
 pytestmark = pytest.mark.loop
 
@@ -47,7 +46,7 @@ def exchange() -> Exchange:
     async def ignored(message: Any) -> None:
         raise AssertionError
 
-    return Exchange({"headers": []}, never, ignored, request_id=RequestId("r"), marks=StageMarks(lambda: 0.0))
+    return exchange_of(never, ignored)
 
 
 def is_uncancelled() -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import httpx2
 import msgspec
 import pytest
+from asgi_connection import connected
 from gateway_kit import chat_body, dial, eventually, post, serving
 from virtual_gateway import virtual_gateway
 from virtual_time import VirtualTimeLoop
@@ -85,7 +86,7 @@ async def test_every_field_says_what_its_request_saw(text: TextModel, tmp_path: 
         ledger = gateway.service.explanations.ledger
         assert ledger is not None
         monkeypatch.setattr(ledger, "write", written.append)
-        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=gateway), base_url="http://localhost") as client:
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=connected(gateway)), base_url="http://localhost") as client:
             first = await Asked(loop).whole(client, "a")
             again = await Asked(loop).whole(client)
             await eventually(lambda: not gateway.service.stages.replays.claims)

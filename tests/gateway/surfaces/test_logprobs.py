@@ -11,9 +11,9 @@ from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
+from asgi_connection import exchange_of
 from gateway_kit import MAX_MODEL_LEN, TestBench, events_of, eventually, open_bench
 
-from headrace.core.ids import RequestId
 from headrace.core.plan import TokenLogprobs, columns_of
 from headrace.gateway import site
 from headrace.gateway.generation import answer_memory
@@ -23,7 +23,6 @@ from headrace.gateway.http.errors import ClientLeft
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.surfaces import completions
 from headrace.gateway.surfaces.dialect.logprobs import LOWEST_LOGPROB, chat_logprobs, completion_logprobs
-from headrace.observe.timeline import StageMarks
 from headrace.text.folder import TextModel
 from headrace.text.logprobs import DecodedLogprobs
 
@@ -143,7 +142,7 @@ async def test_slices_are_closed_when_their_writer_fails(bench: TestBench, monke
     kept = [turns.slices(iter([b"x", b"y"]))]  # a second reference: nothing but closing ends it
     monkeypatch.setattr(Exchange, "write", fail)
     monkeypatch.setattr(Exchange, "start", AsyncMock())
-    exchange = Exchange({"headers": []}, AsyncMock(), AsyncMock(), request_id=RequestId("r"), marks=StageMarks(lambda: 0.0))
+    exchange = exchange_of(AsyncMock(), AsyncMock())
     with pytest.raises(ClientLeft):
         await exchange.reply_in_pieces(kept[0])
     assert (held, turns.num_pending) == ([1], 0)

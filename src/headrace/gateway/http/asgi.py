@@ -1,4 +1,4 @@
-"""Defines the types of ASGI, the extensions of `http.connection`, and how an API frames keys, errors and streams."""
+"""Defines the types of ASGI, the extension of `http.connection`, and how an API frames keys, errors and streams."""
 
 from __future__ import annotations
 
@@ -14,14 +14,8 @@ Receive = Callable[[], Awaitable[AsgiMessage]]
 Send = Callable[[AsgiMessage], Awaitable[None]]
 Headers = Sequence[tuple[bytes, bytes]]
 
-ABORT_EXTENSION = "headrace.abort"
-"""Drops the connection at once, unsent bytes included."""
-
-LOST_EXTENSION = "headrace.lost"
-"""Why the connection is gone, a ClientLeft or SlowReader; None while it stands."""
-
 CONNECTION_EXTENSION = "headrace.connection"
-"""A `client_transport.ClientTransport`, where the server provides one."""
+"""A `client_transport.ClientTransport`."""
 
 
 PIECE_BYTES = 64 << 10

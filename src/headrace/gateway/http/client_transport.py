@@ -109,10 +109,12 @@ class ClientTransport:
         self.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     def cut(self) -> None:
+        """Drop the connection at once, unsent bytes included."""
         self._is_cut = True
         self.transport.abort()
 
     def lost(self) -> ClientLeft | SlowReader | None:
+        """Why the connection is gone; None while it stands."""
         if self._is_cut:
             return SlowReader("The client did not read its answer.")
         return ClientLeft("The client left.") if self.has_left else None

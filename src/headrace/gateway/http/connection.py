@@ -9,7 +9,7 @@ The bounds that uvicorn does not have:
     refusal   is written behind the answers that are due to earlier requests of the connection; nothing that follows it is read
     answer    a client that does not catch up with 64 KiB of unsent bytes is cut off; an HTTP/1.0 answer has no chunks
 
-`http.asgi` has the extensions that the application gets.
+`http.asgi` has the extension that the application gets.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from headrace.gateway.http.asgi import ABORT_EXTENSION, CONNECTION_EXTENSION, LOST_EXTENSION, Headers
+from headrace.gateway.http.asgi import CONNECTION_EXTENSION, Headers
 from headrace.gateway.http.client_transport import ClientTransport, UntilClose
 from headrace.gateway.http.config import ServerConfig
 from headrace.gateway.http.errors import BAD_HTTP, ErrorBody, ErrorObject
@@ -217,11 +217,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._wire_bytes, self._body_bytes = self._read_bytes, 0  # at most: an earlier message's end may be in the same read
         self._head_bytes = 0
         self._stop_timers("_head_timer")  # most heads are complete at once; `data_received` times the others
-        extensions: dict[str, Any] = {
-            ABORT_EXTENSION: self._client.cut,
-            LOST_EXTENSION: self._client.lost,
-            CONNECTION_EXTENSION: self._client,
-        }
+        extensions: dict[str, Any] = {CONNECTION_EXTENSION: self._client}
         self.scope["extensions"] = extensions
 
     def on_header(self, name: bytes, value: bytes) -> None:

@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from headrace.core.errors import HeadraceError
 from headrace.core.ids import RequestId
 from headrace.gateway.http.asgi import (
-    ABORT_EXTENSION,
     CONNECTION_EXTENSION,
-    LOST_EXTENSION,
     OPENAI,
     PIECE_BYTES,
     Framing,
@@ -27,7 +25,7 @@ from headrace.gateway.http.asgi import (
     joined_pieces,
 )
 from headrace.gateway.http.content_encoding import decoder_of
-from headrace.gateway.http.errors import BodyTooLarge, ClientLeft, ErrorReply, ReadTimeout, SlowReader, UnsupportedMediaType
+from headrace.gateway.http.errors import BodyTooLarge, ClientLeft, ErrorReply, ReadTimeout, UnsupportedMediaType
 from headrace.observe.timeline import StageMarks
 
 if TYPE_CHECKING:
@@ -41,23 +39,16 @@ _JSON = (b"content-type", b"application/json")
 class Watching:
     """Inside the block, a client that leaves ends the answer at once, with the callbacks of `on_ended`. Enter it after reading the body."""
 
-    __slots__ = ("_exchange", "_task")
+    __slots__ = ("_exchange",)
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> None:
-        if (connection := self._exchange.connection) is not None:
-            connection.watch(self._exchange.client_left)
-        else:
-            self._task = asyncio.create_task(self._exchange.wait_left())
+        self._exchange.connection.watch(self._exchange.client_left)
 
     async def __aexit__(self, *error: object) -> None:
-        if (connection := self._exchange.connection) is not None:
-            connection.end_watch(self._exchange.client_left)
-        if self._task is not None:
-            self._task.cancel()
+        self._exchange.connection.end_watch(self._exchange.client_left)
         self._exchange.forget_callbacks()
 
 
@@ -77,7 +68,6 @@ class Exchange:
     __slots__ = (
         "_closed",
         "_is_event_stream",
-        "_lost",
         "_on_ended",
         "_receive",
         "_repeated",
@@ -115,8 +105,7 @@ class Exchange:
         self.late_headers: Callable[[], Headers] | None = None
         self.body_digest = b""
         self.pending_bytes = 0
-        self._lost: Callable[[], ClientLeft | SlowReader | None] = scope.get("extensions", {}).get(LOST_EXTENSION, lambda: None)
-        self.connection: ClientTransport | None = scope.get("extensions", {}).get(CONNECTION_EXTENSION)
+        self.connection: ClientTransport = scope["extensions"][CONNECTION_EXTENSION]
         self._closed = False
         self._is_event_stream = False
         self._on_ended: list[Callable[[], None]] = []
@@ -147,7 +136,7 @@ class Exchange:
         Raises UnsupportedEncoding, InvalidRequest for damaged compression, BodyTooLarge (by Content-Length before reading), ReadTimeout or
         ClientLeft, and what `hold` raises.
         """
-        if self.connection is not None and self.connection.has_body(self.scope):
+        if self.connection.has_body(self.scope):
             return await self._read_body(max_bytes, hold)
         try:
             async with asyncio.timeout(timeout_s):
@@ -189,13 +178,7 @@ class Exchange:
         return Watching(self)
 
     def client_left(self) -> None:
-        self.end(self._lost() or ClientLeft("The client left."))
-
-    async def wait_left(self) -> None:
-        """For a server without `connection`."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self.client_left()
+        self.end(self.connection.lost() or ClientLeft("The client left."))
 
     def forget_callbacks(self) -> None:
         self._on_ended.clear()
@@ -247,16 +230,14 @@ class Exchange:
     def abort(self, error: HeadraceError) -> None:
         """`end`, and drop the connection with its unsent bytes."""
         self.end(error)
-        drop = self.scope.get("extensions", {}).get(ABORT_EXTENSION)
-        if drop is not None:
-            drop()
+        self.connection.cut()
 
     # -- the answer --------------------------------------------------------------------------------------------------------------
 
     async def reply(self, status: int, body: bytes, headers: Headers = (_JSON,)) -> None:
         """Writes the head and the body's first piece in one write. Raises `end_reason`, ClientLeft or SlowReader."""
         head = [*headers, (b"content-length", b"%d" % len(body))]
-        if self.connection is None or self.scope["method"] == "HEAD":  # HEAD has no body to join the head with
+        if self.scope["method"] == "HEAD":  # HEAD has no body to join the head with
             await self.start(status, head)
             await self.write(body, is_last=True)
             return
@@ -320,19 +301,18 @@ class Exchange:
             self.pending_bytes = len(body) - first
             has_more = not is_last or self.pending_bytes > PIECE_BYTES
             await self._send({"type": "http.response.body", "body": body[first : first + PIECE_BYTES], "more_body": has_more})
-            if (lost := self._lost()) is not None:
+            if (lost := self.connection.lost()) is not None:
                 raise self.end_reason or lost
         self.pending_bytes = 0
 
     @property
     def has_room(self) -> bool:
-        if self.connection is None or self.pending_bytes or self._closed or self.end_reason is not None:
+        if self.pending_bytes or self._closed or self.end_reason is not None:
             return False
         return self.connection.has_room(self.scope)
 
     def write_now(self, body: bytes) -> None:
         """`write` without waiting. Call right after `has_room`."""
-        assert self.connection is not None
         if body:
             self.connection.write_chunk(body)
 
