@@ -306,11 +306,11 @@ class Explanations:
 
         sees_site  the caller may know of others' use, and what is for the operator: the load of replicas, texts of errors
         """
-        found = self._kept.get(request_id) or b"".join(await self._others(request_id))
-        if not found and self.ledger is not None:
-            found = (await self.ledger.explanation(request_id, None if reader.reads_all else reader.tenant) or "").encode()
+        encoded = self._kept.get(request_id) or b"".join(await self._others(request_id))
+        if not encoded and self.ledger is not None:
+            encoded = (await self.ledger.explanation(request_id, None if reader.reads_all else reader.tenant) or "").encode()
         try:
-            request = _decode(found) if found else None
+            request = _decode(encoded) if encoded else None
         except msgspec.MsgspecError:  # of a newer version
             return None
         if request is None or not _may_read(reader, request):

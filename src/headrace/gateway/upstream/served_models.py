@@ -126,14 +126,14 @@ class ModelTable:
 
     def adapters(self) -> dict[str, ServedModel]:
         """Name of each adapter -> its base model, which itself may be none that the caller may use."""
-        found: dict[str, ServedModel] = {}
+        base_models: dict[str, ServedModel] = {}
         for model in self._configured:
             for name in sorted(model.upstream.adapter_names()):
-                if (other := self._by_name.get(name) or found.get(name)) is not None or name in self._all_routes:
+                if (other := self._by_name.get(name) or base_models.get(name)) is not None or name in self._all_routes:
                     model.hide_adapter(name, "a route" if other is None else other.name)
                 elif self._may_use(name):
-                    found[name] = model
-        return found
+                    base_models[name] = model
+        return base_models
 
     def usable_by(self, principal: Principal) -> ModelTable:
         """Other models do not exist for the caller, but a route that it may use leads to any. An adapter may be one customer's: the

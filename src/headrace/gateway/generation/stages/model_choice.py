@@ -82,10 +82,10 @@ class ModelChoice:
         """The engines of the model are to answer after all, and foreign servers came first when it was chosen. Raises ModelBusy."""
         exchange, model, unsent = self._call.exchange, self._call.model, self._call.unsent
         if model.name not in self._looked_at:
-            found = self._arrive(model, model.upstream.queue(self._terms.priority, model.unsent))
-            if found.model != model.name:
-                raise _busy(model, found)
-            exchange.more_headers = with_outcome(exchange.more_headers, found.outcome)
+            next_model = self._arrive(model, model.upstream.queue(self._terms.priority, model.unsent))
+            if next_model.model != model.name:
+                raise _busy(model, next_model)
+            exchange.more_headers = with_outcome(exchange.more_headers, next_model.outcome)
         assert unsent is not None
         unsent.count()
 
@@ -95,10 +95,10 @@ class ModelChoice:
         if queue is not None:
             self._looked_at.add(model.name)
             queue = overload.arrive(queue, rules, num_open=turn.num_open, now=now).at_turn(turn)
-        found = self._next({model.name: queue})
-        if found.model is None and queue is not None:
+        next_model = self._next({model.name: queue})
+        if next_model.model is None and queue is not None:
             overload.refuse(queue, rules, now=now)
-        return found
+        return next_model
 
     def _next(self, arrived: Mapping[str, QueueState | None]) -> NextModel:
         """arrived: the queue of a model that counts the request"""
@@ -124,25 +124,25 @@ class ModelChoice:
     def _turn(self, model: ServedModel) -> TenantTurn:
         return model.users.turn_of(self._call.principal.tenant, num_new=int(model.users is not self._call.model.users))
 
-    def _go(self, found: NextModel) -> Call:
+    def _go(self, next_model: NextModel) -> Call:
         call, exchange = self._call, self._call.exchange
         if call.fallbacks or call.ending.steps:
-            call.ending.steps += [ModelStep(*step) for step in found.steps]
+            call.ending.steps += [ModelStep(*step) for step in next_model.steps]
         if call.unsent is not None:
             call.unsent.uncount()
-        if found.model is None:
+        if next_model.model is None:
             if self._tried != [call.asked.name]:
                 call.ending.answered_by(call.asked)
                 show(exchange, call.asked, AdmissionOutcome.REFUSED)
-            error = self._error or _busy(call.asked, found)
+            error = self._error or _busy(call.asked, next_model)
             raise naming(error, [name for name in self._tried if name != call.asked.name])
-        model = self._models[found.model]
+        model = self._models[next_model.model]
         if model.users is not call.model.users:
             self._open_requests.use(exchange.request_id, call.principal.tenant, model.users)
-        if found.reason is not None:
-            self._metrics.fallbacks.labels(call.asked.base_name, model.base_name, found.reason).inc()
+        if next_model.reason is not None:
+            self._metrics.fallbacks.labels(call.asked.base_name, model.base_name, next_model.reason).inc()
         exchange.ignored = list(self._ignored)
-        show(exchange, model, found.outcome)
+        show(exchange, model, next_model.outcome)
         unsent = model.unsent.add(self._terms.priority)
         call.ending.ends.callback(unsent.uncount)
         left = [reason for reason, other in call.fallbacks if other.name not in (*self._tried, model.name) and other.is_alive]
@@ -154,9 +154,9 @@ class ModelChoice:
         return self._call.changed(after=self.after) if call.fallbacks else self._call
 
 
-def _busy(model: ServedModel, found: NextModel) -> ModelBusy:
-    state = "full" if found.retry_after_s else "long"  # and a fallback was preferred to it
-    return ModelBusy(f"The queue of the model {model.name} is {state}; try again later.", retry_after_s=found.retry_after_s)
+def _busy(model: ServedModel, next_model: NextModel) -> ModelBusy:
+    state = "full" if next_model.retry_after_s else "long"  # and a fallback was preferred to it
+    return ModelBusy(f"The queue of the model {model.name} is {state}; try again later.", retry_after_s=next_model.retry_after_s)
 
 
 def reasons_of(error: HeadraceError) -> tuple[FallbackReason, ...]:
