@@ -24,7 +24,7 @@ from headrace.gateway.access.open_requests import BeginTurns, Draining, KeyRevok
 from headrace.gateway.access.principal import ANONYMOUS, OpenMetrics, Principal
 from headrace.gateway.access.stored_keys import StoredKeys
 from headrace.gateway.config import GatewayConfig
-from headrace.gateway.generation.call import RequestAccount
+from headrace.gateway.generation.account import RequestAccount
 from headrace.gateway.generation.service import Service
 from headrace.gateway.generation.stages.model_choice import with_outcome
 from headrace.gateway.http.asgi import Receive, Scope, Send

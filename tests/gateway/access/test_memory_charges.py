@@ -21,8 +21,9 @@ from headrace.core.plan import columns_of
 from headrace.gateway import site
 from headrace.gateway.access.memory_charges import ChargeLimits, MemoryCharge, MemoryLimits, RequestMemory
 from headrace.gateway.config import config_from
+from headrace.gateway.generation.account import Ending
 from headrace.gateway.generation.answer_memory import first_answer_bytes
-from headrace.gateway.generation.call import Call, Ending
+from headrace.gateway.generation.call import Call
 from headrace.gateway.http.config import Limits
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.sse import StreamWatch

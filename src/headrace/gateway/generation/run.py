@@ -19,8 +19,9 @@ from functools import cached_property, partial
 
 from headrace.core.clock import Clock
 from headrace.core.errors import DeadlineExceeded, HeadraceError, Unavailable
+from headrace.gateway.generation.account import Ending
 from headrace.gateway.generation.answer_encoder import AnswerEncoder, DirectChunkWriter, EncodingTurns
-from headrace.gateway.generation.call import Call, CallNext, Ending, Ready
+from headrace.gateway.generation.call import Call, CallNext, Ready
 from headrace.gateway.generation.progress import DEADLINE_PASSED, RequestProgress, is_charged, raise_if_failed
 from headrace.gateway.generation.shadows import ShadowCopies
 from headrace.gateway.http.sse import SseStream, StreamWatch

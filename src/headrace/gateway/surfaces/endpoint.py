@@ -17,8 +17,9 @@ from headrace.core.errors import InvalidRequest
 from headrace.gateway.access.memory_charges import RequestCharges
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.cache.replays import IDEMPOTENCY_KEY
+from headrace.gateway.generation.account import RequestAccount
 from headrace.gateway.generation.answer_encoder import AnswerEncoder
-from headrace.gateway.generation.call import Call, Ready, RequestAccount
+from headrace.gateway.generation.call import Call, Ready
 from headrace.gateway.generation.kept_streams import body_digest
 from headrace.gateway.generation.parsed_request import ParsedRequest
 from headrace.gateway.generation.service import Service

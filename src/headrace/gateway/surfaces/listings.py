@@ -11,7 +11,7 @@ from msgspec import Struct, structs
 
 from headrace.core.errors import InvalidRequest
 from headrace.gateway.access.principal import Principal
-from headrace.gateway.generation.call import RequestAccount
+from headrace.gateway.generation.account import RequestAccount
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.errors import RequestNotFound, RouteNotFound
 from headrace.gateway.http.exchange import Exchange

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 import headrace
 from headrace.core.errors import InvalidRequest
-from headrace.gateway.generation.call import RequestAccount
+from headrace.gateway.generation.account import RequestAccount
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.errors import RouteNotFound
 from headrace.gateway.http.exchange import Exchange

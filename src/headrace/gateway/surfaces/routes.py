@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
-from headrace.gateway.generation.call import RequestAccount
+from headrace.gateway.generation.account import RequestAccount
 from headrace.gateway.generation.explanations import Explanation
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.asgi import OPENAI, Framing

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Struct
 
 from headrace.core.errors import InvalidRequest
-from headrace.gateway.generation.call import RequestAccount
+from headrace.gateway.generation.account import RequestAccount
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.surfaces.dialect.conversation import (

@@ -14,8 +14,9 @@ from headrace.gateway.cache.answer_cache import AnswerCache, Computation
 from headrace.gateway.cache.control import NEITHER, NO_WISH, CacheControl, Question, entry_salt
 from headrace.gateway.cache.recorded_answer import FORM, KEPT_USAGE, EventRecording, WholeAnswer, recorded_prepared
 from headrace.gateway.cache.replays import HEADER, KeyClaim, Replays, retry_key
+from headrace.gateway.generation.account import Ending
 from headrace.gateway.generation.answer_memory import HOLD_STEP_BYTES
-from headrace.gateway.generation.call import Call, CallNext, Ending, Ready
+from headrace.gateway.generation.call import Call, CallNext, Ready
 from headrace.gateway.generation.stages.model_choice import show
 from headrace.gateway.http.errors import ClientLeft, SlowReader
 from headrace.gateway.http.sse import LAST_EVENT
