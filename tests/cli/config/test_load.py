@@ -168,7 +168,7 @@ def test_adapters_of_the_file_are_the_engines(tmp_path: Path, model_folder: Path
         (
             "adapters: {sql: org/hub-id}",
             "",
-            "models[0].adapters.sql: there is no folder 'org/hub-id'. Give a folder as PEFT saves it; adap",
+            "models[0].adapters.sql: there is no folder 'org/hub-id'. Give a folder as PEFT saves it, or one ",
         ),
         ("adapters: {tiny: pirate}", "", "models[0].adapters.tiny: 'tiny' is served twice."),
         ("adapters: {small: pirate}", "", "models[0].adapters.small: 'small' is served twice."),

@@ -95,7 +95,7 @@ def test_commas_and_colons_in_strings_are_text() -> None:
 
 def test_every_error_a_request_can_meet_has_a_row() -> None:
     kinds = {value for value in vars(core_errors).values() if isinstance(value, type) and issubclass(value, HeadraceError)}
-    start_up = {core_errors.ConfigError, core_errors.CheckpointError, HeadraceError}
+    start_up = {core_errors.ConfigError, core_errors.CheckpointError, core_errors.RegistryFailed, HeadraceError}
     engine_only = {kind for kind in kinds if kind.__name__ == "EngineFatal"}
     rows = tuple(kind for kind, _ in TABLE)
     assert HeadraceError not in rows  # or every kind would have a row
