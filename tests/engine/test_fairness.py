@@ -184,6 +184,21 @@ def test_a_kv_share_is_a_cap_while_others_wait_and_none_while_a_tenant_is_alone(
         assert counts.get("first", 0) <= 200 + 20 * 7, "what grows by decoding after the start comes on top"
 
 
+@pytest.mark.parametrize(("kv_share", "bound_s"), [(None, 1.5), (0.5, 1.5), (1.0, None)])
+def test_beside_a_prompt_that_takes_all_blocks_others_wait_for_a_slice_of_it(kv_share: float | None, bound_s: float | None) -> None:
+    """100,000 tokens, which take 5.9 s. With a share of all the blocks the long sequence keeps them: this test can fail."""
+    options = FakeOptions(step_seconds=STEP_S, token_seconds=TOKEN_S, num_blocks=6260, verify=False, max_model_len=1 << 17)
+    shared = VirtualEngine(EngineConfig(model="fake", max_num_seqs=16), options)
+    tier = TierTerms(name="standard", kv_share=kv_share)
+    long = [(0.0, asked("long", prompt_tokens=100_000, output_tokens=20, tenant="long", tier=tier))]
+    short = [(0.5 + i / 4, asked(f"short-{i}", prompt_tokens=400, output_tokens=10, tenant=f"short{i % 3}", tier=TIER)) for i in range(60)]
+    shared.run(long + short)
+    assert shared.ended == set(shared.requests)
+    longest = max(shared.ttft_s("short"))
+    assert longest > 5.0 if bound_s is None else longest < bound_s
+    assert shared.ttft_s("long")[0] < 9.0, "what is computed before the long sequence makes room stays in the prefix cache"
+
+
 # goals
 
 

@@ -18,7 +18,8 @@ from headrace.lab.simulate.build import SimulatedReplica, Update
 def asked(name: str, *, prompt_tokens: int, output_tokens: int, **given: Any) -> EngineRequest:
     """A request whose prompt no other one begins with."""
     own = [ord(letter) for letter in name.rjust(12)]
-    prompt = [*own, *range(prompt_tokens)][:prompt_tokens] if prompt_tokens >= len(own) else own[-prompt_tokens:]
+    further = (token % 4000 for token in range(prompt_tokens))
+    prompt = [*own, *further][:prompt_tokens] if prompt_tokens >= len(own) else own[-prompt_tokens:]
     params = SamplingParams(seed=0, max_tokens=output_tokens, ignore_eos=True)
     return EngineRequest(request_id=RequestId(name), prompt_ids=tuple(prompt), params=params, **given)
 

@@ -20,6 +20,9 @@ NO_SLOT = -1
 NO_PREPARATION = PreparationId(0)
 LEAST_PROGRESS_TOKENS = 64
 
+LONG_PROMPT_SLICE_TOKENS = 16 << 10
+"""Each of its turns costs others the time in which all its blocks get free at once, and itself the wait for them: slices are long."""
+
 NO_DRAFTS = array("i")
 """Shared by all sequences: never append to it."""
 
@@ -70,7 +73,8 @@ NO_FACTS = RunningFacts(NO_SLOT, 0, RequestId(""), 0, 0, 0, NO_SLOT, 0)
 class Sequence:
     """limit        length at which the sequence ends
     plan_epoch  raised by every preemption: rows planned with a lower one do not count as computed any more
-    preemptible_from  length from which on the sequence may be preempted
+    num_reached  most positions that were computed before a preemption
+    preemptible_from  computed positions from which on the sequence may be preempted for another one
     blocks       per KV group, block ids in order; 0 where a window has passed
     allocated_until    positions below this may be written into the sequence's blocks; 0 = ask the KV manager
     bulk_decode_limit  below this position each next token is planned in bulk: the sequence decodes, has blocks and is not complete;
@@ -104,6 +108,7 @@ class Sequence:
     num_expected: int = 0
     num_charged: int = 0
     plan_epoch: int = 0
+    num_reached: int = 0
     preemptible_from: int = 0
     blocks: list[list[int]] = field(default_factory=list)
     allocated_until: int = 0
@@ -194,6 +199,7 @@ class Sequence:
         self.allocated_until = end
 
     def reset(self) -> None:
+        self.num_reached = max(self.num_reached, self.num_computed)
         self.start_after(0)
         self.drafts, self.waits_for_commit = NO_DRAFTS, False
         self.allocated_until = self.bulk_decode_limit = self.bulk_commit_limit = 0
@@ -202,9 +208,12 @@ class Sequence:
 
     def start(self, slot: int, now: float) -> None:
         """A preempted sequence can be preempted for others again once it has given as many tokens as it has to compute anew, so that
-        preemption for others never doubles its cost."""
+        preemption for others never doubles its cost; within a long prompt, once it has computed as many new positions, and a slice."""
         if self.plan_epoch:
-            self.preemptible_from = len(self.tokens) + max(LEAST_PROGRESS_TOKENS, len(self.tokens) - self.num_computed)
+            length = len(self.tokens)
+            reached = length if self.num_reached >= self.num_prompt else self.num_reached
+            num_anew = reached - self.num_computed
+            self.preemptible_from = min(length + max(LEAST_PROGRESS_TOKENS, num_anew), reached + max(LONG_PROMPT_SLICE_TOKENS, num_anew))
         self.slot = slot
         self.state = RUNNING
         self.facts = self._facts()

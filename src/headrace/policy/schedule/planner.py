@@ -205,7 +205,7 @@ class Planner:
                 continue
             self.sequences.queue.charge(self.sequences.slots.running)
             planned = {other.seq_id for other in step.rows.seqs}
-            victim = self.sequences.queue.victim(other for other in self.sequences.slots.running if other.seq_id not in planned)
+            victim = self.start_rules.victim([other for other in self.sequences.slots.running if other.seq_id not in planned])
             if victim is seq and seq.has_rows_in_flight:
                 seq.stall(step.now)
                 return  # its step in flight may free blocks before its window; preempting would discard that step, again and again

@@ -21,6 +21,9 @@ MAX_PREEMPTED = 8
 
 PREEMPT_INTERVAL_S = 0.02
 
+LARGE_SHARE = 0.5
+"""Part of the KV blocks beyond which one sequence, of a tier without a `kv_share`, makes room for smaller ones of other tenants."""
+
 
 class StartRules:
     """Decides which waiting sequence starts, and which are preempted for it."""
@@ -88,6 +91,32 @@ class StartRules:
     def _num_blocks(self) -> int:
         return min((pool.total for pool in self.kv.pools), default=0) - 1
 
+    def _above_share(self, *, is_large_counted: bool) -> list[Sequence]:
+        """The running sequences of tenants that hold more than their share, and, where they count, large ones of tiers without a share."""
+        running, total = self.sequences.slots.running, self._num_blocks
+        has_shares = any(seq.request.tier.kv_share is not None for seq in running)
+        held = self._num_held() if has_shares else Counter[str]()
+        above: list[Sequence] = []
+        for seq in running:
+            share = seq.request.tier.kv_share
+            if share is None:
+                is_above = is_large_counted and self.kv.num_held(seq) > LARGE_SHARE * total
+            else:
+                is_above = held[seq.request.tenant] > share * total
+            if is_above and _has_paid(seq):
+                above.append(seq)
+        return above
+
+    def victim(self, candidates: list[Sequence]) -> Sequence:
+        """The sequence to preempt where a running one cannot grow: not one of a tenant within its share, while another tenant is above."""
+        queue = self.sequences.queue
+        first = queue.victim(candidates)
+        above = self._above_share(is_large_counted=True) if queue.traits.has_tenants else []
+        instead = [
+            seq for seq in candidates if seq in above and seq.request.tenant != first.request.tenant and not queue.outranks(seq, first)
+        ]
+        return queue.victim(instead) if instead and first not in above else first
+
     # room for the head of the queue
 
     def note_short(self, seq: Sequence, num_blocks: int) -> None:
@@ -112,7 +141,7 @@ class StartRules:
             return None
         num_preempted = 0
         while num_preempted < min(queue.num_of_tenant(head), MAX_PREEMPTED):
-            candidates = self._candidates(head, num_preempted)
+            candidates = self._candidates(head, num_preempted, num_blocks)
             if not candidates or sum(self.kv.num_held(seq) for seq in candidates) < num_blocks:
                 break
             queue.charge(candidates)
@@ -120,21 +149,22 @@ class StartRules:
             num_preempted += 1
         return head if num_preempted else None
 
-    def _candidates(self, head: Sequence, num_preempted: int) -> list[Sequence]:
-        """A sequence that was preempted before makes room again only after some progress (`Sequence.start`), so that every sequence
-        ends.
-        """
+    def _candidates(self, head: Sequence, num_preempted: int, num_blocks: int) -> list[Sequence]:
         queue, running = self.sequences.queue, self.sequences.slots.running
         counts = Counter(seq.request.tenant for seq in running)
         too_many = PREEMPT_RATIO * (counts[head.request.tenant] + num_preempted + 1) / head.request.tier.weight
-        held = self._num_held() if any(seq.request.tier.kv_share is not None for seq in running) else counts
+        is_small = self.kv.blocks_for(len(head.tokens)) <= LARGE_SHARE * self._num_blocks
+        above = self._above_share(is_large_counted=num_blocks > 0 and is_small)
         candidates: list[Sequence] = []
         for seq in running:
-            tenant, share = seq.request.tenant, seq.request.tier.kv_share
-            if len(seq.tokens) < seq.preemptible_from or queue.outranks(seq, head):
+            if not _has_paid(seq) or queue.outranks(seq, head):
                 continue
-            has_many = counts[tenant] / seq.request.tier.weight >= too_many
-            holds_too_much = share is not None and held[tenant] > share * self._num_blocks
-            if queue.outranks(head, seq) or (tenant != head.request.tenant and (has_many or holds_too_much)):
+            has_many = counts[seq.request.tenant] / seq.request.tier.weight >= too_many
+            if queue.outranks(head, seq) or (seq.request.tenant != head.request.tenant and (has_many or seq in above)):
                 candidates.append(seq)
         return candidates
+
+
+def _has_paid(seq: Sequence) -> bool:
+    """A sequence that was preempted before makes room again only after some progress (`Sequence.start`), so that every sequence ends."""
+    return seq.num_computed >= seq.preemptible_from
