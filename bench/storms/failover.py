@@ -117,9 +117,12 @@ async def ask(session: aiohttp.ClientSession, port: int, kind: str, seed: int, *
     return await streamed(session, port, body_of(kind, seed), host=host)
 
 
-async def streamed(session: aiohttp.ClientSession, port: int, body: dict[str, Any], *, host: str = "127.0.0.1") -> Answer:
-    """body: of a chat request with `stream`"""
-    answer = Answer(began_at=time.monotonic())
+async def streamed(
+    session: aiohttp.ClientSession, port: int, body: dict[str, Any], *, host: str = "127.0.0.1", answer: Answer | None = None
+) -> Answer:
+    """body: of a chat request with `stream`; answer: a new one, for a caller that looks at it meanwhile"""
+    answer = answer or Answer()
+    answer.began_at = time.monotonic()
     try:
         url = f"http://{host}:{port}/v1/chat/completions"
         async with asyncio.timeout(PATIENCE_S), session.post(url, json=body) as response:
