@@ -74,12 +74,18 @@ def _rate(plan: CapacityPlan, claim: QuotedRate) -> float:
     return plan.best.full_tokens_per_s / (plan.best.layout.num_devices if claim.is_per_device else 1)
 
 
+LONG_CONTEXT = 128 << 10
+
+
 def rule(catalogue: Catalogue) -> Iterator[Sizing]:
     """Replicas follow the tokens per second of all users, concurrency follows the memory for KV."""
     for count in (4, 8):
         tokens, sequences = resident(catalogue, "llama-70b", "h100", count, 2048)
         said = "560k tokens, 270 sequences" if count == 4 else ""
         yield Sizing(f"Sequences of 2K tokens, 70B fp16 on {count} H100", said, f"{sequences:,}", f"{tokens:,} resident tokens / 2,048")
+    tokens, sequences = resident(catalogue, "llama-70b", "h100", 8, LONG_CONTEXT)
+    how = f"{tokens:,} resident tokens / {LONG_CONTEXT:,}"
+    yield Sizing("Sequences of 128K tokens, 70B fp16 on 8 H100", "", f"{sequences:,}", how)
     plan = fleet(catalogue, "llama-70b", "h100", context=2048, tokens_per_s=30_000, user_tokens_per_s=30)
     for users in (1000, 2000):
         best = judge(replace(plan.need, traffic=replace(plan.need.traffic, tokens_per_s=30.0 * users)), plan.best.layout)

@@ -29,14 +29,14 @@ import ctypes
 import json
 import os
 import random
-import re
 import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -69,20 +69,17 @@ class Group:
 
 
 def groups(server: Served) -> dict[str, Group]:
-    """By name; a group that starts may lack ranks."""
+    """By the replica's name; a group that starts may lack ranks."""
     supervisor = psutil.Process(server.gateway_pid).parent()
     assert supervisor is not None
     found: dict[str, dict[int, psutil.Process]] = {}
     for child in supervisor.children():
-        with suppress(psutil.NoSuchProcess):
-            if named := re.search(r"/(e\d+)(?:\.r(\d+))?\.json\b", " ".join(child.cmdline())):
-                found.setdefault(named[1], {})[int(named[2] or 0)] = child
+        with suppress(psutil.NoSuchProcess, ValueError):
+            command = child.cmdline()
+            if "engine" in command:
+                config = json.loads(Path(command[command.index("--config") + 1]).read_bytes())
+                found.setdefault(config["replica"], {})[config["rank"]] = child
     return {name: Group(name, tuple(process for _, process in sorted(ranks.items()))) for name, ranks in found.items()}
-
-
-def used_s(server: Served) -> dict[str, float]:
-    """By group: CPU seconds of its rank 0."""
-    return {name: sum(group.ranks[0].cpu_times()[:2]) for name, group in groups(server).items()}
 
 
 def kill(member: psutil.Process) -> None:
@@ -163,14 +160,14 @@ class Storm:
             raise SystemExit(f"without any fault: {broken}")
 
     async def round(self, num_streams: int) -> None:
-        resumed_before, used_before = await self._num_resumed(), used_s(self._server)
+        resumed_before = await self._num_resumed()
         asked = [(self._draw.randrange(SEEDS), Answer()) for _ in range(num_streams)]
         async with asyncio.TaskGroup() as running:
             for seed, answer in asked:
                 running.create_task(streamed(self._session, self._server.port, request(seed), answer=answer))
             await until(lambda: all(len(answer.pieces_at) >= BEGUN_PIECES for _, answer in asked), "not every stream has begun")
-            used = used_s(self._server)
-            group = groups(self._server)[max(used, key=lambda name: used[name] - used_before.get(name, 0.0))]
+            num_running = {labels["replica"]: value for labels, value in await self._metric("headrace_requests_running")}
+            group = groups(self._server)[max(num_running, key=lambda name: num_running[name])]
             began = time.monotonic()
             self._fault(group.ranks[1])
             leader_s, group_s = await self._ended(group, began)
@@ -205,10 +202,13 @@ class Storm:
         raise SystemExit(f"after {PATIENCE_S:g} s {old.name} is not ready again")
 
     async def _num_resumed(self) -> int:
+        return int(sum(value for _, value in await self._metric("headrace_sequences_resumed_total")))
+
+    async def _metric(self, name: str) -> list[tuple[Mapping[str, str], float]]:
+        """The labels and the value of each sample."""
         async with self._session.get(f"http://127.0.0.1:{self._server.port}/metrics") as response:
             families = text_string_to_metric_families(await response.text())
-        samples = (sample for family in families for sample in family.samples)
-        return int(sum(sample.value for sample in samples if sample.name == "headrace_sequences_resumed_total"))
+            return [(sample.labels, sample.value) for family in families for sample in family.samples if sample.name == name]
 
     def summary(self) -> dict[str, Any]:
         different = sum(not answer.error and answer.parts != self.unbroken[seed].parts for seed, answer in self.done)

@@ -184,6 +184,23 @@ def test_a_kv_share_is_a_cap_while_others_wait_and_none_while_a_tenant_is_alone(
         assert counts.get("first", 0) <= 200 + 20 * 7, "what grows by decoding after the start comes on top"
 
 
+def test_while_a_prompt_of_128_thousand_tokens_is_computed_others_keep_the_pace_of_a_step() -> None:
+    """Blocks are enough for all: what it takes of each step is bounded, whatever it is long."""
+    config = EngineConfig(model="fake", max_num_seqs=16, max_num_batched_tokens=512)
+    options = FakeOptions(step_seconds=STEP_S, token_seconds=TOKEN_S, num_blocks=9000, verify=False, max_model_len=1 << 17)
+    shared = VirtualEngine(config, options)
+    step_s = STEP_S + config.max_num_batched_tokens * TOKEN_S
+    streams = [(0.0, asked(f"stream-{i}", prompt_tokens=50, output_tokens=400, tenant=f"stream{i}", tier=TIER)) for i in range(4)]
+    long = [(1.0, asked("long", prompt_tokens=(1 << 17) - 8, output_tokens=8, tenant="long", tier=TIER))]
+    short = [(1.5 + i / 2, asked(f"short-{i}", prompt_tokens=100, output_tokens=8, tenant=f"short{i % 2}", tier=TIER)) for i in range(12)]
+    shared.run(streams + long + short)
+    assert shared.token_times["long"][0] > 7.5, "the others' tokens come while it is computed"
+    for name in shared.arrived:
+        gaps = [after - before for before, after in pairwise(shared.token_times[name])]
+        assert max(gaps) <= step_s + 1e-9, name
+    assert max(shared.ttft_s("short")) <= 3 * step_s + 1e-9, "the running step, and the one that computes the prompt"
+
+
 @pytest.mark.parametrize(("kv_share", "bound_s"), [(None, 1.5), (0.5, 1.5), (1.0, None)])
 def test_beside_a_prompt_that_takes_all_blocks_others_wait_for_a_slice_of_it(kv_share: float | None, bound_s: float | None) -> None:
     """100,000 tokens, which take 5.9 s. With a share of all the blocks the long sequence keeps them: this test can fail."""
