@@ -94,9 +94,10 @@ def lie(member: psutil.Process) -> None:
     """Raises OSError where this process may not take a descriptor of another one."""
     pidfd = os.pidfd_open(member.pid)
     try:
-        for name in os.listdir(f"/proc/{member.pid}/fd"):
-            if os.readlink(f"/proc/{member.pid}/fd/{name}").startswith("socket:") and _says(pidfd, int(name), frame(FrameKind.STEP)):
-                return
+        for name in os.listdir(folder := f"/proc/{member.pid}/fd"):
+            with suppress(FileNotFoundError):  # closed meanwhile
+                if os.readlink(f"{folder}/{name}").startswith("socket:") and _says(pidfd, int(name), frame(FrameKind.STEP)):
+                    return
     finally:
         os.close(pidfd)
     raise OSError("the member has no link to rank 0")

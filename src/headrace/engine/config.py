@@ -240,7 +240,7 @@ class EngineConfig:
         if world > MOST:
             raise ConfigError(name, f"{tp} x {pp} (pipeline_parallel_size) are more than {MOST} processes", "Lower one of them.")
         if refused := self.parallelism.why_not_run(self.device):
-            raise ConfigError(name, f"{value} is more than 1: {refused}", "Use 1, or device = cpu.")
+            raise ConfigError(name, f"{value} is more than 1: {refused}", "Use 1, with a replica for each GPU, or device = cpu.")
         if world > 1 and self.enable_lora:
             raise ConfigError("enable_lora", f"is not supported beside {name} = {value} yet", f"Leave it out, or use {name} = 1.")
 
