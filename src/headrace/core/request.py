@@ -50,7 +50,8 @@ class TierTerms:
 
     name      opaque; tenants of one name share what the tier gets
     weight    share of the tier among the tiers of its class that have work, > 0
-    kv_share  part of the KV blocks that a tenant's running sequences may hold while other tenants wait, in (0, 1]; None: no cap
+    kv_share  part of the KV blocks that a tenant's running sequences may hold while other tenants wait, in (0, 1]; None: no cap but
+              for one large sequence
     ttft_ms   goal from arrival at the engine to the first token; None: no goal
     tpot_ms   goal of each further token; None: no goal
     """

@@ -42,7 +42,8 @@ class Tier:
     max_context_tokens: int | None = option(None, "Prompt and output of one request together.", low=1)
     kv_share: float | None = option(
         None,
-        "Part of an engine's KV blocks that a tenant's running sequences may hold while other tenants wait.",
+        "Part of an engine's KV blocks that a tenant's running sequences may hold while other tenants wait. "
+        "Without one, a sequence beyond half of them makes room for smaller ones.",
         above=0.0,
         high=1,
     )
