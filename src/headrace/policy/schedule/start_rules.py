@@ -95,6 +95,8 @@ class StartRules:
         """The running sequences of tenants that hold more than their share, and, where they count, large ones of tiers without a share."""
         running, total = self.sequences.slots.running, self._num_blocks
         has_shares = any(seq.request.tier.kv_share is not None for seq in running)
+        if not (has_shares or is_large_counted):
+            return []
         held = self._num_held() if has_shares else Counter[str]()
         above: list[Sequence] = []
         for seq in running:
