@@ -111,7 +111,7 @@ def read_code() -> Code:
     listed = [*_paths()]
     code = Code(files=tuple(listed))
     for name in listed:
-        if name.endswith(".proto"):
+        if name.endswith(".proto") or name.startswith("deploy/helm/"):
             code.words.update(WORD.findall((ROOT / name).read_text(encoding="utf-8")))
         if not name.endswith(".py") or not name.startswith(FOLDERS) or name == EXAMPLES:
             continue

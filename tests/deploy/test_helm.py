@@ -1,0 +1,326 @@
+"""Tests the shipped chart: what Kubernetes, Headrace, Prometheus and KEDA read of what Helm makes of it. No cluster runs it here.
+
+Kubernetes' schemas check its own objects, strictly. Those of other projects are held here to the few fields that they are known by.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import kubernetes_validate
+import pytest
+import yaml
+from helm_kit import CHART, EXAMPLES, NAMESPACE, RELEASE, Object, example, merged, pod_of, rendered
+from prometheus_client.parser import text_string_to_metric_families
+
+from headrace.bundled import bundled_path
+from headrace.cli.config.faults import unread_variables
+from headrace.cli.config.load import load_settings
+from headrace.core.load import EngineCounters, LoadSnapshot
+from headrace.fleet.config import FleetConfig
+from headrace.fleet.supervisor import CUT_GRACE_S, ENGINE_GRACE_S, GATEWAY_GRACE_S
+from headrace.gateway.surfaces.routes import ENDPOINTS
+from headrace.observe.metrics import Metrics, ReplicaReading
+from headrace.observe.tenant_metrics import NO_TENANT
+from tests.house.reader import ROOT
+
+pytestmark = pytest.mark.pure
+
+VERSIONS = ("1.30", "1.34", "1.37")
+"""The oldest that the chart takes, one between, and the newest with schemas."""
+CASES = ("", *sorted(path.stem for path in EXAMPLES.glob("*.yaml")))
+FOREIGN = {
+    "ScaledObject": "keda.sh/v1alpha1",
+    "ServiceMonitor": "monitoring.coreos.com/v1",
+    "InferencePool": "inference.networking.k8s.io/v1",
+}
+
+
+@cache
+def made_of(name: str) -> dict[str, Object]:
+    return rendered(example(name))
+
+
+def variables(pod: Object) -> dict[str, str]:
+    return {each["name"]: each["value"] for each in pod["containers"][0]["env"]}
+
+
+# What Kubernetes takes
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", CASES)
+def test_kubernetes_takes_every_object(name: str, version: str) -> None:
+    for kind, made in made_of(name).items():
+        if kind in FOREIGN:
+            assert made["apiVersion"] == FOREIGN[kind]
+        else:
+            kubernetes_validate.validate(made, version, strict=True)
+
+
+def test_the_schemas_are_strict() -> None:
+    service = made_of("")["Service"]
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate({**service, "spec": {**service["spec"], "ports_": []}}, VERSIONS[0], strict=True)
+
+
+def test_the_examples_have_every_kind_and_helm_finds_no_fault() -> None:
+    kinds = set(chain.from_iterable(map(made_of, CASES)))
+    files = {path.stem for path in (CHART / "templates").glob("[a-z]*.yaml")}
+    assert files == {kind.lower() for kind in kinds}
+    for name in CASES:
+        said = helm_python.lint(CHART, example(name), strict=True)
+        assert not said["errors"]
+        assert [each["error"] for each in said["messages"]] == ["icon is recommended"]
+
+
+REFUSED: dict[str, tuple[Object, str]] = {
+    "an unknown value": ({"replicas": 2}, "replicas"),
+    "an unknown value below": ({"autoscaling": {"max": 2}}, "max"),
+    "no pod": ({"autoscaling": {"kind": "keda", "minReplicas": 0}}, "minReplicas"),
+    "a tag that moves": ({"image": {"tag": "latest"}}, "tag"),
+    "an address that no probe reaches": ({"config": {"gateway": {"host": "127.0.0.1"}}}, "host"),
+    "two folders for the cache": ({"cache": {"claim": "a", "hostPath": "/b"}}, "cache"),
+    "a state folder of two pods": ({"state": {"claim": "a"}, "replicaCount": 2}, "state.claim"),
+    "a state folder of pods that come and go": ({"state": {"claim": "a"}, "autoscaling": {"kind": "hpa"}}, "state.claim"),
+    "a port of https": ({"config": {"gateway": {"tls": {"certificate": "a", "key": "b"}}}}, "config.gateway.tls"),
+    "a registry behind a closed door": ({"config": {"models": [{"engine": {"model": "s3://b/m:1"}}]}}, "networkPolicy.egress"),
+    "metrics without a reader": ({"config": {"gateway": {"open_metrics": "none"}}, "serviceMonitor": {"enabled": True}}, "open_metrics"),
+    "a pool without a picker": ({"inferencePool": {"enabled": True}}, "picker.name"),
+    "a pool of pods with two engines": (
+        {
+            "config": {"models": [{"replicas": 2, "engine": {"model": "headrace-tiny"}}]},
+            "inferencePool": {"enabled": True, "picker": {"name": "a"}},
+        },
+        "one engine's gauges",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused_by_name(name: str) -> None:
+    values, word = REFUSED[name]
+    with pytest.raises(helm_python.HelmError, match=re.escape(word)):
+        rendered(values)
+
+
+# What Headrace reads
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_headrace_reads_the_configuration_as_it_was_given(name: str, tmp_path: Path) -> None:
+    """Folders of the claim are stood for by a bundled model's."""
+    objects = made_of(name)
+    text = objects["ConfigMap"]["data"]["headrace.yaml"]
+    given = merged(example(name))["config"]
+    assert yaml.safe_load(text) == given
+    for model in given["models"]:
+        if (folder := model["engine"]["model"]).startswith("/models/"):
+            (tmp_path / "models").mkdir(exist_ok=True)
+            (tmp_path / folder[1:]).symlink_to(bundled_path("headrace-tiny") or "")
+    environment = variables(pod_of(objects)) | {"HEADRACE_SITE_KEY": "00" * 16}
+    config = load_settings(written(tmp_path, text.replace("/models/", f"{tmp_path}/models/")), environment)
+    assert not list(unread_variables(environment))
+    assert config.state == "/var/lib/headrace/state"
+    [port] = pod_of(objects)["containers"][0]["ports"]
+    assert port["containerPort"] == config.gateway.port
+
+
+def test_large_numbers_and_odd_words_stay_what_they_are(tmp_path: Path) -> None:
+    limits = {"gateway": {"limits": {"max_body_bytes": 12345678}}, "start_timeout_s": 12345}
+    given = limits | {"models": [{"name": "no", "engine": {"model": "headrace-tiny"}}], "prices": {"no": {"input": 0.000001}}}
+    text = rendered({"config": given})["ConfigMap"]["data"]["headrace.yaml"]
+    config = load_settings(written(tmp_path, text), {})
+    assert (config.gateway.limits.max_body_bytes, config.start_timeout_s) == (12345678, 12345)
+    assert config.prices["no"].input == 0.000001
+
+
+def written(folder: Path, text: str) -> Path:
+    file = folder / "headrace.yaml"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def test_a_change_of_the_configuration_replaces_the_pods() -> None:
+    digests = {
+        rendered({"config": {"drain_timeout_s": seconds}})["Deployment"]["spec"]["template"]["metadata"]["annotations"]["checksum/config"]
+        for seconds in (30, 31)
+    }
+    assert len(digests) == 2
+
+
+# Probes, start and stop
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_probes_ask_paths_that_need_no_key_and_leave_time(name: str, tmp_path: Path) -> None:
+    pod = pod_of(made_of(name))
+    [container] = pod["containers"]
+    probes = {key: container[f"{key}Probe"] for key in ("startup", "readiness", "liveness")}
+    paths = {key: probe["httpGet"]["path"] for key, probe in probes.items()}
+    assert paths == {"startup": "/live", "readiness": "/ready", "liveness": "/live"}
+    assert set(paths.values()) <= {endpoint.path for endpoint in ENDPOINTS if endpoint.is_probe and endpoint.method == "GET"}
+    assert {probe["httpGet"]["port"] for probe in probes.values()} == {container["ports"][0]["name"]}
+    config = merged(example(name))["config"]
+    start_s = config.get("start_timeout_s", FleetConfig(models=()).start_timeout_s)
+    assert probes["startup"]["periodSeconds"] * probes["startup"]["failureThreshold"] >= start_s
+    assert made_of(name)["Deployment"]["spec"]["progressDeadlineSeconds"] > 2 * start_s
+    longest_s = container["lifecycle"]["preStop"]["sleep"]["seconds"] + config["drain_timeout_s"]
+    assert pod["terminationGracePeriodSeconds"] > longest_s + GATEWAY_GRACE_S + CUT_GRACE_S + ENGINE_GRACE_S
+
+
+def test_a_start_without_a_limit_has_a_day() -> None:
+    probe = pod_of(rendered({"config": {"start_timeout_s": 0}}))["containers"][0]["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] == 86400
+
+
+# What the pod may do
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_pod_has_no_rights_and_writes_to_its_volumes_alone(name: str) -> None:
+    objects = made_of(name)
+    pod = pod_of(objects)
+    [container] = pod["containers"]
+    assert "initContainers" not in pod
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
+    assert pod["automountServiceAccountToken"] is objects["ServiceAccount"]["automountServiceAccountToken"] is False
+    assert pod["enableServiceLinks"] is False
+    assert pod["securityContext"] == {
+        "runAsNonRoot": True,
+        "runAsUser": 10001,
+        "runAsGroup": 10001,
+        "fsGroup": 10001,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert sorted(volumes) == sorted(mount["name"] for mount in container["volumeMounts"])
+    writable = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
+    assert writable == {"state": "/var/lib/headrace", "cache": "/var/cache/headrace", "run": "/run/headrace", "tmp": "/tmp"}
+    assert volumes["run"]["emptyDir"]["medium"] == "Memory", "keys are in its files"
+    assert all(path.startswith(tuple(writable.values())) for path in variables(pod).values())
+
+
+def test_secrets_are_named_and_their_files_closed_to_other_users() -> None:
+    pod = pod_of(made_of("gpu"))
+    assert pod["containers"][0]["envFrom"] == [{"secretRef": {"name": "headrace"}}]
+    [secret] = [volume["secret"] for volume in pod["volumes"] if "secret" in volume]
+    assert secret == {"secretName": "headrace-files", "defaultMode": 0o440}
+    assert "Secret" not in made_of("gpu")
+
+
+def test_the_network_is_closed_but_for_the_api_names_and_what_is_listed() -> None:
+    plain, listed = (made_of(name)["NetworkPolicy"]["spec"] for name in ("", "gpu"))
+    assert plain["policyTypes"] == ["Ingress", "Egress"]
+    assert plain["ingress"] == [{"ports": [{"protocol": "TCP", "port": "http"}]}]
+    assert plain["egress"] == [{"ports": [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]}]
+    values = example("gpu")["networkPolicy"]
+    assert listed["ingress"][0]["from"] == values["from"]
+    assert listed["egress"] == plain["egress"] + values["egress"]
+
+
+# Scaling and metrics
+
+
+@cache
+def exported() -> set[str]:
+    """Names of the samples that /metrics of a pod shows without a key."""
+    load = LoadSnapshot(
+        num_running=1, num_waiting=1, kv_blocks_free=1, kv_blocks_cached=1, kv_blocks_used=1, kv_blocks_total=3, counters=EngineCounters()
+    )
+    metrics = Metrics()
+    metrics.read_engines(lambda: [ReplicaReading("m", "m-0", True, load)])
+    page = metrics.page(tenants=NO_TENANT)[0].decode()
+    return {sample.name for family in text_string_to_metric_families(page) for sample in family.samples}
+
+
+def test_keda_asks_for_one_number_and_a_lost_prometheus_takes_no_pod_away() -> None:
+    spec = made_of("gpu")["ScaledObject"]["spec"]
+    values = merged(example("gpu"))["autoscaling"]
+    [trigger] = spec["triggers"]
+    metadata: dict[str, Any] = trigger["metadata"]
+    assert trigger["type"] == "prometheus"
+    assert all(isinstance(value, str) for value in metadata.values()), "KEDA's metadata is text"
+    assert metadata["ignoreNullValues"] == "false"
+    assert metadata["threshold"] == str(values["requestsPerPod"])
+    series = rf'\{{namespace="{NAMESPACE}",service="{RELEASE}"\}}'
+    asked = re.fullmatch(rf"sum\((\w+){series}\) \+ sum\((\w+){series}\)", metadata["query"])
+    assert asked is not None, "two sums over everything, so that there is one element or none"
+    assert set(asked.groups()) <= exported()
+    assert spec["fallback"] == {"failureThreshold": 3, "replicas": values["minReplicas"], "behavior": "currentReplicasIfHigher"}
+    assert spec["scaleTargetRef"] == {"name": made_of("gpu")["Deployment"]["metadata"]["name"]}
+    assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (2, 8)
+    assert "replicas" not in made_of("gpu")["Deployment"]["spec"], "an upgrade does not undo what was scaled"
+
+
+def test_the_hpa_reads_the_metric_of_the_adapters_rule() -> None:
+    [rule] = yaml.safe_load((EXAMPLES.parent / "prometheus-adapter.yaml").read_text(encoding="utf-8"))["rules"]["custom"]
+    spec = made_of("picker")["HorizontalPodAutoscaler"]["spec"]
+    [metric] = spec["metrics"]
+    assert metric["pods"]["metric"]["name"] == rule["name"]["as"]
+    assert set(re.findall(r"headrace_\w+", rule["metricsQuery"] + rule["seriesQuery"])) <= exported()
+    assert spec["scaleTargetRef"]["name"] == made_of("picker")["Deployment"]["metadata"]["name"]
+    assert spec["behavior"] == made_of("gpu")["ScaledObject"]["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+
+
+def test_services_budgets_monitors_and_pools_select_the_pods() -> None:
+    for name in CASES:
+        objects = made_of(name)
+        labels = objects["Deployment"]["spec"]["template"]["metadata"]["labels"].items()
+        selectors = [objects["Service"]["spec"]["selector"]]
+        selectors += [objects[kind]["spec"]["selector"]["matchLabels"] for kind in ("Deployment", "PodDisruptionBudget")]
+        selectors.append(objects["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"])
+        if pool := objects.get("InferencePool"):
+            selectors.append(pool["spec"]["selector"]["matchLabels"])
+        assert all(selector and selector.items() <= labels for selector in selectors)
+        if monitor := objects.get("ServiceMonitor"):
+            service = objects["Service"]
+            assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+            [endpoint] = monitor["spec"]["endpoints"]
+            assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
+            assert endpoint["path"] in {each.path for each in ENDPOINTS}
+    assert made_of("gpu")["ServiceMonitor"]["metadata"]["labels"]["release"] == "prometheus"
+
+
+def test_a_picker_finds_the_gauges_of_its_protocol() -> None:
+    objects = made_of("picker")
+    spec = objects["InferencePool"]["spec"]
+    assert objects["Deployment"]["spec"]["template"]["metadata"]["labels"]["llm-d.ai/engine-type"] == "vllm"
+    assert {"vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"} <= exported()
+    assert spec["targetPorts"] == [{"number": port["containerPort"]} for port in pod_of(objects)["containers"][0]["ports"]]
+    assert spec["endpointPickerRef"] == {"name": "llama-epp", "port": {"number": 9002}, "failureMode": "FailOpen"}
+    assert "llm-d.ai/engine-type" not in made_of("gpu")["Deployment"]["spec"]["template"]["metadata"]["labels"]
+
+
+# Volumes, upgrades and the page
+
+
+def test_claims_and_folders_of_the_node_take_the_place_of_what_ends_with_the_pod() -> None:
+    def volume(name: str, which: str) -> Object:
+        [found] = [each for each in pod_of(made_of(name))["volumes"] if each["name"] == which]
+        return {key: value for key, value in found.items() if key != "name"}
+
+    assert volume("", "cache") == {"emptyDir": {"sizeLimit": "20Gi"}}
+    assert volume("gpu", "cache") == {"hostPath": {"path": "/var/lib/headrace-cache", "type": "Directory"}}
+    assert volume("folder", "cache") == {"persistentVolumeClaim": {"claimName": "headrace-cache"}}
+    assert volume("folder", "models") == {"persistentVolumeClaim": {"claimName": "models", "readOnly": True}}
+    assert volume("folder", "state") == {"persistentVolumeClaim": {"claimName": "headrace-state"}}
+    strategies = [made_of(name)["Deployment"]["spec"]["strategy"]["type"] for name in ("", "folder")]
+    assert strategies == ["RollingUpdate", "Recreate"], "two pods never share a state folder"
+
+
+def test_every_value_is_on_the_page() -> None:
+    page = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    assert [name for name in values if f"| `{name}" not in page and f"`, `{name}`" not in page] == []
