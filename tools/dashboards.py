@@ -169,6 +169,12 @@ ENGINES = (
         f"({engine_rate('headrace_steps_total')} > 0)",
         text="No step is planned beside one in flight while speculation is on; with `depth` 1 none ever is, and none counts.",
     ),
+    share(
+        "Tokens at the hottest expert",
+        engine_rate("headrace_hottest_expert_tokens_total"),
+        f"({engine_rate('headrace_expert_tokens_total')} > 0)",
+        text="Of a layer's tokens, in the layer where it is most. 1 / number of experts would be even.",
+    ),
     engine_rates("Adapters read", "headrace_adapter_reads", "LoRA adapters that were not in the engine's memory, a second."),
 )
 

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from statistics import median
 
 from headrace.cli.bench.common import make_shape
 from headrace.engine.config import EngineConfig
@@ -37,6 +38,9 @@ MATRIX_DEVICES = ("rtx4090", "l40s", "a100", "h100", "h200")
 
 RECORD = ROOT / "bench" / "results" / "nvidia-h100-80gb" / "gpu.json"
 """An 8B model on one H100: decode steps of contexts of 512 to 640 tokens, and prompts of 2,048."""
+
+SUMS = ROOT / "bench" / "results" / "amd-epyc-26-2-avx512_bf16-vnni-2cpus" / "all-reduce.json"
+"""Sums of float32 over two processes of one thread, each bound to a core of the same memory domain."""
 
 RECORDED = {"none": "bf16", "fp8": "fp8", "int4": "int4"}
 """The record's name of a quantization -> dtype."""
@@ -147,6 +151,41 @@ def fit(catalogue: Catalogue) -> Iterator[str]:
         latency = Roofline(model, device, Layout(), dtype, "bf16")
         planned = streams / latency.decode_s(streams, 576) if streams else 2048 / latency.prefill_busy_s(2048)
         yield f"| {dtype} | {streams or 'prefill of 2,048'} | {rate:,.0f} | {planned:,.0f} | {planned / rate:.2f} |"
+
+
+def measured_sums() -> Iterator[tuple[int, float]]:
+    """Bytes of one sum over two ranks, and the median of its seconds."""
+    for entry in json.loads(SUMS.read_text(encoding="utf-8"))["entries"]:
+        yield entry["bytes"], median(entry["seconds"])
+
+
+def fit_link(sums: Iterable[tuple[int, float]]) -> tuple[float, float]:
+    """(latency in seconds, bytes per second) of two ranks, by least squares of relative errors. sums: (bytes, seconds)
+
+    With weights 1 / seconds, the sum of (latency / seconds + bytes / rate / seconds - 1)^2 is least: two linear equations.
+    """
+    rows = [(1 / seconds, num_bytes / seconds) for num_bytes, seconds in sums]
+    aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    a, b = (sum(row[i] for row in rows) for i in (0, 1))
+    determinant = aa * bb - ab * ab
+    return (a * bb - b * ab) / determinant, determinant / (aa * b - ab * a)
+
+
+def sums(catalogue: Catalogue) -> Iterator[str]:
+    link = catalogue.device("cpu").link
+    yield "| bytes of a sum | measured, us | planned, us | planned / measured |"
+    yield "|---|---|---|---|"
+    for num_bytes, seconds in [*measured_sums()][::2]:
+        planned = link.all_reduce_s(2, num_bytes)
+        yield f"| {num_bytes:,} | {seconds * 1e6:,.1f} | {planned * 1e6:,.1f} | {planned / seconds:.2f} |"
+
+
+def links(catalogue: Catalogue) -> Iterator[str]:
+    yield "| link | GB/s | latency, us | devices | source |"
+    yield "|---|---|---|---|---|"
+    found = {link.name: link for device in catalogue.devices.values() for link in (device.link, device.network)}
+    for name, link in found.items():
+        yield f"| {name} | {link.bytes_per_s / 1e9:g} | {link.latency_s * 1e6:g} | {link.num_devices:,} | {link.source} |"
 
 
 def sizings(catalogue: Catalogue) -> Iterator[str]:
@@ -295,6 +334,8 @@ def spike(catalogue: Catalogue) -> Iterator[str]:
 
 TABLES: Mapping[str, Callable[[Catalogue], Iterable[str]]] = {
     "fit": fit,
+    "sums": sums,
+    "links": links,
     "beside": beside,
     "quoted": quoted,
     "beside simulate": beside_simulate,

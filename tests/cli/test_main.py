@@ -96,7 +96,14 @@ def test_version_is_the_packages(headrace: Headrace) -> None:
         (["--versoin"], CommandExitCode.USAGE, "Did you mean --version?"),
         (["serve", "--xyzzy"], CommandExitCode.USAGE, "No such option: --xyzzy\n"),
         (["serve", "--max-model-len", "many"], CommandExitCode.USAGE, "--max-model-len"),
-        (["serve", "--tensor-parallel-size", "auto"], CommandExitCode.USAGE, "'auto' is not a whole number"),
+        (["serve", "--tensor-parallel-size", "two"], CommandExitCode.USAGE, "'two' is not a whole number"),
+        (
+            ["serve", "--device", "cuda", "-tp", "auto"],
+            CommandExitCode.CONFIG,
+            "-tp: auto may be more than 1: this version runs a replica on one GPU. Use 1, or device = cpu.",
+        ),
+        (["serve", "-tp", "auto", "-pp", "2"], CommandExitCode.CONFIG, "-tp: auto is decided for one stage"),
+        (["engine", "--listen", "unix:/run/e", "-tp", "auto"], CommandExitCode.CONFIG, "auto is for what starts all ranks of a replica"),
         (["serve", "-tp", "65"], CommandExitCode.CONFIG, "headrace: -tp: 65 is outside 1..64"),
         (
             ["serve", "--device", "cuda", "-pp", "2"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import deque
 from collections.abc import Iterator
@@ -12,7 +13,8 @@ import pytest
 import torch
 from engine_kit import DrivenEngine, request
 
-from headrace.engine.build import POLL_S, REST_S, do_while_idle, part_of_machine
+from headrace.engine import utilisation
+from headrace.engine.build import POLL_S, REST_S, build_engine, do_while_idle, part_of_machine
 from headrace.engine.config import EngineConfig
 from headrace.tensor.host import threads
 from headrace.tensor.host.threads import CpuShare
@@ -140,3 +142,25 @@ def test_ranks_have_the_threads_of_one_process_together(
     assert (found.num_threads, found.memory_fraction) == (num_threads, pair.memory_fraction / num_parts)
     assert part_of_machine(replace(pair, num_threads=5), num_parts).num_threads == 5
     assert part_of_machine(replace(pair, tensor_parallel_size=1), num_parts).num_threads is None, "it is bound to CPUs of its own"
+
+
+MIXED = {"vocab_size": 64, "hidden_size": 96, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 12, "head_dim": 16,
+         "num_key_value_heads": 4, "max_position_embeddings": 64,
+         "architectures": ["MixtralForCausalLM"], "num_local_experts": 3}  # fmt: skip
+
+
+def test_an_engine_reports_the_tokens_of_its_experts_without_those_of_its_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(utilisation, "READ_EVERY_S", 0.0)
+    (tmp_path / "config.json").write_text(json.dumps(MIXED))
+    config = EngineConfig(model=str(tmp_path), device="cpu", load_format="dummy", kernels="reference", num_kv_blocks=8)
+    engine = build_engine(config, lambda updates: None)
+    with engine.closing:
+        assert (engine.snapshot().counters.expert_tokens, engine.snapshot().counters.hottest_expert_tokens) == (0, {})
+        engine.submit(request("a", [*range(10)], max_tokens=4))
+        while engine.turn():
+            pass
+        found = engine.snapshot().counters
+    assert found.expert_tokens == (10 + 3) * 2, "ten of the prompt and three that were generated chose two each; the last is not computed"
+    hottest = {int(name.partition("/")[0]): tokens for name, tokens in found.hottest_expert_tokens.items()}
+    assert [*hottest] == [0, 1, 2]
+    assert all(total / 3 <= hottest[layer] < total for layer, total in ((0, 26), (1, 26), (2, 8)))

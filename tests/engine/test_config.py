@@ -24,6 +24,9 @@ pytestmark = pytest.mark.pure
         ("block_size", True),
         ("depth", 1.5),
         ("max_num_seqs", 0),
+        ("tensor_parallel_size", "2"),
+        ("tensor_parallel_size", True),
+        ("tensor_parallel_size", 65),
     ],
 )
 def test_a_value_outside_its_bounds_or_of_another_kind_is_refused_by_name(name: str, value: Any) -> None:

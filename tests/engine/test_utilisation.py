@@ -47,3 +47,30 @@ def test_a_reading_of_the_process_is_taken_again_when_it_is_old() -> None:
     assert (first["gpu_memory_used_bytes"], first["gpu_memory_total_bytes"], first["gpu_utilization"]) == (1, 8, 0.5)
     assert meter.read(10.0 + READ_EVERY_S / 2) is first
     assert meter.read(10.0 + READ_EVERY_S)["gpu_utilization"] is None
+
+
+def test_tokens_of_experts_count_from_the_meters_start_and_the_hottest_of_each_layer_is_named() -> None:
+    tokens = {1: [5, 7, 0], 4: [0, 0, 9]}  # of warm-up
+    meter = EngineMeter(INFO, lambda: None, lambda: tokens)
+    counters = EngineCounters(steps=3)
+    assert meter.with_experts(counters) == counters, "nothing was read yet"
+    meter.read(10.0)
+    assert meter.with_experts(counters) == counters
+    tokens[1][2] += 6
+    tokens[1][0] += 2
+    meter.read(10.0 + READ_EVERY_S / 2)
+    assert meter.with_experts(counters).expert_tokens == 0, "a reading is kept for a while"
+    meter.read(10.0 + READ_EVERY_S)
+    found = meter.with_experts(counters)
+    assert (found.steps, found.expert_tokens, found.hottest_expert_tokens) == (3, 8, {"1/2": 6})
+    tokens[4][1] += 10
+    meter.read(20.0)
+    found = meter.with_experts(counters)
+    assert (found.expert_tokens, found.hottest_expert_tokens) == (10, {"1/2": 6, "4/1": 10})
+    assert counters.expert_tokens == 0
+
+
+def test_a_model_without_experts_has_no_series_of_them() -> None:
+    meter, counters = EngineMeter(INFO, lambda: None), EngineCounters(steps=3)
+    meter.read(10.0)
+    assert meter.with_experts(counters) is counters

@@ -248,7 +248,10 @@ FLOORS: dict[str, Floor] = {
         ("matplotlib",),
     ),
     "headrace.lab.plan": Floor(_ours("core", "bundled", "policy.placement", "tensor.checkpoint.config", "lab.svg"), (), ("matplotlib",)),
-    "headrace.llm": Floor(_ours("core", "machine", "text", "observe", "policy", "tensor", "engine", "bundled", "fleet.weights"), (), ()),
+    "headrace.lab.plan.here": Floor(_ours("core", "machine.resources", "engine.config", "engine.layout", "lab.plan.catalogue")),
+    "headrace.llm": Floor(
+        _ours("core", "machine", "text", "observe", "policy", "tensor", "engine", "bundled", "fleet.weights", "lab.plan.here"), (), ()
+    ),
     "headrace.__main__": Floor(_ours("cli.main")),
     "headrace.functions": Floor(_ours("core"), ("msgspec",)),
     "headrace.cli": Floor(EVERYTHING, ("typer", "yaml"), ("packaging",)),  # tests/cli: --help imports none

@@ -16,6 +16,7 @@ from headrace.core.option import options
 from headrace.core.speculation import SpeculativeConfig
 from headrace.core.vllm_options import WITHOUT_EFFECT
 from headrace.engine.config import EngineConfig
+from headrace.lab.plan import here
 from headrace.llm import api
 from headrace.llm.options import ENGINE_FIELDS, ONLY, engine_config
 
@@ -199,7 +200,7 @@ def test_a_key_of_speculation_is_refused_by_its_name(built: list[EngineConfig], 
         ("num_speculative_tokens", 5),
         ("data_parallel_size", 2),
         ("tensor_parallel_size", 65),
-        ("tensor_parallel_size", "auto"),
+        ("tensor_parallel_size", "two"),
         ("tensor_parallel_size", True),
         ("pipeline_parallel_size", 0),
         ("quantization", "awq"),
@@ -213,6 +214,13 @@ def test_what_is_not_supported_is_refused_by_name(name: str, value: Any) -> None
     with pytest.raises(ConfigError) as caught:
         LLM(**{name: value})
     assert caught.value.where == name
+
+
+def test_auto_is_decided_for_this_machine(built: list[EngineConfig], model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(here, "memory_domains", lambda cpus: [[0, 1]])
+    with pytest.raises(ConfigError, match="enough"):
+        LLM(model_folder, device="cpu", tensor_parallel_size="auto")
+    assert [config.tensor_parallel_size for config in built] == [1]
 
 
 def test_values_that_ask_for_what_happens_anyway_are_accepted(built: list[EngineConfig], model_folder: Path) -> None:

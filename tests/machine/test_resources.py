@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from headrace.machine.resources import cpu_quota, folders, machine_bytes, parse_meminfo, read_available
+from headrace.machine.resources import (
+    MachineShare,
+    cpu_quota,
+    folders,
+    machine_bytes,
+    memory_domains,
+    parse_meminfo,
+    read_available,
+    share_of,
+)
 
 pytestmark = pytest.mark.pure
 
@@ -146,3 +155,25 @@ def test_the_tightest_quota_counts(tmp_path: Path, files: dict[str, str], quota:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert cpu_quota(tmp_path) == quota
+
+
+NODES = {"sys/devices/system/node/node0/cpulist": "0-1,4-5\n", "sys/devices/system/node/node1/cpulist": "2-3,6-7\n"}
+
+
+def test_cpus_are_grouped_by_the_memory_next_to_them(tmp_path: Path) -> None:
+    root = machine(tmp_path, {**NODES, "sys/devices/system/node/node2/cpulist": "\n"})
+    assert memory_domains(range(8), root) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert memory_domains([2, 3], root) == [[2, 3]], "the other CPUs may not be used"
+    assert memory_domains([0, 3, 9], root) == [[0], [3], [9]]
+
+
+def test_cpus_of_which_the_system_says_nothing_are_one_domain(tmp_path: Path) -> None:
+    assert memory_domains([0, 2, 5], tmp_path) == [[0, 2, 5]]
+    assert memory_domains([], tmp_path) == []
+
+
+def test_a_share_of_the_cpus_keeps_to_one_domain(tmp_path: Path) -> None:
+    """Ids alternate between the halves of cores: an equal part of the ids would be half of each domain."""
+    root = machine(tmp_path, NODES)
+    assert [share_of(range(8), MachineShare(number, 2), root) for number in range(2)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert [share_of(range(8), MachineShare(number, 4), root) for number in range(4)] == [[0, 1], [4, 5], [2, 3], [6, 7]]

@@ -69,6 +69,8 @@ def test_published_names_stay() -> None:
         ("headrace_adapter_read_seconds", ""),
         ("headrace_adapter_reads_failed", ""),
         ("headrace_adapter_evictions", ""),
+        ("headrace_expert_tokens", ""),
+        ("headrace_hottest_expert_tokens", "", "expert"),
         ("headrace_spec_decode_drafts", "vllm:spec_decode_num_drafts"),
         ("headrace_spec_decode_draft_tokens", "vllm:spec_decode_num_draft_tokens"),
         ("headrace_spec_decode_accepted_tokens", "vllm:spec_decode_num_accepted_tokens"),

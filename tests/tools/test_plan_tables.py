@@ -8,10 +8,10 @@ import pytest
 
 from headrace.lab.plan.catalogue import read_catalogue
 from headrace.policy.placement.layout import choose_layout
-from headrace.policy.placement.need import Goals, Need, Traffic
+from headrace.policy.placement.need import Goals, Link, Need, Traffic
 from headrace.policy.placement.roofline import Layout, Roofline
 from tools.plan_sizings import known_sizings, shape
-from tools.plan_tables import LOADS, PAGES, PLACE, ROOT, TABLES, measured, with_tables
+from tools.plan_tables import LOADS, PAGES, PLACE, ROOT, SUMS, TABLES, fit_link, measured, measured_sums, with_tables
 
 pytestmark = pytest.mark.pure
 
@@ -70,6 +70,22 @@ def test_the_first_device_of_a_design_load_is_the_cheapest_of_all() -> None:
                 found[device.name] = round(best.price_per_hour, 2)
         shown = [(row[1], dollars(row[5])) for row in rows if row[0] == label]
         assert shown == sorted(found.items(), key=lambda item: item[1])[:2]
+
+
+def test_the_fit_finds_a_link_again() -> None:
+    link = Link("wire", 25e9, 3e-6, 2)
+    assert fit_link([(size, link.all_reduce_s(2, size)) for size in (1_000, 100_000, 10_000_000)]) == pytest.approx(
+        (link.latency_s, link.bytes_per_s)
+    )
+
+
+def test_the_link_of_cpus_is_the_fit_of_the_record_that_it_names() -> None:
+    link = read_catalogue().device("cpu").link
+    latency_s, bytes_per_s = fit_link(measured_sums())
+    assert (round(latency_s * 1e6, 1), round(bytes_per_s / 1e9, 1)) == (link.latency_s * 1e6, link.bytes_per_s / 1e9)
+    assert link.source.endswith("/".join(SUMS.parts[-2:]))
+    for size, seconds in measured_sums():
+        assert link.all_reduce_s(2, size) == pytest.approx(seconds, rel=0.16), size
 
 
 def shares_of_collectives(tp: int) -> list[float]:

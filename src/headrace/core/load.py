@@ -111,6 +111,18 @@ class EngineCounters:
     adapter_evictions: Annotated[
         int, Counter("headrace_adapter_evictions", "Adapters that left the pool on the host to make room for others.")
     ] = 0
+    expert_tokens: Annotated[
+        int,
+        Counter("headrace_expert_tokens", "Tokens that the experts of one layer computed, each once for every expert that it chose."),
+    ] = 0
+    hottest_expert_tokens: Annotated[
+        dict[str, int],
+        Counter(
+            "headrace_hottest_expert_tokens",
+            "Those of the expert of each layer that had the most since the engine started, as LAYER/EXPERT.",
+            label="expert",
+        ),
+    ] = field(default_factory=dict)
     drafts: Annotated[
         int, Counter("headrace_spec_decode_drafts", "Rows whose drafted tokens were verified.", "vllm:spec_decode_num_drafts")
     ] = 0

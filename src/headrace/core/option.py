@@ -49,6 +49,7 @@ class Option:
     shown        the default in words, where its value says too little ("the model's"); empty: the value is shown
     flags        of a class with a flag for each field (`cli.flags.rows`); None: made from the field's name
     one_of       allowed values; other_names: vLLM's names for some of them
+    words        may stand in place of a number
     low, high    bounds, included; above: in place of `low`, a bound that is not included
     switch       (off, on): the values that its flag --x/--no-x sets
     on           default by device; empty: one default for all devices
@@ -63,6 +64,7 @@ class Option:
     flags: tuple[str, ...] | None = None
     one_of: tuple[str, ...] = ()
     other_names: Mapping[str, str] = field(default_factory=dict)
+    words: tuple[str, ...] = ()
     low: float | None = None
     high: float | None = None
     above: float | None = None
@@ -89,10 +91,14 @@ class Option:
         """
         if self.one_of and value not in self.one_of:
             raise ConfigError(name, f"{value!r} is not one of {', '.join(self.one_of)}")
+        if value in self.words:
+            return
+        kind = int if self.words else kind
         if value is None or kind not in (int, float):
             return
         if type(value) is not int and (kind is int or type(value) is not float):
-            raise ConfigError(name, f"{value!r} is not a {'number' if kind is float else 'whole number'}")
+            words = "".join(f", nor {word}" for word in self.words)
+            raise ConfigError(name, f"{value!r} is not a {'number' if kind is float else 'whole number'}{words}")
         number, low = cast(float, value), self.above if self.low is None else self.low
         is_high_enough = low is None or (number > low if self.low is None else number >= low)
         if low is not None and self.high is not None and not (is_high_enough and number <= self.high):

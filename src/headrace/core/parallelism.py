@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 MOST = 64
+
+AUTO = "auto"
+"""The planner decides how many ranks share each layer (`lab.plan.here`)."""
+
+
+def why_indivisible(tp: int, *, heads: int, kv_heads: int, features: Iterable[int], vocab_size: int) -> str:
+    """Empty: layers of these sizes divide into `tp` parts. features: of feed-forward blocks, or of each expert that is not left whole"""
+    if (tp - 1) * -(-vocab_size // tp) >= vocab_size:
+        return f"a vocabulary of {vocab_size} leaves the last of as many parts empty"
+    if heads % tp:
+        return f"{heads} query heads do not divide by it"
+    if kv_heads % tp and tp % kv_heads:
+        return f"{kv_heads} KV heads neither divide by it nor divide it"
+    odd = next((size for size in features if size % tp), 0)
+    return f"{odd} features of a feed-forward block do not divide by it" if odd else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -236,7 +236,7 @@ def _build(
 
             lead = partial(lead_ranks, rendezvous, config.parallelism, check_ranks)
         built = build(config, packed, lead=lead)
-    meter = EngineMeter(built.info, built.read_gpu)
+    meter = EngineMeter(built.info, built.read_gpu, built.read_experts)
     engine = assemble(
         config, built.runner, built.info, outbox, block_key=block_key, preparer=built.preparer, adapters=built.adapters, meter=meter
     )

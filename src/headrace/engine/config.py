@@ -17,7 +17,7 @@ from headrace.core.adapters import MAX_ADAPTERS, AdapterSource, check_adapters
 from headrace.core.errors import ConfigError
 from headrace.core.model_info import LOAD_FORMATS
 from headrace.core.option import Option, Reload, Role, by_device, check_options, option, options, required
-from headrace.core.parallelism import MOST, Parallelism
+from headrace.core.parallelism import AUTO, MOST, Parallelism
 from headrace.core.speculation import SpeculativeConfig
 from headrace.machine.gpus import Gpus, find_gpus
 from headrace.policy.queues import QUEUES
@@ -188,11 +188,13 @@ class EngineConfig:
         is_common=True,
     )
 
-    tensor_parallel_size: int = option(
+    tensor_parallel_size: int | str = option(
         1,
-        "Processes that share each layer of a replica ([ranks.md](ranks.md)), for a model that is too large for one device.",
+        "Processes that share each layer of a replica ([ranks.md](ranks.md)), for a model that is too large for one device. `auto`: what "
+        "the planner chooses for this machine's CPUs.",
         "--tensor-parallel-size",
         "-tp",
+        words=(AUTO,),
         low=1,
         high=MOST,
         is_common=True,
@@ -204,6 +206,7 @@ class EngineConfig:
 
     @property
     def parallelism(self) -> Parallelism:
+        assert isinstance(self.tensor_parallel_size, int), "it is decided before processes are counted"
         return Parallelism(self.tensor_parallel_size, self.pipeline_parallel_size, self.enable_expert_parallel)
 
     @property
@@ -235,7 +238,15 @@ class EngineConfig:
         self._check_speculation()
 
     def _check_parallelism(self) -> None:
-        tp, pp, world = self.tensor_parallel_size, self.pipeline_parallel_size, self.parallelism.world
+        pp = self.pipeline_parallel_size
+        if self.tensor_parallel_size == AUTO:
+            if refused := Parallelism(2).why_not_run(self.device):
+                raise ConfigError("tensor_parallel_size", f"{AUTO} may be more than 1: {refused}", "Use 1, or device = cpu.")
+            if pp > 1:
+                reason = f"{AUTO} is decided for one stage, and pipeline_parallel_size is {pp}"
+                raise ConfigError("tensor_parallel_size", reason, "Give both as numbers.")
+            return
+        tp, world = self.parallelism.tp, self.parallelism.world
         name, value = ("tensor_parallel_size", tp) if tp > 1 else ("pipeline_parallel_size", pp)
         if world > MOST:
             raise ConfigError(name, f"{tp} x {pp} (pipeline_parallel_size) are more than {MOST} processes", "Lower one of them.")

@@ -74,15 +74,19 @@ class LoadBoard:
         published, step = self._published, self._steps.running
         submitted = self._inbox.put_since(published.taken).classes
         added = summed(submitted)
+        use, counters = NO_USE, published.load.counters
+        if self._meter is not None:
+            use, counters = self._meter.read(now), self._meter.with_experts(counters)
         return replace(
             published.load,
+            counters=counters,
             num_waiting=published.load.num_waiting + added.num_waiting,
             num_queued_tokens=published.load.num_queued_tokens + added.num_queued_tokens,
             step_age_s=None if step is None else now - step.started,
             step_predicted_s=0.0 if step is None else step.predicted_s,
             loop_age_s=now - published.at,
             classes=plus(published.load.classes, submitted),
-            **(NO_USE if self._meter is None else self._meter.read(now)),
+            **use,
         )
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from operator import add
-from typing import TypedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from operator import add, sub
+from typing import NamedTuple, TypedDict
 
 from headrace.core.load import EngineCounters, GpuUse
 from headrace.core.model_info import ModelInfo
@@ -44,6 +45,13 @@ class StepWork:
         counters.read_megabytes, counters.megaflops = self._read_bytes // MEGA, self._flops // MEGA
 
 
+class ExpertLoad(NamedTuple):
+    """Fields of `core.load.EngineCounters`."""
+
+    expert_tokens: int
+    hottest_expert_tokens: dict[str, int]
+
+
 class EngineUse(TypedDict, total=False):
     """Fields of `core.load.LoadSnapshot`."""
 
@@ -60,18 +68,41 @@ NO_USE = EngineUse()
 """Not measured: an engine in a test or in a simulation."""
 
 
+ExpertTokens = Mapping[int, Sequence[int]]
+"""Layer -> the tokens that chose each of its experts."""
+
+
+def no_experts() -> ExpertTokens:
+    return {}
+
+
 class EngineMeter:
     """Callable from any thread; a reading is at most READ_EVERY_S old."""
 
-    def __init__(self, info: ModelInfo, read_gpu: Callable[[], GpuUse | None]) -> None:
-        self._info, self._read_gpu = info, read_gpu
+    def __init__(
+        self, info: ModelInfo, read_gpu: Callable[[], GpuUse | None], read_experts: Callable[[], ExpertTokens] = no_experts
+    ) -> None:
+        self._info, self._read_gpu, self._read_experts = info, read_gpu, read_experts
+        self._at_start = {layer: [*tokens] for layer, tokens in read_experts().items()}
         self._read_at = -math.inf
         self._last = NO_USE
+        self._experts = ExpertLoad(0, {})
 
     def read(self, now: float) -> EngineUse:
         if now - self._read_at >= READ_EVERY_S:
+            self._experts = self._count_experts()
             self._last, self._read_at = self._measure(), now
         return self._last
+
+    def with_experts(self, counters: EngineCounters) -> EngineCounters:
+        """As of the last `read`."""
+        return replace(counters, **self._experts._asdict()) if self._at_start else counters
+
+    def _count_experts(self) -> ExpertLoad:
+        """What came since the meter was made: warm-up is before that."""
+        since = {layer: [*map(sub, tokens, self._at_start[layer])] for layer, tokens in self._read_experts().items()}
+        hottest = {f"{layer}/{tokens.index(most)}": most for layer, tokens in since.items() if (most := max(tokens))}
+        return ExpertLoad(max(map(sum, since.values()), default=0), hottest)
 
     def _measure(self) -> EngineUse:
         gpu = self._read_gpu()

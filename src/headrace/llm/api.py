@@ -25,6 +25,7 @@ from headrace.core.structured import StructuredOutputsParams
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine, Outbox
+from headrace.lab.plan.here import decide_layout
 from headrace.llm.adapters import LoRARequest, LoRARequests, folders_to_read, parse_lora_requests
 from headrace.llm.batch import ProgressLine, PromptBatch, PromptJob, outputs_of
 from headrace.llm.options import ENGINE_FIELDS, described, engine_config, refuse_unsupported
@@ -82,7 +83,7 @@ class LLM:
         enforce_eager: bool | None = None,
         num_threads: int | None = None,
         device: str | None = None,
-        tensor_parallel_size: int | None = None,
+        tensor_parallel_size: int | str | None = None,
         pipeline_parallel_size: int | None = None,
         enable_expert_parallel: bool | None = None,
         depth: int | None = None,
@@ -98,6 +99,7 @@ class LLM:
         refuse_unsupported(unsupported, _KEYWORDS)
         folder = _resolve(model, experimental=experimental)
         config = engine_config(folder, given).with_folders(partial(_resolve, experimental=experimental))
+        config = decide_layout(config, folder)
         self._start(config, load_text(folder), seed, _build_engine)
 
     @classmethod

@@ -9,6 +9,7 @@ import os
 import resource
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -114,19 +115,39 @@ def allowed_cpus() -> list[int] | None:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
 
 
+def memory_domains(cpus: Sequence[int], root: Path = Path("/")) -> list[list[int]]:
+    """These CPUs by the memory that is next to them (NUMA nodes), domains without one of them left out.
+
+    CPUs of which the system says nothing are one domain.
+    """
+    folders_of_nodes = sorted((root / "sys/devices/system/node").glob("node[0-9]*"), key=lambda folder: int(folder.name[4:]))
+    node_of = {cpu: folder.name for folder in folders_of_nodes for cpu in _cpu_list(read_text(folder / "cpulist") or "")}
+    names = dict.fromkeys([folder.name for folder in folders_of_nodes] + [""])
+    domains = ([cpu for cpu in cpus if node_of.get(cpu, "") == name] for name in names)
+    return [domain for domain in domains if domain]
+
+
+def _cpu_list(text: str) -> Iterator[int]:
+    """text: such as 0-3,8"""
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)
+
+
 @dataclass(frozen=True, slots=True)
 class MachineShare:
     index: int
     total: int
 
 
-def share_of(cpus: Sequence[int] | None, share: MachineShare) -> list[int]:
-    """Empty (no binding) if the share is the only one, or CPUs are not known."""
+def share_of(cpus: Sequence[int] | None, share: MachineShare, root: Path = Path("/")) -> list[int]:
+    """Empty (no binding) if the share is the only one, or CPUs are not known. CPUs of one memory domain stay together."""
     number, total = share.index, share.total
     if total == 1 or cpus is None:
         return []
     if total >= len(cpus):
         return [cpus[number % len(cpus)]]
+    cpus = list(chain(*memory_domains(cpus, root)))
     return list(cpus[number * len(cpus) // total : (number + 1) * len(cpus) // total])
 
 

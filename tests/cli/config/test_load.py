@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -29,6 +30,7 @@ from headrace.fleet.launcher import SECRET_VARIABLES, without_secrets
 from headrace.fleet.weights import resolve_model
 from headrace.gateway.config import GatewayConfig, config_from
 from headrace.gateway.http.config import HttpTls
+from headrace.lab.plan import here
 from headrace.machine.hosts import is_loopback
 from tests.cli.conftest import Headrace
 
@@ -629,6 +631,21 @@ def test_differences_name_models_and_show_no_secret(tmp_path: Path, model_folder
     source.accept()
     source.read()
     assert source.differences() == ["the configuration is as it was"]
+
+
+def test_an_open_layout_is_decided_before_processes_are_counted(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All replicas of a file share its machine. A reload decides again."""
+    path, auto = tmp_path / "headrace.yaml", {"model": str(model_folder), "device": "cpu", "tensor_parallel_size": "auto"}
+    two = {"name": "two", "replicas": 2, "engine": auto}
+    path.write_text(json.dumps({"models": [two, {"name": "one", "engine": {**auto, "tensor_parallel_size": 2}}]}))
+    read = partial(load, path, {})
+    fleet = read().fleet(Path, lambda engine, folder, replicas: replace(engine, tensor_parallel_size=replicas))
+    assert [model.num_ranks for model in fleet.models] == [3, 3]
+    monkeypatch.setattr(here, "memory_domains", lambda cpus: [[0, 1]])
+    assert [model.num_ranks for model in ServeSource(read(), read, Path).read().models] == [1, 2]
+    assert load(path, {"HEADRACE_MODELS__1__ENGINE__TENSOR_PARALLEL_SIZE": "auto"}).models[1].engine == read().models[0].engine
 
 
 def test_a_file_with_a_fault_is_refused_and_what_holds_stays(tmp_path: Path, model_folder: Path) -> None:

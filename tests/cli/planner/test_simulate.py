@@ -149,7 +149,7 @@ def test_the_trace_that_is_shipped_is_simulated(headrace: Headrace) -> None:
         (["--gpu", "h100", "--load", "1", "--input-len", "1400"], 2, "more than the longest context (2,048)"),
         (["--model", "llama-3-8b", "--gpu", "h100", "--load", "5", "--spike", "60:20:5"], 2, "requests arrive for 60 s"),
         (["--model", "llama-3-8b", "--gpu", "h100", "--load", "5", "--kill", "60:0:90"], 2, "requests arrive for 60 s"),
-        (["--gpu", "h100", "--tp", "4", "--load", "5"], 3, "6 heads are not divisible by TP 4"),
+        (["--gpu", "h100", "--tp", "4", "--load", "5"], 3, "4: 6 query heads do not divide by it"),
         (["--model", "bge-m3", "--gpu", "h100", "--load", "5"], 2, "bge-m3 generates nothing"),
     ],
 )

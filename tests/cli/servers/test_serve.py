@@ -29,7 +29,9 @@ from headrace.cli.servers.announcement import announce
 from headrace.cli.servers.serve import serve
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
+from headrace.fleet.config import FleetConfig
 from headrace.fleet.supervisor import FleetReady
+from headrace.lab.plan import here
 from headrace.observe.logs import LogFormat, set_up_logging
 from tests.lab.test_fake_clock import VirtualClock
 
@@ -298,3 +300,20 @@ def test_a_taken_port_is_refused_at_once_with_what_to_do(model_folder: Path, mon
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"gateway.port: port {port} on 127.0.0.1 is in use.*--port 0"):
             serve_module.run(config_with(model_folder, port=port))
+
+
+@pytest.mark.socket
+def test_the_number_of_ranks_is_decided_before_they_are_started(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[FleetConfig] = []
+
+    def run_fleet(fleet: FleetConfig, **others: object) -> int:
+        started.append(fleet)
+        return 0
+
+    monkeypatch.setattr("headrace.fleet.supervisor.run_fleet", run_fleet)
+    monkeypatch.setattr(here, "memory_domains", lambda cpus: [[0, 1]])
+    options = {"device": "cpu", "tensor_parallel_size": "auto", "port": 0, "state": str(tmp_path / "state")}
+    assert serve_module.run(config_with(model_folder, **options)) == 0
+    assert [model.num_ranks for fleet in started for model in fleet.models] == [1]

@@ -9,9 +9,10 @@ import pytest
 
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
+from headrace.engine.layout import make_need
 from headrace.lab.plan.catalogue import read_catalogue
 from headrace.lab.plan.shapes import find_entry
-from headrace.lab.simulate.build import MEASURED, SimulatedModel, check_measured, make_need, measured_model, on_device, planned_model
+from headrace.lab.simulate.build import MEASURED, SimulatedModel, check_measured, measured_model, on_device, planned_model
 from headrace.lab.simulate.step_times import FittedLatency
 from headrace.policy.placement.layout import Placement, choose_layout
 from headrace.policy.placement.need import Traffic
@@ -43,6 +44,17 @@ def test_several_ranks_of_a_file_are_refused_by_name(gpu: str, reason: str) -> N
         options: dict[str, Any] = {name: 2}
         with pytest.raises(ConfigError, match=f"^{name}: .*{reason}"):
             planned(gpu=gpu, **options)
+
+
+def test_auto_is_what_the_planner_chooses_and_a_number_is_not() -> None:
+    """In 16 bits this model does not fit half of a domain's memory, and does fit two halves."""
+    simulated, best = planned(gpu="cpu", tensor_parallel_size="auto")
+    assert (best.layout.tp, simulated.config.tensor_parallel_size) == (2, 2)
+    with pytest.raises(ConfigError, match=r"^--gpu: weights of 16\.1 GB do not fit in 12\.0 GB"):
+        planned(gpu="cpu")
+    assert planned(gpu="cpu", name="qwen2.5-0.5b", tensor_parallel_size="auto")[1].layout.tp == 1
+    with pytest.raises(ConfigError, match=r"^tensor_parallel_size: auto may be more than 1: .* on one GPU\."):
+        planned(tensor_parallel_size="auto")
 
 
 def test_rounded_weights_leave_more_cache_and_are_read_sooner() -> None:
@@ -125,7 +137,7 @@ def test_a_replica_is_the_one_that_the_planner_prefers() -> None:
 
 
 def test_heads_that_devices_cannot_share_are_refused_as_the_planner_refuses_them() -> None:
-    with pytest.raises(ConfigError, match="--tp: 14 heads are not divisible by TP 4"):
+    with pytest.raises(ConfigError, match="--tp: 4: 14 query heads do not divide by it"):
         planned(4, name="qwen2.5-0.5b")
 
 

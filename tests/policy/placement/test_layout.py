@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.policy.placement.layout import HEADROOM, MAX_NUM_SEQS, TIE, Placement, capacity, choose_layout, judge, why_not_run
+from headrace.policy.placement.layout import HEADROOM, TIE, Placement, capacity, choose_layout, judge, why_not_run
 from headrace.policy.placement.load import at_rate, at_running
 from headrace.policy.placement.model import LatentAttention, ModelShape, WeightSizes
-from headrace.policy.placement.need import Device, Goals, Link, Need, Traffic
+from headrace.policy.placement.need import MAX_NUM_SEQS, Device, Goals, Link, Need, Traffic
 from headrace.policy.placement.roofline import COMPUTING, Layout, Roofline
 
 pytestmark = pytest.mark.pure
@@ -155,8 +155,8 @@ def test_tensor_parallelism_over_more_devices_than_kv_heads_holds_them_twice() -
 
 def test_heads_that_tensor_parallelism_does_not_divide_are_named() -> None:
     odd = replace(SMALL, heads=28, kv_heads=4, hidden_size=3584)
-    refused = {str(each.layout): each.reason for each in choose_layout(need(odd)) if "divisible" in each.reason}
-    assert refused["TP 8"] == "28 heads are not divisible by TP 8"
+    refused = {str(each.layout): each.reason for each in choose_layout(need(odd)) if "divide" in each.reason}
+    assert refused["TP 8"] == "28 query heads do not divide by it"
 
 
 def test_a_model_that_does_not_fit_says_how_large_it_is() -> None:

@@ -121,6 +121,23 @@ def test_ranks_whose_routers_disagree_choose_the_experts_of_the_first(
     assert torch.equal(ranks.run(answers(paged_run))[0], wanted)
 
 
+@pytest.mark.parametrize("name", ["tp2", "pp3", "ep2", "ep4-pp2"])
+def test_the_first_rank_counts_the_tokens_of_all_experts_of_its_layers(
+    name: str, make_oracle: Callable[..., Any], paged_run: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The middle layer is dense."""
+    make_oracle("Qwen3Moe", tmp_path, **{**TINY, **FAMILIES["Qwen3Moe"]})
+    whole, ranks = loader(tmp_path)(), Ranks(DIVISIONS[name], loader(tmp_path))
+    ranks.run(answers(paged_run))
+    answers(paged_run)(whole)
+    counted, own = whole.model.expert_tokens, ranks.loaded[0].model
+    assert [*counted] == [0, 2]
+    assert sum(counted[0]) == 35 * 3, "each of the prompts' tokens chose three"
+    assert 0 < sum(counted[2]) < sum(counted[0]), "the last layer computes what somebody asks about"
+    layers = own.place.layers(3)
+    assert own.expert_tokens == {layer: tokens for layer, tokens in counted.items() if layer in layers}
+
+
 @pytest.mark.parametrize(("family", "name"), [("Llama", "tp2"), ("Gemma3", "tp2-pp2"), ("Mixtral", "ep2")])
 def test_compiled_kernels_take_the_parts(
     family: str,

@@ -184,7 +184,11 @@ def _offline_shape(info: ModelInfo, inputs: int, outputs: int, spread: float, pr
 
 
 def _config(model: str | None, engine: Mapping[str, object]) -> EngineConfig:
-    return decode(EngineConfig, {**engine, "model": model or DEFAULT_MODEL}).checked(find_gpus_to_start)
+    from headrace.fleet.weights import resolve_model
+    from headrace.lab.plan.here import decide_layout
+
+    config = decode(EngineConfig, {**engine, "model": model or DEFAULT_MODEL}).checked(find_gpus_to_start)
+    return decide_layout(config, resolve_model(config.model))
 
 
 def _engine(config: EngineConfig) -> tuple[Engine, Collector]:

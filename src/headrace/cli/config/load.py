@@ -31,6 +31,7 @@ from headrace.fleet.config import FleetConfig
 from headrace.gateway.access.principal import OPEN_ACCESS
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.control.protections import check_keeps_protections, gives_up_keys
+from headrace.lab.plan.here import decide_layout
 from headrace.machine.gpus import find_gpus
 from headrace.machine.hosts import is_loopback
 
@@ -280,7 +281,7 @@ class ServeSource:
         last = self._load()
         check_keeps(self._held, last)
         self._last = last
-        return last.fleet(self._resolve).checked()
+        return last.fleet(self._resolve, decide_layout).checked()
 
     def differences(self) -> list[str]:
         changes = differences(_with_names(self._held), _with_names(self._last))

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 from headrace.bundled import bundled_path
 from headrace.core.errors import ConfigError
@@ -74,6 +73,15 @@ class RemoteSection:
         )
 
 
+Divide = Callable[[EngineConfig, Path, int], EngineConfig]
+"""Options, the model's folder and the number of replicas on this machine -> the options with a number of ranks."""
+
+
+def undivided(engine: EngineConfig, folder: Path, num_replicas: int) -> EngineConfig:
+    """A `Divide` for what starts no engine."""
+    return engine
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection:
     """One served model: the engines that serve it, the foreign servers that answer for it, or both."""
@@ -116,12 +124,11 @@ class ModelSection:
         fallbacks = {} if self.fallbacks == NO_FALLBACKS else {"fallbacks": plain(self.fallbacks)}
         return {**fallbacks, **(self.parsers if self.engine is not None or self.remote is not None else {})}
 
-    def engine_options(self, resolve: Callable[[str], Path]) -> dict[str, Any]:
-        """The options of engines that are started here, but for their adapters. resolve: as of `ServeConfig.fleet`"""
+    def engine_options(self, resolve: Callable[[str], Path]) -> EngineConfig:
+        """The options of engines that are started here, but for their adapters, with folders. resolve: as of `ServeConfig.fleet`"""
         assert self.engine is not None
         engine = self.engine.with_folders(resolve)
-        made: dict[str, Any] = plain(replace(engine, enable_lora=engine.enable_lora or bool(self.adapters)))
-        return made
+        return replace(engine, enable_lora=engine.enable_lora or bool(self.adapters))
 
     @property
     def num_engines(self) -> int:
@@ -217,8 +224,11 @@ class ServeConfig(FleetOptions):
         """Engines that are not started yet have placeholders for addresses."""
         return replace(self.whole_gateway(), models=tuple(_as_gateway_model(model) for model in self.models))
 
-    def fleet(self, resolve: Callable[[str], Path]) -> FleetConfig:
-        """resolve: makes a local folder of a `model` as the file names it; may download a hub id, and raise"""
+    def fleet(self, resolve: Callable[[str], Path], divide: Divide = undivided) -> FleetConfig:
+        """
+        resolve  makes a local folder of a `model` as the file names it; may download a hub id, and raise
+        divide   decides the layout of engines whose options leave it open
+        """
         gateway = plain(self.whole_gateway())
         del gateway["models"], gateway["timeouts"]["drain_s"]
         models = []
@@ -226,8 +236,9 @@ class ServeConfig(FleetOptions):
             spec = ModelSpec(name=model.served_name, aliases=model.aliases, replicas=model.num_engines, gateway=model.of_gateway)
             if model.engine is not None:
                 engine = model.engine_options(resolve)
+                options = plain(divide(engine, Path(engine.model), sum(each.num_engines for each in self.models)))
                 folders = {name: str(resolve_adapter(path)) for name, path in model.adapters.items()}
-                spec = replace(spec, folder=Path(engine.pop("model")), engine=engine, adapters=folders)
+                spec = replace(spec, folder=Path(options.pop("model")), engine=options, adapters=folders)
             elif model.remote is not None:
                 remote = tuple(plain(replica) for replica in model.remote.gateway_replicas())
                 spec = replace(spec, folder=resolve(model.remote.model), remote=remote)

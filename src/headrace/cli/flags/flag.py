@@ -50,6 +50,13 @@ def whole_number(text: str | int) -> int:
     return round(value) * (-1 if parts["sign"] else 1)
 
 
+def number_or(words: Sequence[str]) -> Callable[[str | int], str | int]:
+    def number_or_word(text: str | int) -> str | int:
+        return text if text in words else whole_number(text)
+
+    return number_or_word
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandFlag:
     """A flag, or an argument, and the keys that it sets.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from headrace.cli.exits import UsageRefused
-from headrace.cli.flags.flag import CommandFlag, whole_number
+from headrace.cli.flags.flag import CommandFlag, number_or, whole_number
 from headrace.core.option import Option, options
 from headrace.core.strict_decode import inner
 from headrace.engine.config import EngineConfig
@@ -73,11 +73,13 @@ def _engine_flags() -> Iterator[CommandFlag]:
             split = partial(_section, f"--{word}")
             yield CommandFlag(group=ENGINE, paths=(name,), names=(f"--{word}",), option=option, split=split, about={"metavar": "JSON"})
             continue
-        kind = bool if option.switch else next(kind for kind in (bool, int, float, str) if hints[name] in (kind, kind | None))
+        kinds = (kind for kind in (bool, int, float, str) if hints[name] in (kind, kind | None))
+        kind = bool if option.switch else int if option.words else next(kinds)
         made = f"--{word}/--no-{word}" if kind is bool else f"--{word}"
         names = (made,) if option.flags is None else option.flags
         if names:
-            about = {"parser": whole_number, "metavar": "<int>"} if kind is int else {}
+            parser = number_or(option.words) if option.words else whole_number
+            about = {"parser": parser, "metavar": "|".join(("<int>", *option.words))} if kind is int else {}
             yield CommandFlag(group=ENGINE, paths=(name,), names=names, kind=kind, option=option, split=_converter(option), about=about)
 
 

@@ -64,6 +64,7 @@ def find_model(name: str, catalogue: Mapping[str, Mapping[str, object]], dtype: 
 
 def _planned(config: ConfigFile, name: str, dtype: str | None, tensor_bytes: Mapping[str, int] | None) -> PlannedModel:
     """tensor_bytes: of the weights' files; None: they are beside config.json, if anywhere"""
+    from headrace.engine.shapes import shape_of
     from headrace.lab.plan.shapes import read_dtype, read_shape, refuse_other_layers
     from headrace.tensor.models import MODEL_TYPES, find_architecture, read_spec
 
@@ -77,40 +78,12 @@ def _planned(config: ConfigFile, name: str, dtype: str | None, tensor_bytes: Map
         architecture = MODEL_TYPES.get(text.text("model_type", ""))
     named = ConfigFile(text.file, {**text.values, "architectures": [architecture]}, text.prefix)
     spec = None if architecture is None else read_spec(named)[1]
-    shape = read_shape(text, name) if spec is None else _shape_of(spec, name)
+    shape = read_shape(text, name) if spec is None else shape_of(spec, name)
     plain = read_dtype(text, config)
     if dtype is not None:
         return PlannedModel(shape, dtype, tuple(notes))
     sizes, kept, more = _stored_sizes(config, shape, spec, plain, tensor_bytes)
     return PlannedModel(replace(shape, stored=sizes), kept, (*notes, *more))
-
-
-def _shape_of(spec: DecoderSpec, name: str) -> ModelShape:
-    from headrace.policy.placement.model import ModelShape
-    from headrace.tensor.layers.mlp import MlpSpec
-
-    attention = spec.layers[0].attention
-    dense = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MlpSpec)]
-    mixed = [layer.mlp for layer in spec.layers if not isinstance(layer.mlp, MlpSpec)]
-    windows = [layer.attention.window for layer in spec.layers if layer.attention.window is not None]
-    return ModelShape(
-        name=name,
-        num_layers=len(spec.layers),
-        hidden_size=spec.hidden_size,
-        heads=attention.heads,
-        kv_heads=attention.kv_heads,
-        head_dim=attention.head_dim,
-        vocab_size=spec.vocab_size,
-        max_positions=spec.max_positions,
-        mlp_size=dense[0].size if dense else 0,
-        is_tied=spec.is_tied,
-        num_experts=mixed[0].num_experts if mixed else 0,
-        experts_per_token=mixed[0].top_k if mixed else 0,
-        expert_size=mixed[0].size if mixed else 0,
-        num_dense_layers=len(dense) if mixed else 0,
-        window=max(windows, default=0),
-        num_window_layers=len(windows),
-    )
 
 
 def _stored_sizes(
@@ -175,8 +148,6 @@ def _dtype_of(size: float, plain: str, *, is_float: bool) -> str:
         return plain
     return "int4" if size < 0.66 else "fp8" if is_float else "int8"
 
-
-DEFAULT_CONTEXT = 4096
 
 DEFAULT_USER_TOKENS_PER_S = 20.0
 
@@ -256,12 +227,14 @@ class AskedTraffic:
     def _context(self, shape: ModelShape) -> int:
         if self.context is not None:
             return self.context
+        from headrace.policy.placement.need import DEFAULT_CONTEXT
+
         length = min(DEFAULT_CONTEXT, shape.max_positions)
         self.notes.append(f"No --context: {length} tokens of prompt and answer are assumed.")
         return length
 
     def _lengths(self, shape: ModelShape, of_users: float, mean: float | None) -> tuple[int, int]:
-        from headrace.lab.plan.plan import OUTPUT_SHARE
+        from headrace.policy.placement.need import OUTPUT_SHARE
 
         if of_users and mean is not None:
             return self._lengths_of_users(shape, of_users, mean)

@@ -230,9 +230,10 @@ def _site(asked: _Asked, lengths: WorkloadShape | None) -> _Site:
 
 
 def _planned_site(asked: _Asked, section: _Section | None, lengths: WorkloadShape | None) -> _Site:
+    from headrace.engine.layout import make_need
     from headrace.gateway.config import GatewayConfig
     from headrace.lab.plan.catalogue import read_catalogue
-    from headrace.lab.simulate.build import make_need, on_device, planned_model
+    from headrace.lab.simulate.build import on_device, planned_model
     from headrace.policy.placement.layout import why_not_run
     from headrace.policy.placement.roofline import load_seconds
 
@@ -303,16 +304,12 @@ def _check_lengths(lengths: WorkloadShape, max_model_len: int) -> None:
 
 
 def _traffic(lengths: WorkloadShape | None, longest: int) -> Traffic:
-    """A trace's lengths are not known before it is read: they are assumed as in `headrace plan`."""
-    from headrace.cli.planner.model import DEFAULT_CONTEXT
-    from headrace.lab.plan.plan import OUTPUT_SHARE
-    from headrace.policy.placement.need import Traffic
+    """A trace's lengths are not known before it is read."""
+    from headrace.policy.placement.need import Traffic, usual_traffic
 
-    if lengths is not None:
-        return Traffic(prompt_tokens=lengths.input_tokens, output_tokens=lengths.output_tokens, counts_prompts=True)
-    context = min(DEFAULT_CONTEXT, longest)
-    output = max(1, context // OUTPUT_SHARE)
-    return Traffic(prompt_tokens=max(1, context - output), output_tokens=output)
+    if lengths is None:
+        return usual_traffic(longest)
+    return Traffic(prompt_tokens=lengths.input_tokens, output_tokens=lengths.output_tokens, counts_prompts=True)
 
 
 def _section(file: Path | None, model: str | None) -> _Section | None:

@@ -47,6 +47,7 @@ def run(config: ServeConfig, *, read_again: Callable[[], ServeConfig] | None = N
     from headrace.gateway.control.purge import cache_requests
     from headrace.gateway.http.config import connection_limit
     from headrace.gateway.limits.report import limit_requests
+    from headrace.lab.plan.here import decide_layout
     from headrace.observe.logs import LogFormat, set_up_logging
 
     set_up_logging(LogFormat(config.log_format))
@@ -84,4 +85,4 @@ def run(config: ServeConfig, *, read_again: Callable[[], ServeConfig] | None = N
         finally:
             await administration.close()
 
-    return int(run_fleet(config.fleet(resolve), source=source, requests=requests, audit=audit, on_ready=on_ready))
+    return int(run_fleet(config.fleet(resolve, decide_layout), source=source, requests=requests, audit=audit, on_ready=on_ready))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from importlib import import_module
@@ -76,6 +76,7 @@ class Built(NamedTuple):
     adapters: AdapterPreparer[PackedAdapter] | None
     unwritten: Pieces | None
     read_gpu: Callable[[], GpuUse | None]
+    read_experts: Callable[[], Mapping[int, Sequence[int]]]
     group: RankGroup | None
 
 
@@ -131,7 +132,9 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
     info = _model_info(config, part, sizing, decided, numerics, peaks)
     info = info if adapters is None else info.with_adapters(adapters.digests)
     preparer = GrammarPreparer(compiler, grammars)
-    return Built(runner, info, weights, preparer, adapters, unwritten, DEVICES[config.device].read_gpu, group)
+    return Built(
+        runner, info, weights, preparer, adapters, unwritten, DEVICES[config.device].read_gpu, lambda: loaded.model.expert_tokens, group
+    )
 
 
 def _size(config: EngineConfig, part: LoadedPart, adapter_bytes: int, draft: LoadedDraft | None, group: RankGroup | None) -> KvSizing:

@@ -13,6 +13,7 @@ from pathlib import Path
 from headrace.core.errors import ConfigError
 from headrace.core.hashing import BLOCKS, check_secret, site_secret
 from headrace.core.option import Role, check_options, option, required
+from headrace.core.parallelism import AUTO
 from headrace.core.strict_decode import decode, read_json_object
 from headrace.engine.config import EngineConfig, FindGpus
 from headrace.machine.gpus import VISIBLE, find_gpus
@@ -85,6 +86,9 @@ def load_process_config(path: str | Path, find: FindGpus = find_gpus) -> tuple[P
 def process_config_from(data: dict[str, object], find: FindGpus = find_gpus) -> tuple[ProcessConfig, EngineConfig]:
     """Raises ConfigError naming the key."""
     engine = decode(EngineConfig, section(data, "engine"), "engine").checked(find)
+    if engine.tensor_parallel_size == AUTO:
+        remedy = "Give the number, to each of them."
+        raise ConfigError("tensor_parallel_size", f"{AUTO} is for what starts all ranks of a replica, and this command starts one", remedy)
     process = decode(ProcessConfig, data)
     check_options(process)
     check_secret("site_key", process.site_key)

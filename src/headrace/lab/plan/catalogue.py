@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from headrace.core.errors import ConfigError
 from headrace.core.strict_decode import decode
 from headrace.lab.plan.shapes import check_entry
-from headrace.policy.placement.need import COMPUTE_EFFICIENCY, LAYER_OVERHEAD_S, WEIGHT_EFFICIENCY, Device, Link
+from headrace.policy.placement.need import ASSUMED, COMPUTE_EFFICIENCY, LAYER_OVERHEAD_S, WEIGHT_EFFICIENCY, Device, Link
 
 File = TypeVar("File")
 
@@ -49,6 +49,7 @@ class LinkEntry:
     gb_per_s: float
     latency_us: float
     devices: int
+    source: str = ASSUMED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +190,7 @@ def _link(name: str, links: Mapping[str, LinkEntry], where: str) -> Link:
     entry = links.get(name)
     if entry is None:
         raise ConfigError(where, f"{name!r} is no link", f"Known: {', '.join(sorted(links))}.")
-    return Link(name, entry.gb_per_s * 1e9, entry.latency_us * 1e-6, entry.devices)
+    return Link(name, entry.gb_per_s * 1e9, entry.latency_us * 1e-6, entry.devices, entry.source)
 
 
 def _prices(path: Path) -> Prices:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from headrace.core.errors import ConfigError
 from headrace.lab.plan.plan import CapacityPlan
 from headrace.lab.svg import label_log_axis, title_of, write_svg
-from headrace.policy.placement.layout import MAX_NUM_SEQS
 from headrace.policy.placement.load import at_running
+from headrace.policy.placement.need import MAX_NUM_SEQS
 from headrace.policy.placement.roofline import Roofline
 
 if TYPE_CHECKING:

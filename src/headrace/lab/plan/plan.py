@@ -65,10 +65,6 @@ EGRESS_BYTES_PER_TOKEN = 250
 
 CONTEXTS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
-OUTPUT_SHARE = 4
-"""Assumed context tokens per answer token."""
-
-
 INT4_STREAMS = 32
 
 NEAR_BANDWIDTH = 2.0
@@ -226,14 +222,14 @@ def _bandwidth_figure(need: Need, best: Placement, latency: Roofline) -> Figure:
 
 
 def _sum(need: Need, latency: Roofline, terms: Mapping[str, float]) -> str:
-    device, model = need.device, need.model
+    device, model, link = need.device, need.model, need.device.link
     size = WEIGHT_BYTES[need.dtype]
     sources = {
         READING_WEIGHTS: f"{device.bytes_per_s / 1e9:,.0f} GB/s x {device.weight_efficiency[size]:g}",
         COMPUTING: f"{device.flops_of(need.dtype) / 1e12:g} TFLOP/s x {latency.compute_efficiency:g}",
         READING_KV: f"{device.bytes_per_s / 1e9:,.0f} GB/s x {KV_EFFICIENCY:g}",
         GAPS: f"{model.num_layers} layers x {device.layer_overhead_s * 1e6:g} us",
-        COLLECTIVES: str(latency.layout),
+        COLLECTIVES: f"{latency.layout} over {link.name}, {link.latency_s * 1e6:g} us and {link.bytes_per_s / 1e9:g} GB/s, {link.source}",
     }
     return " + ".join(f"{name} {seconds * 1e3:.3f} ms ({sources[name]})" for name, seconds in terms.items())
 

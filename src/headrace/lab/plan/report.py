@@ -179,7 +179,7 @@ def _table(plan: CapacityPlan) -> Iterator[str]:
     for each in shown_here[:SHOWN_LAYOUTS]:
         yield from _table_row(widths, each, each.reason)
     if apart:
-        yield f"  Not run by this version, and not chosen: {apart[0].reason}."
+        yield f"  Not run by this version, and not chosen: {why_not_run(plan.need.device, apart[0].layout)}."
         for each in apart[: SHOWN_LAYOUTS - len(shown_here)]:
             yield from _table_row(widths, each, "")
 

@@ -14,17 +14,18 @@ from headrace.core.errors import ConfigError
 from headrace.core.load import LoadSnapshot
 from headrace.core.model_info import KvGroup, ModelInfo
 from headrace.core.option import options
+from headrace.core.parallelism import AUTO
 from headrace.core.plan import Plan, Result
 from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.build import assemble
-from headrace.engine.config import ROUNDINGS, EngineConfig, choose_device, resolve
+from headrace.engine.config import EngineConfig, choose_device, resolve
 from headrace.engine.loop import Engine
 from headrace.engine.steps import Runner
 from headrace.lab.simulate.step_times import step_s
 from headrace.policy.placement.layout import Placement, choose_layout, why_not_run
 from headrace.policy.placement.model import ModelShape
-from headrace.policy.placement.need import Device, Need, Traffic
+from headrace.policy.placement.need import Need
 from headrace.policy.placement.roofline import Roofline, StepLatency
 
 Update = SequenceUpdate | Rejected
@@ -128,18 +129,23 @@ class SimulatedModel:
 
 
 def planned_model(config: EngineConfig, need: Need, tp: int | None) -> tuple[SimulatedModel, Placement]:
-    """Raises ConfigError if no layout serves the model, or none holds the KV cache."""
+    """tp: None: as the options say
+
+    Raises ConfigError if no layout serves the model, or none holds the KV cache.
+    """
+    is_open = tp is None and config.tensor_parallel_size == AUTO
+    wanted = config.tensor_parallel_size if tp is None else tp
     flat = [
         each
         for each in choose_layout(need)
-        if each.layout.pp == 1 and (not why_not_run(need.device, each.layout) if tp is None else each.layout.tp == tp)
+        if each.layout.pp == 1 and (not why_not_run(need.device, each.layout) if is_open else each.layout.tp == wanted)
     ]
     if not flat:
         raise ConfigError("--tp", f"{need.device.name} has no layout of {tp} devices", "A power of two, within one machine's links.")
     usable = [each for each in flat if each.batch]
     if not usable:
-        remedy = "--tp N simulates a replica on several devices, which this version does not run." if tp is None else ""
-        raise ConfigError("--gpu" if tp is None else "--tp", flat[0].reason, remedy)
+        remedy = "--tp N simulates a replica on several devices." if tp is None else ""
+        raise ConfigError("--gpu" if tp is None else "--tp", flat[0].reason if tp is None else f"{tp}: {flat[0].reason}", remedy)
     best = next((each for each in usable if _num_blocks(config, need, each) * config.block_size <= each.resident_tokens), None)
     if best is None:
         most = max(usable, key=lambda each: each.resident_tokens)
@@ -147,6 +153,7 @@ def planned_model(config: EngineConfig, need: Need, tp: int | None) -> tuple[Sim
         reason = f"{getattr(config, option):,} do not fit: {most.layout} {need.device.name} holds {most.resident_tokens:,} tokens of KV"
         raise ConfigError(option, f"{reason}, {most.resident_tokens // config.block_size:,} blocks")
     latency = Roofline(need.model, need.device, best.layout, need.dtype, need.kv_dtype)
+    config = replace(config, tensor_parallel_size=best.layout.tp)
     return _model(config, latency, _num_blocks(config, need, best), need.model), best
 
 
@@ -192,9 +199,6 @@ MEASURED = (
 )
 """Options on which a step's time or the number of blocks depends: measured steps apply only to the same values."""
 
-WEIGHT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-KV_DTYPES = {"bfloat16": "bf16", "int8": "int8", "fp8": "fp8"}
-
 
 def on_device(config: EngineConfig, named: Collection[str], device: str) -> EngineConfig:
     """named: options that the file sets. Raises ConfigError."""
@@ -204,27 +208,11 @@ def on_device(config: EngineConfig, named: Collection[str], device: str) -> Engi
     unset = {name: None for name, described in options(EngineConfig) if described.on and name not in named}
     checked = resolve(replace(config, **unset), kind)  # type: ignore[arg-type]
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if (size := getattr(checked, name)) > 1:
+        if (size := getattr(checked, name)) not in (1, AUTO):
             raise ConfigError(
                 name, f"{size} is not simulated: --gpu cpu has the times of all CPUs together", "Leave it out, or use --steps."
             )
     return checked
-
-
-def make_need(config: EngineConfig, shape: ModelShape, kept: str, device: Device, traffic: Traffic) -> Need:
-    """kept: dtype of the stored weights"""
-    computed = WEIGHT_DTYPES.get(config.dtype, kept)
-    is_small = kept not in WEIGHT_DTYPES.values()
-    weights = config.quantization if config.quantization in ROUNDINGS else kept if is_small else computed
-    names_cache = config.num_kv_blocks is not None or config.kv_cache_bytes is not None
-    return Need(
-        model=shape if weights == kept else replace(shape, stored=None),
-        device=device,
-        dtype=weights,
-        kv_dtype=KV_DTYPES.get(config.kv_cache_dtype, "fp32" if computed == "fp32" else "bf16"),
-        traffic=traffic,
-        memory_fraction=1.0 if names_cache else config.memory_fraction,
-    )
 
 
 def check_measured(config: EngineConfig, measured: EngineConfig) -> None:

@@ -6,15 +6,12 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from headrace.core.parallelism import Parallelism
+from headrace.core.parallelism import Parallelism, why_indivisible
 from headrace.policy.placement.load import Load, at_rate, at_running
-from headrace.policy.placement.model import ModelShape
 from headrace.policy.placement.need import Device, Need
 from headrace.policy.placement.roofline import Layout, Roofline
 
 HEADROOM = 0.8
-
-MAX_NUM_SEQS = 1024
 
 MAX_DEVICES = 64
 
@@ -68,8 +65,9 @@ def choose_layout(need: Need) -> list[Placement]:
 
 def layouts(need: Need) -> Iterator[Layout]:
     most = min(MAX_DEVICES, MAX_DEVICES if need.num_devices is None else need.num_devices)
-    for tp in _powers(min(most, need.device.link.num_devices)):
-        for pp in _powers(min(most // tp, need.model.num_layers)):
+    widest = min(most, need.device.link.num_devices)
+    for tp in sorted({*_powers(widest), widest}):
+        for pp in _powers(min(most // tp, need.max_stages or need.model.num_layers)):
             yield Layout(tp, pp)
 
 
@@ -79,7 +77,7 @@ def judge(need: Need, layout: Layout) -> Placement:
     refused = _why_impossible(need, layout, resident, sequences)
     if need.model.is_encoder:
         return _encoder(need, latency, refused)
-    room = min(sequences, MAX_NUM_SEQS)
+    room = min(sequences, need.max_num_seqs)
     full = load = _fullest(need, latency, room)
     batch = 0 if refused or _why_late(need, full) or full.slots > room else max(1, round(full.running))
     replicas, lacking = _replicas(need, layout, full.tokens_per_s)
@@ -169,17 +167,18 @@ def _price(need: Need, replicas: int, layout: Layout) -> float | None:
     return None if price is None else price * replicas * layout.num_devices
 
 
-def _why_indivisible(model: ModelShape, tp: int) -> str:
-    if model.heads % tp:
-        return f"{model.heads} heads are not divisible by TP {tp}"
-    if model.latent is None and model.kv_heads % tp and tp % model.kv_heads:
-        return f"{model.kv_heads} KV heads do not fit TP {tp}"
-    return ""
+def _why_indivisible(need: Need, tp: int) -> str:
+    """By the rule of execution. Latent attention has one vector for all heads."""
+    model = need.model
+    if refused := need.refused.get(tp):
+        return refused
+    kv_heads = model.heads if model.latent is not None else model.kv_heads
+    return why_indivisible(tp, heads=model.heads, kv_heads=kv_heads, features=model.divided_sizes, vocab_size=model.vocab_size)
 
 
 def _why_impossible(need: Need, layout: Layout, resident: int, sequences: int) -> str:
     model = need.model
-    if odd := _why_indivisible(model, layout.tp):
+    if odd := _why_indivisible(need, layout.tp):
         return odd
     memory = layout.num_devices * need.device.memory_bytes * need.memory_fraction
     weights = model.weights_bytes(need.dtype)
@@ -195,7 +194,7 @@ def _replicas(need: Need, layout: Layout, rate: float) -> tuple[int, str]:
     wanted = math.ceil(need.traffic.tokens_per_s / rate - 1e-9) if need.traffic.tokens_per_s else 0
     if need.num_devices is None:
         return max(1, wanted), ""
-    there = need.num_devices // layout.num_devices
+    there = min(need.num_devices // layout.num_devices, need.num_devices if need.max_replicas is None else need.max_replicas)
     if wanted > there:
         return there, f"{wanted} replicas, {wanted * layout.num_devices} devices, would be needed"
     return wanted or there, ""
@@ -264,7 +263,7 @@ def _shortfall(need: Need, each: Placement) -> tuple[int, float]:
     lacking_bytes = (0.0 if need.model.is_encoder else latency.kv_bytes(need.traffic.context)) - free_bytes(need, layout)
     if _why_not_run(need, layout):
         return 4, layout.num_devices
-    if _why_indivisible(need.model, layout.tp):
+    if _why_indivisible(need, layout.tp):
         return 3, layout.tp
     if lacking_bytes > 0:
         return 2, lacking_bytes

@@ -159,5 +159,11 @@ class ModelShape:
         seen = whole * num_tokens + self.num_window_layers * min(num_tokens, self.window)
         return per_layer * seen
 
+    @property
+    def divided_sizes(self) -> tuple[int, ...]:
+        """Inner widths of the feed-forward blocks that there are, each of which tensor parallelism divides."""
+        has_dense = not self.num_experts or self.num_dense_layers > 0
+        return (*((self.mlp_size,) if has_dense else ()), *(size for size in (self.expert_size, self.shared_size) if size))
+
     def kv_shards(self, tp: int) -> int:
         return 1 if self.latent is not None else min(tp, self.kv_heads)

@@ -24,12 +24,22 @@ This and the efficiencies above were fitted to steps of an 8B model on one H100 
 FP32_TIMES = 16
 
 
+ASSUMED = "assumed"
+
+
 @dataclass(frozen=True, slots=True)
 class Link:
+    """latency_s: of one sum over its devices, however small; source: of both figures"""
+
     name: str
     bytes_per_s: float
     latency_s: float
     num_devices: int
+    source: str = ASSUMED
+
+    def all_reduce_s(self, num_ranks: int, num_bytes: float) -> float:
+        """num_bytes: of the tensor that ranks of one machine add up. By the cost of a ring (Patarasuk and Yuan 2009)."""
+        return self.latency_s + 2 * (num_ranks - 1) / num_ranks * num_bytes / self.bytes_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +99,29 @@ class Traffic:
         return self.prompt_tokens + self.output_tokens / 2 if self.counts_prompts else self.context
 
 
+MAX_NUM_SEQS = 1024
+
+DEFAULT_CONTEXT = 4096
+
+OUTPUT_SHARE = 4
+"""Assumed context tokens per answer token."""
+
+
+def usual_traffic(longest: int) -> Traffic:
+    """Where nothing is known of the requests. longest: context in tokens"""
+    context = min(DEFAULT_CONTEXT, longest)
+    output = max(1, context // OUTPUT_SHARE)
+    return Traffic(prompt_tokens=max(1, context - output), output_tokens=output)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
     """compares_all     also layouts that this version does not run may be chosen
     rounding         to which the engine rounds the weights when it loads them; empty: they are as stored, or in 16 or 32 bits
+    max_num_seqs     that a replica computes together
+    max_replicas     where the devices are given; None: as many as they hold
+    max_stages       of a pipeline; None: as many as there are layers
+    refused          tensor parallel size -> why the checkpoint's own form does not divide so
     """
 
     model: ModelShape
@@ -105,3 +134,7 @@ class Need:
     memory_fraction: float = 1.0
     compares_all: bool = False
     rounding: str = ""
+    max_num_seqs: int = MAX_NUM_SEQS
+    max_replicas: int | None = None
+    max_stages: int | None = None
+    refused: Mapping[int, str] = field(default_factory=dict)

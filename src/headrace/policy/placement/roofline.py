@@ -105,7 +105,7 @@ class Roofline:
         """Two all-reduces per layer within a group (Shoeybi et al. 2019), and one transfer from each group to the next."""
         message = num_tokens * self.model.hidden_size * ACTIVATION_BYTES
         tp, link, network = self.layout.tp, self.device.link, self.device.network
-        reduce_s = 2 * self.model.num_layers * (link.latency_s + 2 * (tp - 1) / tp * message / link.bytes_per_s) if tp > 1 else 0.0
+        reduce_s = 2 * self.model.num_layers * link.all_reduce_s(tp, message) if tp > 1 else 0.0
         between = link if self.layout.num_devices <= link.num_devices else network
         return reduce_s + (self.layout.pp - 1) * (between.latency_s + message / (tp * between.bytes_per_s))
 

@@ -48,12 +48,15 @@ class SparseMoe:
     """Each rank holds its share of every expert's features; with expert parallelism its share of the experts (`own`), whole, and it adds
     nothing for the others. Reads its own results in Python: never deferred.
 
+    `expert_tokens` counts the tokens that chose each expert of all ranks, where experts run one after another.
+
     On disk experts are either one tensor each (`names`), or stacked: "{block}.experts.gate_up_proj" [X, 2F, E] and
     "{block}.experts.down_proj" [X, E, F] for X experts.
     """
 
     def __init__(self, reader: WeightReader, prefix: str, spec: MoeSpec, names: MoeNames, hidden_size: int) -> None:
         self.spec, self.kernels, self.peers = spec, reader.kernels, reader.peers
+        self.expert_tokens = [0] * spec.num_experts
         reader = reader.without_adapters()
         present = [block for block in names.blocks if reader.source.has(f"{prefix}{block}.gate.weight")]
         block = prefix + (present or names.blocks)[0]
@@ -79,6 +82,8 @@ class SparseMoe:
         compute, own = self._together or self._one_by_one, self.own
         if len(own) == self.spec.num_experts:
             return self.peers.reduce(weighted_sum(compute(x, experts), weights))
+        if self._together is None:
+            self._note(torch.bincount(experts.view(-1), minlength=self.spec.num_experts).tolist())
         is_others = (experts < own.start) | (experts >= own.stop)
         outputs = compute(x, (experts - own.start).masked_fill_(is_others, len(own)))
         return self.peers.reduce(weighted_sum(outputs.masked_fill_(is_others.view(-1, 1), 0.0), weights))
@@ -90,14 +95,21 @@ class SparseMoe:
         tokens = order // top_k
         outputs = empty((x.shape[0] * top_k, x.shape[1]), x.dtype, x.device)
         start = 0
-        counts = torch.bincount(experts.view(-1), minlength=len(self.own))[: len(self.own)]
-        for expert, count in enumerate(counts.tolist()):
+        counts = torch.bincount(experts.view(-1), minlength=len(self.own))[: len(self.own)].tolist()
+        if len(self.own) == self.spec.num_experts:
+            self._note(counts)
+        for expert, count in enumerate(counts):
             if count:
                 chosen = slice(start, start + count)
                 gated = self.kernels.gated_activation(self.gate_up[expert](x[tokens[chosen]]), self.spec.activation)
                 outputs[order[chosen]] = self.down[expert](gated)
                 start += count
         return outputs
+
+    def _note(self, counts: list[int]) -> None:
+        for expert, count in enumerate(counts):
+            if count:
+                self.expert_tokens[expert] += count
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights [T, top_k] in x's dtype and expert indices [T, top_k] int64, the same on every rank.

@@ -184,6 +184,12 @@ class DecoderModel:
         return self.head.weight_bytes if self.place.is_last else 0
 
     @property
+    def expert_tokens(self) -> dict[int, list[int]]:
+        """By layer of the stage, the tokens that chose each expert since the start (`SparseMoe.expert_tokens`); those are counted on."""
+        layers = zip(self.place.layers(len(self.spec.layers)), self.blocks, strict=True)
+        return {index: block.mlp.expert_tokens for index, block in layers if isinstance(block.mlp, SparseMoe)}
+
+    @property
     def recorded_bytes(self) -> int:
         """Upper bound of the memory that recorded steps hold beside the weights."""
         return self._steps.most_bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.core.errors import ConfigError
-from headrace.core.parallelism import Parallelism
+from headrace.core.parallelism import Parallelism, why_indivisible
 from headrace.tensor.layers.mlp import MlpSpec
 from headrace.tensor.models.spec import DecoderSpec
 
@@ -26,17 +26,11 @@ def check_division(spec: DecoderSpec, parallelism: Parallelism, *, enable_lora: 
 
 def _why_not(spec: DecoderSpec, tp: int, *, ep: bool) -> str:
     """Empty: the layers divide into `tp` parts."""
-    if (tp - 1) * -(-spec.vocab_size // tp) >= spec.vocab_size:
-        return f"a vocabulary of {spec.vocab_size} leaves the last of as many parts empty"
     for layer in spec.layers:
         heads, kv_heads, mlp = layer.attention.heads, layer.attention.kv_heads, layer.mlp
-        if heads % tp:
-            return f"{heads} query heads do not divide by it"
-        if kv_heads % tp and tp % kv_heads:
-            return f"{kv_heads} KV heads neither divide by it nor divide it"
-        if not isinstance(mlp, MlpSpec) and ep:
-            if mlp.num_experts % tp:
-                return f"{mlp.num_experts} experts do not divide by it"
-        elif mlp.size % tp:
-            return f"{mlp.size} features of a feed-forward block do not divide by it"
+        features = (mlp.size,) if isinstance(mlp, MlpSpec) or not ep else ()
+        if reason := why_indivisible(tp, heads=heads, kv_heads=kv_heads, features=features, vocab_size=spec.vocab_size):
+            return reason
+        if not isinstance(mlp, MlpSpec) and ep and mlp.num_experts % tp:
+            return f"{mlp.num_experts} experts do not divide by it"
     return ""
