@@ -210,6 +210,11 @@ class EngineConfig:
         return Parallelism(self.tensor_parallel_size, self.pipeline_parallel_size, self.enable_expert_parallel)
 
     @property
+    def max_steps_in_flight(self) -> int:
+        """Planned, and not committed: each stage of a pipeline computes one."""
+        return max(self.depth, self.pipeline_parallel_size)
+
+    @property
     def num_cpu_loras(self) -> int:
         return self.max_cpu_loras or self.max_loras
 
@@ -252,6 +257,12 @@ class EngineConfig:
             raise ConfigError(name, f"{tp} x {pp} (pipeline_parallel_size) are more than {MOST} processes", "Lower one of them.")
         if refused := self.parallelism.why_not_run(self.device):
             raise ConfigError(name, f"{value} is more than 1: {refused}", "Use 1, with a replica for each GPU, or device = cpu.")
+        if pp > 1 < self.depth:
+            raise ConfigError(
+                "depth",
+                f"{self.depth} is not supported beside pipeline_parallel_size = {pp}, where each stage computes a step of its own",
+                "Leave it out: as many steps as stages are planned.",
+            )
         if world > 1 and self.enable_lora:
             raise ConfigError("enable_lora", f"is not supported beside {name} = {value} yet", f"Leave it out, or use {name} = 1.")
 

@@ -132,7 +132,7 @@ class _Pools:
         return -(-num_tokens // self.config.block_size)
 
     def resident(self, window: int) -> int:
-        return min(self.max_model_len, window + self.config.depth * step_tokens(self.config, self.max_model_len))
+        return min(self.max_model_len, window + self.config.max_steps_in_flight * step_tokens(self.config, self.max_model_len))
 
     def counts(self, full_blocks: int) -> tuple[int, ...]:
         return tuple(

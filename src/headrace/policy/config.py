@@ -11,6 +11,9 @@ from headrace.core.option import option
 class SchedulerConfig:
     """
     max_waiting_bytes        memory that waiting requests may hold
+    depth                    most steps in flight: planned, and not committed
+    is_pipeline              stages compute the steps in flight at the same time: a sequence whose next token is in flight is in no other
+                             step, and those that decode are shared out over `depth` steps
     num_speculative_tokens   most tokens drafted to follow a token; 0: the runner drafts none
     has_free_drafts          drafting takes no time that counts; else it takes that of a draft model
     """
@@ -25,9 +28,15 @@ class SchedulerConfig:
     queue_policy: str = "priority"
     enable_chunked_prefill: bool = True
     depth: int = 1
+    is_pipeline: bool = False
     costly_context: int = 0
     num_speculative_tokens: int = 0
     has_free_drafts: bool = True
+
+    @property
+    def steps_per_token(self) -> int:
+        """From one token of a sequence to its next one."""
+        return self.depth if self.is_pipeline else 1
 
     @property
     def uncommitted_tokens(self) -> int:

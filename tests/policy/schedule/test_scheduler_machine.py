@@ -27,7 +27,8 @@ class EngineMachine(RuleBasedStateMachine):
     """The oracle's memory finds wrong blocks at once; `scheduler.check` finds lost ones; the plain loop finds wrong tokens."""
 
     @initialize(
-        depth=st.sampled_from([1, 2]),
+        depth=st.sampled_from([1, 2, 3]),
+        is_pipeline=st.booleans(),
         caching=st.booleans(),
         groups=st.sampled_from([(FULL,), (FULL, WINDOW), (WINDOW,), ()]),
         policy=st.sampled_from(["fcfs", "priority", "sjf", "fair"]),
@@ -44,6 +45,7 @@ class EngineMachine(RuleBasedStateMachine):
     def build(
         self,
         depth: int,
+        is_pipeline: bool,
         caching: bool,
         groups: tuple,  # type: ignore[type-arg]
         policy: str,
@@ -59,6 +61,7 @@ class EngineMachine(RuleBasedStateMachine):
     ) -> None:
         self.driven = DrivenEngine(
             depth=depth,
+            is_pipeline=is_pipeline,
             caching=caching,
             groups=groups,
             queue_policy=policy,

@@ -79,7 +79,7 @@ class Planner:
         prefilling: list[Sequence] = []
         drafted: list[Sequence] = []
         seqs, starts = step.rows.seqs, step.rows.starts
-        for seq in self.sequences.slots.running:
+        for seq in self._decodable() if self.config.is_pipeline else self.sequences.slots.running:
             start = seq.num_planned
             if start < seq.bulk_decode_limit or self._extend_bulk_decode(seq, step):
                 seq.num_planned = start + 1
@@ -96,6 +96,21 @@ class Planner:
                     self._plan_decode(seq, step)
         step.rows.num_decodes = len(seqs)
         return prefilling, drafted
+
+    def _decodable(self) -> list[Sequence]:
+        """The running sequences that this step of a pipeline may compute: those that prefill, and of those that decode an equal part.
+        None has a token in flight. Where one is left out, this step has its full part, so that it is left out by `depth` steps at most.
+
+        While drafts are verified there is one step at a time, and it has all.
+        """
+        running = self.sequences.slots.running
+        if self._drafting is not None and self._drafting.is_on:
+            return running
+        ready = [seq for seq in running if not seq.num_in_flight]
+        prefilling = [seq for seq in ready if seq.num_uncomputed > 1]
+        decoding = [seq for seq in ready if seq.num_uncomputed <= 1]
+        most = math.ceil((len(running) - len(prefilling)) / self.config.depth)
+        return decoding[:most] + prefilling
 
     def _plan_drafts(self, drafting: Drafting, drafted: list[Sequence], prefilling: list[Sequence], step: StepBuilder) -> None:
         num_prompt_tokens = sum([seq.num_uncomputed for seq in prefilling])
@@ -147,7 +162,8 @@ class Planner:
         """Tokens that prompts may take so that the step, which has no others yet, keeps the decoding rows' goals."""
         if not self.sequences.slots.num_goals or not self.config.enable_chunked_prefill or budget <= 0:
             return budget
-        most = tokens_within(tightest_tpot_s(step.rows.seqs), step.costs)
+        kept_waiting = self.sequences.slots.running if self.config.is_pipeline else step.rows.seqs
+        most = tokens_within(tightest_tpot_s(kept_waiting) / self.config.steps_per_token, step.costs)
         return int(min(budget, max(most - (step.max_tokens - budget), prefill_part(most, step.max_tokens))))
 
     def _start_ahead(self, prefilling: list[Sequence], step: StepBuilder) -> None:

@@ -5,7 +5,7 @@
     commit(plan, result, now) -> updates   appends tokens, finishes, frees
     rollback(plan)                         the step raised: nothing of it happened
 
-Up to `depth` plans may be uncommitted.
+Up to `depth` plans may be uncommitted: a sequence is in several of them, or where stages compute them (`is_pipeline`), in one.
 
 No torch, no clock, no lock: the loop owns the one thread that calls this.
 """
@@ -295,6 +295,7 @@ class Scheduler:
         current = sum(row.count for row in in_flight if row.plan_epoch == seq.plan_epoch)
         assert seq.state is not RUNNING or seq.num_planned == seq.num_computed + current, "planned and computed differ"
         assert not seq.drafts or (self._drafting and seq.state is RUNNING and seq.follows_all), "its drafts follow something else"
+        assert not self.config.is_pipeline or not any(row.samples for row in in_flight[:-1]), "planned behind its own token in flight"
         assert len(in_flight) < 2 or all(row.samples < 2 for row in in_flight if row.is_current), "planned while its drafts are verified"
         if seq.num_planned < seq.bulk_decode_limit:
             assert seq.state is RUNNING, "planned in bulk, but does not run"

@@ -67,8 +67,9 @@ class StartRules:
         self.max_running = self.config.max_num_seqs
         if not self.sequences.slots.num_goals and seq.request.tier.tpot_ms is None:
             return True
-        most = tokens_within(tightest_tpot_s([*self.sequences.slots.running, seq]), costs)
-        self.max_running = int(min(most_running(most, self.config.max_num_batched_tokens), self.max_running))
+        steps = self.config.steps_per_token
+        most = tokens_within(tightest_tpot_s([*self.sequences.slots.running, seq]) / steps, costs)
+        self.max_running = int(min(steps * most_running(most, self.config.max_num_batched_tokens), self.max_running))
         return len(self.sequences.slots) < self.max_running
 
     # shares of the KV blocks
