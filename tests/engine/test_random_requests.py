@@ -53,7 +53,7 @@ SPECULATING: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 RANKS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"dtype": "float32", "tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}),
-    ({"dtype": "bfloat16"}, {"pipeline_parallel_size": 2, "depth": 2}),
+    ({"dtype": "bfloat16"}, {"pipeline_parallel_size": 2}),
     ({"dtype": "bfloat16", "tensor_parallel_size": 2, **RANDOM_WEIGHTS}, {"depth": 2, "speculative_config": SUFFIXES}),
 ]
 """Stages give the same bits as one rank does, and tensor parallelism the same in any batch.

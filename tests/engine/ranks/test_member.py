@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from headrace.core.errors import ConfigError, EngineFatal
+from headrace.core.parallelism import ALONE
 from headrace.engine.ranks.frames import HEADER, MAGIC, FrameKind, RankFailure, StepLimits, frame, int_frame, read_json
 from headrace.engine.ranks.link import RankLink
 from headrace.engine.ranks.member import RankMember, _beating, _saying_why
@@ -18,7 +19,7 @@ from headrace.tensor.peers import NoPeers
 pytestmark = pytest.mark.pure
 
 LIMITS = StepLimits(max_tokens=8, max_rows=4, table_width=3, num_groups=1)
-NONE: Any = SimpleNamespace(copy_block=None, forward=None)
+NONE: Any = SimpleNamespace(copy_block=None, forward=None, place=ALONE)
 
 
 class WatchedPeers(NoPeers):

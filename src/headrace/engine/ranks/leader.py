@@ -120,9 +120,13 @@ class RankGroup:
             self._send(rank, member, data)
 
     def send_to_stage(self, data: bytes) -> None:
-        for rank, member in self._members.items():
-            if rank < self.place.parallelism.tp:
-                self._send(rank, member, data)
+        """To rank 0's own."""
+        for rank in range(1, self.place.parallelism.tp):
+            self._send(rank, self._members[rank], data)
+
+    def send_to_earlier_stages(self, data: bytes) -> None:
+        for rank in range(self.place.parallelism.tp, self.place.parallelism.world):
+            self._send(rank, self._members[rank], data)
 
     def _send(self, rank: int, member: _Member, data: bytes) -> None:
         try:
@@ -252,7 +256,7 @@ def make_group(links: Mapping[int, RankLink], place: Place) -> RankGroup:
 
 
 class LeadingModel:
-    """Implements the runner's `Model`: every rank of the replica computes its part."""
+    """Implements the runner's `Model`: every rank of this stage computes its part. Earlier stages have the step already (`pipeline`)."""
 
     def __init__(self, model: DecoderModel, group: RankGroup) -> None:
         self.vocab_size = model.vocab_size
@@ -260,7 +264,8 @@ class LeadingModel:
 
     def forward(self, ids: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
         with self._group.computing():
-            self._group.send(step_frame(ids, batch))
+            if self._group.place.parallelism.tp > 1:
+                self._group.send_to_stage(step_frame(ids, batch))
             return self._model.forward(ids, batch, kv)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -273,7 +278,7 @@ class LeadingModel:
 
 
 class LeadingKv(KvCache):
-    """Changes the same blocks on every rank."""
+    """Changes the same blocks on every rank; copies those of this stage, as `LeadingModel` computes its steps."""
 
     def __init__(self, own: KvCache, group: RankGroup) -> None:
         super().__init__(own.layers, own.group_of, own.block_size, own.pools)
@@ -281,7 +286,7 @@ class LeadingKv(KvCache):
 
     def copy_block(self, group: int, source: int, target: int) -> None:
         with self._group.computing():
-            self._group.send(int_frame(FrameKind.COPY, group, source, target))
+            self._group.send_to_stage(int_frame(FrameKind.COPY, group, source, target))
             super().copy_block(group, source, target)
 
     def clear_pad_block(self) -> None:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from queue import SimpleQueue
 
 from headrace.core.clock import Clock
 from headrace.core.errors import ConfigError, EngineFatal
@@ -70,6 +71,29 @@ class RankLink:
         while (found := self._next()) is None:
             self._take(0)
         return found
+
+    def read_ahead(self, last: FrameKind) -> Callable[[], Frame]:
+        """A thread reads all frames to the one of kind `last` as they come, so that the other end never waits to send. Returns what is to be
+        called in place of `receive`."""
+        frames: SimpleQueue[Frame | EngineFatal] = SimpleQueue()
+
+        def read() -> None:
+            try:
+                kind = None
+                while kind is not last:
+                    frames.put(found := self.receive())
+                    kind = found[0]
+            except EngineFatal as error:
+                frames.put(error)
+
+        def receive() -> Frame:
+            found = frames.get()
+            if isinstance(found, EngineFatal):
+                raise found
+            return found
+
+        threading.Thread(target=read, name="headrace-frames", daemon=True).start()
+        return receive
 
     def arrived(self) -> Iterator[Frame]:
         """The frames that are there, without waiting. Raises as `receive` does, behind the last of them."""

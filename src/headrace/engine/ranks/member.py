@@ -30,7 +30,7 @@ from headrace.engine.ranks.frames import (
     read_step,
 )
 from headrace.engine.ranks.leader import BEAT_S
-from headrace.engine.ranks.link import RankLink, join
+from headrace.engine.ranks.link import Frame, RankLink, join
 from headrace.engine.runner.loading import choose, load_part
 from headrace.engine.runner.warmup import MAX_TOKENS, log_compiling
 from headrace.tensor.backends import load_peers
@@ -57,15 +57,16 @@ class RankMember:
             try:
                 self.link.allowed = self._limits.allowed
                 self.link.send(frame(FrameKind.READY))
-                while self._take():
+                receive = self.link.receive if self._model.place.is_last else self.link.read_ahead(FrameKind.END)
+                while self._take(receive):
                     pass
             finally:
                 self.is_over = True
 
-    def _take(self) -> bool:
+    def _take(self, receive: Callable[[], Frame]) -> bool:
         """False at the end."""
         self.is_idle = True
-        kind, payload = self.link.receive()
+        kind, payload = receive()
         self.is_idle = False
         if kind is FrameKind.STEP:
             self._model.forward(*read_step(payload, self._limits), self._kv)

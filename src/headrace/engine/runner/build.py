@@ -28,6 +28,7 @@ from headrace.engine.grammar.store import GrammarStore
 from headrace.engine.kv_sizing import KvSizing, describe_bytes, out_of_memory, step_tokens
 from headrace.engine.ranks.frames import RankSizes
 from headrace.engine.ranks.leader import LeadingKv, LeadingModel, LeadingRunner, RankGroup
+from headrace.engine.ranks.pipeline import EarlierStages, PipelinedRunner
 from headrace.engine.runner.batch import Resident
 from headrace.engine.runner.device.adapters import NO_PLACES, DevicePlaces
 from headrace.engine.runner.device.runner import DeviceRunner
@@ -37,6 +38,7 @@ from headrace.engine.runner.drafts.lookup import make_lookup
 from headrace.engine.runner.loading import LoadedPart, StartChoices, choose, load_part, name_of
 from headrace.engine.runner.masks import load_mask_kernel
 from headrace.engine.runner.model_runner import ModelRunner, OverlappedRunner
+from headrace.engine.runner.slots import SlotState
 from headrace.engine.runner.warmup import log_compiling, warm_up
 from headrace.tensor.adapters.loader import AdapterLoader
 from headrace.tensor.batch import KvCache, PackedAdapter
@@ -327,7 +329,12 @@ def _make_runner(
         drafter=drafter,
     )
     overlapped = OverlappedRunner(runner) if config.depth > 1 else runner
-    return overlapped if group is None else LeadingRunner(overlapped, group)
+    if group is None:
+        return overlapped
+    if config.pipeline_parallel_size == 1:
+        return LeadingRunner(overlapped, group)
+    slots = SlotState(config.max_num_seqs, sizing.max_model_len, len(kv.pools), kv.block_size)
+    return LeadingRunner(PipelinedRunner(runner, EarlierStages(group, slots), group), group)
 
 
 def _warm_up(runner: AnyRunner, config: EngineConfig, sizing: KvSizing, loaded: LoadedModel) -> float:

@@ -27,7 +27,6 @@ from headrace.core.errors import EngineFatal
 from headrace.core.plan import NO_LOGPROBS, Plan, Result
 from headrace.engine.failpoints import failpoint
 from headrace.engine.runner.batch import (
-    NO_DRAFTS,
     Positions,
     Resident,
     Rows,
@@ -35,9 +34,6 @@ from headrace.engine.runner.batch import (
     build_batch,
     count_prompt_logprobs,
     drafts_nothing,
-    read_rows,
-    refuse_unknown_ids,
-    sampled_positions,
     select_tokens,
     upload_each,
 )
@@ -132,15 +128,8 @@ class ModelRunner:
 
     def _compute(self, plan: Plan) -> Result:
         resident = self._resident() if self._resident is not None else ()
-        rows = read_rows(plan, resident)
-        positions = sampled_positions(rows, column(plan.drafts) if plan.drafts else NO_DRAFTS)
-        self._state.rewind(rows)
-        failpoint("runner.batch")
+        rows, positions = self._state.read(plan, resident)
         failed_before = self._slots.failed[rows.slots]
-        refuse_unknown_ids(rows, self._slots.known[rows.slots], failed_before)
-        if positions.drafts is not None:
-            is_draft = positions.drafts >= 0
-            self._slots.place_drafts(positions.slots[is_draft], positions.places[is_draft], positions.drafts[is_draft])
         logprob_counts = count_prompt_logprobs(rows, self._slots)
         selected = select_tokens(rows, positions, logprob_counts)
         ids, batch = build_batch(rows, self._slots, self._upload, selected, resident)

@@ -5,20 +5,34 @@ A step that raised may have applied its changes or not, so applying, and rewindi
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.core.plan import Plan
 from headrace.engine.failpoints import failpoint
-from headrace.engine.runner.batch import Rows, refuse_moves_but_copies
+from headrace.engine.runner.batch import (
+    NO_DRAFTS,
+    Positions,
+    Resident,
+    Rows,
+    read_rows,
+    refuse_moves_but_copies,
+    refuse_unknown_ids,
+    sampled_positions,
+)
 from headrace.engine.runner.slots import Ints, SlotPart, SlotState, column
-from headrace.tensor.batch import KvCache
+
+
+class Blocks(Protocol):
+    def copy_block(self, group: int, source: int, target: int) -> None: ...
 
 
 class RunnerState:
     """All that a runner keeps between steps: the KV cache and its `SlotPart`s."""
 
-    def __init__(self, kv: KvCache, slots: SlotState, *parts: SlotPart) -> None:
+    def __init__(self, kv: Blocks, slots: SlotState, *parts: SlotPart) -> None:
         self.kv, self.slots = kv, slots
         self._parts: tuple[SlotPart, ...] = (slots, *parts)
 
@@ -34,6 +48,21 @@ class RunnerState:
         self.slots.write_tables(plan)
         for group, source, target in zip(plan.move_groups, plan.move_sources, plan.move_targets, strict=True):
             self.kv.copy_block(group, source, target)
+
+    def read(self, plan: Plan, resident: Resident = ()) -> tuple[Rows, Positions]:
+        """The plan's rows and what they sample. All their ids are in their slots then, drafts included. The caller has applied the plan.
+
+        Raises UnknownToken, and ValueError for what the plan may not ask.
+        """
+        rows = read_rows(plan, resident)
+        positions = sampled_positions(rows, column(plan.drafts) if plan.drafts else NO_DRAFTS)
+        self.rewind(rows)
+        failpoint("runner.batch")
+        refuse_unknown_ids(rows, self.slots.known[rows.slots], self.slots.failed[rows.slots])
+        if positions.drafts is not None:
+            is_draft = positions.drafts >= 0
+            self.slots.place_drafts(positions.slots[is_draft], positions.places[is_draft], positions.drafts[is_draft])
+        return rows, positions
 
     def rewind(self, rows: Rows) -> None:
         """Forget tokens of a plan that was rolled back."""
