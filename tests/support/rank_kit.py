@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headrace.core.parallelism import Parallelism, Place
 from headrace.tensor.models import LoadedModel
+from headrace.tensor.peers import NoPeers
 
 PATIENCE_S = 60
 
@@ -32,9 +33,7 @@ class Replica:
         self.sent: list[list[SimpleQueue[Tensor]]] = [[SimpleQueue() for _ in range(tp)] for _ in range(parallelism.pp)]
 
 
-class TorchPeers:
-    """Implements `Peers`."""
-
+class TorchPeers(NoPeers):
     def __init__(self, replica: Replica, place: Place) -> None:
         self._replica, self._place = replica, place
 

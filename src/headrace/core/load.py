@@ -123,6 +123,24 @@ class EngineCounters:
             label="expert",
         ),
     ] = field(default_factory=dict)
+    exchanges: Annotated[
+        int, Counter("headrace_rank_exchanges", "Exchanges between the ranks of a replica, counted by each that takes part in one.")
+    ] = 0
+    exchanged_kilobytes: Annotated[
+        int, Counter("headrace_rank_exchange_bytes", "What ranks wrote for other ranks in these exchanges.", scale=1000)
+    ] = 0
+    exchange_wait_microseconds: Annotated[
+        int, Counter("headrace_rank_exchange_wait_seconds", "Time that ranks waited for other ranks in these exchanges.", scale=1e-6)
+    ] = 0
+    stage_idle_microseconds: Annotated[
+        dict[str, int],
+        Counter(
+            "headrace_stage_idle_seconds",
+            "Time in which a stage of a pipeline had nothing to compute while there was a step in flight.",
+            label="stage",
+            scale=1e-6,
+        ),
+    ] = field(default_factory=dict)
     drafts: Annotated[
         int, Counter("headrace_spec_decode_drafts", "Rows whose drafted tokens were verified.", "vllm:spec_decode_num_drafts")
     ] = 0

@@ -32,6 +32,7 @@ from headrace.tensor.packed.file import PackedFolder
 
 if TYPE_CHECKING:
     from headrace.engine.ranks.member import RankMember
+    from headrace.engine.ranks.meter import RankMeter
 
 MAX_MEMORY_SHARE = 0.5
 
@@ -149,12 +150,17 @@ def assemble(
     preparer: Preparer | None = None,
     adapters: AdapterPreparer[Any] | None = None,
     meter: EngineMeter | None = None,
+    ranks: RankMeter | None = None,
 ) -> Engine:
     scheduler = make_scheduler(config, info, block_key=block_key)
     info = replace(info, queue_policy=config.queue_policy)
-    engine = Engine(scheduler, runner, info=info, outbox=outbox, preparer=preparer, adapters=adapters, clock=clock, meter=meter)
+    engine = Engine(
+        scheduler, runner, info=info, outbox=outbox, preparer=preparer, adapters=adapters, clock=clock, meter=meter, ranks=ranks
+    )
     if adapters is not None:
         adapters.attach(engine)
+    if ranks is not None:
+        engine.closing.callback(lambda: ranks.log(scheduler.sequences.counters))
     return engine
 
 
@@ -239,8 +245,9 @@ def _build(
         built = build(config, packed, lead=lead)
     meter = EngineMeter(built.info, built.read_gpu, built.read_experts)
     engine = assemble(
-        config, built.runner, built.info, outbox, block_key=block_key, preparer=built.preparer, adapters=built.adapters, meter=meter
-    )
+        config, built.runner, built.info, outbox,
+        block_key=block_key, preparer=built.preparer, adapters=built.adapters, meter=meter, ranks=built.ranks,
+    )  # fmt: skip
     built.preparer.attach(engine)
     if built.group is not None:
         built.group.watch_beats(engine.abort)

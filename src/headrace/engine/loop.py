@@ -12,13 +12,13 @@ import time
 from array import array
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 
 from headrace.core.adapters import AdapterSource
 from headrace.core.clock import Clock
 from headrace.core.errors import ConfigError, EngineFatal, HeadraceError, InvalidRequest, Overloaded, QueueFull, SequenceFailed, Unavailable
 from headrace.core.ids import PreparationId, RequestId
-from headrace.core.load import FailureKind, LoadSnapshot
+from headrace.core.load import EngineCounters, FailureKind, LoadSnapshot
 from headrace.core.model_info import ModelInfo
 from headrace.core.plan import Plan, Result
 from headrace.core.plan_codec import dump_plans
@@ -42,6 +42,13 @@ CHECK_INTERVAL_S = 60.0
 
 MAX_PLAN_FAILURES = 3
 
+
+class StepMeter(Protocol):
+    def count(self, counters: EngineCounters) -> None:
+        """Adds what was done until the end of a step."""
+        ...
+
+
 Outbox = Callable[[list[SequenceUpdate | Rejected]], None]
 
 
@@ -59,6 +66,7 @@ class Engine:
         adapters: AdapterPreparer[Any] | None = None,
         clock: Clock = time.monotonic,
         meter: EngineMeter | None = None,
+        ranks: StepMeter | None = None,
     ) -> None:
         self.info = info
         self.scheduler = scheduler
@@ -69,6 +77,7 @@ class Engine:
         self._inbox = Inbox(scheduler.config.max_waiting_bytes)
         self._steps = StepQueue(runner, clock)
         self._work = StepWork(info)
+        self._ranks = ranks
         self._adapters = adapters
         self._info_changes = threading.Lock()
         self._load = LoadBoard(scheduler, self._inbox, self._steps, clock, meter, adapters)
@@ -317,6 +326,8 @@ class Engine:
         if step.plan.num_rows:
             self._sequences.counters.note_step(seconds)
             self._work.add(step.plan, self._sequences.counters)
+            if self._ranks is not None:
+                self._ranks.count(self._sequences.counters)
             self.scheduler.end_step(step.plan, result, seconds, step.gap_s)
 
     def _recover(self, failed: Plan) -> None:

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
+
+
+class RankWork(NamedTuple):
+    """What one rank has done since it started.
+
+    num_exchanges  in which it took part; a large tensor takes several
+    num_bytes      that it wrote for others
+    waited_s       in exchanges; link_waited_s: of these for another stage
+    steps_s        in its part of steps, with what it waited there; 0 for rank 0
+    """
+
+    num_exchanges: int
+    num_bytes: int
+    waited_s: float
+    link_waited_s: float
+    steps_s: float
 
 
 class Peers(Protocol):
@@ -32,6 +48,14 @@ class Peers(Protocol):
         """Overwrites x."""
         ...
 
+    def note_step(self, nanoseconds: int) -> None:
+        """That this rank's part of a step took."""
+        ...
+
+    def work(self) -> list[RankWork]:
+        """Of all ranks, in their order."""
+        ...
+
     def abort(self) -> None:
         """From any thread: the calls that wait, on all ranks, and later ones raise EngineFatal."""
         ...
@@ -56,6 +80,12 @@ class NoPeers:
 
     def receive(self, x: Tensor) -> None:
         raise AssertionError("one stage receives nothing")
+
+    def note_step(self, nanoseconds: int) -> None:
+        pass
+
+    def work(self) -> list[RankWork]:
+        return []
 
     def abort(self) -> None:
         pass

@@ -557,7 +557,7 @@ class ClassLoad(_message.Message):
     def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ...) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("step_seconds", "finished", "failures", "step_buckets", "plain", "accepted_per_position", "hottest_expert_tokens")
+    __slots__ = ("step_seconds", "finished", "failures", "step_buckets", "plain", "accepted_per_position", "hottest_expert_tokens", "stage_idle_microseconds")
     class FinishedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -593,6 +593,13 @@ class Counters(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class StageIdleMicrosecondsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
@@ -600,6 +607,7 @@ class Counters(_message.Message):
     PLAIN_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_PER_POSITION_FIELD_NUMBER: _ClassVar[int]
     HOTTEST_EXPERT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STAGE_IDLE_MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
     step_seconds: float
     finished: _containers.ScalarMap[str, int]
     failures: _containers.ScalarMap[str, int]
@@ -607,7 +615,8 @@ class Counters(_message.Message):
     plain: _containers.ScalarMap[str, int]
     accepted_per_position: _containers.ScalarMap[str, int]
     hottest_expert_tokens: _containers.ScalarMap[str, int]
-    def __init__(self, step_seconds: _Optional[float] = ..., finished: _Optional[_Mapping[str, int]] = ..., failures: _Optional[_Mapping[str, int]] = ..., step_buckets: _Optional[_Iterable[int]] = ..., plain: _Optional[_Mapping[str, int]] = ..., accepted_per_position: _Optional[_Mapping[str, int]] = ..., hottest_expert_tokens: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    stage_idle_microseconds: _containers.ScalarMap[str, int]
+    def __init__(self, step_seconds: _Optional[float] = ..., finished: _Optional[_Mapping[str, int]] = ..., failures: _Optional[_Mapping[str, int]] = ..., step_buckets: _Optional[_Iterable[int]] = ..., plain: _Optional[_Mapping[str, int]] = ..., accepted_per_position: _Optional[_Mapping[str, int]] = ..., hottest_expert_tokens: _Optional[_Mapping[str, int]] = ..., stage_idle_microseconds: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ("reason",)

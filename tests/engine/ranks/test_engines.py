@@ -42,7 +42,7 @@ pytest.importorskip("headrace.tensor.kernels.cpu.backend")  # now, so that no te
 pytestmark = pytest.mark.socket
 
 TP2, PP2 = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
-LAYOUTS = [{**TP2, "depth": 2}, PP2, {**TP2, **PP2}]
+LAYOUTS = [{**TP2, "depth": 2}, PP2, {"pipeline_parallel_size": 3}, {**TP2, **PP2}]
 SPACE: dict[str, Any] = {"kernels": "reference", "device": "cpu", "max_model_len": 200, "load_format": "dummy", "seed": 3}
 CROWDED: dict[str, Any] = {"num_kv_blocks": 60, "max_num_batched_tokens": 24}
 """So few blocks that sequences are preempted."""
@@ -89,11 +89,11 @@ def check_close(found: Answers, expected: Answers) -> None:
             np.testing.assert_allclose(values(mine), values(its), atol=2e-4)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["tp 2", "pp 2", "tp 2 pp 2"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["tp 2", "pp 2", "pp 3", "tp 2 pp 2"])
 @pytest.mark.parametrize("model", ["llama", "gemma3"])
 def test_several_ranks_answer_as_one_does(tmp_path: Path, layout: dict[str, int], model: str) -> None:
     """Windows of Gemma 3 make KV groups of which a stage may have no layer."""
-    folder = save_tiny_model(model, tmp_path)
+    folder = save_tiny_model(model, tmp_path, num_hidden_layers=3)
     expected, _ = answers(folder)
     found, num_preempted = answers(folder, **layout, **CROWDED)
     check_close(found, expected)

@@ -73,8 +73,8 @@ class RankLink:
         return found
 
     def read_ahead(self, last: FrameKind) -> Callable[[], Frame]:
-        """A thread reads all frames to the one of kind `last` as they come, so that the other end never waits to send. Returns what is to be
-        called in place of `receive`."""
+        """A thread reads all frames to the one of kind `last` as they come, so that the other end never waits to send. Returns what is to
+        be called in place of `receive`."""
         frames: SimpleQueue[Frame | EngineFatal] = SimpleQueue()
 
         def read() -> None:

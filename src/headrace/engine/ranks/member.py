@@ -9,6 +9,7 @@ import mmap
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
@@ -69,7 +70,9 @@ class RankMember:
         kind, payload = receive()
         self.is_idle = False
         if kind is FrameKind.STEP:
+            began = time.monotonic_ns()
             self._model.forward(*read_step(payload, self._limits), self._kv)
+            self._peers.note_step(time.monotonic_ns() - began)
         elif kind is FrameKind.LOGITS:
             self._compute_logits(*read_ints(payload, 1))
         elif kind is FrameKind.COPY:

@@ -28,6 +28,7 @@ from headrace.engine.grammar.store import GrammarStore
 from headrace.engine.kv_sizing import KvSizing, describe_bytes, out_of_memory, step_tokens
 from headrace.engine.ranks.frames import RankSizes
 from headrace.engine.ranks.leader import LeadingKv, LeadingModel, LeadingRunner, RankGroup
+from headrace.engine.ranks.meter import RankMeter
 from headrace.engine.ranks.pipeline import EarlierStages, PipelinedRunner
 from headrace.engine.runner.batch import Resident
 from headrace.engine.runner.device.adapters import NO_PLACES, DevicePlaces
@@ -80,6 +81,7 @@ class Built(NamedTuple):
     read_gpu: Callable[[], GpuUse | None]
     read_experts: Callable[[], Mapping[int, Sequence[int]]]
     group: RankGroup | None
+    ranks: RankMeter | None
 
 
 def build_runner(
@@ -134,9 +136,9 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
     info = _model_info(config, part, sizing, decided, numerics, peaks)
     info = info if adapters is None else info.with_adapters(adapters.digests)
     preparer = GrammarPreparer(compiler, grammars)
-    return Built(
-        runner, info, weights, preparer, adapters, unwritten, DEVICES[config.device].read_gpu, lambda: loaded.model.expert_tokens, group
-    )
+    ranks = None if group is None else RankMeter(group.peers, config.parallelism)
+    read_experts, read_gpu = lambda: loaded.model.expert_tokens, DEVICES[config.device].read_gpu
+    return Built(runner, info, weights, preparer, adapters, unwritten, read_gpu, read_experts, group, ranks)
 
 
 def _size(config: EngineConfig, part: LoadedPart, adapter_bytes: int, draft: LoadedDraft | None, group: RankGroup | None) -> KvSizing:

@@ -32,6 +32,7 @@ from headrace.tensor.kernels.cpu.jit.scalars import (
     as_i64,
     compare_and_set,
     increment,
+    load,
     load_acquire,
     monotonic_ns,
     pause,
@@ -40,13 +41,20 @@ from headrace.tensor.kernels.cpu.jit.scalars import (
 )
 from headrace.tensor.kernels.cpu.jit.simd import add_rows
 from headrace.tensor.kernels.cpu.launch_list import deferred_launches, sched_yield, waited_more
+from headrace.tensor.peers import RankWork
 
 AREA_BYTES = 256 << 10
 """Small enough for the areas of a group to stay in caches, and so large that the wait for the other members costs little beside it."""
 LINE_BYTES = 64
 """What one rank writes and another one polls stands in a cache line of its own."""
 MEMBER_BYTES = 2 * LINE_BYTES
-"""Each member counts the exchanges at which it has arrived, and in another line its workers that have arrived at the next one."""
+"""Each member counts the exchanges at which it has arrived, and in another line its workers that have arrived at the next one, and for
+`RankWork` the nanoseconds that its first worker has waited, which begin after the first spins, and the bytes that it has written."""
+WAITED, WRITTEN = 1, 2
+"""Words of that line."""
+COMPUTED = 1
+"""In the first page each rank has a line, with the nanoseconds of its steps in this word. That of rank 0 begins with the word that ends all
+waits; its steps are not measured."""
 PAGE_BYTES = 4096
 MAX_WAIT_S = 60.0
 """Longest wait for a rank of the same stage: these compute the same step at the same time."""
@@ -86,7 +94,13 @@ class ExchangeArguments(NamedTuple):
 
 
 @helper
-def wait_for(a: ExchangeArguments, members: int, arrivals: int) -> bool:
+def note(a: ExchangeArguments, word: int, amount: int) -> None:
+    line = as_i64(a.group + MEMBER_BYTES * a.member + LINE_BYTES)
+    store(load(line, word) + amount, line, word)
+
+
+@helper
+def wait_for(a: ExchangeArguments, members: int, arrivals: int, worker: int) -> bool:
     """For the group's first `members`; False once the ranks wait no more. Naps grow with the time waited, to be short beside it."""
     abort, spins, last, waited = as_i64(a.abort), 0, 0, 0
     for member in range(members):
@@ -106,6 +120,8 @@ def wait_for(a: ExchangeArguments, members: int, arrivals: int) -> bool:
                 sched_yield()
             else:
                 _usleep(min(waited // 8000, MAX_NAP_US))
+    if waited > 0 and worker == 0:
+        note(a, WAITED, waited)
     return True
 
 
@@ -155,12 +171,14 @@ def _exchange(arguments: int, worker: int, workers: int) -> None:
         first, last = first * LINE_BYTES, min(last * LINE_BYTES, size)
         area = a.areas + number % 2 * a.members * AREA_BYTES
         if is_writer:
-            if not wait_for(a, a.members, number):
+            if not wait_for(a, a.members, number, worker):
                 return
             _memcpy(area + a.member * AREA_BYTES + first, a.x + offset + first, last - first)
+            if worker == 0:
+                note(a, WRITTEN, size)
             arrive(a, workers)
         if is_reader:
-            if not wait_for(a, a.members if is_writer else 1, number + 1):
+            if not wait_for(a, a.members if is_writer else 1, number + 1, worker):
                 return
             read_areas(a, area, offset, first, last)
         if not is_writer:
@@ -217,6 +235,7 @@ class SharedMemoryPeers:
             sender = place.rank + member * p.tp
             return _Group(links + (stage * p.tp + place.tp_rank) * group_bytes(2), member, 2, sender, -p.tp, MAX_LINK_WAIT_S)
 
+        self._place = place
         self._next = None if place.is_last else link(place.stage, 0)
         self._previous = None if place.is_first else link(place.stage - 1, 1)
         _exchange_kernel()  # compiled before another rank waits for this one
@@ -247,6 +266,29 @@ class SharedMemoryPeers:
     def receive(self, x: Tensor) -> None:
         assert self._previous is not None, "the first stage receives nothing"
         self._exchange(self._previous, MOVE, x, x)
+
+    def note_step(self, nanoseconds: int) -> None:
+        self._words[LINE_BYTES // 8 * self._place.rank + COMPUTED] += nanoseconds
+
+    def work(self) -> list[RankWork]:
+        return [self._work_of(self._place.parallelism.place(rank)) for rank in range(self._place.parallelism.world)]
+
+    def _work_of(self, place: Place) -> RankWork:
+        p, links = place.parallelism, PAGE_BYTES + place.parallelism.pp * group_bytes(place.parallelism.tp)
+        own = [PAGE_BYTES + place.stage * group_bytes(p.tp) + MEMBER_BYTES * place.tp_rank]
+        for stage, member in ((place.stage - 1, 1), (place.stage, 0)):
+            if 0 <= stage < p.pp - 1:
+                own.append(links + (stage * p.tp + place.tp_rank) * group_bytes(2) + MEMBER_BYTES * member)
+        counted = [self._words[at // 8 :][: MEMBER_BYTES // 8].tolist() for at in own]
+        second = LINE_BYTES // 8
+        stage_waited, *link_waited = (words[second + WAITED] for words in counted)
+        return RankWork(
+            num_exchanges=sum(words[0] for words in counted),
+            num_bytes=sum(words[second + WRITTEN] for words in counted),
+            waited_s=(stage_waited + sum(link_waited)) / 1e9,
+            link_waited_s=sum(link_waited) / 1e9,
+            steps_s=int(self._words[second * place.rank + COMPUTED]) / 1e9,
+        )
 
     def abort(self) -> None:
         self._words[0] = self._words[0] or ABORTED
