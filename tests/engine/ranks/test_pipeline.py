@@ -22,7 +22,7 @@ from headrace.core.sampling import SamplingParams
 from headrace.core.update import FinishReason
 from headrace.engine.config import EngineConfig
 from headrace.engine.ranks import leader
-from headrace.engine.ranks.frames import FrameKind, StepLimits, read_ints, read_step
+from headrace.engine.ranks.frames import FrameKind, StepLimits, frame, read_ints, read_step
 from headrace.engine.ranks.leader import RankGroup
 from headrace.engine.ranks.link import RankLink
 from headrace.engine.ranks.member import RankMember
@@ -163,8 +163,8 @@ def test_a_link_that_is_read_ahead_takes_frames_that_nobody_asks_for() -> None:
     rank_0, member = RankLink(theirs, {}), RankLink(mine, {FrameKind.STEP: 1 << 20, FrameKind.END: 0})
     receive = member.read_ahead(FrameKind.END)
     for number in range(20):
-        rank_0.send(leader.frame(FrameKind.STEP) if number == 0 else large_frame(number))
-    rank_0.send(leader.frame(FrameKind.END))
+        rank_0.send(frame(FrameKind.STEP) if number == 0 else large_frame(number))
+    rank_0.send(frame(FrameKind.END))
     found = [receive() for _ in range(21)]
     assert [payload[:1] for _, payload in found] == [b"", *(bytes([number]) for number in range(1, 20)), b""]
     theirs.close()
@@ -172,7 +172,7 @@ def test_a_link_that_is_read_ahead_takes_frames_that_nobody_asks_for() -> None:
 
 def large_frame(number: int) -> bytes:
     payload = bytes([number]) * (1 << 20)
-    return leader.frame(FrameKind.STEP)[:8] + len(payload).to_bytes(8, "little") + payload
+    return frame(FrameKind.STEP)[:8] + len(payload).to_bytes(8, "little") + payload
 
 
 def test_a_link_that_is_read_ahead_raises_its_end_where_a_frame_is_waited_for() -> None:

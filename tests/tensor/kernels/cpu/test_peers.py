@@ -212,6 +212,45 @@ def test_a_recorded_step_exchanges_anew_each_time_it_is_replayed() -> None:
         assert all(map(same_bits, results, wants))
 
 
+# --- what ranks did ---
+
+
+def test_every_rank_can_read_what_all_have_exchanged() -> None:
+    """A tensor of two areas and a bit takes three exchanges; who receives, writes nothing."""
+    peers, large = make_peers(2, 2), torch.ones(2, AREA + 3)
+
+    def work(rank: int, each: SharedMemoryPeers) -> None:
+        for _ in range(2):
+            each.reduce(torch.ones(5))
+        if rank < 2:
+            each.receive(large.clone())
+        else:
+            each.send(large)
+            each.note_step(500_000_000 * rank)
+
+    on_all(peers, work)
+    for each in peers:
+        done = each.work()
+        assert [one.num_exchanges for one in done] == [5] * 4
+        assert [one.num_bytes for one in done] == [40, 40, 40 + large.nbytes, 40 + large.nbytes]
+        assert [one.steps_s for one in done] == [0.0, 0.0, 1.0, 1.5]
+
+
+@pytest.mark.parametrize("kind", ["link", "stage"])
+def test_what_a_rank_waits_for_others_is_counted(kind: str) -> None:
+    peers = make_peers(1, 2) if kind == "link" else make_peers(2)
+    mine, its = ("receive", "send") if kind == "link" else ("reduce", "reduce")
+    with ThreadPoolExecutor(1) as pool:
+        while not peers[1].work()[0].waited_s:  # its first spins are not counted, and this thread may be the later one
+            waiting = pool.submit(getattr(peers[0], mine), torch.ones(5))
+            for _ in range(100):
+                peers[1].work()
+            getattr(peers[1], its)(torch.ones(5))
+            waiting.result()
+    done = peers[0].work()[0]
+    assert done.link_waited_s == (done.waited_s if kind == "link" else 0.0)
+
+
 # --- faults ---
 
 
@@ -236,18 +275,13 @@ def test_ranks_that_wait_are_woken_by_an_abort(operation: str) -> None:
         waiting = pool.submit(wait)
         begun.wait()
         if operation in ("reduce", "gather"):
-            until(lambda: has_arrived(peers, waits))
+            until(lambda: peers[1 - waits].work()[waits].num_exchanges == 1)
         peers[1 - waits].abort()
         with pytest.raises(EngineFatal, match="another rank of this replica has ended"):
             waiting.result()
     for each in (peers[2], peers[1 - waits]) if operation != "receive" else (peers[0],):
         with pytest.raises(EngineFatal, match="another rank of this replica has ended"):
             call(each)
-
-
-def has_arrived(peers: Sequence[SharedMemoryPeers], rank: int) -> bool:
-    """Whether that rank of one stage has arrived at its first exchange."""
-    return bool(peers[rank]._words[(shared.PAGE_BYTES + rank * shared.MEMBER_BYTES) // 8] == 1)
 
 
 def test_a_rank_that_never_comes_ends_the_waiting_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
