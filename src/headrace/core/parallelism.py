@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 MOST = 64
 
@@ -83,3 +84,19 @@ class Place:
 
 
 ALONE = Place()
+
+
+class RankWork(NamedTuple):
+    """What one rank has done since it started.
+
+    num_exchanges  in which it took part; a large tensor takes several
+    num_bytes      that it wrote for others
+    waited_s       in exchanges; link_waited_s: of these for another stage
+    steps_s        in its part of steps, with what it waited there; 0 for rank 0
+    """
+
+    num_exchanges: int
+    num_bytes: int
+    waited_s: float
+    link_waited_s: float
+    steps_s: float

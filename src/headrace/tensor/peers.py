@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-
-class RankWork(NamedTuple):
-    """What one rank has done since it started.
-
-    num_exchanges  in which it took part; a large tensor takes several
-    num_bytes      that it wrote for others
-    waited_s       in exchanges; link_waited_s: of these for another stage
-    steps_s        in its part of steps, with what it waited there; 0 for rank 0
-    """
-
-    num_exchanges: int
-    num_bytes: int
-    waited_s: float
-    link_waited_s: float
-    steps_s: float
+from headrace.core.parallelism import RankWork
 
 
 class Peers(Protocol):
@@ -53,7 +39,7 @@ class Peers(Protocol):
         ...
 
     def work(self) -> list[RankWork]:
-        """Of all ranks, in their order."""
+        """That all ranks have done, in their order."""
         ...
 
     def abort(self) -> None:

@@ -16,7 +16,7 @@ from tiny_models import save_tiny_model
 from headrace.core.errors import ConfigError, EngineFatal
 from headrace.core.ids import RequestId, SlotId
 from headrace.core.load import EngineCounters
-from headrace.core.parallelism import Parallelism
+from headrace.core.parallelism import Parallelism, RankWork
 from headrace.core.plan import Plan, Result, Started
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import FinishReason
@@ -30,7 +30,7 @@ from headrace.engine.ranks.meter import RankMeter
 from headrace.engine.ranks.pipeline import EarlierStages, PipelinedRunner
 from headrace.engine.runner.batch import UnknownToken
 from headrace.engine.runner.slots import SlotState
-from headrace.tensor.peers import NoPeers, RankWork
+from headrace.tensor.peers import NoPeers
 
 pytestmark = pytest.mark.socket
 

@@ -6,8 +6,8 @@ import logging
 from operator import sub
 
 from headrace.core.load import EngineCounters
-from headrace.core.parallelism import Parallelism
-from headrace.tensor.peers import Peers, RankWork
+from headrace.core.parallelism import Parallelism, RankWork
+from headrace.tensor.peers import Peers
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class RankMeter:
                 counters.stage_idle_microseconds[str(stage)] = max(known, round(1e6 * idle_s))
 
     def _idle_s(self, work: list[RankWork], stage: int, steps_s: float) -> float:
-        """Of the stage's first rank. steps_s: in which a step was in flight. All that rank 0 does in them counts as computing."""
+        """What the stage's first rank was. steps_s: in which a step was in flight. All that rank 0 does in them counts as computing."""
         first = (self._parallelism.pp - 1 - stage) * self._parallelism.tp
         waited_s = work[first].link_waited_s
         return waited_s if first == 0 else steps_s - (work[first].steps_s - waited_s)

@@ -3,10 +3,10 @@
 A plan is sent to the earlier stages when it is submitted. The last stage, which is this rank's, computes it when its result is asked for;
 meanwhile the earlier ones compute it, and those that were submitted after it.
 
-Who waits for whom. A member of an earlier stage reads its link in a thread of its own, which waits for nothing else, so that `submit` never
-waits for an exchange. Frames of one step are sent to all before those of the next one, and each rank computes its steps in order. So the
-oldest step that any stage has not computed is computed by a stage that waits for none: there is no circle. What a member has read and not
-computed are the steps in flight, as many as there are stages, and their block copies.
+No circle of waits: a member of an earlier stage reads its link in a thread of its own, which waits for nothing else, so that `submit` never
+waits for an exchange. Frames of one step are sent to all before those of the next one, and each rank computes its steps in order. So of the
+steps that are not computed by all, the oldest waits for no other. What a member has read and not computed are the steps in flight, as many
+as there are stages, and their block copies.
 """
 
 from __future__ import annotations

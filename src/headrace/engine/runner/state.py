@@ -25,14 +25,14 @@ from headrace.engine.runner.batch import (
 from headrace.engine.runner.slots import Ints, SlotPart, SlotState, column
 
 
-class Blocks(Protocol):
+class BlockCopies(Protocol):
     def copy_block(self, group: int, source: int, target: int) -> None: ...
 
 
 class RunnerState:
     """All that a runner keeps between steps: the KV cache and its `SlotPart`s."""
 
-    def __init__(self, kv: Blocks, slots: SlotState, *parts: SlotPart) -> None:
+    def __init__(self, kv: BlockCopies, slots: SlotState, *parts: SlotPart) -> None:
         self.kv, self.slots = kv, slots
         self._parts: tuple[SlotPart, ...] = (slots, *parts)
 

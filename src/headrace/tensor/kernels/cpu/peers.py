@@ -23,7 +23,7 @@ from numba import types
 from torch import Tensor
 
 from headrace.core.errors import EngineFatal
-from headrace.core.parallelism import Parallelism, Place
+from headrace.core.parallelism import Parallelism, Place, RankWork
 from headrace.tensor.kernels.cpu.elementwise import share, workers_for
 from headrace.tensor.kernels.cpu.jit.launch import allocate_result, compile_kernel, helper, launch
 from headrace.tensor.kernels.cpu.jit.scalars import (
@@ -41,7 +41,6 @@ from headrace.tensor.kernels.cpu.jit.scalars import (
 )
 from headrace.tensor.kernels.cpu.jit.simd import add_rows
 from headrace.tensor.kernels.cpu.launch_list import deferred_launches, sched_yield, waited_more
-from headrace.tensor.peers import RankWork
 
 AREA_BYTES = 256 << 10
 """Small enough for the areas of a group to stay in caches, and so large that the wait for the other members costs little beside it."""
