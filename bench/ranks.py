@@ -98,7 +98,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 DECODING, PROMPTS = (1, 4, 16), 4
 DECODE, PROMPT = WorkloadShape(input_tokens=8, output_tokens=48), WorkloadShape(input_tokens=512, output_tokens=1)
-ROUNDS = 2
 LAYERS = 4
 """Of TinyLlama's 22: what is measured does not depend on it, and a start is shorter."""
 
@@ -140,7 +139,7 @@ def run_variant(variant: str, model: str) -> list[dict[str, Any]]:
         bind(config, 0)
         engine = build_engine(config, collector, rendezvous)
         loads = [(count, DECODE) for count in DECODING] + [(PROMPTS, PROMPT)]
-        entries = [measured(engine, collector, count, shape, number) for number in range(ROUNDS) for count, shape in loads]
+        entries = [measured(engine, collector, count, shape) for count, shape in loads]
         engine.stop()
         engine.run()
         if member is not None and member.wait():
@@ -148,9 +147,9 @@ def run_variant(variant: str, model: str) -> list[dict[str, Any]]:
     return [{"variant": variant, **entry} for entry in entries]
 
 
-def measured(engine: Engine, collector: Collector, count: int, shape: WorkloadShape, seed: int) -> dict[str, Any]:
+def measured(engine: Engine, collector: Collector, count: int, shape: WorkloadShape) -> dict[str, Any]:
     before = engine.snapshot().counters
-    done = run_offline(engine, collector, make_requests(count, shape, seed=seed))
+    done = run_offline(engine, collector, make_requests(count, shape))
     after = engine.snapshot().counters
     steps_s = after.step_seconds - before.step_seconds
     idle = {
@@ -177,21 +176,19 @@ def measure_pipeline() -> None:
         write_tinyllama(Path(folder))
         path = Path(folder) / "config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": LAYERS}))
-        for variant in VARIANTS:
+        for variant in (*VARIANTS, *reversed(VARIANTS)):
             command = [sys.executable, "-m", "bench.ranks", "pipeline", "--model", folder, "--variant", variant]
             entries += json.loads(subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout)
     for load, count in dict.fromkeys((entry["load"], entry["sequences"]) for entry in entries):
         for variant in VARIANTS:
             rounds = [entry for entry in entries if (entry["variant"], entry["load"], entry["sequences"]) == (variant, load, count)]
             rates = statistics.median(entry["tokens_per_second"] for entry in rounds)
-            idle = ", ".join(f"{share:.0%}" for share in rounds[-1]["idle_share"].values())
+            shares = zip(*[entry["idle_share"].values() for entry in rounds], strict=True)
+            idle = ", ".join(f"{statistics.mean(stage):.0%}" for stage in shares)
             expected = f"; idle {idle}, formula {bubble(min(count, 2) if variant == 'pipeline' else 1):.0%}" if idle else ""
             print(f"{load} {count}, {variant}: {rates:,.1f} tokens/s{expected}")
     facts = {"layers": LAYERS, "decode": asdict(DECODE), "prompt": asdict(PROMPT), "bubble": {str(m): bubble(m) for m in (1, 2)}}
-    write_portable(
-        Path("/tmp/pipeline.json") if os.environ.get("TRY") else results_file("pipeline"),
-        {"environment": asdict(environment()), **facts, "entries": entries},
-    )
+    write_portable(results_file("pipeline"), {"environment": asdict(environment()), **facts, "entries": entries})
 
 
 def main(arguments: list[str] | None = None) -> None:

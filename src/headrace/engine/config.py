@@ -200,7 +200,12 @@ class EngineConfig:
         is_common=True,
     )
     pipeline_parallel_size: int = option(
-        1, "Stages of a replica's layers, each a process or more.", "--pipeline-parallel-size", "-pp", low=1, high=MOST
+        1,
+        "Stages of a replica's layers, each a process or more, which compute a step each at the same time.",
+        "--pipeline-parallel-size",
+        "-pp",
+        low=1,
+        high=MOST,
     )
     enable_expert_parallel: bool = option(False, "Divide whole experts over the processes that share a layer, not each expert.")
 
