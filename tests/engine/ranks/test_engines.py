@@ -129,8 +129,9 @@ def test_experts_are_divided(tmp_path: Path, is_whole: bool) -> None:
     check_close(found, answers(folder)[0])
 
 
+@pytest.mark.parametrize("layout", [TP2, PP2], ids=["tp 2", "pp 2"])
 @pytest.mark.parametrize("method", [NGRAM, DRAFT_MODEL])
-def test_drafts_are_verified_on_all_ranks(method: str) -> None:
+def test_drafts_are_verified_on_all_ranks(method: str, layout: dict[str, int]) -> None:
     folder = bundled_path("headrace-tiny")
     assert folder is not None
     drafting = SpeculativeConfig(method=method, model=str(bundled_path(DRAFT)) if method == DRAFT_MODEL else "", num_speculative_tokens=3)
@@ -138,7 +139,7 @@ def test_drafts_are_verified_on_all_ranks(method: str) -> None:
     asked = greedy_request("r", [5, 6, 7, 8, 9, 10] * 12, max_tokens=40, logit_bias={7: 9.0})  # a token that comes again and again
     with RealEngine(folder, **{**SPACE, **config}) as engine:
         expected = engine.run(asked).answer("r")
-    with RealEngine(folder, **{**SPACE, **config, **TP2, "speculative_config": drafting}) as engine:
+    with RealEngine(folder, **{**SPACE, **config, **layout, "speculative_config": drafting}) as engine:
         decide_at_random(engine.engine.scheduler, 0)
         assert engine.run(asked).answer("r") == expected
         assert engine.engine.snapshot().counters.draft_tokens > 0

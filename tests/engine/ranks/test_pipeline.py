@@ -196,6 +196,25 @@ def test_as_many_steps_are_in_flight_as_there_are_stages(tmp_path: Path) -> None
         assert all(0 <= us <= 1e6 * counters.step_seconds for us in counters.stage_idle_microseconds.values())
 
 
+def test_steps_that_a_links_buffer_does_not_hold_block_no_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The earlier stage waits in an exchange until rank 0 computes, which sends the next step before."""
+    accept = socket.socket.accept
+
+    def accept_with_a_small_buffer(self: socket.socket) -> tuple[socket.socket, Any]:
+        accepted, address = accept(self)
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least that there is
+        return accepted, address
+
+    monkeypatch.setattr(socket.socket, "accept", accept_with_a_small_buffer)
+    asked = [greedy_request(f"r{number}", [number, *range(3, 180)]) for number in range(8)]
+    found = []
+    for layout in ({}, PP2):
+        config = {**SPACE, "max_num_batched_tokens": 1024, "num_kv_blocks": 500}
+        with RealEngine(save_tiny_model("llama", tmp_path / str(len(layout))), **config, **layout) as engine:
+            found.append(engine.run(*asked).answers())
+    assert {key: answer.token_ids for key, answer in found[1].items()} == {key: answer.token_ids for key, answer in found[0].items()}
+
+
 @pytest.mark.parametrize("num_turns", range(2, 7))
 def test_an_engine_that_is_stopped_with_steps_in_flight_ends_its_ranks_in_order(tmp_path: Path, num_turns: int) -> None:
     engine = RealEngine(save_tiny_model("llama", tmp_path), **SPACE, **PP2)
