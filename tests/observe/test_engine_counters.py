@@ -74,7 +74,7 @@ def test_published_names_stay() -> None:
         ("headrace_rank_exchanges", ""),
         ("headrace_rank_exchange_bytes", ""),
         ("headrace_rank_exchange_wait_seconds", ""),
-        ("headrace_stage_idle_seconds", "", "stage"),
+        ("headrace_pipeline_stage_idle_seconds", "", "stage"),
         ("headrace_spec_decode_drafts", "vllm:spec_decode_num_drafts"),
         ("headrace_spec_decode_draft_tokens", "vllm:spec_decode_num_draft_tokens"),
         ("headrace_spec_decode_accepted_tokens", "vllm:spec_decode_num_accepted_tokens"),

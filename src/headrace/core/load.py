@@ -135,7 +135,7 @@ class EngineCounters:
     stage_idle_microseconds: Annotated[
         dict[str, int],
         Counter(
-            "headrace_stage_idle_seconds",
+            "headrace_pipeline_stage_idle_seconds",
             "Time in which a stage of a pipeline had nothing to compute while there was a step in flight.",
             label="stage",
             scale=1e-6,

@@ -330,13 +330,11 @@ def _make_runner(
         resident=resident,
         drafter=drafter,
     )
+    if group is not None and config.pipeline_parallel_size > 1:
+        slots = SlotState(config.max_num_seqs, sizing.max_model_len, len(kv.pools), kv.block_size)
+        return LeadingRunner(PipelinedRunner(runner, EarlierStages(group, slots), group), group)
     overlapped = OverlappedRunner(runner) if config.depth > 1 else runner
-    if group is None:
-        return overlapped
-    if config.pipeline_parallel_size == 1:
-        return LeadingRunner(overlapped, group)
-    slots = SlotState(config.max_num_seqs, sizing.max_model_len, len(kv.pools), kv.block_size)
-    return LeadingRunner(PipelinedRunner(runner, EarlierStages(group, slots), group), group)
+    return overlapped if group is None else LeadingRunner(overlapped, group)
 
 
 def _warm_up(runner: AnyRunner, config: EngineConfig, sizing: KvSizing, loaded: LoadedModel) -> float:

@@ -79,7 +79,7 @@ class Planner:
         prefilling: list[Sequence] = []
         drafted: list[Sequence] = []
         seqs, starts = step.rows.seqs, step.rows.starts
-        for seq in self._decodable() if self.config.is_pipeline else self.sequences.slots.running:
+        for seq in self._computable() if self.config.is_pipeline else self.sequences.slots.running:
             start = seq.num_planned
             if start < seq.bulk_decode_limit or self._extend_bulk_decode(seq, step):
                 seq.num_planned = start + 1
@@ -97,7 +97,7 @@ class Planner:
         step.rows.num_decodes = len(seqs)
         return prefilling, drafted
 
-    def _decodable(self) -> list[Sequence]:
+    def _computable(self) -> list[Sequence]:
         """The running sequences that this step of a pipeline may compute: those that prefill, and of those that decode an equal part.
         None has a token in flight. Where one is left out, this step has its full part, so that it is left out by `depth` steps at most.
 

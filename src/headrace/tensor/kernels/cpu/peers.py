@@ -51,7 +51,7 @@ MEMBER_BYTES = 2 * LINE_BYTES
 `RankWork` the nanoseconds that its first worker has waited, which begin after the first spins, and the bytes that it has written."""
 WAITED, WRITTEN = 1, 2
 """Words of that line."""
-COMPUTED = 1
+STEPS_NS = 1
 """In the first page each rank has a line, with the nanoseconds of its steps in this word. That of rank 0 begins with the word that ends all
 waits; its steps are not measured."""
 PAGE_BYTES = 4096
@@ -267,7 +267,7 @@ class SharedMemoryPeers:
         self._exchange(self._previous, MOVE, x, x)
 
     def note_step(self, nanoseconds: int) -> None:
-        self._words[LINE_BYTES // 8 * self._place.rank + COMPUTED] += nanoseconds
+        self._words[LINE_BYTES // 8 * self._place.rank + STEPS_NS] += nanoseconds
 
     def work(self) -> list[RankWork]:
         return [self._work_of(self._place.parallelism.place(rank)) for rank in range(self._place.parallelism.world)]
@@ -286,7 +286,7 @@ class SharedMemoryPeers:
             num_bytes=sum(words[second + WRITTEN] for words in counted),
             waited_s=(stage_waited + sum(link_waited)) / 1e9,
             link_waited_s=sum(link_waited) / 1e9,
-            steps_s=int(self._words[second * place.rank + COMPUTED]) / 1e9,
+            steps_s=int(self._words[second * place.rank + STEPS_NS]) / 1e9,
         )
 
     def abort(self) -> None:
