@@ -111,7 +111,6 @@ def test_version_is_the_packages(headrace: Headrace) -> None:
             "-pp: 2 is more than 1: this version runs a replica on one GPU.",
         ),
         (["serve", "-tp", "32", "-pp", "4"], CommandExitCode.CONFIG, "-tp: 32 x 4 (pipeline_parallel_size) are more than 64 processes."),
-        (["serve", "-tp", "2", "--enable-lora"], CommandExitCode.CONFIG, "--enable-lora: is not supported beside tensor_parallel_size = 2"),
         (["serve", "a", "--model", "b"], CommandExitCode.USAGE, "give one of them"),
         (["serve", "/absent/folder"], CommandExitCode.CONFIG, "headrace: MODEL: there is no folder '/absent/folder'"),
         (["serve", "--model", "/absent/folder"], CommandExitCode.CONFIG, "headrace: --model: there is no folder '/absent/folder'"),

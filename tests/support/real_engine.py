@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import engine_kit
+import numpy as np
 from rank_threads import RankThreads
 
 from headrace.core.ids import RequestId
@@ -57,6 +58,18 @@ class Answer(NamedTuple):
 
 
 Answers = dict[Key, Answer]
+
+
+def check_close(found: Answers, expected: Answers) -> None:
+    """The same tokens, with log-probabilities of other sums."""
+    assert {key: answer.token_ids for key, answer in found.items()} == {key: answer.token_ids for key, answer in expected.items()}
+    for key, answer in found.items():
+        for mine, its in ((answer.logprobs, expected[key].logprobs), (answer.prompt_logprobs, expected[key].prompt_logprobs)):
+            np.testing.assert_allclose(_values(mine), _values(its), atol=2e-4)
+
+
+def _values(logprobs: list[TokenLogprobs]) -> list[float]:
+    return [number for each in logprobs for number in (each.logprob, *each.top_logprobs)]
 
 
 def resumed_anywhere(

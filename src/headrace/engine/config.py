@@ -268,8 +268,6 @@ class EngineConfig:
                 f"{self.depth} is not supported beside pipeline_parallel_size = {pp}, where each stage computes a step of its own",
                 "Leave it out: as many steps as stages are planned.",
             )
-        if world > 1 and self.enable_lora:
-            raise ConfigError("enable_lora", f"is not supported beside {name} = {value} yet", f"Leave it out, or use {name} = 1.")
 
     def _check_adapters(self) -> None:
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:

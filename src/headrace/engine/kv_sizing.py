@@ -193,7 +193,7 @@ def _full_blocks(pools: _Pools, budget: KvMemoryBudget) -> tuple[int, str]:
 
 def _check_fits(pools: _Pools, full_blocks: int, budget: KvMemoryBudget) -> None:
     config, needed, num_ranks = pools.config, pools.num_bytes(full_blocks), pools.config.parallelism.world
-    free = (budget.available_bytes - budget.adapter_bytes) // num_ranks
+    free = budget.available_bytes // num_ranks - budget.adapter_bytes
     if needed <= free:
         return
     if config.num_kv_blocks is not None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from adapter_kit import save_adapter
 from device_kit import HostLaunches
 from plain_choice import PlainChoice
 from random_speculation import decide_at_random
 from real_engine import RealEngine, greedy_request
 from runner_kit import save_tiny_llama
-from safetensors.torch import save_file
 
 from headrace.bundled import DEFAULT_MODEL, bundled_adapter, bundled_path
 from headrace.bundled import DRAFT_MODEL as BUNDLED_DRAFT
@@ -32,25 +30,6 @@ pytestmark = pytest.mark.socket
 
 SPACE: dict[str, Any] = {"kernels": "reference", "enable_lora": True, "max_lora_rank": 4}
 PROMPTS = ([5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 9, 11], [3])
-
-
-def save_adapter(folder: Path, base: Path, seed: int, rank: int = 4) -> Path:
-    """Of random weights for two linears of each layer."""
-    shape = json.loads((base / "config.json").read_text())
-    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
-    drawn = torch.Generator().manual_seed(seed)
-    weights = {}
-    for layer in range(shape["num_hidden_layers"]):
-        for name, inputs, outputs in (("self_attn.q_proj", hidden, None), ("mlp.up_proj", hidden, inner)):
-            outputs = outputs or shape["num_attention_heads"] * shape.get("head_dim", hidden // shape["num_attention_heads"])
-            path = f"base_model.model.model.layers.{layer}.{name}"
-            weights[f"{path}.lora_A.weight"] = torch.randn(rank, inputs, generator=drawn)
-            weights[f"{path}.lora_B.weight"] = torch.randn(outputs, rank, generator=drawn)
-    folder.mkdir(exist_ok=True)
-    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj", "up_proj"]}
-    (folder / "adapter_config.json").write_text(json.dumps(fields))
-    save_file(weights, folder / "adapter_model.safetensors")
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -12,17 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from gguf_files import bundled_gguf
 from random_speculation import decide_at_random
-from real_engine import Answers, RealEngine, greedy_request
+from real_engine import Answers, RealEngine, check_close, greedy_request
 from tiny_models import save_tiny_model
 
 from headrace.bundled import DRAFT_MODEL as DRAFT
 from headrace.bundled import bundled_path
 from headrace.core.errors import ConfigError, EngineFatal
-from headrace.core.plan import TokenLogprobs
 from headrace.core.request import EngineRequest
 from headrace.core.speculation import DRAFT_MODEL, NGRAM, SpeculativeConfig
 from headrace.engine.config import EngineConfig

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -17,10 +18,14 @@ from headrace.engine.ranks.frames import (
     HEADER,
     INT_BYTES,
     MAGIC,
+    NO_ADAPTER,
+    AdapterOrder,
     FrameKind,
+    LoadedAdapter,
     RankFailure,
     RankHello,
     RankSizes,
+    Said,
     StepLimits,
     frame,
     int_frame,
@@ -31,12 +36,22 @@ from headrace.engine.ranks.frames import (
     read_step,
     step_frame,
 )
-from headrace.tensor.batch import ForwardBatch, GroupBatch
+from headrace.tensor.batch import ForwardBatch, GroupBatch, StepAdapters
 
 pytestmark = pytest.mark.pure
 
-LIMITS = StepLimits(max_tokens=24, max_rows=6, table_width=5, num_groups=2)
-Step = tuple[Tensor, ForwardBatch]
+LIMITS = StepLimits(max_tokens=24, max_rows=6, table_width=5, num_groups=2, max_places=4)
+Step = tuple[Tensor, ForwardBatch, tuple[int, ...]]
+
+
+class Part(NamedTuple):
+    """Of an adapter."""
+
+    number: int
+    num_bytes: int = 0
+
+
+PARTS = {number: Part(number) for number in range(20)}
 
 
 @st.composite
@@ -62,13 +77,17 @@ def steps(draw: st.DrawFn) -> Step:
         selected=None if selected is None else torch.tensor(sorted(selected), dtype=torch.int64),
         num_decodes=draw(st.integers(0, num_rows)),
     )
-    return ints(num_tokens), batch
+    numbers = draw(st.lists(st.sampled_from([NO_ADAPTER, *PARTS]), max_size=LIMITS.max_places - 1))
+    if numbers:
+        slots = torch.from_numpy(random.integers(0, len(numbers) + 1, num_tokens).astype(np.int32))
+        batch.adapters = StepAdapters(slots, ())
+    return ints(num_tokens), batch, (NO_ADAPTER, *numbers) if numbers else ()
 
 
-def tensors(step: Step) -> list[Tensor]:
-    ids, batch = step
+def tensors(ids: Tensor, batch: ForwardBatch) -> list[Tensor]:
     groups = [tensor for group in batch.groups for tensor in (group.block_table, group.slot_mapping)]
-    return [ids, batch.positions, batch.row_starts, batch.context_lens, *groups, *(() if batch.selected is None else (batch.selected,))]
+    optional = [batch.selected, None if batch.adapters is None else batch.adapters.slots]
+    return [ids, batch.positions, batch.row_starts, batch.context_lens, *groups, *(each for each in optional if each is not None)]
 
 
 def payload_of(data: bytes) -> bytearray:
@@ -79,12 +98,18 @@ def payload_of(data: bytes) -> bytearray:
 def test_a_step_is_read_as_it_was_sent(step: Step) -> None:
     data = step_frame(*step)
     assert read_header(data, LIMITS.allowed) == (FrameKind.STEP, len(data) - HEADER.size)
-    ids, batch = read_step(payload_of(data), LIMITS)
-    for sent, read in zip(tensors(step), tensors((ids, batch)), strict=True):
+    ids, batch = read_step(payload_of(data), LIMITS, PARTS)
+    for sent, read in zip(tensors(*step[:2]), tensors(ids, batch), strict=True):
         assert sent.dtype == read.dtype
         assert sent.tolist() == read.tolist()
     assert (batch.selected is None) == (step[1].selected is None)
     assert (batch.max_count, batch.num_decodes) == (step[1].max_count, step[1].num_decodes)
+    assert (batch.adapters is None) == (not step[2])
+    if batch.adapters is not None:
+        assert batch.adapters.resident == tuple(PARTS.get(number) for number in step[2])
+        slots, chosen = batch.adapters.slots, batch.adapters.selected_slots
+        assert (chosen is None) == (batch.selected is None)
+        assert chosen is None or chosen.tolist() == slots[batch.selected].tolist()
 
 
 def largest() -> Step:
@@ -96,8 +121,10 @@ def largest() -> Step:
     )
     starts = torch.tensor([*range(num_rows), num_tokens], dtype=torch.int32)
     lens = torch.ones(num_rows, dtype=torch.int32)
-    batch = ForwardBatch(torch.arange(num_tokens), starts, lens, num_tokens - num_rows + 1, groups, selected=torch.arange(num_tokens))
-    return torch.zeros(num_tokens, dtype=torch.int64), batch
+    adapters = StepAdapters(torch.zeros(num_tokens, dtype=torch.int32), ())
+    most, every = num_tokens - num_rows + 1, torch.arange(num_tokens)
+    batch = ForwardBatch(torch.arange(num_tokens), starts, lens, most, groups, adapters, selected=every)
+    return torch.zeros(num_tokens, dtype=torch.int64), batch, (NO_ADAPTER, 3, 1, 2)
 
 
 def test_the_largest_step_has_the_most_bytes() -> None:
@@ -110,6 +137,7 @@ def test_the_largest_step_has_the_most_bytes() -> None:
         ({"max_tokens": 23}, "num_tokens is 24, outside 1..23"),
         ({"max_rows": 5}, "num_rows is 6, outside 1..5"),
         ({"table_width": 4}, "table width is 5, outside 1..4"),
+        ({"max_places": 3}, "num_places is 4, outside 0..3"),
     ],
 )
 def test_a_step_beyond_what_a_step_may_have_is_refused_by_name(less: dict[str, int], name: str) -> None:
@@ -118,22 +146,30 @@ def test_a_step_beyond_what_a_step_may_have_is_refused_by_name(less: dict[str, i
     with pytest.raises(EngineFatal, match=f"STEP has {LIMITS.max_bytes} bytes, more than {limits.max_bytes}"):
         read_header(data, limits.allowed)
     with pytest.raises(EngineFatal, match=name):
-        read_step(payload_of(data), limits)
+        read_step(payload_of(data), limits, PARTS)
 
 
-@given(steps(), st.integers(0, 6), st.integers(-(2**63), 2**63 - 1))
+def test_a_step_that_names_an_adapter_which_is_not_loaded_is_refused() -> None:
+    ids, batch, _ = largest()
+    for parts in ({}, {7: None}):
+        with pytest.raises(EngineFatal, match="names adapter 7, which is not loaded"):
+            read_step(payload_of(step_frame(ids, batch, (NO_ADAPTER, 7))), LIMITS, parts)
+
+
+@given(steps(), st.integers(0, 7), st.integers(-(2**63), 2**63 - 1))
 def test_a_number_that_does_not_fit_the_arrays_is_refused(step: Step, place: int, number: int) -> None:
-    """max_count and num_decodes do not decide how long the arrays are: another one within its bounds is read."""
+    """max_count and num_decodes do not decide how long the arrays are: another one within its bounds is read. So is no selected token for
+    all of them."""
     payload = payload_of(step_frame(*step))
-    numbers = np.frombuffer(payload, np.int64, 7)
+    numbers = np.frombuffer(payload, np.int64, 8)
     before, numbers[place] = int(numbers[place]), number
-    bounds = {3: (1, step[1].num_tokens), 4: (0, len(step[1].context_lens))}
+    bounds = {3: (1, step[1].num_tokens), 4: (0, len(step[1].context_lens)), **({2: (-1, 0)} if place == 2 and before <= 0 else {})}
     low, high = bounds.get(place, (before, before))
     if low <= number <= high:
-        read_step(payload, LIMITS)
+        read_step(payload, LIMITS, PARTS)
         return
     with pytest.raises(EngineFatal):
-        read_step(payload, LIMITS)
+        read_step(payload, LIMITS, PARTS)
 
 
 @given(steps(), st.data())
@@ -141,7 +177,7 @@ def test_a_step_that_is_cut_off_or_goes_on_is_refused(step: Step, data: st.DataO
     payload = payload_of(step_frame(*step))
     size = data.draw(st.integers(0, len(payload) + 16).filter(lambda size: size != len(payload)))
     with pytest.raises(EngineFatal):
-        read_step((payload + bytes(16))[:size], LIMITS)
+        read_step((payload + bytes(16))[:size], LIMITS, PARTS)
 
 
 @given(st.binary(min_size=HEADER.size, max_size=HEADER.size))
@@ -154,7 +190,7 @@ def test_what_is_no_header_is_refused(data: bytes) -> None:
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (frame(FrameKind.HELLO), "kind 1 where only STEP, LOGITS, COPY, CLEAR, END may come"),
+        (frame(FrameKind.HELLO), "kind 1 where only STEP, LOGITS, COPY, CLEAR, END, ADAPTER, DROP may come"),
         (HEADER.pack(MAGIC, 99, 0), "kind 99 where only"),
         (int_frame(FrameKind.LOGITS, 1, 2), "LOGITS has 16 bytes, more than 8"),
         (int_frame(FrameKind.END, 1), "END has 8 bytes, more than 0"),
@@ -173,15 +209,17 @@ def test_numbers_are_read_as_they_were_sent_and_counted() -> None:
         read_ints(payload, 2)
 
 
-SAID: list[RankHello | RankFailure | RankSizes] = [
+SAID: list[Said] = [
     RankHello(3, {"dtype": "float32"}),
     RankFailure("no memory", is_refused=True),
     RankSizes(12, 1 << 40, "ab"),
+    AdapterOrder(4, "/srv/\udc80 adapters", "ab"),
+    LoadedAdapter(4, "cannot be read"),
 ]
 
 
 @pytest.mark.parametrize("said", SAID, ids=lambda said: type(said).__name__)
-def test_json_is_read_as_it_was_sent(said: RankHello | RankFailure | RankSizes) -> None:
+def test_json_is_read_as_it_was_sent(said: Said) -> None:
     assert read_json(type(said), payload_of(json_frame(FrameKind.HELLO, said))) == said
 
 
@@ -206,7 +244,7 @@ def test_json_of_another_form_is_refused(change: Callable[[bytes], bytes]) -> No
 
 def test_alignment_is_kept_whatever_is_sent() -> None:
     """Kernels read the arrays where they came in."""
-    step = read_step(payload_of(step_frame(*largest())), LIMITS)
+    step = read_step(payload_of(step_frame(*largest())), LIMITS, PARTS)
     payload = step[0].data_ptr()
-    for tensor in tensors(step):
+    for tensor in tensors(*step):
         assert (tensor.data_ptr() - payload) % (INT_BYTES if tensor.dtype == torch.int64 else 4) == 0

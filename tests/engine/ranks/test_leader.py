@@ -9,23 +9,29 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from engine_kit import DrivenEngine
 
-from headrace.core.errors import ConfigError, EngineFatal, HeadraceError
+from headrace.core.errors import CheckpointError, ConfigError, EngineFatal, HeadraceError
 from headrace.core.parallelism import Parallelism
 from headrace.engine.ranks import leader
+from headrace.engine.ranks.adapters import DividingLoader
 from headrace.engine.ranks.frames import (
     HEADER,
     MAGIC,
+    AdapterOrder,
     FrameKind,
+    LoadedAdapter,
     RankFailure,
     RankSizes,
     frame,
     int_frame,
     json_frame,
     read_ints,
+    read_json,
 )
 from headrace.engine.ranks.leader import MAX_MISSED, MAX_MISSED_AT_START, RankGroup
 from headrace.engine.ranks.link import RankLink
@@ -119,10 +125,12 @@ def test_a_rank_that_leaves_while_it_loads_fails_the_start(group: Group) -> None
 FAULTS = [
     (json_frame(FrameKind.FAILED, RankFailure("ZeroDivisionError()", is_refused=False)), "rank 2 failed: ZeroDivisionError()"),
     (b"\0" * 64, "rank 2: a frame begins with"),
-    (frame(FrameKind.READY), "rank 2: a frame of kind 6 where only BEAT, FAILED may come"),
+    (frame(FrameKind.READY), "rank 2: a frame of kind 6 where only BEAT, FAILED, LOADED may come"),
     (int_frame(FrameKind.BEAT, 1), "rank 2: a frame of kind BEAT has 8 bytes, more than 0"),
     (HEADER.pack(MAGIC, FrameKind.FAILED, 1 << 40), "rank 2: a frame of kind FAILED has 1099511627776 bytes"),
     (int_frame(FrameKind.FAILED, 1), "rank 2: a frame is no RankFailure"),
+    (json_frame(FrameKind.LOADED, LoadedAdapter(4, "")), "rank 2: it answers for adapter 4, and was not asked"),
+    (int_frame(FrameKind.LOADED, 4), "rank 2: a frame is no LoadedAdapter"),
     (None, "rank 2: its link is closed"),
 ]
 
@@ -140,6 +148,76 @@ def test_a_fault_is_seen_at_the_next_look(group: Group, data: bytes | None, word
     group.check_fault(words)
     group.leader.look()
     assert len(group.faults) == 1
+
+
+class PartLoader:
+    """Loads an adapter of rank 0. said: by the members, meanwhile"""
+
+    max_bytes = 10
+
+    def __init__(self, group: Group, *said: LoadedAdapter) -> None:
+        self._group, self._said = group, said
+        self.orders: list[AdapterOrder] = []
+
+    def inspect(self, folder: Path) -> str:
+        return f"digest of {folder.name}"
+
+    def zeros(self) -> SimpleNamespace:
+        return SimpleNamespace(num_bytes=1)
+
+    def load(self, folder: Path, digest: str) -> SimpleNamespace:
+        received = [read_all(member) for member in self._group.members.values()]
+        assert received[0] == received[1]
+        [(kind, payload)] = received[0]
+        assert kind is FrameKind.ADAPTER
+        self.orders.append(read_json(AdapterOrder, payload))
+        for member, said in zip(self._group.members.values(), self._said, strict=False):
+            member.sendall(json_frame(FrameKind.LOADED, said))
+        return SimpleNamespace(num_bytes=7)
+
+
+def read_all(member: socket.socket) -> list[tuple[FrameKind, bytearray]]:
+    allowed = {FrameKind.ADAPTER: 1 << 16, FrameKind.DROP: 8}
+    return list(RankLink(member, allowed).arrived())
+
+
+def test_an_adapter_is_loaded_once_every_rank_has_answered_and_dropped_once_nothing_refers_to_it(group: Group, tmp_path: Path) -> None:
+    group.start()
+    loader = PartLoader(group, LoadedAdapter(1, ""), LoadedAdapter(1, ""))
+    adapters = DividingLoader(loader, group.leader)
+    zeros = adapters.zeros()
+    loaded = adapters.load(tmp_path / "a", "ab")
+    assert (loaded.number, loaded.num_bytes) == (1, 7)
+    assert loader.orders == [AdapterOrder(1, str(tmp_path / "a"), "ab")]
+    assert not group.leader.answers
+    group.leader.drop_unused()
+    assert not any(map(read_all, group.members.values()))
+    del zeros, loaded
+    group.leader.drop_unused()
+    for member in group.members.values():
+        assert [(kind, read_ints(payload, 1)) for kind, payload in read_all(member)] == [(FrameKind.DROP, [0]), (FrameKind.DROP, [1])]
+
+
+def test_an_adapter_that_one_rank_cannot_load_is_dropped_by_the_others(group: Group, tmp_path: Path) -> None:
+    group.start()
+    adapters = DividingLoader(PartLoader(group, LoadedAdapter(1, ""), LoadedAdapter(1, "cannot be read")), group.leader)
+    with pytest.raises(CheckpointError, match="a: rank 2: cannot be read"):
+        adapters.load(tmp_path / "a", "ab")
+    assert list(group.leader.unused) == [1]
+    assert group.leader.fault is None
+
+
+def test_a_load_that_waits_ends_with_the_ranks(group: Group, tmp_path: Path) -> None:
+    class Leaving(PartLoader):
+        def load(self, folder: Path, digest: str) -> SimpleNamespace:
+            loaded = super().load(folder, digest)
+            group.members[2].close()
+            return loaded
+
+    group.start()
+    with pytest.raises(EngineFatal, match="rank 2: its link is closed"):
+        DividingLoader(Leaving(group), group.leader).load(tmp_path, "ab")
+    group.check_fault("rank 2: its link is closed")
 
 
 def test_a_rank_that_stops_beating_is_seen_and_one_missed_beat_is_nothing(group: Group) -> None:

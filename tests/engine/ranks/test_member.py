@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import socket
+import threading
+from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from patience import PATIENCE_S
 
-from headrace.core.errors import ConfigError, EngineFatal
+from headrace.core.errors import CheckpointError, ConfigError, EngineFatal
 from headrace.core.parallelism import ALONE
-from headrace.engine.ranks.frames import HEADER, MAGIC, FrameKind, RankFailure, StepLimits, frame, int_frame, read_json
+from headrace.core.regular_files import FileThread
+from headrace.engine.ranks.adapters import FAILED, MAX_READS, MemberAdapters
+from headrace.engine.ranks.frames import (
+    HEADER,
+    MAGIC,
+    AdapterOrder,
+    FrameKind,
+    LoadedAdapter,
+    RankFailure,
+    StepLimits,
+    frame,
+    int_frame,
+    read_json,
+)
 from headrace.engine.ranks.link import RankLink
 from headrace.engine.ranks.member import RankMember, _beating, _saying_why
 from headrace.tensor.peers import NoPeers
@@ -50,10 +67,11 @@ def made() -> tuple[RankMember, WatchedPeers, socket.socket]:
         (b"GET / HTTP/1.1\r\n\r\n", "a frame begins with"),
         (frame(FrameKind.BEAT), "a frame of kind 7 where only STEP, LOGITS, COPY, CLEAR, END may come"),
         (HEADER.pack(MAGIC, FrameKind.STEP, 1 << 40), "a frame of kind STEP has 1099511627776 bytes, more than"),
-        (int_frame(FrameKind.STEP, 9, 1, -1, 9, 0, 1), "a step's num_tokens is 9, outside 1..8"),
-        (int_frame(FrameKind.STEP, 1, 1, -1, 1, 0, 1), "a step of 1 tokens has 48 bytes instead of"),
+        (int_frame(FrameKind.STEP, 9, 1, -1, 9, 0, 0, 1), "a step's num_tokens is 9, outside 1..8"),
+        (int_frame(FrameKind.STEP, 1, 1, -1, 1, 0, 0, 1), "a step of 1 tokens has 56 bytes instead of"),
         (int_frame(FrameKind.LOGITS, 0), "logits of 0 rows are asked for, outside 1..8"),
         (int_frame(FrameKind.LOGITS, 9), "logits of 9 rows are asked for, outside 1..8"),
+        (int_frame(FrameKind.STEP, 1, 1, -1, 1, 0, 1, 1), "a step's num_places is 1, outside 0..0"),
         (int_frame(FrameKind.COPY, 1, 2), "a frame has 16 bytes instead of 3 numbers"),
         (b"", "its link is closed"),
     ],
@@ -79,6 +97,92 @@ def test_an_end_in_order_is_no_failure() -> None:
     assert not peers.received
     assert rank_0.recv(1 << 16) == frame(FrameKind.READY)
     assert rank_0.recv(1) == b""
+
+
+ZERO_PART, PART = SimpleNamespace(num_bytes=1), SimpleNamespace(num_bytes=2)
+
+
+class Loader:
+    """answered: set once a read may end"""
+
+    max_bytes = 10
+
+    def __init__(self) -> None:
+        self.answered = threading.Event()
+        self.error: Exception | None = None
+
+    def inspect(self, folder: Path) -> str:
+        raise AssertionError("only rank 0 inspects")
+
+    def zeros(self) -> Any:
+        return ZERO_PART
+
+    def load(self, folder: Path, digest: str) -> Any:
+        assert self.answered.wait(PATIENCE_S)
+        if self.error is not None:
+            raise self.error
+        assert (folder, digest) == (Path("/a"), "ab")
+        return PART
+
+
+@pytest.fixture
+def loader() -> Iterator[Loader]:
+    made = Loader()
+    yield made
+    made.answered.set()
+
+
+def order(number: int) -> AdapterOrder:
+    return AdapterOrder(number, "/a", "ab")
+
+
+def answer(rank_0: socket.socket) -> LoadedAdapter:
+    link = RankLink(rank_0, {FrameKind.LOADED: 1 << 16})
+    return read_json(LoadedAdapter, link.receive()[1])
+
+
+def test_a_member_reads_beside_its_steps_and_answers(loader: Loader) -> None:
+    rank_0, theirs = socket.socketpair()
+    adapters = MemberAdapters(loader, RankLink(theirs, {}))
+    adapters.load(order(1))
+    assert adapters.parts == {0: ZERO_PART, 1: None}
+    loader.answered.set()
+    assert answer(rank_0) == LoadedAdapter(1, "")
+    assert adapters.parts == {0: ZERO_PART, 1: PART}
+    loader.error = CheckpointError("/a", "cannot be read")
+    adapters.load(order(2))
+    assert answer(rank_0) == LoadedAdapter(2, "cannot be read")
+    loader.error = ZeroDivisionError("x")
+    adapters.load(order(3))
+    assert answer(rank_0) == LoadedAdapter(3, FAILED)
+    for number in (0, 1, 2, 3):
+        adapters.drop(number)
+    assert not adapters.parts
+
+
+def test_what_rank_0_may_not_ask_of_adapters_ends_a_member(loader: Loader) -> None:
+    _, theirs = socket.socketpair()
+    adapters = MemberAdapters(loader, RankLink(theirs, {}))
+    for number in range(1, 1 + MAX_READS):
+        adapters.load(order(number))
+    for number, words in ((0, "adapter 0 is to be loaded twice"), (99, f"more than {MAX_READS} adapters are to be read at once")):
+        with pytest.raises(EngineFatal, match=words):
+            adapters.load(order(number))
+    for number in (1, 99):
+        with pytest.raises(EngineFatal, match=f"adapter {number} is to be dropped, and is not loaded"):
+            adapters.drop(number)
+
+
+def test_a_thread_that_cannot_be_started_refuses_the_adapter_alone(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(thread: FileThread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(FileThread, "start", none_left)
+    rank_0, theirs = socket.socketpair()
+    adapters = MemberAdapters(loader, RankLink(theirs, {}))
+    adapters.load(order(1))
+    assert answer(rank_0) == LoadedAdapter(1, "can't start new thread")
+    adapters.drop(1)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch import Tensor
 from headrace.core.errors import CheckpointError
 from headrace.tensor.adapters.loader import AdapterLoader
 from headrace.tensor.kernels.reference import ADAPTERS, PACKING, PlainAdapter
-from headrace.tensor.layers.adapted import ModelAdapters
+from headrace.tensor.layers.adapted import ModelAdapters, StoredRows
 
 pytestmark = pytest.mark.pure
 
@@ -38,9 +38,11 @@ def loader(max_rank: int = MAX_RANK) -> AdapterLoader:
     adapters = ModelAdapters(ADAPTERS)
     for layer in range(2):
         prefix = f"model.layers.{layer}.self_attn"
-        adapters.wrap(PACKING.pack_linear(torch.zeros(16, HIDDEN), None), [(f"{prefix}.{name}", rows) for name, rows in FUSED])
-        adapters.wrap(PACKING.pack_linear(torch.zeros(HIDDEN, HIDDEN), None), [(f"{prefix}.o_proj", HIDDEN)])
-    return AdapterLoader(adapters.linears, adapters.kernels, max_rank)
+        fused = [StoredRows(f"{prefix}.{name}", range(rows), (rows, HIDDEN)) for name, rows in FUSED]
+        adapters.wrap(PACKING.pack_linear(torch.zeros(16, HIDDEN), None), fused, range(HIDDEN))
+        output = StoredRows(f"{prefix}.o_proj", range(HIDDEN), (HIDDEN, HIDDEN))
+        adapters.wrap(PACKING.pack_linear(torch.zeros(HIDDEN, HIDDEN), None), [output], range(HIDDEN))
+    return AdapterLoader(adapters, max_rank)
 
 
 def pair(name: str, rows: int, rank: int = RANK, dtype: torch.dtype = torch.float32) -> Tensors:

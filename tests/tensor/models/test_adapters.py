@@ -71,7 +71,7 @@ class Served:
 
     @property
     def loader(self) -> AdapterLoader:
-        return AdapterLoader(self.model.adapters.linears, self.model.adapters.kernels, max_rank=8)
+        return AdapterLoader(self.model.adapters, max_rank=8)
 
 
 def served(folder: Path, base: Any, kernels: str = "reference") -> Served:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_kit import ALL, save_adapter
 from cpu_families import AVX2
 from float_formats_kit import Compressed, Fp8, ModelOpt
 from quantized_kit import Awq, Gptq, Stored, load, logits, save_pair
@@ -22,8 +23,9 @@ from torch import Tensor
 
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.core.parallelism import Parallelism
+from headrace.tensor.adapters.loader import AdapterLoader
 from headrace.tensor.backends import load_backend
-from headrace.tensor.batch import allocate_kv
+from headrace.tensor.batch import PackedAdapter, allocate_kv
 from headrace.tensor.device import CPU
 from headrace.tensor.kernels.cpu.launch_list import RecordedLaunches
 from headrace.tensor.kernels.cpu.peers import SharedMemoryPeers, shared_bytes
@@ -33,6 +35,7 @@ from headrace.tensor.peers import NoPeers, Peers
 
 pytestmark = pytest.mark.socket
 
+Resident = tuple[PackedAdapter | None, ...]
 VOCAB = 31
 TINY = {"vocab_size": VOCAB, "hidden_size": 96, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 12, "head_dim": 16,
         "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
@@ -46,6 +49,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Gemma3": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
 }
 EXPERTS = ("Mixtral", "Qwen3Moe")
+ADAPTED = ("Llama", "Phi3", "Gemma3", "Qwen3Moe")
 TP2, TP4, PP2, PP3, BOTH = Parallelism(2), Parallelism(4), Parallelism(1, 2), Parallelism(1, 3), Parallelism(2, 2)
 DIVISIONS = {
     "tp2": TP2,
@@ -73,14 +77,19 @@ def aborting(peers: Peers) -> Iterator[None]:
         raise
 
 
-def answers(paged_run: Callable[..., Any]) -> Callable[[LoadedModel], Tensor]:
-    """Logits of two sequences in ragged steps: prompts in chunks, decodes beside them, some tokens that nobody asks about."""
+def answers(
+    paged_run: Callable[..., Any], resident: Callable[[LoadedModel], Resident] = lambda _: (None,), places: tuple[int, int] = (0, 0)
+) -> Callable[[LoadedModel], Tensor]:
+    """Logits of two sequences in ragged steps: prompts in chunks, decodes beside them, some tokens that nobody asks about.
+
+    resident, places: adapters by place, and the places of the sequences'
+    """
     draw = random.Random(5)
     prompts = [[draw.randrange(VOCAB) for _ in range(length)] for length in (23, 12)]
 
     def answer(loaded: LoadedModel) -> Tensor:
-        run = paged_run(loaded.model, num_blocks=24)
-        first, second = (run.add(tokens) for tokens in prompts)
+        run = paged_run(loaded.model, num_blocks=24, resident=resident(loaded))
+        first, second = (run.add(tokens, place=place) for tokens, place in zip(prompts, places, strict=True))
         run.step({first: 9, second: 5}, selected=[])
         run.step({first: 8, second: 1}, selected=[2, 7, 8])
         run.finish(chunk=3)
@@ -104,6 +113,77 @@ def test_ranks_answer_as_the_model_on_one(
     found = ranks.run(answers(paged_run))
     assert all(len(logits_of_rank) == 0 for logits_of_rank in found[1:])
     assert_close(found[0], answers(paged_run)(whole))
+
+
+def residents(folders: list[Path]) -> Callable[[LoadedModel], Resident]:
+    """The folders' adapters in the places from 1 on."""
+
+    def load_all(loaded: LoadedModel) -> Resident:
+        assert loaded.model.adapters is not None
+        adapters = AdapterLoader(loaded.model.adapters, max_rank=6)
+        packed = [adapters.load(folder, adapters.inspect(folder)) for folder in folders]
+        assert all(each.num_bytes <= adapters.max_bytes for each in packed)
+        return (None, *packed)
+
+    return load_all
+
+
+@pytest.mark.parametrize(("family", "name"), [case for case in CASES if case[0] in ADAPTED])
+def test_ranks_answer_with_adapters_as_the_model_on_one(
+    family: str,
+    name: str,
+    make_oracle: Callable[..., Any],
+    paged_run: Callable[..., Any],
+    assert_close: Callable[[Tensor, Tensor], None],
+    tmp_path: Path,
+) -> None:
+    """Two adapters of other linears and ranks, then one beside the base model: two of its KV heads are held twice on four ranks."""
+    make_oracle(family, tmp_path, **{**TINY, **FAMILIES[family]})
+    folders = [
+        save_adapter(tmp_path / "a", tmp_path, 1, 6, ALL, use_rslora=True),
+        save_adapter(tmp_path / "b", tmp_path, 2, 3, ("v_proj", "o_proj", "qkv_proj", "down_proj")),
+    ]
+    load_part = loader(tmp_path, enable_lora=True)
+    whole, ranks = load_part(), Ranks(DIVISIONS[name], load_part)
+    base = answers(paged_run)(whole)
+    for places in ((1, 2), (0, 1)):
+        ask = answers(paged_run, residents(folders), places)
+        wanted = ask(whole)
+        assert_close(ranks.run(ask)[0], wanted)
+        assert not torch.allclose(wanted[-1], base[-1], atol=0.05)
+
+
+@pytest.mark.parametrize(("family", "name"), [("Llama", "tp4"), ("Phi3", "tp2-pp2")])
+def test_a_rank_refuses_the_adapters_that_one_rank_would(family: str, name: str, make_oracle: Callable[..., Any], tmp_path: Path) -> None:
+    """Those of linears that are in other stages too, and of other shapes there."""
+    make_oracle(family, tmp_path, **{**TINY, **FAMILIES[family]})
+    folder = save_adapter(tmp_path / "a", tmp_path, 1, 6, ALL)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    spoilt: dict[str, dict[str, Tensor]] = {
+        "it belongs to no linear of the base model": {key.replace("layers.0", "layers.7"): value for key, value in tensors.items()},
+        "no tensor of layer 0": {key: value for key, value in tensors.items() if "layers.0" not in key},
+        "the model makes it": {key: value[:, 1:] if "layers.0" in key and "_A" in key else value for key, value in tensors.items()},
+        "values that are NaN": {key: value * torch.nan if "layers.0" in key else value for key, value in tensors.items()},
+    }
+    load_part = loader(tmp_path, enable_lora=True)
+    for loaded in Ranks(DIVISIONS[name], load_part).loaded:
+        assert loaded.model.adapters is not None
+        adapters = AdapterLoader(loaded.model.adapters, max_rank=6)
+        for reason, written in spoilt.items():
+            save_file({key: value.contiguous() for key, value in written.items()}, folder / "adapter_model.safetensors")
+            with pytest.raises(CheckpointError, match=reason):
+                adapters.inspect(folder)
+
+
+def test_the_parts_of_an_adapter_make_up_the_whole(make_oracle: Callable[..., Any], tmp_path: Path) -> None:
+    """But for lora_A of a linear whose rows are divided, and lora_B of one whose columns are: each rank has them."""
+    make_oracle("Llama", tmp_path, **{**TINY, **FAMILIES["Llama"]})
+    folder = save_adapter(tmp_path / "a", tmp_path, 1, 4, ("gate_proj", "down_proj"))
+    load_part = loader(tmp_path, enable_lora=True)
+    parts = [residents([folder])(loaded)[1] for loaded in (load_part(), *Ranks(BOTH, load_part).loaded)]
+    assert [part.num_bytes for part in parts if part is not None] == [
+        4 * 4 * layers * 2 * (96 + features) for layers, features in ((3, 40), (1, 20), (1, 20), (2, 20), (2, 20))
+    ]
 
 
 @pytest.mark.parametrize("name", ["tp2-pp2", "ep2"])
@@ -149,15 +229,18 @@ def test_compiled_kernels_take_the_parts(
 ) -> None:
     """Query heads in groups of three, as in the other tests of models: one shape is compiled."""
     make_oracle(family, tmp_path, **{**TINY, **FAMILIES[family], "num_key_value_heads": 4})
-    found = Ranks(DIVISIONS[name], loader(tmp_path, "numba")).run(answers(paged_run))
-    assert_close(found[0], answers(paged_run)(loader(tmp_path)()))
+    folder = save_adapter(tmp_path / "a", tmp_path, 1, 6, ALL)
+    ranks, whole = Ranks(DIVISIONS[name], loader(tmp_path, "numba", enable_lora=True)), loader(tmp_path, enable_lora=True)()
+    for places in ((0, 0), (0, 1)):
+        ask = answers(paged_run, residents([folder]), places)
+        assert_close(ranks.run(ask)[0], ask(whole))
 
 
 @pytest.mark.parametrize("name", ["tp2", "tp2-pp2"])
 def test_recorded_steps_of_ranks_have_the_bits_of_steps_run_at_once(
     name: str, make_oracle: Callable[..., Any], paged_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Sums and transfers through shared memory are kernels of the step."""
+    """Sums and transfers through shared memory are kernels of the step, and so are adapters."""
     parallelism = DIVISIONS[name]
     make_oracle("Llama", tmp_path, **{**TINY, **FAMILIES["Llama"], "num_key_value_heads": 4})
     num_replayed = 0
@@ -167,17 +250,19 @@ def test_recorded_steps_of_ranks_have_the_bits_of_steps_run_at_once(
         num_replayed += 1
         return replay_whole(recorded)
 
+    ask = answers(paged_run, residents([save_adapter(tmp_path / "a", tmp_path, 1, 6, ALL)]), (1, 0))
     replay_whole = RecordedLaunches.replay
     monkeypatch.setattr(RecordedLaunches, "replay", replay)
 
     def found() -> list[Tensor]:
         memory = mmap(-1, shared_bytes(parallelism))
         peers = [SharedMemoryPeers(memory, parallelism.place(rank)) for rank in range(parallelism.world)]
-        ranks = [loader(tmp_path, "numba")(place=parallelism.place(rank), peers=each) for rank, each in enumerate(peers)]
+        load_part = loader(tmp_path, "numba", enable_lora=True)
+        ranks = [load_part(place=parallelism.place(rank), peers=each) for rank, each in enumerate(peers)]
 
         def compute(rank: int) -> Tensor:
             with torch.inference_mode(), aborting(peers[rank]):
-                return answers(paged_run)(ranks[rank])
+                return torch.cat([answers(paged_run)(ranks[rank]), ask(ranks[rank])])
 
         with ThreadPoolExecutor(len(ranks)) as threads:
             return list(threads.map(compute, range(len(ranks))))
@@ -320,12 +405,6 @@ def test_what_has_no_equal_parts_is_refused_by_name(name: str, make_oracle: Call
         describe(tmp_path, place=parallelism.place(0))
     with pytest.raises(ConfigError, match=named):
         Ranks(parallelism, loader(tmp_path))
-
-
-def test_adapters_are_refused_on_several_ranks(make_oracle: Callable[..., Any], tmp_path: Path) -> None:
-    make_oracle("Llama", tmp_path, **TINY)
-    with pytest.raises(ConfigError, match="enable_lora: adapters are computed on one rank only"):
-        Ranks(PP2, loader(tmp_path, enable_lora=True))
 
 
 @pytest.mark.parametrize("name", ["pp2", "ep2"])

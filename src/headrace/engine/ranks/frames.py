@@ -27,12 +27,13 @@ from torch import Tensor
 
 from headrace.core.errors import ConfigError, EngineFatal
 from headrace.core.strict_decode import Value, decode, plain
-from headrace.tensor.batch import ForwardBatch, GroupBatch
+from headrace.tensor.batch import ForwardBatch, GroupBatch, PackedAdapter, StepAdapters
 
 MAGIC = b"HRK1"
 HEADER = struct.Struct("<4sIQ")
 INT_BYTES = 8
 MAX_JSON_BYTES = 1 << 16
+NO_ADAPTER = -1
 
 
 class FrameKind(IntEnum):
@@ -48,6 +49,9 @@ class FrameKind(IntEnum):
     COPY = 10
     CLEAR = 11
     END = 12
+    ADAPTER = 13
+    LOADED = 14
+    DROP = 15
 
 
 Allowed = Mapping[FrameKind, int]
@@ -83,6 +87,30 @@ class RankSizes:
     checkpoint_digest: str
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterOrder:
+    """
+    number  by which steps name the adapter, never used before
+    folder  absolute, links followed where it has to be below a root
+    digest  of both files, as rank 0 has inspected them
+    """
+
+    number: int
+    folder: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    """reason: why it cannot be used; empty: it can"""
+
+    number: int
+    reason: str
+
+
+Said = RankHello | RankFailure | RankSizes | AdapterOrder | LoadedAdapter
+
+
 def frame(kind: FrameKind, *arrays: NDArray[Any]) -> bytes:
     parts = [array.tobytes() for array in arrays]
     return b"".join((HEADER.pack(MAGIC, kind, sum(map(len, parts))), *parts))
@@ -92,7 +120,7 @@ def int_frame(kind: FrameKind, *numbers: int) -> bytes:
     return frame(kind, np.array(numbers, dtype=np.int64))
 
 
-def json_frame(kind: FrameKind, value: RankHello | RankFailure | RankSizes) -> bytes:
+def json_frame(kind: FrameKind, value: Said) -> bytes:
     data = json.dumps(plain(value)).encode()
     return HEADER.pack(MAGIC, kind, len(data)) + data
 
@@ -126,16 +154,22 @@ def read_json(kind: type[Value], payload: bytearray) -> Value:
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What a step may have. table_width: blocks of a row's block table, for each of `num_groups` KV groups"""
+    """What a step may have.
+
+    table_width  blocks of a row's block table, for each of `num_groups` KV groups
+    max_places   of adapters, with that of the base model; 0: there are no adapters
+    """
 
     max_tokens: int
     max_rows: int
     table_width: int
     num_groups: int
+    max_places: int = 0
 
     @property
     def max_bytes(self) -> int:
-        sizes = _StepSizes(self.max_tokens, self.max_rows, self.max_tokens, 1, 0, (self.table_width,) * self.num_groups)
+        widths = (self.table_width,) * self.num_groups
+        sizes = _StepSizes(self.max_tokens, self.max_rows, self.max_tokens, 1, 0, self.max_places, widths)
         return sizes.num_bytes
 
     @property
@@ -147,33 +181,39 @@ class StepLimits:
             FrameKind.COPY: 3 * INT_BYTES,
             FrameKind.CLEAR: 0,
             FrameKind.END: 0,
+            **({FrameKind.ADAPTER: MAX_JSON_BYTES, FrameKind.DROP: INT_BYTES} if self.max_places else {}),
         }
 
 
-_NUM_SIZES = 5
+_NUM_SIZES = 6
 """Beside the widths of the tables."""
 
 
 @dataclass(frozen=True, slots=True)
 class _StepSizes:
-    """The numbers in front of a step's arrays. num_selected: -1 where the hidden states of all tokens are wanted"""
+    """The numbers in front of a step's arrays.
+
+    num_selected  -1 where the hidden states of all tokens are wanted
+    num_places    of adapters; 0: all tokens are the base model's
+    """
 
     num_tokens: int
     num_rows: int
     num_selected: int
     max_count: int
     num_decodes: int
+    num_places: int
     widths: tuple[int, ...]
 
     @classmethod
     def read(cls, payload: bytearray, num_groups: int) -> _StepSizes:
         count = _NUM_SIZES + num_groups
-        tokens, rows, selected, max_count, decodes, *widths = read_ints(payload[: INT_BYTES * count], count)
-        return cls(tokens, rows, selected, max_count, decodes, tuple(widths))
+        tokens, rows, selected, max_count, decodes, places, *widths = read_ints(payload[: INT_BYTES * count], count)
+        return cls(tokens, rows, selected, max_count, decodes, places, tuple(widths))
 
     @property
     def numbers(self) -> NDArray[np.int64]:
-        before = (self.num_tokens, self.num_rows, self.num_selected, self.max_count, self.num_decodes)
+        before = (self.num_tokens, self.num_rows, self.num_selected, self.max_count, self.num_decodes, self.num_places)
         return np.array([*before, *self.widths], dtype=np.int64)
 
     @property
@@ -184,6 +224,9 @@ class _StepSizes:
         if self.num_selected >= 0:
             longs[2] = (self.num_selected,)
         ints = [(self.num_rows + 1,), (self.num_rows,), *((self.num_rows, width) for width in self.widths)]
+        if self.num_places:
+            longs.append((self.num_places,))
+            ints.append((self.num_tokens,))
         return [*((np.int64, shape) for shape in longs), *((np.int32, shape) for shape in ints)]
 
     @property
@@ -198,6 +241,7 @@ class _StepSizes:
             ("num_selected", self.num_selected, -1, self.num_tokens),
             ("max_count", self.max_count, 1, self.num_tokens),
             ("num_decodes", self.num_decodes, 0, self.num_rows),
+            ("num_places", self.num_places, 0, limits.max_places),
             *(("table width", width, 1, limits.table_width) for width in self.widths),
         )
         for name, value, low, high in bounds:
@@ -205,9 +249,8 @@ class _StepSizes:
                 raise EngineFatal(f"a step's {name} is {value}, outside {low}..{high}")
 
 
-def step_frame(ids: Tensor, batch: ForwardBatch) -> bytes:
-    """ids [T]. The batch is on the host and has no adapters."""
-    assert batch.adapters is None, "several ranks compute no adapters"
+def step_frame(ids: Tensor, batch: ForwardBatch, adapters: Sequence[int] = ()) -> bytes:
+    """ids [T]; adapters: numbers by place, NO_ADAPTER where there is none. The batch is on the host."""
     selected = () if batch.selected is None else (batch.selected,)
     tables = [group.block_table for group in batch.groups]
     sizes = _StepSizes(
@@ -216,14 +259,17 @@ def step_frame(ids: Tensor, batch: ForwardBatch) -> bytes:
         num_selected=-1 if batch.selected is None else len(batch.selected),
         max_count=batch.max_count,
         num_decodes=batch.num_decodes,
+        num_places=len(adapters),
         widths=tuple(table.shape[1] for table in tables),
     )
-    longs: Sequence[Tensor] = (ids, batch.positions, *selected, *(group.slot_mapping for group in batch.groups))
-    return frame(FrameKind.STEP, sizes.numbers, *(tensor.numpy() for tensor in (*longs, batch.row_starts, batch.context_lens, *tables)))
+    places, slots = ((), ()) if batch.adapters is None else ((torch.tensor(adapters),), (batch.adapters.slots,))
+    longs: Sequence[Tensor] = (ids, batch.positions, *selected, *(group.slot_mapping for group in batch.groups), *places)
+    ints: Sequence[Tensor] = (batch.row_starts, batch.context_lens, *tables, *slots)
+    return frame(FrameKind.STEP, sizes.numbers, *(tensor.numpy() for tensor in (*longs, *ints)))
 
 
-def read_step(payload: bytearray, limits: StepLimits) -> tuple[Tensor, ForwardBatch]:
-    """What `step_frame` was given; views of the payload. Raises EngineFatal."""
+def read_step(payload: bytearray, limits: StepLimits, parts: Mapping[int, PackedAdapter | None]) -> tuple[Tensor, ForwardBatch]:
+    """What `step_frame` was given; views of the payload. parts: of adapters, by number. Raises EngineFatal."""
     sizes = _StepSizes.read(payload, limits.num_groups)
     sizes.check(limits)
     if len(payload) != sizes.num_bytes:
@@ -236,7 +282,22 @@ def read_step(payload: bytearray, limits: StepLimits) -> tuple[Tensor, ForwardBa
         offset += array.nbytes
     ids, positions, *rest = arrays
     selected = rest.pop(0) if sizes.num_selected >= 0 else None
-    num_groups = limits.num_groups
-    mappings, (row_starts, context_lens, *tables) = rest[:num_groups], rest[num_groups:]
+    num_groups, adapters = limits.num_groups, None
+    mappings, rest = rest[:num_groups], rest[num_groups:]
+    if sizes.num_places:
+        slots = rest.pop()
+        resident = _resident(rest.pop(0).tolist(), parts)
+        adapters = StepAdapters(slots, resident, None if selected is None else slots[selected])
+    row_starts, context_lens, *tables = rest
     groups = tuple(GroupBatch(table, mapping) for table, mapping in zip(tables, mappings, strict=True))
-    return ids, ForwardBatch(positions, row_starts, context_lens, sizes.max_count, groups, selected=selected, num_decodes=sizes.num_decodes)
+    return ids, ForwardBatch(
+        positions, row_starts, context_lens, sizes.max_count, groups, adapters, selected=selected, num_decodes=sizes.num_decodes
+    )
+
+
+def _resident(numbers: Sequence[int], parts: Mapping[int, PackedAdapter | None]) -> tuple[PackedAdapter | None, ...]:
+    resident = tuple(parts.get(number) for number in numbers)
+    for number, part in zip(numbers, resident, strict=True):
+        if part is None and number != NO_ADAPTER:
+            raise EngineFatal(f"a step names adapter {number}, which is not loaded")
+    return resident

@@ -2,6 +2,7 @@
 
     start    gather (`link`), agree on the number of KV blocks, wait until all have allocated them
     a step   STEP, and LOGITS where the last stage has several ranks; a block copy before it
+    beside   adapters are loaded and dropped (`adapters`)
     end      END, once the runner is closed
 
 A fault of any rank ends the replica: what waits in shared memory is woken, the running step or the next one raises EngineFatal with the
@@ -15,6 +16,7 @@ import mmap
 import os
 import select
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -26,9 +28,11 @@ from torch import Tensor
 from headrace.core.errors import ConfigError, EngineFatal, HeadraceError
 from headrace.core.parallelism import Parallelism, Place
 from headrace.core.plan import Plan, Result
+from headrace.engine.ranks.adapters import part_of_rank_0
 from headrace.engine.ranks.frames import (
     MAX_JSON_BYTES,
     FrameKind,
+    LoadedAdapter,
     RankFailure,
     RankSizes,
     frame,
@@ -63,10 +67,17 @@ class _Member:
 
 
 class RankGroup:
-    """The other ranks of the replica whose rank 0 this process is. Frames are sent by one thread at a time; `look` is called by any."""
+    """The other ranks of the replica whose rank 0 this process is. Frames of steps are sent by one thread at a time, those of adapters and
+    `look` by any.
+
+    answers  number of an adapter that is being loaded -> rank -> why it cannot (empty: it has); whoever asks makes and removes the entry
+    unused   numbers of adapters that no step will name
+    """
 
     def __init__(self, links: Mapping[int, RankLink], place: Place, peers: Peers) -> None:
-        self.place, self.peers = place, peers
+        self.place, self.peers, self.members = place, peers, frozenset(links)
+        self.answers: dict[int, dict[int, str]] = {}
+        self.unused: deque[int] = deque()
         self.fault: HeadraceError | None = None
         self._members = {rank: _Member(link) for rank, link in links.items()}
         self._reading = threading.Lock()
@@ -98,20 +109,26 @@ class RankGroup:
         """From then on a close ends the ranks in order."""
         self._wait_for(FrameKind.READY)
         for member in self._members.values():
-            member.link.allowed = {FrameKind.BEAT: 0, FrameKind.FAILED: MAX_JSON_BYTES}
+            member.link.allowed = {FrameKind.BEAT: 0, FrameKind.FAILED: MAX_JSON_BYTES, FrameKind.LOADED: MAX_JSON_BYTES}
         self._is_ready = True
 
     def _wait_for(self, kind: FrameKind) -> dict[int, bytearray]:
         """The payload of each rank's frame of that kind, once all have come."""
+        self.wait_until(lambda: all(kind in member.said for member in self._members.values()))
+        return {rank: member.said.pop(kind) for rank, member in self._members.items()}
+
+    def wait_until(self, is_said: Callable[[], bool]) -> None:
+        """Raises what has ended the ranks before. May be called by several threads."""
         arriving = select.poll()
         for member in self._members.values():
             arriving.register(member.link, select.POLLIN)
-        while not all(kind in member.said for member in self._members.values()):
-            arriving.poll()  # ends at a beat, and once the watch has ended the links
+        while not is_said():
+            if self._closed.is_set():
+                raise EngineFatal("the ranks of this replica have ended")
+            arriving.poll(1000 * BEAT_S)
             self._read_all()
             if self.fault is not None:
                 raise self.fault
-        return {rank: member.said.pop(kind) for rank, member in self._members.items()}
 
     # steps
 
@@ -127,6 +144,12 @@ class RankGroup:
     def send_to_earlier_stages(self, data: bytes) -> None:
         for rank in range(self.place.parallelism.tp, self.place.parallelism.world):
             self._send(rank, self._members[rank], data)
+
+    def drop_unused(self) -> None:
+        """Before the next adapter is loaded, and the next step."""
+        with suppress(IndexError):
+            while True:
+                self.send(int_frame(FrameKind.DROP, self.unused.popleft()))
 
     def _send(self, rank: int, member: _Member, data: bytes) -> None:
         try:
@@ -223,6 +246,11 @@ class RankGroup:
             failure = read_json(RankFailure, payload)
             reason = f"rank {rank} failed: {failure.reason}"
             self.end(ConfigError(f"rank {rank}", failure.reason.rstrip(".")) if failure.is_refused else EngineFatal(reason))
+        elif kind is FrameKind.LOADED:
+            loaded = read_json(LoadedAdapter, payload)
+            if rank in (answers := self.answers.get(loaded.number, {rank: ""})):
+                raise EngineFatal(f"it answers for adapter {loaded.number}, and was not asked")
+            answers[rank] = loaded.reason
         elif kind in member.said:
             raise EngineFatal(f"it sent {kind.name} twice")
         else:
@@ -264,9 +292,11 @@ class LeadingModel:
 
     def forward(self, ids: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
         with self._group.computing():
+            own, adapters = part_of_rank_0(batch)
             if self._group.place.parallelism.tp > 1:
-                self._group.send_to_stage(step_frame(ids, batch))
-            return self._model.forward(ids, batch, kv)
+                self._group.drop_unused()
+                self._group.send_to_stage(step_frame(ids, batch, adapters))
+            return self._model.forward(ids, own, kv)
 
     def logits(self, hidden: Tensor) -> Tensor:
         with self._group.computing():

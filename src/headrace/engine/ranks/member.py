@@ -1,5 +1,5 @@
 """A member: a rank other than 0, which computes its part of the steps that rank 0 sends. It has no engine and no scheduler, and keeps
-nothing between two steps but its weights and its KV.
+nothing between two steps but its weights, its KV, and its parts of adapters.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ import torch
 from headrace.core.errors import CheckpointError, ConfigError, EngineFatal
 from headrace.engine.config import EngineConfig
 from headrace.engine.kv_sizing import step_tokens
+from headrace.engine.ranks.adapters import MemberAdapters
 from headrace.engine.ranks.frames import (
     INT_BYTES,
+    AdapterOrder,
     FrameKind,
     RankFailure,
     RankHello,
@@ -28,6 +30,7 @@ from headrace.engine.ranks.frames import (
     frame,
     json_frame,
     read_ints,
+    read_json,
     read_step,
 )
 from headrace.engine.ranks.leader import BEAT_S
@@ -48,8 +51,18 @@ log = logging.getLogger(__name__)
 class RankMember:
     """Computes until rank 0 ends it. is_idle: it waits for rank 0"""
 
-    def __init__(self, link: RankLink, model: DecoderModel, kv: KvCache, peers: Peers, limits: StepLimits, closing: ExitStack) -> None:
+    def __init__(
+        self,
+        link: RankLink,
+        model: DecoderModel,
+        kv: KvCache,
+        peers: Peers,
+        limits: StepLimits,
+        closing: ExitStack,
+        adapters: MemberAdapters | None = None,
+    ) -> None:
         self.link, self._model, self._kv, self._peers, self._limits, self._closing = link, model, kv, peers, limits, closing
+        self._adapters = adapters
         self.is_idle = self.is_over = False
 
     def run(self) -> None:
@@ -71,7 +84,8 @@ class RankMember:
         self.is_idle = False
         if kind is FrameKind.STEP:
             began = time.monotonic_ns()
-            self._model.forward(*read_step(payload, self._limits), self._kv)
+            parts = {} if self._adapters is None else self._adapters.parts
+            self._model.forward(*read_step(payload, self._limits, parts), self._kv)
             self._peers.note_step(time.monotonic_ns() - began)
         elif kind is FrameKind.LOGITS:
             self._compute_logits(*read_ints(payload, 1))
@@ -79,6 +93,10 @@ class RankMember:
             self._kv.copy_block(*read_ints(payload, 3))
         elif kind is FrameKind.CLEAR:
             self._kv.clear_pad_block()
+        elif self._adapters is not None and kind is FrameKind.ADAPTER:
+            self._adapters.load(read_json(AdapterOrder, payload))
+        elif self._adapters is not None and kind is FrameKind.DROP:
+            self._adapters.drop(*read_ints(payload, 1))
         return kind is not FrameKind.END
 
     def _compute_logits(self, num_rows: int) -> None:
@@ -114,7 +132,8 @@ def make_member(
         unless_ready.enter_context(_saying_why(link, peers))
         with log_compiling(choices.backend.compiler):
             part = load_part(config, choices, packed, place, peers)
-        budget = part.budget(config)
+        loader = part.adapter_loader(config)
+        budget = part.budget(config, loader)
         own = part.size(config, budget)
         link.allowed = {FrameKind.BLOCKS: INT_BYTES}
         link.send(json_frame(FrameKind.SIZES, RankSizes(own.num_full_blocks, part.loaded.resident_bytes, part.loaded.checkpoint_digest)))
@@ -126,9 +145,11 @@ def make_member(
             max_rows=config.max_num_seqs,
             table_width=-(-sizing.max_model_len // config.block_size) + 1,
             num_groups=len(part.kv_groups),
+            max_places=0 if loader is None else 1 + config.max_loras,
         )
         kv = part.allocate(config, sizing)
-        member = RankMember(link, part.loaded.model, kv, peers, limits, unless_ready.pop_all())
+        adapters = None if loader is None else MemberAdapters(loader, link)
+        member = RankMember(link, part.loaded.model, kv, peers, limits, unless_ready.pop_all(), adapters)
     return member, None if part.loaded.store is None else part.loaded.store.save()
 
 

@@ -12,6 +12,7 @@ as there are stages, and their block copies.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
@@ -19,9 +20,10 @@ import numpy as np
 
 from headrace.core.errors import EngineFatal
 from headrace.core.plan import Plan, Result
+from headrace.engine.ranks.adapters import part_of_rank_0
 from headrace.engine.ranks.frames import FrameKind, int_frame, step_frame
 from headrace.engine.ranks.leader import RankGroup
-from headrace.engine.runner.batch import build_batch, upload_each
+from headrace.engine.runner.batch import Resident, build_batch, upload_each
 from headrace.engine.runner.model_runner import ModelRunner
 from headrace.engine.runner.slots import Ints, SlotState, column
 from headrace.engine.runner.state import RunnerState
@@ -34,8 +36,9 @@ class EarlierStages:
     a slot may have another sequence by the time at which the tokens of the last one's step are known.
     """
 
-    def __init__(self, group: RankGroup, slots: SlotState) -> None:
-        self._group = group
+    def __init__(self, group: RankGroup, slots: SlotState, resident: Callable[[], Resident] | None = None) -> None:
+        """resident: as `ModelRunner` has it"""
+        self._group, self._resident = group, resident
         self._state = RunnerState(self, slots)
         self._num_sent = 0
         self._changed: Ints = np.zeros(len(slots.known), dtype=np.int64)
@@ -50,8 +53,12 @@ class EarlierStages:
         self._state.apply(plan)
         self._changed[[*plan.ended, *(started.slot for started in plan.started)]] = self._num_sent
         if plan.num_rows:
-            rows, _ = self._state.read(plan)
-            self._group.send_to_earlier_stages(step_frame(*build_batch(rows, self._state.slots, partial(upload_each, device="cpu"))))
+            resident = () if self._resident is None else self._resident()
+            rows, _ = self._state.read(plan, resident)
+            ids, batch = build_batch(rows, self._state.slots, partial(upload_each, device="cpu"), resident=resident)
+            _, adapters = part_of_rank_0(batch)
+            self._group.drop_unused()
+            self._group.send_to_earlier_stages(step_frame(ids, batch, adapters))
         return self._num_sent
 
     def commit(self, number: int, plan: Plan, result: Result) -> None:

@@ -26,6 +26,7 @@ from headrace.engine.grammar.preparer import GrammarCompiler, GrammarPreparer
 from headrace.engine.grammar.slots import SlotGrammars
 from headrace.engine.grammar.store import GrammarStore
 from headrace.engine.kv_sizing import KvSizing, describe_bytes, out_of_memory, step_tokens
+from headrace.engine.ranks.adapters import DividingLoader
 from headrace.engine.ranks.frames import RankSizes
 from headrace.engine.ranks.leader import LeadingKv, LeadingModel, LeadingRunner, RankGroup
 from headrace.engine.ranks.meter import RankMeter
@@ -45,10 +46,9 @@ from headrace.tensor.adapters.loader import AdapterLoader
 from headrace.tensor.batch import KvCache, PackedAdapter
 from headrace.tensor.device import DEVICES
 from headrace.tensor.host.cpu_features import CpuFeatures
-from headrace.tensor.kernels import Backend, LowRankUpdate
+from headrace.tensor.kernels import Backend
 from headrace.tensor.kernels.rounding import Precision
 from headrace.tensor.launches import EagerLaunches
-from headrace.tensor.layers.adapted import ModelAdapters
 from headrace.tensor.layers.rope import LinearScaling
 from headrace.tensor.models import LoadedModel
 from headrace.tensor.models.spec import DecoderSpec
@@ -105,9 +105,9 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
         loaded = part.loaded
         peaks = measure_peaks(config.device, choices.dtype)
         draft = None if choices.drafting is None else load_draft(choices.drafting, config, choices.backend, choices.dtype, choices.kv_dtype)
-        loader = _adapter_loader(config, loaded)
-        sizing = _size(config, part, 0 if loader is None else loader.max_bytes, draft, group)
-        adapters = None if loader is None else _read_adapters(config, loader, loaded)
+        loader = part.adapter_loader(config)
+        sizing = _size(config, part, loader, draft, group)
+        adapters = None if loader is None else _read_adapters(config, loader if group is None else DividingLoader(loader, group))
         compiler = GrammarCompiler(Path(config.model), loaded.vocab_size, loaded.eos_token_ids)
         grammars = GrammarStore(compiler)
         with _memory_errors_named(sizing):
@@ -141,9 +141,11 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
     return Built(runner, info, weights, preparer, adapters, unwritten, read_gpu, read_experts, group, ranks)
 
 
-def _size(config: EngineConfig, part: LoadedPart, adapter_bytes: int, draft: LoadedDraft | None, group: RankGroup | None) -> KvSizing:
+def _size(
+    config: EngineConfig, part: LoadedPart, loader: AdapterLoader | None, draft: LoadedDraft | None, group: RankGroup | None
+) -> KvSizing:
     """In a group, the blocks that fit every rank."""
-    budget, draft_groups = part.budget(config, adapter_bytes, draft), () if draft is None else draft.kv_groups
+    budget, draft_groups = part.budget(config, loader, draft), () if draft is None else draft.kv_groups
     own = part.size(config, budget, draft_groups)
     if group is None:
         return own
@@ -234,30 +236,14 @@ def _rounded(loaded: LoadedModel) -> str:
     return stored if loaded.precision is Precision.NONE else f"{stored}, linears rounded to {loaded.precision.value}"
 
 
-def _adapter_loader(config: EngineConfig, loaded: LoadedModel) -> AdapterLoader | None:
-    adapters = loaded.model.adapters
-    return None if adapters is None else AdapterLoader(adapters.linears, adapters.kernels, config.max_lora_rank)
-
-
-def _read_adapters(config: EngineConfig, loader: AdapterLoader, loaded: LoadedModel) -> AdapterPreparer[PackedAdapter]:
+def _read_adapters(config: EngineConfig, loader: AdapterLoader | DividingLoader) -> AdapterPreparer[PackedAdapter]:
     """Warm-up runs steps with an adapter of zeros. Raises CheckpointError for a listed adapter that cannot be loaded."""
-    adapters = AdapterPreparer(loader, max_loras=config.max_loras, max_cpu_loras=config.num_cpu_loras, max_num_seqs=config.max_num_seqs)
-    adapters.set(config.lora_modules)
-    assert loaded.model.adapters is not None
-    adapters.put_first(_adapter_of_zeros(loaded.model.adapters))
-    return adapters
-
-
-def _adapter_of_zeros(adapters: ModelAdapters) -> PackedAdapter:
-    return adapters.kernels.pack(
-        [
-            [
-                LowRankUpdate(down=torch.zeros(1, linear.in_features), up=torch.zeros(part.rows, 1), scale=1.0, first_row=part.first_row)
-                for part in linear.parts_of_output
-            ]
-            for linear in adapters.linears
-        ]
+    adapters = AdapterPreparer[PackedAdapter](
+        loader, max_loras=config.max_loras, max_cpu_loras=config.num_cpu_loras, max_num_seqs=config.max_num_seqs
     )
+    adapters.set(config.lora_modules)
+    adapters.put_first(loader.zeros())
+    return adapters
 
 
 def _speculation_lines(config: EngineConfig) -> list[str]:
@@ -332,7 +318,7 @@ def _make_runner(
     )
     if group is not None and config.pipeline_parallel_size > 1:
         slots = SlotState(config.max_num_seqs, sizing.max_model_len, len(kv.pools), kv.block_size)
-        return LeadingRunner(PipelinedRunner(runner, EarlierStages(group, slots), group), group)
+        return LeadingRunner(PipelinedRunner(runner, EarlierStages(group, slots, resident), group), group)
     overlapped = OverlappedRunner(runner) if config.depth > 1 else runner
     return overlapped if group is None else LeadingRunner(overlapped, group)
 

@@ -17,6 +17,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.kv_sizing import KvMemoryBudget, KvSizing, activation_bytes, describe_bytes, size_kv
 from headrace.engine.runner.drafts.load import DraftDescription, LoadedDraft, describe_draft
 from headrace.machine.resources import Available
+from headrace.tensor.adapters.loader import AdapterLoader
 from headrace.tensor.backends import choose_backend, load_backend, try_kernels
 from headrace.tensor.batch import KvCache, allocate_kv, stored_as
 from headrace.tensor.device import DEVICES
@@ -44,6 +45,10 @@ SHARED_OPTIONS = (
     "block_size",
     "depth",
     "deterministic",
+    "enable_lora",
+    "max_loras",
+    "max_cpu_loras",
+    "max_lora_rank",
 )
 """Equal on all ranks of a replica: they decide what is computed, and what a step may have."""
 
@@ -191,7 +196,11 @@ class LoadedPart:
     kv_groups: tuple[KvGroup, ...]
     available: Available
 
-    def budget(self, config: EngineConfig, adapter_bytes: int = 0, draft: LoadedDraft | None = None) -> KvMemoryBudget:
+    def adapter_loader(self, config: EngineConfig) -> AdapterLoader | None:
+        adapters = self.loaded.model.adapters
+        return None if adapters is None else AdapterLoader(adapters, config.max_lora_rank)
+
+    def budget(self, config: EngineConfig, loader: AdapterLoader | None, draft: LoadedDraft | None = None) -> KvMemoryBudget:
         device, loaded, num_ranks = DEVICES[config.device], self.loaded, config.parallelism.world
         models = [loaded.model] if draft is None else [loaded.model, draft.loaded.model]
         itemsize = device.step_itemsize(loaded.model.activations)
@@ -207,7 +216,7 @@ class LoadedPart:
             source=free.source,
             weight_bytes=weight_bytes,
             activation_bytes=step_bytes + device.working_bytes(config.max_num_seqs, loaded.vocab_size),
-            adapter_bytes=(config.num_cpu_loras + 1) * adapter_bytes,
+            adapter_bytes=0 if loader is None else config.num_cpu_loras * loader.max_bytes + loader.max_file_bytes,
             draft_bytes=draft_bytes,
         )
 

@@ -1,13 +1,15 @@
-"""Loads one adapter for one model: the whole folder is checked before a tensor is packed, and what is not computed is refused by name.
+"""Loads one adapter for one rank of a model: the whole folder is checked before a tensor is packed, and what is not computed is refused by
+name.
 
-The tensors decide which linears change. adapter_config.json gives their scales and must agree.
+The tensors decide which linears change. adapter_config.json gives their scales and must agree. A rank has the rows of lora_B that it has of
+the weight, and the columns of lora_A: the base linear's own sum over ranks adds up the updates too.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -26,8 +28,8 @@ from headrace.tensor.checkpoint.folder import READABLE_DTYPES
 from headrace.tensor.checkpoint.header import DAMAGED, Header, StoredTensor, read_header
 from headrace.tensor.checkpoint.values import num_not_finite
 from headrace.tensor.host.pages import read_bytes
-from headrace.tensor.kernels import AdapterKernels, LowRankUpdate
-from headrace.tensor.layers.adapted import AdaptedLinear, AdaptedPart
+from headrace.tensor.kernels import LowRankUpdate
+from headrace.tensor.layers.adapted import AdaptedPart, ModelAdapters
 
 WEIGHTS = "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
@@ -52,8 +54,10 @@ _STRANGERS = (
 
 @dataclass(frozen=True, slots=True)
 class _Place:
+    """This rank's part of a stored weight. columns: of the weight"""
+
     linear: int
-    in_features: int
+    columns: range
     part: AdaptedPart
 
 
@@ -73,17 +77,20 @@ class _Checked:
 class AdapterLoader:
     """Not for two threads at once where memory counts: a call holds one file's bytes and one packed adapter.
 
-    max_bytes  of the largest adapter that may be loaded, as packed
+    max_bytes       of the largest adapter that may be loaded, this rank's part as packed
+    max_file_bytes  of its file, which every rank reads whole
     """
 
-    def __init__(self, linears: Sequence[AdaptedLinear], kernels: AdapterKernels, max_rank: int) -> None:
-        self._kernels, self._max_rank, self._num_linears = kernels, max_rank, len(linears)
+    def __init__(self, adapters: ModelAdapters, max_rank: int) -> None:
+        self._kernels, self._max_rank, self._num_linears = adapters.kernels, max_rank, len(adapters.linears)
+        self._shapes = adapters.shapes
         self._places = {
-            part.name: _Place(number, linear.in_features, part) for number, linear in enumerate(linears) for part in linear.parts_of_output
+            part.name: _Place(number, linear.columns, part)
+            for number, linear in enumerate(adapters.linears)
+            for part in linear.parts_of_output
         }
-        rank = _padded(max_rank, RANK_PADDING)
-        widths = [_padded(place.in_features, PADDING) + _padded(place.part.rows, PADDING) for place in self._places.values()]
-        self.max_bytes = sum(4 * rank * width + UPDATE_BYTES for width in widths)
+        own = [(place.part.rows, len(place.columns)) for place in self._places.values()]
+        self.max_bytes, self.max_file_bytes = (_most_bytes(shapes, max_rank) for shapes in (own, self._shapes.values()))
 
     def inspect(self, folder: Path) -> str:
         """The digest, hex, of both files' bytes. Raises CheckpointError for what `load` would not load."""
@@ -107,9 +114,17 @@ class AdapterLoader:
                     _values(folder, f"{PREFIX}{name}.lora_{side}.weight", data, stored, checked.header)
                     for side, stored in zip("AB", checked.pairs[name], strict=True)
                 )
-                down, up = _same_dtype(down, up)
+                down, up = _same_dtype(down[:, place.columns.start : place.columns.stop], _picked(up, place.part.stored))
                 scale = checked.config.scale_of(name)
                 linears[place.linear].append(LowRankUpdate(down=down, up=up, scale=scale, first_row=place.part.first_row))
+        return self._kernels.pack(linears)
+
+    def zeros(self) -> PackedAdapter:
+        """An adapter that changes nothing, of rank 1 on every linear."""
+        linears: list[list[LowRankUpdate]] = [[] for _ in range(self._num_linears)]
+        for place in self._places.values():
+            down, up = torch.zeros(1, len(place.columns)), torch.zeros(place.part.rows, 1)
+            linears[place.linear].append(LowRankUpdate(down=down, up=up, scale=1.0, first_row=place.part.first_row))
         return self._kernels.pack(linears)
 
     def _check(self, folder: Path) -> _Checked:
@@ -130,7 +145,7 @@ class AdapterLoader:
         sides: dict[str, dict[str, StoredTensor]] = {}
         for name, stored in header.tensors.items():
             found = _NAME.fullmatch(name)
-            if found is None or found["linear"] not in self._places:
+            if found is None or found["linear"] not in self._shapes:
                 reason = next((why for piece, why in _STRANGERS if piece in name), "it belongs to no linear of the base model")
                 raise CheckpointError(str(path), f"tensor {shorten(name)}: {reason}", MERGE)
             if stored.dtype not in READABLE_DTYPES:
@@ -148,14 +163,14 @@ class AdapterLoader:
 
     def _check_layers(self, path: Path, changed: set[int | None], config: AdapterConfig) -> None:
         """A base with more layers of the same shapes would answer with half an adapter."""
-        for name in self._places:
+        for name in self._shapes:
             if layer_of(name) not in changed and config.has_target(name):
                 reason = f"no tensor of layer {layer_of(name)}, with the target {name}: the adapter's own base may have fewer layers"
                 raise CheckpointError(str(path), reason, "Use its own base, or name its layers in layers_to_transform.")
 
     def _check_pair(self, path: Path, name: str, down: StoredTensor, up: StoredTensor, config: AdapterConfig) -> None:
-        place, rank = self._places[name], down.shape[0] if down.shape else 0
-        shapes = {"A": (down.shape, (rank, place.in_features)), "B": (up.shape, (place.part.rows, rank))}
+        (rows, inputs), rank = self._shapes[name], down.shape[0] if down.shape else 0
+        shapes = {"A": (down.shape, (rank, inputs)), "B": (up.shape, (rows, rank))}
         for side, (shape, expected) in shapes.items():
             if shape != expected:
                 reason = f"tensor {PREFIX}{name}.lora_{side}.weight has shape {list(shape)}, the model makes it {list(expected)}"
@@ -184,8 +199,19 @@ class AdapterLoader:
         return data
 
 
+def _most_bytes(shapes: Iterable[tuple[int, int]], max_rank: int) -> int:
+    """shapes: outputs, inputs"""
+    rank = _padded(max_rank, RANK_PADDING)
+    return sum(4 * rank * (_padded(inputs, PADDING) + _padded(rows, PADDING)) + UPDATE_BYTES for rows, inputs in shapes)
+
+
 def _padded(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
+
+
+def _picked(up: Tensor, rows: tuple[range, ...]) -> Tensor:
+    pieces = [up[each.start : each.stop] for each in rows]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _digest(checked: _Checked, data: Tensor) -> str:

@@ -19,7 +19,7 @@ from headrace.core.parallelism import ALONE, Place
 from headrace.tensor.device import TensorDevice
 from headrace.tensor.kernels import Backend, Kernels, Linear
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight, group_for, join_rounded
-from headrace.tensor.layers.adapted import ModelAdapters
+from headrace.tensor.layers.adapted import ModelAdapters, StoredRows
 from headrace.tensor.layers.table import HeldTable, Table
 from headrace.tensor.peers import NO_PEERS, Peers
 
@@ -195,7 +195,7 @@ class WeightReader:
     def column_linear(self, parts: Sequence[Part], in_features: int, *, bias: bool, shares: Sequence[range] = ()) -> Linear:
         """This rank's share of the rows of each part, [in] -> [rows of all shares]. shares: none where each is `share`."""
         shares = shares or [self.share(part.rows) for part in parts]
-        return self._adapted(self._stacked(parts, shares, in_features, bias), parts)
+        return self._adapted(self._stacked(parts, shares, in_features, bias), parts, shares, in_features, range(in_features))
 
     def whole_linear(self, part: Part, in_features: int, *, precision: Precision | None = None) -> Linear:
         """The same on every rank: a router. precision: None: the reader's."""
@@ -206,7 +206,8 @@ class WeightReader:
 
     def row_linear(self, part: Part, in_features: int, *, bias: bool) -> Linear:
         """This rank's share of the input columns. Callers sum the outputs over ranks; only the first has the bias."""
-        return self._adapted(self._row(part, in_features, bias), [part])
+        linear = self._row(part, in_features, bias)
+        return self._adapted(linear, [part], [range(part.rows)], in_features, self.share(in_features))
 
     def without_adapters(self) -> WeightReader:
         return replace(self, adapters=None)
@@ -215,10 +216,18 @@ class WeightReader:
         """For layers that this rank has whole: experts."""
         return replace(self, place=ALONE)
 
-    def _adapted(self, linear: Linear, parts: Sequence[Part]) -> Linear:
+    def _adapted(self, linear: Linear, parts: Sequence[Part], shares: Sequence[range], in_features: int, columns: range) -> Linear:
         if self.adapters is None:
             return linear
-        return self.adapters.wrap(linear, [(part.name.removesuffix(".weight"), part.rows) for part in parts])
+        stored = [
+            StoredRows(
+                part.name.removesuffix(".weight"),
+                range(part.first + own.start, part.first + own.stop),
+                (part.stored or part.rows, in_features),
+            )
+            for part, own in zip(parts, shares, strict=True)
+        ]
+        return self.adapters.wrap(linear, stored, columns)
 
     def _row(self, part: Part, in_features: int, bias: bool) -> Linear:
         if (known := self._known([part], in_features, bias)) is not None:

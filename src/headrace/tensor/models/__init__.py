@@ -158,7 +158,7 @@ def load_model(
     _check_load_format(load_format)
     config = read_config(folder)
     architecture, spec = read_spec(config)
-    check_division(spec, place.parallelism, enable_lora=enable_lora)
+    check_division(spec, place.parallelism)
     stored = read_format(config)
     precision = resolve_precision(quantization, stored)
     _log_ignored(config, architecture)
@@ -249,7 +249,10 @@ class _Weights:
         spec = _with_stored_table(spec, self.source)
         if reader.place.parallelism.pp > 1 or reader.place.parallelism.ep:
             expected = ExpectedWeights(reader.source, self.dtype)
-            _without_values(spec, WeightReader(expected, load_backend("reference"), self.dtype, META))
+            whole = None if reader.adapters is None else ModelAdapters(reader.adapters.kernels)
+            _without_values(spec, WeightReader(expected, load_backend("reference"), self.dtype, META, adapters=whole))
+            if reader.adapters is not None and whole is not None:
+                reader.adapters.shapes.update(whole.shapes)
         model = DecoderModel(reader, spec)
         if not isinstance(self.source, RandomWeights):
             self.source.check_all_read()

@@ -8,7 +8,7 @@ from headrace.tensor.layers.mlp import MlpSpec
 from headrace.tensor.models.spec import DecoderSpec
 
 
-def check_division(spec: DecoderSpec, parallelism: Parallelism, *, enable_lora: bool = False) -> None:
+def check_division(spec: DecoderSpec, parallelism: Parallelism) -> None:
     """Raises ConfigError, which names the option, for ranks that would not have equal parts."""
     tp, pp, ep = parallelism.tp, parallelism.pp, parallelism.ep
     if ep and all(isinstance(layer.mlp, MlpSpec) for layer in spec.layers):
@@ -20,8 +20,6 @@ def check_division(spec: DecoderSpec, parallelism: Parallelism, *, enable_lora: 
         raise ConfigError("tensor_parallel_size", f"{tp}: {reason}", f"Use one of {fitting}.")
     if pp > (layers := len(spec.layers)):
         raise ConfigError("pipeline_parallel_size", f"{pp} is more than the {layers} layers of this model", f"Use at most {layers}.")
-    if enable_lora and parallelism.world > 1:
-        raise ConfigError("enable_lora", "adapters are computed on one rank only", "Leave it out, or serve the model with one rank.")
 
 
 def _why_not(spec: DecoderSpec, tp: int, *, ep: bool) -> str:
