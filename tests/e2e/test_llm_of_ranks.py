@@ -1,4 +1,6 @@
-"""Tests an `LLM` of several ranks: it answers as one of a single process does, also after Ctrl-C, and ends with any of its ranks."""
+"""Tests an `LLM` of several ranks: it answers as one of a single process does, with adapters and also after Ctrl-C, and ends with any of
+its ranks.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +14,26 @@ import psutil
 import pytest
 from patience import until
 
-from headrace import LLM, SamplingParams
+from headrace import LLM, LoRARequest, SamplingParams
 from headrace.core.errors import EngineFatal, Unavailable
 
 pytestmark = pytest.mark.process
 
-OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_gpu_blocks_override": 400, "max_num_seqs": 8, "num_threads": 1}
+OPTIONS: dict[str, Any] = {
+    "device": "cpu", "dtype": "float32", "num_gpu_blocks_override": 400, "max_num_seqs": 8, "num_threads": 1, "enable_lora": True,
+    "max_loras": 1,
+}  # fmt: skip
+ADAPTERS = (None, LoRARequest("pirate", 1, "pirate"), LoRARequest("hardware-shop", 2, "hardware-shop"))
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
 PROMPTS = ("Hello!", "What is a KV cache?", "Sort these numbers: 5 3 9 1")
 
 
 def answers(llm: LLM) -> list[str]:
-    return [output.outputs[0].text for output in llm.generate([*PROMPTS], GREEDY, use_tqdm=False)]
+    """Of the base model and of two adapters, which take turns in one place."""
+    asked = [(prompt, adapter) for prompt in PROMPTS for adapter in ADAPTERS]
+    outputs = llm.generate([prompt for prompt, _ in asked], GREEDY, lora_request=[adapter for _, adapter in asked], use_tqdm=False)
+    return [output.outputs[0].text for output in outputs]
 
 
 def member_processes() -> list[psutil.Process]:
@@ -37,7 +46,9 @@ def member_processes() -> list[psutil.Process]:
 @pytest.fixture(scope="module")
 def alone(trained_folder: Path) -> list[str]:
     with LLM(trained_folder, **OPTIONS) as llm:
-        return answers(llm)
+        found = answers(llm)
+        assert len(set(found)) == len(found)
+        return found
 
 
 def during(llm: LLM, act: Any) -> threading.Thread:

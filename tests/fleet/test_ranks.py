@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from headrace.fleet import files
 from headrace.fleet.config import ModelSpec
 from headrace.fleet.keeper import FIRST_PAUSE_S
 from headrace.fleet.launcher import LEAVE_S
+from headrace.lab.fake_adapters import save_fake_adapter
 from headrace.machine import resources
 
 pytestmark = pytest.mark.loop
@@ -43,6 +45,15 @@ async def test_each_rank_has_a_file_and_its_part_of_the_replicas_share(monkeypat
         of_replica = [{name: each[name] for name in ("replica", "address", "engine")} for each in written.values()]
         assert of_replica == [of_replica[0]] * 4 + [of_replica[4]] * 4
         assert [each["rank"] for each in written.values() if "block_key" in each] == [0, 0], "the others hash no blocks"
+
+
+async def test_only_rank_0_is_given_the_adapters(tmp_path: Path) -> None:
+    """It names them to the others, whose files no change of adapters writes: what they listed once may be gone at a later start."""
+    save_fake_adapter(tmp_path / "law", b"law")
+    [spec] = divided(enable_lora=True)
+    async with scripted_site(specs=(replace(spec, adapters={"law": str(tmp_path / "law")}),)) as site:
+        listed = {name: [each["name"] for each in file["engine"].get("lora_modules", ())] for name, file in engine_files(site).items()}
+    assert listed == {"e0.json": ["law"], "e0.r1.json": []}
 
 
 async def test_a_replica_of_one_rank_is_started_as_without_ranks() -> None:

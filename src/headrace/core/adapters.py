@@ -15,6 +15,9 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 MAX_ADAPTERS = 4096
 """An engine has at most this many: it sends all names after each change."""
 
+MAX_UNANSWERED = 8
+"""Folders whose file system has not answered in time, and whose reads are left behind: once there are this many, no folder is read."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSource:

@@ -56,6 +56,15 @@ def in_time(work: Callable[[], Value], limit_s: float | None = None) -> Value:
     """
     if isinstance(threading.current_thread(), FileThread):
         return _asked(work)
+    done = _begun(work)
+    limit_s = READ_S if limit_s is None else limit_s
+    if not wait([done], limit_s).done:
+        del done  # the error's traceback would keep what is read late
+        raise TimeoutError(errno.ETIMEDOUT, f"no answer within {limit_s:g} s")
+    return done.result()
+
+
+def _begun(work: Callable[[], Value]) -> Future[Value]:
     done: Future[Value] = Future()
 
     def run() -> None:
@@ -68,10 +77,7 @@ def in_time(work: Callable[[], Value], limit_s: float | None = None) -> Value:
         FileThread(run).start()
     except RuntimeError as error:  # the limit of threads
         raise OSError(errno.EAGAIN, str(error)) from error
-    limit_s = READ_S if limit_s is None else limit_s
-    if not wait([done], limit_s).done:
-        raise TimeoutError(errno.ETIMEDOUT, f"no answer within {limit_s:g} s")
-    return done.result()
+    return done
 
 
 def _asked(work: Callable[[], Value]) -> Value:

@@ -120,17 +120,19 @@ def write_engine_files(
         "replica": replica.name,
         "address": replica.address,
         "drain_timeout_s": config.drain_timeout_s,
-        "engine": {**model.engine, **({"lora_modules": plain(adapters)} if adapters else {}), "model": str(model.folder)},
+        "engine": {**model.engine, "model": str(model.folder)},
     }
     for rank, path in enumerate(configs):
         of_group = {"rank": rank, "rendezvous": rendezvous_of(replica.config)} if world > 1 else {}
         key = {} if rank else {"block_key": site_secret(config.site_key, BLOCKS)}  # the other ranks hash no blocks
         _write(path, {**content, **key, **of_group, **_machine_share(model, MachineShare(share.index * world + rank, share.total * world))})
+    if adapters:
+        write_adapters(replica.config, adapters)
     return replica
 
 
 def write_adapters(path: Path, adapters: Sequence[AdapterSource]) -> None:
-    """Into the file of an engine, in which nothing else changes. Raises ConfigError."""
+    """Into the file of an engine's rank 0, which names adapters to the others; nothing else in it changes. Raises ConfigError."""
     content = read_json_object(path)
     engine = content["engine"]
     assert isinstance(engine, dict), "this program writes it"

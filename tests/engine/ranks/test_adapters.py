@@ -5,7 +5,8 @@ load its part.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,17 @@ from tiny_models import save_tiny_model
 
 from headrace.bundled import DEFAULT_MODEL, bundled_adapter, bundled_path
 from headrace.bundled import DRAFT_MODEL as DRAFT
+from headrace.core import regular_files
 from headrace.core.adapters import AdapterSource
 from headrace.core.errors import CheckpointError, Unavailable
+from headrace.core.regular_files import FileThread
 from headrace.core.request import EngineRequest
 from headrace.core.speculation import DRAFT_MODEL, NGRAM, SpeculativeConfig
 from headrace.engine.kv_sizing import KvMemoryBudget, KvSizing, size_kv
 from headrace.engine.ranks.adapters import ZEROS, MemberAdapters
-from headrace.engine.ranks.frames import AdapterOrder
+from headrace.engine.ranks.link import RankLink
 from headrace.engine.runner import loading
+from headrace.tensor.adapters.loader import AdapterLoader
 from headrace.tensor.batch import PackedAdapter
 
 pytest.importorskip("headrace.tensor.kernels.cpu.backend")  # now, so that no test moves where its compiled kernels are kept
@@ -86,9 +90,12 @@ def test_rows_of_several_adapters_and_of_the_base_model_are_answered_as_by_one_r
 
 @pytest.mark.parametrize("layout", [TP2, PP2], ids=["tp 2", "pp 2"])
 def test_compiled_kernels_compute_the_adapters_of_ranks(tmp_path: Path, layout: dict[str, int]) -> None:
+    """Stages give the bits of one process."""
     folder = save_tiny_model("llama", tmp_path)
-    sources, compiled = save_sources(folder), {"kernels": "auto"}
-    check_close(answers(folder, sources, **layout, **CROWDED, **compiled), answers(folder, sources, **compiled))
+    sources, compiled = save_sources(folder), {"kernels": "auto", "deterministic": True}
+    found, expected = answers(folder, sources, **layout, **CROWDED, **compiled), answers(folder, sources, **compiled)
+    check_close(found, expected)
+    assert (found == expected) == (layout == PP2)
 
 
 @pytest.mark.parametrize("method", [NGRAM, DRAFT_MODEL])
@@ -131,37 +138,36 @@ def test_an_adapter_that_is_loaded_anew_answers_with_its_new_weights_on_all_rank
 
 
 class Reads:
-    """What members are asked to read, in `MemberAdapters`. parts: of each member, at the end of each read"""
+    """What members read.
+
+    before      called with the folder, before each read
+    most_parts  that a member had at the end of a read
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.gate, self.num_waiting = threading.Event(), threading.Semaphore(0)
         self.gate.set()
-        self.before: Callable[[AdapterOrder], None] = lambda order: None
+        self.before: Callable[[Path], None] = lambda folder: None
         self.members: list[MemberAdapters] = []
         self.most_parts = 0
-        make, read = MemberAdapters.__init__, MemberAdapters._read
+        make = MemberAdapters.__init__
 
-        def made(member: MemberAdapters, *arguments: Any) -> None:
-            make(member, *arguments)
-            self.members.append(member)
-
-        def gated(member: MemberAdapters, order: AdapterOrder) -> None:
-            load = member._loader.load
+        def made(member: MemberAdapters, loader: AdapterLoader, link: RankLink) -> None:
+            load = loader.load
 
             def load_soon(folder: Path, digest: str) -> PackedAdapter:
                 self.num_waiting.release()
                 assert self.gate.wait(PATIENCE_S)
-                self.before(order)
+                self.before(folder)
                 part = load(folder, digest)
                 self.most_parts = max(self.most_parts, len(member.parts))
                 return part
 
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(member._loader, "load", load_soon)
-                read(member, order)
+            monkeypatch.setattr(loader, "load", load_soon)
+            make(member, loader, link)
+            self.members.append(member)
 
         monkeypatch.setattr(MemberAdapters, "__init__", made)
-        monkeypatch.setattr(MemberAdapters, "_read", gated)
 
 
 @pytest.fixture
@@ -210,16 +216,17 @@ def test_a_member_keeps_as_many_adapters_as_rank_0(tmp_path: Path, reads: Reads)
     assert all(member.parts.values())
 
 
-def refuse(order: AdapterOrder) -> None:
-    raise CheckpointError(order.folder, "cannot be read (Permission denied)")
+def refuse(folder: Path) -> None:
+    raise CheckpointError(str(folder), "cannot be read (Permission denied)")
 
 
-def fail(order: AdapterOrder) -> None:
+def fail(folder: Path) -> None:
     raise MemoryError("no more")
 
 
-def change(order: AdapterOrder) -> None:
-    (Path(order.folder) / "adapter_config.json").write_bytes((Path(order.folder) / "adapter_config.json").read_bytes() + b"\n")
+def change(folder: Path) -> None:
+    with (folder / "adapter_config.json").open("ab") as file:
+        file.write(b"\n")
 
 
 REFUSALS = [
@@ -231,7 +238,7 @@ REFUSALS = [
 
 @pytest.mark.parametrize(("before", "reason"), REFUSALS, ids=["refused", "failed", "changed"])
 def test_an_adapter_that_a_member_cannot_load_refuses_its_requests_alone(
-    tmp_path: Path, reads: Reads, before: Callable[[AdapterOrder], None], reason: str
+    tmp_path: Path, reads: Reads, before: Callable[[Path], None], reason: str
 ) -> None:
     """And is loaded for the next one. "changed" is the race of a folder that is written between the reads of two ranks."""
     with served(tmp_path) as engine:
@@ -244,10 +251,45 @@ def test_an_adapter_that_a_member_cannot_load_refuses_its_requests_alone(
         with pytest.raises(Unavailable, match=reason):
             raise engine.refused.pop("first")
         assert len(engine.answer("base")) == 16
-        reads.before = lambda order: None
+        reads.before = lambda folder: None
         engine.engine.set_adapters(save_sources(tmp_path))
         engine.run(asked(engine, "again", "a", [1, 2, 3]), asked(engine, "other", "b", [1, 2, 3]))
         assert len(engine.answer("again")) == len(engine.answer("other")) == 16
+
+
+def test_a_member_that_does_not_answer_is_given_up_and_what_it_reads_late_is_dropped(
+    tmp_path: Path, reads: Reads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_stuck, answered = threading.Event(), threading.Event()
+
+    def hang(folder: Path) -> None:
+        if folder.name == "a" and not answered.is_set():
+            is_stuck.set()
+            assert answered.wait(PATIENCE_S)
+
+    def wait_until_stuck(read: Sequence[Future[object]], limit_s: float) -> Any:
+        while not (found := wait(read, 0.01)).done and not is_stuck.is_set():
+            pass
+        is_stuck.clear()
+        return found
+
+    monkeypatch.setattr(regular_files, "wait", wait_until_stuck)
+    reads.before = hang
+    with served(tmp_path) as engine:
+        engine.run(asked(engine, "first", "a", [1, 2, 3]))
+        assert "the adapter cannot be used: cannot be read (no answer within 50 s)" in str(engine.refused.pop("first"))
+        engine.run(asked(engine, "again", "a", [1, 2, 3]), asked(engine, "other", "b", [1, 2, 3]))
+        assert "an earlier read of its folder has no answer yet" in str(engine.refused.pop("again"))
+        assert len(engine.answer("other")) == 16
+        answered.set()
+        for thread in threading.enumerate():
+            if isinstance(thread, FileThread):
+                thread.join(PATIENCE_S)
+        engine.run(asked(engine, "late", "a", [1, 2, 3]))
+        engine.run(asked(engine, "last", "c", [1, 2, 3]))
+        assert len(engine.answer("late")) == len(engine.answer("last")) == 16
+        [member] = reads.members
+        assert len(member.parts) == 1
 
 
 def test_every_rank_sets_memory_for_its_parts_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

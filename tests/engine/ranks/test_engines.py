@@ -76,17 +76,6 @@ def answers(folder: Path, **config: Any) -> tuple[Answers, int]:
         return engine.answers(), engine.preemptions
 
 
-def values(logprobs: list[TokenLogprobs]) -> list[float]:
-    return [number for each in logprobs for number in (each.logprob, *each.top_logprobs)]
-
-
-def check_close(found: Answers, expected: Answers) -> None:
-    assert {key: answer.token_ids for key, answer in found.items()} == {key: answer.token_ids for key, answer in expected.items()}
-    for key, answer in found.items():
-        for mine, its in ((answer.logprobs, expected[key].logprobs), (answer.prompt_logprobs, expected[key].prompt_logprobs)):
-            np.testing.assert_allclose(values(mine), values(its), atol=2e-4)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["tp 2", "pp 2", "pp 3", "tp 2 pp 2"])
 @pytest.mark.parametrize("model", ["llama", "gemma3"])
 def test_several_ranks_answer_as_one_does(tmp_path: Path, layout: dict[str, int], model: str) -> None:

@@ -88,6 +88,8 @@ def test_memory_of_adapters_is_not_given_to_the_cache() -> None:
     assert "- 256.00 MiB for 3 adapters, one more while it is read = 768.00 MiB" in found.lines[0]
     with pytest.raises(ConfigError, match=r"without the 256.00 MiB for adapters\. Use at most 1,879,048,192"):
         size_kv(replace(config, kv_cache_bytes=2 * GIB), (FULL,), 100_000, given)
+    with pytest.raises(ConfigError, match=r"for each of 2 ranks\. Use at most 805,306,368"):  # of which each has adapters of its own
+        size_kv(replace(config, kv_cache_bytes=GIB, tensor_parallel_size=2), (FULL,), 100_000, given)
 
 
 def test_a_draft_models_weights_and_blocks_come_out_of_the_same_share() -> None:

@@ -125,7 +125,7 @@ TABLE: dict[str, RefusedFlag | IgnoredFlag | TranslatedFlag] = {
     "--calculate-kv-scales": RefusedFlag(_QUANTIZED, None),
     "--distributed-executor-backend": RefusedFlag("The ranks of a replica are processes of one machine.", ("mp", "uni")),
     "--lora-dtype": RefusedFlag("Adapters are computed as the model is.", ("auto",)),
-    "--fully-sharded-loras": RefusedFlag("Adapters are not divided over ranks.", None),
+    "--fully-sharded-loras": RefusedFlag("One factor of each update is divided over ranks, which adds no exchange.", None),
     "--default-mm-loras": RefusedFlag("Only text models are served."),
     "--tool-parser-plugin": RefusedFlag("Code named on a command line is never loaded; --tool-call-parser names a known form of calls."),
     "--reasoning-parser-plugin": RefusedFlag("Code named on a command line is never loaded; --reasoning-parser names a known form."),

@@ -9,15 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from headrace.core.adapters import ADAPTER_FILES, AdapterSource, resolve_below
+from headrace.core.adapters import ADAPTER_FILES, MAX_UNANSWERED, AdapterSource, resolve_below
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.core.regular_files import READ_S, in_time
 from headrace.engine.adapters.pool import AdapterWeights
 
 FOLDER_TIMEOUT_S = 50.0
 """A supervisor waits 60 s for an engine that reads a list anew, and a request as long for its adapter: both hear why it cannot be read."""
-
-MAX_UNANSWERED = 8
 
 SETTLED_NS = 2_000_000_000
 """Files that changed later than this before they were read may change again within one tick of the file system's clock."""

@@ -20,9 +20,9 @@ from itertools import count
 from pathlib import Path
 from typing import Protocol, cast
 
+from headrace.core.adapters import MAX_UNANSWERED
 from headrace.core.errors import CheckpointError, EngineFatal
 from headrace.core.regular_files import FileThread
-from headrace.engine.adapters.folders import MAX_UNANSWERED
 from headrace.engine.ranks.frames import NO_ADAPTER, AdapterOrder, FrameKind, LoadedAdapter, json_frame
 from headrace.engine.ranks.link import RankLink
 from headrace.tensor.batch import ForwardBatch, PackedAdapter
