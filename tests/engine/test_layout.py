@@ -178,7 +178,7 @@ def test_a_layout_that_a_plan_calls_runnable_is_one_that_the_options_may_have(gp
 
 def test_groups_of_rounded_weights_that_do_not_divide_are_refused_as_a_load_refuses_them(tmp_path: Path) -> None:
     folder = written(tmp_path, {**MODEL, "intermediate_size": 160, "num_key_value_heads": 6})
-    asked = ShapeAsked(folder=str(folder), quantization="int4", enable_lora=False, ep=False, most=3)
+    asked = ShapeAsked(folder=str(folder), quantization="int4", ep=False, most=3)
     found = read_here(asked)
     assert found.shape == replace(shape_of(read_spec(read_config(folder))[1], folder.name), stored=found.shape.stored)
     assert "in groups of 32 of its 160 inputs" in found.refused["2"]
@@ -187,13 +187,12 @@ def test_groups_of_rounded_weights_that_do_not_divide_are_refused_as_a_load_refu
     plain = read_here(replace(asked, quantization="none"))
     assert (plain.dtype, [*plain.refused]) == ("bf16", ["3"])
     assert plain.shape.weights_bytes("bf16") > 3 * found.shape.weights_bytes("int4")
-    assert "2" in read_here(replace(asked, quantization="none", enable_lora=True)).refused
 
 
 @pytest.mark.process
 def test_a_model_is_read_in_a_process_of_its_own() -> None:
     folder = bundled_path(DEFAULT_MODEL)
-    asked = ShapeAsked(folder=str(folder), quantization="none", enable_lora=False, ep=False, most=4)
+    asked = ShapeAsked(folder=str(folder), quantization="none", ep=False, most=4)
     assert ask_shape(asked) == read_here(asked)
     with pytest.raises(ConfigError, match="tensor_parallel_size: auto cannot be decided: /absent: not a folder"):
         ask_shape(replace(asked, folder="/absent"))

@@ -45,7 +45,6 @@ class ShapeAsked:
 
     folder: str
     quantization: str
-    enable_lora: bool
     ep: bool
     most: int
 
@@ -105,7 +104,6 @@ def with_layout(
     asked = ShapeAsked(
         folder=str(folder),
         quantization=config.quantization,
-        enable_lora=config.enable_lora,
         ep=config.enable_expert_parallel,
         most=most,
     )

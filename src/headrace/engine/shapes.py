@@ -64,7 +64,7 @@ def read_here(asked: ShapeAsked) -> ShapeHere:
 def _why_not(asked: ShapeAsked, spec: DecoderSpec, parallelism: Parallelism) -> str:
     """Empty: rank 0 would find its part of every weight. No later rank has other sizes that count."""
     try:
-        check_division(spec, parallelism, enable_lora=asked.enable_lora)
+        check_division(spec, parallelism)
         describe(Path(asked.folder), quantization=asked.quantization, place=parallelism.place(0))
     except ConfigError as error:
         return error.reason.removeprefix(f"{parallelism.tp}: ")

@@ -70,7 +70,7 @@ class Stages:
     def frames(self) -> list[tuple[FrameKind, list[int]]]:
         """What came, and of a step the token ids, of a copy its blocks."""
         return [
-            (kind, read_step(payload, LIMITS)[0].tolist() if kind is FrameKind.STEP else read_ints(payload, 3))
+            (kind, read_step(payload, LIMITS, {})[0].tolist() if kind is FrameKind.STEP else read_ints(payload, 3))
             for kind, payload in self.member.arrived()
         ]
 
