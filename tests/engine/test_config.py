@@ -84,9 +84,7 @@ def test_a_quantization_of_vllms_that_is_not_here_names_what_to_do_instead(name:
 
 @pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])
 @pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_ranks_on_two_gpus_are_refused_with_what_uses_both(monkeypatch: pytest.MonkeyPatch, option: str, device: str) -> None:
-    monkeypatch.setattr(engine_config, "find_gpus", lambda: Gpus(("0", "1")))
-    monkeypatch.setattr(engine_config, "find_working_gpus", lambda: Gpus(("0", "1")))
+def test_ranks_on_two_gpus_are_refused_with_what_uses_both(option: str, device: str) -> None:
     asked: dict[str, Any] = {option: 2}
     with pytest.raises(ConfigError, match=f"{option}.*on one GPU.*a replica for each GPU"):
-        EngineConfig(model="m", device=device, **asked).checked()
+        EngineConfig(model="m", device=device, **asked).checked(lambda: Gpus(("0", "1")))
