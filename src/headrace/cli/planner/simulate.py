@@ -29,14 +29,18 @@ if TYPE_CHECKING:
     from headrace.lab.simulate.chart import Timeline
     from headrace.lab.simulate.events import EventReport
     from headrace.lab.simulate.load import Arrival, Spike
+    from headrace.lab.simulate.scaling import ScalingReport
     from headrace.lab.simulate.site import Death
     from headrace.policy.placement.model import ModelShape
     from headrace.policy.placement.need import Traffic
+    from headrace.policy.scaling.autoscaler import ScalingRules
 
 GATEWAY_S = 0.002
 """Seconds that a gateway adds, before the engine and behind it: 1.2 to 2.6 ms were measured (docs/experiments.md)."""
 
 MAX_REPLICAS = 256
+HOLD_S = 60.0
+"""Beside the time that a replica takes to load, how long a request may wait where replicas are added."""
 
 
 REPLACED_BY_TRACE = ("duration", "input_len", "output_len", "range_ratio", "prefix_len", "spike")
@@ -68,6 +72,9 @@ def simulate(
     standby: Annotated[
         int, Flag("--standby", min=0, max=MAX_REPLICAS, help="Further replicas, loaded and idle, that take a dead one's place.")
     ] = 0,
+    autoscale: Annotated[
+        str | None, Flag("--autoscale", help="MIN:MAX replicas, decided by the load, for the TTFT of --goodput (else 1 s).")
+    ] = None,
     goodput: Annotated[list[str] | None, Flag("--goodput", help="ttft:MS, tpot:MS or e2el:MS; again for more.")] = None,
     seed: Seed = 0,
     as_json: AsJson = False,
@@ -90,9 +97,12 @@ def simulate(
     until = duration if trace is None else math.inf
     risen = _spike(spike, until)
     site = _site(_Asked(config, model, gpu, steps, tp, replicas, standby), None if trace else shape)
-    deaths = _deaths(kill or (), site, until, load_time)
+    rules = None if autoscale is None else _scaling_rules(autoscale, site, slo, load_time)
+    if rules is not None and (kill or standby):
+        raise UsageRefused("--autoscale: it is simulated without --kill and --standby.")
+    deaths = _deaths(kill or (), site, until, None if rules else load_time)
     loads = _arrivals(load, trace, duration, shape, seed, risen)
-    runs = [_run(site, rate, arrivals, risen, deaths, slo, seed) for rate, arrivals in loads]
+    runs = [_run(site, rate, arrivals, risen, deaths, slo, seed, rules) for rate, arrivals in loads]
     if plot is not None:
         _plot(plot, site, runs)
     _print(site, runs, as_json)
@@ -108,6 +118,7 @@ class _Run:
     report: LoadReport
     events: Sequence[EventReport]
     timeline: Timeline
+    scaled: ScalingReport | None
 
 
 def _run(
@@ -118,11 +129,15 @@ def _run(
     deaths: Sequence[Death],
     slo: Slo | None,
     seed: int,
+    rules: ScalingRules | None,
 ) -> _Run:
+    """rules: None: the number of replicas stays"""
     from headrace.lab.metrics import summarize
     from headrace.lab.simulate.chart import timeline
     from headrace.lab.simulate.events import event_reports
+    from headrace.lab.simulate.scaling import Scaling, ScalingReport
     from headrace.lab.simulate.site import SimulatedSite
+    from headrace.policy.scaling.autoscaler import Autoscaler
 
     failover_s = site.gateway.timeouts.failover_s
     models = [site.model] * site.replicas
@@ -133,6 +148,9 @@ def _run(
         failover_s=failover_s,
         routing=site.gateway.routing,
         num_gateways=site.gateway.workers,
+        scaling=None
+        if rules is None
+        else Scaling(policy=Autoscaler(rules, site.replicas), load_s=rules.load_s, hold_s=HOLD_S + rules.load_s),
         seed=seed,
     )
     records = simulated.run(arrivals, deaths)
@@ -142,7 +160,8 @@ def _run(
     for death in deaths:
         if death.at > last:
             raise UsageRefused(f"--kill: replica {death.replica} would die at {death.at:g} s, after the last answer ({last:.1f} s).")
-    return _Run(load, summarize(records, slo), event_reports(records, spike, deaths), timeline(records))
+    scaled = None if rules is None else ScalingReport(simulated.replica_s() / 3600, simulated.changes)
+    return _Run(load, summarize(records, slo), event_reports(records, spike, deaths), timeline(records), scaled)
 
 
 def _plot(file: Path, site: _Site, runs: Sequence[_Run]) -> None:
@@ -158,9 +177,10 @@ def _plot(file: Path, site: _Site, runs: Sequence[_Run]) -> None:
 def _print(site: _Site, runs: Sequence[_Run], as_json: bool) -> None:
     from headrace.lab.report import failures, lines, to_plain
     from headrace.lab.simulate.events import event_lines
+    from headrace.lab.simulate.scaling import scaling_lines
 
     if as_json:
-        shown = [{"load": run.load, "report": run.report, "events": run.events} for run in runs]
+        shown = [{"load": run.load, "report": run.report, "events": run.events, "scaling": run.scaled} for run in runs]
         shown_site = {"site": site.described, "price_per_hour": site.price_per_hour, "runs": shown}
         print(json.dumps(to_plain(shown_site), indent=1, allow_nan=False))
         return
@@ -171,6 +191,8 @@ def _print(site: _Site, runs: Sequence[_Run], as_json: bool) -> None:
         print("\n".join([*(lines(run.report) if run.report.finished else failures(run.report)), ""]))
         for event in run.events:
             print("\n".join([*event_lines(event), ""]))
+        if run.scaled is not None:
+            print("\n".join([*scaling_lines(run.scaled), ""]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,6 +436,19 @@ def _death(text: str, replicas: int, until: float, load_s: float | None) -> Deat
     if at >= until:
         raise UsageRefused(f"--kill: {text!r} comes after the last arrival: requests arrive for {until:g} s (--duration).")
     return Death(at, int(replica), back_s)
+
+
+def _scaling_rules(text: str, site: _Site, slo: Slo | None, load_s: float | None) -> ScalingRules:
+    from headrace.policy.scaling.autoscaler import ScalingRules
+
+    numbers = re.fullmatch(r"(\d{1,3}):(\d{1,3})", text)
+    if numbers is None or not int(numbers[1]) <= int(numbers[2]) <= MAX_REPLICAS or not int(numbers[2]):
+        raise UsageRefused(f"--autoscale: {text!r} is not MIN:MAX, two numbers of replicas up to {MAX_REPLICAS}.")
+    load_s = site.load_s if load_s is None else load_s
+    if load_s is None or not 0 <= load_s < math.inf:
+        raise UsageRefused("--autoscale: how long a replica takes to load is not known; give --load-time SECONDS.")
+    goal = {} if slo is None or slo.ttft_s is None else {"ttft_s": slo.ttft_s}
+    return ScalingRules(min_replicas=int(numbers[1]), max_replicas=int(numbers[2]), load_s=load_s, **goal)
 
 
 def _three(text: str, flag: str, form: str) -> tuple[float, float, float]:

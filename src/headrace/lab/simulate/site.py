@@ -20,6 +20,7 @@ from headrace.core.update import FinishReason, Rejected
 from headrace.lab.metrics import LoadRecord
 from headrace.lab.simulate.build import SimulatedModel, SimulatedReplica, Update
 from headrace.lab.simulate.load import Arrival
+from headrace.lab.simulate.scaling import Counts, Scaling, ScalingChange, scaling_facts
 from headrace.policy.admission import AdmissionOutcome, OverloadWatch, QueueState, decide, queue_state
 from headrace.policy.config import AdmissionRules
 from headrace.policy.routing.choice import UNMEASURED_DIVISOR, Candidate, Decision, ReplicaId
@@ -61,7 +62,7 @@ class _Open:
 
 @dataclass(slots=True)
 class _Place:
-    """replica: None while it is down; generation: number of losses; sent: since its last report, by each gateway"""
+    """replica: None while it loads or is down; generation: number of losses; sent: since its last report, by each gateway"""
 
     number: int
     model: SimulatedModel
@@ -70,6 +71,8 @@ class _Place:
     is_busy: bool = False
     generation: int = 0
     open: dict[RequestId, _Open] = field(default_factory=dict)
+    is_leaving: bool = False
+    is_given_back: bool = False
 
 
 class SimulatedSite:
@@ -82,10 +85,12 @@ class SimulatedSite:
         failover_s: float = 60.0,
         routing: str = DEFAULT_POLICY,
         num_gateways: int = 1,
+        scaling: Scaling | None = None,
         seed: int = 0,
     ) -> None:
         """gateway_s    from a request to its engine plus from a token to its client
         num_gateways  each gets its part of the requests at random, and knows only what it sent itself
+        scaling       adds replicas of the first model, and takes them away; None: they stay
 
         Raises ConfigError for more than MAX_BLOCKS blocks.
         """
@@ -107,6 +112,10 @@ class SimulatedSite:
         self._overload = OverloadWatch()
         self._num_tokens = self._num_arrived = self._num_prompt_tokens = 0
         self._waiting: list[_Open] = []
+        self._scaling = scaling
+        self._num_ended, self._num_output, self._is_arriving = 0, 0, True
+        self._used: list[tuple[float, int]] = [(0.0, len(models))]
+        self.changes: list[ScalingChange] = []
 
     @property
     def replicas(self) -> list[SimulatedReplica]:
@@ -114,6 +123,8 @@ class SimulatedSite:
 
     def run(self, arrivals: Iterable[Arrival], deaths: Sequence[Death] = ()) -> list[LoadRecord]:
         """Arrivals must be in the order of their times. Raises ConfigError for more than MAX_REQUESTS."""
+        if self._scaling is not None:
+            self._at(0.0, self._scale)
         for death in deaths:
             self._at(death.at, lambda now, death=death: self._die(death, now))  # type: ignore[misc]
         self._arrive_next(iter(arrivals), 0)
@@ -135,6 +146,7 @@ class SimulatedSite:
     def _arrive_next(self, arrivals: Iterator[Arrival], number: int) -> None:
         arrival = next(arrivals, None)
         if arrival is None:
+            self._is_arriving = False
             return
         if number >= MAX_REQUESTS or self._num_tokens + arrival.output_tokens > MAX_OUTPUT_TOKENS:
             limit = f"{MAX_REQUESTS:,} requests and {MAX_OUTPUT_TOKENS:,} output tokens"
@@ -154,7 +166,8 @@ class SimulatedSite:
         if queue is not None:
             queue = self._overload.arrive(queue, self._rules, num_open=num_open, now=now)
         verdict = decide(queue, rules=self._rules)
-        if verdict.outcome is AdmissionOutcome.REFUSED and queue is not None:
+        waits_for_scaling = self._scaling is not None and queue is not None and queue.wait_s <= self._scaling.hold_s
+        if verdict.outcome is AdmissionOutcome.REFUSED and queue is not None and not waits_for_scaling:
             self._overload.refuse(queue, self._rules, now=now)
             self._end(request, now, status=429, error="refused", retry_after_s=verdict.retry_after_s)
         else:
@@ -164,7 +177,7 @@ class SimulatedSite:
         size = RequestSize(self._num_prompt_tokens // max(1, self._num_arrived), self._expected_output_tokens())
         states = [
             queue_state(place.replica.report, place.sent[gateway], size, lowest=PriorityClass.STANDARD, block_size=self._block_size)
-            for place in self._places
+            for place in self._serving()
             if place.replica is not None
         ]
         return min(states, key=lambda state: (state.wait_s, state.depth), default=None)
@@ -179,7 +192,7 @@ class SimulatedSite:
 
     def _send(self, request: _Open, now: float) -> None:
         """Without a replica a new request is refused, and a begun one waits."""
-        running = {ReplicaId(str(place.number)): place for place in self._places if place.replica is not None}
+        running = {ReplicaId(str(place.number)): place for place in self._serving()}
         arrival, gateway, index = request.arrival, request.gateway, self._indexes[request.gateway]
         has_index = POLICIES[self._routing].has_index
         chunks = prompt_chunks(arrival.prompt_ids, salt=b"", adapter_digest="") if has_index else ()
@@ -199,12 +212,12 @@ class SimulatedSite:
         )
         longest, first_new = index.find(chunks)
         chosen = choose(self._routing, candidates, decision, longest=longest, first_new=first_new)
-        if chosen is None and not request.attempt:
+        if chosen is None and not request.attempt and self._scaling is None:
             self._end(request, now, status=503, error="refused", detail="no replica runs", retry_after_s=UNAVAILABLE_RETRY_S)
             return
         if chosen is None:
             self._waiting.append(request)
-            self._at(now + self._failover_s, lambda at: self._give_up(request, at))
+            self._at(now + (self._failover_s if self._scaling is None else self._scaling.hold_s), lambda at: self._give_up(request, at))
             return
         place = running[chosen.replica_id]
         request.attempt += 1
@@ -239,6 +252,7 @@ class SimulatedSite:
             if isinstance(update, Rejected):
                 self._refuse(place, request, update, seen_at)
                 continue
+            self._num_output += len(update.token_ids)
             if len(update.token_ids) == 1:
                 request.times.append(seen_at)
             else:
@@ -250,6 +264,7 @@ class SimulatedSite:
                 is_whole = update.finish in (FinishReason.LENGTH, FinishReason.STOP)
                 self._end(request, seen_at, status=200, error=None if is_whole else update.finish.value)
         self._turn(place, now)
+        self._give_back_if_done(place, now)
 
     def _refuse(self, place: _Place, request: _Open, refused: Rejected, seen_at: float) -> None:
         del place.open[refused.request_id]
@@ -280,12 +295,63 @@ class SimulatedSite:
         for request in waiting:
             self._send(request, now)
 
+    # -- scaling -----------------------------------------------------------------------------------------------------------------
+
+    def _serving(self) -> list[_Place]:
+        return [place for place in self._places if place.replica is not None and not place.is_leaving]
+
+    def _scale(self, now: float) -> None:
+        scaling = self._scaling
+        assert scaling is not None
+        serving, queue = self._serving(), self._queue(0)
+        reports = [place.replica.report for place in serving if place.replica is not None]
+        counts = Counts(self._num_arrived, self._num_ended, self._num_output)
+        facts = scaling_facts(reports, counts, num_held=len(self._waiting), wait_s=queue.wait_s if queue else 0.0)
+        decision = scaling.policy.decide(scaling.seen(facts, now), now)
+        if not self.changes or decision.num_replicas != self.changes[-1].num_replicas:
+            self.changes.append(ScalingChange(now, decision.num_replicas, decision.reason))
+        staying = [place for place in self._places if not place.is_leaving and not place.is_given_back]
+        for _ in range(decision.num_replicas - len(staying)):
+            self._add(scaling, now)
+        for place in sorted(staying, key=lambda each: (each.replica is not None, len(each.open)))[: len(staying) - decision.num_replicas]:
+            place.is_leaving = True
+            self._give_back_if_done(place, now)
+        if self._is_arriving or self._waiting or any(place.open for place in self._places):
+            self._at(now + scaling.tick_s, self._scale)
+
+    def _add(self, scaling: Scaling, now: float) -> None:
+        """One that was about to leave stays; else another one loads."""
+        leaving = next((place for place in self._places if place.is_leaving and not place.is_given_back), None)
+        if leaving is not None:
+            leaving.is_leaving = False
+            return
+        place = _Place(len(self._places), self._places[0].model, None, self._nothing_sent())
+        self._places.append(place)
+        self._use(1, now)
+        self._at(now + scaling.load_s, lambda at: None if place.is_given_back else self._revive(place, at))
+
+    def _give_back_if_done(self, place: _Place, now: float) -> None:
+        if place.is_leaving and not place.open and not place.is_given_back:
+            place.replica, place.is_given_back = None, True
+            place.generation += 1
+            self._use(-1, now)
+
+    def _use(self, more: int, now: float) -> None:
+        self._used.append((now, self._used[-1][1] + more))
+
+    def replica_s(self, since: float = 0.0) -> float:
+        """Seconds of all replicas together, loading and draining included, from `since` to the end of the last request."""
+        until = max((record.end_s for record in self._records), default=since)
+        changes = [*self._used, (until, 0)]
+        return sum(num * max(0.0, min(end, until) - max(begin, since)) for (begin, num), (end, _) in itertools.pairwise(changes))
+
     # -- records -----------------------------------------------------------------------------------------------------------------
 
     def _end(
         self, request: _Open, now: float, *, status: int, error: str | None, detail: str = "", retry_after_s: float | None = None
     ) -> None:
         arrival = request.arrival
+        self._num_ended += status == 200
         self._records.append(
             LoadRecord(
                 intended_s=arrival.at,

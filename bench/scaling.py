@@ -1,0 +1,163 @@
+"""Compares the autoscaler with KEDA's queue rule and Ray Serve's policy on the same loads, on virtual time.
+
+    python -m bench.scaling -> bench/results/scaling.json     virtual time: the same on every machine
+
+A replica runs 16 sequences, takes 90 s until it serves, and does about 0.65 requests a second of 256 + 64 tokens. The goal is a first token
+within 2 s for 95 of 100 requests. KEDA has a threshold of 3 waiting requests a replica, Ray Serve a target of 11 ongoing ones: which keep
+the goal at a steady load. Requests wait up to 600 s and are never refused for their wait.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+
+from bench.harness import RESULTS, write_portable
+from bench.scaling_rules import KedaQueueRule, RayServeRule
+from headrace.engine.config import EngineConfig
+from headrace.lab.environment import environment
+from headrace.lab.metrics import LoadRecord, percentile
+from headrace.lab.simulate.build import SimulatedModel
+from headrace.lab.simulate.load import Arrival
+from headrace.lab.simulate.scaling import Scaling, ScalingPolicy
+from headrace.lab.simulate.site import SimulatedSite
+from headrace.lab.simulate.step_times import FittedLatency
+from headrace.policy.scaling.autoscaler import Autoscaler, ScalingRules
+
+LATENCY = FittedLatency(step_s=0.2, row_s=0.01, context_s=0.0, prompt_s=0.001, attention_s=0.0)
+SLOTS, PROMPT_TOKENS, OUTPUT_TOKENS = 16, 256, 64
+GOAL_S, LOAD_S, HOLD_S, MAX_REPLICAS = 2.0, 90.0, 600.0, 16
+HOUR_S, DAY_S = 3600.0, 86_400.0
+PEAK = 6.0
+"""Requests a second at the busiest time of a day."""
+
+Rate = Callable[[float], float]
+
+
+@dataclass(frozen=True)
+class Load:
+    """rate: requests a second at a time; blind: spans without reports; measured_from: what comes before teaches only"""
+
+    name: str
+    seconds: float
+    most: float
+    rate: Rate
+    replicas: int = 1
+    min_replicas: int = 1
+    blind: Sequence[tuple[float, float]] = field(default_factory=tuple)
+    measured_from: float = 0.0
+
+
+def spike(at: float) -> float:
+    return 3.0 if 600 <= at < 1500 else 0.4
+
+
+def day(at: float) -> float:
+    hour = at % DAY_S / HOUR_S
+    return 0.1 + (PEAK - 0.1) * max(0.0, math.sin(math.pi * (hour - 7) / 14)) if 7 <= hour <= 21 else 0.1
+
+
+def lunch(at: float) -> float:
+    """Quiet, and ten times as much from one minute to the next, for two hours of each day."""
+    return 4.0 if 12 <= at % DAY_S / HOUR_S < 14 else 0.4
+
+
+LOADS = (
+    Load("spike", 3000, 3.0, spike),
+    Load("day", 3 * DAY_S, PEAK, day, measured_from=2 * DAY_S),
+    Load("lunch", 3 * DAY_S, 4.0, lunch, measured_from=2 * DAY_S),
+    Load("drift", 2 * HOUR_S, 4.0, lambda at: 0.3 + 3.7 * at / (2 * HOUR_S)),
+    Load("no reports from the spike on", 3000, 3.0, spike, blind=((590, 3000),)),
+    Load("late reports", 3000, 3.0, spike, blind=tuple((at, at + 45) for at in range(0, 3000, 90))),
+    Load("flapping", HOUR_S, 3.0, lambda at: 3.0 if at % 240 < 120 else 0.3),
+    Load("from none", HOUR_S, 1.0, lambda at: 1.0 if 600 <= at < 700 or 2700 <= at < 2800 else 0.0, replicas=1, min_replicas=0),
+)
+
+
+def arrivals(load: Load, seed: int) -> Iterator[Arrival]:
+    """Poisson, by thinning."""
+    draw, at, number = random.Random(seed), 0.0, 0
+    while (at := at + draw.expovariate(load.most)) < load.seconds:
+        if draw.random() * load.most < load.rate(at):
+            number += 1
+            yield Arrival(at, tuple(range(number * PROMPT_TOKENS, (number + 1) * PROMPT_TOKENS)), draw.randint(1, 2 * OUTPUT_TOKENS))
+
+
+def policies(load: Load) -> dict[str, Callable[[], ScalingPolicy]]:
+    rules = ScalingRules(min_replicas=load.min_replicas, max_replicas=MAX_REPLICAS, ttft_s=GOAL_S, load_s=LOAD_S)
+    return {
+        "Headrace": lambda: Autoscaler(rules, load.replicas),
+        "KEDA": lambda: KedaQueueRule(3, load.min_replicas, MAX_REPLICAS),
+        "Ray Serve": lambda: RayServeRule(11, load.min_replicas, MAX_REPLICAS),
+    }
+
+
+def run(load: Load, policy: ScalingPolicy, seed: int) -> dict[str, object]:
+    config = EngineConfig(
+        model="simulated", max_num_seqs=SLOTS, max_num_batched_tokens=512, num_kv_blocks=1025, depth=1, enable_prefix_caching=False
+    )
+    model = SimulatedModel(config, LATENCY, 1025, 16_384)
+    site = SimulatedSite([model] * load.replicas, scaling=Scaling(policy=policy, load_s=LOAD_S, hold_s=HOLD_S, blind=load.blind), seed=seed)
+    records = site.run(arrivals(load, seed))
+    measured = [record for record in records if record.intended_s >= load.measured_from]
+    targets = [(change.at_s, change.num_replicas) for change in site.changes]
+    return {
+        "requests": len(measured),
+        "lost": sum(not record.is_finished for record in measured),
+        "within_goal": sum(_ttft(record) <= GOAL_S for record in measured) / len(measured),
+        "ttft_p95_s": percentile(sorted(_ttft(record) for record in measured), 0.95),
+        "replica_hours": site.replica_s(load.measured_from) / HOUR_S,
+        "reversals": reversals(targets),
+        "most_reversals_in_5_min": most_within(turns(targets), 300.0),
+        "most_replicas": max((count for _, count in targets), default=0),
+    }
+
+
+def _ttft(record: LoadRecord) -> float:
+    return math.inf if record.ttft_s is None else record.ttft_s
+
+
+def turns(targets: Sequence[tuple[float, int]]) -> list[float]:
+    """When the number of replicas began to move the other way."""
+    found, direction = [], 0
+    for (_, before), (at, after) in pairwise(targets):
+        now = (after > before) - (after < before)
+        if direction and now and now != direction:
+            found.append(at)
+        direction = now or direction
+    return found
+
+
+def reversals(targets: Sequence[tuple[float, int]]) -> int:
+    return len(turns(targets))
+
+
+def most_within(times: Sequence[float], seconds: float) -> int:
+    return max((sum(begin <= at < begin + seconds for at in times) for begin in times), default=0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="One load's name.")
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    found: list[dict[str, object]] = []
+    for load in LOADS:
+        if given.only not in (None, load.name):
+            continue
+        for name, make in policies(load).items():
+            began = time.perf_counter()
+            row = {"load": load.name, "policy": name, **run(load, make(), given.seed)}
+            found.append(row)
+            print(row, f"{time.perf_counter() - began:.0f} s", flush=True)
+    if given.only is None:
+        write_portable(RESULTS / "scaling.json", {"environment": asdict(environment()), "runs": found})
+
+
+if __name__ == "__main__":
+    main()
