@@ -22,11 +22,11 @@ from headrace.policy.scaling.history import ArrivalHistory
 
 TARGET_FILL = 0.7
 TARGET_RATE = 0.8
-"""Of what replicas can do. What is left over serves what comes while another one loads."""
+"""A share of what replicas can do. What is left over serves what comes while another one loads."""
 MIN_DRAIN_S = 60.0
 STALE_S = 30.0
 """Facts that are older decide nothing."""
-FAST_S, SLOW_S = 30.0, 120.0
+FAST_S, SLOW_S = 10.0, 120.0
 """Time constants of the two means of the rate of arrivals, whose difference is its growth."""
 LEARN_S, OUTPUT_LEARN_S = 120.0, 1800.0
 """Time constants of what a replica can do, and of the tokens of an answer, whose ends come late after a change of the load."""
@@ -37,7 +37,7 @@ grow faster than the load, since steps with more of them take longer.
 """
 IDLE_S = 900.0
 """Without any request for so long, the last replica of a model goes that may have none."""
-CHANCE = 2.0
+CHANCE = 3.0
 """Standard deviations."""
 FULL_S = 15.0
 """Replicas fill for so long after their number has changed."""
@@ -109,7 +109,7 @@ class _Wish:
 
 
 class Autoscaler:
-    """Of one model. `decide` is called every few seconds, in the order of time."""
+    """Scales one model. `decide` is called every few seconds, in the order of time."""
 
     def __init__(self, rules: ScalingRules, num_replicas: int, history: ArrivalHistory | None = None) -> None:
         self.rules = rules
@@ -132,11 +132,11 @@ class Autoscaler:
         wish = max(self._wished(facts, now), key=lambda each: each.num_replicas)
         wanted = self.rules.within(wish.num_replicas)
         kept = max(self._wished(facts, now, SHRINK_RATE, SHRINK_FILL), key=lambda each: each.num_replicas)
-        settled = self._settled(max(wanted, self.rules.within(kept.num_replicas)), now)
+        calm = self._calm(max(wanted, self.rules.within(kept.num_replicas)), now)
         if wanted > self._current:
             return self._decided(wanted, wish.reason)
-        if settled < self._current:
-            return self._decided(settled, f"for {self.rules.settle_s:.0f} s no more were needed; {wish.reason}")
+        if calm < self._current:
+            return self._decided(calm, f"for {self.rules.settle_s:.0f} s no more were needed; {wish.reason}")
         return self._decided(self._current, wish.reason)
 
     def _decided(self, num_replicas: int, reason: str) -> ScalingDecision:
@@ -218,7 +218,7 @@ class Autoscaler:
         waiting = f", {facts.num_waiting} wait" if backlog else ""
         return _Wish(num, f"{cause}{waiting}, a replica ends {replica_rate:.2g}/s")
 
-    def _settled(self, wanted: int, now: float) -> int:
+    def _calm(self, wanted: int, now: float) -> int:
         """The most that was wanted within the last `settle_s`; the number itself where that is not known."""
         wishes = self._wishes
         for count in (self._current, wanted) if self._is_blind else (wanted,):
