@@ -2,9 +2,9 @@
 
     python -m bench.scaling -> bench/results/scaling.json     virtual time: the same on every machine
 
-A replica runs 16 sequences, takes 90 s until it serves, and ends about 0.6 requests a second of 256 + 20 tokens; its steps are long, so that
-days are simulated in minutes. The goal is a first token within 3 s. KEDA has a threshold of 3 waiting requests a replica, Ray Serve a target of
-11 ongoing ones. A request waits up to 600 s, and is never refused for its wait. Of two days the second is counted.
+A replica runs 16 sequences, takes 90 s until it serves, and ends about 0.6 requests a second of 256 + 20 tokens; its steps are long, so
+that days are simulated in minutes. The goal is a first token within 3 s. KEDA has a threshold of 3 waiting requests a replica, Ray Serve a
+target of 11 ongoing ones. A request waits up to 600 s, and is never refused for its wait. Of two days the second is counted.
 """
 
 from __future__ import annotations

@@ -51,6 +51,32 @@ def test_a_file_of_serve_gives_replicas_limits_and_admission(headrace: Headrace,
     assert few["goodput"] == pytest.approx(few["request_throughput"])
 
 
+def test_replicas_come_with_the_load_and_each_change_has_a_reason(headrace: Headrace) -> None:
+    load = ("--load", "10", "--duration", "200", "--spike", "50:60:20", "--load-time", "10", "--autoscale", "1:4", "--goodput", "ttft:300")
+    site = ("simulate", "--model", "llama-3-8b", "--gpu", "h100", "--input-len", "2000", "--output-len", "16")
+    done = headrace(*site, *load)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"Autoscaling: \d\.\d\d replica-hours", done.stdout)
+    assert re.search(r" s  [234] replicas: \w+", done.stdout)
+    scaling = json.loads(headrace(*site, *load, "--json").stdout)["runs"][0]["scaling"]
+    assert max(change["num_replicas"] for change in scaling["changes"]) > 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--autoscale", "4:1"), "is not MIN:MAX"),
+        (("--autoscale", "0:0"), "is not MIN:MAX"),
+        (("--autoscale", "1"), "is not MIN:MAX"),
+        (("--autoscale", "1:4", "--kill", "2:0:1"), "without --kill"),
+        (("--autoscale", "1:4", "--load-time", "-1"), "--load-time"),
+    ],
+)
+def test_scaling_that_cannot_be_simulated_is_refused(headrace: Headrace, flags: tuple[str, ...], words: str) -> None:
+    done = headrace("simulate", "--model", "llama-3-8b", "--load", "5", *QUICK, *flags)
+    assert (done.returncode, words in done.stderr) == (2, True), done.stderr
+
+
 def test_a_context_longer_than_the_cache_is_shortened_to_it(headrace: Headrace) -> None:
     done = headrace("simulate", "--model", "llama-3-8b", "--gpu", "rtx4090", "--load", "1", "--duration", "5", "--output-len", "8")
     assert done.returncode == 0, done.stderr

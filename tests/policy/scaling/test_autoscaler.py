@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -81,7 +82,7 @@ class Fluid:
 def reversals(targets: list[int]) -> list[int]:
     """Ticks at which the number began to move the other way."""
     found, direction = [], 0
-    for tick, (before, after) in enumerate(zip(targets, targets[1:], strict=False)):
+    for tick, (before, after) in enumerate(pairwise(targets)):
         now = (after > before) - (after < before)
         if now and direction and now != direction:
             found.append(tick)
@@ -186,7 +187,7 @@ def hold_random_load(seed: int) -> None:
             assert rules.min_replicas <= site.tick(rate, age_s) <= rules.max_replicas, seed
     ticks = reversals(site.targets)
     downs = [tick for tick in ticks if site.targets[tick + 1] < site.targets[tick]]
-    assert all((later - earlier) * TICK_S >= 300 for earlier, later in zip(downs, downs[1:], strict=False))
+    assert all((later - earlier) * TICK_S >= 300 for earlier, later in pairwise(downs))
     for _ in range(int(5400 / TICK_S)):
         site.tick(0.0)
     assert site.open == 0

@@ -97,9 +97,7 @@ def simulate(
     until = duration if trace is None else math.inf
     risen = _spike(spike, until)
     site = _site(_Asked(config, model, gpu, steps, tp, replicas, standby), None if trace else shape)
-    rules = None if autoscale is None else _scaling_rules(autoscale, site, slo, load_time)
-    if rules is not None and (kill or standby):
-        raise UsageRefused("--autoscale: it is simulated without --kill and --standby.")
+    rules = None if autoscale is None else _scaling_rules(autoscale, site, slo, load_time, is_alone=not (kill or standby))
     deaths = _deaths(kill or (), site, until, None if rules else load_time)
     loads = _arrivals(load, trace, duration, shape, seed, risen)
     runs = [_run(site, rate, arrivals, risen, deaths, slo, seed, rules) for rate, arrivals in loads]
@@ -438,9 +436,11 @@ def _death(text: str, replicas: int, until: float, load_s: float | None) -> Deat
     return Death(at, int(replica), back_s)
 
 
-def _scaling_rules(text: str, site: _Site, slo: Slo | None, load_s: float | None) -> ScalingRules:
+def _scaling_rules(text: str, site: _Site, slo: Slo | None, load_s: float | None, *, is_alone: bool) -> ScalingRules:
     from headrace.policy.scaling.autoscaler import ScalingRules
 
+    if not is_alone:
+        raise UsageRefused("--autoscale: it is simulated without --kill and --standby.")
     numbers = re.fullmatch(r"(\d{1,3}):(\d{1,3})", text)
     if numbers is None or not int(numbers[1]) <= int(numbers[2]) <= MAX_REPLICAS or not int(numbers[2]):
         raise UsageRefused(f"--autoscale: {text!r} is not MIN:MAX, two numbers of replicas up to {MAX_REPLICAS}.")
